@@ -29,7 +29,7 @@ from edge_runtime.bundle.manifest import RuntimeSettings
 from edge_runtime.bundle.manifest_checks import with_hash
 from edge_runtime.config.settings import defaults
 from edge_runtime.config.yaml_file import read_config
-from edge_runtime.drafting.stored_memory import StoredMemory, read_memory
+from edge_runtime.drafting.draft_store import DraftStore, read_store
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.session.chat import ChatSettings
 from edge_runtime.session.saved.chat_file import load
@@ -200,9 +200,9 @@ def test_a_memory_of_version_1_is_read_and_one_of_the_next_left_alone(tmp_path: 
         path.write_text(content)
         path.chmod(0o600)
         said: list[str] = []
-        memory = StoredMemory(path, Letters(), limit=1 << 20, notify=said.append)  # type: ignore[arg-type]
+        memory = DraftStore(path, Letters(), limit=1 << 20, notify=said.append)  # type: ignore[arg-type]
         assert len(memory) == len(texts)
         assert bool(said) == (version == 2)
         assert path.read_text() == content
     with pytest.raises(RequestError, match="its first line is not 'edge-mtp memory 1'"):
-        read_memory(path)
+        read_store(path)

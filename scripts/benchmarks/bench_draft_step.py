@@ -37,7 +37,7 @@ from edge_runtime.backends.llama.split_drafter import EMBEDDING
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.drafting.prompt_lookup import LookupDrafter
+from edge_runtime.drafting.text_memory import LookupDrafter
 from edge_runtime.interfaces import Drafter
 from edge_runtime.session.open import default_threads
 

@@ -29,7 +29,7 @@ from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.drafting.sources import SourceOdds, Sources
-from edge_runtime.drafting.text_memory import MEMORY_PRIORS, TextMemory
+from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 from edge_runtime.text.constraints import JsonSchema
@@ -50,7 +50,7 @@ class Pair:
         self.both, self.alone, self.rejection = (Session(parts) for _ in range(3))
         self.bare = Session(replace(parts, drafter=None))
         self.policies = {name: self.both._new_profit(parts.costs) for name in (ALONE, "memory")} if parts.costs else {}
-        self.odds = SourceOdds(MEMORY_PRIORS)
+        self.odds = SourceOdds(TEXT_PRIORS)
         self.tokens = tokens
 
     def run(self, session: Session, prompt: Any, **options: Any) -> Timed:

@@ -36,7 +36,7 @@ from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.drafting.policies import Timing
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.drafting.sources import SourceOdds, Sources
-from edge_runtime.drafting.text_memory import MEMORY_PRIORS, TextMemory
+from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 from edge_runtime.text.constraints import JsonSchema
@@ -265,7 +265,7 @@ def texts_of(session: Session, name: str, schemas: int, files: Path | None, text
         return runs | {"plain": len(runs["all"].tokens) * plain}
 
     policies = [Profit(curve(name), AcceptanceModel(), longest=8, most=12) for _ in range(2)]
-    odds = SourceOdds(MEMORY_PRIORS)
+    odds = SourceOdds(TEXT_PRIORS)
     folder = files or Path(__file__).parent.parent.parent / "devices" / "edge_devices" / "machine"
     sources = [path for path in sorted(folder.glob("*.py")) if len(path.read_text(encoding="utf-8").splitlines()) > 60][:texts]
     rows: dict[str, list[Callable[[], dict[str, Any]]]] = {}

@@ -6,9 +6,9 @@ from edge_bench.measure.variants import OURS
 from edge_bench.report.figures import Figures, Row
 from edge_bench.report.ratios import WIDEST
 from edge_devices.energy.report import EnergyReport
+from edge_runtime.drafting.policies import DEFAULT_POLICY
 
-# The policy that users get; it is judged rather than the variant that came out best by chance.
-_DEFAULT_POLICY = "profit"
+# What users get is judged rather than the variant that came out best by chance.
 
 
 def verdict(figures: Figures) -> str:
@@ -16,7 +16,7 @@ def verdict(figures: Figures) -> str:
     rows = [row for row in figures.overall if row.variant.side == OURS and row.speed_up]
     if not rows:
         return ""
-    defaults = [row for row in rows if row.variant.policy == _DEFAULT_POLICY]
+    defaults = [row for row in rows if row.variant.policy == DEFAULT_POLICY]
     judged = max(defaults or rows, key=_speed_up)
     others = len(defaults or rows)
     chosen = "" if others == 1 else f", the fastest of {others} measured,"

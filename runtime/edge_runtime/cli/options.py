@@ -22,9 +22,9 @@ from edge_runtime.config.presets import expanded
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig, TuningConfig
 from edge_runtime.config.yaml_file import read_config
 from edge_runtime.drafting.acceptance_window import WARN_ABOVE
+from edge_runtime.drafting.draft_store import STORE_SIZE, forget
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.drafting.policies import POLICIES
-from edge_runtime.drafting.stored_memory import MEMORY_SIZE, forget
 from edge_runtime.errors import OUT_OF_MEMORY
 from edge_runtime.session.chat import MAX_TOKENS
 
@@ -163,7 +163,7 @@ memory_options = option_group(
     ),
     click.option(
         "--draft-store-size",
-        default=MEMORY_SIZE,
+        default=STORE_SIZE,
         help="With --draft-store: the most that the file may hold; the oldest texts make room.",
     ),
     click.option(

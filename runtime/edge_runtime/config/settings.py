@@ -16,7 +16,7 @@ from edge_runtime.config.schema import CacheConfig, SpeculativeConfig, Streaming
 from edge_runtime.config.validators import bytes_of
 from edge_runtime.config.yaml_file import CONFIG_NAME, read_bundle_config, read_config
 from edge_runtime.drafting.drafter_kinds import DrafterKind
-from edge_runtime.drafting.policies import WINDOW_ROUNDS, DraftLengthPolicy, draft_length_policy
+from edge_runtime.drafting.policies import DEFAULT_POLICY, WINDOW_ROUNDS, DraftLengthPolicy, PolicyOptions, policy_kind
 from edge_runtime.errors import BundleError, ConfigError
 
 T = TypeVar("T")
@@ -50,19 +50,22 @@ class Settings:
     window: int
     chunk_size: int
 
+    @property
+    def needs_costs(self) -> bool:
+        """Whether the policy weighs drafts by measured costs (`Session.profit`)."""
+        return policy_kind(self.policy).needs_costs
+
     def new_policy(self) -> DraftLengthPolicy:
-        """Returns a policy for one request. `profit` becomes a fixed length here, since it needs measured costs (`Session.profit`)."""
-        name = "fixed" if self.policy == "profit" else self.policy
-        first = self.draft_length if name == "fixed" else max(self.draft_length, 1)
-        return draft_length_policy(
-            name,
-            first,
+        """Returns a policy for one request that needs no costs: the configured one, or what that is without costs."""
+        options = PolicyOptions(
+            first=self.draft_length,
             shortest=max(self.shortest, 1),
             longest=self.longest,
             threshold=self.threshold,
             penalty=self.penalty,
             window=max(1, self.window * WINDOW_ROUNDS // WINDOW_TOKENS),
         )
+        return policy_kind(self.policy).new(options)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
@@ -75,7 +78,7 @@ def defaults(runtime: RuntimeSettings) -> SpeculativeConfig:
     return SpeculativeConfig(
         cache=CacheConfig(max_context_length=runtime.context, kv_type="f16", overflow="drop_oldest"),
         tuning=TuningConfig(
-            policy="profit",
+            policy=DEFAULT_POLICY,
             objective="time",
             draft_length=first,
             min_horizon=min(1, first),

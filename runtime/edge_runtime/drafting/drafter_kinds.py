@@ -17,6 +17,11 @@ MAX_SECONDS = 0.3
 MIN_ROUNDS, MAX_ROUNDS = 3, 25
 
 
+def is_model(kind: DrafterKind | None) -> bool:
+    """Whether a drafter of this kind is a model; None stands for the fastest of those."""
+    return kind not in ("lookup", "none")
+
+
 def draft_step_seconds(
     target: Target,
     drafters: Mapping[DrafterKind, Drafter],

@@ -13,8 +13,6 @@ from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import ShouldContinue
 
-COUNTING_POLICIES = ("fixed", "rolling", "stepped")
-POLICIES = ("profit", *COUNTING_POLICIES)
 WINDOW_ROUNDS = 10
 
 
@@ -207,18 +205,57 @@ class Stepped(CountingPolicy):
         self._recent.add(result.verified, result.accepted)
 
 
-def draft_length_policy(
-    name: str, start: int, *, shortest: int = 1, longest: int = 8, threshold: float = 0.7, penalty: float = 1.0, window: int = WINDOW_ROUNDS
-) -> DraftLengthPolicy:
-    """Returns the policy `name`, except `profit`, which needs costs (see `Session`).
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """The first draft length and the range of later ones; `threshold` and `penalty` of `Rolling`; `window` in rounds."""
 
-    `start` is the length of `fixed` and the first length of `rolling`. `fixed` ignores the range. `threshold` and `penalty` are used by
-    `rolling` only. `window` is in rounds.
+    first: int
+    shortest: int = 1
+    longest: int = 8
+    threshold: float = 0.7
+    penalty: float = 1.0
+    window: int = WINDOW_ROUNDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyKind:
+    """What can be said of a policy by its name. `new` makes one for a request, from counts alone.
+
+    One that `needs_costs` weighs drafts by what they cost on this machine (`profit_policy`); without costs it is what `new` makes.
     """
-    if name == "fixed":
-        return Fixed(start)
-    if name == "rolling":
-        return Rolling(start, shortest=shortest, longest=longest, threshold=threshold, penalty=penalty, window=window)
-    if name == "stepped":
-        return Stepped(shortest=shortest, longest=longest, window=window)
-    raise RequestError(f"policy {name!r} is not known; choose one of {', '.join(COUNTING_POLICIES)}")
+
+    new: Callable[[PolicyOptions], DraftLengthPolicy]
+    needs_costs: bool = False
+
+
+def _rolling(options: PolicyOptions) -> Rolling:
+    return Rolling(
+        max(options.first, 1),
+        shortest=options.shortest,
+        longest=options.longest,
+        threshold=options.threshold,
+        penalty=options.penalty,
+        window=options.window,
+    )
+
+
+def _stepped(options: PolicyOptions) -> Stepped:
+    return Stepped(shortest=options.shortest, longest=options.longest, window=options.window)
+
+
+# The first one is the default.
+_KINDS: dict[str, PolicyKind] = {
+    "profit": PolicyKind(new=lambda options: Fixed(options.first), needs_costs=True),
+    "fixed": PolicyKind(new=lambda options: Fixed(options.first)),
+    "rolling": PolicyKind(new=_rolling),
+    "stepped": PolicyKind(new=_stepped),
+}
+POLICIES = tuple(_KINDS)
+DEFAULT_POLICY = POLICIES[0]
+
+
+def policy_kind(name: str) -> PolicyKind:
+    """Returns what is known of the policy `name`. Raises RequestError if there is none."""
+    if name not in _KINDS:
+        raise RequestError(f"policy {name!r} is not known; choose one of {', '.join(POLICIES)}")
+    return _KINDS[name]

@@ -2,28 +2,33 @@
 
 The tokens are held in a suffix automaton (Blumer et al. 1985, Theoretical Computer Science 40), which knows the longest repeated end of the
 text at any time and takes constant time per token. It serves as SuffixDecoding does (Oliaro et al. 2024, arXiv 2411.04975), but beside a
-drafter: the longer the match, the surer the guess.
+drafter: the longer the match, the surer the guess. In place of one it is prompt lookup (Saxena 2023, prompt-lookup-decoding), which costs
+nothing and helps where a text repeats itself.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from edge_runtime.drafting.sources import Guess
-from edge_runtime.interfaces import Vocabulary
+import numpy as np
+from numpy.typing import NDArray
 
-NAME = "memory"
+from edge_runtime.drafting.sources import Guess
+from edge_runtime.interfaces import DraftSampler, ShouldContinue, Target, Vocabulary
+
+SOURCE = "memory"
 # Matches of fewer tokens say too little. Lower bounds of the bins of longer ones, and the prior of each bin.
 SHORTEST_MATCH = 2
 _BOUNDS = (2, 3, 4, 6, 9, 14, 22, 40)
-MEMORY_PRIORS = {f"{NAME} {bound}": chance for bound, chance in zip(_BOUNDS, (0.25, 0.35, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95), strict=True)}
+TEXT_PRIORS = {f"{SOURCE} {bound}": chance for bound, chance in zip(_BOUNDS, (0.25, 0.35, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95), strict=True)}
 # Of a longer prompt only the end is remembered: a token takes about 600 bytes.
 MOST_TOKENS = 32768
 # Characters of a prediction for each token of the context: texts have 3 to 6 of them per token, and no answer repeats what is beyond.
 PREDICTED_CHARACTERS = 16
-# What no text contains; matches and copies end there.
+# What no text contains; matches and copies end there. Copies end before soft rows of images and sound too, whose ids are negative.
 BORDER = -1
 # The end of the prompt that is put before a predicted answer, so that the answer is guessed to follow it.
 LEAD = 40
@@ -129,14 +134,47 @@ class TextMemory:
         """A copy that reaches the end of the text repeats itself, so that a loop is guessed as a loop."""
         length, end = self._automaton.longest_repeat(ahead)
         if length < SHORTEST_MATCH:
-            return Guess(NAME)
+            return Guess(SOURCE)
         ends = end + most > len(self._automaton.tokens)
         copy = self._automaton.tokens[end : end + most] + (list(ahead) if ends else [])
-        if BORDER in copy:
+        if copy and min(copy) < 0:
             copy, ends = within_text(copy), False
         while ends and copy and len(copy) < most:
             copy += copy
-        return Guess(NAME, tuple(copy[:most]), tuple(evidence(length + place) for place in range(len(copy[:most]))))
+        return Guess(SOURCE, tuple(copy[:most]), tuple(evidence(length + place) for place in range(len(copy[:most]))))
+
+
+class LookupDrafter:
+    """Drafts what a memory of the target's own text guesses, without a model. Implements `interfaces.Drafter`."""
+
+    stepwise = False  # a copy costs nothing and has no probability
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._text: NDArray[np.int32] = np.empty(0, np.int32)
+        self._memory = TextMemory([])
+
+    def draft(
+        self,
+        last: int,
+        draft_length: int,
+        sampler: DraftSampler | None = None,  # noqa: ARG002
+        should_continue: ShouldContinue | None = None,  # noqa: ARG002
+    ) -> list[int]:
+        """Returns `draft_length` tokens, or none if the newest SHORTEST_MATCH tokens do not occur earlier.
+
+        `sampler` is ignored: there are no logits, and a copied token counts as certain.
+        """
+        text, known = np.append(self._target.tokens, np.int32(last)), len(self._text)
+        if np.array_equal(text[:known], self._text):
+            self._memory.add(text[known:].tolist())
+        else:  # another request's text, or one that was rolled back
+            self._memory = TextMemory(text.tolist())
+        self._text = text
+        return list(self._memory.guess((), draft_length).tokens)
+
+    def close(self) -> None:
+        """Does nothing: there is nothing to free."""
 
 
 def predicted_tokens(text: str, vocabulary: Vocabulary, context: int) -> list[int]:
@@ -146,10 +184,10 @@ def predicted_tokens(text: str, vocabulary: Vocabulary, context: int) -> list[in
 
 
 def within_text(tokens: list[int]) -> list[int]:
-    """Returns the tokens before the first border."""
-    return tokens[: tokens.index(BORDER)] if BORDER in tokens else tokens
+    """Returns the tokens before the first border or soft row."""
+    return list(itertools.takewhile(lambda token: token >= 0, tokens))
 
 
-def evidence(length: int, name: str = NAME) -> str:
+def evidence(length: int, source: str = SOURCE) -> str:
     """Returns the bin of a match of this length."""
-    return f"{name} {_BOUNDS[bisect_right(_BOUNDS, length) - 1]}"
+    return f"{source} {_BOUNDS[bisect_right(_BOUNDS, length) - 1]}"

@@ -17,9 +17,9 @@ from edge_runtime.decoding.constrained_acceptance import constrained
 from edge_runtime.decoding.logprobs import LogprobRule, TokenLogprob
 from edge_runtime.decoding.loop import Decoding, Round, decode
 from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.drafting.draft_store import DraftStore
 from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.drafting.sources import Sources
-from edge_runtime.drafting.stored_memory import StoredMemory
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, MediaTarget, Target, Vocabulary, inside_image
 from edge_runtime.media.soft_rows import MediaPrompt, pieces
@@ -144,7 +144,7 @@ class Generation:
         monitor: RequestMonitor,
         constraint: Constraint | None = None,
         sources: Sources | None = None,
-        memory: StoredMemory | None = None,
+        draft_store: DraftStore | None = None,
     ) -> None:
         self.given_prompt = prompt
         self._spans = prompt.spans if isinstance(prompt, MediaPrompt) else ()
@@ -156,7 +156,7 @@ class Generation:
         self.options = options
         self.monitor = monitor
         self._pair = pair
-        self._memory = memory
+        self._draft_store = draft_store
         defaults = pair.generation or GenerationDefaults()
         self._detokenizer = _Detokenizer(pair.vocabulary, options.stop, constraint, defaults.end_tokens)
         self._taken = 0
@@ -294,8 +294,8 @@ class Generation:
         self.stats.count_round(one.drafted, one.accepted, len(one.tokens), one.sources)
         if self.done:  # while the vocabulary is open for certain
             self._detokenizer.feed_rest(self.tokens)
-            if self._memory is not None:
-                self._memory.remember(b"".join(map(self._pair.vocabulary.piece, self.tokens)).decode("utf-8", "ignore"))
+            if self._draft_store is not None:
+                self._draft_store.remember(b"".join(map(self._pair.vocabulary.piece, self.tokens)).decode("utf-8", "ignore"))
 
     def count(self, one: Round, seconds: float) -> None:
         """Adds the times of a recorded round, which took `seconds`, and calls the callbacks."""

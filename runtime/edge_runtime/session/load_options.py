@@ -16,9 +16,9 @@ from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType
 from edge_runtime.calibration.placement import PowerSource
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
+from edge_runtime.drafting.draft_store import STORE_SIZE
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
-from edge_runtime.drafting.stored_memory import MEMORY_SIZE
 from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET
 from edge_runtime.session.monitoring.monitor import MonitorOptions
 
@@ -122,7 +122,7 @@ class LoadOptions:
         panel="Drafting",
         help="Keep answers in this file, for you alone, and copy drafts from it: faster where texts come back.  [default: keep nothing]",
     )
-    draft_store_size: str | int = MEMORY_SIZE
+    draft_store_size: str | int = STORE_SIZE
     remember: Sequence[Path] = option(
         default=(),
         metavar="TEXT",

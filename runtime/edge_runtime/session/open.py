@@ -19,9 +19,10 @@ from edge_runtime.calibration.first_use import MeasuredPair, measured_costs, mea
 from edge_runtime.calibration.measured import without_repeats
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
-from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS
+from edge_runtime.drafting.draft_store import DraftStore
+from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, is_model
 from edge_runtime.drafting.phase_power import PhasePower
-from edge_runtime.drafting.stored_memory import StoredMemory
+from edge_runtime.drafting.policies import DEFAULT_POLICY
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.planning.memory import memory_bytes
@@ -86,13 +87,13 @@ class _PairLoader:
         self.monitor = Monitor(replace(options.monitoring or MonitorOptions(), window=self.settings.window))
         self.drafter = options.drafter or self.settings.drafter
         self.threads = options.threads or default_threads()
-        self._memory: StoredMemory | None = None
+        self._draft_store: DraftStore | None = None
 
     def choose_backend(self, count: int) -> BackendKind:
         """Returns the backend that the options need, or else the faster one on this machine, which the first use measures."""
         options, settings = self.options, self.settings
         fitting = fitting_backends(self._request(count), options.backend)
-        if len(fitting) == 1 or self.bundle.manifest.media is not None or self.drafter not in (None, "none", "lookup"):
+        if len(fitting) == 1 or self.bundle.manifest.media is not None or (self.drafter is not None and is_model(self.drafter)):
             return fitting[0]
         policy = [settings.context, settings.policy, settings.draft_length, settings.longest, settings.longest_draft, settings.objective]
 
@@ -110,7 +111,7 @@ class _PairLoader:
         opened = load_backend(kind).open(request)
         pair = self._measured_pair(opened)
         costs = cache(lambda: measured_costs(pair, options.power, options.notify, waiting=options.waiting))
-        if count > 1 and settings.policy == "profit":
+        if count > 1 and settings.needs_costs:
             costs()  # measuring empties the cache, so it is done before any request runs
         shared = SessionParts(
             bundle=self.bundle,
@@ -126,7 +127,7 @@ class _PairLoader:
             costs=costs,
             acceptance_cache=self._acceptance_cache(kind, opened),
             encoder=opened.encoder,
-            memory=self._stored_memory(opened.vocabulary),
+            draft_store=self._opened_draft_store(opened.vocabulary),
             fingerprint=self._fingerprint(*opened.answer_facts),
         )
         sessions = [
@@ -189,15 +190,15 @@ class _PairLoader:
         """Returns a hash of all that an answer depends on beside its request: files, context, code, processor."""
         return entry_key([project_version(), cpu_identity(), str(self.settings.context), self.hashes, [*map(str, facts)]])
 
-    def _stored_memory(self, vocabulary: Vocabulary) -> StoredMemory | None:
-        """The memory on the disk, which all sessions share."""
+    def _opened_draft_store(self, vocabulary: Vocabulary) -> DraftStore | None:
+        """Returns the draft store, which all sessions share."""
         options = self.options
-        if self._memory is None and options.draft_store is not None:
+        if self._draft_store is None and options.draft_store is not None:
             limit = memory_bytes(options.draft_store_size)
-            self._memory = StoredMemory(Path(options.draft_store), vocabulary, limit=limit, notify=options.notify)
+            self._draft_store = DraftStore(Path(options.draft_store), vocabulary, limit=limit, notify=options.notify)
             for path in options.remember:
-                self._memory.remember_file(Path(path))
-        return self._memory
+                self._draft_store.remember_file(Path(path))
+        return self._draft_store
 
     def _acceptance_cache(self, backend: BackendKind, opened: OpenedPair) -> AcceptanceCache:
         """Drafts of a pair are the same on all machines, but not on all backends, whose weights differ."""
@@ -207,8 +208,8 @@ class _PairLoader:
 
     def _check_energy(self) -> None:
         """Raises RequestError where joules cannot be minimized: another policy, or the power of the phases is not known."""
-        if self.settings.policy != "profit":
-            raise RequestError(f"the objective energy needs the policy profit, not {self.settings.policy}; change one of them")
+        if not self.settings.needs_costs:
+            raise RequestError(f"the objective energy needs the policy {DEFAULT_POLICY}, not {self.settings.policy}; change one of them")
         if self.options.power is None:
             raise RequestError(
                 "the objective energy needs the power of each phase, and there is no usable energy meter here (edge-devices meters) and no"

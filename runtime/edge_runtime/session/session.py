@@ -20,14 +20,14 @@ from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.drafting.cost_model import Costs
-from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.drafting.draft_store import STORE_PRIORS, DraftStore
+from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.phase_power import EnergyCosts
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
 from edge_runtime.drafting.profit_policy import Profit, expected_rate
 from edge_runtime.drafting.safety_net import Guarded, SafetyNet
 from edge_runtime.drafting.sources import Source, SourceOdds, Sources
-from edge_runtime.drafting.stored_memory import STORED_PRIORS, StoredMemory
-from edge_runtime.drafting.text_memory import MEMORY_PRIORS, TextMemory, predicted_tokens
+from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory, predicted_tokens
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import MediaTarget
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places
@@ -42,10 +42,10 @@ from edge_runtime.text.grammar import grammars_for
 class SessionParts(LoadedPair):
     """What a session is made of. `settings` None takes the bundle's recommendation, `monitor` None one that only counts.
 
-    `costs` is called once, when the policy `profit` is first used; without it that policy drafts a fixed length with a safety net.
+    `costs` is called once, when a policy that needs them is first used; without it that policy drafts a fixed length with a safety net.
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
-    `memory` holds earlier answers and files to copy drafts from. `row_kernels` names the variant of the project's kernels that multiplies,
-    None for stock ones.
+    `draft_store` holds earlier answers and files to copy drafts from. `row_kernels` names the variant of the project's kernels that
+    multiplies, None for stock ones.
     `fingerprint` stands for all that an answer depends on beside its request.
     """
 
@@ -58,7 +58,7 @@ class SessionParts(LoadedPair):
     costs: Callable[[], Costs] | None = None
     acceptance_cache: AcceptanceCache | None = None
     encoder: LazyEncoder | None = None
-    memory: StoredMemory | None = None
+    draft_store: DraftStore | None = None
     fingerprint: str = ""
 
 
@@ -84,7 +84,7 @@ class Session:
         self._parts = parts
         self._net = SafetyNet(window=self.settings.window)
         self._profit: Profit | None = None
-        self._odds = SourceOdds(GRAMMAR_PRIORS | MEMORY_PRIORS | STORED_PRIORS)
+        self._odds = SourceOdds(GRAMMAR_PRIORS | TEXT_PRIORS | STORE_PRIORS)
 
     def generate(
         self,
@@ -149,13 +149,13 @@ class Session:
                 monitor=monitor,
                 constraint=enforced,
                 sources=sources,
-                memory=self._parts.memory,
+                draft_store=self._parts.draft_store,
             )
 
     @property
     def _weighs(self) -> bool:
         """Whether drafts are weighed by what they cost, those of sources beside the drafter too."""
-        return self.settings.policy == "profit" and self._parts.costs is not None
+        return self.settings.needs_costs and self._parts.costs is not None
 
     def _prompt_ids(self, prompt: str | Sequence[int] | MediaPrompt) -> list[int]:
         """Returns the prompt's token ids. Raises RequestError if it is neither text nor ids of the vocabulary, is empty, or too long."""
@@ -219,16 +219,16 @@ class Session:
                 self._parts.encoder.close()
 
     def _sources(self, prompt: Sequence[int], constraint: Constraint | None, prediction: str | Sequence[int]) -> Sources | None:
-        """Returns what drafts beside the drafter: memories; without a drafter of its own, what a constraint forces.
+        """Returns what drafts beside the drafter: texts to copy from; without a model that drafts, what a constraint forces.
 
         A drafter whose drafts are masked writes forced text as well (docs/drafting.md), and prompt lookup copies as the memory does.
         """
         found: list[Source] = []
-        drafts = self.drafter is not None and self.drafter_kind != "lookup"
+        drafts = self.drafter is not None and is_model(self.drafter_kind)
         if drafts or prediction:
             found.append(TextMemory(prompt, self._predicted_ids(prediction)))
-        if self._parts.memory is not None:
-            found.append(self._parts.memory.source(prompt))
+        if self._parts.draft_store is not None:
+            found.append(self._parts.draft_store.source(prompt))
         if constraint is not None and not drafts:
             found.append(GrammarSource(constraint))
         return Sources(found, self._odds) if found else None
@@ -271,7 +271,7 @@ class Session:
         if self._parts.costs is None:
             raise RequestError("this session was opened without a way to measure costs")
         longest = min(self.settings.longest, self.settings.longest_draft)
-        lengths = range(longest + 1) if self.settings.policy == "profit" else [min(self.settings.draft_length, longest)]
+        lengths = range(longest + 1) if self.settings.needs_costs else [min(self.settings.draft_length, longest)]
         drafts = (self.bundle.manifest.parity or {}).get("drafts")
         exported = drafts.get("confidence") if isinstance(drafts, dict) else None
         with self._open():
@@ -324,9 +324,9 @@ class Session:
             self.claim.release()
 
     @property
-    def memory(self) -> StoredMemory | None:
-        """The memory on the disk, None without one; `memory.remember(text)` adds a file's text."""
-        return self._parts.memory
+    def draft_store(self) -> DraftStore | None:
+        """The draft store, None without one; `draft_store.remember(text)` adds a text."""
+        return self._parts.draft_store
 
     def save_acceptance(self) -> None:
         """Writes the acceptance model to the cache, where the next session finds it."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.drafting.policies import COUNTING_POLICIES, Rolling, RoundResult, Stepped, draft_length_policy
+from edge_runtime.drafting.policies import POLICIES, PolicyOptions, Rolling, RoundResult, Stepped, policy_kind
 from edge_runtime.errors import RequestError
 
 outcomes = st.lists(st.tuples(st.integers(0, 12), st.floats(0, 1)), max_size=60)
@@ -25,9 +25,9 @@ def test_rolling_stays_in_its_bounds(rounds, one, other, threshold, penalty):
         assert shortest <= policy.plan().draft_length <= min(longest, before + 1)
 
 
-@given(outcomes, st.sampled_from(COUNTING_POLICIES), st.integers(1, 8))
+@given(outcomes, st.sampled_from(POLICIES), st.integers(1, 8))
 def test_no_policy_leaves_the_legal_lengths(rounds, name, start):
-    policy = draft_length_policy(name, start)
+    policy = policy_kind(name).new(PolicyOptions(first=start))
     for drafted, share in rounds:
         assert 0 <= policy.plan().draft_length <= MAX_DRAFT_LENGTH
         policy.observe(RoundResult(drafted, int(drafted * share)))
@@ -90,5 +90,5 @@ def test_rolling_refuses_nonsense(arguments, words):
 
 
 def test_unknown_policies_are_refused():
-    with pytest.raises(RequestError, match="'clever' is not known; choose one of fixed, rolling, stepped"):
-        draft_length_policy("clever", 2)
+    with pytest.raises(RequestError, match="'clever' is not known; choose one of profit, fixed, rolling, stepped"):
+        policy_kind("clever")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.policies import Fixed
-from edge_runtime.drafting.prompt_lookup import LONGEST_MATCH, SHORTEST_MATCH, LookupDrafter
+from edge_runtime.drafting.text_memory import SHORTEST_MATCH, LookupDrafter
 from scripted import VOCABULARY, ScriptedTarget, plain_greedy
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -21,7 +21,7 @@ def draft(text: list[int], length: int) -> list[int]:
 
 def slow_draft(text: list[int], length: int) -> list[int]:
     """The definition: the longest match, the latest of those, copied on and on."""
-    for size in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
+    for size in range(len(text) - 1, SHORTEST_MATCH - 1, -1):
         for start in range(len(text) - size - 1, -1, -1):
             if text[start : start + size] == text[len(text) - size :]:
                 grown = list(text)

@@ -14,6 +14,7 @@ from edge_runtime.backends.llama.loader import library_version, llama_library, s
 from edge_runtime.backends.llama.pair import LlamaSequenceBatch, drafters_opened, open_with_drafter
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, check_kv_type
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
+from edge_runtime.drafting.drafter_kinds import is_model
 from edge_runtime.media.image import check_budget
 from edge_runtime.planning.encoder_memory import EncoderMemory
 from edge_runtime.planning.memory import BATCH, MemoryRequest, check_memory_without_copies, memory_plan
@@ -32,7 +33,7 @@ class LlamaBackend:
 
     def open(self, request: OpenRequest) -> OpenedPair:
         bundle, manifest = request.bundle, request.bundle.manifest
-        probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if _has_model(request) else [])]
+        probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if is_model(request.drafter) else [])]
         quantizations = [file.quantization or "unknown" for file in probed]
         plan, room_for_copies = _checked_memory(request)
         paths = [bundle.folder / file.path for file in probed]
@@ -99,10 +100,6 @@ def _tested(probes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"tested with {', '.join(pairs)}: {kernels}"
 
 
-def _has_model(request: OpenRequest) -> bool:
-    return request.drafter not in ("lookup", "none")
-
-
 def _checked_memory(request: OpenRequest) -> tuple[MemoryRequest, bool]:
     """Returns what takes memory, with repacked weights, and whether there is room for these. Raises RequestError if it does not fit.
 
@@ -129,7 +126,7 @@ def _options(request: OpenRequest, plan: MemoryRequest, *, repack: bool) -> Llam
         context=plan.context,
         threads=request.threads,
         use_extra_bufts=repack,
-        draft=_has_model(request),
+        draft=is_model(request.drafter),
         max_draft_length=request.settings.longest_draft,
         max_candidates=request.settings.max_candidates,
         sequences=plan.sequences,

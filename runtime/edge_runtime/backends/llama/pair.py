@@ -12,7 +12,7 @@ from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.drafting.drafter_kinds import STEPS, DrafterKind, draft_step_seconds
-from edge_runtime.drafting.prompt_lookup import LookupDrafter
+from edge_runtime.drafting.text_memory import LookupDrafter
 from edge_runtime.errors import BundleError
 from edge_runtime.interfaces import Drafter, DraftRequest, DraftSampler, Logits, ShouldContinue
 

@@ -21,8 +21,8 @@ from edge_runtime.backends.onnx.static_target import StaticOrtTarget
 from edge_runtime.backends.onnx.target import PREFILL_ROWS, PREFILL_SCORES, OrtOptions, OrtTarget, PairFiles, StaticParts, pair_of
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
-from edge_runtime.drafting.drafter_kinds import DrafterKind
-from edge_runtime.drafting.prompt_lookup import LookupDrafter
+from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
+from edge_runtime.drafting.text_memory import LookupDrafter
 from edge_runtime.errors import BackendError, BundleError
 from edge_runtime.interfaces import Drafter
 from edge_runtime.planning.encoder_memory import EncoderMemory
@@ -109,7 +109,7 @@ def open_onnx(
     Raises BundleError if the bundle has no such drafter, BackendError if a graph does not open; then nothing stays open.
     """
     own: DrafterKind = "split" if bundle.manifest.architecture.ordered_embeddings else "dense"
-    if wanted not in (None, "none", "lookup", own):
+    if wanted not in (None, own) and is_model(wanted):
         raise BundleError(f"{bundle.folder}: the ONNX drafter's head is {own}, not {wanted}; leave --drafter out")
     kind = wanted or own
     files = pair_of(bundle, drafter=kind == own)

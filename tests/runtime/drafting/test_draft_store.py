@@ -1,4 +1,4 @@
-"""The memory on the disk: what it keeps, for how long and for whom, files that are none, and requests that draft from it."""
+"""The draft store: what it keeps, for how long and for whom, files that are none, and requests that draft from it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from edge_runtime.cli.run import main
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
+from edge_runtime.drafting.draft_store import HEADER, DraftStore, forget, read_store
 from edge_runtime.drafting.policies import Timing
-from edge_runtime.drafting.stored_memory import HEADER, StoredMemory, forget, read_memory
 from edge_runtime.errors import RequestError
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
@@ -29,38 +29,38 @@ class Letters:
         return [ord(letter) for letter in text]
 
 
-def memory_at(path: Path, limit: int = 1 << 20) -> tuple[StoredMemory, list[str]]:
+def store_at(path: Path, limit: int = 1 << 20) -> tuple[DraftStore, list[str]]:
     said: list[str] = []
-    return StoredMemory(path, Letters(), limit=limit, notify=said.append), said
+    return DraftStore(path, Letters(), limit=limit, notify=said.append), said
 
 
-def guessed(memory: StoredMemory, prompt: str, most: int = 5) -> str:
-    return "".join(map(chr, memory.source([ord(letter) for letter in prompt]).guess((), most).tokens))
+def guessed(store: DraftStore, prompt: str, most: int = 5) -> str:
+    return "".join(map(chr, store.source([ord(letter) for letter in prompt]).guess((), most).tokens))
 
 
 @posix
 def test_texts_are_kept_for_their_owner_alone_and_found_by_the_next_session(tmp_path):
     path = tmp_path / "memory"
-    memory, said = memory_at(path)
-    memory.remember("the quick brown fox")
+    store, said = store_at(path)
+    store.remember("the quick brown fox")
     assert path.stat().st_mode & 0o777 == 0o600
-    again, _ = memory_at(path)
+    again, _ = store_at(path)
     assert guessed(again, "a quick") == " brow"
     assert guessed(again, "zzz") == ""
     assert said == []
 
 
 def test_a_copy_ends_with_its_text(tmp_path):
-    memory, _ = memory_at(tmp_path / "memory")
-    memory.remember("one two")
-    memory.remember("three")
-    assert guessed(memory, "one t") == "wo"
+    store, _ = store_at(tmp_path / "memory")
+    store.remember("one two")
+    store.remember("three")
+    assert guessed(store, "one t") == "wo"
 
 
 def test_a_request_follows_its_own_tokens(tmp_path):
-    memory, _ = memory_at(tmp_path / "memory")
-    memory.remember("abcdefgh")
-    source = memory.source([])
+    store, _ = store_at(tmp_path / "memory")
+    store.remember("abcdefgh")
+    source = store.source([])
     source.add([ord("x"), ord("b"), ord("c")])
     assert [chr(token) for token in source.guess([ord("d")], 2).tokens] == ["e", "f"]
     assert source.guess([ord("z")], 2).tokens == ()
@@ -68,16 +68,16 @@ def test_a_request_follows_its_own_tokens(tmp_path):
 
 def test_the_oldest_texts_make_room(tmp_path):
     path = tmp_path / "memory"
-    memory, _ = memory_at(path, limit=2000)
+    store, _ = store_at(path, limit=2000)
     for number in range(40):
-        memory.remember(f"{number} " + "x" * 90)
+        store.remember(f"{number} " + "x" * 90)
     assert path.stat().st_size <= 2100
-    texts = read_memory(path)
+    texts = read_store(path)
     assert texts[-1].startswith("39 ")
     assert not any(text.startswith("0 ") for text in texts)
-    memory.remember(texts[-1])
-    memory.remember("y" * 1500)
-    assert read_memory(path) == texts, "neither twice, nor more than half of the limit at once"
+    store.remember(texts[-1])
+    store.remember("y" * 1500)
+    assert read_store(path) == texts, "neither twice, nor more than half of the limit at once"
 
 
 @posix
@@ -97,13 +97,13 @@ def test_another_file_is_named_and_left_alone(tmp_path, content):
     path = tmp_path / "memory"
     path.write_bytes(content)
     path.chmod(0o600)
-    memory, said = memory_at(path)
-    memory.remember("text")
+    store, said = store_at(path)
+    store.remember("text")
     assert path.read_bytes() == content
     assert len(said) == 1
     assert "not used and not changed" in said[0]
     assert "\n" not in said[0]
-    with pytest.raises(RequestError, match="no memory"):
+    with pytest.raises(RequestError, match="no draft store"):
         forget(path)
     assert path.exists()
 
@@ -111,63 +111,63 @@ def test_another_file_is_named_and_left_alone(tmp_path, content):
 @posix
 def test_links_and_files_that_others_may_read_are_not_used(tmp_path):
     path, link = tmp_path / "memory", tmp_path / "link"
-    memory_at(path)[0].remember("secret words")
+    store_at(path)[0].remember("secret words")
     link.symlink_to(path)
-    assert len(memory_at(link)[1]) == 1
+    assert len(store_at(link)[1]) == 1
     path.chmod(0o644)
-    memory, said = memory_at(path)
+    store, said = store_at(path)
     assert "chmod 600" in said[0]
-    assert guessed(memory, "secret") == ""
+    assert guessed(store, "secret") == ""
 
 
 def test_what_is_forgotten_is_neither_drafted_nor_written_again(tmp_path):
     path = tmp_path / "memory"
-    memory, said = memory_at(path)
-    memory.remember("secret words")
-    assert guessed(memory, "secret") == " word"
+    store, said = store_at(path)
+    store.remember("secret words")
+    assert guessed(store, "secret") == " word"
     assert forget(path) == 1
-    assert guessed(memory, "secret") == ""
-    memory.remember("other words")
-    assert read_memory(path) == ["other words"]
+    assert guessed(store, "secret") == ""
+    store.remember("other words")
+    assert read_store(path) == ["other words"]
     assert forget(path) == 1
-    memory.remember("third text")
-    assert (read_memory(path), said) == (["third text"], [])
+    store.remember("third text")
+    assert (read_store(path), said) == (["third text"], [])
 
 
 def test_two_that_use_one_file_take_over_each_others_texts(tmp_path):
     path = tmp_path / "memory"
-    one, two = memory_at(path)[0], memory_at(path)[0]
+    one, two = store_at(path)[0], store_at(path)[0]
     one.remember("the first text")
     two.remember("a second one")
     assert guessed(one, "a sec") == "ond o"
     one.remember("number three")
     assert guessed(two, "the fir") == "st te"
-    assert read_memory(path) == ["the first text", "a second one", "number three"]
+    assert read_store(path) == ["the first text", "a second one", "number three"]
 
 
 @posix
 def test_a_file_that_becomes_another_is_left_alone_then(tmp_path):
     path = tmp_path / "memory"
-    memory, said = memory_at(path)
-    memory.remember("secret words")
+    store, said = store_at(path)
+    store.remember("secret words")
     path.write_bytes(b"something else\n")
-    assert guessed(memory, "secret") == ""
-    memory.remember("other words")
+    assert guessed(store, "secret") == ""
+    store.remember("other words")
     assert path.read_bytes() == b"something else\n"
     assert len(said) == 1
 
 
 def test_a_file_that_cannot_be_written_is_said_once(tmp_path):
-    memory, said = memory_at(tmp_path / "missing" / "memory")
-    memory.remember("one")
-    memory.remember("two")
+    store, said = store_at(tmp_path / "missing" / "memory")
+    store.remember("one")
+    store.remember("two")
     assert len(said) == 1
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 40])
 def test_limits_out_of_range_are_refused(tmp_path, limit):
     with pytest.raises(RequestError, match="limit"):
-        memory_at(tmp_path / "memory", limit=limit)
+        store_at(tmp_path / "memory", limit=limit)
 
 
 class FlatCosts(CostCurve):
@@ -185,7 +185,7 @@ def with_flat_costs(session: Session) -> Session:
 
 @pytest.mark.parametrize("drafter", ["none", "dense"])
 def test_the_pair_copies_what_it_wrote_before(exported_pair, tmp_path, drafter):
-    """The text is the same as without a memory."""
+    """The text is the same as without a store."""
     path, prompt = tmp_path / "memory", "class Stack:\n    def push("
     with open_session(exported_pair, context=512, drafter=drafter, check="none", threads=1, draft_store=path) as opened:
         session = with_flat_costs(opened)
@@ -214,8 +214,8 @@ def test_the_command_remembers_and_forgets(exported_pair, tmp_path):
     options = [str(exported_pair), "def area(", "--max-tokens", "8", "--threads", "1", "--draft-store", str(memory)]
     found = CliRunner().invoke(main, [*options, "--remember", str(text)])
     assert found.exit_code == 0, found.output
-    assert read_memory(memory)[0] == text.read_text()
-    assert len(read_memory(memory)) == 2
+    assert read_store(memory)[0] == text.read_text()
+    assert len(read_store(memory)) == 2
     found = CliRunner().invoke(main, ["--forget", str(memory)])
     assert (found.exit_code, memory.exists()) == (0, False)
     assert "2 texts forgotten" in found.output
@@ -226,11 +226,11 @@ def test_the_command_remembers_and_forgets(exported_pair, tmp_path):
 
 
 def test_files_that_cannot_be_remembered_are_named(tmp_path):
-    memory, _ = memory_at(tmp_path / "memory", limit=1024)
+    store, _ = store_at(tmp_path / "memory", limit=1024)
     path = tmp_path / "text"
     for content in (b"\xff", b"x" * 600):
         path.write_bytes(content)
         with pytest.raises(RequestError, match="text"):
-            memory.remember_file(path)
+            store.remember_file(path)
     with pytest.raises(RequestError, match="cannot be remembered"):
-        memory.remember_file(tmp_path / "missing")
+        store.remember_file(tmp_path / "missing")

@@ -1,4 +1,4 @@
-"""A memory on the disk, only where the user asks for one: earlier answers and files, from which later requests copy drafts.
+"""A draft store: texts on the disk, only where the user asks for one: earlier answers and files, from which later requests copy drafts.
 
 The file is text: a first line that names the format, then a JSON string a line, oldest first. It is its owner's alone (mode 0600). A file
 that is something else is neither used nor changed.
@@ -17,31 +17,32 @@ from pathlib import Path
 from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.limited_read import FileTooLarge, read_at_most, read_regular
 from edge_runtime.drafting.sources import Guess
-from edge_runtime.drafting.text_memory import BORDER, LEAD, MEMORY_PRIORS, SHORTEST_MATCH, Place, SuffixAutomaton, evidence
+from edge_runtime.drafting.text_memory import BORDER, LEAD, SHORTEST_MATCH, TEXT_PRIORS, Place, SuffixAutomaton, evidence
+from edge_runtime.drafting.text_memory import SOURCE as TEXT_SOURCE
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Vocabulary
 
-NAME = "stored"
+SOURCE = "stored"
 # A match in another text says a little less than one in the same text.
-STORED_PRIORS = {key.replace("memory", NAME): 0.9 * chance for key, chance in MEMORY_PRIORS.items()}
+STORE_PRIORS = {key.replace(TEXT_SOURCE, SOURCE): 0.9 * chance for key, chance in TEXT_PRIORS.items()}
 HEADER = "edge-mtp memory 1"
-MEMORY_SIZE = "1MB"
+STORE_SIZE = "1MB"
 # The most that a limit may be: all of it is read.
-MOST_MEMORY_BYTES = 64 << 20
+MOST_STORE_BYTES = 64 << 20
 # Tokens of the newest texts that are held.
 MOST_TOKENS = 1 << 16
 
 
-class StoredMemory:
-    """The texts of a memory file, as an automaton that all requests of a model share. May be used from any thread."""
+class DraftStore:
+    """The texts of a draft store's file, as an automaton that all requests of a model share. May be used from any thread."""
 
     def __init__(self, path: Path, vocabulary: Vocabulary, *, limit: int, notify: Callable[[str], None] = lambda _: None) -> None:
         """`limit` in bytes. A file that is not of this kind or not private is reported by `notify`, and left alone.
 
         Raises RequestError for a limit out of range.
         """
-        if not 1 << 10 <= limit <= MOST_MEMORY_BYTES:
-            raise RequestError(f"the memory limit is {limit} bytes; give {1 << 10} to {MOST_MEMORY_BYTES}")
+        if not 1 << 10 <= limit <= MOST_STORE_BYTES:
+            raise RequestError(f"the draft store's limit is {limit} bytes; give {1 << 10} to {MOST_STORE_BYTES}")
         self._path, self._vocabulary, self._limit, self._notify = path, vocabulary, limit, notify
         self._automaton = SuffixAutomaton()
         self._lock = threading.Lock()
@@ -64,28 +65,28 @@ class StoredMemory:
                 self._texts = _newest(self._texts, self._limit // 2)  # so that not each text drops some
             self._learn_more([text])
             try:
-                write_memory(self._path, self._texts)
+                write_store(self._path, self._texts)
                 self._stamp = _stamp(self._path)
             except OSError as error:
                 self.usable = False
-                self._notify(f"the memory {self._path} cannot be written ({error.strerror or error}); nothing more is remembered")
+                self._notify(f"the draft store {self._path} cannot be written ({error.strerror or error}); nothing more is remembered")
 
     def remember_file(self, path: Path) -> None:
         """Adds a text file. Raises RequestError if it cannot be read, is not UTF-8 text, or takes more than half of the limit."""
         try:
             text = read_at_most(path, self._limit // 2).decode("utf-8")
         except FileTooLarge as error:
-            raise RequestError(f"{path} is too large to remember ({error}); raise the memory's limit of {self._limit} bytes") from error
+            raise RequestError(f"{path} is too large to remember ({error}); raise the store's limit of {self._limit} bytes") from error
         except (OSError, ValueError) as error:
             raise RequestError(f"{path} cannot be remembered ({error}); give a text file") from error
         self.remember(text)
 
-    def source(self, prompt: Sequence[int]) -> StoredSource:
+    def source(self, prompt: Sequence[int]) -> DraftStoreSource:
         """Returns the source of a request."""
         with self._lock:
             self._refresh()
             automaton = self._automaton
-        return StoredSource(automaton, self._lock, prompt)
+        return DraftStoreSource(automaton, self._lock, prompt)
 
     def _refresh(self) -> None:
         """Takes over what became of the file since: it was forgotten, or another process wrote. The caller holds the lock."""
@@ -94,7 +95,7 @@ class StoredMemory:
             return
         self._stamp, before = stamp, self._texts
         try:
-            self._texts = read_memory(self._path)
+            self._texts = read_store(self._path)
         except RequestError as error:
             self._texts, self.usable = [], False
             self._notify(f"{error}; it is not used and not changed")
@@ -126,8 +127,8 @@ class StoredMemory:
             self._learn(text)
 
 
-class StoredSource:
-    """Implements `sources.Source`: where the newest tokens of one request are in a stored memory."""
+class DraftStoreSource:
+    """Implements `sources.Source`: where the newest tokens of one request are in a draft store."""
 
     def __init__(self, automaton: SuffixAutomaton, lock: threading.Lock, prompt: Sequence[int]) -> None:
         self._automaton, self._lock = automaton, lock
@@ -139,7 +140,7 @@ class StoredSource:
         with self._lock:
             place = self._followed(ahead)
             copy = self._automaton.copied(place, most) if place.length >= SHORTEST_MATCH else []
-        return Guess(NAME, tuple(copy), tuple(evidence(place.length + index, NAME) for index in range(len(copy))))
+        return Guess(SOURCE, tuple(copy), tuple(evidence(place.length + index, SOURCE) for index in range(len(copy))))
 
     def add(self, tokens: Sequence[int]) -> None:
         """Moves on."""
@@ -153,45 +154,46 @@ class StoredSource:
         return place
 
 
-def read_memory(path: Path) -> list[str]:
-    """Returns the texts of a memory file, none if there is no file. Raises RequestError if it is none, or if others may read it."""
+def read_store(path: Path) -> list[str]:
+    """Returns the texts of a draft store, none if there is no file. Raises RequestError if it is none, or if others may read it."""
     try:
         state = path.lstat()
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise RequestError(f"the memory {path} cannot be read ({error})") from error
-    if os.name == "posix" and stat.S_IMODE(state.st_mode) & 0o077:
-        raise RequestError(f"the memory {path} may be read by others (mode {stat.S_IMODE(state.st_mode):o}); chmod 600 it if it is yours")
+        raise RequestError(f"the draft store {path} cannot be read ({error})") from error
+    mode = stat.S_IMODE(state.st_mode)
+    if os.name == "posix" and mode & 0o077:
+        raise RequestError(f"the draft store {path} may be read by others (mode {mode:o}); chmod 600 it if it is yours")
     try:
-        lines = read_regular(path, 2 * MOST_MEMORY_BYTES).decode("utf-8").split("\n")
+        lines = read_regular(path, 2 * MOST_STORE_BYTES).decode("utf-8").split("\n")
         if lines[0] != HEADER or lines[-1]:
             raise ValueError(f"its first line is not {HEADER!r}" if lines[0] != HEADER else "its end is missing")
         texts = [json.loads(line) for line in lines[1:-1]]
     except FileTooLarge as error:
-        raise RequestError(f"{path} is no memory of edge-mtp ({error})") from error
+        raise RequestError(f"{path} is no draft store of edge-mtp ({error})") from error
     except OSError as error:
-        raise RequestError(f"the memory {path} cannot be read ({error.strerror or error})") from error
+        raise RequestError(f"the draft store {path} cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path} is no memory of edge-mtp ({error})") from error
+        raise RequestError(f"{path} is no draft store of edge-mtp ({error})") from error
     if not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"{path} is no memory of edge-mtp (a line is not a text)")
+        raise RequestError(f"{path} is no draft store of edge-mtp (a line is not a text)")
     return texts
 
 
-def write_memory(path: Path, texts: Sequence[str]) -> None:
-    """Replaces a memory file. Raises OSError."""
+def write_store(path: Path, texts: Sequence[str]) -> None:
+    """Replaces a draft store's file. Raises OSError."""
     data = "".join(f"{line}\n" for line in (HEADER, *map(json.dumps, texts)))
     atomic_write(path, [data.encode()])
 
 
 def forget(path: Path) -> int:
-    """Removes a memory file; returns how many texts it had. Raises RequestError if it is none or cannot be removed."""
-    texts = read_memory(path)
+    """Removes a draft store's file; returns how many texts it had. Raises RequestError if it is none or cannot be removed."""
+    texts = read_store(path)
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise RequestError(f"the memory {path} cannot be removed ({error.strerror or error})") from error
+        raise RequestError(f"the draft store {path} cannot be removed ({error.strerror or error})") from error
     return len(texts)
 
 
