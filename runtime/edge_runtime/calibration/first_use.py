@@ -12,7 +12,7 @@ from edge_devices.machine.facts import cpu_identity
 from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.calibration.cost_probe import COSTS, measure_costs
 from edge_runtime.calibration.measured import Known, Notify
-from edge_runtime.calibration.placement import FIGURES, Placement, PlacementFigures, PlacementProbe, PowerSource, RoundLoop, placements
+from edge_runtime.calibration.placement import FIGURES, Placement, PlacementFigures, PlacementProbe, PowerSource, placements
 from edge_runtime.calibration.thread_probe import THREADS, ThreadCounts, ThreadTimes, candidates, measure_threads
 from edge_runtime.drafting.cost_model import CostCurve, Costs, MeasuredCosts
 from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower
@@ -104,8 +104,9 @@ def measured_placement(
             stay_on(placement.processors)
         set_threads(placement.threads)
 
-    loop = RoundLoop(pair.target, pair.drafter, pair.token)
-    probe = PlacementProbe(loop=loop, tries=placements(groups, counts), use=use, power=power, clock=clock)
+    probe = PlacementProbe(
+        target=pair.target, drafter=pair.drafter, token=pair.token, tries=placements(groups, counts), use=use, power=power, clock=clock
+    )
 
     def measure(report: Report, known: Known[PlacementFigures] | None) -> PlacementFigures:
         names = known.value.rivals(pair.slowdown) if known else probe.worth_measuring()

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from edge_devices.machine.cpu_affinity import fastest
@@ -105,9 +105,9 @@ class PlacementFigures:
         allowed = self._allowed(slowdown)
         held = self.chosen if self.chosen in allowed else self.fastest
         best = min(allowed, key=lambda name: allowed[name].joules)
-        unsure = STANDARD_ERRORS * math.hypot(allowed[best].error, allowed[held].error)
+        doubt = STANDARD_ERRORS * math.hypot(allowed[best].error, allowed[held].error)
         saved = 1 - allowed[best].joules / allowed[held].joules
-        return replace(self, chosen=best if saved > max(SAVES, unsure) else held)
+        return replace(self, chosen=best if saved > max(SAVES, doubt) else held)
 
     def rivals(self, slowdown: float | None) -> list[str]:
         """Returns the names of the placement in use and of the best other one: these two are measured again."""
@@ -116,12 +116,11 @@ class PlacementFigures:
 
     def with_again(self, again: Mapping[str, Spent], times: int) -> PlacementFigures:
         """Returns the means of these figures, of so many measurements, and those of one more."""
-        n = times
         means = {
             name: Spent(
-                joules=(n * self.rounds[name].joules + new.joules) / (n + 1),
-                seconds=(n * self.rounds[name].seconds + new.seconds) / (n + 1),
-                error=math.hypot(n * self.rounds[name].error, new.error) / (n + 1),
+                joules=(times * self.rounds[name].joules + new.joules) / (times + 1),
+                seconds=(times * self.rounds[name].seconds + new.seconds) / (times + 1),
+                error=math.hypot(times * self.rounds[name].error, new.error) / (times + 1),
             )
             for name, new in again.items()
         }
@@ -133,7 +132,7 @@ class PlacementFigures:
 
     def _allowed(self, slowdown: float | None) -> dict[str, Spent]:
         limit = math.inf if slowdown is None else (1 + slowdown) * self.rounds[self.fastest].seconds
-        return {name: one for name, one in self.rounds.items() if one.seconds <= limit or name == self.fastest}
+        return {name: spent for name, spent in self.rounds.items() if spent.seconds <= limit or name == self.fastest}
 
 
 FIGURES = MeasuredValue(kind="placements", value_class=PlacementFigures, doing="measuring the joules of cores and threads")
@@ -147,52 +146,30 @@ def placements(groups: Sequence[Sequence[int]], best: ThreadCounts) -> list[Plac
     """
     every = tuple(number for group in groups for number in group)
     alike = len(groups) == 1
-    tries: list[tuple[tuple[int, ...], int]] = []
     if alike:
         tries = [(every, n) for n in (1, 2, len(every) // 2, len(every)) if 1 <= n <= len(every)]
     else:
         tries = [(every[:size], size) for size in accumulate(map(len, groups))]
         tries += [(tuple(group), n) for group in groups for n in (len(group), max(1, len(group) // 2))]
     first = Placement(processors=every if alike else tuple(fastest(best.most, [list(group) for group in groups])), threads=best)
-    found = {first.name: first}
+    named = {first.name: first}
     for processors, n in tries:
         threads = ThreadCounts(prefill=min(best.prefill, len(processors)), verify=n, draft=min(best.draft, n))
-        one = Placement(processors=processors, threads=threads)
-        found.setdefault(one.name, one)
-    return list(found.values())
-
-
-class RoundLoop:
-    """Rounds as decoding runs them on an opened pair: a forward of one row, a draft, a verify of several rows."""
-
-    def __init__(self, target: Target, drafter: Drafter | None, token: int) -> None:
-        self._target, self._drafter, self._token = target, drafter, token
-        self._text = max(1, min(TEXT, target.context - max(VERIFIES) - 1))
-        self._rows = [min(rows, target.rewind_slack) for rows in VERIFIES]
-
-    def begin(self) -> None:
-        """Fills the cache with the text that rounds follow."""
-        self._target.rollback(0)
-        self._target.prefill([self._token] * self._text)
-
-    def end(self) -> None:
-        """Empties the cache."""
-        self._target.rollback(0)
-
-    def __call__(self) -> None:
-        """Runs one round."""
-        for rows in self._rows:
-            self._target.verify([self._token] * rows)
-            if self._drafter is not None and rows == 1:
-                self._drafter.draft(self._token, DRAFTS)
-            self._target.rollback(self._text)
+        placement = Placement(processors=processors, threads=threads)
+        named.setdefault(placement.name, placement)
+    return list(named.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementProbe:
-    """Measures rounds on placements, of which `tries` begins with the fastest; `use` sets one."""
+    """Measures rounds of an opened pair on placements, of which `tries` begins with the fastest; `use` sets one, `token` fills texts.
 
-    loop: RoundLoop
+    A round is as in decoding: a forward of one row, a draft, a verify of several rows.
+    """
+
+    target: Target
+    drafter: Drafter | None
+    token: int
     tries: Sequence[Placement]
     use: Callable[[Placement], None]
     power: PowerSource
@@ -200,39 +177,54 @@ class PlacementProbe:
 
     def named(self, name: str) -> Placement:
         """Returns the placement of that name."""
-        return next(one for one in self.tries if one.name == name)
+        return next(placement for placement in self.tries if placement.name == name)
 
     def worth_measuring(self) -> list[str]:
         """Times all placements and returns the names of those worth measuring, the fastest first.
 
         Left out is what takes far longer than that one, and what is no faster than another with no other processors and no more threads.
         """
-        seconds = {one.name: self._seconds(one) for one in self.tries}
-
-        def beaten(one: Placement) -> bool:
-            return any(other.is_within(one) and seconds[other.name] <= seconds[one.name] for other in self.tries)
-
+        seconds = {placement.name: self._seconds(placement) for placement in self.tries}
         first, *others = self.tries
-        return [first.name, *(one.name for one in others if seconds[one.name] < TOO_SLOW * seconds[first.name] and not beaten(one))]
+
+        def is_worth(placement: Placement) -> bool:
+            better = (other for other in self.tries if other.is_within(placement) and seconds[other.name] <= seconds[placement.name])
+            return seconds[placement.name] < TOO_SLOW * seconds[first.name] and not any(better)
+
+        return [first.name, *(placement.name for placement in others if is_worth(placement))]
 
     def measured(self, names: Sequence[str], report: Report = no_report) -> dict[str, Spent]:
         """Returns what a round takes on each of these placements; leaves the KV cache empty. `report` gets the share that is done."""
-        found = {}
+        spent = {}
         for done, name in enumerate(names):
             report(done / len(names))
-            self.use(self.named(name))
-            self.loop.begin()
-            found[name] = self.power.spent(self.loop)
-        self.loop.end()
-        return found
+            self._begin(self.named(name))
+            spent[name] = self.power.spent(self._round)
+        self.target.rollback(0)
+        return spent
 
-    def _seconds(self, one: Placement) -> float:
-        self.use(one)
-        self.loop.begin()
-        taken = []
+    @property
+    def _text(self) -> int:
+        """Tokens that rounds follow."""
+        return max(1, min(TEXT, self.target.context - max(VERIFIES) - 1))
+
+    def _begin(self, placement: Placement) -> None:
+        self.use(placement)
+        self.target.rollback(0)
+        self.target.prefill([self.token] * self._text)
+
+    def _round(self) -> None:
+        for rows in VERIFIES:
+            self.target.verify([self.token] * min(rows, self.target.rewind_slack))
+            if self.drafter is not None and rows == 1:
+                self.drafter.draft(self.token, DRAFTS)
+            self.target.rollback(self._text)
+
+    def _seconds(self, placement: Placement) -> float:
+        self._begin(placement)
+        ends = [self.clock()]
         for _ in range(ROUNDS + 1):
-            begin = self.clock()
-            self.loop()
-            taken.append(self.clock() - begin)
-        self.loop.end()
-        return statistics.median(taken[1:])
+            self._round()
+            ends.append(self.clock())
+        self.target.rollback(0)
+        return statistics.median(end - begin for begin, end in pairwise(ends[1:]))

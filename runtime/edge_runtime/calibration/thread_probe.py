@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Literal
@@ -107,43 +107,42 @@ def measure_threads(
     the share of the work that is done.
     """
     counts = sorted({n for numbers in tries.values() for n in numbers})
-    taken: dict[tuple[Phase, int], list[float]] = {}
+    timings: dict[tuple[Phase, int], list[float]] = {}
     for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, max_seconds, clock=clock, report=report):
         for count in counts if number % 2 else counts[::-1]:
             use(ThreadCounts.same(count))
-            for phase, seconds in _timed(target, drafter, token, clock, [phase for phase in PHASES if count in tries[phase]]):
+            for phase, seconds in _timed(target, drafter, token, clock, {phase for phase in PHASES if count in tries[phase]}):
                 if number:
-                    taken.setdefault((phase, count), []).append(seconds)
+                    timings.setdefault((phase, count), []).append(seconds)
     target.rollback(0)
-    return ThreadTimes(seconds={phase: {n: lower_quartile(taken[phase, n]) for n in tries[phase]} for phase in PHASES})
+    return ThreadTimes(seconds={phase: {n: lower_quartile(timings[phase, n]) for n in tries[phase]} for phase in PHASES})
 
 
 def _timed(
-    target: Target, drafter: Drafter | None, token: int, clock: Callable[[], float], phases: Sequence[Phase]
-) -> list[tuple[Phase, float]]:
-    times: list[tuple[Phase, float]] = []
+    target: Target, drafter: Drafter | None, token: int, clock: Callable[[], float], phases: Collection[Phase]
+) -> Iterator[tuple[Phase, float]]:
+    """Yields the seconds of each of these phases after an empty cache."""
     target.rollback(0)
     start = clock()
     target.prefill([token] * PREFILL)
     if "prefill" in phases:
-        times.append(("prefill", clock() - start))
+        yield "prefill", clock() - start
     if "verify" in phases:
         start = clock()
         for rows in VERIFIES:
             target.verify([token] * rows)
-        times.append(("verify", clock() - start))
+        yield "verify", clock() - start
     if "draft" in phases:
         target.verify([token])  # a draft follows a row of the newest forward
         start = clock()
         if drafter is not None:
             drafter.draft(token, DRAFTS)
-        times.append(("draft", clock() - start))
-    return times
+        yield "draft", clock() - start
 
 
 def _fewest(seconds: Mapping[int, float]) -> int:
-    least = min(seconds.values())
-    return min(count for count, taken in seconds.items() if taken * WORTH <= least)
+    shortest = min(seconds.values())
+    return min(count for count, taken in seconds.items() if taken * WORTH <= shortest)
 
 
 def lower_quartile(taken: Sequence[float]) -> float:

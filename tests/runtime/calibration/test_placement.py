@@ -15,7 +15,7 @@ from edge_devices.machine.load import MachineLoad
 from edge_runtime.calibration import first_use, measured
 from edge_runtime.calibration.first_use import MeasuredPair, measured_placement
 from edge_runtime.calibration.measured import TIMES
-from edge_runtime.calibration.placement import FIGURES, SAVES, Placement, PlacementFigures, PlacementProbe, RoundLoop, Spent, placements
+from edge_runtime.calibration.placement import FIGURES, SAVES, Placement, PlacementFigures, PlacementProbe, Spent, placements
 from edge_runtime.calibration.thread_probe import ThreadCounts, candidates, measure_threads
 from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
 from edge_runtime.session.open import open_session
@@ -51,8 +51,7 @@ def chosen(cores: Cores, seed: int, slowdown: float | None, *, noise: float = 0.
     """Returns the placements tried, the name of the one in use after so many uses, and how often it changed."""
     bench = Bench(cores, seed, noise=noise)
     tries, changes = placements(cores.groups, best_by_time(bench)), 0
-    loop = RoundLoop(bench.target, bench.drafter, 1)
-    probe = PlacementProbe(loop=loop, tries=tries, use=bench.use, power=bench, clock=bench.clock)
+    probe = PlacementProbe(target=bench.target, drafter=bench.drafter, token=1, tries=tries, use=bench.use, power=bench, clock=bench.clock)
     worth = probe.worth_measuring()
     known = PlacementFigures(rounds=probe.measured(worth), fastest=worth[0], chosen=worth[0]).decided(slowdown)
     for times in range(1, uses):
