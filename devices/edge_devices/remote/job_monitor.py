@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,12 +23,13 @@ from edge_devices.files.typed_json import to_json
 from edge_devices.machine.memory import available_memory_bytes
 from edge_devices.machine.state import DeviceState, read_state
 from edge_devices.machine.system import System
-from edge_devices.remote.keep_awake import WAKE, kept_awake
 
 INTERVAL_SECONDS = 5.0
 MAX_WAIT_SECONDS = 1800.0
 SETTLING_SECONDS = 10.0  # after unplugging: the gauge shows the charger's current for up to 7 s
 STILL_CHARGING = 75  # exit code
+TIMEOUT_MS = 24 * 3600 * 1000
+WAKE = ("input", "keyevent", "KEYCODE_WAKEUP")
 
 
 class StateRecorder:
@@ -59,6 +62,34 @@ def wait_for_unplugging(recorder: StateRecorder, system: System) -> bool:
             return True
         system.sleep(1.0)
     return False
+
+
+@contextmanager
+def kept_awake(system: System) -> Iterator[bool]:
+    """Keeps a phone awake inside the block; yields whether this is one. Elsewhere it does nothing.
+
+    Off the charger, Android suspends everything a while after the screen goes off. The shell user can take no wake lock, so the screen
+    stays on: its timeout is lengthened, and the phone is woken before each sample. The screen's watts are in idle power too. Doze is
+    disabled. Both settings are put back at the end.
+    """
+    if not system.is_android:
+        yield False
+        return
+    before = system.run(["settings", "get", "system", "screen_off_timeout"]).text.strip()
+    doze = system.run(["dumpsys", "deviceidle", "enabled", "all"]).text.strip() == "1"
+    system.run(["settings", "put", "system", "screen_off_timeout", str(TIMEOUT_MS)])
+    system.run(list(WAKE))
+    if doze:
+        system.run(["dumpsys", "deviceidle", "disable", "all"])
+    try:
+        yield True
+    finally:
+        if re.fullmatch(r"\d{1,10}", before):
+            system.run(["settings", "put", "system", "screen_off_timeout", before])
+        else:
+            system.run(["settings", "delete", "system", "screen_off_timeout"])
+        if doze:
+            system.run(["dumpsys", "deviceidle", "enable", "all"])
 
 
 def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: float, system: System) -> int:

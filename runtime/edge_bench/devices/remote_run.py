@@ -20,8 +20,7 @@ from edge_devices.meters.base import Scope
 from edge_devices.meters.search import find_meters
 from edge_devices.remote.incidents import JobHistory, find_incidents, read_job_history
 from edge_devices.remote.job_monitor import MAX_WAIT_SECONDS, STILL_CHARGING
-from edge_devices.remote.preflight import preflight_refusals, preflight_warnings
-from edge_devices.remote.snapshot import DeviceSnapshot, take_snapshot
+from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, preflight_warnings, take_snapshot
 from edge_devices.transports.base import Transport, prepare_folder
 from edge_devices.transports.file_sync import pull_file, push_file, push_tree
 from edge_devices.transports.jobs import JobState, JobStatus, poll_job, remove, start_job, stop_job

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from edge_devices.machine.system import CommandResult, System
-from edge_devices.remote.keep_awake import kept_awake
+from edge_devices.remote.job_monitor import kept_awake
 
 
 def phone(timeout: str, root: Path, *, android: bool = True) -> tuple[System, list[str]]:
