@@ -31,50 +31,6 @@ def table(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_fnirsi_log():
-    trace = import_csv(FIXTURES / "fnirsi.txt")
-    assert trace.facts.kind is Kind.COUNTER  # joules are there, so they are taken
-    assert trace.values[-1] == pytest.approx(0.1275)
-    assert trace.times[4] == trace.times[3]  # a packet stamped in the past is held
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("time_s,voltage_V,current_A\n0,5,1\n1,5,2\n", 10.0),
-        ("Timestamp (ms);Power (mW)\n0;4000\n1000;5000\n", 5.0),
-        ("# a note\nt\tW\n0\t1\n1\t2.5\n", 2.5),
-        ("time,energy_Wh\n0,0\n1,0.01\n", 36.0),
-        ("time;W\n0;1\n1;1,5\n", 1.5),
-    ],
-)
-def test_tables(tmp_path, text, value):
-    trace = import_csv(table(tmp_path, text))
-    assert trace.values[-1] == pytest.approx(value)
-    assert trace.times[-1] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "have no time"),
-        ("time,voltage\n0,5\n1,5\n", "have no time"),
-        ("time,W\n0,1\n", "1 rows"),
-        ("time,W\n0,1\n1,\n", "row 3"),
-        ("time;W\n0;1\n1;1,5 W\n", "row 3"),
-        ("time,W\n0,1\n1,inf\n", "row 3"),
-    ],
-)
-def test_tables_without_what_is_needed(tmp_path, text, says):
-    with pytest.raises(MeterError, match=says):
-        import_csv(table(tmp_path, text))
-
-
-def test_missing_table(tmp_path):
-    with pytest.raises(MeterError, match="cannot be read"):
-        import_csv(tmp_path / "nothing.csv")
-
-
 def steps_trace(tmp_path, loads, offset: float) -> Trace:
     rows = ["time,W"]
     for i in range(4000):

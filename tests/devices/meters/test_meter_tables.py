@@ -84,6 +84,11 @@ TABLES = [
     ("kWh", "smart plugs", "time,Energy (kWh)\n0,1.000\n3600,1.005\n", "", 5.0),
     ("a preamble", "loggers", "Exported by X\nSerial: 1\n\nTime [s],Power [mW]\n0,5000\n1,5000\n", "", 5.0),
     ("named columns", "any", "zeit,strom,spannung\n0,1000,5\n1,1000,5\n", "time=zeit,current=strom,voltage=spannung,unit=mA", 5.0),
+    ("time and units in names", "any", "time_s,voltage_V,current_A\n0,5,1\n1,5,1\n", "", 5.0),
+    ("milliseconds", "any", "Timestamp (ms);Power (mW)\n0;4000\n1000;6000\n", "", 5.0),
+    ("a note first", "any", "# a note\nt\tW\n0\t4\n1\t6\n", "", 5.0),
+    ("Wh of a counter", "any", "time,energy_Wh\n0,0\n1,0.01\n", "", 36.0),
+    ("a decimal comma late", "any", "time;W\n0;1\n1;1,5\n", "", 1.25),
     ("numbered columns", "any", "0,5,1000\n1,5,1000\n", "time=1,voltage=2,current=3,unit=mA", 5.0),
 ]
 
@@ -108,6 +113,12 @@ def test_tables_of_real_meters(tmp_path, text, columns, watts):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("", "have no time"),
+        ("time,voltage\n0,5\n1,5\n", "have no time"),
+        ("time,W\n0,1\n", "1 rows"),
+        ("time,W\n0,1\n1,\n", "row 3"),
+        ("time;W\n0;1\n1;1,5 W\n", "row 3"),
+        ("time,W\n0,1\n1,inf\n", "row 3"),
         ("time,voltage,current\n0,5.1,1200\n1,5.1,1200\n", "6.12e[+]03 W on average.*unit=mA"),
         ("time,power\n0,5100\n1,5100\n", "5.1e[+]03 W on average.*mW"),
         ("time,energy\n0,0\n3600,0.005\n", "'energy' names no unit"),
@@ -133,3 +144,15 @@ def test_a_counter_that_begins_again_is_continued(tmp_path):
 def test_wrong_columns(tmp_path, columns):
     with pytest.raises(MeterError):
         read(tmp_path, "time,W\n0,5\n1,5\n", columns)
+
+
+def test_a_missing_table(tmp_path):
+    with pytest.raises(MeterError, match="cannot be read"):
+        import_csv(tmp_path / "nothing.csv")
+
+
+def test_fnirsi_log():
+    trace = import_csv(Path(__file__).parent / "fixtures" / "fnirsi.txt")
+    assert trace.facts.kind is Kind.COUNTER  # joules are there, so they are taken
+    assert trace.values[-1] == pytest.approx(0.1275)
+    assert trace.times[4] == trace.times[3]  # a packet stamped in the past is held

@@ -37,19 +37,87 @@ def value(name: str, meter: str) -> float:
     return found.meter.read().value
 
 
-def test_rapl_reads_the_package_once():
-    found = findings("rapl-laptop")
-    assert found["rapl:package"].meter.read().value == pytest.approx(52649.883221)  # neither the mmio twin nor core and uncore added
-    assert found["rapl:package"].meter.facts.scope is Scope.PACKAGE
-    assert found["rapl:platform"].meter.facts.scope is Scope.PLATFORM
-    assert value("rapl-amd", "rapl:package") == pytest.approx(65532.61)
+# Recorded machine, meter, joules or watts, scope.
+READINGS = [
+    ("rapl-laptop", "rapl:package", 52649.883221, Scope.PACKAGE),  # neither the mmio twin nor core and uncore added
+    ("rapl-amd", "rapl:package", 65532.61, Scope.PACKAGE),
+    ("rapl-two-sockets", "rapl:package", 10.0, Scope.PACKAGE),
+    ("rapl-two-sockets", "rapl:dram", 2.0, Scope.DRAM),
+    ("battery-legion-go", "battery", 22.543, Scope.DEVICE),  # the mouse's battery is not in it
+    ("battery-dell", "battery", 1.621 * 11.712, Scope.DEVICE),
+    ("battery-beside-ups", "battery", 22.543, Scope.DEVICE),
+    ("android-oplus", "android:battery", 0.305 * 3.964, Scope.DEVICE),
+    ("android-microamperes", "android:battery", 0.123 * 3.964, Scope.DEVICE),
+    ("raspberry-pi-5", "raspberry-pi:pmic", 10.799894, Scope.BOARD),
+    ("raspberry-pi-4-ina", "hwmon:ina226:1", 4.875, Scope.EXTERNAL),
+    ("raspberry-pi-4-ina", "hwmon:ina228:1", 123.456789, Scope.EXTERNAL),
+    ("raspberry-pi-4-ina", "hwmon:ina3221:PI", 5.104 * 0.98, Scope.EXTERNAL),
+    ("jetson-orin-nano", "jetson", 6.625, Scope.MODULE),
+    ("jetson-nano", "jetson", 3.902, Scope.MODULE),
+    ("jetson-agx-orin", "jetson", 0.843 * 6.170 + 0.780 * 3.437 + 4.968 * 0.953, Scope.RAILS),  # without what these supplies feed
+    ("jetson-thor", "jetson", 23.0, Scope.MODULE),
+    ("apu-and-server", "hwmon:amdgpu:1", 11.042, Scope.PACKAGE),
+    ("apu-and-server", "hwmon:amdgpu:2", 28.0, Scope.GPU),
+    ("apu-and-server", "hwmon:power_meter:1", 184.0, Scope.PLATFORM),
+    ("apu-and-server", "hwmon:ina226_u76:1", 0.85, Scope.EXTERNAL),
+    ("apu-and-server", "hwmon:ina226:1", 1.0, Scope.EXTERNAL),
+    ("apu-and-server", "hwmon:ina226:1-2", 2.0, Scope.EXTERNAL),
+    ("apple-m1", "apple:powermetrics", 1.473, Scope.PACKAGE),
+]
+# Recorded machine, meter, state, words of the reason or remedy.
+REFUSED = [
+    ("rapl-denied", "rapl:package", MeterState.PRESENT, "denied"),
+    ("rapl-denied", "rapl:package", MeterState.PRESENT, "chmod a+r"),
+    ("android-plugged", "android:battery", MeterState.PRESENT, "USB powered"),
+    ("android-frozen", "android:battery", MeterState.PRESENT, "UPDATES STOPPED"),
+    ("android-old", "android:battery", MeterState.PRESENT, "Unknown get option"),
+    ("android-oplus", "android:battery-sysfs", MeterState.PRESENT, "use android:battery"),
+    ("android-oplus", "android:powerstats", MeterState.ABSENT, "lists no channels"),
+    ("android-pixel-6", "android:powerstats", MeterState.PRESENT, "perfetto failed"),  # the recording has no perfetto
+    ("raspberry-pi-5-denied", "raspberry-pi:pmic", MeterState.PRESENT, "usermod -aG video"),
+    ("raspberry-pi-4-ina", "raspberry-pi:pmic", MeterState.ABSENT, "senses no current"),
+    ("apple-denied", "apple:powermetrics", MeterState.PRESENT, "sudo"),
+]
 
 
-def test_rapl_denied_is_not_absent_and_says_what_to_do():
-    found = findings("rapl-denied")["rapl:package"]
-    assert found.state is MeterState.PRESENT
-    assert "denied" in found.reason
-    assert "chmod a+r" in found.remedy
+@pytest.mark.parametrize(("machine", "meter", "figure", "scope"), READINGS)
+def test_a_recorded_machine_is_read(machine: str, meter: str, figure: float, scope: Scope) -> None:
+    assert value(machine, meter) == pytest.approx(figure)
+    assert findings(machine)[meter].meter.facts.scope is scope
+
+
+@pytest.mark.parametrize(("machine", "meter", "state", "words"), REFUSED)
+def test_a_meter_that_cannot_be_read_says_why_and_what_to_do(machine: str, meter: str, state: MeterState, words: str) -> None:
+    finding = findings(machine)[meter]
+    assert finding.state is state
+    assert words in f"{finding.reason} {finding.remedy}"
+
+
+def test_what_else_is_known_of_recorded_meters() -> None:
+    assert findings("rapl-laptop")["rapl:platform"].meter.facts.scope is Scope.PLATFORM
+    assert "mA" in findings("android-oplus")["android:battery"].meter.facts.notes[0]
+    assert "reads lower" in findings("jetson-agx-orin")["jetson"].meter.facts.notes[0]
+    assert "hwmon" in findings("jetson-agx-orin")
+    chips = findings("raspberry-pi-4-ina")
+    assert chips["hwmon:ina226:1"].meter.facts.refresh_s == pytest.approx(0.035)
+    assert chips["hwmon:ina228:1"].meter.facts.kind is Kind.COUNTER
+    assert not [name for name in chips if "NC" in name]
+    broken = findings("rapl-laptop", **{"intel-rapl:0__energy_uj": "soon"})["rapl:package"]
+    assert (broken.state, "no number" in broken.reason) == (MeterState.PRESENT, True)
+
+
+def test_units_and_texts_of_gauges_and_commands() -> None:
+    assert current_unit(-26000, 3.9) == "µA"
+    with pytest.raises(MeterError, match="no idle power"):
+        current_unit(5, 3.9)
+    assert parse_uevent("POWER_SUPPLY_TYPE=Battery\nPOWER_SUPPLY_TYPE=Mains\nnonsense\n") == {"TYPE": "Battery"}
+    rails = parse_pmic(read_recording(FIXTURES / "raspberry-pi-5.json").commands["vcgencmd pmic_read_adc"][1])
+    assert len(rails) == 12  # EXT5V and BATT have no current
+    assert rails["VDD_CORE"] == pytest.approx(10.87674 * 0.8974594)
+    newer = "CPU Power: 947 mW\nGPU Power: 153 mW\nANE Power: 0 mW\nCombined Power (CPU + GPU + ANE): 1100 mW\n"
+    for text in (newer, "CPU Power: 947 mW\nGPU Power: 153 mW\n"):
+        assert package_watts(parse_powermetrics(text)) == pytest.approx(1.1)
+    assert package_watts({}) is None
 
 
 def test_rapl_wraps():
@@ -87,12 +155,6 @@ def test_registers_wrap_and_refuse_nonsense():
         counter.total(6)
 
 
-def test_laptop_batteries():
-    assert value("battery-legion-go", "battery") == pytest.approx(22.543)  # the mouse's battery is not in it
-    assert value("battery-dell", "battery") == pytest.approx(1.621 * 11.712)
-    assert parse_uevent("POWER_SUPPLY_TYPE=Battery\nPOWER_SUPPLY_TYPE=Mains\nnonsense\n") == {"TYPE": "Battery"}
-
-
 def test_two_batteries_are_summed():
     one = read_recording(FIXTURES / "battery-dell.json").files["sys/class/power_supply/BAT0/uevent"]
     files = {f"sys/class/power_supply/BAT{i}/uevent": one for i in range(2)}
@@ -119,31 +181,6 @@ def test_a_battery_plugged_in_while_measuring_stops_the_meter():
     vars(system)["_recording"].files["sys/class/power_supply/ACAD/uevent"] = "POWER_SUPPLY_TYPE=Mains\nPOWER_SUPPLY_ONLINE=1"
     with pytest.raises(MeterError, match="unplug the charger"):
         meter.read()
-
-
-def test_android_gauge_settles_unit_and_sign():
-    assert value("android-oplus", "android:battery") == pytest.approx(0.305 * 3.964)
-    assert value("android-microamperes", "android:battery") == pytest.approx(0.123 * 3.964)
-    assert "mA" in findings("android-oplus")["android:battery"].meter.facts.notes[0]
-    assert current_unit(-26000, 3.9) == "µA"
-    with pytest.raises(MeterError, match="no idle power"):
-        current_unit(5, 3.9)
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("android-plugged", "USB powered"), ("android-frozen", "UPDATES STOPPED"), ("android-old", "Unknown get option")],
-)
-def test_android_gauge_refuses(name, says):
-    found = findings(name)["android:battery"]
-    assert found.state is MeterState.PRESENT
-    assert says in found.reason
-
-
-def test_android_sysfs_denied_names_the_way_out():
-    found = findings("android-oplus")["android:battery-sysfs"]
-    assert found.state is MeterState.PRESENT
-    assert "android:battery" in found.remedy
 
 
 def sysfs_phone(status: str, online: str) -> RecordedSystem:
@@ -203,93 +240,11 @@ def test_android_rails_that_change_are_refused():
         meter.read()
 
 
-def test_android_powerstats_needs_channels():
-    assert findings("android-oplus")["android:powerstats"].state is MeterState.ABSENT
-    assert findings("android-pixel-6")["android:powerstats"].state is MeterState.PRESENT  # the recording has no perfetto
-
-
-def test_raspberry_pi_5_sums_pairs_by_name():
-    assert value("raspberry-pi-5", "raspberry-pi:pmic") == pytest.approx(10.80, abs=0.01)
-    rails = parse_pmic(read_recording(FIXTURES / "raspberry-pi-5.json").commands["vcgencmd pmic_read_adc"][1])
-    assert len(rails) == 12  # EXT5V and BATT have no current
-    assert rails["VDD_CORE"] == pytest.approx(10.87674 * 0.8974594)
-
-
-def test_raspberry_pi_without_the_right():
-    found = findings("raspberry-pi-5-denied")["raspberry-pi:pmic"]
-    assert found.state is MeterState.PRESENT
-    assert "usermod -aG video" in found.remedy
-
-
-def test_raspberry_pi_4_needs_a_chip():
-    found = findings("raspberry-pi-4-ina")
-    assert found["raspberry-pi:pmic"].state is MeterState.ABSENT
-    assert found["hwmon:ina226:1"].meter.read().value == pytest.approx(4.875)
-    assert found["hwmon:ina226:1"].meter.facts.refresh_s == pytest.approx(0.035)
-    assert found["hwmon:ina228:1"].meter.read().value == pytest.approx(123.456789)
-    assert found["hwmon:ina228:1"].meter.facts.kind is Kind.COUNTER
-    assert found["hwmon:ina3221:PI"].meter.read().value == pytest.approx(5.104 * 0.98)
-    assert not [name for name in found if "NC" in name]
-
-
-def test_jetsons():
-    assert value("jetson-orin-nano", "jetson") == pytest.approx(6.625)
-    assert findings("jetson-orin-nano")["jetson"].meter.facts.scope is Scope.MODULE
-    assert value("jetson-nano", "jetson") == pytest.approx(3.902)
-
-
-def test_an_agx_orin_sums_its_supplies_without_what_they_feed():
-    assert value("jetson-agx-orin", "jetson") == pytest.approx(0.843 * 6.170 + 0.780 * 3.437 + 4.968 * 0.953)
-    facts = findings("jetson-agx-orin")["jetson"].meter.facts
-    assert facts.scope is Scope.RAILS
-    assert "reads lower" in facts.notes[0]
-    assert "hwmon" in findings("jetson-agx-orin")
-
-
-def test_thor_has_an_input():
-    assert value("jetson-thor", "jetson") == pytest.approx(23.0)
-    assert findings("jetson-thor")["jetson"].meter.facts.scope is Scope.MODULE
-
-
-def test_apus_boards_and_servers_with_a_mean_power():
-    found = findings("apu-and-server")
-    for name, watts, scope in (
-        ("hwmon:amdgpu:1", 11.042, Scope.PACKAGE),
-        ("hwmon:amdgpu:2", 28.0, Scope.GPU),
-        ("hwmon:power_meter:1", 184.0, Scope.PLATFORM),
-        ("hwmon:ina226_u76:1", 0.85, Scope.EXTERNAL),
-        ("hwmon:ina226:1", 1.0, Scope.EXTERNAL),
-        ("hwmon:ina226:1-2", 2.0, Scope.EXTERNAL),
-    ):
-        assert found[name].meter.read().value == pytest.approx(watts)
-        assert found[name].meter.facts.scope is scope
-
-
-def test_two_sockets_with_dies_are_summed():
-    assert value("rapl-two-sockets", "rapl:package") == pytest.approx(10.0)
-    assert value("rapl-two-sockets", "rapl:dram") == pytest.approx(2.0)
-
-
 def test_a_ups_beside_the_battery_counts_only_when_it_supplies():
-    assert value("battery-beside-ups", "battery") == pytest.approx(22.543)
     system = recorded("battery-beside-ups", **{"ups/uevent": "POWER_SUPPLY_TYPE=UPS\nPOWER_SUPPLY_ONLINE=1\n"})
     found = {f.name: f for f in find_meters(system)}["battery"]
     assert found.meter is None
     assert "ups supplies power" in found.reason
-
-
-def test_apple():
-    assert value("apple-m1", "apple:powermetrics") == pytest.approx(1.473)
-    found = findings("apple-denied")["apple:powermetrics"]
-    assert found.state is MeterState.PRESENT
-    assert "sudo" in found.remedy
-
-
-def test_apples_newer_text_has_a_combined_line():
-    text = "CPU Power: 947 mW\nGPU Power: 153 mW\nANE Power: 0 mW\nCombined Power (CPU + GPU + ANE): 1100 mW\n"
-    assert package_watts(parse_powermetrics(text)) == pytest.approx(1.1)
-    assert package_watts(parse_powermetrics("CPU Power: 947 mW\nGPU Power: 153 mW\n")) == pytest.approx(1.1)
-    assert package_watts({}) is None
 
 
 def test_estimates_are_never_found_and_always_labelled():
@@ -311,12 +266,6 @@ def test_choosing():
         choose_meter(found, "rapl:package")
     with pytest.raises(MeterError, match="no meter 'x' on this machine, usable: none"):
         choose_meter(found, "x")
-
-
-def test_a_source_that_breaks_is_one_finding():
-    found = findings("rapl-laptop", **{"intel-rapl:0__energy_uj": "soon"})
-    assert found["rapl:package"].state is MeterState.PRESENT
-    assert "no number" in found["rapl:package"].reason
 
 
 def test_what_meters_do_here_is_measured_on_request(monkeypatch):
