@@ -167,7 +167,7 @@ def test_a_device_result_of_schema_1_is_shown(tmp_path: Path) -> None:
     copied(tmp_path, "runs.jsonl", "runs-1.jsonl")
     path = copied(tmp_path, "device.json", "device-1.json")
     result = read_result(tmp_path)
-    assert (result.label, result.incidents, result.hottest_c, result.charge_used) == ("adb:123 (Pixel)", ("throttled once",), 41.5, 3)
+    assert (result.label, result.happenings, result.hottest_c, result.charge_used) == ("adb:123 (Pixel)", ("throttled once",), 41.5, 3)
     path.write_text(next_schema(path.read_text()))
     with pytest.raises(RequestError, match=UPGRADE):
         read_result(tmp_path)

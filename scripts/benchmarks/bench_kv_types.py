@@ -13,7 +13,9 @@ from pathlib import Path
 
 import click
 
-from edge_bench.measure.sweeps.kv_types import kv_cost_table, measure_kv_types
+from edge_bench.measure.sweeps.kv_types import measure_kv_types
+from edge_bench.report.tables import kv_table
+from edge_bench.report.terminal import print_tables
 from edge_devices.command_line import one_sentence_errors
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType
 
@@ -53,7 +55,7 @@ def main(
     )
     if json_path:
         json_path.write_text(json.dumps([asdict(cost) for cost in costs], indent=1) + "\n", encoding="utf-8")
-    click.echo(kv_cost_table(costs))
+    print_tables([kv_table(costs)])
 
 
 if __name__ == "__main__":

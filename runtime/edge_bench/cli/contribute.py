@@ -88,7 +88,7 @@ class Contribution:
                 note(f"{result.device}: no energy was measured; see {log_path.parent} for the reason")
                 continue
             target = self._target if len(results) == 1 else self._target.with_stem(f"{self._target.stem}-{label}")
-            self._write(log_path, target, result.incidents)
+            self._write(log_path, target, result.happenings)
 
     def _write(self, log_path: Path, target: Path, remarks: Sequence[str]) -> None:
         request = self._request

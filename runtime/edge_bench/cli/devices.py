@@ -167,13 +167,13 @@ def on_each(transports: Sequence[Transport], work: Callable[[Transport], Outcome
     outcomes: dict[str, Outcome] = {}
     failures: dict[str, str] = {}
 
-    def one(transport: Transport) -> None:
+    def work_on(transport: Transport) -> None:
         try:
             outcomes[transport.name] = work(transport)
         except EdgeError as error:
             failures[transport.name] = str(error)
 
-    threads = [threading.Thread(target=one, args=(transport,), daemon=True) for transport in transports]
+    threads = [threading.Thread(target=work_on, args=(transport,), daemon=True) for transport in transports]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -36,7 +36,7 @@ TOLERANCE = 1e-6  # relative; the same arithmetic on another machine may round d
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordFile:
+class HashedFile:
     """One model file of the bundle."""
 
     role: str
@@ -55,7 +55,7 @@ class EnergyRecord:
     bundle: str
     target: str
     manifest_sha256: str
-    files: tuple[RecordFile, ...]
+    files: tuple[HashedFile, ...]
     settings: dict[str, Any]
     remarks: tuple[str, ...]
     figures: dict[str, tuple[float, ...]]
@@ -86,13 +86,13 @@ class CheckedRecord:
     @property
     def windows(self) -> frozenset[str]:
         """A hash of each run's readings: records that share one hold the same measurement."""
-        trace, found = self.run_log.trace, set()
+        trace, hashes = self.run_log.trace, set()
         for run in self.run_log.runs:
             inside = trace.span(run.start_s, run.end_s)
             if inside:
                 readings = array("d", [*trace.times[inside.start : inside.stop], *trace.values[inside.start : inside.stop]])
-                found.add(hashlib.sha256(readings.tobytes()).hexdigest())
-        return frozenset(found)
+                hashes.add(hashlib.sha256(readings.tobytes()).hexdigest())
+        return frozenset(hashes)
 
     @property
     def quantization(self) -> str:
@@ -111,7 +111,7 @@ def make_record(log_path: Path, folder: Path, manifest: Manifest, *, settings: M
         bundle=folder.resolve().name,
         target=Path(source.origin).name if source else "",
         manifest_sha256=hashlib.sha256((folder / MANIFEST_NAME).read_bytes()).hexdigest(),
-        files=tuple(RecordFile(role=f.role, quantization=f.quantization, bytes=f.bytes, sha256=f.sha256) for f in manifest.files),
+        files=tuple(HashedFile(role=f.role, quantization=f.quantization, bytes=f.bytes, sha256=f.sha256) for f in manifest.files),
         settings=dict(settings),
         remarks=tuple(remarks),
         figures=_claims(_figures(read_log(log_path))),
@@ -168,8 +168,11 @@ def _figures(log: RunLog) -> EnergyReport:
 
 
 def _claims(report: EnergyReport) -> dict[str, tuple[float, ...]]:
-    found = {variant.name: variant.joules_per_output_token for variant in report.variants}
-    return {name: tuple(x for x in (one.value, one.low, one.high) if math.isfinite(x)) for name, one in found.items() if one}
+    return {
+        variant.name: tuple(bound for bound in (joules.value, joules.low, joules.high) if math.isfinite(bound))
+        for variant in report.variants
+        if (joules := variant.joules_per_output_token)
+    }
 
 
 def _close(claimed: Sequence[float], computed: Sequence[float]) -> bool:

@@ -51,7 +51,7 @@ def _incidents(results: Sequence[DeviceResult]) -> TextTable:
     rows = [
         (result.label, result.run, when, text)
         for result in results
-        for when, texts in (("before", result.warnings), ("during", result.incidents))
+        for when, texts in (("before", result.warnings), ("during", result.happenings))
         for text in texts
     ]
     return TextTable(name="happened", title="Warnings and incidents", columns=("", "run", "", ""), rows=tuple(rows))

@@ -59,9 +59,9 @@ def bench_phone(task: FleetTask) -> FleetResult:
             bench_on(AdbTransport(task.serial, task.folder), task.request, Path(scratch), lambda _text: None)
         except EdgeError as error:
             return FleetResult(host=host, serial=task.serial, files={}, failure=str(error))
-        found = next(Path(scratch).rglob(RUNS)).parent
-        names = [name for name in (RUNS, ENERGY, WATCH, LOG, DEVICE) if (found / name).exists()]
-        return FleetResult(host=host, serial=task.serial, files={name: (found / name).read_bytes() for name in names})
+        folder = next(Path(scratch).rglob(RUNS)).parent
+        names = [name for name in (RUNS, ENERGY, WATCH, LOG, DEVICE) if (folder / name).exists()]
+        return FleetResult(host=host, serial=task.serial, files={name: (folder / name).read_bytes() for name in names})
 
 
 def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: Sequence[str], folder: str | None) -> list[DeviceResult]:
@@ -76,6 +76,7 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
         request,
         bundle=request.bundle.resolve(),
         package=replace(request.package, folder=request.package.folder.resolve()),
+        public_key=request.public_key.resolve() if request.public_key else None,
         options=tuple(option.resolve() if isinstance(option, Path) else option for option in request.options),
         patience_s=PATIENCE_SECONDS,
     )
@@ -83,7 +84,7 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
         client = distributed.Client(address, timeout=20)
     except (OSError, ValueError) as error:
         raise RequestError(f"the scheduler {address} cannot be reached ({error}); start one with dask scheduler") from error
-    found: list[DeviceResult] = []
+    collected: list[DeviceResult] = []
     with client:
         futures = []
         for worker, attached in client.run(phones_here).items():
@@ -101,11 +102,11 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
                 continue
             result = _store(outcome, results / request.name)
             write_parquet(results / "parquet", result)
-            found.append(result)
-            note(f"{result.device}: done ({len(found)} of {len(futures)})")
-    if not found:
+            collected.append(result)
+            note(f"{result.device}: done ({len(collected)} of {len(futures)})")
+    if not collected:
         raise RequestError("no device returned results; see the messages above")
-    return sorted(found, key=lambda result: result.device)
+    return sorted(collected, key=lambda result: result.device)
 
 
 def _result_of(future: Any) -> FleetResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,57 +11,58 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from edge_bench.devices.results import DeviceResult
-from edge_bench.report.tables import NONE, TextTable
+from edge_bench.report.tables import Columns, TextTable, scope_tables, share, table_of
 from edge_runtime.errors import RequestError
 
 REQUESTS, ENERGY = "requests", "energy"
-REQUEST_COLUMNS = pa.schema(
-    [
-        ("run", pa.string()),
-        ("device", pa.string()),
-        ("model", pa.string()),
-        ("bundle", pa.string()),
-        ("created_at", pa.string()),
-        ("part", pa.string()),
-        ("domain", pa.string()),
-        ("prompt", pa.int32()),
-        ("repeat", pa.int32()),
-        ("variant", pa.string()),
-        ("tokens", pa.int64()),
-        ("seconds", pa.float64()),
-        ("tokens_per_second", pa.float64()),
-        ("drafted", pa.int64()),
-        ("accepted", pa.int64()),
-        ("output", pa.string()),
-    ]
+Fields = tuple[tuple[str, pa.DataType, Callable[[Any], Any]], ...]
+# The columns of each kind of file: name, type, and value for a device's result and one of its requests or variants.
+_RESULT: Fields = (
+    ("run", pa.string(), lambda pair: pair[0].run),
+    ("device", pa.string(), lambda pair: pair[0].device),
+    ("model", pa.string(), lambda pair: pair[0].model),
+    ("bundle", pa.string(), lambda pair: pair[0].figures.records.header.bundle),
 )
-ENERGY_COLUMNS = pa.schema(
-    [
-        ("run", pa.string()),
-        ("device", pa.string()),
-        ("model", pa.string()),
-        ("bundle", pa.string()),
-        ("variant", pa.string()),
-        ("scope", pa.string()),
-        ("meter", pa.string()),
-        ("estimate", pa.bool_()),
-        ("joules_per_output_token", pa.float64()),
-        ("low", pa.float64()),
-        ("high", pa.float64()),
-    ]
+_REQUEST: Fields = (
+    *_RESULT,
+    ("created_at", pa.string(), lambda pair: pair[0].figures.records.header.created_at),
+    ("part", pa.string(), lambda pair: pair[1].part),
+    ("domain", pa.string(), lambda pair: pair[1].domain),
+    ("prompt", pa.int32(), lambda pair: pair[1].prompt),
+    ("repeat", pa.int32(), lambda pair: pair[1].repeat),
+    ("variant", pa.string(), lambda pair: pair[1].variant.label),
+    ("tokens", pa.int64(), lambda pair: pair[1].tokens),
+    ("seconds", pa.float64(), lambda pair: pair[1].seconds),
+    ("tokens_per_second", pa.float64(), lambda pair: pair[1].tokens / pair[1].seconds),
+    ("drafted", pa.int64(), lambda pair: pair[1].drafted),
+    ("accepted", pa.int64(), lambda pair: pair[1].accepted),
+    ("output", pa.string(), lambda pair: pair[1].output),
+)
+_VARIANT: Fields = (
+    *_RESULT,
+    ("variant", pa.string(), lambda pair: pair[1].name),
+    ("scope", pa.string(), lambda pair: str(pair[0].figures.energy.scope)),
+    ("meter", pa.string(), lambda pair: pair[0].figures.energy.meter),
+    ("estimate", pa.bool_(), lambda pair: pair[0].figures.energy.estimate),
+    ("joules_per_output_token", pa.float64(), lambda pair: pair[1].joules_per_output_token.value),
+    ("low", pa.float64(), lambda pair: pair[1].joules_per_output_token.low),
+    ("high", pa.float64(), lambda pair: pair[1].joules_per_output_token.high),
 )
 
 
 def write_parquet(folder: Path, result: DeviceResult) -> None:
     """Adds a device's rows; the same run of the same device replaces its earlier rows. Raises RequestError if that fails."""
     name = f"{result.run}-{result.device}.parquet".replace("/", "-").replace(":", "-")
-    for kind, rows, columns in ((REQUESTS, _requests(result), REQUEST_COLUMNS), (ENERGY, _energy(result), ENERGY_COLUMNS)):
-        if not rows:
+    variants = result.figures.energy.variants if result.figures.energy else ()
+    measured = [variant for variant in variants if variant.joules_per_output_token]
+    for kind, items, fields in ((REQUESTS, result.figures.records.runs, _REQUEST), (ENERGY, measured, _VARIANT)):
+        if not items:
             continue
+        columns = {column: pa.array([value((result, item)) for item in items], type_) for column, type_, value in fields}
         partial = folder / kind / f".{name}.partial"
         try:
             partial.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(pa.Table.from_pylist(rows, schema=columns), partial)
+            pq.write_table(pa.table(columns), partial)
             partial.replace(folder / kind / name)
         except OSError as error:
             partial.unlink(missing_ok=True)
@@ -73,100 +75,46 @@ def fleet_tables(folder: Path) -> list[TextTable]:
     return tables + (_joules(folder / ENERGY) if (folder / ENERGY).is_dir() else [])
 
 
+def _aggregated(rows: pa.Table, keys: list[str], figures: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    return rows.group_by(keys).aggregate(figures).sort_by([(key, "ascending") for key in keys]).to_pylist()  # type: ignore[no-any-return]
+
+
+_SPEEDS: Columns[dict[str, Any]] = (
+    ("", lambda row: row["device"]),
+    ("model", lambda row: row["model"]),
+    ("bundle", lambda row: row["bundle"]),
+    ("", lambda row: row["variant"]),
+    ("runs", lambda row: str(row["run_count_distinct"])),
+    ("tok/s", lambda row: f"{row['tokens_sum'] / row['seconds_sum']:.1f}"),
+    ("accepted", lambda row: share(row["accepted_sum"] / row["drafted_sum"] if row["drafted_sum"] else None)),
+)
+
+
 def _speeds(folder: Path) -> TextTable:
     rows = ds.dataset(folder, format="parquet").to_table(filter=ds.field("part") == "domains")
-    keys = ["device", "model", "bundle", "variant"]
-    wanted = [("run", "count_distinct"), ("tokens", "sum"), ("seconds", "sum"), ("drafted", "sum"), ("accepted", "sum")]
-    found = rows.group_by(keys).aggregate(wanted).sort_by([(key, "ascending") for key in keys]).to_pylist()
-    cells = tuple(
-        (
-            row["device"],
-            row["model"],
-            row["bundle"],
-            row["variant"],
-            str(row["run_count_distinct"]),
-            f"{row['tokens_sum'] / row['seconds_sum']:.1f}",
-            f"{row['accepted_sum'] / row['drafted_sum']:.1%}" if row["drafted_sum"] else NONE,
-        )
-        for row in found
+    sums = [("run", "count_distinct"), ("tokens", "sum"), ("seconds", "sum"), ("drafted", "sum"), ("accepted", "sum")]
+    sums_by_variant = _aggregated(rows, ["device", "model", "bundle", "variant"], sums)
+    return table_of(
+        "fleet", "Fleet", sums_by_variant, _SPEEDS, "All runs in the Parquet folder together: emitted tokens / decoding seconds."
     )
-    columns = ("", "model", "bundle", "", "runs", "tok/s", "accepted")
-    note = "All runs in the Parquet folder together: emitted tokens / decoding seconds."
-    return TextTable(name="fleet", title="Fleet", columns=columns, rows=cells, note=note)
 
 
 def _joules(folder: Path) -> list[TextTable]:
-    keys = ["scope", "estimate", "device", "model", "variant", "meter"]
     rows = ds.dataset(folder, format="parquet").to_table()
-    found = (
-        rows.group_by(keys)
-        .aggregate([("joules_per_output_token", "mean"), ("run", "count_distinct")])
-        .sort_by([(key, "ascending") for key in keys])
+    means = _aggregated(
+        rows, ["scope", "estimate", "device", "model", "variant", "meter"], [("joules_per_output_token", "mean"), ("run", "count_distinct")]
     )
-    groups: dict[tuple[str, bool], list[tuple[str, ...]]] = {}
-    for row in found.to_pylist():
-        cells = (
-            row["device"],
-            row["model"],
-            row["variant"],
-            row["meter"],
-            str(row["run_count_distinct"]),
-            f"{row['joules_per_output_token_mean']:.3g}",
-        )
-        groups.setdefault((row["scope"], row["estimate"]), []).append(cells)
     columns = ("", "model", "", "meter", "runs", "J/output token")
-    return [
-        TextTable(
-            name=f"fleet-energy-{scope}",
-            title=f"Fleet: energy, scope {scope}" + (" (ESTIMATE)" if estimate else ""),
-            columns=columns,
-            rows=tuple(cells),
+    cells = [
+        (
+            row["scope"],
+            row["estimate"],
+            (
+                *(row[key] for key in ("device", "model", "variant", "meter")),
+                str(row["run_count_distinct"]),
+                f"{row['joules_per_output_token_mean']:.3g}",
+            ),
         )
-        for (scope, estimate), cells in groups.items()
+        for row in means
     ]
-
-
-def _requests(result: DeviceResult) -> list[dict[str, Any]]:
-    header = result.figures.records.header
-    return [
-        {
-            "run": result.run,
-            "device": result.device,
-            "model": result.model,
-            "bundle": header.bundle,
-            "created_at": header.created_at,
-            "part": run.part,
-            "domain": run.domain,
-            "prompt": run.prompt,
-            "repeat": run.repeat,
-            "variant": run.variant.label,
-            "tokens": run.tokens,
-            "seconds": run.seconds,
-            "tokens_per_second": run.tokens / run.seconds,
-            "drafted": run.drafted,
-            "accepted": run.accepted,
-            "output": run.output,
-        }
-        for run in result.figures.records.runs
-    ]
-
-
-def _energy(result: DeviceResult) -> list[dict[str, Any]]:
-    report = result.figures.energy
-    return [
-        {
-            "run": result.run,
-            "device": result.device,
-            "model": result.model,
-            "bundle": result.figures.records.header.bundle,
-            "variant": one.name,
-            "scope": str(report.scope),
-            "meter": report.meter,
-            "estimate": report.estimate,
-            "joules_per_output_token": one.joules_per_output_token.value,
-            "low": one.joules_per_output_token.low,
-            "high": one.joules_per_output_token.high,
-        }
-        for one in (report.variants if report else ())
-        if report is not None and one.joules_per_output_token
-    ]
+    return scope_tables("fleet-energy", "Fleet: energy", columns, cells)

@@ -13,26 +13,33 @@ from edge_bench.measure.records import read_records
 from edge_bench.report.figures import Figures, figures
 from edge_devices.files.atomic_write import write_text
 from edge_devices.files.limited_read import read_at_most
+from edge_devices.files.typed_json import from_json, to_json
 from edge_runtime.errors import RequestError
 
 SCHEMA = 1
 RUNS, ENERGY, WATCH, LOG, DEVICE = "runs.jsonl", "energy.jsonl", "watch.jsonl", "log", "device.json"
 MAX_BYTES = 1 << 20
-EMPTY: dict[str, Any] = {"device": "", "model": "", "warnings": [], "happenings": [], "hottest_c": None, "charge_used": None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceResult:
-    """One run on one device. `warnings`: from before it; `incidents`: from during it; `charge_used`: percent."""
+class DeviceDescription:
+    """What device.json holds. `warnings`: from before the run; `happenings`: from during it; `charge_used`: percent."""
 
-    device: str
-    run: str
-    figures: Figures
+    schema: int = SCHEMA
+    device: str = ""
     model: str = ""
     warnings: tuple[str, ...] = ()
-    incidents: tuple[str, ...] = ()
+    happenings: tuple[str, ...] = ()
     hottest_c: float | None = None
     charge_used: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceResult(DeviceDescription):
+    """One run on one device."""
+
+    run: str
+    figures: Figures
 
     @property
     def label(self) -> str:
@@ -41,49 +48,42 @@ class DeviceResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        incidents = plain.pop("incidents")
-        return plain | {"warnings": list(self.warnings), "happenings": list(incidents), "figures": self.figures.to_json()}
+        return {field.name: to_json(getattr(self, field.name)) for field in fields(DeviceDescription)} | {
+            "run": self.run,
+            "figures": self.figures.to_json(),
+        }
 
 
 def note_device(folder: Path, *, device: str, model: str, warnings: Sequence[str]) -> None:
     """Writes device.json before the run. Raises RequestError if the folder cannot be written."""
-    _write(folder, {**EMPTY, "device": device, "model": model, "warnings": list(warnings)})
+    _write(folder, DeviceDescription(device=device, model=model, warnings=tuple(warnings)))
 
 
 def complete_result(
     folder: Path, *, device: str, incidents: Sequence[str], hottest_c: float | None, charge_used: int | None
 ) -> DeviceResult:
     """Adds the incidents of the run to device.json and reads `folder` as a result."""
-    known = {**_device(folder / DEVICE), "device": device}
-    _write(folder, {**known, "happenings": list(incidents), "hottest_c": hottest_c, "charge_used": charge_used})
+    noted = _description(folder / DEVICE)
+    _write(folder, replace(noted, device=device, happenings=tuple(incidents), hottest_c=hottest_c, charge_used=charge_used))
     return read_result(folder)
 
 
-def _write(folder: Path, record: dict[str, Any]) -> None:
+def _write(folder: Path, description: DeviceDescription) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"{folder} cannot be created ({error.strerror}); choose another folder with --results") from error
-    write_text(folder / DEVICE, [json.dumps({"schema": SCHEMA, **record}, ensure_ascii=False, indent=1), "\n"])
+    write_text(folder / DEVICE, [json.dumps(to_json(description), ensure_ascii=False, indent=1), "\n"])
 
 
 def read_result(folder: Path) -> DeviceResult:
     """Reads a device's folder; without device.json it is a run of this machine. Raises RequestError for anything else."""
-    record = _device(folder / DEVICE)
+    noted = _description(folder / DEVICE)
     records = read_records(folder / RUNS)
     energy, log = read_energy(folder / ENERGY) if (folder / ENERGY).exists() else (None, None)
-    notes = (*(f"before the run: {text}" for text in record["warnings"]), *record["happenings"])
-    return DeviceResult(
-        device=record["device"] or folder.name,
-        run=folder.parent.name,
-        model=record["model"],
-        warnings=tuple(record["warnings"]),
-        incidents=tuple(record["happenings"]),
-        hottest_c=record["hottest_c"],
-        charge_used=record["charge_used"],
-        figures=figures(replace(records, notes=(*records.notes, *notes)), energy, log),
-    )
+    notes = (*(f"before the run: {text}" for text in noted.warnings), *noted.happenings)
+    all_figures = figures(replace(records, notes=(*records.notes, *notes)), energy, log)
+    return DeviceResult(**vars(noted) | {"device": noted.device or folder.name}, run=folder.parent.name, figures=all_figures)
 
 
 def find_results(places: Sequence[Path]) -> list[DeviceResult]:
@@ -94,20 +94,13 @@ def find_results(places: Sequence[Path]) -> list[DeviceResult]:
     return [read_result(folder) for folder in folders]
 
 
-def _device(path: Path) -> dict[str, Any]:
+def _description(path: Path) -> DeviceDescription:
     if not path.exists():
-        return dict(EMPTY)
+        return DeviceDescription()
     try:
-        record = json.loads(read_at_most(path, MAX_BYTES).decode())
-        schema = record.pop("schema")
-        if schema != SCHEMA:
-            raise ValueError(f"schema {str(schema)[:40]}; this version reads {SCHEMA}: upgrade edge-mtp")
-        if record.keys() != EMPTY.keys():
-            raise ValueError("with other keys")
-        texts = [record["device"], record["model"], *record["warnings"], *record["happenings"]]
-        numbers = [record["hottest_c"], record["charge_used"]]
-        if not all(isinstance(text, str) for text in texts) or not all(n is None or isinstance(n, int | float) for n in numbers):
-            raise ValueError("with values of other types")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        description = from_json(DeviceDescription, json.loads(read_at_most(path, MAX_BYTES).decode()), "device", exact=True)
+        if description.schema != SCHEMA:
+            raise ValueError(f"schema {description.schema}; this version reads {SCHEMA}: upgrade edge-mtp")
+    except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not a device description ({error}); collect the run again") from error
-    return dict(record)
+    return description

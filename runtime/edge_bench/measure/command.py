@@ -41,7 +41,7 @@ class RecordOptions(MeterOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class BenchResult:
     """What one run of the command measured. `failure`: why energy was not measured, although it was asked for."""
 
     records: Records
@@ -61,7 +61,7 @@ class Measured:
             sys.exit(INTERRUPTED)
 
 
-def measure_bundle(bundle: Path, request: BenchRequest, load: LoadOptions, files: RecordOptions) -> Measured:
+def measure_bundle(bundle: Path, request: BenchRequest, load: LoadOptions, files: RecordOptions) -> BenchResult:
     """Measures speeds, then energy if `files` names a log for it. Raises EdgeError before anything is measured, or if nothing was."""
     refuse_threads(request.threads)
     refuse_unchecked_key(load.check, load.public_key)
@@ -75,14 +75,14 @@ def measure_bundle(bundle: Path, request: BenchRequest, load: LoadOptions, files
         )
     records, stopped = measure_speeds(bundle, request, load, files.runs, "" if files.energy else reason or NO_ENERGY)
     if meter is None or not files.energy or stopped:
-        return Measured(records=collect(records), stopped=stopped)
+        return BenchResult(records=collect(records), stopped=stopped)
     try:
         joules, log = measure_joules(bundle, request, load, files.energy, meter, files.minutes)
     except KeyboardInterrupt:
-        return Measured(records=collect(records), stopped=True)
+        return BenchResult(records=collect(records), stopped=True)
     except DeviceError as error:  # the speeds are measured, and are not lost with it
-        return Measured(records=collect([*records, Note(text=f"no energy figures: {error}")]), failure=error)
-    return Measured(records=collect(records), energy=joules, log=log, stopped=log.stopped)
+        return BenchResult(records=collect([*records, Note(text=f"no energy figures: {error}")]), failure=error)
+    return BenchResult(records=collect(records), energy=joules, log=log, stopped=log.stopped)
 
 
 def measure_speeds(

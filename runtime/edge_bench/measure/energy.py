@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from edge_bench.measure.prompts import PreparedPrompt
-from edge_bench.measure.runners import EdgeRunner, Place
+from edge_bench.measure.runners import EdgeRunner, RunPlace
 from edge_bench.measure.schedule import DOMAINS_PART
 from edge_bench.measure.variants import BASELINE, PLAIN, Variant
 from edge_devices.energy.characteristics import Characteristics
@@ -134,8 +134,8 @@ def fitted(
     """Returns the longest plan within `seconds`: fewer repeats, then no loops of single phases; else the shortest one."""
     whole = {name: work for name, work in workloads.items() if not name.startswith(CALIBRATION)}
     counts = range(plan.repeats, FEWEST_REPEATS - 1, -1)
-    tries = [(replace(plan, repeats=count), each) for each in (workloads, whole) for count in counts]
-    return next((one for one in tries if planned_seconds(*one, characteristics) <= seconds), tries[-1])
+    plans = [(replace(plan, repeats=count), each) for each in (workloads, whole) for count in counts]
+    return next((fitting for fitting in plans if planned_seconds(*fitting, characteristics) <= seconds), plans[-1])
 
 
 def _figures(log: RunLog) -> EnergyReport:
@@ -157,7 +157,7 @@ def energy_workloads(
 
 def _requests(runner: EdgeRunner, variant: Variant, prompts: Sequence[PreparedPrompt], tokens: int) -> Workload:
     order: Iterator[PreparedPrompt] = itertools.cycle(prompts)
-    place = Place(part=DOMAINS_PART, domain="energy", prompt=0, repeat=0)
+    place = RunPlace(part=DOMAINS_PART, domain="energy", prompt=0, repeat=0)
 
     def work() -> Work:
         run = runner.run(variant, next(order), tokens, place)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edge_bench.measure.prompts import PreparedPrompt
 from edge_bench.measure.records import Run
-from edge_bench.measure.runners import Place
+from edge_bench.measure.runners import RunPlace
 from edge_bench.measure.variants import FIXED, PLAIN, Variant
 from edge_devices.children.running import run_child
 from edge_runtime.backends.llama.crash_probe import probe_load_options
@@ -42,7 +42,7 @@ class LlamaTools:
                     f"{self.tools} has no {name}; give the folder of llama.cpp's binaries (scripts/setup/build_llama_cpp.sh builds it)"
                 )
 
-    def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: Place) -> Run:
+    def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: RunPlace) -> Run:
         """Runs one request. Plain decoding is timed by llama-bench at the prompt's depth, as the speculative tool has no plain mode.
 
         Each run loads the files again; its seconds are for decoding only. Raises BackendError if a tool fails.

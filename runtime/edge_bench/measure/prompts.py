@@ -39,16 +39,16 @@ class PreparedPrompt:
     text: str
 
 
-def shipped_prompts(domains: Sequence[str], most: int) -> list[Prompt]:
-    """Returns at most `most` prompts of each domain."""
+def shipped_prompts(domains: Sequence[str], count: int) -> list[Prompt]:
+    """Returns at most `count` prompts of each domain."""
     prompts = []
     for domain in domains:
         texts = json.loads((files("edge_bench.measure") / "prompt_sets" / f"{domain}.json").read_text(encoding="utf-8"))
-        prompts += [Prompt(domain=domain, number=number, text=text) for number, text in enumerate(texts[:most])]
+        prompts += [Prompt(domain=domain, number=number, text=text) for number, text in enumerate(texts[:count])]
     return prompts
 
 
-def read_prompts(path: Path, most: int) -> list[Prompt]:
+def read_prompts(path: Path, count: int) -> list[Prompt]:
     """Reads the user's prompts: a JSON list of texts, an object of such lists by domain, or a text file as one prompt.
 
     The domain of a list or text is the file's name. Raises RequestError.
@@ -62,7 +62,7 @@ def read_prompts(path: Path, most: int) -> list[Prompt]:
     for domain, texts in sets.items():
         if not 0 < len(domain) <= MAX_DOMAIN_LETTERS:
             raise RequestError(f"{path}: the domain {domain[:MAX_DOMAIN_LETTERS]!r} needs 1 to {MAX_DOMAIN_LETTERS} letters; rename it")
-        prompts += [Prompt(domain=domain, number=number, text=one) for number, one in enumerate(texts[:most])]
+        prompts += [Prompt(domain=domain, number=number, text=text) for number, text in enumerate(texts[:count])]
     if not prompts:
         raise RequestError(f"{path} holds no prompt; give at least one")
     return prompts
@@ -75,7 +75,7 @@ def _json_sets(path: Path, text: str) -> dict[str, list[str]]:
         raise RequestError(f"{path} is not JSON ({error}); give a list of texts, or an object of lists by domain") from error
     sets = data if isinstance(data, dict) else {path.stem: data}
     for domain, texts in sets.items():
-        if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
             raise RequestError(
                 f"{path}: {domain!r} is not a list of non-empty texts; give a list of texts, or an object of lists by domain"
             )

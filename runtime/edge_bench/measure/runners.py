@@ -17,7 +17,7 @@ from edge_runtime.session.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RunPlace:
     """The position of a run in a benchmark; see `records.Run`."""
 
     part: str
@@ -29,7 +29,7 @@ class Place:
 class Runner(Protocol):
     """A program that decodes: edge-mtp or another one."""
 
-    def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: Place) -> Run:
+    def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: RunPlace) -> Run:
         """Greedily decodes at most `tokens` tokens after a prompt."""
 
 
@@ -40,7 +40,7 @@ class EdgeRunner:
         self.session = session
         self._sessions: dict[str, Session] = {}
 
-    def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: Place) -> Run:
+    def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: RunPlace) -> Run:
         """Decodes. The safety net has its default for policies and is off for plain decoding and fixed lengths."""
         rounds: list[Round] = []
         generation = start(self._session(variant), variant, prompt.ids, tokens, rounds.append)
@@ -60,7 +60,7 @@ class EdgeRunner:
             drafted_at=tuple(stats.drafted_at),
             accepted_at=tuple(stats.accepted_at),
             round_seconds=tuple(round_seconds),
-            round_tokens=tuple(len(one.tokens) for one in rounds),
+            round_tokens=tuple(len(each.tokens) for each in rounds),
             prefill_seconds=stats.prefill_seconds,
             first_token_seconds=stats.first_token_seconds,
             draft_seconds=stats.draft_seconds,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from edge_bench.measure.prompts import PreparedPrompt, long_prompt
-from edge_bench.measure.runners import Place
+from edge_bench.measure.runners import RunPlace
 from edge_bench.measure.variants import Variant
 
 DOMAINS_PART, CONTEXTS_PART = "domains", "contexts"
@@ -16,7 +16,7 @@ DOMAINS_PART, CONTEXTS_PART = "domains", "contexts"
 class Step:
     """One request of a schedule."""
 
-    place: Place
+    place: RunPlace
     variant: Variant
     prompt: PreparedPrompt
     tokens: int
@@ -36,7 +36,7 @@ class Schedule:
         """Yields all requests: A B C on one prompt, C B A on the next and in the next repeat, so that slow drift cancels out."""
         for repeat in range(self.repeats):
             for index, prompt in enumerate(self.prompts):
-                place = Place(part=self.part, domain=prompt.domain, prompt=prompt.number, repeat=repeat)
+                place = RunPlace(part=self.part, domain=prompt.domain, prompt=prompt.number, repeat=repeat)
                 for variant in self.variants if (repeat + index) % 2 == 0 else reversed(self.variants):
                     yield Step(place=place, variant=variant, prompt=prompt, tokens=self.tokens)
 

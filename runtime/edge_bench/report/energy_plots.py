@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from edge_bench.report.svg import COLOURS, INK, Plot, draw_svg, label_text, legend
+from edge_bench.report.svg import COLOURS, INK, Plot, draw_svg, label_text, legend, name_rows, stacked_bars
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.report import EnergyReport, VariantEnergy, exclusion_reasons
 from edge_devices.energy.run_log import RunLog
@@ -25,30 +25,25 @@ def energy_plots(report: EnergyReport, log: RunLog | None = None) -> list[Plot]:
     """Returns all plots that have data; the power plot needs the log."""
     where = f"scope {report.scope} ({report.meter})"
     mark = "ESTIMATE, nothing was measured: " if report.estimate else ""
-    candidates: list[tuple[str, str, bool, Callable[[Axes], None]]] = [
-        (
-            "energy",
-            f"{mark}Joules per emitted token, {where}",
-            any(v.joules_per_output_token for v in report.variants),
-            partial(_draw_tokens, report=report),
-        ),
-        ("energy-phases", f"{mark}Joules per request by phase, {where}", any(_split(report)), partial(_draw_phases, report=report)),
+    tokens = any(variant.joules_per_output_token for variant in report.variants)
+    candidates: list[tuple[str, str, object, Callable[[Axes], None]]] = [
+        *([("power", "Power over time", True, partial(_draw_power, log=log))] if log else []),
+        ("energy", "Joules per emitted token", tokens, partial(_draw_tokens, report=report)),
+        ("energy-phases", "Joules per request by phase", _split(report), partial(_draw_phases, report=report)),
     ]
-    if log is not None:
-        candidates.insert(0, ("power", f"{mark}Power over time, {where}", True, partial(_draw_power, log=log)))
-    return [draw_svg(name, title, draw) for name, title, wanted, draw in candidates if wanted]
+    return [draw_svg(name, f"{mark}{title}, {where}", draw) for name, title, data, draw in candidates if data]
 
 
-def power_curve(trace: Trace, most: int = MOST_POINTS) -> list[tuple[float, float, float]]:
-    """Returns (start, end, mean watts) of spans of at least 1/`most` of the trace, in seconds; for a counter, between new values."""
+def power_curve(trace: Trace, points: int = MOST_POINTS) -> list[tuple[float, float, float]]:
+    """Returns (start, end, mean watts) of spans of at least 1/`points` of the trace, in seconds; for a counter, between new values."""
     counter = trace.facts.kind is Kind.COUNTER
-    least = (trace.times[-1] - trace.times[0]) / most if trace.times else 0.0
+    shortest = (trace.times[-1] - trace.times[0]) / points if trace.times else 0.0
     spans: list[tuple[float, float, float]] = []
     begin, joules = 0, 0.0
     for i in range(1, len(trace.times)):
         joules += trace.values[i] - trace.values[i - 1] if counter else trace.values[i - 1] * (trace.times[i] - trace.times[i - 1])
         seconds = trace.times[i] - trace.times[begin]
-        if seconds > 0 and seconds >= least and not (counter and trace.values[i] == trace.values[i - 1]):
+        if seconds > 0 and seconds >= shortest and not (counter and trace.values[i] == trace.values[i - 1]):
             spans.append((trace.times[begin], trace.times[i], joules / seconds))
             begin, joules = i, 0.0
     return spans
@@ -103,11 +98,9 @@ def _draw_tokens(axes: Axes, report: EnergyReport) -> None:
                     labelled = name not in axes.get_legend_handles_labels()[1]
                     axes.barh(place, joules.value, height, color=colour, label=name if labelled else None)
                     _interval(axes, joules, place + (0.12 if height > 0.5 else -0.05))
-    axes.set_yticks(range(len(variants)), [label_text(v.name) for v in variants])
-    axes.invert_yaxis()
+    name_rows(axes, [variant.name for variant in variants])
     axes.set_xlim(left=min(0.0, axes.get_xlim()[0] if _reaches_below_zero(variants) else 0.0))
     axes.set_xlabel(f"joules per emitted token with 95 % intervals, scope {report.scope}")
-    axes.grid(visible=False, axis="y")
 
 
 def _reaches_below_zero(variants: Sequence[VariantEnergy]) -> bool:
@@ -120,20 +113,15 @@ def _interval(axes: Axes, joules: Interval, place: float) -> None:
         axes.errorbar(joules.value, place, xerr=joules.half, color=INK, linewidth=1, capsize=3)
 
 
-def _split(report: EnergyReport) -> list[bool]:
-    return [len(v.phase_joules) > 1 for v in report.variants]
+def _split(report: EnergyReport) -> list[VariantEnergy]:
+    return [variant for variant in report.variants if len(variant.phase_joules) > 1]
 
 
 def _draw_phases(axes: Axes, report: EnergyReport) -> None:
-    variants = [v for v in report.variants if len(v.phase_joules) > 1]
-    phases = list(dict.fromkeys(phase for v in variants for phase in v.phase_joules))
-    left = [0.0] * len(variants)
-    with legend(axes):
-        for number, phase in enumerate(phases):
-            widths = [v.phase_joules[phase].value if phase in v.phase_joules else 0.0 for v in variants]
-            axes.barh(range(len(variants)), widths, left=left, label=label_text(phase), color=COLOURS[number % len(COLOURS)])
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(variants)), [label_text(f"{v.name}\n({v.phase_method.replace('_', ' ')})") for v in variants])
-    axes.invert_yaxis()
+    variants = _split(report)
+    parts = {
+        phase: [variant.phase_joules[phase].value if phase in variant.phase_joules else 0.0 for variant in variants]
+        for phase in dict.fromkeys(phase for variant in variants for phase in variant.phase_joules)
+    }
+    stacked_bars(axes, [f"{variant.name}\n({variant.phase_method.replace('_', ' ')})" for variant in variants], parts)
     axes.set_xlabel(f"joules per request, scope {report.scope}")
-    axes.grid(visible=False, axis="y")

@@ -230,8 +230,8 @@ def _median(values: Iterable[float | None]) -> float | None:
 def best_fixed(groups: dict[Variant, list[Run]], side: str) -> Variant | None:
     """Returns the program's fixed length with the highest geometric mean over domains of the speed-up over plain decoding."""
     baseline = next((runs for variant, runs in groups.items() if _is_baseline(variant)), [])
-    found = {v: ratio(paired_logs(runs, baseline)) for v, runs in groups.items() if v.side == side and v.policy == FIXED}
-    return max((v for v, r in found.items() if r), key=lambda v: found[v].value, default=None)  # type: ignore[union-attr]
+    ratios = {v: ratio(paired_logs(runs, baseline)) for v, runs in groups.items() if v.side == side and v.policy == FIXED}
+    return max((v for v, r in ratios.items() if r), key=lambda v: ratios[v].value, default=None)  # type: ignore[union-attr]
 
 
 def _against(runs: Sequence[Run]) -> tuple[Against, ...]:
@@ -251,30 +251,30 @@ def _against(runs: Sequence[Run]) -> tuple[Against, ...]:
 
 def _levels(measured: Sequence[Concurrency], memory: Sequence[Memory]) -> tuple[Level, ...]:
     groups: dict[tuple[Variant, int], list[Concurrency]] = defaultdict(list)
-    for one in measured:
-        groups[one.variant, one.clients].append(one)
+    for level in measured:
+        groups[level.variant, level.clients].append(level)
     peaks = {(m.drafter, m.sequences): m.peak_bytes for m in memory}
     levels = []
     for (variant, clients), group in groups.items():
         tokens, requests = Latencies(), Latencies()
-        for one in group:
-            for seconds in one.token_seconds:
+        for run in group:
+            for seconds in run.token_seconds:
                 tokens.add(seconds)
-            for seconds in one.request_seconds:
+            for seconds in run.request_seconds:
                 requests.add(seconds)
         drafter = variant.drafter if variant.policy != PLAIN else None
         levels.append(
             Level(
                 variant=variant,
                 clients=clients,
-                tokens_per_second=statistics.median(one.tokens / one.seconds for one in group),
+                tokens_per_second=statistics.median(run.tokens / run.seconds for run in group),
                 token_p50_seconds=tokens.percentile(50),
                 token_p95_seconds=tokens.percentile(95),
                 request_p50_seconds=requests.percentile(50),
                 request_p95_seconds=requests.percentile(95),
                 peak_bytes=next((peak for (kind, n), peak in peaks.items() if n == clients and drafter in (None, kind)), None),
-                equal=sum(one.equal for one in group),
-                compared=sum(one.compared for one in group),
+                equal=sum(run.equal for run in group),
+                compared=sum(run.compared for run in group),
             )
         )
     return tuple(levels)
@@ -282,14 +282,14 @@ def _levels(measured: Sequence[Concurrency], memory: Sequence[Memory]) -> tuple[
 
 def _images(measured: Sequence[ImageCost]) -> tuple[ImageRow, ...]:
     groups: dict[int, list[ImageCost]] = defaultdict(list)
-    for one in measured:
-        groups[one.budget].append(one)
+    for cost in measured:
+        groups[cost.budget].append(cost)
     return tuple(
         ImageRow(
             budget=budget,
             rows=group[0].rows,
-            encode_seconds=statistics.median(one.encode_seconds for one in group),
-            prefill_seconds=statistics.median(one.prefill_seconds for one in group),
+            encode_seconds=statistics.median(cost.encode_seconds for cost in group),
+            prefill_seconds=statistics.median(cost.prefill_seconds for cost in group),
         )
         for budget, group in sorted(groups.items())
     )

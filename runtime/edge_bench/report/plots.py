@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from edge_bench.measure.variants import FIXED, OURS, PLAIN
 from edge_bench.report.energy_plots import energy_plots
 from edge_bench.report.figures import Figures, Row
 from edge_bench.report.ratios import Ratio
-from edge_bench.report.svg import COLOURS, HATCHES, INK, LINES, MARKERS, Plot, draw_svg, label_text, legend
+from edge_bench.report.svg import COLOURS, HATCHES, INK, LINES, MARKERS, Plot, draw_svg, label_text, legend, stacked_bars
+from edge_bench.report.tables import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,19 +22,19 @@ WIDEST = 2.0
 
 def all_plots(figures: Figures) -> list[Plot]:
     """Returns all plots that have data. Raises RequestError if the plotting library is missing."""
-    candidates: tuple[tuple[str, str, bool, Callable[[Axes, Figures], None]], ...] = (
-        ("speed-by-domain", "Speed-up over plain decoding by domain", _has_domains(figures), _draw_domains),
-        ("speed-by-length", "Speed-up over plain decoding by draft length", _has_lengths(figures), _draw_lengths),
-        ("acceptance", "Acceptance by position, longest fixed length", bool(_longest_fixed(figures)), _draw_acceptance),
-        ("cost-curve", "Cost of a verify by its rows, and of a draft step", bool(figures.records.cost_curves), _draw_costs),
-        ("phases", "Time per token by phase", any(r.phase_seconds_per_token for r in figures.overall), _draw_phases),
-        ("contexts", "Tokens per second by prompt length", bool(figures.by_context), _draw_contexts),
+    candidates: tuple[tuple[str, str, object, Callable[[Axes, Figures], None]], ...] = (
+        ("speed-by-domain", "Speed-up over plain decoding by domain", _sped_up(figures), _draw_domains),
+        ("speed-by-length", "Speed-up over plain decoding by draft length", _by_length(figures.overall), _draw_lengths),
+        ("acceptance", "Acceptance by position, longest fixed length", _longest_fixed(figures), _draw_acceptance),
+        ("cost-curve", "Cost of a verify by its rows, and of a draft step", figures.records.cost_curves, _draw_costs),
+        ("phases", "Time per token by phase", any(row.phase_seconds_per_token for row in figures.overall), _draw_phases),
+        ("contexts", "Tokens per second by prompt length", figures.by_context, _draw_contexts),
     )
 
     def of_figures(draw: Callable[[Axes, Figures], None]) -> Callable[[Axes], None]:
         return lambda axes: draw(axes, figures)
 
-    plots = [draw_svg(name, title, of_figures(draw)) for name, title, wanted, draw in candidates if wanted]
+    plots = [draw_svg(name, title, of_figures(draw)) for name, title, data, draw in candidates if data]
     return plots + (energy_plots(figures.energy, figures.energy_log) if figures.energy else [])
 
 
@@ -55,18 +56,14 @@ def _sped_up(figures: Figures) -> list[Row]:
     return [row for row in rows if row.variant.policy != FIXED or row.variant in kept]
 
 
-def _has_domains(figures: Figures) -> bool:
-    return bool(_sped_up(figures))
-
-
 def _draw_domains(axes: Axes, figures: Figures) -> None:
     rows = _sped_up(figures)
     domains = list(dict.fromkeys(row.domain or "" for row in rows))
     variants = list(dict.fromkeys(row.variant for row in rows))
     width = 0.8 / len(variants)
     shown = [row.speed_up for row in rows if row.speed_up]
-    most = WIDEST * max(1.0, *(r.value for r in shown))
-    top = max(1.0, *(r.value for r in shown), *(min(r.high, most) for r in shown if r.high is not None))
+    limit = WIDEST * max(1.0, *(r.value for r in shown))
+    top = max(1.0, *(r.value for r in shown), *(min(r.high, limit) for r in shown if r.high is not None))
     with legend(axes):
         for number, variant in enumerate(variants):
             own = [row for row in rows if row.variant == variant]
@@ -76,7 +73,7 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
             hatch = HATCHES[number // len(COLOURS) % len(HATCHES)]
             axes.bar(places, [r.value for r in ratios], width, label=label_text(label), color=COLOURS[number % len(COLOURS)], hatch=hatch)
             for place, r in zip(places, ratios, strict=True):
-                _whisker(axes, place, r, most)
+                _whisker(axes, place, r, limit)
     axes.axhline(1, color=INK, linewidth=1, linestyle="--")
     axes.set_ylim(0, 1.08 * top)
     axes.set_xticks(range(len(domains)), [label_text(d) for d in domains])
@@ -84,23 +81,23 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
     axes.grid(visible=False, axis="x")
 
 
-def _whisker(axes: Axes, place: float, ratio: Ratio, most: float) -> None:
-    """Draws an interval; one that reaches beyond `most` ends in an arrow with its end as a number."""
+def _whisker(axes: Axes, place: float, ratio: Ratio, limit: float) -> None:
+    """Draws an interval; one that reaches beyond `limit` ends in an arrow with its end as a number."""
     if ratio.low is None or ratio.high is None:
         return
-    axes.plot([place, place], [ratio.low, min(ratio.high, most)], color=INK, linewidth=1)
-    if ratio.high > most:
-        axes.plot([place], [most], color=INK, marker="^", markersize=5)
-        axes.annotate(f"{ratio.high:.3g}", (place, most), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8, color=INK)
+    axes.plot([place, place], [ratio.low, min(ratio.high, limit)], color=INK, linewidth=1)
+    if ratio.high > limit:
+        axes.plot([place], [limit], color=INK, marker="^", markersize=5)
+        axes.annotate(f"{ratio.high:.3g}", (place, limit), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8, color=INK)
 
 
-def _has_lengths(figures: Figures) -> bool:
-    return any(row.variant.policy == FIXED and row.speed_up for row in figures.overall)
+def _by_length(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.variant.policy == FIXED and row.speed_up]
 
 
 def _draw_lengths(axes: Axes, figures: Figures) -> None:
     """Draws one colour per domain, one line style per drafter or program."""
-    rows = [row for row in (*figures.by_domain, *figures.overall) if row.variant.policy == FIXED and row.speed_up]
+    rows = _by_length((*figures.by_domain, *figures.overall))
     with legend(axes):
         for (who, domain), style in _styles([(_who(row), row.domain or "all domains") for row in rows]).items():
             own = sorted(
@@ -162,17 +159,9 @@ def _draw_costs(axes: Axes, figures: Figures) -> None:
 
 
 def _draw_phases(axes: Axes, figures: Figures) -> None:
-    rows = [row for row in figures.overall if row.phase_seconds_per_token]
-    left = [0.0] * len(rows)
-    with legend(axes):
-        for number, phase in enumerate(("draft", "verify", "other")):
-            widths = [1000 * (row.phase_seconds_per_token or {})[phase] for row in rows]
-            axes.barh(range(len(rows)), widths, left=left, label=phase, color=COLOURS[number])
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(rows)), [label_text(row.variant.label) for row in rows])
-    axes.invert_yaxis()
+    rows = [(row.variant.label, row.phase_seconds_per_token) for row in figures.overall if row.phase_seconds_per_token]
+    stacked_bars(axes, [label for label, _ in rows], {phase: [1000 * seconds[phase] for _, seconds in rows] for phase in PHASES})
     axes.set_xlabel("ms per emitted token")
-    axes.grid(visible=False, axis="y")
 
 
 def _draw_contexts(axes: Axes, figures: Figures) -> None:

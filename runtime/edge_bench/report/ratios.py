@@ -102,7 +102,7 @@ def ratio(domains: Mapping[str, list[Logs]]) -> Ratio | None:
 def _seeded(domains: Mapping[str, list[Logs]]) -> Iterable[list[tuple[Logs, np.random.Generator]]]:
     """Yields each domain's prompts with a fixed random generator each, so that figures are reproducible."""
     for number, logs in enumerate(domains.values()):
-        yield [(one, np.random.default_rng([SEED, number, index])) for index, one in enumerate(logs)]
+        yield [(prompt, np.random.default_rng([SEED, number, index])) for index, prompt in enumerate(logs)]
 
 
 def _drawn_medians(prompt: tuple[Logs, np.random.Generator]) -> NDArray[np.float64]:

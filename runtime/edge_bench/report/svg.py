@@ -6,7 +6,7 @@ import importlib.util
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -95,6 +95,23 @@ def legend(axes: Axes) -> Iterator[None]:
     yield
     if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def stacked_bars(axes: Axes, labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
+    """Draws a bar for each label from top to bottom: the parts one after the other, by name, with a width for each label."""
+    left = [0.0] * len(labels)
+    with legend(axes):
+        for number, (name, widths) in enumerate(parts.items()):
+            axes.barh(range(len(labels)), widths, left=left, label=label_text(name), color=COLOURS[number % len(COLOURS)])
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    name_rows(axes, labels)
+
+
+def name_rows(axes: Axes, labels: Sequence[str]) -> None:
+    """Names the rows of horizontal bars, the first on top."""
+    axes.set_yticks(range(len(labels)), [label_text(label) for label in labels])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
 
 
 def label_text(label: str) -> str:

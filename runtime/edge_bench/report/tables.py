@@ -88,12 +88,17 @@ def all_tables(figures: Figures) -> list[TextTable]:
         _contexts(figures),
         _costs(figures),
         table_of("concurrency", "Concurrent requests", figures.levels, _LEVELS, _LEVELS_NOTE),
-        table_of("kv", "KV cache types", figures.records.kv_types, _KV_TYPES, _KV_NOTE),
+        kv_table(figures.records.kv_types),
         table_of("images", "Images", figures.images, _IMAGES, _IMAGES_NOTE),
         *(energy_tables(figures.energy) if figures.energy else ()),
         _memory(figures),
     ]
     return [table for table in tables if table.rows]
+
+
+def kv_table(costs: Iterable[KvTypeCost]) -> TextTable:
+    """Returns the table of KV cache types."""
+    return table_of("kv", "KV cache types", costs, _KV_TYPES, _KV_NOTE)
 
 
 def machine_line(header: Header) -> str:

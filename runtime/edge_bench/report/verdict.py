@@ -52,7 +52,7 @@ def _output(row: Row) -> str:
 
 
 def _joules(row: Row, energy: EnergyReport | None) -> str:
-    measured = next((one for one in energy.variants if one.name == row.variant.label), None) if energy else None
+    measured = next((variant for variant in energy.variants if variant.name == row.variant.label), None) if energy else None
     if energy is None or measured is None or measured.ratio_to_baseline is None:
         return ""
     ratio = measured.ratio_to_baseline

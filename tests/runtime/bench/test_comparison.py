@@ -32,7 +32,7 @@ def result(device: str, scope: Scope | None = None, *, estimate: bool = False, j
             warnings=[],
             phase_watts={},
         )
-    return DeviceResult(device=device, run="one", figures=figures(collect(whole_benchmark()), energy), incidents=("it got hot",))
+    return DeviceResult(device=device, run="one", figures=figures(collect(whole_benchmark()), energy), happenings=("it got hot",))
 
 
 def test_scopes_are_never_mixed() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from edge_bench.measure.sweeps.kv_types import kv_cost_table, measure_kv_types
+from edge_bench.measure.sweeps.kv_types import measure_kv_types
+from edge_bench.report.tables import kv_table
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType
 from edge_runtime.cli.run import main
 from edge_runtime.errors import RequestError
@@ -44,7 +45,7 @@ def test_what_the_types_cost(exported_pair: Path) -> None:
     assert 0 < 10 * q8.kl_mean < q4.kl_mean < 0.05
     assert q4.same_best > 0.9
     assert f16.cache_bytes / q4.cache_bytes == pytest.approx(32 / 9)
-    assert [line.split()[0] for line in kv_cost_table(costs).splitlines()[1:]] == list(KV_TYPES)
+    assert [row[0] for row in kv_table(costs).rows] == list(KV_TYPES)
 
 
 def test_float16_is_measured_first_though_not_asked_for(exported_pair: Path) -> None:

@@ -19,7 +19,7 @@ from edge_bench.measure.llama_tools import BENCH, SPECULATIVE, LlamaTools, llama
 from edge_bench.measure.prompts import PreparedPrompt, prepare, shipped_prompts
 from edge_bench.measure.records import read_records
 from edge_bench.measure.request import BenchRequest
-from edge_bench.measure.runners import EdgeRunner, Place
+from edge_bench.measure.runners import EdgeRunner, RunPlace
 from edge_bench.measure.variants import DEFAULT, LLAMA_CPP, Variant
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BackendError, RequestError
@@ -29,7 +29,7 @@ from phones import Desk
 from stub_package import stub_package
 
 PROMPT = PreparedPrompt(domain="d", number=0, ids=(1, 2, 3), text="a text")
-PLACE = Place(part="domains", domain="d", prompt=0, repeat=0)
+PLACE = RunPlace(part="domains", domain="d", prompt=0, repeat=0)
 SAID = "decoded   20 tokens in    0.500 seconds, speed: 40 t/s\nn_drafted = 30\nn_predict = 20\nn_accept  = 12"
 BENCHED = '[ { "avg_ts": 80.0 } ]'
 

@@ -7,7 +7,7 @@ import pytest
 from bench_records import fixed, rolling
 from edge_bench.measure.energy import LOOP, energy_workloads
 from edge_bench.measure.prompts import PreparedPrompt
-from edge_bench.measure.runners import EdgeRunner, Place, digest
+from edge_bench.measure.runners import EdgeRunner, RunPlace, digest
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.variants import BASELINE, OURS, Variant
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
@@ -17,7 +17,7 @@ from scripted_batch import scripted_sessions
 
 PROMPT = PreparedPrompt(domain="d", number=0, ids=(1, 2, 3), text="")
 OTHER = PreparedPrompt(domain="d", number=1, ids=(4, 4), text="")
-PLACE = Place(part="domains", domain="d", prompt=0, repeat=0)
+PLACE = RunPlace(part="domains", domain="d", prompt=0, repeat=0)
 STEPPED = Variant(side=OURS, drafter="dense", policy="stepped")
 PROFIT = Variant(side=OURS, drafter="dense", policy="profit")
 

@@ -37,22 +37,22 @@ def run_level(
 ) -> Concurrency:
     """Runs every prompt once for each client, in a different order per client; `expected` are the outputs to compare with."""
     clients = [session_for(session, variant) for session in sessions.sessions]
-    wanted: dict[int, Sequence[int]] = {}
+    outputs: dict[int, Sequence[int]] = {}
     generations: list[Generation] = []
     for number in range(len(prompts)):
         for index, session in enumerate(clients):
             which = (number + index) % len(prompts)
             generations.append(start(session, variant, prompts[which].ids, tokens))
-            wanted[id(generations[-1])] = expected[which]
+            outputs[id(generations[-1])] = expected[which]
     begin = clock()
     free = {id(session.target): begin for session in clients}  # when a client's session became free
     last: dict[int, float] = {}
     token_seconds: list[float] = []
     request_seconds = []
-    for generation, one in sessions.run(generations):
+    for generation, emitted in sessions.run(generations):
         now, client = clock(), id(generation.target)
         if id(generation) in last:  # the first token belongs to the request's latency, not between tokens
-            token_seconds += [(now - last[id(generation)]) / len(one.tokens)] * len(one.tokens)
+            token_seconds += [(now - last[id(generation)]) / len(emitted.tokens)] * len(emitted.tokens)
         last[id(generation)] = now
         if generation.finish_reason is not None:
             request_seconds.append(now - free[client])
@@ -66,6 +66,6 @@ def run_level(
         seconds=clock() - begin,
         request_seconds=tuple(request_seconds),
         token_seconds=tuple(token_seconds),
-        equal=sum(list(wanted[id(g)]) == g.tokens for g in generations),
+        equal=sum(list(outputs[id(g)]) == g.tokens for g in generations),
         compared=len(generations),
     )

@@ -167,14 +167,3 @@ def _cost(bundle: Bundle, context: int, kv_type: KvType, reference: _Reading, re
         kl_max=float(np.max(divergences)),
         same_best=same / len(divergences),
     )
-
-
-def kv_cost_table(costs: Sequence[KvTypeCost]) -> str:
-    """Returns a text table with one line per type."""
-    lines = [f"{'KV type':>8} {'cache MB':>9} {'acceptance':>10} {'tok/s':>8} {'KL mean':>9} {'KL max':>9} {'same best':>9}"]
-    for cost in costs:
-        lines.append(
-            f"{cost.kv_type:>8} {cost.cache_bytes / 1e6:>9.2f} {cost.acceptance_rate:>10.1%} {cost.tokens_per_second:>8.1f}"
-            f" {cost.kl_mean:>9.2e} {cost.kl_max:>9.2e} {cost.same_best:>9.1%}"
-        )
-    return "\n".join(lines)
