@@ -6,7 +6,7 @@ import contextlib
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any
 
@@ -150,19 +150,14 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> EnergyReport:
 def _modelled(variant: VariantEnergy, model_error: float) -> VariantEnergy:
     """Returns a variant with the range of the power model in every interval."""
 
-    def wide(interval: Interval | None) -> Interval | None:
-        return of_model(interval, model_error) if interval else None
-
-    ratio = wide(variant.ratio_to_baseline)
+    widened_figures: dict[str, Any] = {
+        each.name: of_model(figure, model_error) for each in fields(variant) if isinstance(figure := getattr(variant, each.name), Interval)
+    }
+    ratio = widened_figures.get("ratio_to_baseline")
     return replace(
         variant,
-        joules_per_output_token=wide(variant.joules_per_output_token),
-        net_joules_per_output_token=wide(variant.net_joules_per_output_token),
-        joules_per_prompt_token=wide(variant.joules_per_prompt_token),
-        joules_per_request=wide(variant.joules_per_request),
-        watts=wide(variant.watts),
+        **widened_figures,
         phase_joules={phase: of_model(joules, model_error) for phase, joules in variant.phase_joules.items()},
-        ratio_to_baseline=ratio,
         saves_energy=ratio.high < 1 if ratio else None,
     )
 

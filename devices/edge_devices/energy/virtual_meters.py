@@ -125,7 +125,6 @@ class EstimateMeter:
         )
 
     def read(self) -> Sample:
-        """Evaluates the model; joules."""
         now, busy = self._system.clock(), self._busy_seconds()
         joules = self._idle_watts * (now - self._begin[0]) + self._core_watts * (busy - self._begin[1])
         return Sample(now, joules, f"busy={busy:.6f}")

@@ -84,7 +84,6 @@ class BoardMeter:
         )
 
     def read(self) -> Sample:
-        """Reads the board; joules or watts."""
         if self.facts.kind is Kind.SAMPLER:
             milliwatts = self._nvml.milliwatts(self._device)
             return Sample(self._system.clock(), milliwatts / 1000, str(milliwatts))

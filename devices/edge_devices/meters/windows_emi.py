@@ -151,7 +151,6 @@ class EmiMeter:
         )
 
     def read(self) -> Sample:
-        """Reads the channel; joules."""
         picowatt_hours = parse_measurement(self._port.control(GET_MEASUREMENT, 16 * self._count), self._count)[self._index]
         joules = self._register.total(picowatt_hours) * JOULES_PER_PICOWATT_HOUR
         return Sample(self._system.clock(), joules, str(picowatt_hours))

@@ -22,6 +22,7 @@ from edge_devices.files.hashing import sha256_of
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import CommandResult
 from edge_devices.transports.base import Transport, last_line, parse_integer, shell
+from edge_devices.waiting import Report, no_report
 
 CHUNK_BYTES = 32 << 20
 LARGE_BYTES = 4 << 20
@@ -36,8 +37,6 @@ UNPACK = 'cd "$1" && { test ! -e "$2" || { tar -xof "$2" && rm -f "$2"; }; }'
 APPEND = 'test "$(sha256sum < "$1" | cut -c1-64)" = "$3" || exit 9; cat "$1" >> "$2" && rm "$1"'
 SLICE = 'tail -c "+$2" < "$1" | head -c "$3"'
 LISTING = 'cd "$1" 2>/dev/null || exit 0; find . -type f -exec sha256sum {} +'
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +68,10 @@ def push_tree(
     transport: Transport,
     folder: Path,
     target: str,
-    progress: Progress = lambda _done, _total: None,
+    report: Report = no_report,
     names: Sequence[str] | None = None,
 ) -> Pushed:
-    """Makes `target` on the device equal to `folder`, or to the files `names` in it; calls `progress(done, total)` with bytes.
+    """Makes `target` on the device equal to `folder`, or to the files `names` in it; `report` gets the share of the bytes that is sent.
 
     A broken link is retried 3 times. Raises TransportError for a symbolic link, which could lead to any file of this machine.
     """
@@ -86,14 +85,15 @@ def push_tree(
     _remove(transport, target, stale)
     _make_folders(transport, target, changed)
     total, done = sum(f.bytes for f in changed), 0
+    step = f"sending {byte_text(total)}"
     small = [file for file in changed if file.bytes < LARGE_BYTES]
     for group in _groups(small):
         _push_small(transport, group, target)
         done += sum(f.bytes for f in group)
-        progress(done, total)
+        report(done / total if total else 1.0, step)
     for file in changed:
         if file.bytes >= LARGE_BYTES:
-            _push_large(transport, file, target, lambda sent, before=done: progress(before + sent, total))  # type: ignore[misc]
+            _push_large(transport, file, target, lambda sent, before=done: report((before + sent) / total, step))  # type: ignore[misc]
             done += file.bytes
     _verify(transport, target, files)
     return Pushed(sent=len(changed), bytes=total, unchanged=len(files) - len(changed), removed=len(stale))

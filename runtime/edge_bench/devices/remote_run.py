@@ -24,6 +24,7 @@ from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, pre
 from edge_devices.transports.base import Transport, prepare_folder
 from edge_devices.transports.file_sync import pull_file, push_file, push_tree
 from edge_devices.transports.jobs import JobState, JobStatus, poll_job, remove, start_job, stop_job
+from edge_devices.waiting import Report
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.manifest import MANIFEST_NAME
@@ -177,15 +178,14 @@ def _at_battery(snapshot: DeviceSnapshot, meter: str | None) -> bool:
     return usable[0].scope is Scope.DEVICE if usable else snapshot.android
 
 
-def _percent(log: Log, what: str) -> Callable[[int, int], None]:
-    reported = 0
+def _percent(log: Log, what: str) -> Report:
+    reported = 0.0
 
-    def report(done: int, total: int) -> None:
+    def report(share: float, step: str = "") -> None:
         nonlocal reported
-        percent = 100 * done // total if total else 100
-        if percent >= reported + 10:
-            reported = percent
-            log(f"{what}: {percent} % of {byte_text(total)}")
+        if share >= reported + 0.1:
+            reported = share
+            log(f"{what}: {step}, {share:.0%}")
 
     return report
 

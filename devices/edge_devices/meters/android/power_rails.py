@@ -43,7 +43,6 @@ class RailsMeter:
         )
 
     def read(self) -> Sample:
-        """Reads all monitors; joules."""
         rails: dict[str, int] = {}
         for path in self._paths:
             try:

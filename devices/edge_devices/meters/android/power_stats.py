@@ -41,7 +41,6 @@ class PowerStatsMeter:
         )
 
     def read(self) -> Sample:
-        """Records a short trace; joules."""
         done = record_rails(self._system)
         if done.code != 0:
             raise MeterError(f"perfetto failed: {done.errors.strip().splitlines()[-1] if done.errors.strip() else done.code}")

@@ -87,7 +87,6 @@ class ChipMeter:
         )
 
     def read(self) -> Sample:
-        """Reads the channel; joules or watts."""
         numbers = [required_number(self._system, path, "the chip may not answer on its bus") for path in self._channel.paths]
         raw = " ".join(map(str, numbers))
         if self._channel.kind is Kind.COUNTER:

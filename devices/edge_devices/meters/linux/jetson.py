@@ -72,7 +72,6 @@ class JetsonMeter:
         )
 
     def read(self) -> Sample:
-        """Reads the rails; watts."""
         total, raw = 0.0, []
         for rail in self._rails:
             watts = rail.scale

@@ -42,7 +42,6 @@ class AverageMeter:
         )
 
     def read(self) -> Sample:
-        """Reads the mean power; watts."""
         microwatts = required_number(self._system, self._path, ASLEEP)
         if microwatts < 0:
             raise MeterError(f"/{self._path} holds no power; {ASLEEP}")

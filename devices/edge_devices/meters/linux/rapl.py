@@ -43,7 +43,6 @@ class RaplMeter:
         )
 
     def read(self) -> Sample:
-        """Reads all zones; joules."""
         total, raw = 0, []
         for folder, register in self._registers.items():
             path = f"{folder}/energy_uj"

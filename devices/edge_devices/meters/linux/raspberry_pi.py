@@ -47,7 +47,6 @@ class PmicMeter:
         )
 
     def read(self) -> Sample:
-        """Reads all rails; watts."""
         done = self._system.run([self._command, "pmic_read_adc"])
         rails = parse_pmic(done.text)
         if done.code != 0 or not rails:
