@@ -1,5 +1,6 @@
-# Two commands for newcomers: `make demo` and `make test`. Both set up a virtual environment in .venv first.
+# Two commands for newcomers: `make demo` and `make test`. Each sets up a virtual environment first, from wheels alone.
 VENV ?= .venv
+SHORT_VENV ?= .venv-test
 PYTHON ?= python3
 # On Linux without a GPU, PIP_EXTRA_INDEX_URL can point pip at torch's CPU builds, which are far smaller.
 TORCH ?= torch==2.13.0
@@ -7,12 +8,15 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 BIN := $(VENV)/bin
 TOOLS := .venv-tools
-TEST_EXTRAS := llama,onnx,export,grammar,serve,sign,verify,optimum,report,media,fleet,docs,dev
+TEST_EXTRAS := onnx,export-onnx,grammar,serve,sign,report,media,test
+ALL_EXTRAS := $(TEST_EXTRAS),llama,export,package,verify,optimum,fleet,docs,dev
 USER_EXTRAS := llama,onnx,export,grammar,serve,sign,report,media
 comma := ,
 # Locks hold for every Python and platform; torch is left out (requirements/README.md).
 LOCK := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command "make lock" \
 	--override requirements/overrides.txt
+extras = $(foreach e,$(subst $(comma), ,$(1)),--extra $(e))
+SETUP := PYTHON=$(PYTHON) scripts/setup/setup.sh
 AUDIT = $(BIN)/python scripts/setup/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin \
 	--lock requirements/ci.txt --lock requirements/runtime.txt
 DEMO_BUNDLE ?= demo-bundle
@@ -23,14 +27,14 @@ DEMO_EXTRAS_llama := llama,export
 DEMO_FORMAT_onnx := onnx
 DEMO_FORMAT_llama := gguf
 
-.PHONY: help demo setup-llama test test-random test-slow lint docs lock audit wheel-check release dist setup setup-test try-versions llama-cpp \
-	clean
+.PHONY: help demo test test-all test-times lint docs lock audit wheel-check release dist setup setup-llama setup-test setup-all try-versions \
+	llama-cpp clean
 
 help:
 	@echo "make demo       set up without a compiler, make a pair of a phone-sized model's cost, show what drafts bring (BACKEND=llama: on llama.cpp)"
-	@echo "make test       set up and run the tests"
-	@echo "make test-slow  the tests that take minutes, which make test omits, in random order"
-	@echo "make test-random  the tests of make test in random order"
+	@echo "make test       set up without a compiler and run the tests that need nothing else and take under half a second each"
+	@echo "make test-all   set up with a compiler and run all tests; SEED=n: in this random order"
+	@echo "make test-times measure the tests anew: which are the short ones"
 	@echo "make lint       ruff, mypy, import-linter, hadolint, the issue forms"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make audit      licences of what is installed, advisories about what is locked"
@@ -42,20 +46,24 @@ help:
 
 setup: $(VENV)/.ready-$(BACKEND)
 setup-llama: $(VENV)/.ready-llama
-setup-test: $(VENV)/.ready-test
+setup-test: $(SHORT_VENV)/.ready
+setup-all: $(VENV)/.ready-all
 
 $(VENV)/.ready-onnx $(VENV)/.ready-llama: $(VENV)/.ready-%: pyproject.toml scripts/setup/setup.sh
-	@PYTHON=$(PYTHON) scripts/setup/setup.sh $(VENV) '.[$(DEMO_EXTRAS_$*)]'
+	@$(SETUP) $(VENV) '.[$(DEMO_EXTRAS_$*)]'
 	@touch $@
 
-# CI's lock, in which everything but torch has its hash.
-$(VENV)/.ready-test: pyproject.toml scripts/setup/setup.sh requirements/ci.txt
-	@PYTHON=$(PYTHON) LOCK=requirements/ci.txt scripts/setup/setup.sh $(VENV) . '$(TORCH)'
+# By locks, in which everything but torch has its hash.
+$(SHORT_VENV)/.ready: pyproject.toml scripts/setup/setup.sh requirements/test.txt
+	@LOCK=requirements/test.txt $(SETUP) $(SHORT_VENV) .
 	@touch $@
 
-$(TOOLS)/.ready: requirements/tools.txt
-	$(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements/tools.txt
+$(VENV)/.ready-all: pyproject.toml scripts/setup/setup.sh scripts/setup/build_llama_cpp.sh requirements/ci.txt
+	@LOCK=requirements/ci.txt $(SETUP) $(VENV) . '$(TORCH)'
+	@touch $@
+
+$(TOOLS)/.ready: requirements/tools.txt requirements/uv.txt
+	@LOCK=requirements/tools.txt $(SETUP) $(TOOLS)
 	@touch $@
 
 $(DEMO_BUNDLE)-$(BACKEND)/manifest.json: $(VENV)/.ready-$(BACKEND)
@@ -64,18 +72,22 @@ $(DEMO_BUNDLE)-$(BACKEND)/manifest.json: $(VENV)/.ready-$(BACKEND)
 demo: $(DEMO_BUNDLE)-$(BACKEND)/manifest.json
 	$(BIN)/edge-run demo $(DEMO_BUNDLE)-$(BACKEND)
 
+RUN_TESTS := -m pytest -n $(WORKERS) --dist loadfile
 test: setup-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -p no:randomly -m "not slow"
+	$(SHORT_VENV)/bin/python $(RUN_TESTS) --short -rfE -m "not slow"
 
-# The same in random order, to find tests that depend on others. The seed is printed; SEED=n repeats an order.
-test-random: setup-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(if $(SEED),--randomly-seed=$(SEED)) -m "not slow"
+# The slow tests are statistics over thousands of samples, complete benchmarks on devices, and emulated phones and boards: in random order
+# always; the seed is printed. A failure among them does not hide what the others find.
+test-all: setup-all
+	@slow=0; set -x; $(BIN)/python $(RUN_TESTS) $(if $(SEED),--randomly-seed=$(SEED)) -m slow || slow=$$?; \
+		$(BIN)/python $(RUN_TESTS) $(if $(SEED),--randomly-seed=$(SEED),-p no:randomly) -m "not slow" && exit $$slow
 
-# Statistics over thousands of samples, complete benchmarks on devices, and emulated phones and boards, in random order: a quarter of an hour.
-test-slow: setup-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(if $(SEED),--randomly-seed=$(SEED)) -m slow
+# Writes tests/data/long_tests.txt: what make test leaves out because it takes half a second of processor time or more.
+test-times: setup-test setup-all
+	$(SHORT_VENV)/bin/python $(RUN_TESTS) -rfE -m "not slow" \
+		--measure $$($(BIN)/python -m pytest -q --collect-only | sed -n 's/^\([0-9]*\) tests collected.*/\1/p')
 
-lint: setup-test $(TOOLS)/.ready
+lint: setup-all $(TOOLS)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -84,23 +96,25 @@ lint: setup-test $(TOOLS)/.ready
 	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml \
 		.github/ISSUE_TEMPLATE/device.yml .github/ISSUE_TEMPLATE/feature.yml
 
-docs: setup-test
+docs: setup-all
 	$(BIN)/mkdocs build --strict
 	@echo "the site is in build/site"
 
 lock: $(TOOLS)/.ready
-	$(LOCK) $(foreach e,$(subst $(comma), ,$(TEST_EXTRAS)),--extra $(e)) pyproject.toml requirements/ci.in -o requirements/ci.txt
-	$(LOCK) $(foreach e,$(subst $(comma), ,$(USER_EXTRAS)),--extra $(e)) pyproject.toml -o requirements/runtime.txt
+	$(LOCK) $(call extras,$(ALL_EXTRAS)) pyproject.toml requirements/ci.in -o requirements/ci.txt
+	$(LOCK) $(call extras,$(TEST_EXTRAS)) -c requirements/ci.txt pyproject.toml -o requirements/test.txt
+	$(LOCK) $(call extras,$(USER_EXTRAS)) pyproject.toml -o requirements/runtime.txt
 	$(LOCK) requirements/tools.in -o requirements/tools.txt
+	$(LOCK) requirements/uv.in -o requirements/uv.txt
 
-audit: setup-test $(TOOLS)/.ready
+audit: setup-all $(TOOLS)/.ready
 	$(AUDIT)
 
 wheel-check: $(TOOLS)/.ready
 	scripts/setup/check_wheel.sh $(TOOLS)
 
 # Where no advisory service answers, there is no release. The SBOM is of what a user gets: licences and who needs whom are read from it.
-release: setup-test $(TOOLS)/.ready
+release: setup-all $(TOOLS)/.ready
 	$(AUDIT) --require-advisories
 	$(MAKE) dist
 
@@ -119,8 +133,8 @@ try-versions:
 	PYTHON=$(PYTHON) scripts/setup/try_versions.sh llama-cpp-python
 	PYTHON=$(PYTHON) scripts/setup/try_versions.sh onnxruntime
 
-llama-cpp: setup-llama
-	scripts/setup/build_llama_cpp.sh $(VENV) build/llama.cpp
+llama-cpp: setup-all
+	scripts/setup/build_llama_cpp.sh $(VENV) tools
 
 clean:
-	rm -rf $(VENV) $(TOOLS) build dist $(DEMO_BUNDLE)-*
+	rm -rf $(VENV) $(SHORT_VENV) $(TOOLS) build dist $(DEMO_BUNDLE)-*

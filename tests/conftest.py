@@ -15,13 +15,13 @@ import edge_devices  # noqa: F401  # switches telemetry off before a test import
 import phones
 import ssh_host
 from edge_devices.machine import load
-from silent import Silent
+from kept import shipped_bundle
 
 # No test is timed: on a busy machine an example may wait for its turn.
 hypothesis.settings.register_profile("clockless", parent=hypothesis.settings(), deadline=None)
 hypothesis.settings.load_profile("clockless")
 
-PAIR = Path(__file__).parent.parent / "exporter" / "edge_export" / "reference_pair"
+pytest_plugins = ["short_set"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,55 +44,33 @@ def unknown_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def exported_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped pair as a float16 bundle, exported once per run."""
+def exported_pair() -> Path:
+    """The shipped pair as a float16 bundle."""
     pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
     pytest.importorskip("gguf", reason="needs edge-mtp[export]")
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
-
-    output = tmp_path_factory.mktemp("exported") / "bundle"
-    request = ExportRequest(
-        target=str(PAIR / "target"),
-        drafter=str(PAIR / "drafter"),
-        output=output,
-        target_quantization="f16",
-        drafter_quantization="f16",
-        context=1024,
-        verify=False,
-    )
-    export_pair(request, Silent())
-    return output
+    return shipped_bundle(target_quantization="f16", drafter_quantization="f16")
 
 
 @pytest.fixture(scope="session")
-def onnx_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Returns a function from "f32", "int8" or "int4" to the shipped pair as an ONNX bundle, exported once per run.
+def quantized_pair() -> Path:
+    """The shipped pair in q4_0, which the row kernels multiply."""
+    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+    pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+    return shipped_bundle()
+
+
+@pytest.fixture(scope="session")
+def onnx_pair() -> Callable[..., Path]:
+    """Returns a function from "f32", "int8" or "int4" to the shipped pair as an ONNX bundle.
 
     Further values of an `OnnxRequest` may be named.
     """
     pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
     pytest.importorskip("onnx", reason="needs edge-mtp[export]")
     from edge_export.onnx.request import OnnxRequest, OnnxWeights
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
-
-    root = tmp_path_factory.mktemp("onnx")
 
     def bundle_of(weights: OnnxWeights, **changes: Any) -> Path:
-        output = root / "-".join([weights, *(f"{key}-{value}" for key, value in sorted(changes.items()))])
-        if not output.is_dir():
-            request = ExportRequest(
-                target=str(PAIR / "target"),
-                drafter=str(PAIR / "drafter"),
-                output=output,
-                context=1024,
-                verify=False,
-                gguf=False,
-                onnx=OnnxRequest(target=weights, drafter=weights, **changes),
-            )
-            export_pair(request, Silent())
-        return output
+        return shipped_bundle(gguf=False, onnx=OnnxRequest(target=weights, drafter=weights, **changes))
 
     return bundle_of
 

@@ -23,8 +23,8 @@ from edge_bench.cli.main import main
 from edge_bench.devices import remote_run as remote
 from edge_bench.measure.records import Records, Run, read_records
 from fake_phone import PI, FakePhone
+from kept import shipped_bundle
 from phones import Desk
-from silent import Silent
 from ssh_host import NEEDS, SshHost
 
 if shutil.which("qemu-aarch64-static") is None:
@@ -69,17 +69,11 @@ def here(onnx_pair: Callable[[str], Path], probe_memory: None, tmp_path_factory:
 
 
 @pytest.fixture(scope="module")
-def pair_of_both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair_of_both() -> Path:
     """The shipped pair as graphs for ours and GGUF files for the tools, in one bundle."""
     from edge_export.onnx.request import OnnxRequest
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
 
-    output = tmp_path_factory.mktemp("both") / "bundle"
-    files = {"target": str(PAIR / "target"), "drafter": str(PAIR / "drafter"), "output": output}
-    weights = OnnxRequest(target="int4", drafter="int4")
-    export_pair(ExportRequest(**files, context=1024, verify=False, onnx=weights), Silent())
-    return output
+    return shipped_bundle(onnx=OnnxRequest(target="int4", drafter="int4"))
 
 
 def drafts(records: Records) -> list[tuple[str, str | None, int, int]]:

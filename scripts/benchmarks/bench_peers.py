@@ -1,6 +1,6 @@
 """Compares our speculative loop with llama.cpp's on the same pair, build and prompts, and prints the table of the README.
 
-    make setup llama-cpp
+    make llama-cpp
     .venv/bin/python scripts/benchmarks/bench_peers.py --runs peers.jsonl
     .venv/bin/python scripts/benchmarks/bench_peers.py --report peers.jsonl
 

@@ -1,27 +1,66 @@
 #!/bin/sh
-# Unpacks llama.cpp from llama-cpp-python's source archive (the version installed in VENV) and builds the tools we compare with:
-# build_llama_cpp.sh VENV DIRECTORY [sources-only]. Leaves DIRECTORY/source and DIRECTORY/bin.
+# llama.cpp from the locked source archive of llama-cpp-python, compiled once for this processor: build_llama_cpp.sh VENV wheel|tools|sources
+#   wheel    builds llama-cpp-python's wheel if EDGE_MTP_WHEELS (build/wheels) has none for this version and processor; prints its path
+#   tools    builds the tools we compare with from the wheel's own objects: build/llama.cpp/bin, and the sources as below
+#   sources  unpacks the archive: build/llama.cpp/source is llama.cpp
+# VENV has pip, cmake, ninja and scikit-build-core (requirements/ci.txt). CMAKE_ARGS reaches the build.
 set -eu
+cd "$(dirname "$0")/../.."
 venv=$1
-directory=$2
-version=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("llama-cpp-python"))')
-mkdir -p "$directory"
-if [ ! -f "$directory/source/convert_hf_to_gguf.py" ]; then
-    "$venv/bin/python" -m pip download --quiet --no-binary :all: --no-deps --dest "$directory/archive" "llama-cpp-python==$version"
-    rm -rf "$directory/unpacked" "$directory/source"
-    mkdir -p "$directory/unpacked"
-    tar -xzf "$directory"/archive/llama_cpp_python-"$version".tar.gz -C "$directory/unpacked"
-    mv "$directory"/unpacked/llama_cpp_python-"$version"/vendor/llama.cpp "$directory/source"
-    rm -rf "$directory/unpacked" "$directory/archive"
-fi
-[ "${3:-}" = sources-only ] && exit 0
-# The same switches llama-cpp-python's own build uses, so that both sides run the same kernels; CMAKE_ARGS reaches both.
-# shellcheck disable=SC2086
-cmake -S "$directory/source" -B "$directory/build" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DLLAMA_CURL=OFF \
-    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF ${CMAKE_ARGS:-} >"$directory/configure.log" ||
-    { tail -20 "$directory/configure.log" >&2; exit 1; }
-cmake --build "$directory/build" --config Release --parallel "$(getconf _NPROCESSORS_ONLN)" \
-    --target llama-speculative-simple llama-bench llama-quantize >"$directory/build.log" 2>&1 ||
-    { tail -20 "$directory/build.log" >&2; exit 1; }
-ln -sfn build/bin "$directory/bin"
-echo "llama.cpp's tools are in $directory/bin"
+lock=requirements/ci.txt
+version=$(sed -n 's/^llama-cpp-python==\([0-9.]*\).*/\1/p' $lock)
+build=$PWD/build/llama.cpp
+unpacked=$build/llama_cpp_python-$version
+PATH="$PWD/$venv/bin:$PATH"
+mkdir -p "$build"
+
+run() { # LOG COMMAND...
+    log=$build/$1.log
+    shift
+    "$@" >"$log" 2>&1 || { tail -20 "$log" >&2; exit 1; }
+}
+
+sources() {
+    if [ ! -f "$unpacked/CMakeLists.txt" ]; then
+        awk '/^[^ #]/ { kept = index($0, "llama-cpp-python==") == 1 } kept' $lock >"$build/lock.txt"
+        run download python -m pip download --no-binary llama-cpp-python --no-build-isolation --no-deps --require-hashes \
+            --dest "$build/archive" --requirement "$build/lock.txt"
+        tar -xzf "$build/archive/llama_cpp_python-$version.tar.gz" -C "$build"
+        rm -rf "$build/archive" "$build/tree"
+    fi
+    ln -sfn "$unpacked/vendor/llama.cpp" "$build/source"
+}
+
+# What decides the machine code: the processor, the compiler and the switches.
+processor() {
+    {
+        uname -sm
+        grep -m 1 -E '^(flags|Features)' /proc/cpuinfo 2>/dev/null || sysctl -n machdep.cpu.brand_string 2>/dev/null || true
+        "${CXX:-c++}" --version | head -n 1
+        echo "${CMAKE_ARGS:-}"
+    } | cksum | cut -d ' ' -f 1
+}
+
+wheel() {
+    folder=${EDGE_MTP_WHEELS:-$PWD/build/wheels}/llama-cpp-python-$version-$(processor)
+    if [ ! -d "$folder" ]; then
+        sources
+        rm -rf "$folder.partial"
+        run wheel python -m pip wheel --no-build-isolation --no-deps --wheel-dir "$folder.partial" \
+            -C "build-dir=$build/tree" "$unpacked"
+        mv -T "$folder.partial" "$folder" 2>/dev/null || mv "$folder.partial" "$folder"
+    fi
+    ls "$folder"/*.whl
+}
+
+tools() {
+    [ -d "$build/tree" ] || EDGE_MTP_WHEELS="$build/wheels" wheel >/dev/null
+    sources
+    # The same tree with the same switches, so that both sides run the same kernels; mtmd is the wheel's own folder twice otherwise.
+    run configure cmake -S "$unpacked" -B "$build/tree" -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_EXAMPLES=ON -DLLAMA_BUILD_SERVER=OFF
+    run build cmake --build "$build/tree" --target llama-speculative-simple llama-bench llama-quantize
+    ln -sfn "$build/tree/bin" "$build/bin"
+    echo "llama.cpp's tools are in $build/bin"
+}
+
+"${2:-tools}"

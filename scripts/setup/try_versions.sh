@@ -35,7 +35,7 @@ export EDGE_MTP_CACHE=$work/cache
 # Everything else as it is locked: otherwise other new releases would be tried too, and pip searches for minutes.
 awk -v name="$library" '/^[^ #]/ { kept = index($0, name "==") != 1 } kept' requirements/ci.txt >lock.txt
 torch=$(sed -n 's/^TORCH ?= //p' Makefile)
-step "build and install $library $version" env LOCK=lock.txt scripts/setup/setup.sh .venv . "$torch" "$library==$version"
+step "build and install $library $version" env EDGE_MTP_WHEELS="$OLDPWD/build/wheels" LOCK=lock.txt scripts/setup/setup.sh .venv . "$torch" "$library==$version"
 ((failed)) && exit 1
 case $library in
     llama-cpp-python) tests=(tests/runtime/backends/llama tests/runtime/backends/kernels tests/runtime/session) format=gguf backend=llama ;;

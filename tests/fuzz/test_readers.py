@@ -21,7 +21,7 @@ from fuzzing.campaign import HANG_SECONDS, run_campaign
 from fuzzing.mutation import input_of
 from fuzzing.readers import Reader, corpus
 from fuzzing.registry import all_readers
-from pictures import export_pictures
+from pictures import picture_bundle
 
 NEEDS = {
     "head-file": "llama_cpp",
@@ -41,7 +41,7 @@ READERS = all_readers()
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     pytest.importorskip("onnx")
-    return export_pictures(tmp_path)
+    return picture_bundle()
 
 
 @pytest.mark.parametrize("name", sorted(READERS))

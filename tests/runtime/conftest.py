@@ -1,4 +1,4 @@
-"""The reference pair as GGUF files, made once per run by the exporter's own writer."""
+"""The reference pair as GGUF files, made once by the exporter's own writer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import edge_export
+from kept import PAIR, kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,27 +23,28 @@ class ReferencePair:
 
 
 @pytest.fixture(scope="session")
-def reference_pair(tmp_path_factory: pytest.TempPathFactory) -> ReferencePair:
-    source = Path(edge_export.__file__).parent / "reference_pair"
-    if not source.is_dir():
-        pytest.skip(f"the reference pair is not in {source}")
+def reference_pair() -> ReferencePair:
     pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
     pytest.importorskip("gguf", reason="needs edge-mtp[export]")
-    from edge_export.checkpoint.checkpoint import open_checkpoint
-    from edge_export.gguf.split_drafter import write_body, write_head
-    from edge_export.gguf.writer import write_gguf
-
-    folder = tmp_path_factory.mktemp("reference_pair")
-    for role in ("target", "drafter"):
-        write_gguf(open_checkpoint(source / role), folder / f"{role}.gguf", "f16", lambda _: None, tokenizer_folder=source / "target")
-    drafter = open_checkpoint(source / "drafter")
-    write_body(drafter, folder / "drafter.gguf", folder / "body.gguf")
-    write_head(drafter, folder / "drafter.gguf", folder / "head.gguf")
+    folder = kept("gguf", {}, _write_pair)
     return ReferencePair(
-        target_checkpoint=source / "target",
-        drafter_checkpoint=source / "drafter",
+        target_checkpoint=PAIR / "target",
+        drafter_checkpoint=PAIR / "drafter",
         target=folder / "target.gguf",
         drafter=folder / "drafter.gguf",
         body=folder / "body.gguf",
         head=folder / "head.gguf",
     )
+
+
+def _write_pair(folder: Path) -> None:
+    from edge_export.checkpoint.checkpoint import open_checkpoint
+    from edge_export.gguf.split_drafter import write_body, write_head
+    from edge_export.gguf.writer import write_gguf
+
+    folder.mkdir()
+    for role in ("target", "drafter"):
+        write_gguf(open_checkpoint(PAIR / role), folder / f"{role}.gguf", "f16", lambda _: None, tokenizer_folder=PAIR / "target")
+    drafter = open_checkpoint(PAIR / "drafter")
+    write_body(drafter, folder / "drafter.gguf", folder / "body.gguf")
+    write_head(drafter, folder / "drafter.gguf", folder / "head.gguf")

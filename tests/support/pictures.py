@@ -6,7 +6,7 @@ import io
 import sys
 from pathlib import Path
 
-from silent import Silent
+from kept import shipped_bundle
 
 ROOT = Path(__file__).parents[2]
 PAIR = ROOT / "tests" / "data" / "pictures"
@@ -18,25 +18,19 @@ from refpair.pictures import Scene, draw
 SCENES = [Scene("one", "red", "white"), Scene("seven", "yellow", "blue"), Scene("four", "black", "green"), Scene("zero", "white", "red")]
 
 
-def export_pictures(folder: Path) -> Path:
-    """Writes the bundle into `folder` and returns its path."""
+def picture_bundle() -> Path:
+    """Returns the folder of the bundle, which is exported once."""
     from edge_export.onnx.request import OnnxRequest
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
 
-    request = ExportRequest(
+    return shipped_bundle(
         target=str(PAIR / "target"),
         drafter=str(PAIR / "drafter"),
-        output=folder / "pictures",
         target_quantization="f16",
         drafter_quantization="f16",
         onnx=OnnxRequest(target="f32", drafter="f32"),
         context=512,
-        verify=False,
         media="f16",
     )
-    export_pair(request, Silent())
-    return folder / "pictures"
 
 
 def photo(scene: Scene, kind: str = "PNG") -> bytes:

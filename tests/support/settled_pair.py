@@ -7,16 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kept import kept
+
 
 def settled(folder_of: Callable[[str], Path], name: str) -> Path:
-    """Returns a copy of the member `name` with unit norms and matrices of variance 1 / fan-in; made once per run, read-only."""
-    plain = folder_of(name)
-    folder = plain.parent / f"settled-{name}"
-    if folder.is_dir():
-        return folder
-    shutil.copytree(plain, folder)
-    settle(folder)
-    return folder
+    """Returns a copy of the member `name` with unit norms and matrices of variance 1 / fan-in; made once, read-only."""
+
+    def make(folder: Path) -> None:
+        shutil.copytree(folder_of(name), folder)
+        settle(folder)
+
+    return kept("settled", {"name": name}, make)
 
 
 def settle(folder: Path) -> None:

@@ -10,26 +10,45 @@ import pytest
 
 from edge_bench.measure.sweeps.kv_types import measure_kv_types
 from edge_bench.report.tables import kv_table
+from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType
 from edge_runtime.cli.run import main
 from edge_runtime.errors import RequestError
 from edge_runtime.session.open import open_session
+from edge_runtime.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("probe_memory")
 PAIR = Path(__file__).parents[3] / "exporter/edge_export/reference_pair"
+# Stock kernels compute one row and several differently: by up to 0.15 in a logit with float16 weights and q4_0 K/V on AVX2.
+NEAR_TIE = 0.3
 PROMPTS: list[str] = json.loads((PAIR / "prompts.code.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize("drafter", ["dense", "split"])
 def test_each_kv_type_is_lossless(exported_pair: Path, kv_type: KvType, drafter: str) -> None:
+    """Token by token where the row kernels run; elsewhere outputs may part where plain decoding itself has a near tie."""
+    exact = llama_library().row_kernels is not None
     with open_session(exported_pair, threads=1, drafter=drafter, kv_type=kv_type) as opened:  # type: ignore[arg-type]
         for prompt in PROMPTS[:4]:
             drafted, plain = (opened.generate(prompt, max_tokens=80, draft_length=length) for length in (3, 0))
             drafted.text()
             plain.text()
-            assert drafted.tokens == plain.tokens
             assert drafted.stats.accepted > 0
+            if exact or drafted.tokens == plain.tokens:
+                assert drafted.tokens == plain.tokens
+            else:
+                assert margin(opened, prompt, plain.tokens, drafted.tokens) < NEAR_TIE
+
+
+def margin(session: Session, prompt: str, plain: list[int], drafted: list[int]) -> float:
+    """How far apart plain decoding's logits are for the two tokens at which the outputs part."""
+    same = next(i for i, (left, right) in enumerate(zip(plain, drafted, strict=False)) if left != right)
+    *before, last = session.vocabulary.encode(prompt) + plain[:same]
+    session.target.rollback(0)
+    session.target.prefill(before)
+    (row,) = session.target.verify([last])
+    return float(abs(row[plain[same]] - row[drafted[same]]))
 
 
 def test_what_the_types_cost(exported_pair: Path) -> None:

@@ -194,7 +194,7 @@ def test_a_package_that_is_not_installed_is_one_sentence(monkeypatch):
 
 
 def test_every_extra_for_users_is_looked_at():
-    assert set(doctor.EXTRAS) == set(EXTRAS) - {"train", "dev", "docs"}
+    assert set(doctor.EXTRAS) == set(EXTRAS) - {"train", "test", "dev", "docs"}
 
 
 def test_looking_changes_nothing(cache):

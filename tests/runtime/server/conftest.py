@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from silent import Silent
-
-PAIR = Path(__file__).parents[3] / "exporter" / "edge_export" / "reference_pair"
-
 # Where drafts pay depends on the machine; here they are to be seen.
 DRAFTS = ("--drafter", "split", "--policy", "fixed", "--draft-length", "3")
 
@@ -31,19 +27,6 @@ def single(exported_pair: Path, probe_memory: Path) -> Iterator[str]:
 def exact(quantized_pair: Path, probe_memory: Path) -> Iterator[str]:
     """The same with weights that the row kernels multiply: four requests run at once."""
     yield from _served(quantized_pair, "--deterministic", "--sessions", "4", "--waiting", "64", "--context", "512", *DRAFTS)
-
-
-@pytest.fixture(scope="module")
-def quantized_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped pair in q4_0."""
-    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
-
-    output = tmp_path_factory.mktemp("quantized") / "bundle"
-    request = ExportRequest(target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, context=1024, verify=False)
-    export_pair(request, Silent())
-    return output
 
 
 @pytest.fixture(scope="module")

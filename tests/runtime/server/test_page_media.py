@@ -17,7 +17,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from chat_server import Child
 from chromium import chromium
-from pictures import SCENES, colours, export_pictures, photo
+from pictures import SCENES, colours, photo, picture_bundle
 
 QUESTION = "What is this?"
 ANSWERED = ".assistant .figures, .assistant .error"
@@ -33,7 +33,7 @@ return event.defaultPrevented;
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, probe_memory: Path) -> Iterator[str]:
-    child = Child(export_pictures(tmp_path_factory.mktemp("pictures")), "--backend", "llama", "--context", "1024")
+    child = Child(picture_bundle(), "--backend", "llama", "--context", "1024")
     yield child.url
     assert child.end() == 0, child.lines
 

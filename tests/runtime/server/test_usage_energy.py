@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.request
 from typing import Any
 
-import httpx
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
@@ -79,7 +79,7 @@ def test_without_a_meter_usage_and_metrics_give_the_reason() -> None:
     watch = SharedWatch(System(), None, "no energy meter here")
     with scripted_server("hello", watch=watch) as server:
         energy = ask(server.url).usage.energy
-        scraped = httpx.get(server.url + "/metrics").text
+        scraped = urllib.request.urlopen(server.url + "/metrics").read().decode()
     watch.close()
     assert (energy["joules"], energy["reason"]) == (None, "no energy meter here")
     assert 'edge_mtp_energy_info{kind="none",reason="no energy meter here"} 1' in scraped
@@ -89,7 +89,7 @@ def test_metrics_have_the_joules_of_all_requests(watch) -> None:
     with scripted_server("a long answer " * 4, watch=watch) as server:
         server.together.before_forward = lambda: time.sleep(0.002)
         joules = sum(ask(server.url).usage.energy["joules"] for _ in range(2))
-        scraped = httpx.get(server.url + "/metrics").text
+        scraped = urllib.request.urlopen(server.url + "/metrics").read().decode()
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in scraped.splitlines() if not line.startswith("#")}
     labels = 'meter="steady",scope="package",bound="value"'
     assert values[f"edge_mtp_energy_joules{{{labels}}}"] == pytest.approx(joules, rel=0.05)

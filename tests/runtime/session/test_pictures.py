@@ -20,14 +20,14 @@ from edge_runtime.media.reading import read_image
 from edge_runtime.session.chat import Chat
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from pictures import SCENES, colours, export_pictures, photo
+from pictures import SCENES, colours, photo, picture_bundle
 
 QUESTION = "What is this?"
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Path:
-    return export_pictures(tmp_path_factory.mktemp("pictures"))
+    return picture_bundle()
 
 
 @pytest.fixture(scope="module", params=["llama", "onnx"])

@@ -123,10 +123,27 @@ def test_locks_are_hashed_throughout_and_without_torch(name):
     assert "://" not in text
 
 
-def test_the_lock_has_what_the_extras_ask_for():
-    locked = set(re.findall(r"^([\w.-]+)(?:\[[\w,]*\])?==", (ROOT / "requirements" / "ci.txt").read_text(), re.MULTILINE))
+def locked(name: str) -> dict[str, set[str]]:
+    """The versions of each package in a lock; of some, another for other Pythons."""
+    found: dict[str, set[str]] = {}
+    for package, version in re.findall(r"^([\w.-]+)(?:\[[\w,]*\])?==([^ ;\\]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE):
+        found.setdefault(package, set()).add(version)
+    return found
+
+
+def test_what_make_test_installs_is_part_of_what_make_test_all_installs():
+    whole = locked("ci.txt")
+    assert {name: versions for name, versions in locked("test.txt").items() if not versions <= whole.get(name, set())} == {}
+    assert {"llama-cpp-python", "transformers", "selenium"} & locked("test.txt").keys() == set()
+
+
+@pytest.mark.parametrize(("lock", "variable"), [("test.txt", "TEST_EXTRAS"), ("ci.txt", "ALL_EXTRAS")])
+def test_the_lock_has_what_the_extras_ask_for(lock: str, variable: str):
+    makefile = (ROOT / "Makefile").read_text()
+    lists = {name: re.search(rf"^{name} := (.+)$", makefile, re.MULTILINE)[1] for name in ("TEST_EXTRAS", "ALL_EXTRAS")}
+    wanted = lists[variable].replace("$(TEST_EXTRAS)", lists["TEST_EXTRAS"]).split(",")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wanted = re.search(r"^TEST_EXTRAS := ([\w,]+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split(",")
-    assert set(wanted) == set(extras) - {"train", "export-onnx", "package"}
+    if variable == "ALL_EXTRAS":
+        assert set(wanted) == set(extras) - {"train"}
     names = {re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-") for extra in wanted for requirement in extras[extra]}
-    assert names - locked == {"torch"}
+    assert names - locked(lock).keys() == ({"torch"} if variable == "ALL_EXTRAS" else set())

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from silent import Silent
+from kept import shipped_bundle
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
@@ -35,15 +35,9 @@ LONG = 900
 
 
 @pytest.fixture(scope="module", params=["q4_0", "q8_0"])
-def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(request: pytest.FixtureRequest) -> Path:
     pytest.importorskip("gguf", reason="needs edge-mtp[export]")
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
-
-    output = tmp_path_factory.mktemp("exact") / "bundle"
-    pair = {"target": str(PAIR / "target"), "drafter": str(PAIR / "drafter")}
-    export_pair(ExportRequest(**pair, output=output, target_quantization=request.param, context=1024, verify=False), Silent())
-    return output
+    return shipped_bundle(target_quantization=request.param)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from silent import Silent
+from kept import shipped_bundle
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
@@ -43,16 +45,10 @@ class Tensor(ctypes.Structure):
 
 
 @pytest.fixture(scope="module", params=["q4_0", "q4_k_m", "f16", "bf16"])
-def any_target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def any_target(request: pytest.FixtureRequest) -> Path:
     """The shipped target; in 4 bits the head and one projection are q6_K and bf16. Float weights are multiplied where they lie."""
     pytest.importorskip("gguf", reason="needs edge-mtp[export]")
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
-
-    output = tmp_path_factory.mktemp("target") / "bundle"
-    pair = {"target": str(PAIR / "target"), "drafter": str(PAIR / "drafter")}
-    export_pair(ExportRequest(**pair, output=output, target_quantization=request.param, context=1024, verify=False), Silent())
-    return next(output.glob("target-*.gguf"))
+    return next(shipped_bundle(target_quantization=request.param).glob("target-*.gguf"))
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +79,21 @@ def test_a_row_has_the_same_bits_in_every_batch_and_on_any_number_of_threads(any
     assert np.array_equal(logits(any_target, (13,), kernels=True, threads=1)[0], all_rows)
 
 
+def stock_kernels_crash(path: Path) -> bool:
+    """Whether llama.cpp's own kernels kill a process that loads the model twice: on some virtual machines those for AMX do."""
+    code = (
+        "import sys, llama_cpp\n"
+        "for _ in range(2):\n"
+        "    model = llama_cpp.Llama(sys.argv[1], n_ctx=600, n_threads=2, n_threads_batch=2, verbose=False)\n"
+        "    model.eval(list(range(50, 590)))\n"
+    )
+    return subprocess.run([sys.executable, "-c", code, path], capture_output=True, check=False).returncode < 0
+
+
 @built
 def test_numbers_are_near_those_of_the_stock_kernels(any_target: Path) -> None:
+    if stock_kernels_crash(any_target):
+        pytest.skip("llama.cpp's own kernels crash on this machine")
     ours, stock = logits(any_target, (4,), kernels=True)[0], logits(any_target, (4,), kernels=False)[0]
     assert not np.array_equal(ours, stock)
     assert np.abs(ours - stock).max() < 0.1 * np.abs(stock).max()

@@ -294,6 +294,7 @@ def test_files_that_do_not_load(reference_pair: Any, tmp_path: Path) -> None:
 
 def test_llama_cpp_still_says_that_it_could_not_allocate() -> None:
     """`load_model` chooses its advice by this word, since llama.cpp has no error code; see llama-model.cpp and ggml-backend.cpp."""
+    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
     folder = Path(loader.llama_library().api._lib._name).parent
     texts = {b"unable to allocate %s buffer": "libllama", b"failed to allocate buffer of size": "libggml-base"}
     for text, stem in texts.items():

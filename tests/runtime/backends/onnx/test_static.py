@@ -19,8 +19,6 @@ pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 import edge_export
 import edge_runtime
 from edge_export.onnx.request import OnnxRequest
-from edge_export.pipeline.export import export_pair
-from edge_export.pipeline.request import ExportRequest
 from edge_runtime.backends.onnx.open import OrtOptions, fallbacks, open_onnx
 from edge_runtime.backends.onnx.static_drafter import StaticOrtDrafter
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget
@@ -28,7 +26,7 @@ from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest_checks import with_hash
 from edge_runtime.errors import BackendError, BundleError, RequestError
 from edge_runtime.session.open import open_session
-from silent import Silent
+from kept import shipped_bundle
 
 PAIR = Path(edge_export.__file__).parent / "reference_pair"
 PROMPT = json.loads((PAIR / "prompts.code.json").read_text())[0]
@@ -43,21 +41,9 @@ def random_tokens(seed: int, count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def static_pair(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
+def static_pair() -> Bundles:
     """Returns a function from weights to the shipped pair as a bundle of static graphs, exported once."""
-    root = tmp_path_factory.mktemp("static")
-
-    def bundle_of(weights: Any) -> Path:
-        output = root / weights
-        if not output.is_dir():
-            onnx = OnnxRequest(target=weights, drafter=weights, device="static")
-            request = ExportRequest(
-                target=str(PAIR / "target"), drafter=str(PAIR / "drafter"), output=output, context=512, verify=False, gguf=False, onnx=onnx
-            )
-            export_pair(request, Silent())
-        return output
-
-    return bundle_of
+    return lambda weights: shipped_bundle(context=512, gguf=False, onnx=OnnxRequest(target=weights, drafter=weights, device="static"))
 
 
 def opened(folder: Path, **changes: Any) -> tuple[Any, Any]:

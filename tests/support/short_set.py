@@ -1,0 +1,154 @@
+"""Which tests `make test` runs, decided by what they need and by their processor time.
+
+`--short` leaves out the tests of LONG, which took LIMIT seconds of processor time or more, and those whose fixtures need more than Python
+packages (MACHINE). A test that needs a library outside requirements/test.txt skips itself. `--measure` writes LONG anew. Every run ends
+with a report of short tests that took LIMIT seconds or more in this run and in the one before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT = 0.5
+LONG = Path(__file__).parents[1] / "data" / "long_tests.txt"
+# Fixtures that start what no Python package brings.
+MACHINE = {"browser", "desk", "host"}
+TOTAL = "# tests in all: "
+NEEDS = "a C++ compiler (llama.cpp), PyTorch, Chromium, adb, sshd, qemu, or more than half a second of processor time each"
+_HEADER = "# Tests of half a second of processor time and more, which make test leaves out. Written by make test-times.\n"
+
+
+def long_tests() -> tuple[set[str], int]:
+    """The tests of LONG, and how many tests there were in all when it was written."""
+    lines = LONG.read_text(encoding="utf-8").splitlines() if LONG.exists() else []
+    total = next((int(line.removeprefix(TOTAL)) for line in lines if line.startswith(TOTAL)), 0)
+    return {line for line in lines if line and not line.startswith("#")}, total
+
+
+def processor_seconds() -> float:
+    """What this process has taken, and those of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+class Meter:
+    """Takes the processor time of each test; that of a fixture of wider scope is divided among the tests that use it."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, float] = defaultdict(float)
+        self.fixtures: dict[tuple[str, str], float] = defaultdict(float)
+        self.users: dict[tuple[str, str], set[str]] = defaultdict(set)
+        self._inside = 0.0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        begin, self._inside = processor_seconds(), 0.0
+        try:
+            return (yield)
+        finally:
+            self.tests[item.nodeid] += processor_seconds() - begin - self._inside
+            for name in getattr(item, "fixturenames", ()):
+                for scope in ("", str(item.path)):
+                    self.users[name, scope].add(item.nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Generator[None, object, object]:
+        begin, before = processor_seconds(), self._inside
+        try:
+            return (yield)
+        finally:
+            own = processor_seconds() - begin - (self._inside - before)
+            if fixturedef.scope != "function":
+                self.fixtures[fixturedef.argname, str(request.path) if fixturedef.scope == "module" else ""] += own
+                self._inside += own
+
+    def seconds(self) -> dict[str, float]:
+        """The seconds of each test with its share of the fixtures."""
+        seconds = dict(self.tests)
+        for key, spent in self.fixtures.items():
+            users = self.users[key] & seconds.keys()
+            for user in users:
+                seconds[user] += spent / len(users)
+        return seconds
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["seconds"] = self.seconds()
+
+
+class Selection:
+    """Chooses the tests, gathers what the workers measured, and ends with one line."""
+
+    def __init__(self, config: pytest.Config, meter: Meter) -> None:
+        self.config = config
+        self.short = bool(config.getoption("short"))
+        self.meter = meter
+        self.seconds: dict[str, float] = {}
+        self.long, self.total = long_tests()
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if not self.short:
+            return
+        out = [item for item in items if _listed(item.nodeid, self.long) or MACHINE & set(getattr(item, "fixturenames", ()))]
+        if out:
+            self.config.hook.pytest_deselected(items=out)
+            left_out = set(out)
+            items[:] = [item for item in items if item not in left_out]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.seconds.update(getattr(node, "workeroutput", {}).get("seconds", {}))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        self.seconds.update(self.meter.seconds())
+        over = {test for test, spent in self.seconds.items() if spent >= LIMIT and not _listed(test, self.long)}
+        if self.config.getoption("measure"):
+            LONG.write_text(_text(self.seconds, self.config.getoption("measure")), encoding="utf-8")
+            terminalreporter.write_line(f"{LONG} is written")
+        elif self.short and self.config.cache is not None:
+            before = set(self.config.cache.get("edge-mtp/over", []))
+            self.config.cache.set("edge-mtp/over", sorted(over))
+            for test in sorted(over & before):
+                terminalreporter.write_line(f"half a second of processor time and more, twice: {test} ({self.seconds[test]:.1f} s)")
+        if self.short and self.total:
+            ran = sum(len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "failed", "xfailed", "xpassed"))
+            terminalreporter.write_line(f"make test-all runs {max(self.total - ran, 0)} more tests, which need {NEEDS}", bold=True)
+
+
+def _listed(test: str, long: set[str]) -> bool:
+    return test in long or test.partition("[")[0] in long
+
+
+def _text(seconds: dict[str, float], total: int) -> str:
+    """The file's lines; a test of which each parameter is long is named once."""
+    parameters: dict[str, list[str]] = defaultdict(list)
+    for test in seconds:
+        parameters[test.partition("[")[0]].append(test)
+    names: Iterable[str] = (
+        name
+        for function, tests in parameters.items()
+        for name in ([function] if all(seconds[test] >= LIMIT for test in tests) else [test for test in tests if seconds[test] >= LIMIT])
+    )
+    return "".join([_HEADER, f"{TOTAL}{total}\n", *(f"{name}\n" for name in sorted(names))])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the two options."""
+    group = parser.getgroup("edge-mtp")
+    group.addoption("--short", action="store_true", help="leave out what takes half a second or needs more than Python packages")
+    group.addoption("--measure", type=int, metavar="TOTAL", help="write tests/data/long_tests.txt, with this number of tests in all")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measures where tests run, and selects everywhere."""
+    meter = Meter()
+    config.pluginmanager.register(meter, "edge-mtp-meter")
+    config.pluginmanager.register(Selection(config, meter), "edge-mtp-selection")
