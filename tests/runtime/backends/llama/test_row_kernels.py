@@ -23,6 +23,7 @@ from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
 from row_calls import GGUF_BLOCKS, Q4_0, Q4_K, Q6_K, Q8_0
+from silent import Silent
 
 KERNELS = load_library()
 PAIR = Path(__file__).parents[4] / "exporter" / "edge_export" / "reference_pair"
