@@ -95,23 +95,9 @@ def test_a_phone_from_package_to_report(
     monkeypatch.setattr(remote, "POLL_SECONDS", 1.0)
     phone = desk.phone(cpu="cortex-a76")
     begin = time.monotonic()
-    result = bench(
-        "devices",
-        onnx_pair("int4"),
-        *WHAT,
-        "--adb",
-        phone.serial,
-        "--package",
-        package("android-arm64"),
-        "--results",
-        tmp_path / "results",
-        "--run",
-        "one",
-        "--html",
-        tmp_path / "page.html",
-        "--device-folder",
-        tmp_path / "device",
-    )
+    where = "--adb", phone.serial, "--package", package("android-arm64"), "--results", tmp_path / "results", "--run", "one"
+    files = "--html", tmp_path / "page.html", "--device-folder", tmp_path / "device"
+    result = bench("devices", onnx_pair("int4"), *WHAT, *where, *files)
     print(result.stderr, f"phone, deployed and measured under emulation: {time.monotonic() - begin:.0f} s")
     assert result.exit_code == 0, result.output
     there = read_records(next((tmp_path / "results").rglob("runs.jsonl")))
@@ -142,23 +128,9 @@ def test_a_pi_from_package_to_report(
     monkeypatch.setattr(remote, "start_job", sagging)
     begin = time.monotonic()
     try:
-        result = bench(
-            "devices",
-            onnx_pair("int4"),
-            *WHAT,
-            "--ssh",
-            "pi",
-            "--ssh-config",
-            host.config,
-            "--device-folder",
-            tmp_path / "device",
-            "--package",
-            package("linux-arm64"),
-            "--results",
-            tmp_path / "results",
-            "--run",
-            "one",
-        )
+        reach = "--ssh", "pi", "--ssh-config", host.config, "--device-folder", tmp_path / "device"
+        where = "--package", package("linux-arm64"), "--results", tmp_path / "results", "--run", "one"
+        result = bench("devices", onnx_pair("int4"), *WHAT, *reach, *where)
     finally:
         host.stop()
         pi.close()

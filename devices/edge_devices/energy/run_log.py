@@ -19,7 +19,7 @@ from typing import Any
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.errors import MeasurementError
-from edge_devices.files.atomic_write import destination_of
+from edge_devices.files.growing_file import GrowingFile
 from edge_devices.files.limited_read import lines_at_most
 from edge_devices.files.typed_json import from_json
 from edge_devices.machine.load import MachineLoad
@@ -33,7 +33,6 @@ MAX_LINES = 50_000_000  # half a day at 1 kHz
 MAX_PHASES = 16  # of a run; encode, prefill, draft, plain and verify are five
 # Of a log: two idle windows and a few warnings are usual, and 5000 runs of at least 12 s, with their rests, take a day.
 MOST = {"run": 5000, "idle": 1000, "load": 1000, "warning": 1000, "others": 1000}
-PARTIAL = ".partial"
 LISTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "faults": lambda fault: {"kind": "fault", "t": fault[0], "reason": fault[1]},
     "idles": lambda span: {"kind": "idle", "start": span[0], "end": span[1]},
@@ -93,24 +92,15 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         """Raises MeasurementError if it cannot be written."""
-        self.path = path
         self._written = dict.fromkeys(LISTS, 0)
         self._samples = -1  # the header is still to be written
-        try:
+        with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.path = destination_of(path)
-            self._partial = self.path.with_name(self.path.name + PARTIAL)
-            self._file = self._partial.open("w", encoding="utf-8")
-        except OSError as error:
-            raise MeasurementError(f"{path} cannot be written ({error.strerror}); choose another place") from error
+        self._file = GrowingFile(path)
 
     def keep(self, log: RunLog, raw: Sequence[str] = ()) -> None:
         """Appends what the log holds since the last call. `raw`: the meter's raw reading at each sample. Raises MeasurementError."""
-        try:
-            self._file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in self._new(log, raw))
-            self._file.flush()
-        except OSError as error:
-            raise MeasurementError(f"{self.path} cannot be written ({error.strerror}); free some disk space") from error
+        self._file.append(json.dumps(record, ensure_ascii=False) + "\n" for record in self._new(log, raw))
 
     def _new(self, log: RunLog, raw: Sequence[str]) -> Iterator[dict[str, Any]]:
         if self._samples < 0:
@@ -131,12 +121,7 @@ class LogFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Gives the file its name if it holds a run, or no error ended it; else removes it."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-            if kind is None or self._written["runs"]:
-                self._partial.replace(self.path)
-            else:
-                self._partial.unlink()
+        self._file.close(keep=kind is None or bool(self._written["runs"]))
 
 
 def write_log(path: Path, log: RunLog, raw: list[str] | None = None) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from edge_bench.devices.package import DevicePackage
 from edge_bench.devices.results import ENERGY, LOG, RUNS, WATCH, DeviceResult, complete_result, note_device
-from edge_devices.energy.run_log import PARTIAL
 from edge_devices.errors import LinkError
+from edge_devices.files.growing_file import PARTIAL
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.memory import byte_text
 from edge_devices.meters.base import Scope
@@ -149,26 +149,9 @@ def _command(transport: Transport, request: RemoteRequest, folder: str) -> list[
         options += ["--energy", ENERGY] + (["--meter", request.meter] if request.meter else [])
     waiting = ["--wait-unplugged"] if request.unplugged else []
     bundle = posixpath.join(folder, "bundles", request.bundle.resolve().name)
-    return [
-        "env",
-        f"{CACHE_VARIABLE}={folder}/cache",
-        f"TMPDIR={folder}",
-        python,
-        "-P",
-        "-m",
-        "edge_devices.remote.job_monitor",
-        "--every",
-        str(WATCH_SECONDS),
-        *waiting,
-        WATCH,
-        "--",
-        bench,
-        "run",
-        bundle,
-        "--runs",
-        RUNS,
-        *options,
-    ]
+    environment = ["env", f"{CACHE_VARIABLE}={folder}/cache", f"TMPDIR={folder}"]
+    monitor = [python, "-P", "-m", "edge_devices.remote.job_monitor", "--every", str(WATCH_SECONDS), *waiting, WATCH]
+    return [*environment, *monitor, "--", bench, "run", bundle, "--runs", RUNS, *options]
 
 
 def _at_battery(snapshot: DeviceSnapshot, meter: str | None) -> bool:

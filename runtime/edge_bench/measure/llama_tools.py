@@ -66,27 +66,12 @@ class LlamaTools:
 
     def _speculative(self, variant: Variant, text: str, tokens: int) -> tuple[int, int, int, float]:
         """Returns emitted, drafted and accepted tokens, and seconds."""
-        length = ["--spec-draft-n-max", str(variant.length)] if variant.policy == FIXED else []
+        drafts = ["-md", str(self.drafter), "--spec-type", "draft-mtp"]
+        drafts += ["--spec-draft-n-max", str(variant.length)] if variant.policy == FIXED else []
+        request = ["--temp", "0", "-c", str(self.context), "-n", str(tokens), "--no-escape", "-p", text]
         # The tool's log thread sometimes ends before it has written the last lines; then the tool runs again.
         for _ in range(ATTEMPTS):
-            output = self._output(
-                SPECULATIVE,
-                "-md",
-                str(self.drafter),
-                "--spec-type",
-                "draft-mtp",
-                *length,
-                "--temp",
-                "0",
-                "-c",
-                str(self.context),
-                "-n",
-                str(tokens),
-                "--no-escape",
-                "-p",
-                text,
-                *([] if self.repack else ["--no-repack"]),
-            )
+            output = self._output(SPECULATIVE, *drafts, *request, *([] if self.repack else ["--no-repack"]))
             timing, counts = DECODED.search(output), dict(COUNTS.findall(output))
             if timing and len(counts) == 2:
                 return int(timing[1]), int(counts["drafted"]), int(counts["accept"]), float(timing[2])

@@ -5,23 +5,21 @@ The first line is the header; each other line names its kind. Seconds are wall t
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from edge_bench.measure.variants import Variant
-from edge_devices.files.atomic_write import destination_of
+from edge_devices.files.growing_file import GrowingFile
 from edge_devices.files.typed_json import StructureError, from_json, to_json
 from edge_runtime.errors import RequestError
 
 SCHEMA = 1
 LONGEST_LINE = 16 << 20
 MAX_LINES = 1_000_000
-PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,48 +257,25 @@ def _check_numbers(value: Any, where: str) -> None:
 
 
 class RecordFile:
-    """A file with one line per record, named with PARTIAL until it is closed, so that records survive the end of the process.
+    """A file with one line per record, which is complete after every line; `path` None writes nothing.
 
-    `path` None writes nothing. Leaving the context renames the file, also after an error or Ctrl-C, if it has more than the header.
+    Leaving the context keeps it, also after an error or Ctrl-C, if it has more than the header.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Raises RequestError if it cannot be written."""
-        self._path = path
-        self._file: TextIO | None = None
+        """Raises MeasurementError if it cannot be written."""
+        self._file = GrowingFile(path) if path is not None else None
         self._lines = 0
-        if path is not None:
-            try:
-                self._path = path = destination_of(path)
-                self._file = self._partial(path).open("w", encoding="utf-8")
-            except OSError as error:
-                raise RequestError(f"{path} cannot be written ({error.strerror}); choose another place") from error
 
     def add(self, record: Record) -> None:
-        """Appends a record. Raises RequestError if the disk is full."""
-        if self._file is None or self._path is None:
-            return
-        try:
-            self._file.write(line_of(record))
-            self._file.flush()
-        except OSError as error:
-            raise RequestError(f"{self._path} cannot be written ({error.strerror}); free some disk space") from error
-        self._lines += 1
+        """Appends a record. Raises MeasurementError if the disk is full."""
+        if self._file is not None:
+            self._file.append([line_of(record)])
+            self._lines += 1
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._file is None or self._path is None:
-            return
-        with contextlib.suppress(OSError):
-            self._file.close()
-            partial = self._partial(self._path)
-            if self._lines > 1:
-                partial.replace(self._path)
-            else:
-                partial.unlink()
-
-    @staticmethod
-    def _partial(path: Path) -> Path:
-        return path.with_name(path.name + PARTIAL)
+        if self._file is not None:
+            self._file.close(keep=self._lines > 1)

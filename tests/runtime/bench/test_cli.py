@@ -40,36 +40,10 @@ def made_up(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def measured(exported_pair: Path, probe_memory: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     folder = tmp_path_factory.mktemp("bench")
-    result = bench(
-        "run",
-        exported_pair,
-        "--domains",
-        "code,chat",
-        "--lengths",
-        "3",
-        "--policies",
-        "stepped",
-        "--drafters",
-        "dense,lookup",
-        "--repeats",
-        "2",
-        "--max-tokens",
-        "12",
-        "--contexts",
-        "32,4000",
-        "--concurrency",
-        "1,2",
-        "--kv-types",
-        "q8_0",
-        "--threads",
-        "1",
-        "--check",
-        "none",
-        "--runs",
-        folder / "run.jsonl",
-        "--json",
-        folder / "figures.json",
-    )
+    what = "--domains code,chat --lengths 3 --policies stepped --drafters dense,lookup --repeats 2 --max-tokens 12 --contexts 32,4000"
+    how = "--concurrency 1,2 --kv-types q8_0 --threads 1 --check none"
+    files = "--runs", folder / "run.jsonl", "--json", folder / "figures.json"
+    result = bench("run", exported_pair, *what.split(), *how.split(), *files)
     return result, folder
 
 

@@ -49,26 +49,9 @@ def daemon(desk: Desk) -> Iterator[FakeAdbd]:
 def test_a_run_on_a_phone_from_one_command(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "own prompts.json"
     prompts.write_text('["one", "two"]')
-    result = bench(
-        "devices",
-        bundle,
-        "--adb",
-        daemon.serial,
-        "--package",
-        package,
-        "--results",
-        tmp_path / "results",
-        "--run",
-        "first",
-        "--lengths",
-        "2,3",
-        "--check",
-        "none",
-        "--prompts",
-        prompts,
-        "--json",
-        tmp_path / "figures.json",
-    )
+    where = "--adb", daemon.serial, "--package", package, "--results", tmp_path / "results", "--run", "first"
+    what = "--lengths", "2,3", "--check", "none", "--prompts", prompts
+    result = bench("devices", bundle, *where, *what, "--json", tmp_path / "figures.json")
     assert result.exit_code == 0, result.output
     assert "All domains" in result.stdout
     assert "package: " in result.stderr
@@ -79,16 +62,8 @@ def test_a_run_on_a_phone_from_one_command(daemon: FakeAdbd, package: Path, bund
     assert json.loads((tmp_path / "figures.json").read_text())["overall"][0]["label"] == "plain"
     job = daemon.phone.path(f"{AdbTransport.FOLDER}/runs/first")
     words = (job / "arguments").read_text().split()
-    assert words[3:] == [
-        "--runs",
-        "runs.jsonl",
-        "--prompts",
-        f"{AdbTransport.FOLDER}/inputs/first/1.json",
-        "--lengths",
-        "2,3",
-        "--check",
-        "none",
-    ]
+    prompts_there = f"{AdbTransport.FOLDER}/inputs/first/1.json"
+    assert " ".join(words[3:]) == f"--runs runs.jsonl --prompts {prompts_there} --lengths 2,3 --check none"
     again = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path / "results", "--run", "second")
     assert "0 files, 0 B sent" in again.stderr
 
