@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Report(Protocol):
@@ -47,3 +47,33 @@ def terminal_wait(title: str) -> Iterator[Report]:
             bars.update(task, total=1.0, completed=share, description=f"{title}: {step}" if step else title)
 
         yield report
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """Shows work in steps, some of which count bytes."""
+
+    def step(self, title: str, total_bytes: int | None) -> None:
+        """A step begins; `total_bytes` is an estimate, or None for a step that counts no bytes."""
+
+    def advance(self, done_bytes: int) -> None:
+        """So many more bytes of the step are done."""
+
+    def note(self, sentence: str) -> None:
+        """A message for the user."""
+
+
+class ProgressLines:
+    """A `Progress` that calls a function with a line for each step and each message."""
+
+    def __init__(self, write: Callable[[str], None] = lambda _: None) -> None:
+        self._write = write
+
+    def step(self, title: str, total_bytes: int | None) -> None:
+        self._write(f"{title} (about {total_bytes / 1e6:.0f} MB)" if total_bytes else title)
+
+    def advance(self, done_bytes: int) -> None:
+        pass
+
+    def note(self, sentence: str) -> None:
+        self._write(sentence)

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import edge_devices as edge_devices  # switches telemetry off before a library is imported
 
 if TYPE_CHECKING:
+    from edge_devices.waiting import Progress
     from edge_export.checkpoint.shipped_pair import reference_pair
     from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest, Progress
+    from edge_export.pipeline.request import ExportRequest
 
 _HOMES = {
-    "ExportRequest": "pipeline.request",
-    "Progress": "pipeline.request",
-    "export_pair": "pipeline.export",
-    "reference_pair": "checkpoint.shipped_pair",
+    "ExportRequest": "edge_export.pipeline.request",
+    "Progress": "edge_devices.waiting",
+    "export_pair": "edge_export.pipeline.export",
+    "reference_pair": "edge_export.checkpoint.shipped_pair",
 }
 __all__ = ["ExportRequest", "Progress", "export_pair", "reference_pair"]
 
@@ -25,4 +26,4 @@ __all__ = ["ExportRequest", "Progress", "export_pair", "reference_pair"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'edge_export' has no attribute {name!r}")
-    return getattr(import_module(f"edge_export.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)

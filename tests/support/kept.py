@@ -17,8 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from silent import Silent
-
 ROOT = Path(__file__).parents[2]
 PAIR = ROOT / "exporter" / "edge_export" / "reference_pair"
 FOLDER = ROOT / "build" / "test-files"
@@ -53,7 +51,7 @@ def shipped_bundle(**changes: Any) -> Path:
     from edge_export.pipeline.request import ExportRequest
 
     values: dict[str, Any] = {"target": str(PAIR / "target"), "drafter": str(PAIR / "drafter"), "context": 1024, "verify": False} | changes
-    return kept("bundle", values, lambda output: export_pair(ExportRequest(output=output, **values), Silent()))
+    return kept("bundle", values, lambda output: export_pair(ExportRequest(output=output, **values)))
 
 
 @cache

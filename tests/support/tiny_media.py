@@ -17,7 +17,6 @@ from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.media.image import Image
 from edge_runtime.media.sound import Sound
-from silent import Silent
 from tiny_members import MEMBERS, write_member
 
 # The text of each media token, and its key in config.json.
@@ -116,7 +115,7 @@ def export_media_pair(root: Path, *, member: str = "e2b", dtype: str = "float16"
         verify=False,
         media=media,
     )
-    export_pair(request, Silent())
+    export_pair(request)
     return root / "bundle"
 
 

@@ -10,10 +10,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from edge_devices.files.hashing import sha256_of
+from edge_devices.waiting import Progress
 from edge_export.checkpoint.checkpoint import MAX_CONFIG_BYTES, Checkpoint, check_pair, mismatch, open_checkpoint, planned_checkpoint
 from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
 from edge_export.checkpoint.json_file import read_json_object
-from edge_export.checkpoint.published.hub import PATTERNS, Steps, fetch, fetch_config, hub_name
+from edge_export.checkpoint.published.hub import PATTERNS, fetch, fetch_config, hub_name
 from edge_export.checkpoint.published.sizes import published_config
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, TokenTable, Vocabulary, read_table, read_vocabulary
@@ -75,15 +76,15 @@ class ResolvedSource:
         return "bf16" if largest == "BF16" else "f16" if largest == "F16" else "f32"
 
 
-def resolve_pair(target: str, drafter: str, steps: Steps | None = None) -> tuple[ResolvedSource, ResolvedSource]:
+def resolve_pair(target: str, drafter: str, progress: Progress | None = None) -> tuple[ResolvedSource, ResolvedSource]:
     """Opens both halves and checks that they belong together. Reads headers and tokenizers, no weights.
 
-    May download from the hub, which `steps` reports.
+    May download from the hub, which `progress` shows.
 
     Raises CheckpointError if one cannot be read, if target and drafter are exchanged, or if they are not a pair.
     """
     try:
-        return _resolved(target, drafter, steps)
+        return _resolved(target, drafter, progress)
     except OSError as error:
         where = error.filename or f"{target} or {drafter}"
         raise CheckpointError(f"{where} cannot be read ({error.strerror or error}); check the checkpoint") from error
@@ -113,8 +114,8 @@ def _planned(role: str, origin: str) -> ResolvedSource | None:
     return ResolvedSource(role=role, origin=origin, checkpoint=planned_checkpoint(config, path / "config.json"))
 
 
-def _resolved(target: str, drafter: str, steps: Steps | None) -> tuple[ResolvedSource, ResolvedSource]:
-    first, second = _open("target", target, steps), _open("drafter", drafter, steps)
+def _resolved(target: str, drafter: str, progress: Progress | None) -> tuple[ResolvedSource, ResolvedSource]:
+    first, second = _open("target", target, progress), _open("drafter", drafter, progress)
     if first.checkpoint.model_type.endswith("_assistant"):
         raise CheckpointError(f"{target} is an assistant, not a target; give the full model first, its assistant second")
     if not second.checkpoint.model_type.endswith("_assistant"):
@@ -163,7 +164,7 @@ def source_files(source: ResolvedSource) -> list[Path]:
     return weights + [source.path / name for name in _SIDE_FILES if (source.path / name).is_file()]
 
 
-def _open(role: str, origin: str, steps: Steps | None) -> ResolvedSource:
+def _open(role: str, origin: str, progress: Progress | None) -> ResolvedSource:
     path = Path(origin)
     with contextlib.suppress(RuntimeError):  # ~name of an unknown user is an ordinary path
         path = path.expanduser()
@@ -174,7 +175,7 @@ def _open(role: str, origin: str, steps: Steps | None) -> ResolvedSource:
                 f"the {role} {origin} does not exist; give a checkpoint folder, a GGUF file,"
                 " or a hub name like google/name or owner/name:file.gguf"
             )
-        path = fetch(name, role, steps)
+        path = fetch(name, role, progress)
     if path.is_file():
         checkpoint, header = open_gguf(path)
         return ResolvedSource(role=role, origin=origin, checkpoint=checkpoint, gguf=header)

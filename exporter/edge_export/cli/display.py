@@ -34,7 +34,7 @@ class Amount(ProgressColumn):
 
 
 class Display:
-    """Shows an export on standard error: one bar per step, with bytes, speed and time left. Implements `edge_export.Progress`."""
+    """Shows an export on standard error: one bar per step, with bytes, speed and time left. A `Progress`."""
 
     def __init__(self, console: Console) -> None:
         self._bars = Bars(TextColumn("{task.description}"), BarColumn(bar_width=12), TimeElapsedColumn(), Amount(), console=console)
@@ -50,7 +50,7 @@ class Display:
         if self._task is not None:
             self._bars.advance(self._task, done_bytes)
 
-    def say(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         """Prints a message above the bars."""
         self._bars.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_devices.files.hashing import sha256_of
+from edge_devices.waiting import Progress
 from edge_export.checkpoint.sources import ResolvedSource, manifest_source, source_files
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError
 from edge_export.output.atomic_folder import BundlePart
-from edge_export.pipeline.request import Progress
 from edge_runtime.bundle import signature
 from edge_runtime.bundle.manifest import BundleFile, Manifest, Source
 from edge_runtime.config.presets import expanded

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from edge_devices.waiting import Progress, ProgressLines
 from edge_export.checkpoint.sources import ResolvedSource, mixed_training, resolve_pair
 from edge_export.checkpoint.tensor_names import SPARSE_HEAD
 from edge_export.errors import ExportError
@@ -23,7 +24,7 @@ from edge_export.pipeline.cache_layout import architecture, cache_layout
 from edge_export.pipeline.generation_defaults import generation_defaults
 from edge_export.pipeline.gguf_step import GgufPair, make_gguf, plan_pair
 from edge_export.pipeline.onnx_step import check_onnx_space, make_onnx, onnx_parity
-from edge_export.pipeline.request import DEFAULT_CONTEXT, ExportRequest, Progress, reported
+from edge_export.pipeline.request import DEFAULT_CONTEXT, ExportRequest
 from edge_export.pipeline.tuning_step import clear_tuning, tuned_drafter
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.importance_sources import importance_of_pair
@@ -69,19 +70,20 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
 
     Raises ExportError (CheckpointError, ParityError). Then no file is left behind, and an existing bundle is unchanged.
     """
-    progress = reported(progress)
+    if not isinstance(progress, Progress):
+        progress = ProgressLines() if progress is None else ProgressLines(progress)
     _check_quantizations(request)
     key = read_signing_key(request.sign) if request.sign is not None else None
     check_output(request.output, request.force)
     progress.step("Open the checkpoints", None)
     job = _open_job(request, progress)
     if (sentence := mixed_training(*job.pair)) is not None:
-        progress.say(sentence)
+        progress.note(sentence)
     tuned = tuned_drafter(request, job.pair, job.banned, progress)
     if tuned is not None:
         job = replace(job, pair=(job.pair[0], tuned.drafter), tuning=tuned.record)
     for role, name in job.left_out:
-        progress.say(f"Left out of the {role}: {name}.")
+        progress.note(f"Left out of the {role}: {name}.")
     with partial_folder(request.output, request.force) as folder:
         gguf = plan_pair(request, job.pair, split=job.split, folder=folder) if request.gguf else None
         if request.onnx is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_devices.waiting import Progress
 from edge_export.checkpoint.safetensors import FloatType
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
@@ -18,7 +19,7 @@ from edge_export.gguf.writer import GgufPlan, plan_exact, plan_gguf
 from edge_export.output.atomic_folder import BundlePart
 from edge_export.parity.gguf import ParityRequest, encoder_parity, measure_parity
 from edge_export.pipeline.bundle_files import copy_file
-from edge_export.pipeline.request import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest, Progress
+from edge_export.pipeline.request import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest
 from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.llama_quantize import DIRECT, library_version, quantize_gguf
@@ -188,7 +189,7 @@ def _make_model(model: GgufModel, threads: int, importance: Importance | None, p
     if model.exact is not None and model.report is not None:
         progress.step(f"Write the {source.role} to {model.quantization}, on its own grid", model.exact.bytes)
         model.exact.write(model.exported, progress.advance)
-        progress.say(f"{source.role.capitalize()}: {model.report.sentence()}")
+        progress.note(f"{source.role.capitalize()}: {model.report.sentence()}")
     elif not model.direct:
         progress.step(f"Quantize the {source.role} to {model.quantization}", model.exported_bytes)
         quantize_gguf(model.unquantized, model.exported, model.quantization, threads, progress.advance, importance)
@@ -244,7 +245,7 @@ def _parity(pair: GgufPair, encoder: BundlePart | None, request: ExportRequest, 
         target_weights=target.source.checkpoint.weights,
         drafter_weights=drafter.source.checkpoint.weights,
     )
-    figures = measure_parity(compared, progress.say)
+    figures = measure_parity(compared, progress.note)
     if encoder is None or "skipped" in figures:
         return figures
     inputs = media_inputs(media_architecture(target.source.checkpoint))

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from edge_devices.waiting import Progress
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
 from edge_export.onnx.request import OnnxFiles, OnnxRequest, expected_onnx_bytes, table_bytes
-from edge_export.pipeline.request import ExportRequest, Progress
+from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization.importance import Importance
 from edge_runtime.bundle.manifest import CacheLayout
 

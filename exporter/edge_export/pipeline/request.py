@@ -1,11 +1,9 @@
-"""What an export is asked for, and the interface by which it reports its progress."""
+"""What an export is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from edge_devices.machine.facts import usable_processors
 from edge_devices.option_fields import option
@@ -17,45 +15,6 @@ from edge_runtime.config.schema import SpeculativeConfig
 
 DEFAULT_CONTEXT = 4096
 TARGET_QUANTIZATION, DRAFTER_QUANTIZATION = "q4_0", "q8_0"
-
-
-@runtime_checkable
-class Progress(Protocol):
-    """Gets the progress of an export."""
-
-    def step(self, title: str, total_bytes: int | None) -> None:
-        """A step begins; `total_bytes` is an estimate, or None for a step that counts no bytes."""
-
-    def advance(self, done_bytes: int) -> None:
-        """So many more bytes of the step are done."""
-
-    def say(self, sentence: str) -> None:
-        """A message for the user."""
-
-
-class Lines:
-    """A `Progress` that calls a function with a line for each step and each message."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write
-
-    def step(self, title: str, total_bytes: int | None) -> None:
-        """Writes the title, and the estimated size of what is done."""
-        self._write(f"{title} (about {total_bytes / 1e6:.0f} MB)" if total_bytes else title)
-
-    def advance(self, done_bytes: int) -> None:
-        """Does nothing."""
-
-    def say(self, sentence: str) -> None:
-        """Writes the message."""
-        self._write(sentence)
-
-
-def reported(progress: Progress | Callable[[str], None] | None) -> Progress:
-    """Returns the `Progress` that was given, or one that calls the function, or one that is silent."""
-    if progress is None:
-        return Lines(lambda _: None)
-    return progress if isinstance(progress, Progress) else Lines(progress)
 
 
 @dataclass(frozen=True, kw_only=True)

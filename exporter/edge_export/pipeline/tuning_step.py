@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from edge_devices.waiting import Progress
 from edge_export.checkpoint.sources import ResolvedSource, resolve_pair
 from edge_export.errors import ExportError
 from edge_export.parity.reference import why_no_reference
-from edge_export.pipeline.request import ExportRequest, Progress
+from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bundle.manifest import DrafterTuning
 
 
@@ -56,9 +57,9 @@ def tuned_drafter(
         drafter_weights=drafter.checkpoint.weights,
     )
     try:
-        record = tune(tuning, progress.say)
+        record = tune(tuning, progress.note)
     except KeyboardInterrupt:
-        progress.say(f"Tuning stopped; its state is in {tuning.folder}, and the same command goes on from there.")
+        progress.note(f"Tuning stopped; its state is in {tuning.folder}, and the same command goes on from there.")
         raise
     if record is None:
         return None

@@ -14,6 +14,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 pytest.importorskip("transformers", reason="needs edge-mtp[verify]")
 
+
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.published.packed_weights import with_codes
 from edge_export.checkpoint.safetensors import read_values, stored_tensors
@@ -25,7 +26,6 @@ from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.backends.onnx.row_kernels import with_row_kernels
 from published_formats import packed_codes, to_mobile
-from silent import Silent
 
 Folders = Callable[[str], Path]
 
@@ -98,7 +98,7 @@ def test_graphs_equal_transformers(
     save_file(tensors | unrounded, path, metadata={"format": "pt"})
     drafter = str(member_folder("e2b-assistant"))
     request = ExportRequest(target=str(folder), drafter=drafter, output=tmp_path / "bundle", gguf=False, onnx=OnnxRequest())
-    parity = (export_pair(request, Silent()).manifest.parity or {})["onnx"]
+    parity = (export_pair(request).manifest.parity or {})["onnx"]
     assert parity["unquantized"]["mean_kl"] < 1e-6
     assert parity["quantized"]["mean_kl"] < 1e-6, "the codes are the same"
 
@@ -110,7 +110,7 @@ def test_other_formats_are_refused(
     folder, drafter = str(mobile(compressed)[0]), str(member_folder("e2b-assistant"))
     for formats in ({"gguf": True}, {"gguf": False, "onnx": OnnxRequest(device="static")}):
         with pytest.raises(ExportError, match="rounds its activations too"):
-            export_pair(ExportRequest(target=folder, drafter=drafter, output=tmp_path / "bundle", **formats), Silent())
+            export_pair(ExportRequest(target=folder, drafter=drafter, output=tmp_path / "bundle", **formats))
 
 
 def test_codes_without_fitting_scales_are_refused(mobile: Callable[[bool], tuple[Path, dict[str, np.ndarray]]]) -> None:

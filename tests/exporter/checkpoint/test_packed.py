@@ -24,7 +24,6 @@ from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from published_formats import to_w4a16
-from silent import Silent
 
 Folders = Callable[[str], Path]
 
@@ -63,7 +62,7 @@ def test_the_graphs_equal_the_reference(packed: tuple[Path, dict[str, np.ndarray
         gguf=False,
         onnx=OnnxRequest(target="f32", drafter="f32"),
     )
-    parity = (export_pair(request, Silent()).manifest.parity or {})["onnx"]
+    parity = (export_pair(request).manifest.parity or {})["onnx"]
     assert "skipped" not in parity, parity
     assert parity["unquantized"]["mean_kl"] < 1e-6
 

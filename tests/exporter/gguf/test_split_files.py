@@ -12,6 +12,7 @@ import pytest
 
 gguf = pytest.importorskip("gguf")
 
+
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.gguf.split_drafter import head_bytes, write_body, write_head
@@ -19,7 +20,6 @@ from edge_export.gguf.writer import write_gguf
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization.llama_quantize import quantize_gguf
-from silent import Silent
 
 Folders = Callable[[str], Path]
 ASSISTANTS = ["e2b-assistant", "e4b-assistant"]
@@ -151,7 +151,7 @@ def exported(member_folder: Folders, tmp_path: Path, target: str, drafter: str) 
         verify=False,
         drafter_quantization="bf16" if Path(drafter).is_dir() else None,
     )
-    return export_pair(request, Silent())
+    return export_pair(request)
 
 
 def test_a_bundle_of_a_pair_with_ordered_embeddings_has_both(member_folder: Folders, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.session.open import open_session
 from settled_pair import settled
-from silent import Silent
 
 Folders = Callable[[str], Path]
 MEMBERS = ["e2b", "e4b", "12b", "31b", "26b-a4b"]
@@ -46,7 +45,7 @@ def exported(member_folder: Folders, tmp_path: Path) -> Callable[..., Bundle]:
             "threads": 1,
             "context": 512,
         }
-        bundle = export_pair(ExportRequest(**values | changes), Silent())
+        bundle = export_pair(ExportRequest(**values | changes))
         for graph in bundle.folder.glob("*.onnx"):
             check_onnx(graph)  # whatever the form, the runtime opens it
         return bundle
@@ -90,7 +89,7 @@ def test_the_shipped_pair_is_within_a_thousandth(tmp_path: Path) -> None:
     request = ExportRequest(
         target=target, drafter=drafter, output=tmp_path / "out", gguf=False, onnx=OnnxRequest(target="f32", drafter="f32"), threads=1
     )
-    parity = parity_of(export_pair(request, Silent()))
+    parity = parity_of(export_pair(request))
     assert parity["unquantized"]["max_abs_difference"] <= 1e-3
     assert parity["drafts"]["unquantized_agreement"] == 1
     assert parity["tokens"] > 128 + 64, "the text is longer than the window"
@@ -310,7 +309,7 @@ def test_calibration_weighs_onnx_weights_too(tmp_path: Path) -> None:
             verify=False,
             importance=ImportanceSources(calibrate=calibrate),
         )
-        bundle = export_pair(request, Silent())
+        bundle = export_pair(request)
         data.append({role: bundle.path(role, "onnx_data").read_bytes() for role in ("target_data", "drafter_data")})
         assert set(bundle.manifest.importance or {}) == (set() if calibrate is None else {"target"})
     assert len(data[0]["target_data"]) == len(data[1]["target_data"])

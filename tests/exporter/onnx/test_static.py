@@ -22,7 +22,6 @@ from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.onnx_graph import check_onnx
 from settled_pair import settled
-from silent import Silent
 
 Folders = Callable[[str], Path]
 GRAPHS = ("target_prefill", "target", "target_row", "drafter")
@@ -41,7 +40,7 @@ def exported(member_folder: Folders, tmp_path: Path) -> Callable[..., Bundle]:
             "threads": 1,
             "context": 512,
         }
-        bundle = export_pair(ExportRequest(**values | changes), Silent())
+        bundle = export_pair(ExportRequest(**values | changes))
         for graph in bundle.folder.glob("*.onnx"):
             check_onnx(graph)  # whatever the form, the runtime opens it
         return bundle

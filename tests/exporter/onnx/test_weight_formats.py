@@ -54,10 +54,10 @@ def test_int4_is_mixed_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
 
 
 def test_where_the_keys_are_the_values_they_stand_apart_too(member_folder: Folders, tmp_path: Path) -> None:
+
     from edge_export.onnx.request import OnnxRequest
     from edge_export.pipeline.export import export_pair
     from edge_export.pipeline.request import ExportRequest
-    from silent import Silent
 
     pair = [str(settled(member_folder, name)) for name in ("12b", "12b-assistant")]
     parities: list[dict[str, Any]] = []
@@ -71,7 +71,7 @@ def test_where_the_keys_are_the_values_they_stand_apart_too(member_folder: Folde
             context=512,
             onnx=OnnxRequest(target="int4", drafter="int8", **asked),
         )
-        parity = export_pair(request, Silent()).manifest.parity
+        parity = export_pair(request).manifest.parity
         assert parity is not None
         parities.append(parity["onnx"])
     assert all(parity["unquantized"]["max_abs_difference"] < 1e-4 for parity in parities)

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
+
 from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import ParityError
 from edge_export.gguf.writer import GgufPlan
@@ -26,7 +27,6 @@ from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from settled_pair import settled
-from silent import Silent
 
 Folders = Callable[[str], Path]
 
@@ -54,7 +54,7 @@ def request_for(
 
 @pytest.mark.parametrize("member", ["e2b", "31b", "26b-a4b"])
 def test_a_sound_export_is_measured(member: str, request_for: Callable[..., ExportRequest]) -> None:
-    result = export_pair(request_for(member, target_quantization="q8_0"), Silent()).manifest.parity
+    result = export_pair(request_for(member, target_quantization="q8_0")).manifest.parity
     assert result is not None
     plain, final, drafts = result["unquantized"], result["quantized"], result["drafts"]
     assert 0 < plain["mean_kl"] < final["mean_kl"] < 0.05
@@ -98,7 +98,7 @@ def test_a_wrong_weight_refuses_the_bundle(
 ) -> None:
     tampering(monkeypatch, role, tensor)
     with pytest.raises(ParityError, match=rf"parity failed: the {figure}.* is .*wanted; the bundle is refused \(--no-verify"):
-        export_pair(request_for(), Silent())
+        export_pair(request_for())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,7 +116,7 @@ def test_a_broken_quantization_refuses_the_bundle(
 
     monkeypatch.setattr(gguf_step, "quantize_gguf", wrong)
     with pytest.raises(ParityError, match=r"mean KL of the q8_0 export is .*at most 0.1 is wanted"):
-        export_pair(request_for(target_quantization="q8_0"), Silent())
+        export_pair(request_for(target_quantization="q8_0"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -60,7 +60,7 @@ class ProgressLog:
     def advance(self, done_bytes: int) -> None:
         self.done[-1] += done_bytes
 
-    def say(self, sentence: str) -> None:
+    def note(self, sentence: str) -> None:
         self.messages.append(sentence)
 
 
@@ -120,13 +120,12 @@ def test_progress_ends_near_its_totals(request_for: Callable[..., ExportRequest]
 
 
 def test_a_gguf_is_taken_as_it_is(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
-    first = export_pair(request_for(), ProgressLog())
+    first = export_pair(request_for())
     paths = [str(first.path(role)) for role in ("target", "drafter")]
     second = export_pair(
         request_for(
             target=paths[0], drafter=paths[1], output=tmp_path / "again", target_quantization=None, drafter_quantization=None, verify=True
-        ),
-        ProgressLog(),
+        )
     )
     for role in ("target", "drafter"):
         assert second.file(role).sha256 == first.file(role).sha256
@@ -137,7 +136,7 @@ def test_a_gguf_is_taken_as_it_is(request_for: Callable[..., ExportRequest], tmp
     assert second.manifest.parity == {"skipped": "the target and drafter came as GGUF, without a checkpoint to compare with"}
     open_bundle(tmp_path / "again")
     with pytest.raises(ExportError, match="taken as it is"):
-        export_pair(request_for(target=paths[0], target_quantization="q8_0", output=tmp_path / "third"), ProgressLog())
+        export_pair(request_for(target=paths[0], target_quantization="q8_0", output=tmp_path / "third"))
 
 
 @pytest.mark.parametrize(("place", "step"), STEPS)
@@ -150,7 +149,7 @@ def test_a_failing_step_leaves_nothing(
     monkeypatch.setattr(gguf_step, "measure_parity", lambda *_: {"skipped": "not what is tested"})
     monkeypatch.setattr(place, step, failing)
     with pytest.raises(ExportError, match=f"{step} failed on purpose"):
-        export_pair(request_for(target_quantization="q8_0", verify=True), ProgressLog())
+        export_pair(request_for(target_quantization="q8_0", verify=True))
     assert snapshot(tmp_path) == {}
 
 
@@ -158,7 +157,7 @@ def test_a_failing_step_leaves_nothing(
 def test_the_old_bundle_survives_a_failed_replacement(
     error: BaseException, request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export_pair(request_for(), ProgressLog())
+    export_pair(request_for())
     before = snapshot(tmp_path)
 
     def failing(*_: object, **__: object) -> None:
@@ -166,14 +165,14 @@ def test_the_old_bundle_survives_a_failed_replacement(
 
     monkeypatch.setattr(bundle_files, "manifest_source", failing)
     with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ExportError):
-        export_pair(request_for(force=True, context=64), ProgressLog())
+        export_pair(request_for(force=True, context=64))
     assert snapshot(tmp_path) == before
 
 
 def test_the_old_bundle_comes_back_when_the_new_one_cannot_be_moved_in(
     request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export_pair(request_for(), ProgressLog())
+    export_pair(request_for())
     before = snapshot(tmp_path)
     rename = Path.rename
 
@@ -185,14 +184,14 @@ def test_the_old_bundle_comes_back_when_the_new_one_cannot_be_moved_in(
     monkeypatch.setattr(Path, "rename", refusing)
     monkeypatch.setattr(atomic_folder, "exchange", lambda *_: False)
     with pytest.raises(ExportError, match="Permission denied"):
-        export_pair(request_for(force=True, context=64), ProgressLog())
+        export_pair(request_for(force=True, context=64))
     assert snapshot(tmp_path) == before
 
 
 def test_a_disk_that_says_only_at_the_end_that_it_is_full_leaves_the_old_bundle(
     request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export_pair(request_for(), ProgressLog())
+    export_pair(request_for())
     before = snapshot(tmp_path)
 
     def full(_: int) -> None:
@@ -200,20 +199,20 @@ def test_a_disk_that_says_only_at_the_end_that_it_is_full_leaves_the_old_bundle(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ExportError, match="No space left on device"):
-        export_pair(request_for(force=True, context=64), ProgressLog())
+        export_pair(request_for(force=True, context=64))
     assert snapshot(tmp_path) == before
 
 
 def test_force_replaces_a_bundle_and_nothing_else(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
-    export_pair(request_for(), ProgressLog())
+    export_pair(request_for())
     with pytest.raises(ExportError, match=r"exists already; .*--force"):
-        export_pair(request_for(context=64), ProgressLog())
-    export_pair(request_for(force=True, context=64), ProgressLog())
+        export_pair(request_for(context=64))
+    export_pair(request_for(force=True, context=64))
     assert open_bundle(tmp_path / "out").manifest.runtime.context == 64
     (tmp_path / "out" / MANIFEST_NAME).unlink()
     before = snapshot(tmp_path)
     with pytest.raises(ExportError, match="is not a bundle"):
-        export_pair(request_for(force=True), ProgressLog())
+        export_pair(request_for(force=True))
     assert snapshot(tmp_path) == before
 
 
@@ -235,21 +234,21 @@ def test_force_takes_no_manifest_of_others_for_a_bundle(manifest: str, tmp_path:
 
 @pytest.mark.parametrize("name", ["notes.txt", "sub/target-f16.gguf", "link"])
 def test_force_replaces_no_bundle_with_files_of_others(name: str, request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
-    export_pair(request_for(), ProgressLog())
+    export_pair(request_for())
     foreign = tmp_path / "out" / name
     foreign.parent.mkdir(exist_ok=True)
     foreign.symlink_to(tmp_path) if name == "link" else foreign.write_text("mine")
     with pytest.raises(ExportError, match=f"{name} is no file of the bundle"):
-        export_pair(request_for(force=True), ProgressLog())
+        export_pair(request_for(force=True))
     assert os.path.lexists(foreign)
 
 
 def test_a_bundle_is_not_replaced_by_what_is_made_of_it(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
-    export_pair(request_for(), ProgressLog())
+    export_pair(request_for())
     before = snapshot(tmp_path)
     changes = {"target": str(tmp_path / "out" / "target-f16.gguf"), "target_quantization": None}
     with pytest.raises(ExportError, match=r"target-f16\.gguf lies in .*out, which --force would replace"):
-        export_pair(request_for(force=True, **changes), ProgressLog())
+        export_pair(request_for(force=True, **changes))
     assert snapshot(tmp_path) == before
 
 
@@ -264,7 +263,7 @@ def test_a_bundle_that_appears_meanwhile_is_not_replaced(
 
     monkeypatch.setattr(bundle_files, "manifest_source", appearing)
     with pytest.raises(ExportError, match="exists already"):
-        export_pair(request_for(), ProgressLog())
+        export_pair(request_for())
     assert snapshot(tmp_path) == {"out": b""}
 
 
@@ -279,12 +278,12 @@ def test_leftovers_of_killed_exports_go_and_those_of_running_ones_stay(request_f
         for process in (dead_process(), running.pid):
             (tmp_path / f".out.partial-{process}").mkdir()
         (tmp_path / ".other.partial-1").mkdir()
-        export_pair(request_for(), ProgressLog())
+        export_pair(request_for())
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f".out.partial-{running.pid}", ".other.partial-1", "out"])
 
 
 def test_a_bundle_whose_replacement_was_killed_midway_is_put_back(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
-    export_pair(request_for(), ProgressLog())
+    export_pair(request_for())
     before = snapshot(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / f".out.replaced-{dead_process()}")
     with pytest.raises(ExportError, match="exists already"):
@@ -299,7 +298,7 @@ def test_no_space_is_refused_with_both_numbers(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1234))
     with pytest.raises(ExportError, match=rf"{tmp_path} has 1234 bytes free, the export needs about \d+ .*another disk"):
-        export_pair(request_for(), ProgressLog())
+        export_pair(request_for())
     assert snapshot(tmp_path) == {}
 
 
@@ -314,5 +313,5 @@ def test_no_space_is_refused_with_both_numbers(
 )
 def test_refusals(changes: dict[str, Any], sentence: str, request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=sentence):
-        export_pair(request_for(**changes), ProgressLog())
+        export_pair(request_for(**changes))
     assert snapshot(tmp_path) == {}

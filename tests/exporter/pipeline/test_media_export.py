@@ -21,7 +21,6 @@ from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER, MediaTokens
 from edge_runtime.bundle.onnx_graph import check_onnx
-from silent import Silent
 from tiny_media import MEDIA_IDS, write_media_assistant, write_media_member
 
 # No GGUF quantizations.
@@ -40,7 +39,7 @@ def request(pair: tuple[Path, Path], output: Path, **changes) -> ExportRequest:
 
 
 def test_the_bundle_has_the_encoder_and_its_tokens(pair, tmp_path):
-    export_pair(request(pair, tmp_path / "bundle"), Silent())
+    export_pair(request(pair, tmp_path / "bundle"))
     bundle = open_bundle(tmp_path / "bundle", check="full")
     assert bundle.file(MEDIA_ENCODER).path == "media-encoder-f16.gguf"
     media = bundle.manifest.media
@@ -52,7 +51,7 @@ def test_the_bundle_has_the_encoder_and_its_tokens(pair, tmp_path):
 
 
 def test_text_only_stays_as_it_was(pair, tmp_path):
-    export_pair(request(pair, tmp_path / "bundle", media=None), Silent())
+    export_pair(request(pair, tmp_path / "bundle", media=None))
     bundle = open_bundle(tmp_path / "bundle")
     assert not bundle.has(MEDIA_ENCODER)
     assert '"media"' not in (tmp_path / "bundle" / "manifest.json").read_text()
@@ -60,16 +59,16 @@ def test_text_only_stays_as_it_was(pair, tmp_path):
 
 
 def test_a_gguf_has_no_towers(pair, tmp_path):
-    export_pair(request(pair, tmp_path / "bundle", media=None), Silent())
+    export_pair(request(pair, tmp_path / "bundle", media=None))
     gguf = next((tmp_path / "bundle").glob("target-*.gguf"))
     with pytest.raises(ExportError, match="which has no towers"):
-        export_pair(request(pair, tmp_path / "second", target=str(gguf), target_quantization=None), Silent())
+        export_pair(request(pair, tmp_path / "second", target=str(gguf), target_quantization=None))
     assert not (tmp_path / "second").exists()
 
 
 def test_onnx_has_a_graph_for_each_encoder(pair, tmp_path):
     pytest.importorskip("onnx")
-    export_pair(request(pair, tmp_path / "bundle", gguf=False, onnx=OnnxRequest(), **GGUF_ONLY), Silent())
+    export_pair(request(pair, tmp_path / "bundle", gguf=False, onnx=OnnxRequest(), **GGUF_ONLY))
     bundle = open_bundle(tmp_path / "bundle", check="full")
     assert bundle.file(VISION_ENCODER).path == "vision-encoder-f16.onnx"
     assert bundle.file(AUDIO_ENCODER).path == "audio-encoder-f16.onnx"
@@ -86,7 +85,7 @@ def test_rows_are_compared_with_transformers(member, kind, pair, text_is_not_com
     small = member == "e2b"
     folders = pair if small else (write_media_member(tmp_path / "t", member=member), write_media_assistant(tmp_path / "d", member))
     onnx = OnnxRequest(target="f32", drafter="f32") if small else None
-    parity = export_pair(replace(request(folders, tmp_path / "bundle", media=kind, onnx=onnx), verify=True), Silent()).manifest.parity
+    parity = export_pair(replace(request(folders, tmp_path / "bundle", media=kind, onnx=onnx), verify=True)).manifest.parity
     media = parity["media"]
     assert (media["quantization"], "sound_rows" in media) == (kind, small or member == "12b")
     assert max(distances(media)) < media["limit"]
@@ -104,7 +103,7 @@ def test_a_wrong_activation_fails_the_comparison(pair, text_is_not_compared, tmp
     monkeypatch.setattr(gguf_step, "plan_encoder", partial(gguf_step.plan_encoder, use_gelu=False))
     monkeypatch.setattr(media_encoder, "check_encoder", lambda *_: EncoderFacts(has_audio=True, mel_frames=True, longest=2048))
     with pytest.raises(ParityError, match=r"distance of image rows of the f16 encoder is .*--no-verify"):
-        export_pair(replace(request(pair, tmp_path / "bundle"), verify=True), Silent())
+        export_pair(replace(request(pair, tmp_path / "bundle"), verify=True))
     assert not (tmp_path / "bundle").exists()
 
 
@@ -114,7 +113,7 @@ def test_a_wrong_order_of_patches_fails_the_comparison(pair, text_is_not_compare
     monkeypatch.setattr(media_encoder, "grouped", lambda image: np.arange(image.rows * 9))
     wanted = request(pair, tmp_path / "bundle", gguf=False, onnx=OnnxRequest(target="f32", drafter="f32"), **GGUF_ONLY)
     with pytest.raises(ParityError, match="distance of image rows of the f16 encoder"):
-        export_pair(replace(wanted, verify=True), Silent())
+        export_pair(replace(wanted, verify=True))
 
 
 def test_a_comparison_is_said():

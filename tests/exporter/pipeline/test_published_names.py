@@ -33,7 +33,6 @@ from edge_runtime.session.trials.lossless import check_lossless
 from fake_hub import FakeHub, point_client_at, serving
 from published_formats import bfloat16, to_mobile, to_q4_grid, to_w4a16
 from settled_pair import settle, settled
-from silent import Silent
 from tiny_members import write_member
 
 Folders = Callable[[str], Path]
@@ -118,7 +117,7 @@ def test_a_published_name_becomes_a_bundle(size: str, suffix: str, published: Ca
         onnx=OnnxRequest() if has_onnx else None,
         context=512,
     )
-    bundle = export_pair(request, Silent())
+    bundle = export_pair(request)
     row = {"name": names.target, "exact": "", "kl": "", "onnx_kl": ""}
     parity = bundle.manifest.parity or {}
     if has_gguf and names.values:

@@ -30,7 +30,6 @@ from edge_export.quantization.llama_quantize import quantize_gguf
 from edge_export.quantization.moments import SecondMoments
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import ImportanceSource
-from silent import Silent
 
 Folders = Callable[[str], Path]
 TEXT = "a reader opens the file, looks at its first letters and decides. " * 60
@@ -211,10 +210,10 @@ def test_what_a_text_gave_can_be_saved_and_given_back(
     export_for: Callable[..., ExportRequest], request_for: Callable[[str], CalibrationRequest], text: Path, tmp_path: Path
 ) -> None:
     request_for("e2b")  # for its small limits
-    export_pair(export_for(output=tmp_path / "plain"), Silent())
-    export_pair(export_for(output=tmp_path / "text", importance=ImportanceSources(calibrate=text, save=tmp_path)), Silent())
+    export_pair(export_for(output=tmp_path / "plain"))
+    export_pair(export_for(output=tmp_path / "text", importance=ImportanceSources(calibrate=text, save=tmp_path)))
     files = ImportanceSources(imatrix=tmp_path / SAVED["target"], drafter_imatrix=tmp_path / SAVED["drafter"])
-    export_pair(export_for(output=tmp_path / "file", importance=files), Silent())
+    export_pair(export_for(output=tmp_path / "file", importance=files))
     plain, calibrated, from_files = (open_bundle(tmp_path / name) for name in ("plain", "text", "file"))
     for role in ("target", "drafter"):
         assert plain.file(role).sha256 != calibrated.file(role).sha256
@@ -236,7 +235,7 @@ def test_importance_that_nothing_would_use_is_refused(
 
     def refused(match: str, **changes: Any) -> None:
         with pytest.raises(ExportError, match=match):
-            export_pair(export_for(**changes), Silent())
+            export_pair(export_for(**changes))
         assert not (tmp_path / "out").exists()
 
     plain = {"target_quantization": "f16", "drafter_quantization": "q8_0"}
@@ -247,6 +246,6 @@ def test_importance_that_nothing_would_use_is_refused(
         drafter_quantization="q8_0",
     )
     refused("some.dat cannot be read", importance=ImportanceSources(imatrix=path))
-    made = export_pair(export_for(output=tmp_path / "made", **plain), Silent())
+    made = export_pair(export_for(output=tmp_path / "made", **plain))
     given = {"target": str(made.path("target")), "target_quantization": None, "importance": ImportanceSources(calibrate=text)}
     refused("calibration runs the target in transformers, and .*gguf is a GGUF; give its checkpoint", **given)

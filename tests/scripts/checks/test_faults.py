@@ -14,13 +14,13 @@ if sys.platform != "linux":
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
+
 from edge_export.checkpoint.shipped_pair import reference_pair
 from edge_export.errors import ExportError
 from edge_export.pipeline import gguf_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from faults import KINDS, Outcome, campaign
-from silent import Silent
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,7 +47,7 @@ def test_a_disk_that_is_full_sooner_than_it_seemed(tmp_path: Path, monkeypatch: 
         pair = reference_pair()
         request = ExportRequest(target=str(pair[0]), drafter=str(pair[1]), output=place / "bundle", verify=False)
         with pytest.raises(ExportError, match=r"No space left on device|could not quantize"):
-            export_pair(request, Silent())
+            export_pair(request)
         assert list(place.iterdir()) == []
     finally:
         subprocess.run(["umount", str(place)], check=True)

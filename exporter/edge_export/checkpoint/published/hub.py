@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
+from edge_devices.waiting import Progress
 from edge_export.checkpoint.published.formats import ADAPTER_NAME
 from edge_export.errors import CheckpointError
 
@@ -20,16 +21,6 @@ PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w.][\w./-]*))?(?::([^:]+\.gguf))?")
 _DRAFTER_FILE = re.compile(r"mtp|assistant", re.IGNORECASE)
 _NAMED = 8
-
-
-class Steps(Protocol):
-    """What reports a download."""
-
-    def step(self, title: str, total_bytes: int | None) -> None:
-        """A download of so many bytes begins."""
-
-    def advance(self, done_bytes: int) -> None:
-        """So many more bytes have arrived, or were there already."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ def with_revision(text: str, revision: str | None) -> str:
     return str(HubName(name.repository, revision, name.file))
 
 
-def fetch(name: HubName, role: str, steps: Steps | None = None) -> Path:
+def fetch(name: HubName, role: str, progress: Progress | None = None) -> Path:
     """Downloads what an export needs, unless it is in the cache; returns the folder of a checkpoint, or a GGUF file.
 
     Of a repository of GGUF files, that of `role` ("target", "drafter") is taken if there is one only. Raises CheckpointError if
@@ -72,7 +63,7 @@ def fetch(name: HubName, role: str, steps: Steps | None = None) -> Path:
         file = name.file or _only_gguf(name, role, list(sizes))
         if file is not None and sizes and file not in sizes:
             raise CheckpointError(f"{name.repository} has no file {file}; it has {_listed(_ggufs(list(sizes)))}")
-        folder = _download(name, [file] if file is not None else list(PATTERNS), sizes, steps)
+        folder = _download(name, [file] if file is not None else list(PATTERNS), sizes, progress)
     return folder / file if file is not None else folder
 
 
@@ -140,18 +131,18 @@ def _listed(files: list[str]) -> str:
     return (", ".join(files[:_NAMED]) or "no GGUF files") + more
 
 
-def _download(name: HubName, patterns: list[str], sizes: dict[str, int], steps: Steps | None) -> Path:
+def _download(name: HubName, patterns: list[str], sizes: dict[str, int], progress: Progress | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    if steps is None:
+    if progress is None:
         return Path(snapshot_download(name.repository, revision=name.revision, allow_patterns=patterns))
     total = sum(size for file, size in sizes.items() if any(PurePosixPath(file).match(pattern) for pattern in patterns))
-    steps.step(f"Fetch {name}", total or None)
-    bar = _bar(steps)
+    progress.step(f"Fetch {name}", total or None)
+    bar = _bar(progress)
     return Path(snapshot_download(name.repository, revision=name.revision, allow_patterns=patterns, tqdm_class=bar))
 
 
-def _bar(steps: Steps) -> type[Any]:
+def _bar(progress: Progress) -> type[Any]:
     """A tqdm class that shows nothing and reports the bytes of the one bar that counts files as they will be."""
     from huggingface_hub.utils import tqdm
 
@@ -162,6 +153,6 @@ def _bar(steps: Steps) -> type[Any]:
 
         def update(self, n: float | None = 1) -> None:
             if self._counts:
-                steps.advance(int(n or 0))
+                progress.advance(int(n or 0))
 
     return Reported

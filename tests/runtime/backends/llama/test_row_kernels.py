@@ -23,7 +23,6 @@ from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
 from row_calls import GGUF_BLOCKS, Q4_0, Q4_K, Q6_K, Q8_0
-from silent import Silent
 
 KERNELS = load_library()
 PAIR = Path(__file__).parents[4] / "exporter" / "edge_export" / "reference_pair"
@@ -112,7 +111,7 @@ def test_a_row_of_a_mixture_of_experts_has_the_same_bits_alone(quantization: str
     pair, target, drafter = write_random_pair(3, tmp_path)
     assert pair.target["enable_moe_block"]
     folders = {"target": str(target), "drafter": str(drafter), "output": tmp_path / "bundle"}
-    export_pair(ExportRequest(**folders, target_quantization=quantization, context=1024, verify=False), Silent())
+    export_pair(ExportRequest(**folders, target_quantization=quantization, context=1024, verify=False))
     all_rows, *batches = logits(next((tmp_path / "bundle").glob("target-*.gguf")), (13, 1, 2, 3, 5, 8, 12), kernels=True)
     for batch in batches:
         assert np.array_equal(batch, all_rows[: len(batch)]), len(batch)

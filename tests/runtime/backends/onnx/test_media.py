@@ -13,6 +13,7 @@ pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
@@ -21,7 +22,6 @@ from edge_runtime.media.image import Image
 from edge_runtime.media.sound import Sound
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from silent import Silent
 from tiny_media import MEDIA_IDS, noise, picture, reference_rows, write_media_assistant, write_media_member
 
 # Of the rows' norm. The checkpoint is bfloat16, so float16 holds nearly all of its weights exactly.
@@ -52,7 +52,7 @@ def export(target: Path, output: Path, media: str, **onnx: Any) -> Path:
         verify=False,
         media=media,
     )
-    export_pair(request, Silent())
+    export_pair(request)
     return output / "bundle"
 
 
