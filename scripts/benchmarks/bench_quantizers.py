@@ -211,9 +211,10 @@ def measured_importance(folder: Path, text: Path, checkpoint: Checkpoint, scratc
     model, moments = checkpoint.architecture, SecondMoments(scratch)
     request = CalibrationRequest(
         target_folder=folder,
-        drafter_folder=None,
+        drafter_folder=folder,
         tokenizer_folder=folder,
         text=text,
+        with_drafter=False,
         parameters=checkpoint.parameters,
         window=model.window,
         context=model.context,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_export.checkpoint.json_file import CheckedValues
 from edge_export.checkpoint.published.formats import refuse_quantized
 from edge_export.errors import CheckpointError
 
@@ -13,10 +14,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 MAX_LAYERS = 1024
-MAX_SIZE = 1 << 24
 _LAYER_DIGITS = 9
-# Within float32, the type of numbers in GGUF and ONNX.
-MAX_NUMBER = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,46 +97,21 @@ class AssistantArchitecture(TextArchitecture):
     top_centroids: int
 
 
-class _Reader:
-    """Takes checked values out of one config object and names the file and key when one does not fit."""
+class _Config(CheckedValues):
+    """An object of a config.json."""
 
-    def __init__(self, config: dict[str, Any], path: Path, where: str) -> None:
-        self.config, self.path, self.where = config, path, where
+    def __init__(self, values: dict[str, Any], path: Path, where: str = "") -> None:
+        super().__init__(values, path, where, "use an unmodified Gemma 4 config")
+        self.values, self._place = values, where
 
-    def wrong(self, key: str, wanted: str) -> CheckpointError:
-        found = repr(self.config.get(key))[:200]
-        return CheckpointError(f"{self.path}: {self.where}{key} is {found}, not {wanted}; use an unmodified Gemma 4 config")
-
-    def integer(self, key: str, low: int = 1, high: int = MAX_SIZE, default: int | None = None) -> int:
-        value = self.config.get(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or not low <= value <= high:
-            raise self.wrong(key, f"an integer from {low} to {high}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.config.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
-            raise self.wrong(key, f"a positive number of at most {MAX_NUMBER:g}")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.config.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return value
-
-    def section(self, key: str) -> _Reader:
-        value = self.config.get(key)
+    def section(self, key: str) -> _Config:
+        value = self.get(key)
         if not isinstance(value, dict):
             raise self.wrong(key, "an object")
-        return _Reader(value, self.path, f"{self.where}{key}.")
+        return _Config(value, Path(self.path), f"{self._place}{key}.")
 
     def demand(self, key: str, allowed: tuple[Any, ...]) -> None:
-        if self.config.get(key, allowed[0]) not in allowed:
+        if self.values.get(key, allowed[0]) not in allowed:
             raise self.wrong(key, " or ".join(repr(value) for value in allowed))
 
 
@@ -151,7 +124,7 @@ def parse_architecture(config: dict[str, Any], path: Path) -> TextArchitecture:
     if kind not in TARGET_TYPES + ASSISTANT_TYPES:
         known = ", ".join(TARGET_TYPES + ASSISTANT_TYPES)
         raise CheckpointError(f"{path}: model_type is {kind!r}, not one of {known}; give a Gemma 4 checkpoint or its assistant")
-    outer = _Reader(config, path, "")
+    outer = _Config(config, path)
     refuse_quantized(config, path)
     text = outer if str(kind).endswith("_text") else outer.section("text_config")
     if kind not in ASSISTANT_TYPES:
@@ -167,14 +140,14 @@ def parse_architecture(config: dict[str, Any], path: Path) -> TextArchitecture:
     )
 
 
-def _text_fields(text: _Reader, *, tied: bool) -> dict[str, Any]:
+def _text_fields(text: _Config, *, tied: bool) -> dict[str, Any]:
     text.demand("hidden_activation", ("gelu_pytorch_tanh",))
     text.demand("attention_bias", (False, None))
     text.demand("use_bidirectional_attention", (None, "vision"))
     layer_types = _layer_types(text)
     shared = text.integer("num_kv_shared_layers", 0, len(layer_types), default=0)
     k_eq_v = text.flag("attention_k_eq_v", False)
-    unified = "unified" in str(text.config.get("model_type"))
+    unified = "unified" in str(text.get("model_type"))
     per_layer_size = text.integer("hidden_size_per_layer_input", 0, default=0 if unified else 256)
     heads, kv_heads = text.integer("num_attention_heads"), text.integer("num_key_value_heads")
     full_head_dim, override = _full_layers(text, layer_types, k_eq_v)
@@ -202,14 +175,14 @@ def _text_fields(text: _Reader, *, tied: bool) -> dict[str, Any]:
             "per_layer_vocab_size": _per_layer_rows(text) if per_layer_size else 0,
             "norm_epsilon": text.number("rms_norm_eps", 1e-6),
             "tied": tied and text.flag("tie_word_embeddings", True),
-            "logit_softcap": None if text.config.get("final_logit_softcapping") is None else text.number("final_logit_softcapping", 30.0),
+            "logit_softcap": None if text.get("final_logit_softcapping") is None else text.number("final_logit_softcapping", 30.0),
         }
         | _experts(text)
         | _rope(text)
     )
 
 
-def _per_layer_rows(text: _Reader) -> int:
+def _per_layer_rows(text: _Config) -> int:
     """Rows of the per-layer table. llama.cpp loads one of the vocabulary's size only, and a smaller one lacks rows that tokens need."""
     rows, tokens = text.integer("vocab_size_per_layer_input", default=262_144), text.integer("vocab_size")
     if rows != tokens:
@@ -217,9 +190,9 @@ def _per_layer_rows(text: _Reader) -> int:
     return rows
 
 
-def _layer_types(text: _Reader) -> tuple[str, ...]:
+def _layer_types(text: _Config) -> tuple[str, ...]:
     layers = text.integer("num_hidden_layers", high=MAX_LAYERS)
-    kinds = text.config.get("layer_types")
+    kinds = text.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if (layer + 1) % 6 else FULL for layer in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (SLIDING, FULL) for kind in kinds):
@@ -229,39 +202,39 @@ def _layer_types(text: _Reader) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def _full_layers(text: _Reader, layer_types: tuple[str, ...], k_eq_v: bool) -> tuple[int, int | None]:
+def _full_layers(text: _Config, layer_types: tuple[str, ...], k_eq_v: bool) -> tuple[int, int | None]:
     """Head dimension and K/V heads (None: as sliding layers) of full layers, from either config format."""
-    if text.config.get("per_layer_config") is None:
+    if text.get("per_layer_config") is None:
         head_dim = text.integer("global_head_dim", default=512)
-        named = text.config.get("num_global_key_value_heads") is not None
+        named = text.get("num_global_key_value_heads") is not None
         # transformers reads the count only where k = v.
         return head_dim, text.integer("num_global_key_value_heads") if named and k_eq_v else None
     overrides = text.section("per_layer_config")
     full = {layer for layer, kind in enumerate(layer_types) if kind == FULL}
     # transformers writes the numbers with leading zeros where there are more than nine layers.
-    sections = [overrides.section(key) for key in overrides.config if key.isdecimal() and int(key[:_LAYER_DIGITS]) in full]
-    if len(sections) != len(overrides.config):
+    sections = [overrides.section(key) for key in overrides.values if key.isdecimal() and int(key[:_LAYER_DIGITS]) in full]
+    if len(sections) != len(overrides.values):
         raise text.wrong("per_layer_config", f"overrides of the full-attention layers {', '.join(map(str, sorted(full)))}")
     if not sections:
         return text.integer("head_dim"), None
-    head_dim, count = sections[0].integer("head_dim", default=text.integer("head_dim")), sections[0].config.get("num_key_value_heads")
-    if any(section.config != sections[0].config for section in sections) or len(sections) != len(full):
+    head_dim, count = sections[0].integer("head_dim", default=text.integer("head_dim")), sections[0].get("num_key_value_heads")
+    if any(section.values != sections[0].values for section in sections) or len(sections) != len(full):
         raise text.wrong("per_layer_config", "the same for all full-attention layers")
     return head_dim, None if count is None else sections[0].integer("num_key_value_heads")
 
 
-def _experts(text: _Reader) -> dict[str, int]:
+def _experts(text: _Config) -> dict[str, int]:
     if not text.flag("enable_moe_block", False):
         return {"experts": 0, "experts_used": 0, "expert_size": 0}
     experts = text.integer("num_experts")
     used = text.integer("top_k_experts", high=experts)
     # The first configs had another name for it.
-    size = "moe_intermediate_size" if text.config.get("moe_intermediate_size") is not None else "expert_intermediate_size"
+    size = "moe_intermediate_size" if text.get("moe_intermediate_size") is not None else "expert_intermediate_size"
     return {"experts": experts, "experts_used": used, "expert_size": text.integer(size)}
 
 
-def _rope(text: _Reader) -> dict[str, float]:
-    if text.config.get("rope_parameters") is None:
+def _rope(text: _Config) -> dict[str, float]:
+    if text.get("rope_parameters") is None:
         return {"full_rope_base": 1e6, "sliding_rope_base": 1e4, "full_rotary_share": 0.25}
     rope = text.section("rope_parameters")
     full, sliding = rope.section(FULL), rope.section(SLIDING)
@@ -276,7 +249,7 @@ def _rope(text: _Reader) -> dict[str, float]:
     return bases | {"full_rotary_share": share}
 
 
-def _check_assistant(text: _Reader, fields: dict[str, Any]) -> None:
+def _check_assistant(text: _Config, fields: dict[str, Any]) -> None:
     """The rules of transformers' Gemma4AssistantConfig.validate_architecture, and tied embeddings, which llama.cpp assumes."""
     if fields["per_layer_size"] or fields["experts"] or fields["double_wide"] or not fields["tied"]:
         raise CheckpointError(f"{text.path}: an assistant has tied embeddings and no per-layer embeddings, experts or double-wide MLP")

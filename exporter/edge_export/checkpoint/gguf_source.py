@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from edge_export.checkpoint.architecture import FULL, MAX_LAYERS, MAX_SIZE, SLIDING, AssistantArchitecture, TextArchitecture
+from edge_export.checkpoint.architecture import FULL, MAX_LAYERS, SLIDING, AssistantArchitecture, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.json_file import MAX_SIZE, CheckedValues
 from edge_export.checkpoint.safetensors import StoredTensor
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle import gguf_header
@@ -40,7 +41,8 @@ def open_gguf(path: Path) -> tuple[Checkpoint, GgufHeader]:
     name = header.architecture
     _check_architecture(path, name)
     keys = _Keys(header, name)
-    if "split.count" in header.keys and keys.plain_integer("split.count") > 1:
+    parts = header.keys.get("split.count")
+    if type(parts) is int and parts > 1:
         raise CheckpointError(f"{path} is one part of a split GGUF; join the parts first with llama-gguf-split --merge")
     tensors = {tensor.name: tensor for tensor in header.tensors}
     fields = _fields(keys, tensors)
@@ -86,7 +88,7 @@ def _check_architecture(path: Path, name: str) -> None:
 
 
 def _fields(keys: _Keys, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
-    layers = keys.integer("block_count", most=MAX_LAYERS)
+    layers = keys.integer("block_count", high=MAX_LAYERS)
     sliding = keys.array("attention.sliding_window_pattern", layers)
     kinds = tuple(SLIDING if flag else FULL for flag in sliding)
     if kinds[-1] != FULL:
@@ -95,9 +97,9 @@ def _fields(keys: _Keys, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
     feed_forward = keys.per_layer("feed_forward_length", layers)
     last_full, first_sliding = layers - 1, kinds.index(SLIDING) if SLIDING in kinds else layers - 1
     full_head_dim = keys.integer("attention.key_length")
-    experts = keys.integer("expert_count", least=0, default=0)
+    experts = keys.integer("expert_count", low=0, default=0)
     vocabulary = keys.vocabulary_size()
-    per_layer_size = keys.integer("embedding_length_per_layer_input", least=0, default=0)
+    per_layer_size = keys.integer("embedding_length_per_layer_input", low=0, default=0)
     return {
         "hidden_size": keys.integer("embedding_length"),
         "layer_types": kinds,
@@ -108,7 +110,7 @@ def _fields(keys: _Keys, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
         "full_head_dim": full_head_dim,
         "intermediate_size": feed_forward[0],
         "double_wide": len(set(feed_forward)) > 1,
-        "kv_shared_layers": keys.integer("attention.shared_kv_layers", least=0, most=layers, default=0),
+        "kv_shared_layers": keys.integer("attention.shared_kv_layers", low=0, high=layers, default=0),
         "k_eq_v": any(f"blk.{i}.attn_k.weight" in tensors and f"blk.{i}.attn_v.weight" not in tensors for i in range(layers)),
         "window": keys.integer("attention.sliding_window"),
         "context": keys.integer("context_length"),
@@ -119,7 +121,7 @@ def _fields(keys: _Keys, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
         "experts_used": keys.integer("expert_used_count") if experts else 0,
         "expert_size": keys.integer("expert_feed_forward_length") if experts else 0,
         "norm_epsilon": keys.number("attention.layer_norm_rms_epsilon"),
-        "logit_softcap": keys.number("final_logit_softcapping") if keys.has("final_logit_softcapping") else None,
+        "logit_softcap": None if keys.get("final_logit_softcapping") is None else keys.number("final_logit_softcapping"),
         "full_rope_base": keys.number("rope.freq_base"),
         "sliding_rope_base": keys.number("rope.freq_base_swa"),
         "full_rotary_share": _rotary_share(keys, tensors.get("rope_freqs.weight"), full_head_dim),
@@ -131,51 +133,23 @@ def _rotary_share(keys: _Keys, factors: TensorInfo | None, head_dim: int) -> flo
     """The rotated fraction of a full layer's head: the share of frequency factors [head_dim / 2] that are not huge."""
     if factors is None or factors.type != TYPE_NUMBERS["f32"] or factors.shape != (head_dim // 2,):
         raise CheckpointError(f"{keys.path} has no float32 tensor rope_freqs.weight [{head_dim // 2}]; convert the checkpoint again")
-    with keys.path.open("rb") as file:
+    with keys.file.open("rb") as file:
         file.seek(factors.offset)
         values = np.frombuffer(file.read(factors.bytes), dtype="<f4")
     return float((values < _TURNS_BELOW).sum()) * 2 / head_dim
 
 
-class _Keys:
-    """Takes checked values out of a header and names the file and key when one does not fit."""
+class _Keys(CheckedValues):
+    """The keys of a header below its architecture's name."""
 
-    def __init__(self, header: GgufHeader, prefix: str) -> None:
-        self.path = header.path
-        self._keys = header.keys
-        self._prefix = prefix
-
-    def has(self, key: str) -> bool:
-        return f"{self._prefix}.{key}" in self._keys
-
-    def wrong(self, key: str, wanted: str) -> CheckpointError:
-        value = self._keys.get(f"{self._prefix}.{key}")
-        return CheckpointError(f"{self.path}: {self._prefix}.{key} is {value!r}, not {wanted}; convert the checkpoint again")
-
-    def plain_integer(self, key: str) -> int:
-        value = self._keys[key]
-        return value if type(value) is int else 0
-
-    def integer(self, key: str, *, least: int = 1, most: int = MAX_SIZE, default: int | None = None) -> int:
-        value = self._keys.get(f"{self._prefix}.{key}", default)
-        if type(value) is not int or not least <= value <= most:
-            raise self.wrong(key, f"an integer from {least} to {most}")
-        return value
-
-    def number(self, key: str) -> float:
-        value = self._keys.get(f"{self._prefix}.{key}")
-        if not isinstance(value, float) or not 0 < value < float("inf"):
-            raise self.wrong(key, "a positive number")
-        return value
-
-    def array(self, key: str, length: int) -> list[Any]:
-        value = self._keys.get(f"{self._prefix}.{key}")
-        if not isinstance(value, list) or len(value) != length:
-            raise self.wrong(key, f"an array of {length} values")
-        return value
+    def __init__(self, header: GgufHeader, architecture: str) -> None:
+        self.file, below = header.path, f"{architecture}."
+        own = {key.removeprefix(below): value for key, value in header.keys.items() if key.startswith(below)}
+        super().__init__(own, header.path, below, "convert the checkpoint again")
+        self._tokens = header.keys.get("tokenizer.ggml.tokens")
 
     def per_layer(self, key: str, layers: int) -> list[int]:
-        if type(self._keys.get(f"{self._prefix}.{key}")) is int:
+        if type(self.get(key)) is int:
             return [self.integer(key)] * layers
         values = self.array(key, layers)
         if not all(type(value) is int and 1 <= value <= MAX_SIZE for value in values):
@@ -183,7 +157,6 @@ class _Keys:
         return values
 
     def vocabulary_size(self) -> int:
-        tokens = self._keys.get("tokenizer.ggml.tokens")
-        if not isinstance(tokens, LongArray):
+        if not isinstance(self._tokens, LongArray):
             raise CheckpointError(f"{self.path} holds no vocabulary (tokenizer.ggml.tokens); convert the checkpoint again")
-        return tokens.length
+        return self._tokens.length

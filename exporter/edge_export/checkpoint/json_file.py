@@ -1,8 +1,9 @@
-"""Reads JSON objects from untrusted files: the size is checked before reading, the type after."""
+"""Values from untrusted files: JSON objects, whose size is checked before reading, and single values with their types and limits."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from edge_devices.files.limited_read import FileTooLarge, read_at_most
 from edge_export.errors import CheckpointError
 
 MAX_JSON_BYTES = 256 << 20
+MAX_SIZE = 1 << 24
+# Within float32, the type of numbers in GGUF and ONNX.
+MAX_NUMBER = 1e30
 
 
 def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -30,3 +34,49 @@ def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, 
 def read_optional_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Like read_json_object, but a missing file is an empty object."""
     return read_json_object(path, most_bytes) if path.is_file() else {}
+
+
+class CheckedValues:
+    """Takes checked values out of a mapping. An error names the file and the key, which begins with `where`, and ends in `advice`."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path | str, where: str, advice: str) -> None:
+        self.path = path
+        self._values, self._where, self._advice = values, where, advice
+
+    def get(self, key: str) -> Any:
+        """Returns the value as it is, None without one."""
+        return self._values.get(key)
+
+    def wrong(self, key: str, expected: str) -> CheckpointError:
+        """Returns the error for a value; `expected` is what it should be."""
+        return CheckpointError(f"{self.path}: {self._where}{key} is {repr(self.get(key))[:200]}, not {expected}; {self._advice}")
+
+    def integer(self, key: str, low: int = 1, high: int = MAX_SIZE, default: int | None = None) -> int:
+        """Returns an integer within these limits."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not low <= value <= high:
+            raise self.wrong(key, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Returns a positive number."""
+        value = self._values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+            raise self.wrong(key, f"a positive number of at most {MAX_NUMBER:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Returns true or false."""
+        value = default if self.get(key) is None else self.get(key)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def array(self, key: str, length: int) -> list[Any]:
+        """Returns a list of this length."""
+        value = self.get(key)
+        if not isinstance(value, list) or len(value) != length:
+            raise self.wrong(key, f"an array of {length} values")
+        return value

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from edge_export.checkpoint.json_file import CheckedValues
 from edge_export.checkpoint.tensor_names import Shapes
 from edge_export.errors import CheckpointError
 
@@ -122,9 +123,11 @@ def parse_media(config: dict[str, Any], where: str, text_size: int, vocab_size: 
 
 
 def _embedder(config: dict[str, Any], where: str) -> VisionEmbedder:
-    where = f"{where}: vision_config"
-    _check_built_in(config, _PATCHES, where)
-    return VisionEmbedder(hidden_size=_count(config, "mm_embed_dim", where), positions=_count(config, "mm_posemb_size", where))
+    values = _values(config, where, "vision_config")
+    _check_built_in(config, _PATCHES, f"{where}: vision_config")
+    return VisionEmbedder(
+        hidden_size=values.integer("mm_embed_dim", high=_LARGEST), positions=values.integer("mm_posemb_size", high=_LARGEST)
+    )
 
 
 def _raw_sound(config: dict[str, Any], where: str) -> RawSound:
@@ -133,17 +136,17 @@ def _raw_sound(config: dict[str, Any], where: str) -> RawSound:
 
 
 def _vision(config: dict[str, Any], where: str) -> VisionTower:
-    where = f"{where}: vision_config"
+    values, where = _values(config, where, "vision_config"), f"{where}: vision_config"
     _check_built_in(config, _PATCHES, where)
     rope = config.get("rope_parameters") or {}
     if isinstance(rope, dict) and rope.get("rope_theta", 100.0) != 100.0:
         raise CheckpointError(f"{where} has rope_theta {rope['rope_theta']!r}, llama.cpp computes with 100; leave --media out")
     tower = VisionTower(
-        hidden_size=_count(config, "hidden_size", where),
-        feed_forward=_count(config, "intermediate_size", where),
-        layers=_count(config, "num_hidden_layers", where),
-        heads=_count(config, "num_attention_heads", where),
-        positions=_count(config, "position_embedding_size", where),
+        hidden_size=values.integer("hidden_size", high=_LARGEST),
+        feed_forward=values.integer("intermediate_size", high=_LARGEST),
+        layers=values.integer("num_hidden_layers", high=_LARGEST),
+        heads=values.integer("num_attention_heads", high=_LARGEST),
+        positions=values.integer("position_embedding_size", high=_LARGEST),
         clipped=config.get("use_clipped_linears") is True,
         standardized=config.get("standardize") is True,
     )
@@ -153,17 +156,17 @@ def _vision(config: dict[str, Any], where: str) -> VisionTower:
 
 
 def _audio(config: dict[str, Any], where: str) -> AudioTower:
-    where = f"{where}: audio_config"
+    values, where = _values(config, where, "audio_config"), f"{where}: audio_config"
     _check_built_in(config, _AUDIO_BUILT_IN, where)
     channels = config.get("subsampling_conv_channels")
     if not (isinstance(channels, list) and len(channels) == 2 and all(type(n) is int and 0 < n <= _LARGEST for n in channels)):
         raise CheckpointError(f"{where} has subsampling_conv_channels {str(channels)[:40]}, not two counts; use an unmodified config")
     tower = AudioTower(
-        hidden_size=_count(config, "hidden_size", where),
-        layers=_count(config, "num_hidden_layers", where),
-        heads=_count(config, "num_attention_heads", where),
+        hidden_size=values.integer("hidden_size", high=_LARGEST),
+        layers=values.integer("num_hidden_layers", high=_LARGEST),
+        heads=values.integer("num_attention_heads", high=_LARGEST),
         channels=(channels[0], channels[1]),
-        output_size=_count(config, "output_proj_dims", where),
+        output_size=values.integer("output_proj_dims", high=_LARGEST),
         clipped=config.get("use_clipped_linears") is True,
     )
     if tower.hidden_size % tower.heads:
@@ -171,17 +174,14 @@ def _audio(config: dict[str, Any], where: str) -> AudioTower:
     return tower
 
 
+def _values(config: dict[str, Any], path: str, section: str) -> CheckedValues:
+    return CheckedValues(config, path, f"{section}.", "use an unmodified config")
+
+
 def _check_built_in(config: dict[str, Any], built_in: dict[str, Any], where: str) -> None:
     for key, value in built_in.items():
         if config.get(key, value) != value:
             raise CheckpointError(f"{where} has {key} {str(config[key])[:40]}, llama.cpp computes with {value}; leave --media out")
-
-
-def _count(config: dict[str, Any], key: str, where: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or not 0 < value <= _LARGEST:
-        raise CheckpointError(f"{where} has {key} {str(value)[:40]}, not a positive number; use an unmodified config")
-    return value
 
 
 def _tokens(config: dict[str, Any], kind: str, where: str, vocab_size: int) -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ from edge_export.onnx.static.weights import PlainGraph, PlainWeightFile
 from edge_export.onnx.weight_formats import head_format, layers_format, quantization_name, table_format, weight_format
 from edge_export.onnx.weights import WeightFile
 from edge_export.output.atomic_folder import BundlePart
-from edge_export.parity.reference import ReferenceRequest
+from edge_export.parity.reference import reference_of
 from edge_export.quantization.importance import Importance
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation
 
@@ -134,7 +134,7 @@ def compare(
 
     Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
     """
-    model, reference = target.checkpoint.architecture, onnx_reference(target, drafter, threads)
+    model, reference = target.checkpoint.architecture, reference_of(target, drafter, threads)
     exact = (request.target, request.drafter, request.embedding, request.kv) == ("f32", "f32", None, "f32")
     reason = onnx_why_not(reference)
     rounded = rounds_activations(target.checkpoint.config)
@@ -172,23 +172,6 @@ def compare(
         return figures
     inputs = media_inputs(media_architecture(target.checkpoint))
     return figures | {"media": encoder_parity(reference, files.paths, request.media, inputs, model.hidden_size)}
-
-
-def onnx_reference(target: ResolvedSource, drafter: ResolvedSource, threads: int) -> ReferenceRequest:
-    """Returns what transformers has to run to compare the graphs of a pair."""
-    model = target.checkpoint.architecture
-    assert target.tokenizer is not None
-    return ReferenceRequest(
-        target_folder=target.path,
-        drafter_folder=drafter.path,
-        tokenizer_folder=target.tokenizer.folder,
-        parameters=target.checkpoint.parameters + drafter.checkpoint.parameters,
-        window=model.window,
-        context=model.context,
-        threads=threads,
-        target_weights=target.checkpoint.weights,
-        drafter_weights=drafter.checkpoint.weights,
-    )
 
 
 def onnx_facts(target: ResolvedSource, contrib_ops: set[str], opset: int) -> OnnxGraphs:

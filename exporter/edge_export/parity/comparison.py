@@ -20,6 +20,7 @@ from edge_export.parity.reference import (
     Rowset,
     parity_tokens,
     reference_rows,
+    reference_tokenizer,
 )
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
@@ -135,9 +136,7 @@ def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int]) ->
 
 def check_tokenizer(request: ReferenceRequest, found: list[int], whose: str) -> None:
     """Raises ParityError if `found`, the tokens of TEXT, are not those of the checkpoint's own tokenizer."""
-    from transformers import PreTrainedTokenizerFast
-
-    wanted = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / "tokenizer.json")).encode(TEXT, add_special_tokens=False)
+    wanted = reference_tokenizer(request).encode(TEXT, add_special_tokens=False)
     if found != wanted:
         first = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), min(len(found), len(wanted)))
         raise ParityError(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edge_export.errors import ParityError
 from edge_export.parity.comparison import demand
-from edge_export.parity.reference import SEED, load_reference
+from edge_export.parity.reference import SEED, inference, load_reference
 from edge_runtime.bundle.manifest import MediaInputs
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.media.image import SIDE, Image
@@ -72,16 +72,9 @@ def distance(found: Rows, wanted: Rows) -> float:
 
 
 def _reference_rows(request: MediaParityRequest, media: Sequence[Media]) -> list[Rows]:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(request.threads)
-    try:
-        with torch.inference_mode():
-            model = load_reference(request.target_folder).model
-            return [_rows_of(model, one, request.inputs) for one in media]
-    finally:
-        torch.set_num_threads(threads)
+    with inference(request.threads):
+        model = load_reference(request.target_folder).model
+        return [_rows_of(model, each, request.inputs) for each in media]
 
 
 def _rows_of(model: Any, media: Media, inputs: MediaInputs) -> Rows:

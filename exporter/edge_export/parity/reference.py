@@ -5,8 +5,9 @@ With media.py and quantization/calibration.py the only module that imports torch
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 
 from edge_devices.machine.facts import installed_version
 from edge_devices.machine.memory import available_memory_bytes
+from edge_export.checkpoint.sources import ResolvedSource
+from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
 from edge_export.parity.divergence import Rows, agrees
 
@@ -68,6 +71,30 @@ class ReferenceRequest:
     drafter_weights: Weights | None = None
 
 
+def reference_of(target: ResolvedSource, drafter: ResolvedSource, threads: int) -> ReferenceRequest:
+    """Returns what transformers runs of a pair of checkpoints."""
+    model, tokenizer = target.checkpoint, target.tokenizer
+    assert tokenizer is not None  # only a GGUF has none
+    return ReferenceRequest(
+        target_folder=target.path,
+        drafter_folder=drafter.path,
+        tokenizer_folder=tokenizer.folder,
+        parameters=model.parameters + drafter.checkpoint.parameters,
+        window=model.architecture.window,
+        context=model.architecture.context,
+        threads=threads,
+        target_weights=model.weights,
+        drafter_weights=drafter.checkpoint.weights,
+    )
+
+
+def reference_tokenizer(request: ReferenceRequest) -> Any:
+    """Returns the checkpoint's own tokenizer, run by transformers."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / TOKENIZER_NAME))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rowset:
     """What one implementation gave: logits [ROWS, vocabulary], and `drafts[i]` of DRAFT_LENGTH tokens at context `contexts[i]`.
@@ -108,9 +135,7 @@ def why_no_reference(parameters: int) -> str | None:
 
 def parity_tokens(request: ReferenceRequest) -> list[int]:
     """TEXT as the reference tokenizes it, after a seeded shuffle of its own tokens that is as long as the window."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / "tokenizer.json"))
+    tokenizer = reference_tokenizer(request)
     ids: list[int] = tokenizer.encode(TEXT, add_special_tokens=False)
     begin: list[int] = tokenizer.encode("", add_special_tokens=True)
     text = [ids[i % len(ids)] for i in range(ROWS + 1)]
@@ -124,24 +149,46 @@ def reference_rows(request: ReferenceRequest, tokens: list[int], rowsets: list[R
 
     `as_llama` makes the assistant compute what llama.cpp computes: the dense head, and two rows less of the window.
     """
+    with inference(request.threads):
+        target = load_reference(request.target_folder, request.target_weights)
+        logits, rows = run_target(target, tokens[:-1], ROWS, request.window - 1 if as_llama else len(tokens))
+        assistant = load_reference(request.drafter_folder, request.drafter_weights)
+        if as_llama:
+            assistant.config.use_ordered_embeddings = False
+        agreements = [_agreement(assistant, rows, tokens, rowset) for rowset in rowsets]
+        return logits.float().numpy(), agreements
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Lets torch use so many threads."""
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(request.threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
-        with torch.inference_mode():
-            target = load_reference(request.target_folder, request.target_weights)
-            ids = torch.tensor([tokens[:-1]])
-            output = target(input_ids=ids, use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=ROWS)
-            assistant = load_reference(request.drafter_folder, request.drafter_weights)
-            if as_llama:
-                assistant.config.use_ordered_embeddings = False
-            seen = request.window - 1 if as_llama else len(tokens)
-            rows = ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), seen)
-            agreements = [_agreement(assistant, rows, tokens, rowset) for rowset in rowsets]
-            return output.logits[0].float().numpy(), agreements
+        yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def inference(threads: int) -> Iterator[None]:
+    """Runs models without gradients, on so many threads."""
+    import torch
+
+    with torch_threads(threads), torch.inference_mode():
+        yield
+
+
+def run_target(target: Any, tokens: list[int], rows: int, seen: int) -> tuple[Any, ReferenceRows]:
+    """Runs a target over tokens; returns the logits [rows, vocabulary] of the last ones, and the assistant's inputs."""
+    import torch
+
+    output = target(
+        input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=rows
+    )
+    return output.logits[0], ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), seen)
 
 
 @dataclass(frozen=True)
@@ -162,26 +209,30 @@ class ReferenceRows:
         return {kind: tuple(rows[:, :, first.get(kind, 0) : position] for rows in pair) for kind, pair in self.shared.items()}
 
 
-def _agreement(assistant: Any, rows: ReferenceRows, tokens: list[int], rowset: Rowset) -> float:
-    """Unrolls the assistant at constant position along the export's drafts.
-
-    Every step is compared, whether or not the step before agreed.
-    """
+def draft_steps(assistant: Any, rows: ReferenceRows, token: int, position: int) -> Generator[Any, int, None]:
+    """Unrolls the assistant at constant position: yields the logits [vocabulary] of each step, and is sent the token of the next."""
     import torch
 
+    hidden, shared = rows.hidden[:, position - 1 : position], rows.before(position)
+    while True:
+        output = assistant(
+            inputs_embeds=torch.cat([rows.embed(torch.tensor([[token]])), hidden], dim=-1),
+            position_ids=torch.tensor([[position]]),
+            shared_kv_states=shared,
+            use_cache=False,
+        )
+        hidden = output.last_hidden_state
+        token = yield output.logits[0, -1].float()
+
+
+def _agreement(assistant: Any, rows: ReferenceRows, tokens: list[int], rowset: Rowset) -> float:
+    """Follows the export's drafts. Every step is compared, whether or not the step before agreed."""
     agreed = 0
     for position, draft in zip(rowset.contexts, rowset.drafts, strict=True):
-        last, hidden, shared = tokens[position], rows.hidden[:, position - 1 : position], rows.before(position)
-        for token in draft:
-            output = assistant(
-                inputs_embeds=torch.cat([rows.embed(torch.tensor([[last]])), hidden], dim=-1),
-                position_ids=torch.tensor([[position]]),
-                shared_kv_states=shared,
-                use_cache=False,
-            )
-            logits, hidden = output.logits[0, -1].float(), output.last_hidden_state
+        steps = draft_steps(assistant, rows, tokens[position], position)
+        for step, token in enumerate(draft):
+            logits = steps.send(draft[step - 1]) if step else next(steps)
             agreed += agrees(logits.numpy(), token)
-            last = token
     return agreed / (len(rowset.contexts) * DRAFT_LENGTH)
 
 

@@ -18,6 +18,7 @@ from edge_export.gguf.split_drafter import head_bytes, output_rows, write_body, 
 from edge_export.gguf.writer import GgufPlan, plan_exact, plan_gguf
 from edge_export.output.atomic_folder import BundlePart
 from edge_export.parity.gguf import ParityRequest, encoder_parity, measure_parity
+from edge_export.parity.reference import reference_of
 from edge_export.pipeline.bundle_files import copy_file
 from edge_export.pipeline.request import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest
 from edge_export.quantization.compensated_gguf import compensate_gguf
@@ -222,28 +223,19 @@ def _parity(pair: GgufPair, encoder: BundlePart | None, request: ExportRequest, 
     if not request.verify:
         return {"skipped": "it was switched off with --no-verify"}
     target, drafter = pair.models
-    tokenizer_folder = target.source.tokenizer_folder
-    if target.plan is None or drafter.plan is None or tokenizer_folder is None:
+    if target.plan is None or drafter.plan is None:
         existing = " and ".join(model.role for model in pair.models if model.plan is None)
         return {"skipped": f"the {existing} came as GGUF, without a checkpoint to compare with"}
     progress.step("Compare with the reference", None)
     compared = ParityRequest(
-        target_folder=target.source.path,
-        drafter_folder=drafter.source.path,
-        tokenizer_folder=tokenizer_folder,
+        **vars(reference_of(target.source, drafter.source, request.thread_count)),
         unquantized_target=target.unquantized,
         unquantized_drafter=drafter.unquantized,
         exported_target=target.exported,
         exported_drafter=drafter.exported,
         weight_types=(target.weight_type, drafter.weight_type),
         quantizations=(target.quantization, drafter.quantization),
-        parameters=target.source.checkpoint.parameters + drafter.source.checkpoint.parameters,
-        window=target.source.checkpoint.architecture.window,
-        context=target.source.checkpoint.architecture.context,
         experts=target.source.checkpoint.architecture.experts,
-        threads=request.thread_count,
-        target_weights=target.source.checkpoint.weights,
-        drafter_weights=drafter.source.checkpoint.weights,
     )
     figures = measure_parity(compared, progress.note)
     if encoder is None or "skipped" in figures:

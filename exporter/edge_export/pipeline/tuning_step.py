@@ -10,7 +10,7 @@ from pathlib import Path
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.sources import ResolvedSource, resolve_pair
 from edge_export.errors import ExportError
-from edge_export.parity.reference import why_no_reference
+from edge_export.parity.reference import reference_of, why_no_reference
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bundle.manifest import DrafterTuning
 
@@ -44,17 +44,11 @@ def tuned_drafter(
 
     progress.step(f"Tune the drafter on {request.tune_drafter.name}", None)
     tuning = TuningRequest(
-        target_folder=target.path,
-        drafter_folder=drafter.path,
-        tokenizer_folder=target.tokenizer_folder,
+        **vars(reference_of(target, drafter, request.thread_count)),
         text=request.tune_drafter,
         folder=tuning_folder(request),
         minutes=request.tune_minutes,
-        context=target.checkpoint.architecture.context,
-        threads=request.thread_count,
         banned=tuple(banned),
-        target_weights=target.checkpoint.weights,
-        drafter_weights=drafter.checkpoint.weights,
     )
     try:
         record = tune(tuning, progress.note)

@@ -18,10 +18,19 @@ from numpy.typing import NDArray
 
 from edge_devices.files.limited_read import read_at_most
 from edge_export.checkpoint.tensor_names import text_name
-from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError, ParityError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
-from edge_export.parity.reference import DRAFT_LENGTH, ReferenceRows, Weights, load_reference, why_no_reference
+from edge_export.parity.reference import (
+    DRAFT_LENGTH,
+    ReferenceRequest,
+    ReferenceRows,
+    draft_steps,
+    inference,
+    load_reference,
+    reference_tokenizer,
+    run_target,
+    why_no_reference,
+)
 from edge_export.quantization.importance import ChannelSums
 from edge_export.quantization.moments import MAX_CHANNELS, SecondMoments, shared_name
 from edge_runtime.bundle.manifest import ImportanceSource
@@ -38,22 +47,13 @@ _HEAD = "token_embd.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationRequest:
-    """The pair and the text. Without a drafter folder only the target is measured; window and context are the target's, in tokens.
-
-    `moments` get the second moments of the inputs of the models that it names, target or drafter.
+class CalibrationRequest(ReferenceRequest):
+    """The pair and the text. `with_drafter`: it is measured too. `moments` get the second moments of the inputs of the models that it
+    names, target or drafter.
     """
 
-    target_folder: Path
-    drafter_folder: Path | None
-    tokenizer_folder: Path
     text: Path
-    parameters: int
-    window: int
-    context: int
-    threads: int
-    target_weights: Weights | None = None
-    drafter_weights: Weights | None = None
+    with_drafter: bool = True
     moments: Mapping[str, SecondMoments] = field(default_factory=dict)
 
 
@@ -95,17 +95,11 @@ def calibrate(request: CalibrationRequest, progress: Callable[[int], None] = lam
     if reason is not None:
         raise ExportError(f"calibration runs the checkpoint in transformers, but {reason}; make an importance matrix elsewhere (--imatrix)")
     chunks = _chunks(request, text)
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(request.threads)
     try:
-        with torch.inference_mode():
+        with inference(request.threads):
             sums = _run(request, chunks, lambda index, parts: progress(_share(source.bytes, index, parts)))
     except ParityError as error:
         raise ExportError(f"calibration failed: {error}") from error
-    finally:
-        torch.set_num_threads(threads)
     tokens = sum(len(chunk) for chunk in chunks)
     made = ImportanceSource(kind=source.kind, name=source.name, bytes=source.bytes, sha256=source.sha256, tokens=tokens)
     return Calibration(source=made, target=sums[0].entries(), drafter=sums[1].entries(), chunk=len(chunks[0]))
@@ -118,9 +112,7 @@ def _share(total: int, index: int, parts: int) -> int:
 
 def _chunks(request: CalibrationRequest, text: str) -> list[list[int]]:
     """The text's tokens in pieces of equal length, each after the tokenizer's start tokens."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / TOKENIZER_NAME))
+    tokenizer = reference_tokenizer(request)
     begin: list[int] = tokenizer.encode("", add_special_tokens=True)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
     length = min(CHUNK, request.context) - len(begin)
@@ -134,7 +126,7 @@ def _chunks(request: CalibrationRequest, text: str) -> list[list[int]]:
 def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[int, int], None]) -> tuple[_Sums, _Sums]:
     """Runs the pair; `done` gets the number of every piece of work that is done, and how many there are."""
     target, drafter = load_reference(request.target_folder, request.target_weights), None
-    if request.drafter_folder is not None:
+    if request.with_drafter:
         drafter = load_reference(request.drafter_folder, request.drafter_weights)
         # The dense head has the same input row as the sparse one.
         drafter.config.use_ordered_embeddings = False
@@ -162,12 +154,7 @@ def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[i
 
 def _rows(target: Any, tokens: list[int], window: int, sums: _Sums) -> ReferenceRows:
     """Runs the target on a piece of text."""
-    import torch
-
-    output = target(
-        input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=1
-    )
-    rows = ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), window - 1)
+    _, rows = run_target(target, tokens, 1, window - 1)
     # The head ran on one row only: all logits of a chunk would be hundreds of megabytes.
     sums.add(_HEAD if _tied(target) else "output.weight", rows.hidden)
     return rows
@@ -201,18 +188,11 @@ def _runs(model: Any, moments: SecondMoments | None, most: int | None) -> list[s
 
 def _draft(drafter: Any, rows: ReferenceRows, tokens: list[int]) -> None:
     """Drafts greedily as decoding does: each step continues with its own token and hidden row, at the position of the first."""
-    import torch
-
     for position in range(DRAFT_EVERY, len(tokens), DRAFT_EVERY):
-        last, hidden, shared = tokens[position], rows.hidden[:, position - 1 : position], rows.before(position)
-        for _ in range(DRAFT_LENGTH):
-            output = drafter(
-                inputs_embeds=torch.cat([rows.embed(torch.tensor([[last]])), hidden], dim=-1),
-                position_ids=torch.tensor([[position]]),
-                shared_kv_states=shared,
-                use_cache=False,
-            )
-            last, hidden = int(output.logits[0, -1].argmax()), output.last_hidden_state
+        steps = draft_steps(drafter, rows, tokens[position], position)
+        logits = next(steps)
+        for _ in range(DRAFT_LENGTH - 1):
+            logits = steps.send(int(logits.argmax()))
 
 
 class _Sums:

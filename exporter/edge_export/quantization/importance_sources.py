@@ -9,6 +9,7 @@ from pathlib import Path
 from edge_devices.option_fields import option
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
+from edge_export.parity.reference import reference_of
 from edge_export.quantization.imatrix_file import read_imatrix, write_imatrix
 from edge_export.quantization.importance import Importance, fitted
 from edge_export.quantization.moments import SecondMoments
@@ -89,19 +90,12 @@ def _calibrated(
     if target.gguf is not None or target.tokenizer_folder is None:
         raise ExportError(f"calibration runs the target in transformers, and {target.origin} is a GGUF; give its checkpoint")
     with_drafter = drafter.gguf is None and ("drafter" in roles or sources.save is not None)
-    model = target.checkpoint
+    model, reference = target.checkpoint, reference_of(target, drafter, threads)
     made = calibrate(
         CalibrationRequest(
-            target_folder=target.path,
-            drafter_folder=drafter.path if with_drafter else None,
-            tokenizer_folder=target.tokenizer_folder,
+            **vars(reference) | {"parameters": model.parameters + (drafter.checkpoint.parameters if with_drafter else 0)},
             text=text,
-            parameters=model.parameters + (drafter.checkpoint.parameters if with_drafter else 0),
-            window=model.architecture.window,
-            context=model.architecture.context,
-            threads=threads,
-            target_weights=model.weights,
-            drafter_weights=drafter.checkpoint.weights if with_drafter else None,
+            with_drafter=with_drafter,
             moments=moments,
         ),
         progress,

@@ -5,11 +5,10 @@ Imports torch: import it only where a drafter is trained.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from edge_export.errors import ExportError, ParityError
-from edge_export.parity.reference import Weights, load_reference
+from edge_export.parity.reference import ReferenceRequest, load_reference, reference_tokenizer, torch_threads
 from edge_export.quantization.calibration import read_text
 from edge_export.tuning.texts import Tokens, parts_of, prompts_from, written_after
 from edge_export.tuning.training import Recipe, train
@@ -39,23 +38,13 @@ _SEED = 20261122
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningRequest:
-    """The pair, the text, and the folder of the state. `banned` tokens are never written: those that end a text.
+class TuningRequest(ReferenceRequest):
+    """The pair, the text, and the folder of the state. `banned` tokens are never written: those that end a text."""
 
-    `target_weights` and `drafter_weights` are those of a text model, where transformers cannot read the folder's own.
-    """
-
-    target_folder: Path
-    drafter_folder: Path
-    tokenizer_folder: Path
     text: Path
     folder: Path
     minutes: float
-    context: int
-    threads: int
     banned: tuple[int, ...]
-    target_weights: Weights | None = None
-    drafter_weights: Weights | None = None
 
     @property
     def result(self) -> Path:
@@ -70,7 +59,7 @@ def tune(request: TuningRequest, say: Callable[[str], None]) -> DrafterTuning | 
     """
     text, source = read_text(request.text, "text to tune on")
     _prepare(request, source.sha256)
-    with _threads(request.threads):
+    with torch_threads(request.threads):
         try:
             target = load_reference(request.target_folder, request.target_weights).requires_grad_(False)
             drafter = load_reference(request.drafter_folder, request.drafter_weights)
@@ -129,9 +118,7 @@ def _prepare(request: TuningRequest, text: str) -> None:
 
 def _texts(request: TuningRequest, target: Any, text: str, say: Callable[[str], None]) -> tuple[Tokens, Tokens]:
     """Returns the texts to train on and those to judge by. Writing takes at most as long as the training."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / "tokenizer.json"))
+    tokenizer = reference_tokenizer(request)
     length = min(LENGTH, request.context)
     parts, held_parts = parts_of(text)
     begin = monotonic()
@@ -167,13 +154,3 @@ def _save(drafter: Any, request: TuningRequest) -> None:
     for path in sorted(request.drafter_folder.iterdir()):
         if path.suffix in (".json", ".jinja", ".md") and not path.name.endswith(".index.json"):
             shutil.copy(path, request.result / path.name)
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

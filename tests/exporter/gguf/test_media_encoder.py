@@ -83,7 +83,7 @@ def test_tokens_and_towers_are_read(folders):
         ("vision_config", "patch_size", 14, "patch_size 14, llama.cpp computes with 16"),
         ("vision_config", "num_hidden_layers", 3, "is missing"),
         ("vision_config", "num_hidden_layers", 1, "is no tensor of the parts"),
-        ("vision_config", "hidden_size", "x", "not a positive number"),
+        ("vision_config", "hidden_size", "x", "vision_config.hidden_size is 'x', not an integer"),
         ("audio_config", "conv_kernel_size", 7, "conv_kernel_size 7"),
         ("audio_config", "subsampling_conv_channels", [1, 2, 3], "not two counts"),
         ("text_config", "use_bidirectional_attention", "all", "use_bidirectional_attention is 'all'"),

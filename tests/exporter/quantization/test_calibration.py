@@ -71,7 +71,6 @@ def test_every_matrix_of_both_is_measured(member: str, request_for: Callable[[st
     assert sum(progress) == made.source.bytes == len(TEXT)
     assert made.source.tokens == TOKENS
     target = fitted(made.target, open_checkpoint(request.target_folder), made.source)
-    assert request.drafter_folder is not None
     drafter = fitted(made.drafter, open_checkpoint(request.drafter_folder), made.source)
     assert {"token_embd.weight", "nextn.pre_projection.weight", "nextn.post_projection.weight"} <= set(drafter.values)
     assert "token_embd.weight" in target.values
@@ -82,7 +81,7 @@ def test_every_matrix_of_both_is_measured(member: str, request_for: Callable[[st
 
 
 def test_the_sums_are_those_of_the_inputs(request_for: Callable[[str], CalibrationRequest]) -> None:
-    request = replace(request_for("26b-a4b"), drafter_folder=None)
+    request = replace(request_for("26b-a4b"), with_drafter=False)
     made = calibrate(request)
     assert made.drafter == {}
     seen: dict[str, Any] = {}

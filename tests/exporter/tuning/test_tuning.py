@@ -214,6 +214,8 @@ def test_the_tuned_drafter_is_a_checkpoint_of_the_same_type(models, tmp_path):
         text=tmp_path / "text",
         folder=tmp_path,
         minutes=1,
+        parameters=1,
+        window=1,
         context=4096,
         threads=1,
         banned=(),
