@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,3 +21,28 @@ def member_folder() -> Callable[[str], Path]:
     from tiny_members import write_member
 
     return lambda name: kept("member", {"name": name}, lambda folder: write_member(name, folder))
+
+
+@pytest.fixture
+def pair(member_folder: Callable[[str], Path]) -> list[Path]:
+    """The folders of a tiny target with per-layer embeddings and of its drafter."""
+    return [member_folder("e2b"), member_folder("e2b-assistant")]
+
+
+@pytest.fixture
+def export(pair: list[Path], tmp_path: Path) -> Callable[..., Any]:
+    """Exports the tiny pair to `out`, with other values of the request, and returns the bundle."""
+    from edge_export.pipeline.export import export_pair
+    from edge_export.pipeline.request import ExportRequest
+
+    def made(progress: Any = None, **changes: Any) -> Any:
+        values: dict[str, Any] = {
+            "target": str(pair[0]),
+            "drafter": str(pair[1]),
+            "output": tmp_path / "out",
+            "verify": False,
+            "threads": 1,
+        }
+        return export_pair(ExportRequest(**values | {"target_quantization": "f16", "drafter_quantization": "bf16"} | changes), progress)
+
+    return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,11 @@ from edge_export.cli import export
 from edge_export.cli.command import main
 from edge_runtime.bundle.bundle import open_bundle
 
-Folders = Callable[[str], Path]
 QUICK = ["--target-quant", "f16", "--drafter-quant", "f16", "--no-verify"]
 
 
 def invoke(*arguments: object, command: str = "pair") -> Result:
     return CliRunner().invoke(main, [command, *(str(argument) for argument in arguments)])
-
-
-@pytest.fixture
-def pair(member_folder: Folders) -> list[Path]:
-    return [member_folder("e2b"), member_folder("e2b-assistant")]
 
 
 def test_json_is_one_object_on_standard_output(pair: list[Path], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,17 +20,16 @@ from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import ExportError
 from edge_export.gguf.writer import GgufPlan
 from edge_export.output import atomic_folder
-from edge_export.pipeline import bundle_files, export, gguf_step
-from edge_export.pipeline.export import export_pair
-from edge_export.pipeline.request import ExportRequest
-from edge_runtime.bundle.bundle import open_bundle
+from edge_export.pipeline import bundle_files, gguf_step
+from edge_export.pipeline import export as pipeline
+from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME
 
-Folders = Callable[[str], Path]
+Export = Callable[..., Bundle]
 STEPS = [
-    (export, "resolve_pair"),
+    (pipeline, "resolve_pair"),
     (sources, "read_vocabulary"),
-    (export, "cache_layout"),
+    (pipeline, "cache_layout"),
     (gguf_step, "plan_gguf"),
     (gguf_step, "check_space"),
     (GgufPlan, "write"),
@@ -37,11 +37,11 @@ STEPS = [
     (gguf_step, "write_body"),
     (gguf_step, "write_head"),
     (gguf_step, "measure_parity"),
-    (export, "copy_texts"),
+    (pipeline, "copy_texts"),
     (bundle_files, "sha256_of"),
     (bundle_files, "manifest_source"),
-    (export, "architecture"),
-    (export, "open_bundle"),
+    (pipeline, "architecture"),
+    (pipeline, "open_bundle"),
 ]
 
 
@@ -64,30 +64,13 @@ class ProgressLog:
         self.messages.append(sentence)
 
 
-@pytest.fixture
-def request_for(member_folder: Folders, tmp_path: Path) -> Callable[..., ExportRequest]:
-    def made(**changes: Any) -> ExportRequest:
-        values: dict[str, Any] = {
-            "target": str(member_folder("e2b")),
-            "drafter": str(member_folder("e2b-assistant")),
-            "output": tmp_path / "out",
-            "target_quantization": "f16",
-            "drafter_quantization": "bf16",
-            "verify": False,
-            "threads": 1,
-        }
-        return ExportRequest(**values | changes)
-
-    return made
-
-
 def snapshot(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"" for path in sorted(folder.rglob("*"))}
 
 
-def test_the_bundle_opens_and_says_where_it_came_from(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+def test_the_bundle_opens_and_says_where_it_came_from(export: Export, tmp_path: Path) -> None:
     log = ProgressLog()
-    made = export_pair(request_for(target_quantization=None, drafter_quantization=None, context=700), log)
+    made = export(log, target_quantization=None, drafter_quantization=None, context=700)
     bundle = open_bundle(tmp_path / "out")
     assert bundle.manifest == made.manifest
     assert [(f.role, f.path, f.quantization) for f in bundle.manifest.files] == [
@@ -110,23 +93,20 @@ def test_the_bundle_opens_and_says_where_it_came_from(request_for: Callable[...,
     assert read_gguf_header(bundle.path("target")).keys["general.file_type"] == 2
 
 
-def test_progress_ends_near_its_totals(request_for: Callable[..., ExportRequest]) -> None:
+def test_progress_ends_near_its_totals(export: Export) -> None:
     log = ProgressLog()
-    export_pair(request_for(), log)
+    export(log)
     counted = [(title, total, done) for (title, total), done in zip(log.steps, log.done, strict=True) if total is not None]
     assert len(counted) == 5
     for title, total, done in counted:
         assert done == pytest.approx(total, rel=0.1), title
 
 
-def test_a_gguf_is_taken_as_it_is(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
-    first = export_pair(request_for())
+def test_a_gguf_is_taken_as_it_is(export: Export, tmp_path: Path) -> None:
+    first = export()
     paths = [str(first.path(role)) for role in ("target", "drafter")]
-    second = export_pair(
-        request_for(
-            target=paths[0], drafter=paths[1], output=tmp_path / "again", target_quantization=None, drafter_quantization=None, verify=True
-        )
-    )
+    unchanged = {"target_quantization": None, "drafter_quantization": None}
+    second = export(target=paths[0], drafter=paths[1], output=tmp_path / "again", verify=True, **unchanged)
     for role in ("target", "drafter"):
         assert second.file(role).sha256 == first.file(role).sha256
         assert second.file(role).quantization == first.file(role).quantization
@@ -136,44 +116,35 @@ def test_a_gguf_is_taken_as_it_is(request_for: Callable[..., ExportRequest], tmp
     assert second.manifest.parity == {"skipped": "the target and drafter came as GGUF, without a checkpoint to compare with"}
     open_bundle(tmp_path / "again")
     with pytest.raises(ExportError, match="taken as it is"):
-        export_pair(request_for(target=paths[0], target_quantization="q8_0", output=tmp_path / "third"))
+        export(target=paths[0], target_quantization="q8_0", output=tmp_path / "third")
 
 
 @pytest.mark.parametrize(("place", "step"), STEPS)
-def test_a_failing_step_leaves_nothing(
-    place: Any, step: str, request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: object, **__: object) -> None:
-        raise ExportError(f"{step} failed on purpose")
-
+def test_a_failing_step_leaves_nothing(place: Any, step: str, export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_step, "measure_parity", lambda *_: {"skipped": "not what is tested"})
-    monkeypatch.setattr(place, step, failing)
+    monkeypatch.setattr(place, step, Mock(side_effect=ExportError(f"{step} failed on purpose")))
     with pytest.raises(ExportError, match=f"{step} failed on purpose"):
-        export_pair(request_for(target_quantization="q8_0", verify=True))
+        export(target_quantization="q8_0", verify=True)
     assert snapshot(tmp_path) == {}
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device", "file")])
-def test_the_old_bundle_survives_a_failed_replacement(
-    error: BaseException, request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export_pair(request_for())
-    before = snapshot(tmp_path)
-
-    def failing(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(bundle_files, "manifest_source", failing)
-    with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ExportError):
-        export_pair(request_for(force=True, context=64))
-    assert snapshot(tmp_path) == before
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
+    monkeypatch.setattr(bundle_files, "manifest_source", Mock(side_effect=KeyboardInterrupt))
+    return KeyboardInterrupt
 
 
-def test_the_old_bundle_comes_back_when_the_new_one_cannot_be_moved_in(
-    request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export_pair(request_for())
-    before = snapshot(tmp_path)
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
+    monkeypatch.setattr(bundle_files, "manifest_source", Mock(side_effect=OSError(28, "No space left on device", "file")))
+    return ExportError
+
+
+def fill_the_disk_unnoticed(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
+    """Only the end of the export is told."""
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    return ExportError
+
+
+def refuse_the_move(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
     rename = Path.rename
 
     def refusing(self: Path, target: Path) -> Path:
@@ -183,36 +154,30 @@ def test_the_old_bundle_comes_back_when_the_new_one_cannot_be_moved_in(
 
     monkeypatch.setattr(Path, "rename", refusing)
     monkeypatch.setattr(atomic_folder, "exchange", lambda *_: False)
-    with pytest.raises(ExportError, match="Permission denied"):
-        export_pair(request_for(force=True, context=64))
-    assert snapshot(tmp_path) == before
+    return ExportError
 
 
-def test_a_disk_that_says_only_at_the_end_that_it_is_full_leaves_the_old_bundle(
-    request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fail", [interrupt, fill_the_disk, fill_the_disk_unnoticed, refuse_the_move])
+def test_the_old_bundle_survives_a_failed_replacement(
+    fail: Callable[[pytest.MonkeyPatch], type[BaseException]], export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export_pair(request_for())
+    export()
     before = snapshot(tmp_path)
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ExportError, match="No space left on device"):
-        export_pair(request_for(force=True, context=64))
+    with pytest.raises(fail(monkeypatch), match="" if fail is interrupt else "No space left|Permission denied"):
+        export(force=True, context=64)
     assert snapshot(tmp_path) == before
 
 
-def test_force_replaces_a_bundle_and_nothing_else(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
-    export_pair(request_for())
+def test_force_replaces_a_bundle_and_nothing_else(export: Export, tmp_path: Path) -> None:
+    export()
     with pytest.raises(ExportError, match=r"exists already; .*--force"):
-        export_pair(request_for(context=64))
-    export_pair(request_for(force=True, context=64))
+        export(context=64)
+    export(force=True, context=64)
     assert open_bundle(tmp_path / "out").manifest.runtime.context == 64
     (tmp_path / "out" / MANIFEST_NAME).unlink()
     before = snapshot(tmp_path)
     with pytest.raises(ExportError, match="is not a bundle"):
-        export_pair(request_for(force=True))
+        export(force=True)
     assert snapshot(tmp_path) == before
 
 
@@ -233,28 +198,26 @@ def test_force_takes_no_manifest_of_others_for_a_bundle(manifest: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "sub/target-f16.gguf", "link"])
-def test_force_replaces_no_bundle_with_files_of_others(name: str, request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
-    export_pair(request_for())
+def test_force_replaces_no_bundle_with_files_of_others(name: str, export: Export, tmp_path: Path) -> None:
+    export()
     foreign = tmp_path / "out" / name
     foreign.parent.mkdir(exist_ok=True)
     foreign.symlink_to(tmp_path) if name == "link" else foreign.write_text("mine")
     with pytest.raises(ExportError, match=f"{name} is no file of the bundle"):
-        export_pair(request_for(force=True))
+        export(force=True)
     assert os.path.lexists(foreign)
 
 
-def test_a_bundle_is_not_replaced_by_what_is_made_of_it(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
-    export_pair(request_for())
+def test_a_bundle_is_not_replaced_by_what_is_made_of_it(export: Export, tmp_path: Path) -> None:
+    export()
     before = snapshot(tmp_path)
     changes = {"target": str(tmp_path / "out" / "target-f16.gguf"), "target_quantization": None}
     with pytest.raises(ExportError, match=r"target-f16\.gguf lies in .*out, which --force would replace"):
-        export_pair(request_for(force=True, **changes))
+        export(force=True, **changes)
     assert snapshot(tmp_path) == before
 
 
-def test_a_bundle_that_appears_meanwhile_is_not_replaced(
-    request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_that_appears_meanwhile_is_not_replaced(export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = bundle_files.manifest_source
 
     def appearing(*arguments: Any, **named: Any) -> Any:
@@ -263,7 +226,7 @@ def test_a_bundle_that_appears_meanwhile_is_not_replaced(
 
     monkeypatch.setattr(bundle_files, "manifest_source", appearing)
     with pytest.raises(ExportError, match="exists already"):
-        export_pair(request_for())
+        export()
     assert snapshot(tmp_path) == {"out": b""}
 
 
@@ -273,17 +236,17 @@ def dead_process() -> int:
     return child.pid
 
 
-def test_leftovers_of_killed_exports_go_and_those_of_running_ones_stay(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+def test_leftovers_of_killed_exports_go_and_those_of_running_ones_stay(export: Export, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
         for process in (dead_process(), running.pid):
             (tmp_path / f".out.partial-{process}").mkdir()
         (tmp_path / ".other.partial-1").mkdir()
-        export_pair(request_for())
+        export()
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f".out.partial-{running.pid}", ".other.partial-1", "out"])
 
 
-def test_a_bundle_whose_replacement_was_killed_midway_is_put_back(request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
-    export_pair(request_for())
+def test_a_bundle_whose_replacement_was_killed_midway_is_put_back(export: Export, tmp_path: Path) -> None:
+    export()
     before = snapshot(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / f".out.replaced-{dead_process()}")
     with pytest.raises(ExportError, match="exists already"):
@@ -292,13 +255,11 @@ def test_a_bundle_whose_replacement_was_killed_midway_is_put_back(request_for: C
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_no_space_is_refused_with_both_numbers(
-    request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_space_is_refused_with_both_numbers(export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1234))
     with pytest.raises(ExportError, match=rf"{tmp_path} has 1234 bytes free, the export needs about \d+ .*another disk"):
-        export_pair(request_for())
+        export()
     assert snapshot(tmp_path) == {}
 
 
@@ -311,7 +272,7 @@ def test_no_space_is_refused_with_both_numbers(
         ({"target": "/nowhere"}, "the target /nowhere does not exist"),
     ],
 )
-def test_refusals(changes: dict[str, Any], sentence: str, request_for: Callable[..., ExportRequest], tmp_path: Path) -> None:
+def test_refusals(changes: dict[str, Any], sentence: str, export: Export, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=sentence):
-        export_pair(request_for(**changes))
+        export(**changes)
     assert snapshot(tmp_path) == {}

@@ -23,11 +23,6 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in ("pair", *arguments, "--no-verify")])
 
 
-@pytest.fixture
-def pair(member_folder: Folders) -> list[Path]:
-    return [member_folder("e2b"), member_folder("e2b-assistant")]
-
-
 def test_a_bundle_says_how_it_is_run(pair: list[Path], tmp_path: Path) -> None:
     result = invoke(*pair, "-o", tmp_path / "out", "--context", 100, "--preset", "edge")
     assert result.exit_code == 0, result.stderr

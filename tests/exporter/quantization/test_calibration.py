@@ -20,15 +20,13 @@ from edge_export.errors import ExportError
 from edge_export.gguf.writer import write_gguf
 from edge_export.parity import reference
 from edge_export.parity.reference import load_reference
-from edge_export.pipeline.export import export_pair
-from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization import calibration
 from edge_export.quantization.calibration import CalibrationRequest, calibrate, read_text
 from edge_export.quantization.importance import Importance, fitted
 from edge_export.quantization.importance_sources import SAVED, ImportanceSources
 from edge_export.quantization.llama_quantize import quantize_gguf
 from edge_export.quantization.moments import SecondMoments
-from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import ImportanceSource
 
 Folders = Callable[[str], Path]
@@ -188,32 +186,15 @@ def matrix(path: Path, name: str) -> Any:
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
-@pytest.fixture
-def export_for(member_folder: Folders, tmp_path: Path) -> Callable[..., ExportRequest]:
-    def made(**changes: Any) -> ExportRequest:
-        values: dict[str, Any] = {
-            "target": str(member_folder("e2b")),
-            "drafter": str(member_folder("e2b-assistant")),
-            "output": tmp_path / "out",
-            "target_quantization": "q4_0",
-            "drafter_quantization": "q4_0",
-            "verify": False,
-            "threads": 1,
-        }
-        return ExportRequest(**values | changes)
-
-    return made
-
-
 def test_what_a_text_gave_can_be_saved_and_given_back(
-    export_for: Callable[..., ExportRequest], request_for: Callable[[str], CalibrationRequest], text: Path, tmp_path: Path
+    export: Callable[..., Bundle], request_for: Callable[[str], CalibrationRequest], text: Path, tmp_path: Path
 ) -> None:
     request_for("e2b")  # for its small limits
-    export_pair(export_for(output=tmp_path / "plain"))
-    export_pair(export_for(output=tmp_path / "text", importance=ImportanceSources(calibrate=text, save=tmp_path)))
+    four_bits = {"target_quantization": "q4_0", "drafter_quantization": "q4_0"}
+    plain = export(output=tmp_path / "plain", **four_bits)
+    calibrated = export(output=tmp_path / "text", importance=ImportanceSources(calibrate=text, save=tmp_path), **four_bits)
     files = ImportanceSources(imatrix=tmp_path / SAVED["target"], drafter_imatrix=tmp_path / SAVED["drafter"])
-    export_pair(export_for(output=tmp_path / "file", importance=files))
-    plain, calibrated, from_files = (open_bundle(tmp_path / name) for name in ("plain", "text", "file"))
+    from_files = export(output=tmp_path / "file", importance=files, **four_bits)
     for role in ("target", "drafter"):
         assert plain.file(role).sha256 != calibrated.file(role).sha256
         assert calibrated.manifest.importance[role].kind == "calibration"
@@ -227,14 +208,14 @@ def test_what_a_text_gave_can_be_saved_and_given_back(
 
 
 def test_importance_that_nothing_would_use_is_refused(
-    export_for: Callable[..., ExportRequest], request_for: Callable[[str], CalibrationRequest], text: Path, tmp_path: Path
+    export: Callable[..., Bundle], request_for: Callable[[str], CalibrationRequest], text: Path, tmp_path: Path
 ) -> None:
     request_for("e2b")
     path = tmp_path / "some.dat"
 
     def refused(match: str, **changes: Any) -> None:
         with pytest.raises(ExportError, match=match):
-            export_pair(export_for(**changes))
+            export(**{"target_quantization": "q4_0", "drafter_quantization": "q4_0"} | changes)
         assert not (tmp_path / "out").exists()
 
     plain = {"target_quantization": "f16", "drafter_quantization": "q8_0"}
@@ -245,6 +226,6 @@ def test_importance_that_nothing_would_use_is_refused(
         drafter_quantization="q8_0",
     )
     refused("some.dat cannot be read", importance=ImportanceSources(imatrix=path))
-    made = export_pair(export_for(output=tmp_path / "made", **plain))
+    made = export(output=tmp_path / "made", **plain)
     given = {"target": str(made.path("target")), "target_quantization": None, "importance": ImportanceSources(calibrate=text)}
     refused("calibration runs the target in transformers, and .*gguf is a GGUF; give its checkpoint", **given)
