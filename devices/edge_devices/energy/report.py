@@ -195,15 +195,15 @@ def _phase_powers(log: RunLog) -> dict[str, PhaseWatts]:
             if entry:
                 windows.setdefault(run.variant.removeprefix(CALIBRATION), []).append(entry.window)
     powers = {}
-    for phase, found in windows.items():
-        if len(found) >= 2:
-            mean = mean_interval([w.watts for w in found], [w.start_s for w in found], resolution=fmean(w.resolution_watts for w in found))
+    for phase, loops in windows.items():
+        if len(loops) >= 2:
+            mean = mean_interval([w.watts for w in loops], [w.start_s for w in loops], resolution=fmean(w.resolution_watts for w in loops))
             error, freedom = combined(
-                [(mean.error, mean.freedom), (WARMING * change_within(log.trace, found, log.characteristics), math.inf)]
+                [(mean.error, mean.freedom), (WARMING * change_within(log.trace, loops, log.characteristics), math.inf)]
             )
             powers[phase] = PhaseWatts(watts=mean.value, error=error, freedom=freedom)
         else:
-            powers[phase] = PhaseWatts(watts=found[0].watts, error=found[0].error_watts, freedom=found[0].freedom)
+            powers[phase] = PhaseWatts(watts=loops[0].watts, error=loops[0].error_watts, freedom=loops[0].freedom)
     return powers
 
 
@@ -291,21 +291,21 @@ def _share_errors(
         known.update(run.shares.errors)
     closures = [r.shares.closure or 0.0 for r in (*runs, *others)]
     misfit = abs(fmean(closures))
-    found = []
+    errors = []
     for phase, (error, freedom) in known.items():
         weight = fmean(r.shares.sensitivity(phases).get(phase, 0.0) for r in runs)
         weight -= fmean(r.shares.sensitivity(their_phases).get(phase, 0.0) for r in others) if others else 0.0
-        found += [(abs(weight) * error, freedom), (abs(weight) * misfit, math.inf)]
-    return found
+        errors += [(abs(weight) * error, freedom), (abs(weight) * misfit, math.inf)]
+    return errors
 
 
 def _by_phase(runs: Sequence[ValidRun]) -> dict[str, Interval]:
-    found = {}
+    by_phase = {}
     for phase in dict.fromkeys(p for r in runs for p in r.shares.joules):
         joules = _per_of(runs, {phase}, lambda r, phase=phase: r.shares.joules.get(phase, 0.0), lambda r: r.run.requests)  # type: ignore[misc]
         if joules is not None:
-            found[phase] = joules
-    return found
+            by_phase[phase] = joules
+    return by_phase
 
 
 def _net(runs: Sequence[ValidRun], idle: Idle) -> Interval | None:
@@ -350,28 +350,28 @@ def too_short(log: RunLog, seconds: float) -> str | None:
 
 def exclusions(log: RunLog, run: LoggedRun, window: WindowEnergy) -> list[str]:
     """Returns the reasons to exclude a run, from its state, length and readings."""
-    found = disturbances(run.before, run.after)
+    reasons = disturbances(run.before, run.after)
     short = too_short(log, window.seconds)
     if short:
-        found.append(short)
+        reasons.append(short)
     if run.expected_s and run.seconds > LONGEST_OVERRUN * run.expected_s:
-        found.append(
+        reasons.append(
             f"took {run.seconds:.3g} s where {run.expected_s:.3g} s were expected: something else ran, or the process was suspended"
         )
     first = bisect_left(log.faults, run.start_s, key=lambda fault: fault[0])  # faults are in the order of their times
     if first < len(log.faults) and log.faults[first][0] <= run.end_s:
-        found.append(f"the meter failed: {log.faults[first][1]}")
+        reasons.append(f"the meter failed: {log.faults[first][1]}")
     if log.facts.kind is Kind.SAMPLER:
-        found += _sampler_objections(log, window)
-    return found
+        reasons += _sampler_objections(log, window)
+    return reasons
 
 
 def _sampler_objections(log: RunLog, window: WindowEnergy) -> list[str]:
-    found = []
+    reasons = []
     if window.updates < MIN_UPDATES:
-        found.append(f"the meter showed {window.updates} new values; {MIN_UPDATES} are needed")
+        reasons.append(f"the meter showed {window.updates} new values; {MIN_UPDATES} are needed")
     # A gap as long as during characterisation is normal for the meter, not a fault of this run.
     longest = max(LONGEST_GAP * log.characteristics.refresh_s, LONGEST_GAP * log.facts.poll_s, 1.5 * log.characteristics.longest_gap_s)
     if window.longest_gap_s > longest:
-        found.append(f"the meter showed no update for {window.longest_gap_s:.3g} s, longer than {longest:.3g} s")
-    return found
+        reasons.append(f"the meter showed no update for {window.longest_gap_s:.3g} s, longer than {longest:.3g} s")
+    return reasons

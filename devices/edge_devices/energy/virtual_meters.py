@@ -68,19 +68,19 @@ def virtual_meter(system: System, name: str | None) -> Meter | None:
 def _profile_estimate(system: System) -> EstimateMeter:
     """The model with the watts of this device's profile. Raises MeterError where it has none."""
     device = detect_device(system)
-    found = device.profile
-    if found.idle_watts is None or found.core_watts is None:
-        raise MeterError(f"the profile {found.name} has no watts for a power model; {_ADVICE}")
-    if found.watts_of == "laptop" and not _has_battery(system):
-        raise MeterError(f"the watts of the profile {found.name} are those of laptops, and this machine has no battery; {_ADVICE}")
-    shares = device.machine.usable_processors if found.watts_of == "processor" else 1
+    profile = device.profile
+    if profile.idle_watts is None or profile.core_watts is None:
+        raise MeterError(f"the profile {profile.name} has no watts for a power model; {_ADVICE}")
+    if profile.watts_of == "laptop" and not _has_battery(system):
+        raise MeterError(f"the watts of the profile {profile.name} are those of laptops, and this machine has no battery; {_ADVICE}")
+    shares = device.machine.usable_processors if profile.watts_of == "processor" else 1
     return EstimateMeter(
         system,
-        idle_watts=shares * fmean(found.idle_watts),
-        core_watts=fmean(found.core_watts),
+        idle_watts=shares * fmean(profile.idle_watts),
+        core_watts=fmean(profile.core_watts),
         # The widest of both: in between lies any mixture of idle time and work.
-        model_error=max((high - low) / (high + low) for low, high in (found.idle_watts, found.core_watts)),
-        origin=f"profile {found.name}",
+        model_error=max((high - low) / (high + low) for low, high in (profile.idle_watts, profile.core_watts)),
+        origin=f"profile {profile.name}",
     )
 
 

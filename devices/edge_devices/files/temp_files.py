@@ -38,14 +38,14 @@ def locked(path: Path, before_wait: Callable[[], None] = lambda: None) -> Iterat
     `before_wait` is called if another has the lock. Where the system or the file system has no such locks, only the process number in
     the name of a temporary file protects it.
     """
-    descriptor, taken = None, False
+    descriptor, is_locked = None, False
     try:
         descriptor = _lock(path, wait=False)
     except BlockingIOError:
-        taken = True
+        is_locked = True
     except OSError:
         pass
-    if taken:
+    if is_locked:
         before_wait()
         with contextlib.suppress(OSError):
             descriptor = _lock(path, wait=True)
@@ -60,20 +60,20 @@ def stale_of(path: Path, kind: str = PARTIAL) -> Iterator[Path]:
     """Yields the stale temporary files of `path`: unlocked, and of a process that has ended, or old."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.{kind}-(\d+)(?:-[0-9a-f]+)?")
     with contextlib.suppress(OSError):
-        for found in sorted(path.parent.iterdir()):
-            match = pattern.fullmatch(found.name)
-            if match is not None and not found.is_symlink() and _is_stale(found, int(match[1])):
-                yield found
+        for entry in sorted(path.parent.iterdir()):
+            match = pattern.fullmatch(entry.name)
+            if match is not None and not entry.is_symlink() and _is_stale(entry, int(match[1])):
+                yield entry
 
 
 def clear_stale(path: Path, kind: str = PARTIAL) -> None:
     """Removes the stale temporary files of `path`; ignores what cannot be removed."""
-    for found in stale_of(path, kind):
-        if found.is_dir():
-            shutil.rmtree(found, ignore_errors=True)
+    for stale in stale_of(path, kind):
+        if stale.is_dir():
+            shutil.rmtree(stale, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
-                found.unlink()
+                stale.unlink()
 
 
 def _is_stale(path: Path, process: int) -> bool:

@@ -51,7 +51,7 @@ def cache_put(path: Path, key: str, value: object) -> OSError | None:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(path.parent):
+        with locked(path.parent.resolve()):
             entries = read_entries(path)
             entries.pop(key, None)
             atomic_write(path, [_newest({**entries, key: value})])

@@ -49,11 +49,11 @@ def detect_device(system: System) -> Device:
     model = system.text_or("proc/device-tree/model").rstrip("\0") or system.text_or("sys/class/dmi/id/product_name")
     soc = system.run(["getprop", "ro.soc.model"]).text.strip() if system.is_android else ""
     clusters = read_clusters(system)
-    found, why = pick_profile(machine, model, soc)
+    profile, why = pick_profile(machine, model, soc)
     big = big_processors(clusters, machine.usable_processors)
-    threads = min(found.threads or big, machine.usable_processors)
+    threads = min(profile.threads or big, machine.usable_processors)
     return Device(
-        machine=machine, model=model, soc=soc, clusters=clusters, profile=replace(found, threads=threads), why=why, threads=threads
+        machine=machine, model=model, soc=soc, clusters=clusters, profile=replace(profile, threads=threads), why=why, threads=threads
     )
 
 
@@ -68,27 +68,31 @@ def environment(system: System) -> dict[str, Any]:
         "processors": device.machine.usable_processors,
         "clusters": [asdict(c) for c in device.clusters],
         "profile": device.profile.name,
-        "versions": {"python": platform.python_version()} | {name: found for name in DISTRIBUTIONS if (found := installed_version(name))},
+        "versions": {"python": platform.python_version()}
+        | {name: version for name in DISTRIBUTIONS if (version := installed_version(name))},
     }
 
 
 def pick_profile(machine: Machine, model: str, soc: str) -> tuple[Profile, str]:
     """Returns the profile that fits best and why: by model, by chip, by processor's name (the longest match), else a generic one."""
     known = list(profiles().values())
-    for found in known:
-        if model and model.startswith(found.match.models):
-            return found, f"the model is {model}"
-    for found in known:
-        if soc and soc in found.match.socs:
-            return found, f"the chip is {soc}"
+    for profile in known:
+        if model and model.startswith(profile.match.models):
+            return profile, f"the model is {model}"
+    for profile in known:
+        if soc and soc in profile.match.socs:
+            return profile, f"the chip is {soc}"
     matches = [
-        (len(hit[0]), found.name) for found in known for pattern in found.match.processors if (hit := re.search(pattern, machine.processor))
+        (len(hit[0]), profile.name)
+        for profile in known
+        for pattern in profile.match.processors
+        if (hit := re.search(pattern, machine.processor))
     ]
     if matches:
         return profiles()[max(matches)[1]], f"the processor is {machine.processor}"
-    for found in known:
-        if set(machine.cores) & set(found.match.cores):
-            return found, f"the cores are {machine.cores[0]}"
+    for profile in known:
+        if set(machine.cores) & set(profile.match.cores):
+            return profile, f"the cores are {machine.cores[0]}"
     return generic_profile(machine), "no profile fits, so it was built from facts of the machine"
 
 
@@ -107,13 +111,13 @@ def generic_profile(machine: Machine) -> Profile:
 
 def read_clusters(system: System) -> tuple[Cluster, ...]:
     """Returns the clusters of cpufreq, fastest first; none where the kernel lists none."""
-    found = []
+    clusters = []
     for policy in system.paths("sys/devices/system/cpu/cpufreq/policy*"):
         processors = system.text_or(f"{policy}/related_cpus").split()
         khz = system.text_or(f"{policy}/cpuinfo_max_freq")
         if processors and all(map(_is_number, (khz, *processors))) and all(int(p) < MOST_PROCESSORS for p in processors):
-            found.append(Cluster(processors=tuple(map(int, processors)), max_mhz=int(khz) / 1000))
-    return tuple(sorted(found, key=lambda c: (-c.max_mhz, c.processors)))
+            clusters.append(Cluster(processors=tuple(map(int, processors)), max_mhz=int(khz) / 1000))
+    return tuple(sorted(clusters, key=lambda c: (-c.max_mhz, c.processors)))
 
 
 def big_processors(clusters: tuple[Cluster, ...], usable: int) -> int:

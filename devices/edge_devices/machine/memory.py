@@ -66,8 +66,8 @@ class Resident:
 def resident_bytes(root: Path = Path("/")) -> Resident | None:
     """Returns VmRSS and RssAnon of /proc/self/status (proc(5)), or None where there is none."""
     pairs = (line.partition(":") for line in _lines(root / "proc/self/status"))
-    found = {name: int(value.split()[0]) * 1024 for name, _, value in pairs if name in ("VmRSS", "RssAnon")}
-    return Resident(total=found["VmRSS"], anonymous=found["RssAnon"]) if len(found) == 2 else None
+    sizes = {name: int(value.split()[0]) * 1024 for name, _, value in pairs if name in ("VmRSS", "RssAnon")}
+    return Resident(total=sizes["VmRSS"], anonymous=sizes["RssAnon"]) if len(sizes) == 2 else None
 
 
 def _group_available(root: Path) -> int | None:
@@ -76,11 +76,11 @@ def _group_available(root: Path) -> int | None:
     if group is None:
         return None
     folder = root / "sys/fs/cgroup" / group.lstrip("/")
-    most, used = (" ".join(_lines(folder / name)) for name in ("memory.max", "memory.current"))
-    if not most.isdecimal() or not used.isdecimal() or int(most) >= _NO_LIMIT:
+    limit, used = (" ".join(_lines(folder / name)) for name in ("memory.max", "memory.current"))
+    if not limit.isdecimal() or not used.isdecimal() or int(limit) >= _NO_LIMIT:
         return None
     files = next((line.split()[1] for line in _lines(folder / "memory.stat") if line.startswith("file ")), "0")
-    return max(0, int(most) - int(used) + int(files))
+    return max(0, int(limit) - int(used) + int(files))
 
 
 def _lines(path: Path) -> list[str]:

@@ -66,54 +66,54 @@ class Refusal(NamedTuple):
 
 def refusals(state: DeviceState, *, at_battery: bool) -> list[Refusal]:
     """Returns why nothing should be measured in this state. `at_battery`: energy is read from the device's own battery."""
-    found = []
+    reasons = []
     if state.throttled is not None and state.throttled & THROTTLED_NOW:
         sentence = f"the board is throttled now (get_throttled {state.throttled:#x}): cool it, or give it a stronger supply"
-        found.append(Refusal("throttled", sentence))
+        reasons.append(Refusal("throttled", sentence))
     if state.thermal_status is not None and state.thermal_status >= MODERATE:
         sentence = f"Android throttles because of heat (thermal status {thermal_name(state.thermal_status)}): let it cool"
-        found.append(Refusal("heat", sentence))
+        reasons.append(Refusal("heat", sentence))
     if at_battery and state.charger:
-        found.append(Refusal("charger", f"{state.charger} supplies power: unplug it to measure at the battery"))
+        reasons.append(Refusal("charger", f"{state.charger} supplies power: unplug it to measure at the battery"))
     if at_battery and state.charge_percent is not None and not CHARGE_LIMITS[0] <= state.charge_percent <= CHARGE_LIMITS[1]:
         sentence = f"the battery is at {state.charge_percent} %: measure between {CHARGE_LIMITS[0]} and {CHARGE_LIMITS[1]} %"
-        found.append(Refusal("charge", sentence))
-    return found
+        reasons.append(Refusal("charge", sentence))
+    return reasons
 
 
 def warnings(state: DeviceState) -> list[str]:
     """Returns remarks on this state for readers of the figures."""
-    found = []
+    remarks = []
     if state.swap_used:
-        found.append(f"{byte_text(state.swap_used)} of swap are in use")
+        remarks.append(f"{byte_text(state.swap_used)} of swap are in use")
     if not state.governors:
-        found.append("the frequency governor is not known")
+        remarks.append("the frequency governor is not known")
     elif state.governors != ("performance",):
-        found.append(f"the frequency governor is {', '.join(state.governors)}: clocks follow the load")
-    return found
+        remarks.append(f"the frequency governor is {', '.join(state.governors)}: clocks follow the load")
+    return remarks
 
 
 def disturbances(before: DeviceState, after: DeviceState) -> list[str]:
     """Returns the changes between two snapshots that make the run between them invalid."""
-    found = []
+    changes = []
     if after.throttled is not None and (after.throttled & THROTTLED_NOW or after.throttled & ~(before.throttled or 0) & THROTTLED_EVER):
-        found.append(f"the board throttled (get_throttled {after.throttled:#x})")
+        changes.append(f"the board throttled (get_throttled {after.throttled:#x})")
     if (after.thermal_status or 0) >= MODERATE and after.thermal_status != before.thermal_status:
-        found.append(f"Android throttled because of heat (thermal status {thermal_name(after.thermal_status)})")
+        changes.append(f"Android throttled because of heat (thermal status {thermal_name(after.thermal_status)})")
     if before.charger != after.charger:
-        found.append(f"the power source changed from {before.charger or 'battery'} to {after.charger or 'battery'}")
+        changes.append(f"the power source changed from {before.charger or 'battery'} to {after.charger or 'battery'}")
     if before.frequency_caps != after.frequency_caps:
-        found.append("the processor's frequency cap changed")
+        changes.append("the processor's frequency cap changed")
     if before.swap_used is not None and after.swap_used is not None and after.swap_used > before.swap_used:
-        found.append(f"{byte_text(after.swap_used - before.swap_used)} were swapped out")
-    return found
+        changes.append(f"{byte_text(after.swap_used - before.swap_used)} were swapped out")
+    return changes
 
 
 def _throttled(system: System) -> int | None:
     if not system.text_or("proc/device-tree/model").startswith("Raspberry Pi"):
         return None
-    found = re.search(r"throttled=0x([0-9a-fA-F]{1,8})\b", system.run(["vcgencmd", "get_throttled"]).text)
-    return int(found[1], 16) if found else None
+    match = re.search(r"throttled=0x([0-9a-fA-F]{1,8})\b", system.run(["vcgencmd", "get_throttled"]).text)
+    return int(match[1], 16) if match else None
 
 
 def _swap_used(system: System) -> int | None:

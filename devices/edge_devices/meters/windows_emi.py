@@ -160,7 +160,7 @@ def find(system: System, ports: Callable[[], Sequence[Port]] = open_ports) -> li
     """Returns one finding per channel; an empty list without Windows."""
     if system.platform != "win32":
         return []
-    found = []
+    findings = []
     for number, port in enumerate(ports()):
         try:
             version = struct.unpack("<H", port.control(GET_VERSION, 2)[:2])[0]
@@ -172,7 +172,7 @@ def find(system: System, ports: Callable[[], Sequence[Port]] = open_ports) -> li
             for meter in meters:
                 meter.read()
         except (MeterError, struct.error) as error:
-            found.append(present(f"{NAME}:{number}", str(error)))
+            findings.append(present(f"{NAME}:{number}", str(error)))
         else:
-            found += [usable(meter) for meter in meters]
-    return found or [absent(NAME, "no device offers the energy meter interface; few Windows laptops do")]
+            findings += [usable(meter) for meter in meters]
+    return findings or [absent(NAME, "no device offers the energy meter interface; few Windows laptops do")]

@@ -30,10 +30,10 @@ class AdbDevice:
 
 def find_adb() -> str:
     """Returns the path of adb. Raises TransportError if it is not installed."""
-    found = shutil.which("adb")
-    if not found:
+    path = shutil.which("adb")
+    if not path:
         raise TransportError("adb is not installed; install Android's platform-tools, or Debian's package adb")
-    return found
+    return path
 
 
 def adb_devices() -> list[AdbDevice]:
@@ -46,14 +46,14 @@ def adb_devices() -> list[AdbDevice]:
 
 def parse_devices(text: str) -> list[AdbDevice]:
     """Parses the output of `adb devices -l`."""
-    found = []
+    devices = []
     for line in text.partition("List of devices attached")[2].splitlines():
         serial, _, rest = line.partition(" ")
         words = rest.split()
         if serial and words:
             model = next((w.removeprefix("model:") for w in words if w.startswith("model:")), "")
-            found.append(AdbDevice(serial=serial, state=words[0], model=model))
-    return found
+            devices.append(AdbDevice(serial=serial, state=words[0], model=model))
+    return devices
 
 
 def usable_serials(report: Callable[[str], None] = lambda _text: None) -> list[str]:
@@ -62,15 +62,15 @@ def usable_serials(report: Callable[[str], None] = lambda _text: None) -> list[s
     if not listed:
         raise TransportError("adb lists no device; connect one and turn on USB debugging, or use `adb connect`")
     unfit = [
-        f"{one.serial} {UNAUTHORIZED if one.state == 'unauthorized' else f'is {one.state}; plug it in again'}"
-        for one in listed
-        if one.state != "device"
+        f"{device.serial} {UNAUTHORIZED if device.state == 'unauthorized' else f'is {device.state}; plug it in again'}"
+        for device in listed
+        if device.state != "device"
     ]
     if len(unfit) == len(listed):
         raise LinkError("; ".join(unfit))
     for text in unfit:
         report(f"left out: {text}")
-    return [one.serial for one in listed if one.state == "device"]
+    return [device.serial for device in listed if device.state == "device"]
 
 
 class AdbTransport:

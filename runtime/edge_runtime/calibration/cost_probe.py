@@ -87,15 +87,15 @@ def _begin_text(target: Target, token: int, longest: int) -> None:
 
 def overhead_and_step(drafted: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Returns the fixed overhead of a draft and the cost per token: a least-squares line through drafts of several lengths."""
-    made = [(count, taken) for count, taken in zip(drafted, seconds, strict=True) if count]
+    made = [(count, times) for count, times in zip(drafted, seconds, strict=True) if count]
     if not made:
         return 0.0, LEAST_SECONDS
-    counts, taken = np.array(made).T
+    counts, times = np.array(made).T
     if len(set(counts)) > 1:
-        step, overhead = np.polyfit(counts, taken, 1)
+        step, overhead = np.polyfit(counts, times, 1)
         if overhead > 0 and step > 0:
             return float(overhead), float(step)
-    return 0.0, max(float((taken / counts).mean()), LEAST_SECONDS)
+    return 0.0, max(float((times / counts).mean()), LEAST_SECONDS)
 
 
 def steady(rounds: Sequence[Sequence[float]]) -> list[float]:
@@ -103,6 +103,6 @@ def steady(rounds: Sequence[Sequence[float]]) -> list[float]:
 
     The speed of a machine varies by more than the figures differ, but it affects all figures of a round alike.
     """
-    totals = [sum(taken) for taken in rounds]
-    shares = zip(*([one / total for one in taken] for taken, total in zip(rounds, totals, strict=True)), strict=True)
+    totals = [sum(figures) for figures in rounds]
+    shares = zip(*([figure / total for figure in figures] for figures, total in zip(rounds, totals, strict=True)), strict=True)
     return [statistics.median(share) * min(totals) for share in shares]

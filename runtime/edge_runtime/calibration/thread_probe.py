@@ -142,7 +142,7 @@ def _timed(
 
 def _fewest(seconds: Mapping[int, float]) -> int:
     shortest = min(seconds.values())
-    return min(count for count, taken in seconds.items() if taken * WORTH <= shortest)
+    return min(count for count, time_s in seconds.items() if time_s * WORTH <= shortest)
 
 
 def lower_quartile(taken: Sequence[float]) -> float:

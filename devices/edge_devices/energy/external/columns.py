@@ -108,30 +108,30 @@ def simple(text: str) -> str:
 
 def columns_of(header: Sequence[str], choice: Choice = AUTOMATIC) -> dict[str, Column]:
     """Returns the column of each quantity that the header or the choice names. Raises MeterError for a chosen name that is not there."""
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     for index, name in enumerate(header):
         words, unit = _words(name)
         for quantity, known in WORDS.items():
-            if quantity not in found and words & known and not words & OTHERS:
+            if quantity not in columns and words & known and not words & OTHERS:
                 unit_here = unit if unit in UNITS[quantity] else next((w for w in words if w in UNITS[quantity] and w != "t"), "")
-                found[quantity] = Column(index=index, factor=UNITS[quantity].get(unit_here, 1.0), unit=unit_here)
+                columns[quantity] = Column(index=index, factor=UNITS[quantity].get(unit_here, 1.0), unit=unit_here)
                 break
     for quantity, name in choice.names.items():
-        found[quantity] = _chosen(header, quantity, name)
+        columns[quantity] = _chosen(header, quantity, name)
     if choice.names.keys() - {"time"}:  # the figure was chosen too: others do not count
-        found = {quantity: column for quantity, column in found.items() if quantity == "time" or quantity in choice.names}
+        columns = {quantity: column for quantity, column in columns.items() if quantity == "time" or quantity in choice.names}
     if choice.unit:
         quantity = next(q for q, units in UNITS.items() if q != "time" and choice.unit in units)
-        if quantity not in found:
+        if quantity not in columns:
             raise MeterError(f"unit={choice.unit} is a unit of {quantity}, and no column holds that; add {quantity}=NAME to --columns")
-        found[quantity] = Column(index=found[quantity].index, factor=UNITS[quantity][choice.unit], unit=choice.unit)
-    if choice.time_unit and "time" in found:
-        found["time"] = Column(index=found["time"].index, factor=UNITS["time"][choice.time_unit], unit=choice.time_unit)
-    return found
+        columns[quantity] = Column(index=columns[quantity].index, factor=UNITS[quantity][choice.unit], unit=choice.unit)
+    if choice.time_unit and "time" in columns:
+        columns["time"] = Column(index=columns["time"].index, factor=UNITS["time"][choice.time_unit], unit=choice.time_unit)
+    return columns
 
 
 def _chosen(header: Sequence[str], quantity: str, name: str) -> Column:
-    names = [simple(one) for one in header]
+    names = [simple(column) for column in header]
     if simple(name) in names:
         index = names.index(simple(name))
     elif re.fullmatch(r"\d{1,3}", name) and 1 <= int(name) <= len(header):

@@ -34,34 +34,34 @@ class Channel:
 
 def channels(system: System) -> list[Channel]:
     """Returns every channel of every chip, the best file first: energy, power, then voltage × current."""
-    found = []
+    listed = []
     for folder in system.paths(PATTERN):
         chip = system.text_or(f"{folder}/name")
         if chip.partition("_")[0] not in CHIPS:
             continue
         if system.exists(f"{folder}/energy1_input"):
-            found.append(Channel(chip=chip, label="1", kind=Kind.COUNTER, paths=(f"{folder}/energy1_input",)))
+            listed.append(Channel(chip=chip, label="1", kind=Kind.COUNTER, paths=(f"{folder}/energy1_input",)))
         elif system.exists(f"{folder}/power1_input"):
-            found.append(Channel(chip=chip, label="1", kind=Kind.SAMPLER, paths=(f"{folder}/power1_input",)))
+            listed.append(Channel(chip=chip, label="1", kind=Kind.SAMPLER, paths=(f"{folder}/power1_input",)))
         else:
-            found += _multiplied(system, folder, chip)
-    return [_numbered(channel, found[:i]) for i, channel in enumerate(found)]
+            listed += _multiplied(system, folder, chip)
+    return [_numbered(channel, listed[:i]) for i, channel in enumerate(listed)]
 
 
 def _numbered(channel: Channel, earlier: list[Channel]) -> Channel:
     """Returns a channel whose label none of the earlier ones of such a chip has."""
-    same = sum((one.chip, one.label) == (channel.chip, channel.label) for one in earlier)
+    same = sum((other.chip, other.label) == (channel.chip, channel.label) for other in earlier)
     return replace(channel, label=f"{channel.label}-{same + 1}") if same else channel
 
 
 def _multiplied(system: System, folder: str, chip: str) -> list[Channel]:
-    found = []
+    multiplied = []
     for n in (1, 2, 3):
         paths = (f"{folder}/in{n}_input", f"{folder}/curr{n}_input")
         label = system.text_or(f"{folder}/in{n}_label", str(n))
         if all(system.exists(p) for p in paths) and label != "NC" and label not in BOARD_LABELS:
-            found.append(Channel(chip=chip, label=label, kind=Kind.SAMPLER, paths=paths))
-    return found
+            multiplied.append(Channel(chip=chip, label=label, kind=Kind.SAMPLER, paths=paths))
+    return multiplied
 
 
 class ChipMeter:

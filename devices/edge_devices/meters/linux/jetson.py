@@ -35,21 +35,21 @@ class Rail:
 
 def rails(system: System) -> list[Rail]:
     """Returns the rails this module senses."""
-    found = []
+    sensed = []
     for folder in system.paths(HWMON):
         for n in range(1, 7):
             label = system.text_or(f"{folder}/in{n}_label")
             if label and label not in NOT_RAILS and system.exists(f"{folder}/curr{n}_input"):
-                found.append(Rail(label=label, paths=(f"{folder}/in{n}_input", f"{folder}/curr{n}_input"), scale=1e-6))
-    for folder in system.paths(INA238) if found else ():  # by itself such a chip is hwmon's
+                sensed.append(Rail(label=label, paths=(f"{folder}/in{n}_input", f"{folder}/curr{n}_input"), scale=1e-6))
+    for folder in system.paths(INA238) if sensed else ():  # by itself such a chip is hwmon's
         if system.exists(f"{folder}/power1_input"):
-            found.append(Rail(label=system.text_or(f"{folder}/in1_label") or "VIN", paths=(f"{folder}/power1_input",), scale=1e-6))
+            sensed.append(Rail(label=system.text_or(f"{folder}/in1_label") or "VIN", paths=(f"{folder}/power1_input",), scale=1e-6))
     for folder in system.paths(IIO):
         for n in range(3):
             label = system.text_or(f"{folder}/rail_name_{n}")
             if label and label not in NOT_RAILS:
-                found.append(Rail(label=label, paths=(f"{folder}/in_power{n}_input",), scale=1e-3))
-    return found
+                sensed.append(Rail(label=label, paths=(f"{folder}/in_power{n}_input",), scale=1e-3))
+    return sensed
 
 
 class JetsonMeter:

@@ -50,7 +50,7 @@ class AverageMeter:
 
 def find(system: System) -> list[Finding]:
     """Returns one finding per unit; an empty list on other machines."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for folder in system.paths(PATTERN):
         chip = system.text_or(f"{folder}/name")
         path = next((f"{folder}/{file}" for file in FILES if system.exists(f"{folder}/{file}")), None)
@@ -58,11 +58,11 @@ def find(system: System) -> list[Finding]:
             continue
         apu = system.text_or(f"{folder}/in1_label") == "vddnb"
         scope = Scope.PLATFORM if chip == ACPI else Scope.PACKAGE if apu else Scope.GPU
-        name = f"hwmon:{chip}:{sum(one.name.startswith(f'hwmon:{chip}:') for one in found) + 1}"
+        name = f"hwmon:{chip}:{sum(finding.name.startswith(f'hwmon:{chip}:') for finding in findings) + 1}"
         try:
             interval = system.number(f"{folder}/power1_average_interval")
         except PermissionError:
             interval = None
         interval_ms = interval if interval and 1 <= interval <= 60_000 else DEFAULT_INTERVAL_MS[chip]
-        found.append(tried(AverageMeter(system, path, name, scope, interval_ms)))
-    return found
+        findings.append(tried(AverageMeter(system, path, name, scope, interval_ms)))
+    return findings
