@@ -63,7 +63,7 @@ def test_options_are_offered(name):
 
 def test_choices_are_offered():
     assert completions("edge-run", "bundle", "--drafter", "") == ["dense", "split", "lookup", "none"]
-    assert completions("edge-run", "--plan", "--profile", "raspberry") == ["raspberry-pi-4", "raspberry-pi-5"]
+    assert completions("edge-run", "plan", "--profile", "raspberry") == ["raspberry-pi-4", "raspberry-pi-5"]
     assert completions("edge-devices", "me") == ["meters"]
     assert completions("edge-run", "ch") == ["chat"]
     assert completions("edge-run", "plan", "bundle", "--profile", "raspberry") == ["raspberry-pi-4", "raspberry-pi-5"]
@@ -97,11 +97,11 @@ def test_bash_completes(tmp_path):
     script = """
         eval "$(_EDGE_RUN_COMPLETE=bash_source edge-run)"
         COMP_WORDS=(edge-run gem) COMP_CWORD=1; _edge_run_completion edge-run; echo "${COMPREPLY[@]}"
-        COMPREPLY=() COMP_WORDS=(edge-run gemma --preset "") COMP_CWORD=3; _edge_run_completion edge-run; echo "${COMPREPLY[@]}"
+        COMPREPLY=() COMP_WORDS=(edge-run gemma --drafter "") COMP_CWORD=3; _edge_run_completion edge-run; echo "${COMPREPLY[@]}"
         complete -p edge-run
     """
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([bash, "--norc", "-c", script], capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
     # compopt wants a completion that readline started; nothing else may be complained of.
     assert [line for line in done.stderr.splitlines() if "compopt" not in line] == []
-    assert done.stdout.splitlines() == ["gemma", "code chat edge batch", "complete -o nosort -F _edge_run_completion edge-run"]
+    assert done.stdout.splitlines() == ["gemma", "dense split lookup none", "complete -o nosort -F _edge_run_completion edge-run"]

@@ -108,16 +108,15 @@ def test_an_invalid_constraint_is_refused_before_anything_runs(session: Session)
 
 
 def run(bundle: Path, *arguments: str) -> Any:
-    return CliRunner().invoke(main, [str(bundle), "--threads", "1", "--drafter", "dense", *arguments, PROMPT])
+    return CliRunner().invoke(main, ["generate", str(bundle), "--threads", "1", "--drafter", "dense", *arguments, PROMPT])
 
 
-def test_the_command_takes_schemas_grammars_and_patterns(exported_pair: Path, probe_memory: None, tmp_path: Path) -> None:
+def test_the_command_takes_schemas_and_grammars(exported_pair: Path, probe_memory: None, tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     (tmp_path / "list.gbnf").write_text(LIST)
     runs = {
         "schema": ("--json-schema", str(tmp_path / "schema.json")),
         "grammar": ("--grammar", str(tmp_path / "list.gbnf")),
-        "regex": ("--regex", CASES["regex"][0].pattern),
     }
     for name, option in runs.items():
         result = run(exported_pair, *option, "--verify-lossless")
@@ -135,9 +134,7 @@ def test_the_command_refuses_in_one_sentence(exported_pair: Path, probe_memory: 
     for arguments, code, words in (
         (("--json-schema", "{"), 1, "is not JSON"),
         (("--grammar", str(tmp_path / "none.gbnf")), 1, "none.gbnf cannot be read"),
-        (("--regex", "("), 1, "unclosed group"),
-        (("--regex", "a", "--json-schema", "{}"), 2, "exclude each other"),
-        (("--regex", "a", "--compare"), 2, "grammars"),
+        (("--grammar", "a", "--json-schema", "{}"), 2, "exclude each other"),
     ):
         result = run(exported_pair, *arguments)
         assert result.exit_code == code

@@ -23,13 +23,17 @@ NAMED_FILE = re.compile(r"`((?:docs|examples|scripts|tests|devices|exporter|runt
 NAMED_OBJECT = re.compile(r"`(edge_(?:devices|export|runtime)(?:\.\w+)+)")
 COMMANDS = {"run": "edge_runtime.cli.run", "bench": "edge_bench.cli.main", "export": "edge_export.cli.command"}
 COMMAND = re.compile(r"(?:`|^[ \t]*(?:\$ |\.venv/bin/)?)edge-(run|bench|export) +([^\s`]+)", re.MULTILINE)
-FLAT_MODES = "--(doctor|plan|serve|compare|demo)"
-# Passages about the older flat spelling, or of an earlier version.
-OLDER = (
-    re.compile(r"^The flat spelling works too.*?\n\n", re.MULTILINE | re.DOTALL),
-    re.compile(r"^The other two are of an earlier.*?^## ", re.MULTILINE | re.DOTALL),
-)
+# A command with its options, to the end of the line, of the quotation or of the command.
+WITH_OPTIONS = re.compile(r"\bedge-(run|bench|export) +(\w+)\b([^`\n#;|]*)")
+# A passage about an earlier version.
+OLDER = re.compile(r"^The other two are of an earlier.*?^## ", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def commands(name: str) -> dict[str, click.Command]:
+    """The commands of edge-`name`."""
+    group: click.Group = resolve_name(COMMANDS[name]).main
+    return group.commands
 
 
 def prose(path: Path) -> str:
@@ -68,14 +72,15 @@ def test_files_and_objects_named_on_a_page_exist(page):
 @pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "examples").glob("*.py"))], ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_written_with_their_sub_command(page):
     text = page.read_text(encoding="utf-8")
-    for passage in OLDER:
-        text = passage.sub("", text)
+    text = OLDER.sub("", text)
     for name, word in COMMAND.findall(text):
-        main = resolve_name(COMMANDS[name]).main
-        modes = main.commands if isinstance(main, click.Group) else main.modes
         first = re.split(r"[|,.]", word)[0]
-        option = word.startswith("-") and not re.match(FLAT_MODES, word)
-        assert first in modes or option or word.startswith("edge-"), f"edge-{name} {word}"
+        assert first in (*commands(name), "BUNDLE") or word.startswith(("-", "edge-")), f"edge-{name} {word}"
+    for name, command, rest in WITH_OPTIONS.findall(text):
+        if command in commands(name):
+            known = {flag for each in commands(name)[command].params for flag in (*each.opts, *each.secondary_opts)} | {"--help"}
+            named = set(re.findall(r"(?<!\S)--[a-z][\w-]*", rest))
+            assert named <= known, f"edge-{name} {command}: {named - known}"
 
 
 def test_there_are_links_to_check():

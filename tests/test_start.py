@@ -92,7 +92,7 @@ sys.meta_path.insert(0, Interrupting())
 @pytest.mark.parametrize(
     ("command", "argument", "place"),
     [
-        ("edge-run", "--doctor", "edge_runtime.cli.doctor.screen.diagnose"),
+        ("edge-run", "doctor", "edge_runtime.cli.doctor.diagnose"),
         ("edge-devices", "detect", "edge_devices.cli.detect_device"),
         ("edge-devices", "probe", "edge_devices.cli.record"),
     ],

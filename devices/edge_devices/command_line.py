@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -19,7 +16,6 @@ from edge_devices.errors import OUT_OF_MEMORY, EdgeError
 from edge_devices.option_fields import OPTION, Declaration
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-Group = TypeVar("Group")
 # Types whose arguments are no alternatives.
 _WHOLE = (tuple, Sequence, Literal)
 INTERRUPTED = 130
@@ -27,8 +23,6 @@ CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"], "max_con
 _OTHER = "Other options"
 # Attribute of a parameter: the panel of the help that lists it.
 _PANEL = "edge_panel"
-# Where the help of an option names another one that it belongs to.
-_NAMED = re.compile(r"^With --([a-z-]+): | unless --([a-z-]+)\b")
 
 
 def option_group(*options: Callable[[Any], Any], panel: str = "") -> Callable[[Decorated], Decorated]:
@@ -121,7 +115,10 @@ def takes(
         @functools.wraps(command)
         def build(*arguments: Any, **values: Any) -> Any:
             given = {str(each.name): values.pop(str(each.name)) for each in declared}
-            values[name] = of(**given) if isinstance(of, type) else dataclasses.replace(of, **given)  # type: ignore[type-var]
+            try:
+                values[name] = of(**given) if isinstance(of, type) else dataclasses.replace(of, **given)  # type: ignore[type-var]
+            except EdgeError as error:
+                raise click.UsageError(str(error)) from error
             return command(*arguments, **values)
 
         vars(build).setdefault("__click_params__", []).extend(reversed(declared))
@@ -134,7 +131,7 @@ def declared_options(of: object, *, only: Sequence[str] | None = None, without: 
     """Returns the options that a dataclass declares, as `takes` adds them. Raises KeyError for a name that declares none."""
     kind: Any = of if isinstance(of, type) else type(of)
     hints = get_type_hints(kind)
-    declared = {each.name: each for each in fields(kind) if OPTION in each.metadata}
+    declared = {each.name: each for each in dataclasses.fields(kind) if OPTION in each.metadata}
     if unknown := {*(only or ()), *without} - declared.keys():
         raise KeyError(f"no declared options of {kind.__name__}: {', '.join(sorted(unknown))}")
     chosen = [declared[name] for name in (declared if only is None else only) if name not in without]
@@ -178,102 +175,9 @@ class _NumberChoice(click.Choice[str]):
         return int(super().convert(str(value), param, ctx))
 
 
-class CommandWithModes(PanelCommand):
-    """A command with sub-commands in `modes`. If the first word names none, its own parameters stand for all of them together."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.modes: dict[str, click.Command] = {}
-        self.params.append(
-            click.Option(
-                ["--help-all"],
-                is_flag=True,
-                is_eager=True,
-                expose_value=False,
-                callback=_show_all,
-                help="Show the options of all commands, which this command takes without one, and exit.",
-            )
-        )
-
-    def add_mode(self, name: str, summary: str, takes: Sequence[str | click.Parameter], *, epilog: str | None = None, **fixed: Any) -> None:
-        """Adds a sub-command that runs this command with some of its parameters, by name or replaced, and `fixed` values.
-
-        The other parameters have their defaults.
-        """
-        own = {str(parameter.name): parameter for parameter in self.params}
-
-        def call(**given: Any) -> Any:
-            assert self.callback is not None
-            return self.callback(**{**self.make_context(name, [], resilient_parsing=True).params, **given, **fixed})
-
-        params = [_without(own[one], own.keys() - takes) if isinstance(one, str) else one for one in takes]
-        self.modes[name] = PanelCommand(name, callback=call, params=params, help=summary, epilog=epilog, context_settings=dict(CONTEXT))
-
-    def make_context(self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any) -> click.Context:
-        """Returns the context of the sub-command that the first word names, else of this command."""
-        if args and args[0] in self.modes:
-            try:
-                return self.modes[args[0]].make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
-            except click.UsageError as error:
-                if not Path(args[0]).is_dir():
-                    raise
-                advice = f"{args[0]!r} is a command here, write ./{args[0]} for the folder of that name"
-                raise click.UsageError(f"{error.format_message().rstrip('.')}; {advice}", error.ctx) from error
-        return super().make_context(info_name, args, parent, **extra)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command of the context."""
-        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
-
-    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes both spellings."""
-        formatter.write_usage(ctx.command_path, "COMMAND [OPTIONS] ...")
-        formatter.write_usage(ctx.command_path, " ".join(self.collect_usage_pieces(ctx)), prefix="       ")
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the sub-commands; the options are those of `--help-all`."""
-        rows = [(name, mode.get_short_help_str(limit=100)) for name, mode in self.modes.items()]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-        with formatter.section("Help"):
-            formatter.write_dl(
-                [
-                    (f"{ctx.command_path} COMMAND --help", "the options of a command"),
-                    (f"{ctx.command_path} --help-all", "all options, which are taken without a command too"),
-                ]
-            )
-
-    def completed_modes(self, incomplete: str) -> list[str]:
-        """Returns the sub-commands that begin with a text, for the shell's completion of the first word."""
-        return [name for name in self.modes if name.startswith(incomplete)]
-
-
-def _without(parameter: click.Parameter, left_out: Set[str]) -> click.Parameter:
-    """Returns a copy for a sub-command, whose help does not name options that the sub-command leaves out: it stands for them."""
-    copied = copy.copy(parameter)
-    if isinstance(copied, click.Option) and copied.help:
-        text = _NAMED.sub(lambda found: "" if (found[1] or found[2]).replace("-", "_") in left_out else found[0], copied.help)
-        copied.help = text[0].upper() + text[1:]
-    return copied
-
-
-def _show_all(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
-    if wanted and not context.resilient_parsing:
-        formatter = context.make_formatter()
-        click.Command.format_usage(context.command, context, formatter)
-        PanelCommand.format_options(context.command, context, formatter)  # type: ignore[arg-type]
-        click.echo(formatter.getvalue().rstrip("\n"))
-        context.exit()
-
-
 def given_options(context: click.Context) -> set[str]:
     """Returns the names of the parameters that the command line gives."""
     return {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-
-
-def take(values: dict[str, Any], group: type[Group]) -> Group:
-    """Removes the options of `group`, a dataclass with a field per option, from a command's `values` and returns them."""
-    return group(**{field.name: values.pop(field.name) for field in fields(group)})  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ demo)
 llama)
     step make demo BACKEND=llama
     step .venv/bin/edge-run doctor
-    step .venv/bin/edge-run demo-bundle-llama 'class Stack:' --max-tokens 64
+    step .venv/bin/edge-run generate demo-bundle-llama 'class Stack:' --max-tokens 64
     ;;
 *)
     echo "$path is none of demo, onnx and llama" >&2

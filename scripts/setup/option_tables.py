@@ -26,15 +26,15 @@ def option_table(name: str, *, frequent: bool = False) -> list[str]:
     `frequent`: of the options with a short form alone.
     """
     command = import_module(MODULES[name]).main
-    commands = command.commands if isinstance(command, click.Group) else command.modes
+    commands = command.commands
     parameters = {each.name: each for taken in commands.values() for each in taken.params}
     lines = ["| option | of | what for |", "|:--|:--|:--|"]
     for parameter in parameters.values():
-        modes = [mode for mode, one in commands.items() if any(other.name == parameter.name for other in one.params)]
+        takers = [taker for taker, taking in commands.items() if any(other.name == parameter.name for other in taking.params)]
         short = any(len(text) == 2 for text in parameter.opts)
-        if isinstance(parameter, click.Option) and modes and (short or not frequent):
+        if isinstance(parameter, click.Option) and (short or not frequent):
             spelling = ", ".join(f"`{text}`" for text in (*parameter.opts, *parameter.secondary_opts))
-            lines.append(f"| {spelling} | {', '.join(modes)} | {_cell(parameter.help or '')} |")
+            lines.append(f"| {spelling} | {', '.join(takers)} | {_cell(parameter.help or '')} |")
     return lines
 
 

@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from edge_devices.command_line import CommandWithModes, PanelGroup, declared_options, one_sentence_errors, option_group, takes
+from edge_devices.command_line import PanelGroup, declared_options, one_sentence_errors, option_group, takes
 from edge_devices.errors import OUT_OF_MEMORY, DeviceError, EdgeError
 from edge_devices.option_fields import option
 from edge_export.errors import ExportError
@@ -55,24 +55,6 @@ def test_an_error_ends_the_command_with_one_sentence(error: BaseException, code:
 def test_other_errors_pass():
     with pytest.raises(ZeroDivisionError), one_sentence_errors():
         1 / 0  # noqa: B018
-
-
-def test_a_sub_command_does_not_name_the_options_it_stands_for():
-    @click.command(cls=CommandWithModes)
-    @click.option("--dry", is_flag=True, help="Change nothing.")
-    @click.option("--form", help="With --dry: the form of the list.")
-    @click.option("--into", help="Where to write to; required unless --dry.")
-    def command(**_: object) -> None: ...
-
-    assert isinstance(command, CommandWithModes)
-    command.add_mode("list", "List.", ["form", "into"], dry=True)
-    command.add_mode("write", "Write.", ["dry", "form", "into"])
-    own, implied, named = (CliRunner().invoke(command, words.split()).output for words in ("--help-all", "list --help", "write --help"))
-    assert "The form of the list." in implied
-    assert "to; required." in implied
-    for page in (own, named):
-        assert "With --dry: the form" in page
-        assert "unless --dry" in page
 
 
 @dataclass(frozen=True, kw_only=True)

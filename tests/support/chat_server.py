@@ -123,7 +123,7 @@ class Child:
     def __init__(self, bundle: Path, *options: str) -> None:
         self.lines: list[str] = []
         self._said: queue.Queue[str | None] = queue.Queue()
-        command = [sys.executable, "-c", MAIN, str(bundle), "--serve", "--port", "0", "--check", "none", *options]
+        command = [sys.executable, "-c", MAIN, "serve", str(bundle), "--port", "0", *options]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self._reader = threading.Thread(target=self._read)

@@ -17,23 +17,26 @@ from typing import Any
 
 import click
 
-from edge_devices.command_line import option_group, take
+from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
 from edge_devices.errors import EdgeError
+from edge_devices.option_fields import option
 from edge_runtime.cli.energy_options import energy_record, unwatched
+from edge_runtime.cli.messages import MAX_INPUT, MessageOptions
+from edge_runtime.cli.options import BundlePath, Opening, opens_bundle
+from edge_runtime.cli.sampling_options import refuse_greedy_filters, sampling_of, takes_sampling
 from edge_runtime.cli.terminal.markdown import MarkdownPainter
 from edge_runtime.cli.terminal.screens import greeting, short_summary, summary
-from edge_runtime.cli.terminal.typed import History, TypedInput
+from edge_runtime.cli.terminal.typed import History, TypedInput, history_file
+from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.media.reading import read_image, read_sound
 from edge_runtime.media.soft_rows import Media
-from edge_runtime.session.chat import OVERFLOWS, Answer, Chat
+from edge_runtime.session.chat import MAX_TOKENS, Answer, Chat
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import ToolCall
 
-# Limit for one prompt or turn from standard input, in characters; more than any context holds.
-MAX_INPUT = 16 << 20
 HELP = """\
 /help          this list
 /image FILE    show an image with the next message (jpeg, png, webp)
@@ -53,61 +56,48 @@ ENDED = {
     "context": "cut off: the context is full; use /reset, or raise --context",
     "interrupted": "stopped",
 }
-chat_options = option_group(
-    click.option("--system", "-s", help="The system message of a chat, or of one PROMPT, which then goes through the chat template."),
-    click.option("--thinking", is_flag=True, help="Let the model think before it answers, if its chat template supports that."),
-    click.option(
-        "--raw/--templated",
-        default=None,
-        help="Continue PROMPT as bare text, or send it through the chat template as a message."
-        "  [default: templated for the released instruction-tuned sizes, unless a KV state is loaded or saved]",
-    ),
-    click.option(
-        "--overflow",
-        type=click.Choice(OVERFLOWS),
-        help="Chat: what to do when the context is full: drop the oldest turns, or stop.  [default: from the configuration]",
-    ),
-    click.option(
-        "--lines",
-        is_flag=True,
-        help="Chat: each line of a pipe is a turn or a command.  [default: a pipe is one message; lines with --json]",
-    ),
-    click.option("--no-history", is_flag=True, help="Chat: keep no typed messages between starts (in ~/.local/state/edge-mtp)."),
-    panel="Messages",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatValues:
-    """Values of `chat_options`. `raw` is None if nobody chose."""
+class ChatOptions:
+    """How a chat reads and prints."""
 
-    system: str | None
-    thinking: bool
-    overflow: str | None
-    raw: bool | None
-    lines: bool = False
-    no_history: bool = False
-
-    def system_message(self) -> list[dict[str, str]]:
-        """Returns the system message as a list of none or one."""
-        return [] if self.system is None else [{"role": "system", "content": self.system}]
-
-    def to_chat(self) -> dict[str, Any]:
-        """Returns the keyword arguments for `Chat`."""
-        return {"system": self.system, "thinking": self.thinking, "overflow": self.overflow}
+    max_tokens: int = option("-n", default=MAX_TOKENS, low=1, panel="Output", help="Maximum number of tokens of an answer.")
+    as_json: bool = option("--json", default=False, panel="Output", help="Print one JSON object per turn instead of text.")
+    lines: bool = option(
+        default=False,
+        panel="Messages",
+        help="Each line of a pipe is a turn or a command.  [default: a pipe is one message; lines with --json]",
+    )
+    no_history: bool = option(default=False, panel="Messages", help="Keep no typed messages between starts (in ~/.local/state/edge-mtp).")
 
 
-def chat_values(values: dict[str, Any], *, chatting: bool) -> ChatValues:
-    """Takes the options' values. Raises a usage error for those that contradict each other or the mode."""
-    taken = take(values, ChatValues)
-    for option, given in (("--overflow", taken.overflow is not None), ("--lines", taken.lines), ("--no-history", taken.no_history)):
-        if given and not chatting:
-            raise click.UsageError(f"{option} is for a chat; leave PROMPT out, or leave {option} out")
-    if chatting and taken.raw is not None:
-        raise click.UsageError("--raw and --templated are for one PROMPT; a chat always uses the chat template")
-    if taken.raw and (taken.system is not None or taken.thinking):
-        raise click.UsageError("--raw sends no message, so --system and --thinking have no effect; leave --raw or them out")
-    return taken
+@click.command(cls=PanelCommand)
+@click.argument("bundle", type=BundlePath())
+@takes("options", ChatOptions)
+@takes("message", MessageOptions, only=("system", "thinking"))
+@takes_sampling
+@opens_bundle("draft_store", "image_rows")
+def chat(bundle: Path, options: ChatOptions, message: MessageOptions, sampling: SamplingParams, opening: Opening) -> None:
+    """Chat with BUNDLE in the terminal. A pipe is one message."""
+    refuse_greedy_filters(sampling)
+    with opening.session(bundle) as session:
+        conversation = Chat(
+            session,
+            max_tokens=options.max_tokens,
+            draft_length=opening.draft_length,
+            system=message.system,
+            thinking=message.thinking,
+            sampling=sampling_of(sampling, session.bundle),
+        )
+        TerminalChat(
+            conversation,
+            as_json=options.as_json,
+            watch=opening.energy.watch,
+            lines=options.lines,
+            history=None if options.no_history else History(history_file()),
+            image_rows=opening.load.image_rows,
+        ).run()
 
 
 class TerminalChat:

@@ -1,4 +1,4 @@
-"""`--plan`: predicted memory, speed and energy of a pair on a device, and the same measured here."""
+"""`edge-run plan`: predicted memory, speed and energy of a pair on a device, and the same measured here."""
 
 from __future__ import annotations
 
@@ -6,50 +6,82 @@ import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
-from edge_devices.command_line import option_group, take
+from edge_devices.command_line import PanelCommand, takes
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_devices.machine.profiles import profiles
+from edge_devices.option_fields import option
+from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.calibration.cost_probe import measure_costs
+from edge_runtime.cli.messages import read_prompt
+from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, refuse_threads
+from edge_runtime.config.settings import load_settings
+from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.media.image import DEFAULT_BUDGET
+from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.ranges import Range, deviation
-from edge_runtime.planning.speed import SpeedPlan
+from edge_runtime.planning.speed import SpeedPlan, manifest_plan
 from edge_runtime.session.session import Session
 from edge_runtime.session.trials.image_timing import square, time_image
 
+PROMPT = "def area(width, height):\n"
 MEASURE_REPEATS = 3
 PREFILL_TOKENS, DECODE_TOKENS = 256, 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanValues:
-    """Values of `plan_options`. `profile` None is this machine."""
+class PlanOptions:
+    """What a plan is for. `profile` None is this machine."""
 
-    plan: bool
-    profile: str | None
-
-
-plan_options = option_group(
-    click.option("--plan", is_flag=True, help="Dry run: predict memory, speed, best draft length and joules per token, with ranges."),
-    click.option(
-        "--profile",
+    profile: str | None = option(
         metavar="NAME",
+        panel="Plan",
         shell_complete=lambda _context, _parameter, start: [name for name in profiles() if name.startswith(start)],
-        help="With --plan: the device, such as raspberry-pi-5.  [default: this machine]",
-    ),
-    panel="Plan",
-)
+        help="The device, such as raspberry-pi-5.  [default: this machine]",
+    )
+    measure: bool = option(default=False, panel="Plan", help="Also run the bundle here and print the deviation of each prediction.")
+    as_json: bool = option("--json", default=False, panel="Plan", help="Print one JSON object instead of text.")
+
+    def __post_init__(self) -> None:
+        if self.measure and self.profile is not None:
+            raise click.UsageError("--measure is for this machine; leave --profile out")
 
 
-def plan_values(values: dict[str, Any]) -> PlanValues:
-    """Takes the options' values. Raises a usage error for a device without --plan."""
-    taken = take(values, PlanValues)
-    if taken.profile is not None and not taken.plan:
-        raise click.UsageError("--profile needs --plan; add it, or leave --profile out")
-    return taken
+@click.command(cls=PanelCommand)
+@click.argument("bundle", type=BundlePath())
+@click.argument("prompt", default=PROMPT)
+@takes("options", PlanOptions)
+@opens_bundle("check", tuning=(), energy=("phase_power",))
+def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> None:
+    """Predict memory, speed, best draft length and joules per token, here or on a device.
+
+    --measure generates after PROMPT.
+    """
+    if options.profile is None:
+        refuse_threads(opening.load.threads)
+    load, prompt = opening.options(), read_prompt(prompt)
+    opened = open_bundle(bundle, check=load.check, public_key=load.public_key)
+    settings = load_settings(opened, config=load.config, preset=load.preset, context=load.context, notify=note)
+    measured = None
+    # First, as the probes of the machine's speed take memory of their own.
+    if options.measure:
+        with opening.session(bundle) as session:
+            measured = measure_plan(session, prompt)
+    power = opening.energy.power
+    predicted = manifest_plan(
+        opened.manifest,
+        device_speed(options.profile, load.threads),
+        context=settings.context,
+        kv_type=load.kv_type or settings.kv_type,
+        longest=min(settings.longest, settings.longest_draft),
+        drafter=load.drafter or settings.drafter,
+        power=power if isinstance(power, PhasePower) else None,
+    )
+    show_plan(predicted, measured, as_json=options.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)

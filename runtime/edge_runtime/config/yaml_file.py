@@ -21,7 +21,7 @@ MAX_CONFIG_BYTES = 64 << 10
 _MAX_DEPTH = 8
 _TITLE = (
     "# Run settings of this bundle; edit them freely. Remove a key, or write null, for the default.\n"
-    "# The command line, --config and --preset override this file. Every key: docs/configuration.md of edge-mtp.\n"
+    "# The command line and --config override this file. Every key: docs/configuration.md of edge-mtp.\n"
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.option_fields import option
 from edge_runtime.decoding.distribution import Distribution, Tokens, Weights
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Logits
@@ -40,16 +41,25 @@ class SamplingParams:
     -inf bans a token. With a `seed` a run can be repeated; None draws differently each time.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = option(
+        "-T",
+        default=1.0,
+        show_default="the bundle's, else 0",
+        help="Sampling temperature; 0 is greedy, 1 the model's own distribution.",
+    )
+    top_k: int = option(default=0, show_default="the bundle's, else 0", help="Sample from the K most likely tokens; 0 is all.")
+    top_p: float = option(
+        default=1.0,
+        show_default="the bundle's, else 1",
+        help="Sample from the most likely tokens whose probabilities add up to this.",
+    )
+    min_p: float = option(default=0.0, help="Sample from tokens with at least this fraction of the highest probability.")
+    repetition_penalty: float = option(default=1.0, help="Divide positive logits of recent tokens by this; multiply negative ones.")
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     penalty_window: int = PENALTY_WINDOW
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
+    seed: int | None = option(help="Random seed; repeats a run with the same --drafter.  [default: random]")
 
     def __post_init__(self) -> None:
         _require(_number(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")

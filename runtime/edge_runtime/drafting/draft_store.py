@@ -187,16 +187,6 @@ def write_store(path: Path, texts: Sequence[str]) -> None:
     atomic_write(path, [data.encode()])
 
 
-def forget(path: Path) -> int:
-    """Removes a draft store's file; returns how many texts it had. Raises RequestError if it is none or cannot be removed."""
-    texts = read_store(path)
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise RequestError(f"the draft store {path} cannot be removed ({error.strerror or error})") from error
-    return len(texts)
-
-
 def _stamp(path: Path) -> tuple[int, ...] | None:
     """Returns what changes with each version of a file; None if there is none."""
     try:

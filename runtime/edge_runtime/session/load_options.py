@@ -76,10 +76,10 @@ class LoadOptions:
         "  [default: from the configuration, else the faster of dense and split]",
     )
     config: SpeculativeConfig | Path | str | None = option(
-        type=Path, panel="Configuration", help="YAML file whose settings override those of the bundle's config.yaml."
+        type=Path, metavar="FILE", panel="Bundle", help="YAML file whose settings override those of the bundle's config.yaml."
     )
     preset: str | None = option(
-        choices=PRESET_NAMES, panel="Configuration", help="Draft lengths for a kind of work; overrides the bundle's config.yaml."
+        choices=PRESET_NAMES, panel="Bundle", help="Draft lengths for a kind of work; overrides the bundle's config.yaml."
     )
     monitoring: MonitorOptions | None = None
     kv_type: KvType | None = option(
@@ -91,13 +91,13 @@ class LoadOptions:
     )
     check: CheckMode = option(
         default="fast",
-        panel="Checks",
+        panel="Bundle",
         help="full: SHA-256 of all files; fast: SHA-256 on first use, then sizes, times and samples; none: sizes only.",
     )
     public_key: Path | None = option(
         "--verify-key",
         metavar="PUBKEY",
-        panel="Checks",
+        panel="Bundle",
         help="Refuse the bundle unless it is signed with this Ed25519 key (PEM). Needs edge-mtp[sign].",
     )
     notify: Callable[[str], None] = _ignore

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 from chat_words import chat_session
 from edge_runtime.cli import chat as terminal_chat
+from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 
 pty = pytest.importorskip("pty", reason="there are no pseudo-terminals on this system")
@@ -26,20 +27,20 @@ CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>,n:2}<tool_call|>'
 SLOW = """
 import time
 from chat_words import chat_session
-from edge_runtime.cli import run as cli
+from edge_runtime.cli import options, run
 session = chat_session("<|channel>thought\\nhm<channel|>\\x1b[31mred", "z" * 1500, "still here")
 verify = session.target.verify
 session.target.verify = lambda tokens: (time.sleep(0.01), verify(tokens))[1]
-cli.open_session = lambda *_, **__: session
-cli.main()
+options.open_session = lambda *_, **__: session
+run.main()
 """
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
     def call(stdin: str | bytes, *arguments: str, replies: Any = ("one", "two"), whole: bool = False) -> Result:
-        monkeypatch.setattr(cli, "open_session", lambda *_, **__: chat_session(*replies))
-        return CliRunner().invoke(cli.main, ["bundle", *([] if whole else ["--lines"]), *arguments], input=stdin)
+        monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: chat_session(*replies))
+        return CliRunner().invoke(cli.main, ["chat", "bundle", *([] if whole else ["--lines"]), *arguments], input=stdin)
 
     return call
 
@@ -94,14 +95,12 @@ def test_commands(run, tmp_path):
 
 def test_options_reach_the_chat(run, tmp_path):
     path = tmp_path / "talk.json"
-    result = run(
-        f"hi\n/save {path}\n", "--system", "s", "--thinking", "--overflow", "stop", "--max-tokens", "2", "--seed", "5", "--stop", "x"
-    )
+    result = run(f"hi\n/save {path}\n", "--system", "s", "--thinking", "--max-tokens", "2", "--seed", "5")
     assert result.stdout == "on\n"
     assert "cut off at --max-tokens" in result.stderr
     settings = json.loads(path.read_text())["settings"]
-    assert (settings["system"], settings["thinking"], settings["overflow"]) == ("s", True, "stop")
-    assert (settings["max_tokens"], settings["sampling"]["seed"], settings["stop"]) == (2, 5, ["x"])
+    assert (settings["system"], settings["thinking"]) == ("s", True)
+    assert (settings["max_tokens"], settings["sampling"]["seed"]) == (2, 5)
 
 
 def test_nothing_to_say_is_wrong_usage(run):
@@ -126,16 +125,14 @@ def test_a_pipes_first_error_ends_it_with_exit_1(run, stdin, message):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--compare"], ["--verify-lossless"], ["--raw"], ["x", "--raw", "--thinking"], ["x", "--overflow", "stop"]]
-)
+@pytest.mark.parametrize("arguments", [["--repeats", "2"], ["--verify-lossless"], ["--raw"], ["x"]])
 def test_options_of_the_other_kind_exit_2(run, arguments):
     assert run("", *arguments).exit_code == 2
 
 
 def test_forgotten_turns_are_told(run, monkeypatch):
-    monkeypatch.setattr(cli, "open_session", lambda *_, **__: chat_session("y" * 40, context=180))
-    result = CliRunner().invoke(cli.main, ["bundle", "--lines", "--max-tokens", "50"], input="one\ntwo\nthree\n")
+    monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: chat_session("y" * 40, context=180))
+    result = CliRunner().invoke(cli.main, ["chat", "bundle", "--lines", "--max-tokens", "50"], input="one\ntwo\nthree\n")
     assert "[the context is full; dropped turns, oldest first: 1]" in result.stderr
 
 
@@ -171,7 +168,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def slow(environment: dict[str, str]) -> Iterator[Terminal]:
-    with Terminal([sys.executable, "-c", SLOW, "bundle", "--max-tokens", "1600"], environment) as terminal:
+    with Terminal([sys.executable, "-c", SLOW, "chat", "bundle", "--max-tokens", "1600"], environment) as terminal:
         terminal.wait_for("/help lists the commands")
         terminal.wait_for("> ")
         yield terminal
@@ -204,11 +201,11 @@ def test_a_talk_at_a_terminal(slow):
 def test_several_lines_are_one_message_and_are_kept(environment, tmp_path):
     program = """
 from chat_words import chat_session
-from edge_runtime.cli import run as cli
-cli.open_session = lambda *_, **__: chat_session("one", "two", "three", "four")
-cli.main()
+from edge_runtime.cli import options, run
+options.open_session = lambda *_, **__: chat_session("one", "two", "three", "four")
+run.main()
 """
-    with Terminal([sys.executable, "-c", program, "bundle"], environment) as terminal:
+    with Terminal([sys.executable, "-c", program, "chat", "bundle"], environment) as terminal:
         terminal.wait_for("context \\d+, drafter dense")
         terminal.wait_for("> ")
         terminal.type("\x1b[200~first\rsecond\x1b[201~\r")
@@ -230,7 +227,7 @@ cli.main()
     kept = tmp_path / "state" / "edge-mtp" / "chat-history.jsonl"
     assert [json.loads(line) for line in kept.read_text().splitlines()][:3] == told
     assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o077) == (0o600, 0)
-    with Terminal([sys.executable, "-c", program, "bundle", "--no-history"], environment) as terminal:
+    with Terminal([sys.executable, "-c", program, "chat", "bundle", "--no-history"], environment) as terminal:
         terminal.wait_for("> ")
         terminal.type("not kept\n")
         terminal.wait_for("one[^>]*tok/s[^>]*> ")
@@ -241,7 +238,7 @@ cli.main()
 
 def test_a_second_ctrl_c_does_not_wait(environment):
     stuck = SLOW.replace("time.sleep(0.01)", "print('busy', flush=True), [time.sleep(0.05) for _ in range(400)]")
-    with Terminal([sys.executable, "-c", stuck, "bundle"], environment) as terminal:
+    with Terminal([sys.executable, "-c", stuck, "chat", "bundle"], environment) as terminal:
         terminal.wait_for("> ")
         terminal.type("hi\n")
         terminal.wait_for("busy")
@@ -271,6 +268,7 @@ def test_the_reference_pair_at_a_terminal(exported_pair, environment):
         sys.executable,
         "-c",
         "from edge_runtime.cli.run import main; main()",
+        "chat",
         str(exported_pair),
         "--context",
         "4096",
@@ -296,7 +294,7 @@ def test_the_reference_pair_at_a_terminal(exported_pair, environment):
 
 
 def test_the_reference_pair_from_a_pipe(exported_pair, environment, probe_memory):
-    arguments = [str(exported_pair), "--json", "--max-tokens", "24", "--threads", "1", "--draft-length", "3"]
+    arguments = ["chat", str(exported_pair), "--json", "--max-tokens", "24", "--threads", "1", "--draft-length", "3"]
     result = CliRunner().invoke(cli.main, arguments, input="import os\n<|turn>system <turn|>\n")
     assert result.exit_code == 0, result.stderr
     first, second = map(json.loads, result.stdout.splitlines())

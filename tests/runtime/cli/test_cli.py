@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from edge_runtime.cli import messages
+from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.errors import BundleError
 from edge_runtime.session.load_options import LoadOptions
@@ -22,14 +23,14 @@ from scripted import make_session, next_token
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
     def call(*arguments: str, stdin: str | bytes | None = None, **session: Any) -> Result:
-        monkeypatch.setattr(cli, "open_session", lambda *_, **__: make_session(**session))
+        monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: make_session(**session))
         return CliRunner().invoke(cli.main, list(arguments), input=stdin)
 
     return call
 
 
 def test_text_goes_out_and_figures_go_to_the_person(run):
-    result = run("bundle", "abc", "--max-tokens", "12")
+    result = run("generate", "bundle", "abc", "--max-tokens", "12")
     assert result.exit_code == 0
     assert len(result.stdout.strip()) >= 6
     assert "tok/s" not in result.stdout
@@ -38,13 +39,13 @@ def test_text_goes_out_and_figures_go_to_the_person(run):
 
 
 def test_plain_decoding_reports_no_acceptance(run):
-    result = run("bundle", "abc", "--draft-length", "0")
+    result = run("generate", "bundle", "abc", "--draft-length", "0")
     assert "accepted" not in result.stderr
     assert "mean acceptance length 1.00" in result.stderr
 
 
 def test_json_is_one_object(run):
-    result = run("bundle", "abc", "--json", "--verify-lossless", "--max-tokens", "9")
+    result = run("generate", "bundle", "abc", "--json", "--verify-lossless", "--max-tokens", "9")
     record = json.loads(result.stdout)
     assert record["prompt"] == "abc"
     assert record["stats"]["tokens"] == 9
@@ -52,11 +53,11 @@ def test_json_is_one_object(run):
 
 
 def test_verify_lossless_says_so(run):
-    assert "lossless: all 20 tokens equal" in run("bundle", "abc", "--verify-lossless", "--max-tokens", "20").stderr
+    assert "lossless: all 20 tokens equal" in run("generate", "bundle", "abc", "--verify-lossless", "--max-tokens", "20").stderr
 
 
 def test_compare_ends_in_a_table(run):
-    result = run("bundle", "abc", "--compare", "--max-tokens", "12", "--repeats", "2")
+    result = run("compare", "bundle", "abc", "--max-tokens", "12", "--repeats", "2")
     assert result.exit_code == 0
     for row in (
         "tok/s",
@@ -68,29 +69,29 @@ def test_compare_ends_in_a_table(run):
         "same output",
     ):
         assert row in result.stdout
-    assert json.loads(run("bundle", "abc", "--compare", "--json", "--max-tokens", "8").stdout)["same_tokens"] is True
+    assert json.loads(run("compare", "bundle", "abc", "--json", "--max-tokens", "8").stdout)["same_tokens"] is True
 
 
 def test_prompt_from_standard_input(run):
-    assert json.loads(run("bundle", "-", "--json", stdin="cab").stdout)["prompt"] == "cab"
+    assert json.loads(run("generate", "bundle", "-", "--json", stdin="cab").stdout)["prompt"] == "cab"
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("bundle", "x", "--draft-length", "13"),
-        ("bundle", "x", "--max-tokens", "0"),
-        ("bundle", "x", "--drafter", "fast"),
-        ("bundle", "x", "--compare", "--verify-lossless"),
-        ("bundle", "x", "--compare", "--temperature", "1"),
-        ("bundle", "x", "--policy", "stepped", "--draft-length", "2"),
-        ("bundle", "x", "--policy", "profit", "--draft-length", "2"),
-        ("bundle", "x", "--top-p", "0.9"),
-        ("bundle", "x", "--verify-lossless", "--temperature", "1", "--seed", "1", "--acceptance", "rejection"),
-        ("bundle", "x", "--verify-lossless", "--temperature", "1", "--acceptance", "match"),
-        ("bundle", "x", "--logit-bias", "five=2"),
-        ("bundle", "x", "--logit-bias", "5"),
-        ("bundle", "x", "--acceptance", "luck"),
+        ("generate", "bundle", "x", "--draft-length", "13"),
+        ("generate", "bundle", "x", "--max-tokens", "0"),
+        ("generate", "bundle", "x", "--drafter", "fast"),
+        ("generate", "bundle", "x", "--top-p", "0.9"),
+        ("generate", "bundle", "x", "--verify-lossless", "--temperature", "1"),
+        ("generate", "bundle", "x", "--temperature", "-1"),
+        ("generate", "bundle", "x", "--port", "1"),
+        ("generate", "bundle"),
+        ("compare", "bundle", "x", "--verify-lossless"),
+        ("compare", "bundle", "x", "--temperature", "1"),
+        ("demo", "bundle", "x"),
+        ("serve", "bundle", "x"),
+        ("nowhere", "x"),
     ],
 )
 def test_usage_errors_exit_2(run, arguments):
@@ -100,8 +101,8 @@ def test_usage_errors_exit_2(run, arguments):
 @pytest.mark.parametrize(("arguments", "asked"), [((), None), (("--drafter", "lookup"), "lookup")])
 def test_the_drafter_that_is_asked_for_is_opened(monkeypatch, arguments, asked):
     opened = []
-    monkeypatch.setattr(cli, "open_session", lambda _, options: opened.append(options.drafter) or make_session())
-    result = CliRunner().invoke(cli.main, ["bundle", "abc", "--json", *arguments])
+    monkeypatch.setattr(cli_options, "open_session", lambda _, options: opened.append(options.drafter) or make_session())
+    result = CliRunner().invoke(cli.main, ["generate", "bundle", "abc", "--json", *arguments])
     assert opened == [asked]
     assert json.loads(result.stdout)["drafter"] == "dense", "the session's own word counts"
 
@@ -110,14 +111,14 @@ def test_errors_are_one_sentence_with_exit_1(monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise BundleError("nowhere is not a bundle; make one with edge-export")
 
-    monkeypatch.setattr(cli, "open_session", refuse)
-    result = CliRunner().invoke(cli.main, ["nowhere", "x"])
+    monkeypatch.setattr(cli_options, "open_session", refuse)
+    result = CliRunner().invoke(cli.main, ["generate", "nowhere", "x"])
     assert result.exit_code == 1
     assert result.stderr == "Error: nowhere is not a bundle; make one with edge-export\n"
 
 
 def test_empty_prompt_is_refused_after_opening(run):
-    result = run("bundle", "")
+    result = run("generate", "bundle", "")
     assert result.exit_code == 1
     assert "no tokens" in result.stderr
 
@@ -126,8 +127,8 @@ def test_interrupt_exits_130(monkeypatch):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "open_session", interrupt)
-    result = CliRunner().invoke(cli.main, ["bundle", "x"])
+    monkeypatch.setattr(cli_options, "open_session", interrupt)
+    result = CliRunner().invoke(cli.main, ["generate", "bundle", "x"])
     assert result.exit_code == 130
     assert "stopped" in result.stderr
 
@@ -143,37 +144,28 @@ def tokens_of(result: Result) -> str:
 
 
 def test_a_seed_makes_sampling_repeatable(run):
-    sampled = ("bundle", "abc", "--json", "--temperature", "1.5", "--top-k", "12", "--seed")
+    sampled = ("generate", "bundle", "abc", "--json", "--temperature", "1.5", "--top-k", "12", "--seed")
     assert tokens_of(run(*sampled, "7")) == tokens_of(run(*sampled, "7")) != tokens_of(run(*sampled, "8"))
 
 
 def test_options_reach_the_sampler(run):
-    plain = tokens_of(run("bundle", "abc", "--json"))
-    banned = tokens_of(run("bundle", "abc", "--json", "--logit-bias", "2=-inf", "--logit-bias", "3=-inf"))
-    assert {"c", "d"} <= set(plain)
-    assert not {"c", "d"} & set(banned)
-    penalised = tokens_of(run("bundle", "abc", "--json", "--max-tokens", "12", "--presence-penalty", "2"))
-    assert len(set(penalised)) == 12
+    drawn = ("generate", "bundle", "abc", "--json", "--temperature", "1.5", "--seed", "7", "--top-k")
+    assert tokens_of(run(*drawn, "1")) == tokens_of(run("generate", "bundle", "abc", "--json")) != tokens_of(run(*drawn, "40"))
 
 
 def test_text_ends_before_a_stop_string(run):
-    plain = tokens_of(run("bundle", "abc", "--json"))
-    assert tokens_of(run("bundle", "abc", "--json", "--stop", "#", "--stop", plain[9:12])) == plain.partition(plain[9:12])[0]
+    plain = tokens_of(run("generate", "bundle", "abc", "--json"))
+    assert tokens_of(run("generate", "bundle", "abc", "--json", "--stop", "#", "--stop", plain[9:12])) == plain.partition(plain[9:12])[0]
 
 
-@pytest.mark.parametrize("policy", ["fixed", "rolling", "stepped"])
-def test_any_policy_writes_the_same(run, policy):
-    assert tokens_of(run("bundle", "abc", "--json", "--policy", policy)) == tokens_of(run("bundle", "abc", "--json", "--draft-length", "0"))
-
-
-def test_a_seeded_match_can_be_verified(run):
-    result = run("bundle", "abc", "--temperature", "1", "--seed", "1", "--acceptance", "match", "--verify-lossless", "--max-tokens", "20")
+def test_a_seeded_run_can_be_verified(run):
+    result = run("generate", "bundle", "abc", "--temperature", "1", "--seed", "1", "--verify-lossless", "--max-tokens", "20")
     assert "lossless: all 20 tokens equal" in result.stderr
 
 
 def test_bad_values_are_refused_with_the_value(run):
-    result = run("bundle", "abc", "--temperature", "-1")
-    assert result.exit_code == 1
+    result = run("generate", "bundle", "abc", "--temperature", "-1")
+    assert result.exit_code == 2
     assert "temperature is -1.0" in result.stderr
 
 
@@ -193,63 +185,52 @@ def opened_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Resul
             )
         )
 
-    monkeypatch.setattr(cli, "open_session", open_session)
-    return CliRunner().invoke(cli.main, ["bundle", "abc", *arguments]), opened[0]
+    monkeypatch.setattr(cli_options, "open_session", open_session)
+    return CliRunner().invoke(cli.main, ["generate", "bundle", "abc", *arguments]), opened[0]
 
 
 def test_the_command_line_goes_over_the_config_file(monkeypatch, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("speculative_decoding: {tuning: {preset: chat, rejection_penalty: 2}}")
-    _, opened = opened_with(monkeypatch, "--config", str(file), "--preset", "code", "--policy", "rolling", "--draft-length", "4")
+    _, opened = opened_with(monkeypatch, "--config", str(file), "--draft-length", "4")
     tuning = opened.config.tuning
-    assert (tuning.policy, tuning.draft_length, tuning.min_horizon, tuning.max_horizon) == ("rolling", 4, 4, 8)
+    assert (tuning.policy, tuning.draft_length, tuning.min_horizon, tuning.max_horizon) == ("fixed", 4, 4, 8)
     assert tuning.rejection_penalty == 2
-    assert opened.preset == "code"
 
 
 def test_a_bad_config_file_is_one_sentence(run, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("speculative_decoding: {streaming: {chunk_size: 0}}")
-    result = run("bundle", "abc", "--config", str(file))
+    result = run("generate", "bundle", "abc", "--config", str(file))
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: {file}: speculative_decoding.streaming.chunk_size is 0; write an integer")
 
 
-def test_warnings_go_to_the_person_and_the_log_gets_a_line(monkeypatch, tmp_path):
-    log = tmp_path / "log.jsonl"
-    arguments = ("--draft-length", "2", "--max-tokens", "60", "--json", "--log", str(log), "--warn-rejection", "0.4")
-    for _ in range(2):
-        result, _ = opened_with(monkeypatch, *arguments)
-    assert result.stderr.count("warning: 100% of the last 50 drafted tokens were rejected, more than 40%") == 1
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [line["stats"]["tokens"] for line in lines] == [60, 60]
-    assert json.loads(result.stdout)["stats"]["drafted_tokens"] == lines[1]["stats"]["drafted_tokens"]
-
-
-@pytest.mark.parametrize("arguments", [("--preset", "fast"), ("--warn-rejection", "1"), ("--policy", "rolling", "--draft-length", "0")])
-def test_configuration_usage_errors_exit_2(run, arguments):
-    assert run("bundle", "abc", *arguments).exit_code == 2
+def test_warnings_go_to_the_person(monkeypatch):
+    result, _ = opened_with(monkeypatch, "--draft-length", "2", "--max-tokens", "60", "--json")
+    assert result.stderr.count("warning: 100% of the last 50 drafted tokens were rejected, more than 30%") == 1
+    assert json.loads(result.stdout)["stats"]["tokens"] == 60
 
 
 def test_too_many_threads_are_a_usage_error(run):
-    result = run("bundle", "abc", "--threads", "100000")
+    result = run("generate", "bundle", "abc", "--threads", "100000")
     assert result.exit_code == 2
     assert "100000 is not in the range" in result.stderr
     processors = os.cpu_count() or 1
-    result = run("bundle", "abc", "--threads", str(processors + 1))
+    result = run("generate", "bundle", "abc", "--threads", str(processors + 1))
     assert (result.exit_code, f"more than the {processors} processors of this machine" in result.stderr) == (2, True)
-    assert run("bundle", "abc", "-t", str(processors)).exit_code == 0
+    assert run("generate", "bundle", "abc", "-t", str(processors)).exit_code == 0
 
 
 def test_a_closed_standard_input_is_one_sentence(run, monkeypatch):
-    monkeypatch.setattr(cli, "sys", SimpleNamespace(stdin=None, exit=sys.exit))
-    result = run("bundle", "-")
+    monkeypatch.setattr(messages, "sys", SimpleNamespace(stdin=None))
+    result = run("generate", "bundle", "-")
     assert result.exit_code == 1
     assert "standard input is closed" in result.stderr
 
 
 def test_an_endless_standard_input_is_left(run, monkeypatch):
-    monkeypatch.setattr(cli, "MAX_INPUT", 10)
-    assert "has more than 10 characters" in run("bundle", "-", stdin="a" * 11).stderr
-    assert run("bundle", "-", "--max-tokens", "2", stdin="a" * 10).exit_code == 0
-    assert "not UTF-8" in run("bundle", "-", stdin=b"\xff").stderr
+    monkeypatch.setattr(messages, "MAX_INPUT", 10)
+    assert "has more than 10 characters" in run("generate", "bundle", "-", stdin="a" * 11).stderr
+    assert run("generate", "bundle", "-", "--max-tokens", "2", stdin="a" * 10).exit_code == 0
+    assert "not UTF-8" in run("generate", "bundle", "-", stdin=b"\xff").stderr

@@ -15,15 +15,16 @@ from edge_devices.energy.virtual_meters import virtual_meter
 from edge_devices.machine.load import MachineLoad
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Scope
+from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
-from edge_runtime.cli.comparing.demo import TEXTS, Demo, DemoResult
+from edge_runtime.cli.demo import TEXTS, Demo, DemoResult
 from edge_runtime.cli.energy_options import unwatched
 from scripted import make_session
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cli, "open_session", lambda *_, **__: make_session())
+    monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: make_session())
     return lambda *words: CliRunner().invoke(cli.main, list(words), prog_name="edge-run")
 
 
@@ -75,7 +76,3 @@ def test_an_energy_figure_is_named_for_what_it_is():
     assert (
         "1.00 times the joules per token, measured: 0.200" in replace(result(), plain_energy=measured, drafted_energy=measured).sentence()
     )
-
-
-def test_it_takes_no_prompt(run):
-    assert run("bundle", "prompt", "--demo").exit_code == 2

@@ -16,6 +16,7 @@ from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterState, Sample, Scope, absent, present, usable
 from edge_devices.meters.trace import Trace
 from edge_runtime.cli import energy_options
+from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.session.session import Session, SessionParts
@@ -33,7 +34,13 @@ def recording() -> Trace:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
-    def call(*arguments: str, findings: list[Finding] | None = None, session: Session | None = None, pause: float = 0.0) -> Result:
+    def call(
+        *arguments: str,
+        command: str = "generate",
+        findings: list[Finding] | None = None,
+        session: Session | None = None,
+        pause: float = 0.0,
+    ) -> Result:
         opened = session or make_session()
         verify = opened.target.verify
 
@@ -42,10 +49,10 @@ def run(monkeypatch: pytest.MonkeyPatch):
             return verify(tokens)
 
         opened.target.verify = slow  # type: ignore[method-assign]
-        monkeypatch.setattr(cli, "open_session", lambda *_, **__: opened)
+        monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: opened)
         if findings is not None:
             monkeypatch.setattr(energy_options, "find_meters", lambda _: findings)
-        return CliRunner().invoke(cli.main, ["bundle", "abc", *arguments])
+        return CliRunner().invoke(cli.main, [command, "bundle", "abc", *arguments])
 
     return call
 
@@ -110,11 +117,9 @@ def test_a_source_that_is_not_usable_is_not_read(run: Any) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--objective", "energy", "--policy", "rolling"),
         ("--objective", "energy", "--draft-length", "2"),
         ("--objective", "watts"),
         ("--objective", "time", "--phase-power", "/dev/null"),
-        ("--explain", "--compare"),
     ],
 )
 def test_contradictions_are_usage_errors(run: Any, arguments: tuple[str, ...]) -> None:
@@ -159,9 +164,9 @@ def chat(monkeypatch: pytest.MonkeyPatch):
         session = chat_session("a long answer " * 3, "another answer " * 3)
         verify = session.target.verify
         session.target.verify = lambda tokens: (time.sleep(0.002), verify(tokens))[1]  # type: ignore[method-assign]
-        monkeypatch.setattr(cli, "open_session", lambda *_, **__: session)
+        monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: session)
         monkeypatch.setattr(energy_options, "find_meters", lambda _: findings)
-        return CliRunner().invoke(cli.main, ["bundle", *arguments], input=stdin)
+        return CliRunner().invoke(cli.main, ["chat", "bundle", *arguments], input=stdin)
 
     return call
 
@@ -187,30 +192,30 @@ def test_a_chat_without_a_meter_says_so_when_asked(chat: Any) -> None:
 
 
 def test_compare_has_joules_of_both_sides(run: Any, meter: Finding) -> None:
-    arguments = ("--compare", "--draft-length", "2", "--max-tokens", "30", "--repeats", "2")
-    result = run(*arguments, findings=[meter], pause=0.003)
+    arguments = ("--draft-length", "2", "--max-tokens", "30", "--repeats", "2")
+    result = run(*arguments, command="compare", findings=[meter], pause=0.003)
     assert result.exit_code == 0, result.output
     assert "energy, J/token" in result.stdout
-    energy = json.loads(run(*arguments, "--json", findings=[meter], pause=0.003).stdout)["energy"]
+    energy = json.loads(run(*arguments, "--json", command="compare", findings=[meter], pause=0.003).stdout)["energy"]
     assert [energy[side]["kind"] for side in ("plain", "drafted")] == ["measured", "measured"]
 
 
 def test_compare_takes_the_profiles_watts_where_there_is_no_meter(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("--compare", "--draft-length", "2", "--max-tokens", "30", "--repeats", "2")
+    arguments = ("--draft-length", "2", "--max-tokens", "30", "--repeats", "2")
     monkeypatch.setattr(
         energy_options, "virtual_meter", lambda system, _: EstimateMeter(system, idle_watts=2, core_watts=5, model_error=0.5)
     )
-    estimated = run(*arguments, findings=[], pause=0.02)
+    estimated = run(*arguments, command="compare", findings=[], pause=0.02)
     assert "J/token, an ESTIMATE" in estimated.stdout
     assert "energy: nothing was measured; model: 2 W idle + 5 W per busy core" in estimated.stderr
-    energy = json.loads(run(*arguments, "--json", findings=[], pause=0.02).stdout)["energy"]
+    energy = json.loads(run(*arguments, "--json", command="compare", findings=[], pause=0.02).stdout)["energy"]
     assert [energy[side]["kind"] for side in ("plain", "drafted")] == ["estimate", "estimate"]
 
     def without_watts(*_: object) -> None:
         raise MeterError("the profile x has no watts")
 
     monkeypatch.setattr(energy_options, "virtual_meter", without_watts)
-    none = run(*arguments, findings=[])
+    none = run(*arguments, command="compare", findings=[])
     assert "not measured" in none.stdout
     reason = "energy: not measured: no energy meter on this machine, and no estimate: the profile x has no watts (--meter)"
     assert none.stderr.count(reason) == 1

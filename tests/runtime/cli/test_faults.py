@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.decoding.acceptance import accept_greedy
 from edge_runtime.decoding.sampling import SamplingParams
@@ -81,8 +82,8 @@ def test_what_the_command_says(monkeypatch: pytest.MonkeyPatch, error: BaseExcep
     def failing(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "open_session", failing)
-    result = CliRunner().invoke(cli.main, ["bundle", "prompt"])
+    monkeypatch.setattr(cli_options, "open_session", failing)
+    result = CliRunner().invoke(cli.main, ["generate", "bundle", "prompt"])
     assert (result.exit_code, result.output) == (code, said)
 
 
@@ -102,7 +103,7 @@ resource.setrlimit(resource.RLIMIT_AS, (size, size))
 main(sys.argv[2:])
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "EDGE_MTP_CACHE": str(tmp_path), "GGML_NO_BACKTRACE": "1"}
-    options = [str(exported_pair), "--drafter", "none", "--threads", "1", "--max-tokens", "4", "--context", "256", "x"]
+    options = ["generate", str(exported_pair), "--drafter", "none", "--threads", "1", "--max-tokens", "4", "--context", "256", "x"]
     for megabytes in (2, 12, 25):
         child = subprocess.run(
             [sys.executable, "-c", code, str(megabytes << 20), *options], env=environment, capture_output=True, text=True, check=False

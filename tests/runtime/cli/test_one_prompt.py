@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from chat_words import chat_session
 from edge_devices.machine.load import LoadWatch, MachineLoad
 from edge_runtime.bundle.bundle import Bundle
-from edge_runtime.cli import media_options, one_prompt
+from edge_runtime.cli import messages as prompts
+from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
-from edge_runtime.cli.chat import ChatValues
-from edge_runtime.cli.media_options import MediaValues
+from edge_runtime.cli.messages import MessageOptions, sent_prompt
+from edge_runtime.media.image import Image
 from edge_runtime.session.session import Session
 from scripted import make_session
 
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch):
-    def call(*arguments: str, tuned: bool = False, session: Session | None = None) -> Result:
+    def call(*arguments: str, command: str = "generate", tuned: bool = False, session: Session | None = None) -> Result:
         opened = session or chat_session("hello <|channel>thought\nhm<channel|>you")
-        monkeypatch.setattr(one_prompt, "is_instruction_tuned", lambda _: tuned)
-        monkeypatch.setattr(cli, "open_session", lambda *_, **__: opened)
-        return CliRunner().invoke(cli.main, ["bundle", *arguments])
+        monkeypatch.setattr(prompts, "is_instruction_tuned", lambda _: tuned)
+        monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: opened)
+        return CliRunner().invoke(cli.main, [command, "bundle", *arguments])
 
     return call
 
@@ -54,34 +55,26 @@ def test_bare_text_stays_bare(ask) -> None:
     assert not asked(ask("abc", "--json", "--max-tokens", "5", "--raw", session=make_session(), tuned=True))["templated"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["x", "--raw", "--system", "s"], "--raw sends no message"),
-        (["--raw"], "a chat always uses the chat template"),
-        (["x", "--overflow", "stop"], "--overflow is for a chat"),
-    ],
-)
-def test_contradictions_are_usage_errors(ask, options: list[str], words: str) -> None:
-    result = ask(*options)
+def test_bare_text_has_no_system_message(ask) -> None:
+    result = ask("x", "--raw", "--system", "s")
     assert result.exit_code == 2
-    assert words in result.stderr
+    assert "--raw sends no message" in result.stderr
 
 
 def test_only_released_sizes_with_a_template_count_as_tuned() -> None:
     session = chat_session("x")
-    assert not one_prompt.is_instruction_tuned(session)
+    assert not prompts.is_instruction_tuned(session)
     manifest = session.bundle.manifest
     session.bundle = Bundle(session.bundle.folder, replace(manifest, architecture=replace(manifest.architecture, family="E2B")))
-    assert not one_prompt.is_instruction_tuned(session), "without a template in the bundle nothing is known"
+    assert not prompts.is_instruction_tuned(session), "without a template in the bundle nothing is known"
 
 
 def test_a_comparison_without_drafts_gives_no_ratio(ask) -> None:
-    options = ("abc", "--compare", "--draft-length", "0", "--repeats", "1", "--max-tokens", "6")
-    result = ask(*options, session=make_session())
+    options = ("abc", "--draft-length", "0", "--repeats", "1", "--max-tokens", "6")
+    result = ask(*options, command="compare", session=make_session())
     assert "nothing drafted" in result.stdout
     assert "nothing was drafted, so this says nothing about drafts" in result.stderr
-    record = asked(ask(*options, "--json", session=make_session()))
+    record = asked(ask(*options, "--json", command="compare", session=make_session()))
     assert (record["speed_up"], record["drafted_tokens"]) == (None, 0)
     lossless = ask("abc", "--verify-lossless", "--draft-length", "0", "--max-tokens", "6", session=make_session())
     assert "nothing was drafted" in lossless.stderr
@@ -129,11 +122,11 @@ def test_system_message_and_thinking_reach_a_message_with_an_image(monkeypatch) 
     messages: list[Any] = []
     template = SimpleNamespace(encode=lambda given, **options: messages.append((given, options)))
     monkeypatch.setattr(Bundle, "has", lambda *_: True)
-    monkeypatch.setattr(media_options, "bundle_template", lambda *_: template)
-    values = MediaValues(images=(Path("photo.jpg"),), sounds=(), image_rows="70")
-    chat = ChatValues(system="Be brief.", thinking=True, overflow=None, raw=None)
-    media_options._message(session, "What is this?", values, chat)
+    monkeypatch.setattr(prompts, "bundle_template", lambda *_: template)
+    monkeypatch.setattr(Session, "media_prompt", lambda *_: None)
+    picture = Image(rgb=np.zeros((8, 8, 3), np.uint8))
+    sent_prompt(session, "What is this?", MessageOptions(system="Be brief.", thinking=True), media=[picture])
     (system, user), options = messages[0]
     assert system == {"role": "system", "content": "Be brief."}
-    assert user["content"][-1] == {"type": "text", "text": "What is this?"}
+    assert user == {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}
     assert options == {"thinking": True}

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from edge_runtime.cli.run import main
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
-from edge_runtime.drafting.draft_store import HEADER, DraftStore, forget, read_store
+from edge_runtime.drafting.draft_store import HEADER, DraftStore, read_store
 from edge_runtime.drafting.policies import Timing
 from edge_runtime.errors import RequestError
 from edge_runtime.session.open import open_session
@@ -103,9 +103,6 @@ def test_another_file_is_named_and_left_alone(tmp_path, content):
     assert len(said) == 1
     assert "not used and not changed" in said[0]
     assert "\n" not in said[0]
-    with pytest.raises(RequestError, match="no draft store"):
-        forget(path)
-    assert path.exists()
 
 
 @posix
@@ -125,11 +122,11 @@ def test_what_is_forgotten_is_neither_drafted_nor_written_again(tmp_path):
     store, said = store_at(path)
     store.remember("secret words")
     assert guessed(store, "secret") == " word"
-    assert forget(path) == 1
+    path.unlink()
     assert guessed(store, "secret") == ""
     store.remember("other words")
     assert read_store(path) == ["other words"]
-    assert forget(path) == 1
+    path.unlink()
     store.remember("third text")
     assert (read_store(path), said) == (["third text"], [])
 
@@ -208,21 +205,20 @@ def test_a_prediction_is_drafted_from_the_first_token_on(exported_pair, drafter)
         assert wrong.text() == wanted
 
 
-def test_the_command_remembers_and_forgets(exported_pair, tmp_path):
-    memory, text = tmp_path / "memory", tmp_path / "text"
+def test_the_command_keeps_its_answer(exported_pair, tmp_path):
+    memory = tmp_path / "memory"
+    options = ["generate", str(exported_pair), "def area(", "--max-tokens", "8", "--threads", "1", "--draft-store", str(memory)]
+    assert CliRunner().invoke(main, options).exit_code == 0
+    assert len(read_store(memory)) == 1
+
+
+def test_texts_to_remember_need_a_store(exported_pair, tmp_path):
+    text = tmp_path / "text"
     text.write_text("def area(width, height):\n    return width * height\n")
-    options = [str(exported_pair), "def area(", "--max-tokens", "8", "--threads", "1", "--draft-store", str(memory)]
-    found = CliRunner().invoke(main, [*options, "--remember", str(text)])
-    assert found.exit_code == 0, found.output
-    assert read_store(memory)[0] == text.read_text()
-    assert len(read_store(memory)) == 2
-    found = CliRunner().invoke(main, ["--forget", str(memory)])
-    assert (found.exit_code, memory.exists()) == (0, False)
-    assert "2 texts forgotten" in found.output
-    assert "nothing to forget" in CliRunner().invoke(main, ["--forget", str(memory)]).output
-    found = CliRunner().invoke(main, [*options[:-2], "--remember", str(text)])
-    assert found.exit_code == 1
-    assert "draft_store" in found.output
+    with open_session(exported_pair, threads=1, draft_store=tmp_path / "memory", remember=[text]):
+        assert read_store(tmp_path / "memory") == [text.read_text()]
+    with pytest.raises(RequestError, match="draft_store"):
+        open_session(exported_pair, remember=[text])
 
 
 def test_files_that_cannot_be_remembered_are_named(tmp_path):

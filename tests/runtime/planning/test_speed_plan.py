@@ -16,6 +16,7 @@ from edge_devices.errors import DeviceError
 from edge_devices.machine.profiles import profiles
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import Architecture, BundleFile
+from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.cli.plan import Measured, plan_lines
 from edge_runtime.drafting.phase_power import PhasePower
@@ -223,15 +224,15 @@ def test_a_deviation_from_nothing_is_said_as_it_is() -> None:
 @pytest.fixture
 def run(exported_pair: Path, probe_memory: None):
     def call(*arguments: str) -> Result:
-        return CliRunner().invoke(cli.main, [str(exported_pair), *arguments])
+        return CliRunner().invoke(cli.main, ["plan", str(exported_pair), *arguments])
 
     return call
 
 
 def test_a_plan_of_a_bundle_opens_no_model(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cli, "open_session", lambda *_, **__: pytest.fail("a model was opened"))
+    monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: pytest.fail("a model was opened"))
     (tmp_path / "watts.json").write_text('{"draft": 2, "verify": 4}')
-    result = run("--plan", "--json", "--profile", "raspberry-pi-5", "--phase-power", str(tmp_path / "watts.json"))
+    result = run("--json", "--profile", "raspberry-pi-5", "--phase-power", str(tmp_path / "watts.json"))
     found = json.loads(result.stdout)["plan"]
     assert found["joules_per_token"]["low"] > 0
     assert set(found["draft_length"]) == {"low", "middle", "high"}
@@ -240,13 +241,13 @@ def test_a_plan_of_a_bundle_opens_no_model(run: Any, monkeypatch: pytest.MonkeyP
 
 def test_a_plan_is_held_against_this_machine(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_speed_module, "product_operations", lambda: 5e10)
-    result = run("--plan", "--measure", "--json", "--threads", "1")
+    result = run("--measure", "--json", "--threads", "1")
     record = json.loads(result.stdout)
     assert record["measured"]["plain"] > 0
     assert len(record["measured"]["verify_seconds"]) == 13
     assert record["plan"]["device"].startswith("this machine")
 
 
-@pytest.mark.parametrize("arguments", [("--profile", "apple-m"), ("--measure",), ("--plan", "--measure", "--profile", "apple-m")])
+@pytest.mark.parametrize("arguments", [("--port", "1"), ("--measure", "--profile", "apple-m")])
 def test_contradictions_are_usage_errors(run: Any, arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2

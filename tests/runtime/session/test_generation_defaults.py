@@ -93,7 +93,7 @@ def test_the_bundles_sampling_is_the_default_and_shown(exported_pair: Path, bund
     bundle = bundle_saying(exported_pair, temperature=1.0, top_k=64, top_p=0.95)
 
     def sentences(*words: str) -> str:
-        result = CliRunner().invoke(main, [str(bundle), PROMPT, "--max-tokens", "4", *words])
+        result = CliRunner().invoke(main, ["generate", str(bundle), PROMPT, "--max-tokens", "4", *words])
         assert result.exit_code == 0, result.output
         return result.stderr
 

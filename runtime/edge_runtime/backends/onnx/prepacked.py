@@ -78,7 +78,7 @@ def packed_graph(path: Path, data_bytes: int, place: PackingPlace, version: str,
     if found == known | {"usable": False}:
         return path
     if place.check == "none":
-        place.notify(f"The weights of {path.name} are not kept packed, as they were not checked; leave --check none out.")
+        place.notify(f"The weights of {path.name} are not kept packed, as they were not checked; open the bundle with a check.")
         return path
     if found is not None:
         differing = ", ".join(key for key, value in known.items() if found.get(key) != value)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_devices.option_fields import option
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.acceptance_window import WARN_ABOVE, WINDOW_TOKENS, AcceptanceWindow, Event, RejectionAlarm
 from edge_runtime.errors import RequestError
@@ -34,7 +35,7 @@ class MonitorOptions:
 
     window: int = WINDOW_TOKENS
     warn_above: tuple[float, ...] = WARN_ABOVE
-    log: Path | None = None
+    log: Path | None = option(panel="Monitoring", help="Append the figures of each request to this file, one JSON line each.")
     on_event: Callable[[Event], None] = lambda _: None
 
 

@@ -250,7 +250,17 @@ def test_the_command_answers_about_an_image(folders, tmp_path, probe_memory):
     texts = []
     for seed in (1, 2):
         pillow.fromarray(picture(96, 96, seed).rgb).save(tmp_path / "photo.png")
-        arguments = [str(folders["bundle"]), "--image", str(tmp_path / "photo.png"), "--image-rows", "70", "--max-tokens", "12", "--json"]
+        arguments = [
+            "generate",
+            str(folders["bundle"]),
+            "--image",
+            str(tmp_path / "photo.png"),
+            "--image-rows",
+            "70",
+            "--max-tokens",
+            "12",
+            "--json",
+        ]
         done = CliRunner().invoke(main, [*arguments, "--drafter", "dense", "--verify-lossless", "what is this"])
         assert done.exit_code == 0, done.output
         record = json.loads(done.stdout.splitlines()[-1])
@@ -265,9 +275,9 @@ def test_the_command_needs_an_encoder_and_one_prompt(exported_pair, tmp_path, pr
 
     from edge_runtime.cli.run import main
 
-    done = CliRunner().invoke(main, [str(exported_pair), "--image", "photo.jpg", "--drafter", "none", "what"])
+    done = CliRunner().invoke(main, ["generate", str(exported_pair), "--image", "photo.jpg", "--drafter", "none", "what"])
     assert done.exit_code == 1
     assert "this bundle has no encoder of images and sound" in done.stderr
-    done = CliRunner().invoke(main, [str(exported_pair), "--image", "photo.jpg"])
+    done = CliRunner().invoke(main, ["generate", str(exported_pair), "--image", "photo.jpg"])
     assert done.exit_code == 2
-    assert "need a PROMPT" in done.stderr
+    assert "Missing argument 'PROMPT'" in done.stderr

@@ -95,13 +95,13 @@ def test_the_command_runs_graphs_and_checks_itself(onnx_pair: Bundles) -> None:
 
     from edge_runtime.cli.run import main
 
-    arguments = [str(onnx_pair("int4")), "--backend", "onnx", "--threads", "1", "--max-tokens", "30", "--verify-lossless"]
+    arguments = ["generate", str(onnx_pair("int4")), "--backend", "onnx", "--threads", "1", "--max-tokens", "30", "--verify-lossless"]
     result = CliRunner().invoke(main, [*arguments, "--json", PROMPTS[2]])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["drafter"] == "split"
     assert record["lossless"]["equal"] is True
-    result = CliRunner().invoke(main, [str(onnx_pair("int4")), "--execution-provider", "abacus", "x"])
+    result = CliRunner().invoke(main, ["generate", str(onnx_pair("int4")), "--execution-provider", "abacus", "x"])
     assert result.exit_code == 1
     assert "no execution provider 'abacus'" in result.stderr
 

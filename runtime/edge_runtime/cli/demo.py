@@ -6,14 +6,18 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
+from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
 from edge_devices.machine.load import LoadWatch, MachineLoad, load_now
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
-from edge_runtime.cli.one_prompt import is_instruction_tuned
+from edge_runtime.cli.compare import RunOptions
+from edge_runtime.cli.messages import is_instruction_tuned
+from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
@@ -68,7 +72,8 @@ class KindResult:
     @property
     def speed_up(self) -> float:
         """Tokens per second with drafts / without: the median over the pairs of runs."""
-        return statistics.median(one.tokens_per_second / two.tokens_per_second for one, two in zip(self.drafted, self.plain, strict=True))
+        runs = zip(self.drafted, self.plain, strict=True)
+        return statistics.median(drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in runs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +108,7 @@ class DemoResult:
             return f"{share}, an ESTIMATE: {why}"
         ratio = f"{drafted.joules_per_token.value / plain.joules_per_token.value:.2f} times the joules per token"
         if drafted.kind == "estimate" and drafted.facts:
-            ours, theirs = (one.figure().partition(" (")[0] for one in (drafted, plain))
+            ours, theirs = (energy.figure().partition(" (")[0] for energy in (drafted, plain))
             return f"{ratio}, an ESTIMATE: {ours} J instead of {theirs}, nothing was measured ({drafted.facts.source})"
         return f"{ratio}, measured: {drafted.figure()} J instead of {plain.figure()}"
 
@@ -213,17 +218,23 @@ def _line(kind: KindResult) -> str:
     return f"{kind.speed_up:.2f} times as fast: {drafted:.1f} instead of {plain:.1f} tok/s, {length:.1f} tokens per verify, {equal}"
 
 
-def run_demo(session: Session, *, max_tokens: int, repeats: int, as_json: bool, watch: Callable[[], EnergyWatch]) -> None:
-    """Runs the demo and prints its result; with `as_json`, only one object."""
+@click.command(cls=PanelCommand)
+@click.argument("bundle", type=BundlePath())
+@takes("runs", RunOptions(max_tokens=TOKENS))
+@opens_bundle(tuning=(), energy=("meter",))
+def demo(bundle: Path, runs: RunOptions, opening: Opening) -> None:
+    """Stream several kinds of text with accepted drafts in colour, beside plain decoding."""
 
     def write(text: str) -> None:
-        if not as_json:
+        if not runs.as_json:
             click.echo(text, nl=False)
 
-    result = Demo(session, max_tokens=max_tokens, repeats=repeats, write=write, watch=watch, waiting=terminal_wait).run()
-    if as_json:
+    with opening.session(bundle, warn=False) as session:
+        watch = opening.energy.or_estimate().watch
+        result = Demo(session, max_tokens=runs.max_tokens, repeats=runs.repeats, write=write, watch=watch, waiting=terminal_wait).run()
+    if runs.as_json:
         click.echo(json.dumps(result.to_json(), ensure_ascii=False))
         return
     if result.load.is_busy:
-        click.echo(f"meanwhile, {result.load.sentence()}", err=True)
+        note(f"meanwhile, {result.load.sentence()}")
     click.echo("\n" + click.style(result.sentence(), bold=True))

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edge_devices.command_line import CONTEXT, PanelCommand, one_sentence_errors
+from edge_devices.command_line import PanelCommand
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
 from edge_devices.meters.base import MeterState
 from edge_runtime.backends.selection import BACKENDS, CARDS, load_backend
-from edge_runtime.cli.doctor.diagnosis import Diagnosis, diagnose
-from edge_runtime.errors import OUT_OF_MEMORY
+from edge_runtime.cli.diagnosis import Diagnosis, diagnose
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,25 +23,11 @@ Row = tuple[str, str, str]
 _COLOURS = {"ok": "green", "missing": "yellow", "broken": "red", "denied": "yellow"}
 
 
-def _show(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
-    if wanted and not context.resilient_parsing:
-        with one_sentence_errors(out_of_memory=OUT_OF_MEMORY):
-            show_diagnosis(diagnose(System()), as_json=bool(context.params.get("as_json")))
-        context.exit()
-
-
-# Needs no bundle: its callback shows the diagnosis and ends the command. `--json` is eager, so that its value is known by then.
-doctor_option = click.option(
-    "--doctor", is_flag=True, expose_value=False, callback=_show, help="Print what works on this machine and what is missing, and exit."
-)
-
-
-@click.command(name="doctor", cls=PanelCommand, context_settings=CONTEXT)
+@click.command(cls=PanelCommand)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor_command(as_json: bool) -> None:
+def doctor(as_json: bool) -> None:
     """Show what works on this machine and what is missing."""
-    with one_sentence_errors(out_of_memory=OUT_OF_MEMORY):
-        show_diagnosis(diagnose(System()), as_json=as_json)
+    show_diagnosis(diagnose(System()), as_json=as_json)
 
 
 def show_diagnosis(diagnosis: Diagnosis, *, as_json: bool) -> None:

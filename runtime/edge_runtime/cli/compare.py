@@ -1,17 +1,25 @@
-"""Comparison of one prompt with and without drafts, run in turn."""
+"""`edge-run compare`: one prompt with and without drafts, run in turn."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
 from edge_devices.machine.load import LoadWatch, MachineLoad, load_now
 from edge_devices.machine.memory import peak_memory_bytes
-from edge_devices.waiting import Waiting, silent_wait
+from edge_devices.option_fields import option
+from edge_devices.waiting import Waiting, silent_wait, terminal_wait
 from edge_runtime.cli.energy_options import unwatched
+from edge_runtime.cli.messages import MessageOptions, read_prompt, sent_prompt
+from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
 from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
@@ -20,6 +28,46 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOTHING_DRAFTED = "nothing was drafted, so this says nothing about drafts (give --draft-length 3, or a longer --max-tokens)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How often and how long to run."""
+
+    max_tokens: int = option("-n", default=128, low=1, panel="Output", help="Maximum number of tokens of each run.")
+    repeats: int = option(default=3, low=1, panel="Output", help="Runs with and without drafts; the table shows medians.")
+    as_json: bool = option("--json", default=False, panel="Output", help="Print one JSON object instead of text.")
+
+
+@click.command(cls=PanelCommand)
+@click.argument("bundle", type=BundlePath())
+@click.argument("prompt")
+@takes("runs", RunOptions)
+@takes("message", MessageOptions)
+@opens_bundle()
+def compare(bundle: Path, prompt: str, runs: RunOptions, message: MessageOptions, opening: Opening) -> None:
+    """Run PROMPT with and without drafts in turn and print a table."""
+    text = read_prompt(prompt)
+    with opening.session(bundle, warn=False) as session:
+        comparison = compare_runs(
+            session,
+            sent_prompt(session, text, message).sent,
+            max_tokens=runs.max_tokens,
+            draft_length=opening.draft_length,
+            repeats=runs.repeats,
+            show=(lambda _: None) if runs.as_json else (lambda piece: click.echo(piece, nl=False, err=True)),
+            shown_prompt=text,
+            watch=opening.energy.or_estimate().watch,
+            waiting=terminal_wait,
+        )
+    if runs.as_json:
+        click.echo(json.dumps(comparison.to_json(), ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    Console().print(comparison_table(comparison))
+    for sentence in comparison.remarks():
+        note(sentence)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +109,7 @@ class Comparison:
         sentences = [] if self.drafted_tokens else [NOTHING_DRAFTED]
         if self.drafted_energy.kind == "estimate" and self.drafted_energy.facts:
             sentences.append(f"energy: nothing was measured; {self.drafted_energy.facts.source}, with the range of these watts")
-        sentences += [": ".join(one.row()) for one in (self.plain_energy, self.drafted_energy) if one.kind == "none"][:1]
+        sentences += [": ".join(energy.row()) for energy in (self.plain_energy, self.drafted_energy) if energy.kind == "none"][:1]
         return [*sentences, f"meanwhile, {self.load.sentence()}"] if self.load.is_busy else sentences
 
     def to_json(self) -> dict[str, Any]:
@@ -81,7 +129,7 @@ class Comparison:
         }
 
 
-def compare(
+def compare_runs(
     session: Session,
     prompt: str | list[int] | MediaPrompt,
     *,

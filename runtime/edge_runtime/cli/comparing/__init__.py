@@ -1,1 +1,0 @@
-"""Drafts beside plain decoding: `edge-run compare` and `edge-run demo`."""

@@ -1,1 +1,0 @@
-"""`edge-run doctor`: what works on this machine, found out and shown."""

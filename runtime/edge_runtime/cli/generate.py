@@ -1,0 +1,173 @@
+"""`edge-run generate`: text after one PROMPT. The text goes to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edge_devices.command_line import PanelCommand, takes
+from edge_devices.energy.live import RunEnergy
+from edge_devices.option_fields import option
+from edge_devices.waiting import terminal_wait
+from edge_runtime.cli.compare import NOTHING_DRAFTED
+from edge_runtime.cli.energy_options import energy_record
+from edge_runtime.cli.messages import MediaFiles, MessageOptions, read_prompt, sent_prompt
+from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
+from edge_runtime.cli.sampling_options import TextLimits, refuse_greedy_filters, sampling_of, takes_sampling
+from edge_runtime.cli.terminal.screens import Explain, remarks, summary
+from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
+from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.session.chat import MAX_TOKENS
+from edge_runtime.session.generation import Generation, GenerationOptions
+from edge_runtime.session.session import Session
+from edge_runtime.session.trials.lossless import LosslessReport, check_lossless
+
+RUN_TOKENS = 128
+EXAMPLES = """
+\b
+Examples:
+  edge-run generate my-bundle "class Stack:" --verify-lossless
+  edge-run generate my-bundle --temperature 0.7 --top-p 0.95 --seed 1 --stop "class" "def area(r):"
+  edge-run generate my-bundle --json-schema '{"type": "array", "items": {"type": "integer"}}' "primes = "
+  edge-run generate my-bundle --image photo.jpg "What is this?"
+  edge-run generate my-bundle --explain "what was drafted, and why"
+  edge-run generate my-bundle --kv-type q8_0 --memory-limit 2GB "half the KV cache"
+  edge-run generate my-bundle --max-tokens 1 --save-state notes.kv "a long text"
+  edge-run generate my-bundle --load-state notes.kv "a long text, and what comes after it"
+  echo "from standard input" | edge-run generate my-bundle -
+  edge-run generate my-bundle -- "-1 + 2 ="
+"""
+_STATE_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What is generated and printed. A request starts from the state in `load_state` and leaves one in `save_state`."""
+
+    max_tokens: int | None = option(
+        "-n",
+        low=1,
+        panel="Output",
+        help=f"Maximum number of tokens to generate.  [default: {RUN_TOKENS}; {MAX_TOKENS} for an answer through the chat template]",
+    )
+    as_json: bool = option("--json", default=False, panel="Output", help="Print one JSON object instead of text.")
+    verify_lossless: bool = option(
+        default=False, panel="Output", help="Run again without drafts; report whether the output is equal, else the first difference."
+    )
+    explain: bool = option(
+        default=False,
+        panel="Output",
+        help="Print one line per round: decision, expected and emitted tokens, cost, time, gain and confidence. The text follows them.",
+    )
+    load_state: Path | None = option(
+        type=_STATE_FILE, panel="Saved state", help="Start from a saved KV state; PROMPT must begin with its text."
+    )
+    save_state: Path | None = option(type=_STATE_FILE, panel="Saved state", help="Save the KV state to this file afterwards.")
+
+
+@click.command(cls=PanelCommand, epilog=EXAMPLES)
+@click.argument("bundle", type=BundlePath())
+@click.argument("prompt")
+@takes("output", OutputOptions)
+@takes("message", MessageOptions)
+@takes("files", MediaFiles)
+@takes_sampling
+@takes("limits", TextLimits)
+@opens_bundle("draft_store", "image_rows")
+def generate(
+    bundle: Path,
+    prompt: str,
+    output: OutputOptions,
+    message: MessageOptions,
+    files: MediaFiles,
+    sampling: SamplingParams,
+    limits: TextLimits,
+    opening: Opening,
+) -> None:
+    """Generate text after PROMPT ('-' reads standard input). Before a PROMPT that begins with a dash, write --."""
+    refuse_greedy_filters(sampling)
+    acceptance = "match" if output.verify_lossless and sampling.temperature else DEFAULT_ACCEPTANCE
+    if output.verify_lossless and not GenerationOptions(sampling=sampling, acceptance=acceptance).repeatable:
+        raise click.UsageError("--verify-lossless needs temperature 0 or a --seed; other runs differ by chance")
+    constraint, text = limits.constraint(), read_prompt(prompt)
+    with opening.session(bundle) as session:
+        if not output.verify_lossless:
+            sampling = sampling_of(sampling, session.bundle)
+        if output.load_state:
+            session.load_state(output.load_state)
+        media = files.read(session, opening.load.image_rows)
+        sent = sent_prompt(session, text, message, bare=bool(output.load_state or output.save_state), media=media)
+        generation = session.generate(
+            sent.sent,
+            max_tokens=output.max_tokens or (RUN_TOKENS if sent.template is None else MAX_TOKENS),
+            draft_length=opening.draft_length,
+            reuse_prefix=output.load_state is not None,
+            on_round=explain_round(session, opening) if output.explain else None,
+            sampling=sampling,
+            constraint=constraint,
+            acceptance=acceptance,
+            stop=tuple(limits.stop),
+        )
+        pieces = []
+        with opening.energy.watch() as watch:
+            for piece in sent.text(session, generation, limits.stop):
+                pieces.append(piece)
+                if not output.as_json and not output.explain:
+                    click.echo(piece, nl=False)
+        energy = watch.energy(generation.stats.tokens)
+        session.record(generation)
+        if output.save_state:
+            session.save_state(output.save_state)
+        if not output.as_json:
+            click.echo("".join(pieces) if output.explain else "")
+        lossless = check_again(session, generation) if output.verify_lossless else None
+        if output.as_json:
+            record = {"prompt": text, "text": "".join(pieces), "templated": sent.template is not None}
+            click.echo(json.dumps(record | figures(session, generation, energy, lossless), ensure_ascii=False))
+        else:
+            print_figures(session, generation, energy, lossless, loaded=output.load_state is not None)
+
+
+def explain_round(session: Session, opening: Opening) -> Explain:
+    """Returns the callback of --explain."""
+    profit = session.profit() if opening.draft_length is None else None
+    return Explain(lambda: profit.last if profit else None, session.settings.objective, note)
+
+
+def check_again(session: Session, generation: Generation) -> LosslessReport:
+    """Runs the same request without drafts and compares, which takes as long again."""
+    with terminal_wait("the same again without drafts"):
+        return check_lossless(session, generation)
+
+
+def figures(session: Session, generation: Generation, energy: RunEnergy, lossless: LosslessReport | None) -> dict[str, Any]:
+    """Returns the figures of a finished generation as plain values under stable keys."""
+    record: dict[str, Any] = {
+        "backend": session.backend,
+        "row_kernels": session.row_kernels,
+        "drafter": session.drafter_kind,
+        "stats": generation.stats.to_json(),
+        "finish_reason": generation.finish_reason,
+        **energy_record(energy),
+    }
+    if generation.options.constraint:
+        record["whole"] = generation.complete
+    if lossless:
+        record["lossless"] = lossless.to_json() | {"drafted_tokens": generation.stats.drafted}
+    return record
+
+
+def print_figures(session: Session, generation: Generation, energy: RunEnergy, lossless: LosslessReport | None, *, loaded: bool) -> None:
+    """Prints them on standard error, after remarks; `loaded` is whether the request started from a saved state."""
+    for sentence in remarks(generation, loaded=loaded):
+        note(sentence)
+    note(summary(generation.stats, session.drafter_kind))
+    note(": ".join(energy.row()))
+    if not generation.complete:
+        note("the text ended before the grammar was complete; raise --max-tokens, or leave --stop out")
+    if lossless:
+        note(lossless.sentence() if generation.stats.drafted else f"{lossless.sentence()}; {NOTHING_DRAFTED}")

@@ -1,0 +1,127 @@
+"""PROMPT of edge-run: as bare text, or as a message, with images and sound, through the bundle's chat template."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from edge_devices.option_fields import option
+from edge_runtime.errors import RequestError
+from edge_runtime.media.messages import user_message, without_media
+from edge_runtime.media.reading import read_image, read_sound
+from edge_runtime.media.soft_rows import Media, MediaPrompt
+from edge_runtime.session.generation import Generation
+from edge_runtime.session.session import Session
+from edge_runtime.text.channels import ChannelParser, Event, Text
+from edge_runtime.text.chat_template import ROLE, ChatTemplate, bundle_template
+
+# Limit for one prompt or turn from standard input, in characters; more than any context holds.
+MAX_INPUT = 16 << 20
+# The family of a model whose size is none of the released ones (exporter's SIZES): whether it was tuned to answer is not known.
+_UNKNOWN_FAMILY = "custom"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageOptions:
+    """How PROMPT is sent. `raw` is None if nobody chose. Raises a usage error for options that contradict each other."""
+
+    system: str | None = option("-s", panel="Messages", help="The system message, which goes through the chat template.")
+    thinking: bool = option(
+        default=False, panel="Messages", help="Let the model think before it answers, if its chat template supports that."
+    )
+    raw: bool | None = option(
+        "--raw/--templated",
+        panel="Messages",
+        help="Continue PROMPT as bare text, or send it through the chat template as a message."
+        "  [default: templated for the released instruction-tuned sizes, unless a KV state is loaded or saved]",
+    )
+
+    def __post_init__(self) -> None:
+        if self.raw and (self.system is not None or self.thinking):
+            raise click.UsageError("--raw sends no message, so --system and --thinking have no effect; leave --raw or them out")
+
+    def system_message(self) -> list[dict[str, str]]:
+        """Returns the system message as a list of none or one."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaFiles:
+    """Files that are sent before PROMPT."""
+
+    images: Sequence[Path] = option(
+        "--image", default=(), metavar="FILE", panel="Images and sound", help="Image before PROMPT: jpeg, png or webp. Repeatable."
+    )
+    sounds: Sequence[Path] = option(
+        "--audio", default=(), metavar="FILE", panel="Images and sound", help="Sound before PROMPT: wav, flac or mp3. Repeatable."
+    )
+
+    def read(self, session: Session, rows: int) -> list[Media]:
+        """Returns the files' contents, images with at most `rows` soft rows. Raises RequestError for what the bundle cannot take."""
+        if (self.images or self.sounds) and session.bundle.manifest.media is None:
+            raise RequestError("this bundle has no encoder of images and sound; export it again with --media f16")
+        return [*(read_image(path, rows) for path in self.images), *map(read_sound, self.sounds)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentPrompt:
+    """What is sent to the model; `template` is None for bare text."""
+
+    sent: str | list[int] | MediaPrompt
+    template: ChatTemplate | None
+
+    def text(self, session: Session, generation: Generation, stop: Sequence[str]) -> Iterator[str]:
+        """Yields the answer piece by piece; of a message's answer only the text, without thoughts and tool calls."""
+        if self.template is None:
+            yield from generation
+            return
+        parser = ChannelParser(session.vocabulary, (*stop, *self.template.stop))
+        for done in generation.rounds():
+            for token in done.tokens:
+                yield from _texts(parser.feed(token))
+            if parser.stopped_by is not None:
+                break
+        yield from _texts(parser.finish())
+
+
+def read_prompt(prompt: str) -> str:
+    """Returns PROMPT, or standard input for '-'. Raises RequestError if that is closed, not UTF-8 text, or too long."""
+    if prompt != "-":
+        return prompt
+    if sys.stdin is None:
+        raise RequestError("standard input is closed; give the prompt as an argument")
+    try:
+        text = sys.stdin.read(MAX_INPUT + 1)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not UTF-8 text ({error}); convert it") from error
+    if len(text) > MAX_INPUT:
+        raise RequestError(f"standard input has more than {MAX_INPUT} characters, too many for a prompt; give less")
+    return text
+
+
+def sent_prompt(session: Session, prompt: str, options: MessageOptions, *, bare: bool = False, media: Sequence[Media] = ()) -> SentPrompt:
+    """Returns what PROMPT is sent as. Where nobody chose, `bare` keeps it bare text. Raises RequestError if the template refuses it."""
+    chosen = not options.raw if options.raw is not None else options.system is not None or options.thinking
+    if not (chosen or media) and (options.raw or bare or not is_instruction_tuned(session)):
+        return SentPrompt(sent=prompt, template=None)
+    if media and not session.bundle.has(ROLE):
+        return SentPrompt(sent=session.media_prompt(prompt, media), template=None)
+    template = bundle_template(session.bundle, session.vocabulary)
+    messages, _ = without_media([*options.system_message(), user_message(prompt, media)])
+    ids = template.encode(messages, thinking=options.thinking)
+    return SentPrompt(sent=session.media_prompt(ids, media) if media else ids, template=template)
+
+
+def is_instruction_tuned(session: Session) -> bool:
+    """Whether the model answers messages: a released size of Gemma 4 whose checkpoint came with a chat template."""
+    return session.bundle.has(ROLE) and session.bundle.manifest.architecture.family != _UNKNOWN_FAMILY
+
+
+def _texts(events: list[Event]) -> Iterator[str]:
+    for event in events:
+        if isinstance(event, Text):
+            yield event.text

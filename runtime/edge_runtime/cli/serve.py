@@ -1,0 +1,25 @@
+"""`edge-run serve`: the OpenAI and Ollama APIs and a chat page over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from edge_devices.command_line import PanelCommand, takes
+from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, refuse_threads
+from edge_runtime.server.options import ServeOptions
+from edge_runtime.session.monitoring.monitor import MonitorOptions
+
+
+@click.command(cls=PanelCommand)
+@click.argument("bundle", type=BundlePath())
+@takes("options", ServeOptions)
+@opens_bundle("draft_store", "image_rows")
+@takes("monitoring", MonitorOptions)
+def serve(bundle: Path, options: ServeOptions, opening: Opening, monitoring: MonitorOptions) -> None:
+    """Serve the OpenAI and Ollama APIs and a chat page over HTTP."""
+    from edge_runtime.server.serve import serve as run_server
+
+    refuse_threads(opening.load.threads)
+    run_server(bundle, options, opening.options(monitoring), note, opening.energy.shared_watch())
