@@ -19,6 +19,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
+for library in ("uvicorn", "starlette"):
+    pytest.importorskip(library, reason="needs edge-mtp[serve]")
+
 from chat_words import SpeakingTarget, chat_session
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.interfaces import DraftRequest, Logits
@@ -27,6 +32,10 @@ from edge_runtime.session.batch import Sessions
 from edge_runtime.text.chat_template import bundle_template
 
 MAIN = "from edge_runtime.cli.run import main; main()"
+
+
+HI: Any = [{"role": "user", "content": "hi"}]
+clients: list[Any] = []
 
 
 class SpeakingTogether:
@@ -117,15 +126,28 @@ def send(server: Scripted, method: str, path: str, body: Any = None, **headers: 
         connection.close()
 
 
+def client_of(server: Scripted | str, key: str = "none") -> Any:
+    """An openai client of a server; the tests of a process close all of them at their end."""
+    openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
+    url = server if isinstance(server, str) else server.url
+    clients.append(openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120))
+    return clients[-1]
+
+
+def ask(client: Any, **fields: Any) -> Any:
+    """Sends a chat request."""
+    return client.chat.completions.create(**{"model": "scripted", "messages": HI, "temperature": 0, **fields})
+
+
 class Child:
     """`edge-run serve BUNDLE` in a child process on a free port."""
 
-    def __init__(self, bundle: Path, *options: str) -> None:
+    def __init__(self, bundle: Path, *options: str, **environment: str) -> None:
         self.lines: list[str] = []
         self._said: queue.Queue[str | None] = queue.Queue()
         command = [sys.executable, "-c", MAIN, "serve", str(bundle), "--port", "0", *options]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables)
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         self.url = self._wait_for("serving at ").partition("serving at ")[2].split()[0]

@@ -6,7 +6,7 @@ Source: ai.google.dev/gemma/docs/core/prompt-formatting-gemma4. A vocabulary wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,11 +38,14 @@ Place = Literal["answer", "name", "thought", "call"]
 
 
 class ChannelParser:
-    """Turns tokens into events as soon as they are final; `stop` strings end the answer (not thoughts) before them."""
+    """Turns tokens into events as soon as they are final; `stop` strings end the answer (not thoughts) before them.
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
+    Without `channels`, all tokens are the answer's, as completions have it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), *, channels: bool = True) -> None:
         self._vocabulary = vocabulary
-        control = vocabulary.control_tokens
+        control = vocabulary.control_tokens if channels else {}
         self._marks = {
             control[text]: mark
             for text, mark in {
@@ -124,3 +127,17 @@ class ChannelParser:
         call = ToolCall(name=None, arguments=None, raw=self._held)
         self._held, self._place = "", "answer"
         return [call]
+
+
+def merged(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Merges neighbouring events of the same kind."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, Text) and isinstance(last, Text):
+            result[-1] = Text(last.text + event.text)
+        elif isinstance(event, Thought) and isinstance(last, Thought):
+            result[-1] = Thought(last.text + event.text)
+        else:
+            result.append(event)
+    return tuple(result)

@@ -12,9 +12,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
-pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
-
 from chat_server import Scripted, scripted_server, send
 from chat_words import chat_session
 from edge_runtime.server.engine.prompts import Prompts

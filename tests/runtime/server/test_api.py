@@ -14,11 +14,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
-pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
-from chat_server import Scripted, scripted_server
+from chat_server import HI, Scripted, ask, client_of, scripted_server
 from edge_runtime.errors import BackendError
 from edge_runtime.server.http.body import MEDIA_BODY, TEXT_BODY
 from edge_runtime.server.json_text import MAX_DEPTH
@@ -26,15 +24,6 @@ from edge_runtime.server.requests.messages import MAX_MESSAGES
 
 CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
 TOOLS: Any = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
-HI: Any = [{"role": "user", "content": "hi"}]
-
-
-def client_of(server: Scripted, key: str = "none") -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=30)
-
-
-def ask(client: Any, **fields: Any) -> Any:
-    return client.chat.completions.create(**{"model": "scripted", "messages": HI, "temperature": 0, **fields})
 
 
 def send(server: Scripted, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:

@@ -8,43 +8,31 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
-pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
-from chat_server import Scripted, scripted_server
-
-HI: Any = [{"role": "user", "content": "hi"}]
-
-
-def client_of(server: Scripted) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
-
-
-def ask(server: Scripted, **fields: Any) -> Any:
-    return client_of(server).chat.completions.create(**{"model": "scripted", "messages": HI, "temperature": 0, **fields})
+from chat_server import HI, ask, client_of, scripted_server
 
 
 def test_n_answers_have_their_numbers_and_one_prompt() -> None:
     with scripted_server("hello", count=2) as server:
-        answer = ask(server, n=3)
+        answer = ask(client_of(server), n=3)
         assert [(choice.index, choice.message.content) for choice in answer.choices] == [(i, "hello") for i in range(3)]
-        one = ask(server)
+        one = ask(client_of(server))
         assert answer.usage.prompt_tokens == one.usage.prompt_tokens
         assert answer.usage.completion_tokens == 3 * one.usage.completion_tokens
-        chunks = list(ask(server, n=3, stream=True, stream_options={"include_usage": True}))
+        chunks = list(ask(client_of(server), n=3, stream=True, stream_options={"include_usage": True}))
         for i in range(3):
             mine = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == i]
             assert "".join(choice.delta.content or "" for choice in mine) == "hello"
             assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["stop"]
         assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
         with pytest.raises(openai.BadRequestError, match="at most 6"):
-            ask(server, n=7)
+            ask(client_of(server), n=7)
 
 
 def test_log_probabilities_are_those_of_the_answers_tokens() -> None:
     with scripted_server("<|channel>thought\nhm<channel|>né, end") as server:
-        choice = ask(server, logprobs=True, top_logprobs=3, stop=", en").choices[0]
+        choice = ask(client_of(server), logprobs=True, top_logprobs=3, stop=", en").choices[0]
         entries = choice.logprobs.content
         assert (choice.message.content, b"".join(bytes(entry.bytes) for entry in entries)) == ("né", "né".encode())
         assert all(-1e-6 < entry.logprob <= 0 for entry in entries), "the script is certain"
@@ -52,10 +40,10 @@ def test_log_probabilities_are_those_of_the_answers_tokens() -> None:
             assert len(entry.top_logprobs) == 3
             assert entry.top_logprobs[0].bytes == entry.bytes
             assert entry.top_logprobs[1].logprob == pytest.approx(-100, abs=0.1)
-        chunks = list(ask(server, logprobs=True, stream=True))
+        chunks = list(ask(client_of(server), logprobs=True, stream=True))
         streamed = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
         assert b"".join(bytes(entry.bytes) for entry in streamed) == "né, end".encode()
-        assert ask(server).choices[0].logprobs is None
+        assert ask(client_of(server)).choices[0].logprobs is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -70,7 +58,7 @@ def test_a_demanded_call_is_made(stream: bool) -> None:
     tools: Any = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("now", "then")]
     with scripted_server("I would rather chat.") as server:
         for choice in ("required", {"type": "function", "function": {"name": "then"}}):
-            answer = ask(server, tools=tools, tool_choice=choice, parallel_tool_calls=False, stream=stream, max_tokens=200)
+            answer = ask(client_of(server), tools=tools, tool_choice=choice, parallel_tool_calls=False, stream=stream, max_tokens=200)
             if stream:
                 chunks = [chunk.choices[0] for chunk in answer]
                 calls, reason = [call for chunk in chunks for call in chunk.delta.tool_calls or []], chunks[-1].finish_reason
@@ -86,7 +74,7 @@ def test_a_demanded_call_is_made(stream: bool) -> None:
 
 
 def test_several_prompts_have_an_answer_each(several: str) -> None:
-    client = openai.OpenAI(base_url=f"{several}/v1", api_key="none", max_retries=0, timeout=120)
+    client = client_of(several)
     prompts = ["def add(a, b):", "class Stack:"]
 
     def complete(prompt: Any, **fields: Any) -> Any:
@@ -105,7 +93,7 @@ def test_several_prompts_have_an_answer_each(several: str) -> None:
 
 
 def test_log_probabilities_of_the_pair(several: str) -> None:
-    client = openai.OpenAI(base_url=f"{several}/v1", api_key="none", max_retries=0, timeout=120)
+    client = client_of(several)
     choice = client.completions.create(model="any", prompt="def add(a, b):", max_tokens=20, temperature=0, logprobs=5).choices[0]
     logprobs = choice.logprobs
     assert "".join(logprobs.tokens) == choice.text
@@ -117,7 +105,7 @@ def test_log_probabilities_of_the_pair(several: str) -> None:
 
 def test_a_demanded_call_of_the_pair(several: str) -> None:
     pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
-    client = openai.OpenAI(base_url=f"{several}/v1", api_key="none", max_retries=0, timeout=120)
+    client = client_of(several)
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["ok"]}
     tools: Any = [{"type": "function", "function": {"name": "count", "parameters": parameters}}]
     for drawing in ({"temperature": 0}, {"temperature": 1, "seed": 1}):

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
-pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
-
 from chat_server import scripted_server
 
 CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'

@@ -9,9 +9,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
-pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
-
 from chat_server import Scripted, scripted_server
 from edge_runtime.server.http import body, connections
 

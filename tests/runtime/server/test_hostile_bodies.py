@@ -12,9 +12,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
-pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
-
 from chat_server import scripted_server, send
 from edge_runtime.server import app
 from edge_runtime.server.errors import ApiError

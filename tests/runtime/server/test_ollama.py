@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
-pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
 ollama = pytest.importorskip("ollama", reason="needs edge-mtp[dev]")
 
 from chat_server import scripted_server

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
-pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
 pytest.importorskip("selenium", reason="needs edge-mtp[dev]")
 
 from selenium.webdriver.common.by import By

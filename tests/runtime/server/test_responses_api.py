@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
-pytest.importorskip("starlette", reason="needs edge-mtp[serve]")
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
-from chat_server import Scripted, scripted_server
+from chat_server import Scripted, client_of, scripted_server
 
 CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
 IMAGE: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
@@ -19,8 +17,7 @@ TOOLS: Any = [{"type": "function", "name": "now", "parameters": {"type": "object
 
 
 def respond(server: Scripted, **fields: Any) -> Any:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
-    return client.responses.create(**{"model": "scripted", "input": "hi", "temperature": 0, **fields})
+    return client_of(server).responses.create(**{"model": "scripted", "input": "hi", "temperature": 0, **fields})
 
 
 def test_a_response_has_thoughts_text_and_calls_as_items() -> None:
@@ -47,8 +44,7 @@ def test_a_stream_is_the_same_in_events() -> None:
         done = [event.item for event in events if event.type == "response.output_item.done"]
         assert [item.id for item in done] == [item.id for item in events[-1].response.output]
         assert json.loads(next(e.arguments for e in events if e.type == "response.function_call_arguments.done")) == {"zone": "UTC"}
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        with client, client.responses.stream(model="scripted", input="hi", tools=TOOLS) as stream:
+        with client_of(server) as client, client.responses.stream(model="scripted", input="hi", tools=TOOLS) as stream:
             for _ in stream:
                 pass
             assert stream.get_final_response().output_text == "so ", "the client's own accumulation"

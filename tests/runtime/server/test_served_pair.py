@@ -17,15 +17,11 @@ import pytest
 
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
-from chat_server import Child
+from chat_server import Child, client_of
 from edge_runtime.server.requests.completions import read_chat
 from edge_runtime.session.open import open_session
 
 PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]
-
-
-def client_of(url: str) -> Any:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def complete(client: Any, prompt: str, **fields: Any) -> Any:
@@ -205,7 +201,7 @@ def test_a_signal_ends_it_while_it_answers(exported_pair: Path, probe_memory: Pa
     heard: list[str] = []
 
     def listen() -> None:
-        client = openai.OpenAI(base_url=f"{child.url}/v1", api_key="k", max_retries=0, timeout=60)
+        client = client_of(child.url, "k")
         try:
             for prompt in PROMPTS * 100:
                 heard.extend(chunk.choices[0].text for chunk in complete(client, prompt, max_tokens=400, stream=True))

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
-openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
-from chat_server import scripted_server
+pytest.importorskip("openai", reason="needs edge-mtp[dev]")
+from chat_server import ask, client_of, scripted_server
 from edge_devices.energy.live import SharedWatch
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
@@ -39,16 +38,11 @@ def watch():
     watch.close()
 
 
-def ask(url: str, **fields: Any) -> Any:
-    client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-    return client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}], **fields)
-
-
 def test_a_request_alone_has_joules_per_token_with_interval_scope_and_meter(watch) -> None:
     with scripted_server("a long answer " * 4, watch=watch) as server:
         server.together.before_forward = lambda: time.sleep(0.002)
-        usage = ask(server.url).usage
-        chunks = list(ask(server.url, stream=True, stream_options={"include_usage": True}))
+        usage = ask(client_of(server)).usage
+        chunks = list(ask(client_of(server), stream=True, stream_options={"include_usage": True}))
     energy = usage.energy
     assert (energy["scope"], energy["meter"], energy["shared_with"], energy["estimate"]) == ("package", "steady", 0, False)
     assert energy["joules"] > 5
@@ -62,7 +56,7 @@ def test_requests_at_once_have_the_machines_joules_and_say_so(watch) -> None:
     answers: list[Any] = []
     with scripted_server("a long answer " * 10, count=2, watch=watch) as server:
         server.together.before_forward = lambda: time.sleep(0.003)
-        threads = [threading.Thread(target=lambda: answers.append(ask(server.url))) for _ in range(2)]
+        threads = [threading.Thread(target=lambda: answers.append(ask(client_of(server)))) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -78,7 +72,7 @@ def test_requests_at_once_have_the_machines_joules_and_say_so(watch) -> None:
 def test_without_a_meter_usage_and_metrics_give_the_reason() -> None:
     watch = SharedWatch(System(), None, "no energy meter here")
     with scripted_server("hello", watch=watch) as server:
-        energy = ask(server.url).usage.energy
+        energy = ask(client_of(server)).usage.energy
         scraped = urllib.request.urlopen(server.url + "/metrics").read().decode()
     watch.close()
     assert (energy["joules"], energy["reason"]) == (None, "no energy meter here")
@@ -88,7 +82,7 @@ def test_without_a_meter_usage_and_metrics_give_the_reason() -> None:
 def test_metrics_have_the_joules_of_all_requests(watch) -> None:
     with scripted_server("a long answer " * 4, watch=watch) as server:
         server.together.before_forward = lambda: time.sleep(0.002)
-        joules = sum(ask(server.url).usage.energy["joules"] for _ in range(2))
+        joules = sum(ask(client_of(server)).usage.energy["joules"] for _ in range(2))
         scraped = urllib.request.urlopen(server.url + "/metrics").read().decode()
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in scraped.splitlines() if not line.startswith("#")}
     labels = 'meter="steady",scope="package",bound="value"'

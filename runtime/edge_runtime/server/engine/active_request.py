@@ -11,12 +11,11 @@ from edge_runtime.decoding.default_sampling import MODEL_SAMPLING, default_sampl
 from edge_runtime.decoding.logprobs import TokenLogprob
 from edge_runtime.decoding.loop import Round
 from edge_runtime.server.engine.jobs import Finished, FinishReason, Job, Output, OutputLogprob, Started
-from edge_runtime.server.engine.output_parser import OutputParser, TextParser, merged
 from edge_runtime.server.requests.messages import Conversation
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
-from edge_runtime.text.channels import ChannelParser, Event, Text
+from edge_runtime.text.channels import ChannelParser, Event, Text, merged
 from edge_runtime.text.chat_template import ChatTemplate
 
 
@@ -55,11 +54,8 @@ class ActiveRequest:
             draft_length=request.draft_length,
             prediction=job.prediction,
         )
-        self._parser: OutputParser
-        if isinstance(request.prompt, Conversation):
-            self._parser = ChannelParser(session.vocabulary, (*request.stop, *template.stop))
-        else:
-            self._parser = TextParser(session.vocabulary, request.stop)
+        is_chat = isinstance(request.prompt, Conversation)
+        self._parser = ChannelParser(session.vocabulary, (*request.stop, *(template.stop if is_chat else ())), channels=is_chat)
         self._chunk_size = session.settings.chunk_size
         self._pending: list[Event] = []
         self._tokens = self._delivered = self._thoughts = 0

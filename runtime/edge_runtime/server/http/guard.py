@@ -97,8 +97,8 @@ class Guard:
 
 def host_name(host: str) -> str:
     """Returns a Host header without port and brackets; nothing if it is malformed."""
-    found = _HOST.fullmatch(host)
-    return (found["ipv6"] or found["name"] or "") if found else ""
+    parts = _HOST.fullmatch(host)
+    return (parts["ipv6"] or parts["name"] or "") if parts else ""
 
 
 async def send_error(send: Send, error: ApiError, *, ollama: bool = False) -> None:
@@ -107,28 +107,31 @@ async def send_error(send: Send, error: ApiError, *, ollama: bool = False) -> No
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    pairs = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body})
+    await _send_whole(send, error.status, headers, body)
 
 
 async def _permit(send: Send, headers: Mapping[str, str]) -> None:
     """Answers a preflight request of an allowed website."""
-    wanted = headers.get("access-control-request-headers", "")[:1000]
+    requested = headers.get("access-control-request-headers", "")[:1000]
     allowed = {"access-control-allow-methods": _METHODS, "access-control-max-age": str(_PREFLIGHT_SECONDS)}
-    if wanted:
-        allowed["access-control-allow-headers"] = wanted
-    pairs = [(name.encode(), value.encode("latin-1")) for name, value in allowed.items()]
-    await send({"type": "http.response.start", "status": 204, "headers": pairs})
-    await send({"type": "http.response.body", "body": b""})
+    if requested:
+        allowed["access-control-allow-headers"] = requested
+    await _send_whole(send, 204, allowed, b"")
+
+
+async def _send_whole(send: Send, status: int, headers: Mapping[str, str], body: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": _pairs(headers)})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _adding(send: Send, headers: Mapping[str, str]) -> Send:
-    pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-
     async def adding(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], *pairs]}
+            message = {**message, "headers": [*message["headers"], *_pairs(headers)]}
         await send(message)
 
     return adding
+
+
+def _pairs(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
