@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 # Where drafts pay depends on the machine; here they are to be seen.
-DRAFTS = ("--drafter", "split", "--policy", "fixed", "--draft-length", "3")
+DRAFTS = ("--drafter", "split", "--draft-length", "3")
 DETERMINISTIC = ("--deterministic", "--sessions", "4", "--waiting", "64", "--context", "512", *DRAFTS)
 
 
