@@ -13,9 +13,11 @@ ALL_EXTRAS := $(TEST_EXTRAS),llama,export,package,verify,optimum,fleet,docs,dev
 USER_EXTRAS := llama,onnx,export,grammar,serve,sign,report,media
 comma := ,
 # Locks hold for every Python and platform; torch is left out (requirements/README.md).
-LOCK := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command "make lock" \
+LOCK = $(or $(shell command -v uv),$(TOOLS)/bin/uv) pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command "make lock" \
 	--override requirements/overrides.txt
 extras = $(foreach e,$(subst $(comma), ,$(1)),--extra $(e))
+# A change of the kernels compiles them anew.
+KERNELS := $(wildcard $(addprefix runtime/edge_runtime/backends/kernels/,build.py src/* src/*/*))
 SETUP := PYTHON=$(PYTHON) scripts/setup/setup.sh
 AUDIT = $(BIN)/python scripts/setup/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin \
 	--lock requirements/ci.txt --lock requirements/runtime.txt
@@ -49,16 +51,16 @@ setup-llama: $(VENV)/.ready-llama
 setup-test: $(SHORT_VENV)/.ready
 setup-all: $(VENV)/.ready-all
 
-$(VENV)/.ready-onnx $(VENV)/.ready-llama: $(VENV)/.ready-%: pyproject.toml scripts/setup/setup.sh
+$(VENV)/.ready-onnx $(VENV)/.ready-llama: $(VENV)/.ready-%: pyproject.toml scripts/setup/setup.sh $(KERNELS)
 	@$(SETUP) $(VENV) '.[$(DEMO_EXTRAS_$*)]'
 	@touch $@
 
 # By locks, in which everything but torch has its hash.
-$(SHORT_VENV)/.ready: pyproject.toml scripts/setup/setup.sh requirements/test.txt
+$(SHORT_VENV)/.ready: pyproject.toml scripts/setup/setup.sh requirements/test.txt $(KERNELS)
 	@LOCK=requirements/test.txt $(SETUP) $(SHORT_VENV) .
 	@touch $@
 
-$(VENV)/.ready-all: pyproject.toml scripts/setup/setup.sh scripts/setup/build_llama_cpp.sh requirements/ci.txt
+$(VENV)/.ready-all: pyproject.toml scripts/setup/setup.sh scripts/setup/build_llama_cpp.sh requirements/ci.txt $(KERNELS)
 	@LOCK=requirements/ci.txt $(SETUP) $(VENV) . '$(TORCH)'
 	@touch $@
 

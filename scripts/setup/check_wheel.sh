@@ -21,33 +21,45 @@ find_python() {
     done
 }
 
-tried=()
+uv=$(command -v uv || echo "$PWD/$tools/bin/uv")
+cd "$work" # so that nothing of the checkout is imported
+
+try_python() { # PYTHON VERSION
+    local bin=$work/$2/bin
+    "$1" -m venv "$work/$2"
+    local install=("$uv" pip install --quiet --python "$bin/python")
+    mkdir "$work/run-$2"
+    cd "$work/run-$2"
+    export EDGE_MTP_CACHE=$work/cache-$2
+    "${install[@]}" "$wheel"
+    for command in edge-run edge-bench edge-devices; do
+        "$bin/$command" --version >/dev/null
+    done
+    { "$bin/edge-export" --version 2>&1 || true; } | grep -q "^Error: edge-export needs .*edge-mtp\[export\]"
+    "$bin/edge-run" doctor --json | "$bin/python" -c 'import json, sys; found = json.load(sys.stdin); assert not found["ready"] and found["install"], found'
+    "${install[@]}" "$wheel[onnx,export-onnx,grammar,serve]"
+    "$bin/edge-run" doctor --json | "$bin/python" -c 'import json, sys; found = json.load(sys.stdin); assert found["ready"], found'
+    "$bin/edge-export" reference --output bundle --format onnx --no-verify --force >/dev/null 2>&1
+    "$bin/edge-run" generate bundle --json --max-tokens 32 "class Stack:" 2>/dev/null |
+        "$bin/python" -c 'import json, sys; run = json.load(sys.stdin); assert run["stats"]["tokens"] == 32, run'
+    "$bin/python" -m pip check >/dev/null
+    echo "Python $("$bin/python" -c 'import platform; print(platform.python_version())'): installs, exports and runs"
+}
+
+# At once: each waits for the index most of the time.
+tried=() jobs=()
 for version in 3.11 3.12 3.13; do
     python=$(find_python "$version")
     if [ -z "$python" ]; then
         echo "Python $version: not here, the wheel was not tried on it"
         continue
     fi
-    "$python" -m venv "$work/$version"
-    bin=$work/$version/bin
-    pip=("$bin/python" -m pip install --quiet --disable-pip-version-check)
-    export EDGE_MTP_CACHE=$work/cache-$version
-    cd "$work" # so that nothing of the checkout is imported
-    "${pip[@]}" "$wheel"
-    for command in edge-run edge-bench edge-devices; do
-        "$bin/$command" --version >/dev/null
-    done
-    { "$bin/edge-export" --version 2>&1 || true; } | grep -q "^Error: edge-export needs .*edge-mtp\[export\]"
-    "$bin/edge-run" doctor --json | "$bin/python" -c 'import json, sys; found = json.load(sys.stdin); assert not found["ready"] and found["install"], found'
-    "${pip[@]}" "$wheel[onnx,export-onnx,grammar,serve]"
-    "$bin/edge-run" doctor --json | "$bin/python" -c 'import json, sys; found = json.load(sys.stdin); assert found["ready"], found'
-    "$bin/edge-export" reference --output bundle --format onnx --no-verify --force >/dev/null 2>&1
-    "$bin/edge-run" bundle --json --max-tokens 32 "class Stack:" 2>/dev/null |
-        "$bin/python" -c 'import json, sys; run = json.load(sys.stdin); assert run["stats"]["tokens"] == 32, run'
-    "$bin/python" -m pip check >/dev/null
-    cd - >/dev/null
-    echo "Python $("$python" -c 'import platform; print(platform.python_version())'): installs, exports and runs"
+    (set -e && try_python "$python" "$version") &
+    jobs+=($!)
     tried+=("$version")
+done
+for job in "${jobs[@]}"; do
+    wait "$job"
 done
 [ ${#tried[@]} -gt 0 ] || { echo "no Python from 3.11 to 3.13 was found; the wheel was not tried"; exit 1; }
 echo "the wheel was tried on Python ${tried[*]}"

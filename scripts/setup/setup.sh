@@ -48,7 +48,8 @@ if [ -z "$uv" ]; then
 fi
 install() {
     if [ -n "$uv" ]; then
-        "$uv" pip install --quiet --python "$venv/bin/python" "$@"
+        # This project always anew: its build compiles the kernels into the checkout.
+        "$uv" pip install --quiet --python "$venv/bin/python" --reinstall-package edge-mtp "$@"
     else
         pip install "$@"
     fi

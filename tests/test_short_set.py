@@ -1,0 +1,57 @@
+"""What `make test` leaves out: the list is of tests that exist, and time is charged to those who spend it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import short_set
+
+ROOT = Path(__file__).parents[1]
+pytest_plugins = ["pytester"]
+SUITE = """
+    import time
+    import pytest
+
+    def spend(seconds):
+        begin = time.process_time()
+        while time.process_time() < begin + seconds:
+            pass
+
+    @pytest.fixture(scope="module")
+    def shared():
+        spend(0.4)
+
+    @pytest.mark.parametrize("number", [1, 2, 3, 4])
+    def test_short(shared, number): ...
+
+    def test_long():
+        spend(0.2)
+
+    @pytest.mark.parametrize("seconds", [0, 0.2])
+    def test_one_of_two(seconds):
+        spend(seconds)
+"""
+
+
+def test_each_listed_test_exists() -> None:
+    listed, total = short_set.long_tests()
+    assert total > len(listed)
+    sources = {name: (ROOT / name).read_text(encoding="utf-8") for name in {test.partition("::")[0] for test in listed}}
+    functions = {test: re.split(r"\[|::", test.partition("::")[2])[0] for test in listed}
+    assert [test for test, function in functions.items() if f"def {function}(" not in sources[test.partition("::")[0]]] == []
+
+
+def test_long_tests_are_listed_and_left_out(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixture's time is divided among the tests that use it; parameters are listed one by one unless each is long."""
+    monkeypatch.setattr(short_set, "LONG", pytester.path / "long.txt")
+    monkeypatch.setattr(short_set, "LIMIT", 0.15)
+    pytester.makepyfile(test_it=SUITE)
+    options = ("-p", "short_set", "-p", "no:randomly", "-p", "no:xdist")
+    pytester.runpytest_inprocess(*options, "--measure", "7").assert_outcomes(passed=7)
+    assert short_set.long_tests() == ({"test_it.py::test_long", "test_it.py::test_one_of_two[0.2]"}, 7)
+    result = pytester.runpytest_inprocess(*options, "--short")
+    result.assert_outcomes(passed=5, deselected=2)
+    result.stdout.fnmatch_lines([f"make test-all runs 2 more tests, which need {short_set.NEEDS}"])
