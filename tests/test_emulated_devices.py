@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 from bench_records import ONE_OF_EACH
-from edge_bench.cli.main import main
+from device_runs import bench
 from edge_bench.devices import remote_run as remote
 from edge_bench.measure.records import Records, Run, read_records
 from fake_phone import PI, FakePhone
@@ -33,10 +32,6 @@ if shutil.which("qemu-aarch64-static") is None:
 pytestmark = pytest.mark.slow
 PAIR = Path(__file__).parent.parent / "exporter/edge_export/reference_pair"
 WHAT = (*ONE_OF_EACH, "--max-tokens", "6", "--backend", "onnx", "--context", "256")
-
-
-def bench(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(a) for a in arguments], env={"COLUMNS": "250"})
 
 
 @pytest.fixture(scope="module")

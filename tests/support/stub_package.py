@@ -8,10 +8,8 @@ from pathlib import Path
 
 from bench_records import whole_benchmark
 from edge_bench.measure.records import line_of
-from edge_devices.energy.protocol import Plan, characterise_meter, measure
-from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.run_log import write_log
-from simulated_session import SimulatedMachine
+from simulated_session import two_variants
 
 ROOT = Path(__file__).parent.parent.parent
 # Writes three records, waits while the file HOLD exists in our folder, then writes the rest.
@@ -32,15 +30,6 @@ exec "${0%/*}/edge-python" -P -c 'from edge_devices.entry_points import edge_ben
 """
 
 
-def _energy(path: Path) -> None:
-    machine = SimulatedMachine()
-    measured = characterise_meter(machine.system, machine, machine.load)
-    machine.recorder = Recorder(machine.system, machine)
-    machine.recorder.poll()
-    workloads = {"plain": machine.workload(12.0), "dense 2": machine.workload(14.0, decode_s=1.0)}
-    write_log(path, measure(machine.system, machine.recorder, workloads, measured, Plan(repeats=4, rest_s=1.0)))
-
-
 def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, real: bool = False) -> Path:
     """Returns the package's folder; `code`: the exit code of its edge-bench; `real`: the real one, as far as a package holds it."""
     (folder / "bin").mkdir(parents=True)
@@ -59,7 +48,7 @@ def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, re
         (folder / name).chmod(0o755)
     (folder / "records.jsonl").write_text("".join(line_of(record) for record in whole_benchmark()))
     (folder / "code").write_text(f"{code}\n")
-    _energy(folder / "energy.jsonl")
+    write_log(folder / "energy.jsonl", two_variants())
     files = [{"path": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": ""} for p in folder.rglob("*") if p.is_file()]
     (folder / "package.json").write_text(json.dumps({"schema": 2, "platform": platform, "files": files, "sizes": {}, "licences": []}))
     return folder

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from edge_bench.cli.devices import ReachOptions, measure_on
-from edge_bench.contribution.guide import steps, wait_for_enter
 from edge_bench.contribution.pool import pool_records, pool_tables
 from edge_bench.contribution.record import make_record, write_record
 from edge_bench.devices.remote_run import device_label
@@ -21,7 +20,7 @@ from edge_bench.measure.request import BenchRequest, MeterOptions, option_words
 from edge_bench.report.terminal import print_tables
 from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.virtual_meters import ESTIMATE, EXTERNAL
-from edge_devices.meters.base import MeterFacts
+from edge_devices.meters.base import MeterFacts, Scope
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.signature import read_signing_key, sign_file
 from edge_runtime.cli.options import BundlePath, refuse_threads
@@ -29,6 +28,27 @@ from edge_runtime.errors import RequestError
 from edge_runtime.session.load_options import LoadOptions
 
 MINUTES = 27
+CLOSE = "close browsers, updates, backups and everything else that computes; leave the machine alone until the end"
+PLACE = "place it as it is used: on a table, no cushion, fan free, not in the sun"
+BY_SCOPE = {
+    Scope.DEVICE: (
+        "charge the battery to 40 to 90 %, then unplug the charger and every USB device",
+        "set the screen to its lowest brightness and keep it on",
+    ),
+    Scope.BOARD: (
+        "use the maker's power supply; unplug USB disks and HATs: the board's sensors do not see them",
+        "a Raspberry Pi needs its fan or heat sink: a throttled run does not count",
+    ),
+    Scope.EXTERNAL: ("plug the meter between supply and device, and start its recording now",),
+    Scope.WALL: ("plug the device alone into the meter, and start its recording now",),
+    Scope.ESTIMATE: ("nothing is measured: watts are a model's, and the record is labelled ESTIMATE",),
+}
+PLUGGED = ("plug in the charger: a processor's meter does not depend on it, and batteries change the clocks",)
+REMOTE = (
+    "keep the cable in, or wireless adb connected, until this program says that the run has started",
+    "a phone without rail meters is measured at its battery: add --unplugged, and unplug it when asked",
+)
+REPLY = "Press Enter to begin, or Ctrl-C to leave: "
 # What a record measures: plain decoding and the default policy, on all shipped prompts.
 PROTOCOL = BenchRequest(lengths=(), policies=("profit",), contexts=(), repeats=1, warm_up=1)
 
@@ -106,4 +126,18 @@ def guide(meter: MeterFacts | None, meters: MeterOptions) -> None:
     """Prints the steps before a measurement, and waits for Enter where somebody can press it."""
     for line in steps(meter, meters.minutes or MINUTES):
         note(line)
-    wait_for_enter(sys.stdin is not None and sys.stdin.isatty())
+    if sys.stdin is not None and sys.stdin.isatty():
+        input(REPLY)
+
+
+def steps(facts: MeterFacts | None, minutes: int) -> list[str]:
+    """Returns the steps before a measurement, numbered; `facts` None: on another device, whose meter is not known yet."""
+    own: Sequence[str] = REMOTE if facts is None else BY_SCOPE.get(facts.scope, PLUGGED)
+    every = [
+        *own,
+        CLOSE,
+        PLACE,
+        f"wait: this takes about {minutes} minutes; Ctrl-C keeps what was measured, but such a record does not count",
+    ]
+    head = "the device's own meter" if facts is None else f"meter {facts.name}, scope {facts.scope}"
+    return [f"Joules per token of this bundle, with {head}:", *(f"  {number}. {text}" for number, text in enumerate(every, start=1))]

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_bench.measure.variants import PLAIN
-from edge_devices.energy.report import EnergyReport, make_report
+from edge_bench.measure.energy import energy_figures
+from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog, read_log
 from edge_devices.errors import DeviceError
 from edge_devices.files.atomic_write import write_text
@@ -114,7 +114,7 @@ def make_record(log_path: Path, folder: Path, manifest: Manifest, *, settings: M
         files=tuple(HashedFile(role=f.role, quantization=f.quantization, bytes=f.bytes, sha256=f.sha256) for f in manifest.files),
         settings=dict(settings),
         remarks=tuple(remarks),
-        figures=_claims(_figures(read_log(log_path))),
+        figures=_claims(energy_figures(read_log(log_path))),
         log_sha256=hashlib.sha256(data).hexdigest(),
         log=base64.b64encode(zlib.compress(data, 9)).decode(),
     )
@@ -154,17 +154,13 @@ def check_record(path: Path, data: bytes) -> CheckedRecord:
         log_path.write_bytes(inflated)
         try:
             log = read_log(log_path, MAX_LOG_LINES)
-            report = _figures(log)
+            report = energy_figures(log)
         except DeviceError as error:
             raise RequestError(f"{path}: its log yields no figures ({str(error).replace(str(log_path), 'the log')})") from error
     claimed, computed = record.figures, _claims(report)
     if claimed.keys() != computed.keys() or not all(_close(claimed[name], computed[name]) for name in computed):
         raise RequestError(f"{path}: its figures do not follow from its readings; do not use it")
     return CheckedRecord(path=path, record=record, report=report, run_log=log)
-
-
-def _figures(log: RunLog) -> EnergyReport:
-    return make_report(log, baseline=PLAIN if any(run.variant == PLAIN for run in log.runs) else None)
 
 
 def _claims(report: EnergyReport) -> dict[str, tuple[float, ...]]:

@@ -77,7 +77,7 @@ def read_energy(path: Path, external: Path | None = None, columns: str | None = 
     log = read_log(path)
     if external is not None:
         log = with_external_meter(log, import_csv(external, parse_choice(columns or "")))
-    return _figures(log), log
+    return energy_figures(log), log
 
 
 def measure_energy(
@@ -125,7 +125,7 @@ def measure_energy(
             log.stopped = True
             log.warnings.append("stopped by Ctrl-C before the end: figures have fewer repeats, and some may be missing")
             keep(log)
-    return (None if awaited else _figures(log)), log
+    return (None if awaited else energy_figures(log)), log
 
 
 def fitted(
@@ -138,7 +138,8 @@ def fitted(
     return next((fitting for fitting in plans if planned_seconds(*fitting, characteristics) <= seconds), plans[-1])
 
 
-def _figures(log: RunLog) -> EnergyReport:
+def energy_figures(log: RunLog) -> EnergyReport:
+    """Computes a log's figures, over plain decoding where it was measured. Raises DeviceError if no repeat counts."""
     variants = {run.variant for run in log.runs}
     return make_report(log, baseline=PLAIN if PLAIN in variants else None)
 

@@ -11,21 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from bench_records import whole_benchmark
-from edge_bench.cli.main import main
+from device_runs import bench
 from edge_bench.measure import command
 from edge_bench.measure.records import RecordFile, read_records
-from edge_devices.energy.protocol import Plan, characterise_meter, measure
-from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.run_log import write_log
 from edge_runtime.errors import BackendError
-from simulated_session import SimulatedMachine
-
-
-def bench(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(a) for a in arguments], env={"COLUMNS": "250"})
+from simulated_session import two_variants
 
 
 @pytest.fixture
@@ -101,12 +95,7 @@ def test_a_report_becomes_tables_and_a_page(made_up, tmp_path):
 
 
 def test_energy_comes_from_its_log(made_up, tmp_path):
-    machine = SimulatedMachine()
-    measured = characterise_meter(machine.system, machine, machine.load)
-    machine.recorder = Recorder(machine.system, machine)
-    machine.recorder.poll()
-    workloads = {"plain": machine.workload(12.0), "dense 2": machine.workload(14.0, decode_s=1.0)}
-    write_log(tmp_path / "energy.jsonl", measure(machine.system, machine.recorder, workloads, measured, Plan(repeats=4, rest_s=1.0)))
+    write_log(tmp_path / "energy.jsonl", two_variants())
     result = bench("report", made_up, "--energy", tmp_path / "energy.jsonl")
     assert result.exit_code == 0, result.output
     assert "saves energy" in result.stdout

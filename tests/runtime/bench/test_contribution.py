@@ -15,29 +15,24 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
+from device_runs import bench
 from edge_bench.cli import contribute as command
-from edge_bench.cli.main import main
+from edge_bench.cli.contribute import steps
 from edge_bench.contribution import pool
-from edge_bench.contribution.guide import steps
 from edge_bench.devices import remote_run
 from edge_bench.devices.package import DevicePackage
 from edge_bench.devices.remote_run import RemoteRequest
 from edge_bench.measure.energy import fitted, planned_seconds
 from edge_devices.energy import protocol
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.protocol import Plan, characterise_meter, measure
-from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.protocol import Plan
 from edge_devices.energy.report import make_report
-from edge_devices.energy.run_log import LogFile, RunLog, read_log
+from edge_devices.energy.run_log import RunLog, read_log, write_log
 from edge_devices.machine.load import MachineLoad
-from simulated_session import SimulatedMachine
+from simulated_session import SimulatedMachine, two_variants
 from stub_package import stub_package
-
-
-def bench(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(a) for a in arguments], env={"COLUMNS": "250"})
 
 
 @pytest.fixture
@@ -49,13 +44,8 @@ def contribute(monkeypatch: pytest.MonkeyPatch, exported_pair: Path):
         machine.system.sleep(len(target.name))  # no two recordings are equal
 
         def simulated(_bundle: Any, _request: Any, _load: Any, path: Path, *_: Any) -> tuple[Any, RunLog]:
-            measured = characterise_meter(machine.system, machine, machine.load)
-            machine.recorder = Recorder(machine.system, machine)
-            machine.recorder.poll()
-            workloads = {"plain": machine.workload(12.0), "dense profit": machine.workload(14.0, decode_s=1.0)}
-            with LogFile(path) as file:
-                log = measure(machine.system, machine.recorder, workloads, measured, Plan(repeats=repeats, rest_s=1.0))
-                file.keep(log)
+            log = two_variants(machine, "dense profit", repeats)
+            write_log(path, log)
             return make_report(log), log
 
         monkeypatch.setattr(command, "find_meter", lambda _: (machine, ""))

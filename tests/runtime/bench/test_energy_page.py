@@ -9,20 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from chromium import chromium
-from edge_bench.cli.main import main
+from device_runs import bench
 from edge_bench.measure.energy import is_energy_log, measure_energy, read_energy
-from edge_devices.energy.protocol import Plan, characterise_meter, measure
-from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.protocol import Plan
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, write_log
 from edge_devices.energy.virtual_meters import PendingExternalMeter
 from edge_devices.machine.state import DeviceState
 from edge_devices.meters.base import Kind
 from edge_devices.meters.trace import Trace
-from simulated_session import SimulatedMachine
+from simulated_session import SimulatedMachine, run_protocol
 
 pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
 from edge_bench.report.energy_plots import energy_plots, power_curve
@@ -33,16 +31,13 @@ HOSTILE = "</svg><script>alert(1)</script>$\\frac{1}$"
 def recorded(kind: Kind, *, refresh_s: float, name: str = "split 3") -> RunLog:
     """Plain decoding at 12 W, drafting at 14 W but faster, and loops of each phase; the second repeat of drafting was throttled."""
     machine = SimulatedMachine(kind, refresh_s=refresh_s)
-    measured = characterise_meter(machine.system, machine, machine.load)
-    machine.recorder = Recorder(machine.system, machine)
-    machine.recorder.poll()
     workloads = {
         "plain": machine.workload(12.0, prefill_s=0.3, prefill_watts=18.0),
         name: machine.workload(12.0, decode_s=1.2, prefill_s=0.3, prefill_watts=18.0),
         "calibrate:prefill": machine.workload(18.0, tokens=0),
         "calibrate:decode": machine.workload(12.0),
     }
-    log = measure(machine.system, machine.recorder, workloads, measured, Plan(repeats=3, rest_s=3.0, warm_ups=1), machine.load)
+    log = run_protocol(machine, workloads, Plan(repeats=3, rest_s=3.0, warm_ups=1), machine.load)
     at = next(i for i, run in enumerate(log.runs) if run.variant == name)
     log.runs[at] = replace(log.runs[at], after=DeviceState(throttled=0x50005))
     return log
@@ -53,10 +48,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("energy") / "energy.jsonl"
     write_log(path, recorded(Kind.COUNTER, refresh_s=0.001))
     return path
-
-
-def bench(*arguments: object) -> Result:
-    return CliRunner().invoke(main, list(map(str, arguments)))
 
 
 def test_an_energy_log_is_reported_alone(path: Path) -> None:

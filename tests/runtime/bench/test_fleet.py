@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 import phones
 from bench_records import whole_benchmark
-from edge_bench.cli.main import main
+from device_runs import bench
 from edge_bench.measure.records import Run
 from stub_bundle import stub_bundle
 from stub_package import ROOT, stub_package
@@ -74,10 +73,6 @@ def scheduler(desks: list[phones.Desk], tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
     return stub_bundle(tmp_path / "pair")
-
-
-def bench(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(a) for a in arguments], env={"COLUMNS": "250"})
 
 
 def test_four_phones_of_two_hosts_land_in_one_parquet_folder(

@@ -15,10 +15,8 @@ from edge_bench.measure.records import collect
 from edge_bench.measure.variants import BASELINE
 from edge_bench.report.figures import Figures, figures
 from edge_bench.report.tables import all_tables
-from edge_devices.energy.protocol import Plan, characterise_meter, measure
-from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import make_report
-from simulated_session import SimulatedMachine
+from simulated_session import two_variants
 
 pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
 from edge_bench.report.html import report_page
@@ -30,13 +28,7 @@ HOSTILE = "</svg><script>alert(1)</script>$\\frac{1}$"
 
 @pytest.fixture(scope="module")
 def energy():
-    """Plain decoding at 12 W for 2 s, drafting at 14 W for 1 s, 50 tokens each."""
-    machine = SimulatedMachine()
-    measured = characterise_meter(machine.system, machine, machine.load)
-    machine.recorder = Recorder(machine.system, machine)
-    machine.recorder.poll()
-    workloads = {"plain": machine.workload(12.0), "dense 2": machine.workload(14.0, decode_s=1.0)}
-    return make_report(measure(machine.system, machine.recorder, workloads, measured, Plan(repeats=4, rest_s=1.0)), baseline="plain")
+    return make_report(two_variants(), baseline="plain")
 
 
 @pytest.fixture(scope="module")
