@@ -21,13 +21,13 @@ from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.backends.onnx.open import OrtOptions, open_pair
-from edge_runtime.backends.onnx.target import OrtTarget, pair_of
+from edge_runtime.backends.onnx.target import GraphTarget, pair_of
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 
 PREFILL, CONTEXT = 512, 1024
 KERNELS = " with row kernels"
 ROWS = tuple(range(1, 14))
-AnyTarget = LlamaTarget | OrtTarget
+AnyTarget = LlamaTarget | GraphTarget
 
 
 def open_sides(bundle: Bundle, threads: int) -> dict[str, AnyTarget]:

@@ -1,17 +1,18 @@
-"""MTP drafters on ONNX Runtime: what all graphs share, and the graph that computes a complete draft in one call."""
+"""MTP drafters on ONNX Runtime, on the target's own K/V rows: a graph that computes a complete draft in one call, or one of one step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS
-from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, scalar
-from edge_runtime.backends.onnx.target import OrtTarget, shared_inputs
+from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, scalar, value_over
+from edge_runtime.backends.onnx.static_target import StaticOrtTarget, small_arrays
+from edge_runtime.backends.onnx.target import GraphTarget, OrtTarget, check_inputs, shared_inputs
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftSampler, ShouldContinue
 
@@ -19,7 +20,16 @@ from edge_runtime.interfaces import DraftSampler, ShouldContinue
 _ANY = float(np.finfo(np.float32).tiny)
 _OUTPUTS = ("drafts", "probabilities", "hidden_out", "scores", "candidates")
 
-T = TypeVar("T", bound=OrtTarget)
+T = TypeVar("T", bound=GraphTarget)
+
+
+class Step(NamedTuple):
+    """What a draft step gives: `scores` [n] of all tokens, or of the `candidates` [n]; the likeliest token and its probability."""
+
+    likeliest: int
+    probability: float
+    scores: NDArray[np.float32]
+    candidates: NDArray[np.int64] | None
 
 
 class GraphDrafter(ABC, Generic[T]):
@@ -33,7 +43,7 @@ class GraphDrafter(ABC, Generic[T]):
         graph = Graph(path, session)
         self._graph: Graph | None = graph
         self._call: Call | None = self._bind(graph, path)
-        target._closers.append(self)
+        target.closers.append(self)
 
     def draft(
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
@@ -50,7 +60,11 @@ class GraphDrafter(ABC, Generic[T]):
         if hidden is None or draft_length < 1:
             return []
         self._target.vocabulary.check(last)
-        return self._draft(self._call, last, hidden, draft_length, sampler, should_continue)
+        self._sampled = sampler is not None
+        self._begin(hidden)
+        if sampler is None and should_continue is None:
+            return self._likeliest(last, draft_length)
+        return self._chosen(last, draft_length, sampler, should_continue)
 
     def assignments(self) -> dict[str, dict[str, int]]:
         """Per execution provider how many nodes of each operator it runs."""
@@ -60,21 +74,50 @@ class GraphDrafter(ABC, Generic[T]):
         """Frees the session. Harmless when done twice."""
         self._graph = self._call = None
 
+    def _run(self) -> Call:
+        """Runs the graph."""
+        assert self._call is not None
+        self._call.run()
+        return self._call
+
     @abstractmethod
     def _bind(self, graph: Graph, path: Path) -> Call:
         """Prepares the call. Raises BackendError, BundleError if the graph does not fit the target."""
 
     @abstractmethod
-    def _draft(
-        self,
-        call: Call,
-        last: int,
-        hidden: NDArray[np.float32],
-        draft_length: int,
-        sampler: DraftSampler | None,
-        should_continue: ShouldContinue | None,
-    ) -> list[int]:
-        """Drafts after `last` from the hidden row before it, for a length and a token that were checked."""
+    def _begin(self, hidden: NDArray[np.float32]) -> None:
+        """Sets the inputs of a draft from the hidden row before it."""
+
+    @abstractmethod
+    def _step(self, token: int, *, probability: bool) -> Step:
+        """Runs one step behind `token`; the next one goes on from its hidden row.
+
+        The probability may be 1 where it is not asked for, and the scores may be missing unless the draft is sampled.
+        """
+
+    def _likeliest(self, last: int, draft_length: int) -> list[int]:
+        """Drafts the likeliest tokens, until one is less likely than `least_probability`."""
+        tokens: list[int] = []
+        while len(tokens) < draft_length:
+            step = self._step(tokens[-1] if tokens else last, probability=self.least_probability > 0)
+            if step.probability < self.least_probability:
+                break
+            tokens.append(step.likeliest)
+        return tokens
+
+    def _chosen(self, last: int, draft_length: int, sampler: DraftSampler | None, should_continue: ShouldContinue | None) -> list[int]:
+        """The host picks each token from the scores, or decides after each whether to continue."""
+        tokens: list[int] = []
+        while len(tokens) < draft_length:
+            token = tokens[-1] if tokens else last
+            step = self._step(token, probability=should_continue is not None)
+            chosen = step.likeliest if sampler is None else sampler(step.scores, step.candidates)
+            if chosen is None:
+                break
+            tokens.append(chosen)
+            if should_continue is not None and not should_continue(step.probability):
+                break
+        return tokens
 
 
 class OrtDrafter(GraphDrafter[OrtTarget]):
@@ -103,46 +146,66 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
         }
         return graph.bind({name: value for name, value in inputs.items() if name in graph.inputs}, dict.fromkeys(_OUTPUTS))
 
-    def _draft(
-        self,
-        call: Call,
-        last: int,
-        hidden: NDArray[np.float32],
-        draft_length: int,
-        sampler: DraftSampler | None,
-        should_continue: ShouldContinue | None,
-    ) -> list[int]:
-        self._target.cache.set_counts(self._target.length)
-        self._target.cache.place_drafter_rows(call, self._inputs, self._target.length)
-        self._position[...] = self._target.length
-        self._token[...], self._hidden[0, 0] = last, hidden
-        if sampler is None and should_continue is None:
-            return self._all_steps(call, draft_length)
-        return self._single_steps(call, draft_length, sampler, should_continue)
+    def _begin(self, hidden: NDArray[np.float32]) -> None:
+        target = self._target
+        target.cache.set_counts(target.length)
+        assert self._call is not None
+        target.cache.place_drafter_rows(self._call, self._inputs, target.length)
+        self._position[...], self._hidden[0, 0] = target.length, hidden
 
-    def _all_steps(self, call: Call, draft_length: int) -> list[int]:
-        self._length[...], self._least[...], self._with_scores[...] = draft_length, self.least_probability, False
-        call.run()
-        drafts, probabilities = call.outputs()[:2]
+    def _likeliest(self, last: int, draft_length: int) -> list[int]:
+        """All steps in one run."""
+        self._token[...], self._length[...] = last, draft_length
+        self._least[...], self._with_scores[...] = self.least_probability, False
+        drafts, probabilities = self._run().outputs()[:2]
         sure = len(drafts) - int(probabilities[-1] < self.least_probability)
         tokens: list[int] = drafts[:sure].tolist()
         return tokens
 
-    def _single_steps(
-        self, call: Call, draft_length: int, sampler: DraftSampler | None, should_continue: ShouldContinue | None
-    ) -> list[int]:
-        """Runs one step per call: the host picks each token from the scores, or decides after each whether to continue."""
+    def _step(self, token: int, *, probability: bool) -> Step:
         # The graph computes probabilities only with a least probability above 0.
-        self._length[...], self._least[...], self._with_scores[...] = 1, _ANY if should_continue else 0.0, sampler is not None
-        tokens: list[int] = []
-        while len(tokens) < draft_length:
-            call.run()
-            drafts, probabilities, hidden, scores, candidates = call.outputs()
-            chosen = int(drafts[0]) if sampler is None else sampler(scores[0], candidates[0] if candidates.size else None)
-            if chosen is None:
-                break
-            tokens.append(chosen)
-            if should_continue is not None and not should_continue(float(probabilities[0])):
-                break
-            self._token[...], self._hidden[...] = chosen, hidden
-        return tokens
+        self._token[...], self._length[...] = token, 1
+        self._least[...], self._with_scores[...] = _ANY if probability else 0.0, self._sampled
+        drafts, probabilities, hidden, scored, candidates = self._run().outputs()
+        self._hidden[...] = hidden
+        return Step(int(drafts[0]), float(probabilities[0]), scored[0], candidates[0] if candidates.size else None)
+
+
+class StaticOrtDrafter(GraphDrafter[StaticOrtTarget]):
+    """A drafter whose graph is one step of fixed shapes; the host goes from one to the next."""
+
+    def _bind(self, graph: Graph, path: Path) -> Call:
+        rows, width = self._target.rows, (1, 1, self._target.hidden_size)
+        self._arrays = small_arrays(graph, path, rows)
+        check_inputs(graph, {"embedded": width, "hidden": width}, path)
+        read = {name: value for name, value in rows.values.items() if name in graph.inputs}
+        check_inputs(graph, {name: rows.arrays[name].shape for name in read}, path)
+        self.outputs = {name: np.zeros(shape, np.int64 if name == "candidates" else np.float32) for name, shape in graph.outputs.items()}
+        inputs = {name: value_over(array) for name, array in self._arrays.items()}
+        return graph.bind(inputs | read, {name: value_over(array) for name, array in self.outputs.items()})
+
+    def _begin(self, hidden: NDArray[np.float32]) -> None:
+        target = self._target
+        target.rotate(self._arrays, target.length)
+        for kind in target.rows.rows:
+            if f"mask_{kind}" in self._arrays:
+                target.rows.drafter_mask(kind, self._arrays[f"mask_{kind}"], target.length)
+        self._next_hidden = hidden.reshape(1, 1, -1)
+
+    def _step(self, token: int, *, probability: bool) -> Step:
+        self._target.embedding.look_up(np.array([token]), self._arrays["embedded"])
+        self._arrays["hidden"][...] = self._next_hidden
+        self._run()
+        self._next_hidden = self.outputs["hidden_out"]
+        values, candidates = self.outputs["scores"], self.outputs.get("candidates")
+        best = int(values.argmax())
+        share = float(1 / np.exp(values - values[best]).sum()) if probability else 1.0
+        return Step(best if candidates is None else int(candidates[best]), share, values, candidates)
+
+
+AnyOrtDrafter = OrtDrafter | StaticOrtDrafter
+
+
+def open_drafter(path: Path, target: OrtTarget | StaticOrtTarget, session: SessionOptions) -> AnyOrtDrafter:
+    """Opens the graph at `path` as the drafter of this target. Raises BackendError, BundleError."""
+    return OrtDrafter(path, target, session) if isinstance(target, OrtTarget) else StaticOrtDrafter(path, target, session)

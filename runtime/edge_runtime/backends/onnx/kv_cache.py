@@ -132,16 +132,22 @@ class Rotations:
     def __init__(self, rotations: Sequence[Rotation], context: int, *, halved: bool) -> None:
         self.values: dict[str, Any] = {}
         self._arrays: list[NDArray[np.floating]] = []
-        for rotation in rotations:
-            angles = rotation_angles(rotation, context)
-            for word, table in (("cosine", np.cos(angles)), ("sine", np.sin(angles))):
-                array = np.ascontiguousarray(table, np.float32)
-                self._arrays.append(array)
-                self.values[f"{word}_{rotation.kind}"] = value_over(array)
-                if halved:
-                    half = array.astype(np.float16)
-                    self._arrays.append(half)
-                    self.values[f"{word}_{rotation.kind}_f16"] = value_over(half)
+        for name, table in rotary_tables(rotations, context).items():
+            typed: dict[str, NDArray[np.floating]] = {name: table}
+            if halved:
+                typed[f"{name}_f16"] = table.astype(np.float16)
+            self._arrays += typed.values()
+            self.values |= {key: value_over(array) for key, array in typed.items()}
+
+
+def rotary_tables(rotations: Sequence[Rotation], context: int) -> dict[str, NDArray[np.float32]]:
+    """Returns cosines and sines per position and pair, float32 [context, head_dim/2], as `cosine_` and `sine_` of each kind of layer."""
+    tables = {}
+    for rotation in rotations:
+        angles = rotation_angles(rotation, context)
+        for word, table in (("cosine", np.cos(angles)), ("sine", np.sin(angles))):
+            tables[f"{word}_{rotation.kind}"] = np.ascontiguousarray(table, np.float32)
+    return tables
 
 
 def rotation_angles(rotation: Rotation, context: int) -> NDArray[np.float64]:

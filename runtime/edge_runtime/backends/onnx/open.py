@@ -10,15 +10,23 @@ from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import available_memory_bytes
 from edge_runtime.backends.interface import OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
 from edge_runtime.backends.kernels.loader import VARIABLE, variant
-from edge_runtime.backends.onnx.drafter import OrtDrafter
+from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, open_drafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
 from edge_runtime.backends.onnx.loader import SessionOptions, check_version, execution_providers, library_version, provider_and_device
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 from edge_runtime.backends.onnx.prepacked import PackingPlace
-from edge_runtime.backends.onnx.static_drafter import StaticOrtDrafter
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget
-from edge_runtime.backends.onnx.target import PREFILL_ROWS, PREFILL_SCORES, OrtOptions, OrtTarget, PairFiles, StaticParts, pair_of
+from edge_runtime.backends.onnx.target import (
+    PREFILL_ROWS,
+    PREFILL_SCORES,
+    GraphTarget,
+    OrtOptions,
+    OrtTarget,
+    PairFiles,
+    StaticParts,
+    pair_of,
+)
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
 from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
@@ -28,7 +36,6 @@ from edge_runtime.interfaces import Drafter
 from edge_runtime.planning.encoder_memory import EncoderMemory
 
 __all__ = ["OrtOptions", "PairFiles", "StaticParts", "fallbacks", "open_onnx", "open_pair"]
-AnyOrtDrafter = OrtDrafter | StaticOrtDrafter
 
 
 class OrtBackend:
@@ -102,7 +109,7 @@ BACKEND = OrtBackend()
 
 def open_onnx(
     bundle: Bundle, options: OrtOptions, wanted: DrafterKind | None, notify: Callable[[str], None] = lambda _: None
-) -> tuple[OrtTarget, Drafter | None, DrafterKind]:
+) -> tuple[GraphTarget, Drafter | None, DrafterKind]:
     """Returns the target, its drafter and the kind of drafter: split if the graph has the sparse head, else dense.
 
     Closing the target closes both. `notify` gets a sentence about nodes that the execution provider does not run.
@@ -132,7 +139,7 @@ def media_encoder(bundle: Bundle, options: OrtOptions) -> OrtMediaEncoder:
 
 def open_pair(
     files: PairFiles, options: OrtOptions, notify: Callable[[str], None] = lambda _: None
-) -> tuple[OrtTarget, AnyOrtDrafter | None]:
+) -> tuple[GraphTarget, AnyOrtDrafter | None]:
     """Opens the target and, if there is one, its drafter. Closing the target closes both. Raises as `open_onnx` does."""
     packing = None
     if options.keep_packed and files.identity is not None:
@@ -142,26 +149,15 @@ def open_pair(
     check_version(static=files.static is not None)
     provider, device = provider_and_device(options.provider)
     session = SessionOptions(threads=options.threads, provider=provider, device=device, packing=packing)
-    if files.static is not None:
-        return _open_static(files, options, session)
-    target = OrtTarget(files, options, session)
+    target = (OrtTarget if files.static is None else StaticOrtTarget)(files, options, session)
     try:
-        return target, OrtDrafter(files.drafter, target, session) if files.drafter else None
+        return target, open_drafter(files.drafter, target, session) if files.drafter else None
     except BaseException:
         target.close()
         raise
 
 
-def _open_static(files: PairFiles, options: OrtOptions, session: SessionOptions) -> tuple[OrtTarget, AnyOrtDrafter | None]:
-    target = StaticOrtTarget(files, options, session)
-    try:
-        return target, StaticOrtDrafter(files.drafter, target, session) if files.drafter else None
-    except BaseException:
-        target.close()
-        raise
-
-
-def fallbacks(provider: str, target: OrtTarget, drafter: AnyOrtDrafter | None) -> list[str]:
+def fallbacks(provider: str, target: GraphTarget, drafter: AnyOrtDrafter | None) -> list[str]:
     """One sentence per graph of which nodes run elsewhere than on `provider`."""
     graphs = target.assignments()
     if drafter is not None:

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, rotation_angles
+from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, rotary_tables
 from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.onnx.static_cache import StaticRows
-from edge_runtime.backends.onnx.target import OrtOptions, OrtTarget, PairFiles, check_inputs
-from edge_runtime.bundle.manifest import Rotation
-from edge_runtime.errors import BundleError, RequestError
-from edge_runtime.interfaces import Logits
+from edge_runtime.backends.onnx.target import GraphTarget, OrtOptions, PairFiles, check_inputs
+from edge_runtime.errors import BundleError
 
 _MOST_PREFILL_ROWS = 4096
 # Of NumPy's format: numpy.save's for every table of ours.
@@ -46,105 +44,55 @@ class Embedding:
         np.multiply(self._table[tokens], self._factor, out=out[0, : len(tokens)], dtype=np.float32)
 
 
-class Turns:
-    """Cosines and sines [context, head_dim/2] by kind of layer, of which a forward gets its rows."""
-
-    def __init__(self, rotations: Sequence[Rotation], context: int) -> None:
-        self._tables: dict[str, NDArray[np.float32]] = {}
-        for rotation in rotations:
-            angles = rotation_angles(rotation, context)
-            for word, table in (("cosine", np.cos(angles)), ("sine", np.sin(angles))):
-                self._tables[f"{word}_{rotation.kind}"] = np.ascontiguousarray(table, np.float32)
-
-    def fill(self, arrays: dict[str, NDArray[np.float32]], start: int) -> None:
-        """Writes the rows from position `start` on to those arrays [1, rows, 1, head_dim/2] that are cosines or sines."""
-        for name, table in self._tables.items():
-            if name in arrays:
-                arrays[name][0, :, 0] = table[start : start + arrays[name].shape[1]]
-
-
-class StaticOrtTarget(OrtTarget):
-    """The target. Implements `interfaces.Target`. Close it, or use it as a context manager."""
+class StaticOrtTarget(GraphTarget):
+    """The target of graphs of fixed shapes."""
 
     def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
         assert files.static is not None
         facts = files.static.facts
-        self.rows = StaticRows(files.layout)
-        self._begin(files, options.context, min(self.rows.rows[FULL], files.graphs.context))
         if not 0 < facts.verify_rows <= MAX_ROWS or not facts.verify_rows <= facts.prefill_rows <= _MOST_PREFILL_ROWS:
             raise BundleError(f"{facts.prefill_rows} and {facts.verify_rows} rows for a prefill and a verify are not sound; export again")
+        self.rows = StaticRows(files.layout)
+        most_context = min(self.rows.rows[FULL], files.graphs.context)
+        super().__init__(files, options.context, self.rows, chunk=facts.prefill_rows, most_context=most_context)
         self.embedding = Embedding(files.static.embedding, files.vocab_size, files.hidden_size, facts.embedding_scale)
-        self.hidden_rows = np.zeros((1, max(facts.prefill_rows, MAX_ROWS), files.hidden_size), np.float32)
-        self._chunk = facts.prefill_rows
         # Filled-up forwards reach past the context.
-        self.turns = Turns(files.graphs.rotations, options.context + facts.prefill_rows)
+        self._rotations = rotary_tables(files.graphs.rotations, options.context + facts.prefill_rows)
         paths = {1: files.static.row, facts.verify_rows: files.target, facts.prefill_rows: files.static.prefill}
         self._static = {rows: _StaticForward(Graph(path, session), path, self, rows) for rows, path in sorted(paths.items())}
+        self._graphs = [forward.graph for forward in self._static.values()]
         self._verify_rows = sorted({1, facts.verify_rows})
         self._per_layer: Embedding | None = None
         if files.static.per_layer_embedding is not None and facts.per_layer_scale is not None:
             width = self._static[1].arrays["per_layer"].shape[2]
             self._per_layer = Embedding(files.static.per_layer_embedding, 1, width, facts.per_layer_scale)
 
-    def verify(self, tokens: Sequence[int]) -> Logits:
-        """At most `max_rows` tokens, in forwards of the verify graph's rows; otherwise as `OrtTarget.verify`."""
-        ids = self.checked(tokens)
-        self.check_rows(len(ids), self.max_rows)
-        self.forget_hidden()
-        start, most = self.length, self._verify_rows[-1]
-        try:
-            for first in range(0, len(ids), most):
-                piece = ids[first : first + most]
-                forward = self._run(piece, self._verify_rows)
-                self._logits[0, first : first + len(piece)] = forward.logits[0, : len(piece)]
-                self.hidden_rows[0, first : first + len(piece)] = forward.hidden[0, : len(piece)]
-        except BaseException:
-            self.length = start
-            raise
-        self.take_hidden(self.hidden_rows[0, : len(ids)])
-        logits: Logits = self._logits[0, : len(ids)]
-        return logits
-
-    @property
-    def row_kernels(self) -> bool:
-        """No: graphs of fixed shapes have plain operators."""
-        return False
-
-    @property
-    def rollback_floor(self) -> int:
-        """The smallest length above 0 that `rollback` can go back to now."""
-        return self.rows.rollback_floor
-
-    def rollback(self, length: int) -> None:
-        """As `OrtTarget.rollback`."""
-        self.check_rollback(length)
-        self.length = length
-        if length == 0:
-            self.rows.restart()
-
-    def assignments(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Per graph and execution provider how many nodes of each operator it runs."""
-        return {forward.graph.name: forward.graph.assignments() for forward in self._static.values()}
+    def rotate(self, arrays: dict[str, NDArray[np.float32]], start: int) -> None:
+        """Writes the cosines and sines from position `start` on to those arrays [1, rows, 1, head_dim/2] that are for them."""
+        for name, table in self._rotations.items():
+            if name in arrays:
+                arrays[name][0, :, 0] = table[start : start + arrays[name].shape[1]]
 
     def outputs(self, rows: int) -> dict[str, NDArray[np.float32]]:
         """All that the newest forward of the graph of so many rows gave. Views: valid until its next forward."""
         return self._static[rows].outputs
 
     def close(self) -> None:
-        """Frees the sessions. Harmless when done twice."""
-        while self._closers:
-            self._closers.pop().close()
         self._static.clear()
-        self.forget_hidden()
-
-    def require_open(self) -> None:
-        """Raises RequestError if the target is closed."""
-        if not self._static:
-            raise RequestError("the target is closed; open the bundle again")
+        super().close()
 
     def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None = None) -> None:
         forward = self._run(ids, list(self._static), soft)
         self.hidden_rows[0, : len(ids)] = forward.hidden[0, : len(ids)]
+
+    def _verify(self, ids: NDArray[np.int64]) -> None:
+        """In forwards of the verify graph's rows."""
+        most = self._verify_rows[-1]
+        for first in range(0, len(ids), most):
+            piece = ids[first : first + most]
+            forward = self._run(piece, self._verify_rows)
+            self._logits[0, first : first + len(piece)] = forward.logits[0, : len(piece)]
+            self.hidden_rows[0, first : first + len(piece)] = forward.hidden[0, : len(piece)]
 
     def _run(self, ids: NDArray[np.int64], sizes: Sequence[int], soft: NDArray[np.float32] | None = None) -> _StaticForward:
         """Runs the smallest graph of `sizes` that `ids` fit in, and keeps their rows."""
@@ -182,7 +130,7 @@ class _StaticForward:
         if per_layer is not None:
             # Beside soft rows stands the per-layer embedding of id 0.
             per_layer.look_up(ids if soft is None else np.zeros_like(ids), self.arrays["per_layer"])
-        target.turns.fill(self.arrays, start)
+        target.rotate(self.arrays, start)
         for kind in target.rows.rows:
             target.rows.mask(kind, self.arrays[f"mask_{kind}"], start)
         self._call.run()

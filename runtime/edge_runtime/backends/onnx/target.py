@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from edge_runtime.backends.committed_tokens import CommittedText
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations
 from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over
+from edge_runtime.backends.onnx.static_cache import StaticRows
 from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.integrity import CheckMode
@@ -72,93 +75,86 @@ class PairFiles:
     static: StaticParts | None = None
 
 
-class OrtTarget(CommittedText):
-    """The target. Implements `interfaces.Target`. Close it, or use it as a context manager."""
+class GraphTarget(CommittedText):
+    """What targets have in common, whatever their graphs. Implements `interfaces.Target`. Close it, or use it as a context manager."""
 
-    def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
-        self._begin(files, options.context, files.graphs.context)
-        assert files.target_head is not None  # only graphs of fixed shapes have none
-        self._graph: Graph | None = Graph(files.target, session)
-        self._head: Graph | None = Graph(files.target_head, session)
-        self.cache = KeyValueCache(files.layout, options.context)
-        check_inputs(self._graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
-        new = {name.removeprefix("new_") for name in self._graph.outputs if name.startswith("new_")}
-        if set(given_back(self._graph).values()) != set(self.cache.values) or new != set(self.cache.read_by_rows):
-            raise BundleError(f"{files.target} does not give the rows that the manifest's buffers hold; export the bundle again")
-        # A drafter is at the position behind the text.
-        halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
-        self.rotations = Rotations(files.graphs.rotations, options.context + 1, halved=halved)
-        self._chunk = min(PREFILL_ROWS, self.cache.chunk)
-        self.hidden_rows = np.zeros((1, max(self._chunk, MAX_ROWS), files.hidden_size), np.float32)
-        self._forwards: dict[tuple[int, bool], _Forward] = {}
-        self._heads: dict[int, Call] = {}
-
-    def _begin(self, files: PairFiles, context: int, most: int) -> None:
-        """State of all kinds of graphs; `most` is the longest context they were made for."""
-        if context > most:
-            raise RequestError(f"context {context} is beyond the {most} tokens of {files.target.name}; ask for at most that")
+    def __init__(self, files: PairFiles, context: int, cache: KeyValueCache | StaticRows, *, chunk: int, most_context: int) -> None:
+        """`chunk`: the most tokens of a forward of a prefill; `most_context`: the longest context that the graphs were made for."""
+        if context > most_context:
+            raise RequestError(f"context {context} is beyond the {most_context} tokens of {files.target.name}; ask for at most that")
         super().__init__(context, TokenizerVocabulary(files.tokenizer, files.graphs, files.vocab_size), files.hidden_size)
         self.rewind_slack = files.layout.rewind_slack
         self.max_rows = MAX_ROWS
+        self.hidden_rows = np.zeros((1, max(chunk, MAX_ROWS), files.hidden_size), np.float32)
+        self._kv_rows, self._chunk = cache, chunk
         self._logits = np.zeros((1, MAX_ROWS, files.vocab_size), np.float32)
-        self._closers: list[Any] = []
+        self._graphs: list[Graph] = []
+        self.closers: list[Any] = []
+
+    @abstractmethod
+    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None = None) -> None:
+        """Appends tokens, or soft rows, and puts their hidden rows into the first of `hidden_rows`."""
+
+    @abstractmethod
+    def _verify(self, ids: NDArray[np.int64]) -> None:
+        """As `_forward`, with their logits into the first of `_logits`."""
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Appends tokens, if any, in chunks; no logits are computed.
 
         Raises RequestError if they do not fit the context or the vocabulary, BackendError if onnxruntime fails; then nothing was appended.
         """
-        if not tokens:
-            return
-        ids = self.checked(tokens)
-        start = self.length
-        self.forget_hidden()
-        try:
-            first = 0
-            while first < len(ids):
-                piece = ids[first : first + self._chunk_now()]
-                self._forward(piece)
-                first += len(piece)
-        except BaseException:
-            self.length = start
-            raise
-        self.take_hidden(self.hidden_rows[0, : len(piece)])
+        if tokens:
+            ids = self.checked(tokens)
+            with self._appending():
+                newest = self._in_chunks(ids)
+            self.take_hidden(self.hidden_rows[0, :newest])
 
     def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32], *, whole: bool = False) -> None:
         """Appends the soft rows [n, hidden size] of an image or sound, which negative `ids` stand for. Raises as `prefill` does."""
         if whole:
             raise RequestError("the graphs of this bundle let rows attend to earlier ones only; use llama.cpp for its images")
         values = self.checked_soft(ids, rows)
-        start = self.length
-        self.forget_hidden()
-        try:
-            first = 0
-            while first < len(values):
-                piece = slice(first, first + self._chunk_now())
-                self._forward(values[piece], soft=rows[piece])
-                first = piece.stop
-        except BaseException:
-            self.length = start
-            raise
+        with self._appending():
+            self._in_chunks(values, rows)
 
     def verify(self, tokens: Sequence[int]) -> Logits:
-        """One forward over at most `max_rows` tokens; returns a view of the float32 logits [len(tokens), vocabulary].
+        """One verify of at most `max_rows` tokens; returns a view of the float32 logits [len(tokens), vocabulary].
 
         The next verify overwrites it. Raises as `prefill` does.
         """
         ids = self.checked(tokens)
         self.check_rows(len(ids), self.max_rows)
-        self.forget_hidden()
-        start = self.length
-        try:
-            self._forward(ids)
-            self._head_call(len(ids)).run()
-        except BaseException:
-            self.length = start
-            raise
+        with self._appending():
+            self._verify(ids)
         self.take_hidden(self.hidden_rows[0, : len(ids)])
         logits: Logits = self._logits[0, : len(ids)]
         return logits
+
+    @contextmanager
+    def _appending(self) -> Iterator[None]:
+        """Appends all that is appended in it, or nothing."""
+        start = self.length
+        self.forget_hidden()
+        try:
+            yield
+        except BaseException:
+            self.length = start
+            raise
+
+    def _in_chunks(self, ids: NDArray[np.int64], rows: NDArray[np.float32] | None = None) -> int:
+        """Runs a prefill; returns how long its last forward was."""
+        first = 0
+        while True:
+            piece = slice(first, first + self._chunk_now())
+            self._forward(ids[piece], None if rows is None else rows[piece])
+            if piece.stop >= len(ids):
+                return len(ids) - first
+            first = piece.stop
+
+    def _chunk_now(self) -> int:
+        """Tokens of the next forward of a prefill."""
+        return self._chunk
 
     def rollback(self, length: int) -> None:
         """Forgets all rows from `length` on. The drafter goes on from the hidden row of the last kept token.
@@ -170,29 +166,27 @@ class OrtTarget(CommittedText):
         self.check_rollback(length)
         self.length = length
         if length == 0:
-            self.cache.restart()
+            self._kv_rows.restart()
 
     @property
     def row_kernels(self) -> bool:
         """Whether the project's own kernels multiply in its layers."""
-        return self._graph is not None and self._graph.row_kernels > 0
+        return any(graph.row_kernels for graph in self._graphs)
 
     @property
     def rollback_floor(self) -> int:
         """The smallest length above 0 that `rollback` can go back to now."""
-        return self.cache.rollback_floor
+        return self._kv_rows.rollback_floor
 
     def assignments(self) -> dict[str, dict[str, dict[str, int]]]:
         """Per graph and execution provider how many nodes of each operator it runs."""
-        return {graph.name: graph.assignments() for graph in (self._graph, self._head) if graph is not None}
+        return {graph.name: graph.assignments() for graph in self._graphs}
 
     def close(self) -> None:
         """Frees the sessions. Harmless when done twice."""
-        while self._closers:
-            self._closers.pop().close()
-        self._forwards.clear()
-        self._heads.clear()
-        self._graph = self._head = None
+        while self.closers:
+            self.closers.pop().close()
+        self._graphs.clear()
         self.forget_hidden()
 
     def __enter__(self) -> Self:
@@ -203,31 +197,57 @@ class OrtTarget(CommittedText):
 
     def require_open(self) -> None:
         """Raises RequestError if the target is closed."""
-        if self._graph is None:
+        if not self._graphs:
             raise RequestError("the target is closed; open the bundle again")
 
+
+class OrtTarget(GraphTarget):
+    """The target of graphs of dynamic shapes."""
+
+    def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
+        self.cache = KeyValueCache(files.layout, options.context)
+        chunk = min(PREFILL_ROWS, self.cache.chunk)
+        super().__init__(files, options.context, self.cache, chunk=chunk, most_context=files.graphs.context)
+        assert files.target_head is not None  # only graphs of fixed shapes have none
+        graph = Graph(files.target, session)
+        self._graphs = [graph, Graph(files.target_head, session)]
+        check_inputs(graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
+        new = {name.removeprefix("new_") for name in graph.outputs if name.startswith("new_")}
+        if set(given_back(graph).values()) != set(self.cache.values) or new != set(self.cache.read_by_rows):
+            raise BundleError(f"{files.target} does not give the rows that the manifest's buffers hold; export the bundle again")
+        # A drafter is at the position behind the text.
+        halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
+        self.rotations = Rotations(files.graphs.rotations, options.context + 1, halved=halved)
+        self._forwards: dict[tuple[int, bool], _Forward] = {}
+        self._heads: dict[int, Call] = {}
+
+    def close(self) -> None:
+        self._forwards.clear()
+        self._heads.clear()
+        super().close()
+
     def _chunk_now(self) -> int:
-        """Tokens of the next forward of a prefill: scores of a full layer, rows times context for each head, take memory."""
+        """Scores of a full layer, rows times context for each head, take memory."""
         return max(MAX_ROWS, min(self._chunk, PREFILL_SCORES // (self.length + self._chunk)))
 
     def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None = None) -> None:
         rows, key = len(ids), (len(ids), soft is not None)
         forward = self._forwards.get(key)
         if forward is None:
-            assert self._graph is not None
-            forward = _Forward(self._graph, self, rows, soft=soft is not None)
+            forward = _Forward(self._graphs[0], self, rows, soft=soft is not None)
             if rows <= MAX_ROWS or rows == self._chunk:
                 self._forwards[key] = forward
         self.cache.make_room(self.length, rows)
         forward.run(ids, self.length, soft)
         self.append(ids)
 
-    def _head_call(self, rows: int) -> Call:
+    def _verify(self, ids: NDArray[np.int64]) -> None:
+        self._forward(ids)
+        rows = len(ids)
         if rows not in self._heads:
-            assert self._head is not None
             inputs = {"hidden": value_over(self.hidden_rows[:, :rows])}
-            self._heads[rows] = self._head.bind(inputs, {"logits": value_over(self._logits[:, :rows])})
-        return self._heads[rows]
+            self._heads[rows] = self._graphs[1].bind(inputs, {"logits": value_over(self._logits[:, :rows])})
+        self._heads[rows].run()
 
 
 class _Forward:
@@ -243,8 +263,7 @@ class _Forward:
         shared = shared_inputs(target)
         inputs = {"input_ids": value_over(self._ids), "position_ids": value_over(self._positions), **shared, **cache.values}
         inputs |= {"soft_rows": value_over(self._soft), "is_soft": value_over(self._is_soft)}
-        # Layers that read a buffer may give it back too, each under a name of its own behind an "@".
-        outputs = {name: cache.values[name.removeprefix("present_").split("@")[0]] for name in graph.outputs if name.startswith("present_")}
+        outputs = {name: cache.values[buffer] for name, buffer in given_back(graph).items()}
         self._call = graph.bind(
             {name: value for name, value in inputs.items() if name in graph.inputs},
             {"hidden": value_over(target.hidden_rows[:, :rows]), **outputs},
@@ -270,7 +289,7 @@ def shared_inputs(target: OrtTarget) -> dict[str, Any]:
 
 
 def given_back(graph: Graph) -> dict[str, str]:
-    """Returns the graph's outputs that are buffers, with the buffer names. Layers that only read one add a suffix after "@"."""
+    """Returns the graph's outputs that are buffers, with their names. Layers that only read one may give it back too, with a suffix."""
     return {name: name.removeprefix("present_").split("@")[0] for name in graph.outputs if name.startswith("present_")}
 
 

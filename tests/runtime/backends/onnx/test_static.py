@@ -19,8 +19,8 @@ pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 import edge_export
 import edge_runtime
 from edge_export.onnx.request import OnnxRequest
+from edge_runtime.backends.onnx.drafter import StaticOrtDrafter
 from edge_runtime.backends.onnx.open import OrtOptions, fallbacks, open_onnx
-from edge_runtime.backends.onnx.static_drafter import StaticOrtDrafter
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest_checks import with_hash

@@ -89,7 +89,7 @@ def test_sliding_buffers_move_their_rows_and_nothing_changes(onnx_pair: Bundles,
     long = tuple(dataclasses.replace(buffer, rows=4096) for buffer in files.layout.buffers)
     roomy, its_drafter = open_pair(dataclasses.replace(files, layout=dataclasses.replace(files.layout, buffers=long)), options())
     assert its_drafter is not None
-    own_drafter = next(closer for closer in target._closers if isinstance(closer, OrtDrafter))
+    own_drafter = next(closer for closer in target.closers if isinstance(closer, OrtDrafter))
     tokens = random_tokens(4, 900)
     with roomy:
         assert target.cache.array("key.0").shape[2] < 420
