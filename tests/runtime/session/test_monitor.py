@@ -98,7 +98,7 @@ def test_a_request_is_told_in_one_line(tmp_path: Path):
     first, second = (json.loads(line) for line in log.read_text().splitlines())
     assert first["stats"]["tokens"] == second["stats"]["tokens"] == 12
     assert first["finish_reason"] == "length"
-    assert (first["settings"]["policy"], first["settings"]["start"], first["settings"]["drafter"]) == ("fixed", 2, "dense")
+    assert (first["settings"]["policy"], first["settings"]["draft_length"], first["settings"]["drafter"]) == ("fixed", 2, "dense")
     assert first["session"]["window_rejection_rate"] == 1.0
     assert 0 < first["latency"]["token_p50_seconds"] <= first["latency"]["token_p95_seconds"]
     assert first["latency"]["time_to_first_token_seconds"] > 0

@@ -207,7 +207,7 @@ def test_other_apis_take_pictures_too(server):
         (image_part(b"GIF89a", "png"), "none of the formats jpeg, png"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}}, "is not base64"),
         ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "ogg"}}, "it must be one of wav, mp3, flac"),
-        ({"type": "video_url"}, "it must be text, image_url or input_audio"),
+        ({"type": "video_url"}, "it must be one of text, image_url, input_audio"),
     ],
 )
 def test_what_the_server_refuses(part, said, server):
