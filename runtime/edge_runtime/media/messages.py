@@ -29,4 +29,4 @@ def part_of(media: Media) -> dict[str, str]:
 def without_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Media]]:
     """Returns the messages as templates take them, and the media of all in order."""
     sent = [{key: value for key, value in message.items() if key != MEDIA} for message in messages]
-    return sent, [one for message in messages for one in message.get(MEDIA, ())]
+    return sent, [media for message in messages for media in message.get(MEDIA, ())]

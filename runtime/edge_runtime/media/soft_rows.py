@@ -188,16 +188,16 @@ def with_places(ids: list[int], media: Sequence[Media], inputs: MediaInputs, bos
     return [*ids[:start], *places, *ids[start:]]
 
 
-def pieces(first: int, end: int, spans: Sequence[Span], most: int) -> Iterator[tuple[int, int, Span | None]]:
+def pieces(first: int, end: int, spans: Sequence[Span], longest: int) -> Iterator[tuple[int, int, Span | None]]:
     """Yields (start, end, span): the parts of a prompt from `first` to `end`, each in one span or in none.
 
-    A part has at most `most` positions, but a whole span is one part.
+    A part has at most `longest` positions, but a whole span is one part.
     """
     at = first
     for span in (*spans, None):
         start, stop = (end, end) if span is None else (span.first, span.first + span.count)
         for limit, inside in ((min(start, end), None), (min(stop, end), span)):
             while at < limit:
-                stop_at = limit if inside is not None and inside.whole else min(at + most, limit)
+                stop_at = limit if inside is not None and inside.whole else min(at + longest, limit)
                 yield at, stop_at, inside
                 at = stop_at

@@ -66,7 +66,7 @@ class ChannelParser:
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the answer, if one did."""
-        return self._stops.found
+        return self._stops.stopped_by
 
     @property
     def place(self) -> Place:
@@ -75,7 +75,7 @@ class ChannelParser:
 
     def feed(self, token: int) -> list[Event]:
         """Takes one token; returns the events that became final, possibly none."""
-        if self._stops.found is not None:
+        if self._stops.stopped_by is not None:
             return []
         mark = self._marks.get(token)
         if mark is not None:
@@ -97,7 +97,7 @@ class ChannelParser:
             events.append(parse_tool_call(held))
         elif self._place == "name" and held and not "thought".startswith(held.strip()):
             events.append(Thought(held))
-        elif self._place == "answer" and self._stops.found is None and (text := self._stops.finish()):
+        elif self._place == "answer" and self._stops.stopped_by is None and (text := self._stops.finish()):
             events.append(Text(text))
         self._place = "answer"
         return events

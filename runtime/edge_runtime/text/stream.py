@@ -38,18 +38,18 @@ class StopStrings:
         for stop in stops:
             if not 0 < len(stop) <= MAX_STOP_LENGTH:
                 raise RequestError(f"a stop string has {len(stop)} characters; give it 1 to {MAX_STOP_LENGTH}")
-        self.found: str | None = None
+        self.stopped_by: str | None = None
         self._stops = tuple(stops)
         self._held = ""
 
     def feed(self, text: str) -> str:
         """Returns the text that no stop string can cut; nothing after a stop string was found."""
-        if self.found is not None:
+        if self.stopped_by is not None:
             return ""
         text = self._held + text
         hits = [(place + len(stop), place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if hits:
-            _, place, self.found = min(hits)
+            _, place, self.stopped_by = min(hits)
             self._held = ""
             return text[:place]
         begun = max((_begun(text, stop) for stop in self._stops), default=0)
@@ -78,12 +78,12 @@ class OutputText:
     @property
     def stopped_by(self) -> str | None:
         """The stop string that was found, if any."""
-        return self._stops.found
+        return self._stops.stopped_by
 
     def feed(self, piece: bytes) -> bool:
         """Takes the bytes of one token; returns whether a stop string is complete, which ends the request."""
         self._ready.append(self._stops.feed(self._characters.feed(piece)))
-        return self._stops.found is not None
+        return self._stops.stopped_by is not None
 
     def take(self) -> str:
         """Returns the text that became final since the last call."""

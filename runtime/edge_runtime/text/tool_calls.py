@@ -46,24 +46,24 @@ def parse_tool_call(raw: str) -> ToolCall:
 
 def _object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     at = _expect(text, at, "{", depth)
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     while (place := _skip(text, at)) < len(text) and text[place] != "}":
-        if found:
+        if members:
             place = _skip(text, _expect(text, place, ",", depth))
         key, place = _key(text, place)
-        found[key], at = _value(text, place, depth)
-    return found, _expect(text, at, "}", depth)
+        members[key], at = _value(text, place, depth)
+    return members, _expect(text, at, "}", depth)
 
 
 def _array(text: str, at: int, depth: int) -> tuple[list[Any], int]:
     at = _expect(text, at, "[", depth)
-    found: list[Any] = []
+    items: list[Any] = []
     while (place := _skip(text, at)) < len(text) and text[place] != "]":
-        if found:
+        if items:
             place = _expect(text, place, ",", depth)
         item, at = _value(text, place, depth)
-        found.append(item)
-    return found, _expect(text, at, "]", depth)
+        items.append(item)
+    return items, _expect(text, at, "]", depth)
 
 
 def _key(text: str, at: int) -> tuple[str, int]:
@@ -116,9 +116,9 @@ def _scalar(word: str) -> Any:
     return value if isinstance(value, bool | int | float) else word
 
 
-def _expect(text: str, at: int, wanted: str, depth: int) -> int:
+def _expect(text: str, at: int, mark: str, depth: int) -> int:
     at = _skip(text, at)
-    if not text.startswith(wanted, at) or depth > MAX_DEPTH:
+    if not text.startswith(mark, at) or depth > MAX_DEPTH:
         raise _Unreadable
     return at + 1
 

@@ -54,7 +54,7 @@ def test_any_split_cuts_where_the_whole_text_is_cut(text, stops, data):
         rest = rest[size:]
         assert wanted.startswith(out), "a part of a stop string leaked, or text after it"
     assert out + stream.finish() == wanted
-    assert (stream.found is not None) == (wanted != text)
+    assert (stream.stopped_by is not None) == (wanted != text)
 
 
 @given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=3), max_size=3), st.integers(1, 4))
@@ -72,7 +72,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back():
     assert stream.feed("x < y </e") == "x < y "
     assert stream.feed("m>") == "</em>"
     assert stream.feed("z</end>more") == "z"
-    assert stream.found == "</end>"
+    assert stream.stopped_by == "</end>"
     assert stream.feed("more") == stream.finish() == ""
 
 

@@ -151,11 +151,11 @@ def read_tokenize(body: dict[str, Any]) -> Prompt:
     return text
 
 
-def read_detokenize(body: dict[str, Any], most: int) -> list[int]:
-    """Reads at most `most` token ids. Raises ApiError."""
+def read_detokenize(body: dict[str, Any], limit: int) -> list[int]:
+    """Reads at most `limit` token ids. Raises ApiError."""
     fields = Fields(body)
     fields.only({"model", "tokens"})
-    tokens = fields.items("tokens", most)
+    tokens = fields.items("tokens", limit)
     if not all(type(token) is int for token in tokens):
         raise fields.wrong("tokens", "must be a list of token ids")
     return list(tokens)

@@ -48,27 +48,27 @@ class Fields:
         value: bool = self._typed(name, bool, default)
         return value
 
-    def integer(self, name: str, least: int, most: int, default: int | None = None) -> int | None:
-        """Returns an integer from `least` to `most`."""
+    def integer(self, name: str, lowest: int, highest: int, default: int | None = None) -> int | None:
+        """Returns an integer from `lowest` to `highest`."""
         value: int | None = self._typed(name, int, default)
-        if value is not None and name in self._values and not least <= value <= most:
-            raise self.wrong(name, f"is {_shown(value)}; it must be {least} to {most}")
+        if value is not None and name in self._values and not lowest <= value <= highest:
+            raise self.wrong(name, f"is {_shown(value)}; it must be {lowest} to {highest}")
         return value
 
-    def number(self, name: str, least: float, most: float, default: float) -> float:
-        """Returns a number from `least` to `most`."""
+    def number(self, name: str, lowest: float, highest: float, default: float) -> float:
+        """Returns a number from `lowest` to `highest`."""
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(name, f"is {_shown(value)}; it must be a number")
-        if not least <= value <= most:
-            raise self.wrong(name, f"is {_shown(value)}; it must be {least:g} to {most:g}")
+        if not lowest <= value <= highest:
+            raise self.wrong(name, f"is {_shown(value)}; it must be {lowest:g} to {highest:g}")
         return float(value)
 
-    def items(self, name: str, most: int) -> Sequence[Any]:
-        """Returns a list of at most `most` items; empty if absent."""
+    def items(self, name: str, limit: int) -> Sequence[Any]:
+        """Returns a list of at most `limit` items; empty if absent."""
         value: list[Any] = self._typed(name, list, [])
-        if len(value) > most:
-            raise self.wrong(name, f"has {len(value)} items; at most {most} are allowed")
+        if len(value) > limit:
+            raise self.wrong(name, f"has {len(value)} items; at most {limit} are allowed")
         return value
 
     def object(self, name: str) -> dict[str, Any] | None:
@@ -80,9 +80,9 @@ class Fields:
         """Returns the fields of an object; none if absent."""
         return Fields(self.object(name) or {}, self.place(name))
 
-    def objects(self, name: str, most: int) -> list[Fields]:
-        """Returns the fields of each object of a list of at most `most`."""
-        return [fields_of(item, self.place(f"{name}[{i}]")) for i, item in enumerate(self.items(name, most))]
+    def objects(self, name: str, limit: int) -> list[Fields]:
+        """Returns the fields of each object of a list of at most `limit`."""
+        return [fields_of(item, self.place(f"{name}[{i}]")) for i, item in enumerate(self.items(name, limit))]
 
     def choice(self, name: str, allowed: Collection[str], default: str = "", *, code: str | None = None) -> str:
         """Returns one of the allowed strings."""

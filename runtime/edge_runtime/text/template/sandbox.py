@@ -162,8 +162,8 @@ class Counting(NodeTransformer):
         """Counts all output, including the template's own text."""
         self.generic_visit(node)
         node.nodes = [
-            _filtered(nodes.Const(one.data, lineno=one.lineno) if isinstance(one, nodes.TemplateData) else one, "_emitted")
-            for one in node.nodes
+            _filtered(nodes.Const(part.data, lineno=part.lineno) if isinstance(part, nodes.TemplateData) else part, "_emitted")
+            for part in node.nodes
         ]
         return node
 
