@@ -25,32 +25,11 @@ from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization.importance_sources import ImportanceSources
 from edge_runtime.bundle.bundle import Bundle, open_bundle
-from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.session.open import open_session
 from settled_pair import settled
 
 Folders = Callable[[str], Path]
 MEMBERS = ["e2b", "e4b", "12b", "31b", "26b-a4b"]
-
-
-@pytest.fixture
-def exported(member_folder: Folders, tmp_path: Path) -> Callable[..., Bundle]:
-    def made(member: str = "e2b", weights: Any = "f32", **changes: Any) -> Bundle:
-        values: dict[str, Any] = {
-            "target": str(settled(member_folder, member)),
-            "drafter": str(settled(member_folder, f"{member}-assistant")),
-            "output": tmp_path / "out",
-            "gguf": False,
-            "onnx": OnnxRequest(target=weights, drafter=weights),
-            "threads": 1,
-            "context": 512,
-        }
-        bundle = export_pair(ExportRequest(**values | changes))
-        for graph in bundle.folder.glob("*.onnx"):
-            check_onnx(graph)  # whatever the form, the runtime opens it
-        return bundle
-
-    return made
 
 
 def parity_of(bundle: Bundle) -> dict[str, Any]:
@@ -73,9 +52,12 @@ def test_float32_graphs_are_the_reference(member: str, exported: Callable[..., B
         assert plain.tokens == drafted.tokens
 
 
+@pytest.mark.parametrize("device", [None, "static"])
 @pytest.mark.parametrize(("weights", "most"), [("f16", 1e-6), ("int8", 0.005), ("int4", 0.3)])
-def test_rounded_weights_stay_near_and_float32_graphs_leave_no_trace(weights: str, most: float, exported: Callable[..., Bundle]) -> None:
-    bundle = exported("e2b", weights)
+def test_rounded_weights_stay_near_and_float32_graphs_leave_no_trace(
+    weights: str, most: float, device: str | None, exported: Callable[..., Bundle]
+) -> None:
+    bundle = exported("e2b", weights, device)
     parity = parity_of(bundle)
     assert parity["unquantized"]["max_abs_difference"] < 1e-4
     assert 0 <= parity["quantized"]["mean_kl"] < most
@@ -284,6 +266,8 @@ def test_both_formats_lie_in_one_bundle(tmp_path: Path) -> None:
         (["--onnx-target", "int8"], "need --format onnx or both"),
         (["--format", "onnx", "--target-quant", "q4_0"], "are for GGUF files"),
         (["--format", "onnx", "--onnx-block", "16"], "is not one of"),
+        (["--device", "static"], "need --format onnx or both"),
+        (["--format", "onnx", "--device", "openvino-npu", "--onnx-block", "32"], "has a fixed block size"),
     ],
 )
 def test_options_that_contradict_each_other_are_usage_errors(arguments: list[str], words: str, tmp_path: Path) -> None:
