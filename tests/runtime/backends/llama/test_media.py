@@ -126,36 +126,6 @@ def test_logits_behind_an_image_equal_transformers(session, model):
     assert np.abs(session.target.verify(blank.prompt[-1:])[0] - reference[-1]).max() > 0.2  # the picture matters
 
 
-@pytest.mark.parametrize("first", [TEXT[:3], TEXT[:3] * 12], ids=["in one window", "behind a window"])
-def test_drafts_change_nothing(first, session):
-    media = [picture(144, 192, 4), noise(9_000)]
-    ids = [*first, MEDIA_IDS["<|image|>"], 40, MEDIA_IDS["<|audio|>"], *TEXT[3:]]
-    plain = session.generate(session.media_prompt(ids, media), max_tokens=40, draft_length=0)
-    list(plain)
-    drafted = session.generate(session.media_prompt(ids, media), max_tokens=40, draft_length=3)
-    list(drafted)
-    assert drafted.tokens == plain.tokens
-    assert drafted.stats.drafted > 0
-
-
-def test_no_picture_is_taken_for_another(session):
-    one, other = picture(96, 144, 5), picture(96, 144, 6)
-    ids = placed(one, before=TEXT[:3], after=TEXT[3:])
-
-    def run(image: Image, **options: Any) -> Any:
-        generation = session.generate(session.media_prompt(ids, [image]), max_tokens=8, draft_length=0, **options)
-        list(generation)
-        return generation
-
-    fresh = {id(image): run(image).tokens for image in (one, other)}
-    run(one)
-    same, changed = run(one, reuse_prefix=True), run(other, reuse_prefix=True)
-    assert same.stats.reused_tokens == len(same.prompt) - 1
-    assert changed.stats.reused_tokens == 4  # three tokens and the begin of an image
-    assert same.tokens == fresh[id(one)]
-    assert changed.tokens == fresh[id(other)]
-
-
 def test_a_span_that_is_cut_goes_on(session):
     image = picture(144, 192, 7)
     prompt = session.media_prompt(placed(image, before=TEXT[:3], after=TEXT[3:]), [image])

@@ -66,31 +66,6 @@ def assert_same_logits(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -
     assert clear.any()
 
 
-@pytest.mark.parametrize("before", [1, 300])
-def test_verifying_rows_together_equals_one_by_one(target: LlamaTarget, before: int) -> None:
-    tokens = random_tokens(1, before + 13)
-    target.prefill(tokens[:before])
-    together = target.verify(tokens[before:]).copy()
-    assert together.shape == (13, target.vocabulary.size)
-    assert together.dtype == np.float32
-    target.rollback(before)
-    single = np.stack([target.verify([token])[0].copy() for token in tokens[before:]])
-    assert_same_logits(together, single)
-
-
-@pytest.mark.parametrize("before", [20, 500])
-def test_rolled_back_rows_can_be_verified_again(target: LlamaTarget, before: int) -> None:
-    tokens = random_tokens(2, before + 13)
-    target.prefill(tokens[:before])
-    first = target.verify(tokens[before:]).copy()
-    for _ in range(3):
-        target.rollback(before + 1)
-        target.verify(random_tokens(3, 12))
-        target.rollback(before + 1)
-        assert target.length == before + 1
-        assert_same_logits(first[1:], target.verify(tokens[before + 1 :]))
-
-
 @pytest.mark.parametrize("batch", [32, 128])
 def test_rewinds_within_the_slack_are_right_beyond_the_window(reference_pair: Any, batch: int) -> None:
     generator = random.Random(batch)
@@ -112,35 +87,6 @@ def test_rewinds_within_the_slack_are_right_beyond_the_window(reference_pair: An
         assert_same_logits(target.verify(random_tokens(4, 13)), rewound)
 
 
-def test_a_rollback_behind_the_sliding_cache_is_refused_and_changes_nothing(target: LlamaTarget) -> None:
-    tokens = random_tokens(5, 701)
-    target.prefill(tokens[:700])
-    with pytest.raises(RequestError, match="cannot roll back 600 rows to 100"):
-        target.rollback(100)
-    after = target.verify(tokens[700:]).copy()
-    target.rollback(0)
-    target.prefill(tokens[:700])
-    assert_same_logits(after, target.verify(tokens[700:]))
-
-
-def test_prefill_may_have_any_length_and_equals_verify(target: LlamaTarget) -> None:
-    tokens = random_tokens(6, 131)
-    for first in range(0, 130, 13):
-        target.verify(tokens[first : first + 13])
-    by_verify, hidden = target.verify(tokens[130:]).copy(), target.hidden_row
-    assert hidden is not None
-    by_verify_hidden = hidden.copy()
-    target.rollback(0)
-    target.prefill(tokens)
-    assert target.length == 131
-    assert target.hidden_row is not None
-    np.testing.assert_allclose(target.hidden_row, by_verify_hidden, atol=LOGIT_TOLERANCE)
-    target.rollback(130)
-    assert_same_logits(by_verify, target.verify(tokens[130:]))
-    target.prefill([])
-    assert target.length == 131
-
-
 def test_the_drafter_reads_the_target_s_memory(target: LlamaTarget, drafter: LlamaDrafter) -> None:
     library = loader.llama_library()
     assert library.staging.llama_get_ctx_other(drafter._pointer) == target.shared._pointer
@@ -151,42 +97,6 @@ def test_the_drafter_reads_the_target_s_memory(target: LlamaTarget, drafter: Lla
         assert library.api.llama_memory_seq_pos_max(own_view, 0) == length - 1
         drafter.draft(500, 4)
         assert library.api.llama_memory_seq_pos_max(own_view, 0) == length - 1
-
-
-def test_drafts_leave_the_cache_as_it_is(target: LlamaTarget, drafter: LlamaDrafter) -> None:
-    tokens = random_tokens(9, 213)
-    target.prefill(tokens[:200])
-    plain = target.verify(tokens[200:]).copy()
-    target.rollback(200)
-    target.rollback(0)
-    target.prefill(tokens[:200])
-    drafts = drafter.draft(tokens[200], 12)
-    assert len(drafts) == 12
-    assert target.length == 200
-    assert drafter.draft(tokens[200], 12) == drafts
-    assert_same_logits(plain, target.verify(tokens[200:]))
-
-
-def test_the_drafter_follows_the_last_kept_row(target: LlamaTarget, drafter: LlamaDrafter) -> None:
-    tokens = random_tokens(10, 60)
-    target.prefill(tokens[:50])
-    target.verify(tokens[50:58])
-    target.rollback(53)
-    after_rollback = drafter.draft(tokens[53], 3)
-    target.rollback(0)
-    target.prefill(tokens[:53])
-    assert drafter.draft(tokens[53], 3) == after_rollback
-
-
-def test_without_a_hidden_row_there_is_no_draft(target: LlamaTarget, drafter: LlamaDrafter) -> None:
-    assert drafter.draft(5, 3) == []
-    tokens = random_tokens(11, 30)
-    target.prefill(tokens)
-    assert drafter.draft(5, 0) == []
-    target.rollback(20)
-    assert drafter.draft(5, 3) == []
-    target.verify(tokens[20:22])
-    assert len(drafter.draft(5, 3)) == 3
 
 
 @pytest.mark.parametrize("count", [5, 60, 200, 300])
@@ -245,32 +155,6 @@ def test_a_failed_draft_step_is_an_error(target: LlamaTarget, drafter: LlamaDraf
             drafter.draft(5, 1)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "sentence"),
-    [
-        ([], "there is no token to decode"),
-        ([99999], "token id 99999 is not in the vocabulary of 4096"),
-        ([5, -1], "token id -1 is not in the vocabulary"),
-        ([5] * 14, "14 rows are too many for one verify"),
-        ([5] * 1025, r"0 \+ 1025 tokens exceed the context of 1024"),
-    ],
-)
-def test_requests_that_cannot_be_served(target: LlamaTarget, tokens: list[int], sentence: str) -> None:
-    with pytest.raises(RequestError, match=sentence):
-        target.verify(tokens)
-    assert target.length == 0
-
-
-def test_requests_to_the_drafter_that_cannot_be_served(target: LlamaTarget, drafter: LlamaDrafter) -> None:
-    target.prefill([5])
-    with pytest.raises(RequestError, match="token id 4096"):
-        drafter.draft(4096, 1)
-    with pytest.raises(RequestError, match="a draft of 13 tokens"):
-        drafter.draft(5, 13)
-    with pytest.raises(RequestError, match="cannot roll back to 2"):
-        target.rollback(2)
-
-
 @pytest.mark.parametrize("wrong", [{"context": 0}, {"threads": 0}, {"batch": 16}, {"max_draft_length": 13}, {"max_draft_length": -1}])
 def test_options_out_of_range(wrong: dict[str, int]) -> None:
     with pytest.raises(RequestError, match=r"-?[0-9]+"):
@@ -320,18 +204,6 @@ def test_a_library_that_shares_no_memory_is_refused(reference_pair: Any, monkeyp
     monkeypatch.setattr(loader.llama_library().staging, "llama_get_ctx_other", lambda _: None)
     with pytest.raises(BackendError, match="a KV cache of its own"):
         open_pair(reference_pair.target, reference_pair.drafter, options())
-
-
-def test_closing_twice_is_harmless_and_ends_all_use(reference_pair: Any) -> None:
-    target, drafter = open_pair(reference_pair.target, reference_pair.drafter, options())
-    assert drafter is not None
-    target.prefill([5])
-    target.close()
-    target.close()
-    drafter.close()
-    for use in (lambda: target.verify([5]), lambda: target.prefill([5]), lambda: target.rollback(0), lambda: drafter.draft(5, 1)):
-        with pytest.raises(RequestError, match="is closed"):
-            use()
 
 
 def test_a_target_without_a_drafter_keeps_no_hidden_rows(reference_pair: Any) -> None:

@@ -103,43 +103,6 @@ def test_logits_behind_an_image_equal_transformers(session, model):
     assert np.abs(ours - wanted.numpy()).max() < 1e-3
 
 
-@pytest.mark.parametrize("first", [TEXT[:3], TEXT[:3] * 12], ids=["in one window", "behind a window"])
-def test_drafts_change_nothing(first, session):
-    media = [picture(144, 192, 4), noise(9_000)]
-    ids = [*first, MEDIA_IDS["<|image|>"], 40, MEDIA_IDS["<|audio|>"], *TEXT[3:]]
-    plain = session.generate(session.media_prompt(ids, media), max_tokens=40, draft_length=0)
-    list(plain)
-    drafted = session.generate(session.media_prompt(ids, media), max_tokens=40, draft_length=3)
-    list(drafted)
-    assert drafted.tokens == plain.tokens
-    assert drafted.stats.drafted > 0
-
-
-def test_no_picture_is_taken_for_another(session):
-    one, other = picture(96, 144, 5), picture(96, 144, 6)
-
-    def run(image: Image, **options: Any) -> Any:
-        prompt = session.media_prompt([*TEXT[:3], MEDIA_IDS["<|image|>"], *TEXT[3:]], [image])
-        generation = session.generate(prompt, max_tokens=8, draft_length=0, **options)
-        list(generation)
-        return generation
-
-    fresh = {id(image): run(image).tokens for image in (one, other)}
-    run(one)
-    same, changed = run(one, reuse_prefix=True), run(other, reuse_prefix=True)
-    assert same.stats.reused_tokens == len(same.prompt) - 1
-    assert changed.stats.reused_tokens == 4  # three tokens and the begin of an image
-    assert (same.tokens, changed.tokens) == (fresh[id(one)], fresh[id(other)])
-
-
-def test_the_encoder_can_be_freed(session):
-    image = picture(96, 144, 9)
-    first = rows_of(session, image).copy()
-    session.free_encoder()
-    assert session._parts.encoder._encoder is None
-    assert np.array_equal(rows_of(session, image), first)
-
-
 def test_int8_rows_are_near(target, model, tmp_path):
     """Only that the graphs run, and the rows' direction: the weights are random."""
     with open_session(export(target, tmp_path, "q8_0"), threads=1) as session:

@@ -15,7 +15,6 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 import edge_export
 from edge_runtime.backends.onnx.target import OrtTarget
 from edge_runtime.bundle.manifest_checks import with_hash
-from edge_runtime.config.schema import DrafterConfig, SpeculativeConfig
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
@@ -104,14 +103,3 @@ def test_the_command_runs_graphs_and_checks_itself(onnx_pair: Bundles) -> None:
     result = CliRunner().invoke(main, ["generate", str(onnx_pair("int4")), "--execution-provider", "abacus", "x"])
     assert result.exit_code == 1
     assert "no execution provider 'abacus'" in result.stderr
-
-
-def test_the_kv_type_is_fixed_at_export(onnx_pair: Bundles) -> None:
-    with pytest.raises(RequestError, match=r"is fixed at export \(--onnx-kv\) and cannot be q8_0; leave kv_type out"):
-        open_session(onnx_pair("f32"), threads=1, kv_type="q8_0")
-
-
-@pytest.mark.parametrize("options", [{"memory_limit": "2GB"}, {"config": SpeculativeConfig(drafter=DrafterConfig(max_candidates=64))}])
-def test_settings_of_llama_alone_are_refused(options: dict[str, Any], onnx_pair: Bundles) -> None:
-    with pytest.raises(RequestError, match="is not for ONNX graphs; leave it out, or use the llama backend"):
-        open_session(onnx_pair("f32"), threads=1, **options)

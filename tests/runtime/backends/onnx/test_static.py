@@ -107,19 +107,6 @@ def test_drafts_leave_greedy_output_as_it_is(weights: str, static_pair: Bundles)
         assert drafted.stats.acceptance_rate > 0.3
 
 
-def test_rows_that_the_window_needs_bound_the_roll_back(static: tuple[Any, Any]) -> None:
-    target, _ = static
-    tokens = random_tokens(5, 400)
-    target.prefill(tokens)
-    assert 1 < target.rollback_floor <= 400 - target.rewind_slack
-    with pytest.raises(RequestError, match="older rows are gone"):
-        target.rollback(target.rollback_floor - 1)
-    wanted = target.verify(tokens[:1]).copy()
-    target.rollback(400 - target.rewind_slack)
-    target.verify(tokens[400 - target.rewind_slack : 400])
-    assert np.abs(target.verify(tokens[:1]) - wanted).max() < TOLERANCE
-
-
 def test_a_host_may_choose_and_stop(static: tuple[Any, Any], dynamic: tuple[Any, Any]) -> None:
     tokens = random_tokens(6, 60)
     found = []

@@ -18,8 +18,6 @@ from edge_runtime.backends.onnx.drafter import OrtDrafter
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx, open_pair
 from edge_runtime.backends.onnx.target import OrtTarget, pair_of
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.errors import RequestError
-from edge_runtime.session.open import open_session
 
 WINDOW = 128
 Bundles = Callable[[str], Path]
@@ -60,28 +58,6 @@ def buffers_of(owner: OrtTarget | OrtDrafter) -> dict[str, int]:
     """Addresses of the K/V buffers: of those that are bound once, as they are bound."""
     cache = (owner if isinstance(owner, OrtTarget) else owner._target).cache
     return {name: cache.values[name].data_ptr() if name in cache.values else cache.array(name).ctypes.data for name in cache.names}
-
-
-def test_drafts_leave_greedy_output_as_it_is_token_for_token(onnx_pair: Bundles) -> None:
-    with open_session(onnx_pair("f32"), threads=1, backend="onnx") as session:
-        for prompt in PROMPTS[:4]:
-            plain, drafted = (session.generate(prompt, max_tokens=160, draft_length=n) for n in (0, 4))
-            assert plain.text() == drafted.text()
-            assert plain.tokens == drafted.tokens
-            assert drafted.stats.acceptance_rate is not None
-            assert drafted.stats.acceptance_rate > 0.5
-
-
-def test_rows_at_once_and_one_by_one_agree_also_after_roll_backs(target: OrtTarget) -> None:
-    tokens = random_tokens(2, 40)
-    target.prefill(tokens[:30])
-    together = np.array(target.verify(tokens[30:]))
-    target.rollback(30)
-    target.verify(random_tokens(3, 8))
-    target.rollback(30)
-    single = np.concatenate([np.array(target.verify([token])) for token in tokens[30:]])
-    np.testing.assert_allclose(together, single, atol=TOLERANCE)
-    assert target.tokens.tolist() == tokens
 
 
 def test_sliding_buffers_move_their_rows_and_nothing_changes(onnx_pair: Bundles, target: OrtTarget) -> None:
@@ -205,82 +181,9 @@ def test_an_unsure_drafter_stops_early(onnx_pair: Bundles) -> None:
         assert len(drafter.draft(300, 3, lambda scores, tokens=None: int(tokens[0]))) == 3, "what the host chose is kept"
 
 
-def test_the_draft_starts_from_the_last_kept_row_or_not_at_all(target: OrtTarget, drafter: OrtDrafter) -> None:
-    assert drafter.draft(300, 3) == []
-    tokens = random_tokens(11, 20)
-    target.prefill(tokens[:10])
-    straight = drafter.draft(tokens[10], 4)
-    target.verify(tokens[10:15])
-    target.rollback(10)
-    assert drafter.draft(tokens[10], 4) == [], "the row before the newest batch is gone"
-    target.rollback(9)
-    target.verify([tokens[9], 301, 302])
-    target.rollback(10)
-    assert drafter.draft(tokens[10], 4) == straight
-
-
-def test_sampling_with_drafts_equals_sampling_without_by_match(onnx_pair: Bundles) -> None:
-    from edge_runtime.decoding.sampling import SamplingParams
-
-    sampling = SamplingParams(temperature=0.8, top_k=40, seed=5)
-    with open_session(onnx_pair("f32"), threads=1) as session:
-        outputs = []
-        for length in (0, 3):
-            generation = session.generate(PROMPTS[1], max_tokens=80, draft_length=length, sampling=sampling, acceptance="match")
-            generation.text()
-            outputs.append(generation.tokens)
-        assert outputs[0] == outputs[1]
-        rejection = session.generate(PROMPTS[1], max_tokens=80, draft_length=3, sampling=sampling, acceptance="rejection")
-        assert rejection.text()
-        assert rejection.stats.acceptance_rate is not None
-        assert rejection.stats.acceptance_rate > 0.1
-
-
-def test_what_cannot_be_done_is_refused_and_leaves_the_cache(target: OrtTarget, drafter: OrtDrafter) -> None:
-    target.prefill(random_tokens(12, 1000))
-    for call, words in (
-        (lambda: target.prefill([300] * 25), "exceed the context of 1024"),
-        (lambda: target.verify([300] * 14), "14 rows are too many"),
-        (lambda: target.verify([4096]), "not in the vocabulary of 4096"),
-        (lambda: target.verify([]), "give at least one"),
-        (lambda: target.rollback(1001), "the cache holds 1000 rows"),
-        (lambda: target.rollback(300), "older rows are gone"),
-        (lambda: drafter.draft(300, 13), "longer than the 12"),
-        (lambda: drafter.draft(-1, 2), "not in the vocabulary"),
-    ):
-        with pytest.raises(RequestError, match=words):
-            call()
-        assert target.length == 1000
-    target.rollback(1000 - target.rewind_slack)
-
-
-def test_closing_closes_the_drafter_too(onnx_pair: Bundles) -> None:
-    target, drafter, _ = open_onnx(open_bundle(onnx_pair("f32")), options(), None)
-    assert drafter is not None
-    target.close()
-    target.close()
-    for call in (lambda: target.prefill([300]), lambda: target.rollback(0), lambda: drafter.draft(300, 1)):
-        with pytest.raises(RequestError, match="is closed"):
-            call()
-
-
-def test_the_context_can_be_filled_to_its_last_row(onnx_pair: Bundles) -> None:
-    with open_session(onnx_pair("int4"), threads=1, context=40) as session:
-        generation = session.generate(random_tokens(13, 30), max_tokens=100, draft_length=4)
-        generation.text()
-        assert session.target.length == 40
-        assert len(generation.tokens) == 11
-
-
 def test_every_node_runs_on_the_cpu_and_the_report_says_so(target: OrtTarget, drafter: OrtDrafter) -> None:
     graphs = {**target.assignments(), "drafter": drafter.assignments()}
     assert len(graphs) == 3
     for providers in graphs.values():
         assert set(providers) == {"CPUExecutionProvider"}
     assert graphs["target-f32.onnx"]["CPUExecutionProvider"]["GroupQueryAttention"] == 6
-
-
-def test_a_host_that_finds_no_candidate_ends_the_draft(target: OrtTarget, drafter: OrtDrafter) -> None:
-    target.prefill(random_tokens(15, 30))
-    answers: Iterator[int | None] = iter([301, 302, None, 303])
-    assert drafter.draft(300, 6, lambda scores, tokens=None: next(answers)) == [301, 302]

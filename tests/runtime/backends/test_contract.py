@@ -1,0 +1,367 @@
+"""What a backend is: each opens the shipped pair by the same request, and its rows, drafts, refusals and states behave the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edge_devices.files.user_cache import entry_key
+from edge_devices.machine.facts import cpu_identity
+from edge_devices.waiting import silent_wait
+from edge_runtime.backends.interface import Backend, OpenedPair, OpenRequest
+from edge_runtime.backends.selection import CARDS, check_options, load_backend
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.config.schema import DrafterConfig, SpeculativeConfig
+from edge_runtime.config.settings import load_settings
+from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.interfaces import Drafter, SavableTarget, Target
+from edge_runtime.media.image import DEFAULT_BUDGET
+from edge_runtime.session.open import open_session, project_version
+
+CONTEXT = 1024
+# Logits of the pair reach about 10. Kernels of llama.cpp differ by the number of rows, and its caches are float16.
+TOLERANCES = {"llama": 0.03, "onnx": 1e-4}
+NEAR_TIE = 0.08
+PROMPT = "def add(a, b):\n    return"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A backend and a bundle that it runs."""
+
+    kind: str
+    bundle: Path
+
+    @property
+    def backend(self) -> Backend:
+        return load_backend(self.kind)
+
+    def request(self, **changes: Any) -> OpenRequest:
+        bundle = open_bundle(self.bundle)
+        values: dict[str, Any] = {
+            "bundle": bundle,
+            "settings": load_settings(bundle, context=CONTEXT),
+            "sequences": 1,
+            "threads": 1,
+            "drafter": None,
+            "kv_type": None,
+            "memory_limit": None,
+            "image_rows": DEFAULT_BUDGET,
+            "execution_provider": None,
+            "keep_packed": False,
+            "check": "fast",
+            "notify": lambda _: None,
+            "waiting": silent_wait,
+        }
+        return OpenRequest(**values | changes)
+
+    def assert_same(self, ours: np.ndarray, wanted: np.ndarray) -> None:
+        np.testing.assert_allclose(ours, wanted, atol=TOLERANCES[self.kind])
+        top = np.sort(ours, axis=1)
+        clear = top[:, -1] - top[:, -2] > NEAR_TIE
+        assert (ours.argmax(1) == wanted.argmax(1))[clear].all()
+        assert clear.any()
+
+
+@pytest.fixture(scope="module", params=["llama", "onnx", "onnx-static"])
+def case(request: pytest.FixtureRequest, probe_memory: None) -> Case:
+    if request.param == "llama":
+        return Case("llama", request.getfixturevalue("exported_pair"))
+    onnx_pair: Callable[..., Path] = request.getfixturevalue("onnx_pair")
+    return Case("onnx", onnx_pair("f32", **{"device": "static"} if request.param == "onnx-static" else {}))
+
+
+@pytest.fixture(scope="module")
+def opened(case: Case) -> Iterator[OpenedPair]:
+    opened = case.backend.open(case.request())
+    yield opened
+    opened.together.close()
+
+
+@pytest.fixture
+def target(opened: OpenedPair) -> Target:
+    opened.together.targets[0].rollback(0)
+    return opened.together.targets[0]
+
+
+@pytest.fixture
+def drafter(opened: OpenedPair) -> Drafter:
+    assert opened.drafters[0] is not None
+    return opened.drafters[0]
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(300, 4096) for _ in range(count)]
+
+
+def test_a_pair_has_what_its_request_asked_for(case: Case, opened: OpenedPair) -> None:
+    assert len(opened.together.targets) == len(opened.drafters) == 1
+    assert opened.drafter_kind in ("dense", "split")
+    assert opened.together.targets[0].context == CONTEXT
+    assert opened.vocabulary.encode(PROMPT)
+    plain = case.backend.open(case.request(drafter="none"))
+    assert (plain.drafters[0], plain.drafter_kind) == (None, "none")
+    plain.together.close()
+
+
+@pytest.mark.parametrize("before", [1, 300])
+def test_rows_together_equal_one_by_one(case: Case, target: Target, before: int) -> None:
+    tokens = random_tokens(1, before + 13)
+    target.prefill(tokens[:before])
+    together = target.verify(tokens[before:]).copy()
+    assert together.shape == (13, 4096)
+    assert together.dtype == np.float32
+    target.rollback(before)
+    single = np.stack([target.verify([token])[0].copy() for token in tokens[before:]])
+    case.assert_same(together, single)
+    assert target.tokens.tolist() == tokens
+
+
+@pytest.mark.parametrize("before", [20, 500])
+def test_rows_that_were_rolled_back_can_be_verified_again(case: Case, target: Target, before: int) -> None:
+    tokens = random_tokens(2, before + 13)
+    target.prefill(tokens[:before])
+    first = target.verify(tokens[before:]).copy()
+    for _ in range(3):
+        target.rollback(before + 1)
+        target.verify(random_tokens(3, 12))
+        target.rollback(before + 1)
+        assert target.length == before + 1
+        case.assert_same(first[1:], target.verify(tokens[before + 1 :]))
+
+
+def test_a_rollback_to_rows_that_are_gone_is_refused_and_changes_nothing(case: Case, target: Target) -> None:
+    tokens = random_tokens(5, 1001)
+    target.prefill(tokens[:1000])
+    assert 100 < target.rollback_floor <= 1000 - target.rewind_slack
+    with pytest.raises(RequestError, match="cannot roll back 900 rows to 100"):
+        target.rollback(100)
+    after = target.verify(tokens[1000:]).copy()
+    target.rollback(0)
+    target.prefill(tokens[:1000])
+    case.assert_same(after, target.verify(tokens[1000:]))
+    rewound = 1001 - target.rewind_slack
+    target.rollback(rewound)
+    target.prefill(tokens[rewound:1000])
+    case.assert_same(after, target.verify(tokens[1000:]))
+
+
+def test_a_prefill_may_have_any_length_and_equals_verifies(case: Case, target: Target, drafter: Drafter) -> None:
+    tokens = random_tokens(6, 131)
+    for first in range(0, 130, 13):
+        target.verify(tokens[first : first + 13])
+    by_verify = target.verify(tokens[130:]).copy()
+    drafts = drafter.draft(300, 3)
+    target.rollback(0)
+    target.prefill(tokens)
+    assert target.length == 131
+    assert drafter.draft(300, 3) == drafts
+    target.rollback(130)
+    case.assert_same(by_verify, target.verify(tokens[130:]))
+    target.prefill([])
+    assert target.length == 131
+
+
+def test_drafts_leave_the_cache_as_it_is(case: Case, target: Target, drafter: Drafter) -> None:
+    tokens = random_tokens(9, 213)
+    target.prefill(tokens[:200])
+    plain = target.verify(tokens[200:]).copy()
+    target.rollback(0)
+    target.prefill(tokens[:200])
+    drafts = drafter.draft(tokens[200], 12)
+    assert len(drafts) == 12
+    assert target.length == 200
+    assert drafter.draft(tokens[200], 12) == drafts
+    case.assert_same(plain, target.verify(tokens[200:]))
+
+
+def test_the_drafter_follows_the_last_kept_row_or_drafts_nothing(target: Target, drafter: Drafter) -> None:
+    assert drafter.draft(5, 3) == []
+    tokens = random_tokens(10, 60)
+    target.prefill(tokens[:50])
+    assert drafter.draft(5, 0) == []
+    target.verify(tokens[50:58])
+    target.rollback(53)
+    after_rollback = drafter.draft(tokens[53], 3)
+    target.rollback(0)
+    target.prefill(tokens[:53])
+    assert drafter.draft(tokens[53], 3) == after_rollback
+    target.verify(tokens[53:58])
+    target.rollback(53)  # the hidden row before the newest forward is gone
+    assert drafter.draft(5, 3) == []
+    target.verify(tokens[53:55])
+    assert len(drafter.draft(5, 3)) == 3
+
+
+def test_a_host_may_pick_drafts_and_end_them(target: Target, drafter: Drafter) -> None:
+    target.prefill(random_tokens(15, 30))
+    picks: Iterator[int | None] = iter([301, 302, None, 303])
+    assert drafter.draft(300, 6, lambda logits, tokens=None: next(picks)) == [301, 302]
+    whole, chances = drafter.draft(300, 6), []
+
+    def twice(chance: float) -> bool:
+        chances.append(chance)
+        return len(chances) < 2
+
+    assert drafter.draft(300, 6, should_continue=twice) == whole[:2]
+    assert all(0 < chance <= 1 for chance in chances)
+    picked = drafter.draft(300, 6, lambda logits, tokens=None: int(logits.argmax() if tokens is None else tokens[logits.argmax()]))
+    assert picked == whole
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        ([], "there is no token to decode"),
+        ([99999], "token id 99999 is not in the vocabulary of 4096"),
+        ([5, -1], "token id -1 is not in the vocabulary"),
+        ([5] * 14, "14 rows are too many for one verify"),
+        ([5] * 1025, r"0 \+ 1025 tokens exceed the context of 1024"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(target: Target, tokens: list[int], sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        target.verify(tokens)
+    assert target.length == 0
+
+
+def test_drafts_and_rollbacks_that_cannot_be_are_refused(target: Target, drafter: Drafter) -> None:
+    target.prefill([5])
+    for last, length, sentence in ((4096, 1, "4096"), (-1, 2, "not in the vocabulary"), (5, 13, "13")):
+        with pytest.raises(RequestError, match=sentence):
+            drafter.draft(last, length)
+    with pytest.raises(RequestError, match="cannot roll back to 2"):
+        target.rollback(2)
+    assert target.length == 1
+
+
+def test_a_state_is_restored_where_it_can_be_saved(case: Case, target: Target) -> None:
+    if not isinstance(target, SavableTarget):
+        pytest.skip(f"{CARDS[case.kind].title} saves no states")
+    tokens = random_tokens(20, 300)
+    target.prefill(tokens[:290])
+    state = target.state()
+    after = target.verify(tokens[290:]).copy()
+    target.rollback(0)
+    target.prefill(tokens[100:200])
+    with pytest.raises(RequestError, match="damaged"):
+        target.restore(tokens[:290], state[:-1])
+    assert target.tokens.tolist() == tokens[100:200]
+    target.restore(tokens[:290], state)
+    assert target.tokens.tolist() == tokens[:290]
+    case.assert_same(after, target.verify(tokens[290:]))
+
+
+def test_several_sequences_share_forwards_where_there_may_be_several(case: Case) -> None:
+    most = case.backend.max_sequences
+    with pytest.raises(RequestError, match=f"{most + 1} sessions at once are more than the {most} that {CARDS[case.kind].title} runs"):
+        check_options(case.kind, case.request(sequences=most + 1))
+    if most == 1:
+        return
+    opened = case.backend.open(case.request(sequences=2, settings=load_settings(open_bundle(case.bundle), context=256)))
+    texts, alone = [random_tokens(seed, 41) for seed in (21, 22)], []
+    for target, text in zip(opened.together.targets, texts, strict=True):
+        target.prefill(text[:40])
+        alone.append(target.verify(text[40:]).copy())
+        target.rollback(40)
+    together = opened.together.verify_all([(number, text[40:]) for number, text in enumerate(texts)])
+    for ours, wanted in zip(together, alone, strict=True):
+        case.assert_same(ours, wanted)
+    opened.together.close()
+
+
+REFUSALS = {
+    ("llama", "execution_provider"): "are onnxruntime's; ask for them with the onnx backend",
+    ("llama", "keep_packed"): "are onnxruntime's; ask for them with the onnx backend",
+    ("onnx", "kv_type"): r"is fixed at export \(--onnx-kv\) and cannot be q8_0; leave kv_type out",
+    ("onnx", "memory_limit"): "is not for ONNX graphs; leave it out, or use the llama backend",
+    ("onnx", "max_candidates"): "64 is not for ONNX graphs; leave it out, or use the llama backend",
+}
+
+
+def test_options_of_other_backends_are_refused_in_one_sentence(case: Case) -> None:
+    candidates = load_settings(open_bundle(case.bundle), config=SpeculativeConfig(drafter=DrafterConfig(max_candidates=64)))
+    asked = {"kv_type": "q8_0", "memory_limit": 1 << 40, "execution_provider": "cpu", "keep_packed": True, "settings": candidates}
+    options = case.request(**asked).special_options()
+    assert set(options) == {"max_candidates" if name == "settings" else name for name in asked}
+    for name, value in asked.items():
+        option = "max_candidates" if name == "settings" else name
+        request = case.request(**{name: value})
+        if option in case.backend.options:
+            check_options(case.kind, request)
+        else:
+            with pytest.raises(RequestError, match=REFUSALS[case.kind, option]):
+                check_options(case.kind, request)
+
+
+def test_a_closed_pair_is_of_no_more_use(case: Case) -> None:
+    opened = case.backend.open(case.request())
+    target, drafter = opened.together.targets[0], opened.drafters[0]
+    target.prefill([5])
+    opened.together.close()
+    opened.together.close()
+    for use in (lambda: target.verify([5]), lambda: target.prefill([5]), lambda: target.rollback(0), lambda: drafter.draft(5, 1)):
+        with pytest.raises(RequestError, match="is closed"):
+            use()
+
+
+def test_a_drafter_that_the_bundle_lacks_is_refused(case: Case) -> None:
+    if case.kind != "onnx":
+        pytest.skip("the bundle has both kinds")
+    with pytest.raises(EdgeRuntimeError, match="head is split, not dense"):
+        case.backend.open(case.request(drafter="dense"))
+
+
+def test_it_describes_its_library_and_what_doctor_prints_of_it(case: Case) -> None:
+    description = case.backend.describe()
+    assert {"version", "row_kernels"} <= set(description)
+    findings = case.backend.findings(description)
+    assert description["version"] in findings[0][2]
+    assert {state for _, state, _ in findings} <= {"ok", "missing", ""}
+    assert case.backend.remedy(description["version"]) is None or case.kind == "llama"
+
+
+def test_drafts_change_no_token(case: Case) -> None:
+    with open_session(case.bundle, backend=case.kind, threads=1, context=256) as session:
+        for options in ({}, {"sampling": SamplingParams(temperature=0.8, top_k=40, seed=5), "acceptance": "match"}):
+            plain, drafted = (session.generate(PROMPT, max_tokens=80, draft_length=length, **options) for length in (0, 4))
+            assert plain.text() == drafted.text()
+            assert plain.tokens == drafted.tokens
+            assert drafted.stats.acceptance_rate > 0.1
+
+
+def test_the_context_can_be_filled_to_its_last_row(case: Case) -> None:
+    with open_session(case.bundle, backend=case.kind, threads=1, context=40) as session:
+        generation = session.generate(random_tokens(13, 30), max_tokens=100, draft_length=4)
+        generation.text()
+        assert session.target.length == 40
+        assert len(generation.tokens) == 11
+
+
+def test_fingerprints_and_cache_keys_stay_those_of_earlier_versions(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured is found again, and equal fingerprints mean equal answers, only while the facts keep their order and form."""
+    from edge_runtime.session import open as opening
+
+    keys: list[str] = []
+    monkeypatch.setattr(opening, "measured_costs", lambda pair, *_, **__: keys.append(pair.key))
+    hashes = [file.sha256 for file in open_bundle(case.bundle).manifest.files]
+    with open_session(case.bundle, backend=case.kind, threads=1, drafter="none", context=64) as session:
+        session._parts.costs()
+        description, kernels = case.backend.describe(), session.row_kernels or case.backend.describe()["row_kernels"]
+        if case.kind == "llama":
+            repacked, build = str(session.row_kernels is not None), description["system_info"]
+            facts = ["f16", "none", repacked, str(kernels), description["version"], build, "f16"]
+            speed, answer = [*facts, "ThreadCounts(prefill=1, verify=1, draft=1)"], ["1", *facts]
+        else:
+            speed = ["OrtOptions(context=64, threads=1, provider=None, keep_packed=False)", "none", str(kernels)]
+            answer = [description["version"], *speed]
+        assert session.fingerprint == entry_key([project_version(), cpu_identity(), "64", hashes, answer])
+        assert keys == [entry_key([cpu_identity(), session.settings.longest_draft + 1, [*hashes, "1", *speed]])]

@@ -1,0 +1,82 @@
+"""Images and sound on every backend: drafts change nothing, no picture is taken for another, encoders come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+
+from edge_export.onnx.request import OnnxRequest
+from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.request import ExportRequest
+from edge_runtime.media.image import Image
+from edge_runtime.session.open import open_session
+from edge_runtime.session.session import Session
+from silent import Silent
+from tiny_media import MEDIA_IDS, export_media_pair, noise, picture, write_media_assistant, write_media_member
+
+TEXT = [2, 40, 41, 42, 300, 310, 320]
+
+
+def onnx_media_pair(root: Path, device: str | None) -> Path:
+    target, drafter = write_media_member(root / "target"), write_media_assistant(root / "drafter")
+    onnx = OnnxRequest(target="f32", drafter="f32", device=device)
+    request = ExportRequest(
+        target=str(target), drafter=str(drafter), output=root / "bundle", gguf=False, onnx=onnx, context=768, verify=False, media="f32"
+    )
+    export_pair(request, Silent())
+    return root / "bundle"
+
+
+@pytest.fixture(scope="module", params=["llama", "onnx", "onnx-static"])
+def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, probe_memory: None) -> Session:
+    root = tmp_path_factory.mktemp(request.param)
+    if request.param == "llama":
+        pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+        bundle = export_media_pair(root)
+    else:
+        pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+        bundle = onnx_media_pair(root, "static" if request.param == "onnx-static" else None)
+    with open_session(bundle, drafter="dense" if request.param == "llama" else None, threads=1) as session:
+        yield session
+
+
+@pytest.mark.parametrize("first", [TEXT[:3], TEXT[:3] * 12], ids=["in one window", "behind a window"])
+def test_drafts_change_nothing(first: list[int], session: Session) -> None:
+    media = [picture(144, 192, 4), noise(9_000)]
+    ids = [*first, MEDIA_IDS["<|image|>"], 40, MEDIA_IDS["<|audio|>"], *TEXT[3:]]
+    plain, drafted = (session.generate(session.media_prompt(ids, media), max_tokens=40, draft_length=length) for length in (0, 3))
+    assert plain.text() == drafted.text()
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.drafted > 0
+
+
+def test_no_picture_is_taken_for_another(session: Session) -> None:
+    first, second = picture(96, 144, 5), picture(96, 144, 6)
+
+    def run(image: Image, **options: Any) -> Any:
+        prompt = session.media_prompt([*TEXT[:3], MEDIA_IDS["<|image|>"], *TEXT[3:]], [image])
+        generation = session.generate(prompt, max_tokens=8, draft_length=0, **options)
+        list(generation)
+        return generation
+
+    fresh = {id(image): run(image).tokens for image in (first, second)}
+    run(first)
+    same, changed = run(first, reuse_prefix=True), run(second, reuse_prefix=True)
+    assert same.stats.reused_tokens == len(same.prompt) - 1
+    assert changed.stats.reused_tokens == 4  # three tokens and the begin of an image
+    assert (same.tokens, changed.tokens) == (fresh[id(first)], fresh[id(second)])
+
+
+def test_the_encoder_can_be_freed(session: Session) -> None:
+    encoder, image = session._parts.encoder, picture(96, 144, 9)
+    before = encoder.rows(image).copy()
+    session.free_encoder()
+    assert encoder._encoder is None
+    assert np.array_equal(encoder.rows(image), before)
