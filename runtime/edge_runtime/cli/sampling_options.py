@@ -12,8 +12,7 @@ from edge_devices.command_line import Decorated, given_options, takes
 from edge_devices.option_fields import option
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.cli.options import note
-from edge_runtime.decoding.default_sampling import default_sampling, over_defaults, sampling_sentence
-from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.decoding.sampling import SamplingParams, default_sampling, over_defaults, sampling_sentence
 from edge_runtime.errors import RequestError
 from edge_runtime.session.generation import GREEDY_PARAMS
 from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema

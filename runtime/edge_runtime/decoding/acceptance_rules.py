@@ -41,7 +41,6 @@ class GreedyRule:
     sampler = None
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """Returns all drafts."""
         return drafts
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
@@ -60,7 +59,6 @@ class _SampledRule:
         self._remember(past)
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """Returns all drafts."""
         return drafts
 
     def _recent(self, drafts: Sequence[int]) -> Sequence[int]:

@@ -34,11 +34,9 @@ class LogprobRule:
 
     @property
     def sampler(self) -> DraftSampler | None:
-        """As the other rule's."""
         return self._rule.sampler
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """As the other rule."""
         return self._rule.cut(drafts)
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:

@@ -136,14 +136,12 @@ class DraftStoreSource:
         self.add(prompt[-LEAD:])
 
     def guess(self, ahead: Sequence[int], most: int) -> Guess:
-        """Copies what followed."""
         with self._lock:
             place = self._followed(ahead)
             copy = self._automaton.copied(place, most) if place.length >= SHORTEST_MATCH else []
         return Guess(SOURCE, tuple(copy), tuple(evidence(place.length + index, SOURCE) for index in range(len(copy))))
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Moves on."""
         with self._lock:
             self._place = self._followed(tokens)
 

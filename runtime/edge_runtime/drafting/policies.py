@@ -133,7 +133,6 @@ class RecentAcceptance:
         self._rounds: deque[tuple[int, int]] = deque(maxlen=window)
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Counts one round."""
         if drafted:
             self._rounds.append((drafted, accepted))
 
@@ -201,7 +200,6 @@ class Stepped(CountingPolicy):
         return min(max(6 if rate > 0.9 else 4 if rate > 0.7 else 2, shortest), longest)
 
     def observe(self, result: RoundResult) -> None:
-        """Counts the round."""
         self._recent.add(result.verified, result.accepted)
 
 

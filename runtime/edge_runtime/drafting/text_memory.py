@@ -126,7 +126,6 @@ class TextMemory:
         self.add(tokens[-MOST_TOKENS:])
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Adds emitted tokens."""
         for token in tokens:
             self._automaton.append(token)
 

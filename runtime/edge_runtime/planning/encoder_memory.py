@@ -85,7 +85,6 @@ class EncoderMemory:
         self._weights, self._activations = weights, activations
 
     def forget(self) -> None:
-        """The encoder was freed."""
         self._weights, self._activations = {}, 0
 
     def _bounds(self, total: int) -> tuple[int, int | None, str]:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edge_devices.energy.live import SharedWatch
-from edge_runtime.decoding.default_sampling import MODEL_SAMPLING, default_sampling, sampling_sentence
+from edge_runtime.decoding.sampling import MODEL_SAMPLING, default_sampling, sampling_sentence
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard, host_name

@@ -15,7 +15,7 @@ from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, MediaInputs
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache
 from edge_runtime.config.settings import Settings, resolve_settings
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
-from edge_runtime.decoding.grammar_source import GRAMMAR_PRIORS, GrammarSource
+from edge_runtime.decoding.constrained_acceptance import GRAMMAR_PRIORS, GrammarSource
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel

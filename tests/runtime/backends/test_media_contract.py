@@ -12,13 +12,14 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
+from silent import Silent
+
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.media.image import Image
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from silent import Silent
 from tiny_media import MEDIA_IDS, export_media_pair, noise, picture, write_media_assistant, write_media_member
 
 TEXT = [2, 40, 41, 42, 300, 310, 320]

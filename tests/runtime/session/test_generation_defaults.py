@@ -15,8 +15,7 @@ from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import GenerationDefaults
 from edge_runtime.bundle.manifest_checks import with_hash
 from edge_runtime.cli.run import main
-from edge_runtime.decoding.default_sampling import MODEL_SAMPLING, default_sampling, over_defaults, sampling_sentence
-from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.decoding.sampling import MODEL_SAMPLING, SamplingParams, default_sampling, over_defaults, sampling_sentence
 from edge_runtime.errors import BundleError
 from edge_runtime.server.requests.completions import read_completion
 from edge_runtime.session.generation import GREEDY_PARAMS

@@ -78,7 +78,6 @@ class LlamaSequenceBatch:
             self._drafter.set_threads(draft)
 
     def close(self) -> None:
-        """Frees the models."""
         self._shared.close()
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from edge_devices.energy.live import RunEnergy, Share, SharedWatch
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
-from edge_runtime.decoding.default_sampling import MODEL_SAMPLING, default_sampling, over_defaults
 from edge_runtime.decoding.logprobs import TokenLogprob
 from edge_runtime.decoding.loop import Round
+from edge_runtime.decoding.sampling import MODEL_SAMPLING, default_sampling, over_defaults
 from edge_runtime.server.engine.jobs import Finished, FinishReason, Job, Output, OutputLogprob, Started
 from edge_runtime.server.requests.messages import Conversation
 from edge_runtime.session.generation import Generation

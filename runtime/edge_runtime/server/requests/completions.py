@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.decoding.default_sampling import BUNDLE_NAMES
 from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS
-from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.decoding.sampling import BUNDLE_NAMES, SamplingParams
 from edge_runtime.server.errors import invalid
 from edge_runtime.server.requests.fields import Fields
 from edge_runtime.server.requests.messages import Conversation, read_messages
