@@ -10,6 +10,12 @@ from edge_runtime.calibration.measured import cache_file
 from edge_runtime.drafting.acceptance_model import EXPORTED_WEIGHT, AcceptanceModel
 
 
+def exported_counts(parity: object) -> object:
+    """Returns the counts of drafts that an export measured and noted in a bundle; None without any."""
+    drafts = parity.get("drafts") if isinstance(parity, dict) else None
+    return drafts.get("confidence") if isinstance(drafts, dict) else None
+
+
 class AcceptanceCache:
     """The cached counts of one pair and drafter, shared by all sessions on it. `facts` identify the pair and drafter."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups, stay_on
@@ -131,3 +131,19 @@ def measured_placement(
     chosen = probe.named(figures.chosen)
     use(chosen)
     return chosen, figures.slower
+
+
+def on_best_threads(
+    pair: MeasuredPair,
+    set_threads: Callable[[ThreadCounts], None],
+    power: PhasePower | PowerSource | None,
+    notify: Notify,
+    *,
+    waiting: Waiting = silent_wait,
+) -> MeasuredPair:
+    """Sets the best threads; returns the pair with them among its facts, and with the slowdown that they leave of what is allowed."""
+    if pair.objective != "energy" or power is None or isinstance(power, PhasePower):
+        return replace(pair, facts=(*pair.facts, measured_threads(pair, set_threads, notify, waiting=waiting)))
+    placement, slower = measured_placement(pair, set_threads, power, notify, waiting=waiting)
+    left = None if pair.slowdown is None else max(0.0, (1 + pair.slowdown) / slower - 1)
+    return replace(pair, facts=(*pair.facts, placement), slowdown=left)

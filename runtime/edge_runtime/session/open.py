@@ -10,18 +10,17 @@ from typing import Any
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.cpu_affinity import processor_groups
 from edge_devices.machine.facts import cpu_identity, installed_version
-from edge_runtime.backends.interface import OpenedPair, OpenRequest, SetThreads
+from edge_runtime.backends.interface import OpenedPair, OpenRequest
 from edge_runtime.backends.selection import BackendKind, check_options, fitting_backends, load_backend, measured_rates
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE
-from edge_runtime.calibration.acceptance_cache import AcceptanceCache
-from edge_runtime.calibration.first_use import MeasuredPair, measured_costs, measured_placement, measured_threads
+from edge_runtime.calibration.acceptance_cache import AcceptanceCache, exported_counts
+from edge_runtime.calibration.first_use import MeasuredPair, measured_costs, on_best_threads
 from edge_runtime.calibration.measured import without_repeats
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.draft_store import DraftStore
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, is_model
-from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Vocabulary
@@ -31,8 +30,6 @@ from edge_runtime.session.cache_claim import CacheClaim
 from edge_runtime.session.load_options import LoadOptions, with_keywords
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
 from edge_runtime.session.session import Session, SessionParts
-
-DISTRIBUTION = "edge-mtp"
 
 
 def default_threads() -> int:
@@ -87,7 +84,6 @@ class _PairLoader:
         self.monitor = Monitor(replace(options.monitoring or MonitorOptions(), window=self.settings.window))
         self.drafter = options.drafter or self.settings.drafter
         self.threads = options.threads or default_threads()
-        self._draft_store: DraftStore | None = None
 
     def choose_backend(self, count: int) -> BackendKind:
         """Returns the backend that the options need, or else the faster one on this machine, which the first use measures."""
@@ -113,6 +109,8 @@ class _PairLoader:
         costs = cache(lambda: measured_costs(pair, options.power, options.notify, waiting=options.waiting))
         if count > 1 and settings.needs_costs:
             costs()  # measuring empties the cache, so it is done before any request runs
+        # Drafts of a pair are the same on all machines, but not on all backends, whose weights differ.
+        facts, answer_facts = [kind, opened.drafter_kind, *self.hashes], [*map(str, opened.answer_facts)]
         shared = SessionParts(
             bundle=self.bundle,
             generation=self.bundle.manifest.generation,
@@ -125,10 +123,10 @@ class _PairLoader:
             settings=settings,
             monitor=self.monitor,
             costs=costs,
-            acceptance_cache=self._acceptance_cache(kind, opened),
+            acceptance_cache=AcceptanceCache(facts, exported=exported_counts(opened.exported_parity)),
             encoder=opened.encoder,
             draft_store=self._opened_draft_store(opened.vocabulary),
-            fingerprint=self._fingerprint(*opened.answer_facts),
+            fingerprint=entry_key([project_version(), cpu_identity(), str(settings.context), self.hashes, answer_facts]),
         )
         sessions = [
             Session(replace(shared, target=target, drafter=drafter, claim=CacheClaim()))
@@ -139,7 +137,6 @@ class _PairLoader:
     def _request(self, count: int) -> OpenRequest:
         options, settings = self.options, self.settings
         limit = settings.memory_limit if options.memory_limit is None else memory_bytes(options.memory_limit)
-
         return OpenRequest(
             bundle=self.bundle,
             settings=settings,
@@ -171,40 +168,22 @@ class _PairLoader:
             return pair
         if self.options.threads is not None:
             return replace(pair, facts=(*pair.facts, ThreadCounts.same(self.threads)))
-        return self._with_best_threads(pair, opened.set_threads)
-
-    def _with_best_threads(self, pair: MeasuredPair, set_phases: SetThreads) -> MeasuredPair:
-        """Sets the best threads; returns the pair with them among its facts, and with the slowdown that they leave of what is allowed."""
-        power, notify, waiting = self.options.power, self.options.notify, self.options.waiting
+        set_phases = opened.set_threads
 
         def set_threads(counts: ThreadCounts) -> None:
             set_phases(**counts.to_json())
 
-        if pair.objective != "energy" or power is None or isinstance(power, PhasePower):
-            return replace(pair, facts=(*pair.facts, measured_threads(pair, set_threads, notify, waiting=waiting)))
-        placement, slower = measured_placement(pair, set_threads, power, notify, waiting=waiting)
-        left = None if pair.slowdown is None else max(0.0, (1 + pair.slowdown) / slower - 1)
-        return replace(pair, facts=(*pair.facts, placement), slowdown=left)
-
-    def _fingerprint(self, *facts: object) -> str:
-        """Returns a hash of all that an answer depends on beside its request: files, context, code, processor."""
-        return entry_key([project_version(), cpu_identity(), str(self.settings.context), self.hashes, [*map(str, facts)]])
+        return on_best_threads(pair, set_threads, self.options.power, self.options.notify, waiting=self.options.waiting)
 
     def _opened_draft_store(self, vocabulary: Vocabulary) -> DraftStore | None:
-        """Returns the draft store, which all sessions share."""
         options = self.options
-        if self._draft_store is None and options.draft_store is not None:
-            limit = memory_bytes(options.draft_store_size)
-            self._draft_store = DraftStore(Path(options.draft_store), vocabulary, limit=limit, notify=options.notify)
-            for path in options.remember:
-                self._draft_store.remember_file(Path(path))
-        return self._draft_store
-
-    def _acceptance_cache(self, backend: BackendKind, opened: OpenedPair) -> AcceptanceCache:
-        """Drafts of a pair are the same on all machines, but not on all backends, whose weights differ."""
-        drafts = opened.exported_parity.get("drafts") if isinstance(opened.exported_parity, dict) else None
-        exported = drafts.get("confidence") if isinstance(drafts, dict) else None
-        return AcceptanceCache([backend, opened.drafter_kind, *self.hashes], exported=exported)
+        if options.draft_store is None:
+            return None
+        size = memory_bytes(options.draft_store_size)
+        store = DraftStore(Path(options.draft_store), vocabulary, limit=size, notify=options.notify)
+        for path in options.remember:
+            store.remember_file(Path(path))
+        return store
 
     def _check_energy(self) -> None:
         """Raises RequestError where joules cannot be minimized: another policy, or the power of the phases is not known."""
@@ -219,4 +198,4 @@ class _PairLoader:
 
 def project_version() -> str:
     """Returns the installed version of this project, or an empty text in packages for devices."""
-    return installed_version(DISTRIBUTION) or ""
+    return installed_version("edge-mtp") or ""

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, MediaInputs
-from edge_runtime.calibration.acceptance_cache import AcceptanceCache
+from edge_runtime.calibration.acceptance_cache import AcceptanceCache, exported_counts
 from edge_runtime.config.settings import Settings, resolve_settings
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.constrained_acceptance import GRAMMAR_PRIORS, GrammarSource
@@ -272,8 +272,7 @@ class Session:
             raise RequestError("this session was opened without a way to measure costs")
         longest = min(self.settings.longest, self.settings.longest_draft)
         lengths = range(longest + 1) if self.settings.needs_costs else [min(self.settings.draft_length, longest)]
-        drafts = (self.bundle.manifest.parity or {}).get("drafts")
-        exported = drafts.get("confidence") if isinstance(drafts, dict) else None
+        exported = exported_counts(self.bundle.manifest.parity)
         with self._open():
             costs = self._parts.costs()
             return expected_rate(costs, AcceptanceModel.from_json(exported) or AcceptanceModel(), lengths if self.drafter else [0])
