@@ -12,7 +12,6 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
-from silent import Silent
 
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
@@ -31,7 +30,7 @@ def onnx_media_pair(root: Path, device: str | None) -> Path:
     request = ExportRequest(
         target=str(target), drafter=str(drafter), output=root / "bundle", gguf=False, onnx=onnx, context=768, verify=False, media="f32"
     )
-    export_pair(request, Silent())
+    export_pair(request)
     return root / "bundle"
 
 

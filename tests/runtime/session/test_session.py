@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edge_runtime.cli.comparing.comparison import compare, comparison_table
+from edge_runtime.cli.compare import compare_runs, comparison_table
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import Fixed, Stepped
@@ -98,7 +98,7 @@ def test_lossless_report_names_the_first_divergence():
 def test_comparison_runs_both_sides_in_turn():
     session = make_session()
     shown: list[str] = []
-    comparison = compare(session, "abc", max_tokens=8, draft_length=None, repeats=2, show=shown.append, shown_prompt="abc")
+    comparison = compare_runs(session, "abc", max_tokens=8, draft_length=None, repeats=2, show=shown.append, shown_prompt="abc")
     assert comparison.same_tokens
     assert [s.drafted for s in comparison.plain] == [0, 0]
     assert all(s.drafted > 0 for s in comparison.drafted)
@@ -107,7 +107,10 @@ def test_comparison_runs_both_sides_in_turn():
     assert "policy profit" in "".join(shown)
     assert comparison.to_json()["draft_length"] is None
     assert comparison.drafting == "policy profit"
-    assert compare(session, "abc", max_tokens=4, draft_length=2, repeats=1, show=shown.append, shown_prompt="abc").drafting == "drafts of 2"
+    assert (
+        compare_runs(session, "abc", max_tokens=4, draft_length=2, repeats=1, show=shown.append, shown_prompt="abc").drafting
+        == "drafts of 2"
+    )
 
 
 def test_stop_token_ends_text():
