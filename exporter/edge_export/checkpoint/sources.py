@@ -17,7 +17,7 @@ from edge_export.checkpoint.json_file import read_json_object
 from edge_export.checkpoint.published.hub import PATTERNS, fetch, fetch_config, hub_name
 from edge_export.checkpoint.published.sizes import published_config
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
-from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, TokenTable, Vocabulary, read_table, read_vocabulary
+from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, GgufVocabulary, TokenTable, read_table, read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, string_array
 from edge_runtime.bundle.manifest import Source, SourceFile
@@ -48,7 +48,7 @@ class ResolvedSource:
     origin: str
     checkpoint: Checkpoint
     gguf: GgufHeader | None = None
-    tokenizer: Vocabulary | None = None
+    tokenizer: GgufVocabulary | None = None
 
     @property
     def path(self) -> Path:
@@ -201,7 +201,7 @@ def _table(source: ResolvedSource) -> TokenTable | None:
     return read_table(source.path) if source.gguf is None and (source.path / TOKENIZER_NAME).is_file() else None
 
 
-def _with_tokenizer(source: ResolvedSource, of_target: Vocabulary | None, other: TokenTable | None) -> ResolvedSource:
+def _with_tokenizer(source: ResolvedSource, of_target: GgufVocabulary | None, other: TokenTable | None) -> ResolvedSource:
     """Reads the tokenizer; added tokens that only the `other` half has are part of it too."""
     if source.gguf is not None:
         return source

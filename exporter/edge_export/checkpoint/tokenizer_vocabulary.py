@@ -29,7 +29,7 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabulary:
+class GgufVocabulary:
     """Pieces by id, their GGUF types (llama.cpp's llama_token_type), merges as "left right", and special token ids by kind.
 
     `folder` holds the tokenizer's files.
@@ -68,7 +68,7 @@ def read_table(folder: Path) -> TokenTable:
     return TokenTable(ids=_pieces(tokenizer, path), added=added)
 
 
-def read_vocabulary(folder: Path, others: Mapping[str, AddedToken] | None = None) -> Vocabulary:
+def read_vocabulary(folder: Path, others: Mapping[str, AddedToken] | None = None) -> GgufVocabulary:
     """Reads the tokenizer of a checkpoint folder. `others` are added tokens of the pair's other half, which this half may lack.
 
     Raises CheckpointError if it is not a Gemma-style BPE tokenizer or has holes.
@@ -81,7 +81,7 @@ def read_vocabulary(folder: Path, others: Mapping[str, AddedToken] | None = None
     pieces = _by_id(ids | {piece: token.id for piece, token in lacking.items()}, path)
     base = len(tokenizer["model"]["vocab"]) + len(lacking)
     special = _special_pieces(folder, settings) | {piece for piece, token in lacking.items() if token.special}
-    return Vocabulary(
+    return GgufVocabulary(
         folder=folder,
         pieces=pieces,
         types=tuple(_type_of(piece, index, base, special) for index, piece in enumerate(pieces)),

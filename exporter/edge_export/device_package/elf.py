@@ -19,7 +19,7 @@ SEGMENT = struct.Struct("<I4xQQ24xQ")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class LoadSegment:
     """A part of a file that is mapped: where in the file, at which address, and to what both are aligned."""
 
     offset: int
@@ -48,7 +48,7 @@ def check_pages(folder: Path, page_bytes: int) -> int:
     return checked
 
 
-def load_segments(path: Path) -> list[Segment] | None:
+def load_segments(path: Path) -> list[LoadSegment] | None:
     """Returns the segments of an ELF file that are mapped; None for any other file. Raises PackageError for one that cannot be read."""
     with path.open("rb") as file:
         head = file.read(HEADER.size)
@@ -62,4 +62,4 @@ def load_segments(path: Path) -> list[Segment] | None:
     if size != SEGMENT.size or len(table) < size * count:
         raise PackageError(f"{path.name} is no complete ELF file: it has no table of {count} segments; build the package again")
     found = list(SEGMENT.iter_unpack(table))
-    return [Segment(offset=offset, address=address, align=align) for kind, offset, address, align in found if kind == LOAD]
+    return [LoadSegment(offset=offset, address=address, align=align) for kind, offset, address, align in found if kind == LOAD]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from edge_export.checkpoint.architecture import AssistantArchitecture, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.json_file import read_optional_json_object
-from edge_export.checkpoint.tokenizer_vocabulary import SCORE, Vocabulary
+from edge_export.checkpoint.tokenizer_vocabulary import SCORE, GgufVocabulary
 from edge_export.errors import CheckpointError
 
 ValueType = Literal["uint32", "float32", "bool", "string", "array"]
@@ -107,7 +107,7 @@ def _suppressed(checkpoint: Checkpoint) -> list[Entry]:
     return [("tokenizer.ggml.suppress_tokens", "array", tokens)]
 
 
-def vocabulary_entries(vocabulary: Vocabulary) -> list[Entry]:
+def vocabulary_entries(vocabulary: GgufVocabulary) -> list[Entry]:
     """The tokenizer.* keys. add_bos_token is always true, as in Gemma4Model.set_vocab."""
     prefix = "tokenizer.ggml."
     entries: list[Entry] = [

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.safetensors import FLOAT_BYTES, FloatType, StoredTensor, read_float_chunks
-from edge_export.checkpoint.tokenizer_vocabulary import Vocabulary, read_vocabulary
+from edge_export.checkpoint.tokenizer_vocabulary import GgufVocabulary, read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_export.gguf.exact_q4 import ExactReport, block_bytes, block_pieces, block_type
 from edge_export.gguf.loader import gguf
@@ -112,7 +112,7 @@ def raw_tensor(name: str, values: NDArray[Any], type_name: Literal["f16", "q4_0"
     return RawTensor(name=name, shape=values.shape, type=int(kind), bytes=data.nbytes, pieces=lambda: iter([data.data.cast("B")]))
 
 
-def plan_gguf(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: Vocabulary) -> GgufPlan:
+def plan_gguf(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: GgufVocabulary) -> GgufPlan:
     """Plans the file that llama.cpp's own converter would write. Reads no weights.
 
     Matrices get `weight_type`; vectors, norms, scales and routers float32. Raises CheckpointError if the vocabulary has another size than
@@ -127,7 +127,7 @@ def plan_gguf(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: Vocabu
     return GgufPlan(header=_header(checkpoint, QUANTIZATIONS[weight_type].file_type, vocabulary, tensors), tensors=tensors)
 
 
-def plan_exact(checkpoint: Checkpoint, vocabulary: Vocabulary, report: ExactReport) -> GgufPlan:
+def plan_exact(checkpoint: Checkpoint, vocabulary: GgufVocabulary, report: ExactReport) -> GgufPlan:
     """Plans a q4_0 file of a checkpoint that was trained for it; what is written exactly goes into the report. Raises CheckpointError."""
     tensors = tuple(_exact(tensor, report) for tensor in _planned(checkpoint, "f16"))
     return GgufPlan(header=_header(checkpoint, QUANTIZATIONS["q4_0"].file_type, vocabulary, tensors), tensors=tensors)
@@ -188,7 +188,7 @@ def rope_factors(model: TextArchitecture) -> NDArray[np.float32]:
     return factors
 
 
-def _header(checkpoint: Checkpoint, file_type: int, vocabulary: Vocabulary, tensors: tuple[PlannedTensor | RawTensor, ...]) -> bytes:
+def _header(checkpoint: Checkpoint, file_type: int, vocabulary: GgufVocabulary, tensors: tuple[PlannedTensor | RawTensor, ...]) -> bytes:
     return header_of(
         architecture_name(checkpoint.architecture),
         gguf.GGUFType.MODEL,

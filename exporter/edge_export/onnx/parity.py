@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
 from edge_export.onnx.request import WEIGHT_TYPES, KvKind, MediaWeights, OnnxWeights
-from edge_export.parity.comparison import ROOM, Judgement, Limits, check_tokenizer, compare_export, export_rowset
-from edge_export.parity.media import MediaParityRequest, Rows, measure_media_parity
+from edge_export.parity.comparison import ROOM, Judgement, ParityLimits, check_tokenizer, compare_export, export_rowset
+from edge_export.parity.media import Rows, measure_media_parity
 from edge_export.parity.reference import MIN_CONTEXT, TEXT, ReferenceRequest, Rowset, why_not
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER, CacheLayout, MediaInputs, OnnxGraphs, StaticGraphs
 from edge_runtime.errors import EdgeRuntimeError
@@ -26,9 +26,9 @@ from edge_runtime.media.soft_rows import Media
 
 _RANGE = "range."
 # Both compute in float32 and differ only in the order of summation. On the reference pair the logits are within 1e-4.
-LIMITS = Limits(max_abs_difference=0.01, mean_kl=WEIGHT_TYPES["f32"].mean_kl, greedy_agreement=0.99, draft_agreement=0.99)
+LIMITS = ParityLimits(max_abs_difference=0.01, mean_kl=WEIGHT_TYPES["f32"].mean_kl, greedy_agreement=0.99, draft_agreement=0.99)
 # Where activations are rounded to int8, the last bit of a float32 decides some levels.
-ROUNDED_LIMITS = Limits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9)
+ROUNDED_LIMITS = ParityLimits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9)
 # Of the encoders' soft rows, as shares of their norm. float16 weights are multiplied in float32; float16 holds bfloat16's but tiny ones.
 ENCODER_LIMITS: dict[MediaWeights, float] = {"f32": 1e-3, "f16": 1e-3, "int8": 0.1}
 
@@ -87,16 +87,7 @@ def encoder_parity(
         opened = OrtMediaEncoder(files[VISION_ENCODER], files.get(AUDIO_ENCODER), SessionOptions(threads=reference.threads), hidden_size)
         return [opened.encode(one) for one in media]
 
-    return measure_media_parity(
-        MediaParityRequest(
-            target_folder=reference.target_folder,
-            threads=reference.threads,
-            inputs=inputs,
-            quantization=weights,
-            encode=encode,
-            most=ENCODER_LIMITS[weights],
-        )
-    )
+    return measure_media_parity(reference, encode, inputs, quantization=weights, limit=ENCODER_LIMITS[weights])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ ROOM = WRITTEN + WRITTEN_AT_ONCE + 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ParityLimits:
     """Limits of equality: largest logit difference, mean KL in nats, shares of equal greedy tokens and drafts."""
 
     max_abs_difference: float
@@ -57,7 +57,7 @@ class Judgement:
     noun: str
     weight_type: str
     quantization: str
-    limits: Limits
+    limits: ParityLimits
     kl_limit: float
     median_kl: float = float("inf")
 

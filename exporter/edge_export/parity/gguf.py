@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edge_export.parity.comparison import ROOM, Judgement, Limits, check_tokenizer, compare_export, export_rowset
-from edge_export.parity.media import MediaParityRequest, Rows, measure_media_parity
+from edge_export.parity.comparison import ROOM, Judgement, ParityLimits, check_tokenizer, compare_export, export_rowset
+from edge_export.parity.media import Rows, measure_media_parity
 from edge_export.parity.reference import MIN_CONTEXT, TEXT, ReferenceRequest, Rowset, why_not
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MediaInputs
@@ -21,15 +21,17 @@ from edge_runtime.media.soft_rows import Media
 # llama.cpp multiplies with activations rounded to the weights' type and keeps K/V in float16, transformers does not. Logits are capped
 # at +-30; a wrong tensor moves them by whole units and KL by tenths of a nat, rounding by less than the limits below.
 UNQUANTIZED_LIMITS = {
-    "f32": Limits(max_abs_difference=0.25, mean_kl=0.002, greedy_agreement=0.95, draft_agreement=0.95),
-    "f16": Limits(max_abs_difference=0.5, mean_kl=0.005, greedy_agreement=0.95, draft_agreement=0.95),
-    "bf16": Limits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9),
+    "f32": ParityLimits(max_abs_difference=0.25, mean_kl=0.002, greedy_agreement=0.95, draft_agreement=0.95),
+    "f16": ParityLimits(max_abs_difference=0.5, mean_kl=0.005, greedy_agreement=0.95, draft_agreement=0.95),
+    "bf16": ParityLimits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9),
 }
 # With experts, rounding to 16 bits may choose another one where two are nearly tied: in a row, and through K/V in those after it. In the
 # worst random pairs at f16, logits moved by 2.1, mean KL was 0.007, 71% of the drafts and 92% of the greedy tokens were equal; in float32,
 # the two that were looked into have a mean KL of 1e-7. So the median of the rows is judged as the mean is elsewhere, the rest loosely.
 EXPERTS_LIMITS = {
-    kind: Limits(max_abs_difference=8 * limits.max_abs_difference, mean_kl=4 * limits.mean_kl, greedy_agreement=0.75, draft_agreement=0.5)
+    kind: ParityLimits(
+        max_abs_difference=8 * limits.max_abs_difference, mean_kl=4 * limits.mean_kl, greedy_agreement=0.75, draft_agreement=0.5
+    )
     for kind, limits in UNQUANTIZED_LIMITS.items()
     if kind != "f32"
 }
@@ -80,18 +82,9 @@ def encoder_parity(request: ParityRequest, encoder: Path, quantization: str, inp
         options = LlamaOptions(context=MIN_CONTEXT, threads=request.threads, use_extra_bufts=False, draft=False)
         with LlamaTarget(request.exported_target, options) as target:
             opened = target.shared.open_encoder(encoder)
-            return [opened.encode(one) for one in media]
+            return [opened.encode(each) for each in media]
 
-    return measure_media_parity(
-        MediaParityRequest(
-            target_folder=request.target_folder,
-            threads=request.threads,
-            inputs=inputs,
-            quantization=quantization,
-            encode=encode,
-            most=ENCODER_LIMITS[quantization],
-        )
-    )
+    return measure_media_parity(request, encode, inputs, quantization=quantization, limit=ENCODER_LIMITS[quantization])
 
 
 def judgement_of(request: ParityRequest) -> Judgement:
@@ -110,7 +103,7 @@ def judgement_of(request: ParityRequest) -> Judgement:
     )
 
 
-def unquantized_limits(weight_type: str, experts: int) -> Limits:
+def unquantized_limits(weight_type: str, experts: int) -> ParityLimits:
     """Returns the limits for a file in that type whose layers have so many experts."""
     limits = UNQUANTIZED_LIMITS[weight_type]
     return EXPERTS_LIMITS.get(weight_type, limits) if experts else limits

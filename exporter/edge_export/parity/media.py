@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,7 @@ from numpy.typing import NDArray
 
 from edge_export.errors import ParityError
 from edge_export.parity.comparison import demand
-from edge_export.parity.reference import SEED, inference, load_reference
+from edge_export.parity.reference import SEED, ReferenceRequest, inference, load_reference
 from edge_runtime.bundle.manifest import MediaInputs
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.media.image import SIDE, Image
@@ -24,36 +22,29 @@ Rows = NDArray[np.float32]
 _SIDES = ((2, 3), (7, 9))
 
 
-@dataclass(frozen=True, kw_only=True)
-class MediaParityRequest:
-    """What is compared: `encode` runs the exported encoder. `most` is the largest distance allowed, as a share of the rows' norm."""
-
-    target_folder: Path
-    threads: int
-    inputs: MediaInputs
-    quantization: str
-    encode: Callable[[Sequence[Media]], list[Rows]]
-    most: float
-
-
-def measure_media_parity(request: MediaParityRequest) -> dict[str, Any]:
+def measure_media_parity(
+    reference: ReferenceRequest, encode: Callable[[Sequence[Media]], list[Rows]], inputs: MediaInputs, *, quantization: str, limit: float
+) -> dict[str, Any]:
     """Returns the figures for the manifest: the largest distance of an image's and of a sound's rows, as shares of their norm.
 
-    Raises ParityError, naming the figure, the limit and --no-verify, if one is beyond the limit, or if the encoder does not run.
+    `encode` runs the exported encoder, whose weights are of type `quantization`; `limit` is the largest distance allowed. Raises
+    ParityError, naming the figure, the limit and --no-verify, if one is beyond the limit, or if the encoder does not run.
     """
-    media = probes(sound=request.inputs.audio is not None)
+    media = probes(sound=inputs.audio is not None)
     try:
-        found = request.encode(media)
+        exported = encode(media)
     except EdgeRuntimeError as error:
         raise ParityError(f"the encoder of images and sound does not run: {error}; correct that, or export with --no-verify") from error
-    wanted = _reference_rows(request, media)
-    distances = [distance(one, other) for one, other in zip(found, wanted, strict=True)]
-    figures: dict[str, Any] = {"quantization": request.quantization, "limit": request.most}
+    with inference(reference.threads):
+        model = load_reference(reference.target_folder).model
+        expected = [_rows_of(model, each, inputs) for each in media]
+    distances = [distance(*rows) for rows in zip(exported, expected, strict=True)]
+    figures: dict[str, Any] = {"quantization": quantization, "limit": limit}
     for kind, name in ((Image, "image_rows"), (Sound, "sound_rows")):
-        of_kind = [value for value, one in zip(distances, media, strict=True) if isinstance(one, kind)]
+        of_kind = [value for value, each in zip(distances, media, strict=True) if isinstance(each, kind)]
         if of_kind:
             figures[name] = max(of_kind)
-            demand(f"distance of {name.replace('_', ' ')} of the {request.quantization} encoder", figures[name], most=request.most)
+            demand(f"distance of {name.replace('_', ' ')} of the {quantization} encoder", figures[name], most=limit)
     return figures
 
 
@@ -64,17 +55,11 @@ def probes(*, sound: bool) -> list[Media]:
     return [*media, Sound(random.uniform(-0.5, 0.5, RATE).astype(np.float32))] if sound else media
 
 
-def distance(found: Rows, wanted: Rows) -> float:
-    """Returns the norm of the difference as a share of `wanted`'s; infinite for rows of another shape."""
-    if found.shape != wanted.shape:
+def distance(exported: Rows, expected: Rows) -> float:
+    """Returns the norm of the difference as a share of `expected`'s; infinite for rows of another shape."""
+    if exported.shape != expected.shape:
         return float("inf")
-    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
-
-
-def _reference_rows(request: MediaParityRequest, media: Sequence[Media]) -> list[Rows]:
-    with inference(request.threads):
-        model = load_reference(request.target_folder).model
-        return [_rows_of(model, each, request.inputs) for each in media]
+    return float(np.linalg.norm(exported - expected) / np.linalg.norm(expected))
 
 
 def _rows_of(model: Any, media: Media, inputs: MediaInputs) -> Rows:
