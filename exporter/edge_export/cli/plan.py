@@ -7,12 +7,11 @@ from pathlib import Path
 import click
 
 from edge_devices.command_line import PanelCommand, takes
-from edge_devices.machine.profiles import profiles
 from edge_export.cli.export import REQUEST
-from edge_export.cli.options import Models, as_json, drafter_name, target_name
+from edge_export.cli.options import Models, drafter_name, target_name
 from edge_export.pipeline.dry_run import planned_manifest
 from edge_export.pipeline.request import ExportRequest
-from edge_runtime.cli.plan import show_plan
+from edge_runtime.cli.plan import PlanOptions, show_plan
 from edge_runtime.drafting.phase_power import read_phase_power
 from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import manifest_plan
@@ -22,12 +21,6 @@ from edge_runtime.planning.speed import manifest_plan
 @target_name
 @drafter_name
 @click.option(
-    "--profile",
-    metavar="NAME",
-    shell_complete=lambda _context, _parameter, start: [name for name in profiles() if name.startswith(start)],
-    help="The device, such as raspberry-pi-5.  [default: this machine]",
-)
-@click.option(
     "--phase-power",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     metavar="FILE",
@@ -35,16 +28,15 @@ from edge_runtime.planning.speed import manifest_plan
 )
 @takes("models", Models)
 @takes("request", REQUEST, only=("context", "target_quantization", "drafter_quantization"), panel="Bundle")
-@as_json
+@takes("options", PlanOptions, only=("profile", "as_json"))
 def plan(
     target_name: str | None,
     drafter_name: str | None,
     *,
-    profile: str | None,
     phase_power: Path | None,
     models: Models,
     request: ExportRequest,
-    as_json: bool,
+    options: PlanOptions,
 ) -> None:
     """Predict memory, speed and joules per token of a pair before it is exported.
 
@@ -60,4 +52,8 @@ def plan(
         context=request.context or config.cache.max_context_length,
     )
     power = read_phase_power(phase_power) if phase_power is not None else None
-    show_plan(manifest_plan(manifest, device_speed(profile, None), context=manifest.runtime.context, power=power), None, as_json=as_json)
+    show_plan(
+        manifest_plan(manifest, device_speed(options.profile, None), context=manifest.runtime.context, power=power),
+        None,
+        as_json=options.as_json,
+    )
