@@ -1,7 +1,7 @@
 """The split drafter: its four blocks in llama.cpp, its linear ends on the host.
 
 For a checkpoint with ordered embeddings llama.cpp's own drafter multiplies with the whole vocabulary at every step, which is most of
-its work. This one gives llama.cpp the blocks alone (edge_export/split_body.py) and computes the sparse head beside it with ggml.
+its work. This one gives llama.cpp the blocks alone (edge_export/gguf/split_drafter.py) and computes the sparse head beside it with ggml.
 """
 
 from __future__ import annotations
