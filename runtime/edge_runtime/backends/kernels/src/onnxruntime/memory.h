@@ -1,30 +1,44 @@
-// Work memory of a call, on the thread that makes it.
+// Work memory of a call.
 #pragma once
+#include <stddef.h>
 #include <stdlib.h>
+
+#include "layout.h"
 
 namespace edge {
 namespace {
 
-struct Scratch {
-    char* memory;
-    size_t size;
-};
-// Used again by the thread's next call; it stays until the process ends. More than that is given back after use.
-thread_local Scratch kept = {nullptr, 0};
+// What calls used before, for the next ones of any thread: threads come and go, so none of them keeps memory. Beyond these places and
+// this size memory is given back after use.
+constexpr int kPlaces = 8;
 constexpr size_t kMostKept = size_t{1} << 20;
+size_t* kept[kPlaces];  // blocks that begin with their size, in a line of its own
 
+// `wanted` bytes from the beginning of a line on, or null.
 char* scratch(size_t wanted) {
-    if (wanted > kMostKept) return static_cast<char*>(malloc(wanted));
-    if (wanted > kept.size) {
-        free(kept.memory);
-        kept.memory = static_cast<char*>(malloc(wanted));
-        kept.size = kept.memory ? wanted : 0;
+    size_t* block = nullptr;
+    for (int i = 0; i < kPlaces && !block; i++) block = __atomic_exchange_n(&kept[i], nullptr, __ATOMIC_ACQUIRE);
+    if (block && *block < wanted) {
+        free(block);
+        block = nullptr;
     }
-    return kept.memory;
+    if (!block) {
+        if (wanted > SIZE_MAX - 2 * kLine) return nullptr;
+        const size_t size = (wanted + kLine - 1) / kLine * kLine;
+        block = static_cast<size_t*>(aligned_alloc(kLine, kLine + size));
+        if (!block) return nullptr;
+        *block = size;
+    }
+    return reinterpret_cast<char*>(block) + kLine;
 }
 
 void give_back_scratch(char* memory) {
-    if (memory != kept.memory) free(memory);
+    size_t* block = reinterpret_cast<size_t*>(memory - kLine);
+    for (int i = 0; i < kPlaces && *block <= kMostKept; i++) {
+        size_t* empty = nullptr;
+        if (__atomic_compare_exchange_n(&kept[i], &empty, block, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) return;
+    }
+    free(block);
 }
 
 }  // namespace
