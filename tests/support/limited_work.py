@@ -7,7 +7,7 @@ import re
 import socket
 import tempfile
 
-from edge_devices.children.frames import receive, send
+from edge_devices.children.forked import receive, send
 from edge_devices.children.limited import limit_step
 
 MEMORY_BYTES = 96 << 20

@@ -1,26 +1,37 @@
-"""Starts the host of limited children, and connects to a new child of it for each job."""
+"""A host of limited children: a process of its own that prepares what all jobs share, then forks once per job.
+
+It has one thread and opens no model, so that its forks are safe and small. A child's memory is limited by the system, and its
+processor time per step by a timer whose signal ends it: both hold in C code that never returns. Both ends are here, and their messages:
+a length and that many bytes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import weakref
 from importlib import import_module
 from pathlib import Path
+from typing import Any, Protocol
 
-from edge_devices.children import frames
+from edge_devices.children.commands import Limits
+from edge_devices.children.limited import limit_process
 from edge_devices.errors import DeviceError, EdgeError
 
 # Windows has no fork: there, work is done in this process, within the libraries' own limits.
 AVAILABLE = hasattr(os, "fork") and hasattr(socket, "send_fds") and hasattr(signal, "setitimer")
 # A limit of processor time holds only while a child runs: one that is stopped, or waits for memory, is given up after this.
 MAX_WAIT_SECONDS = 60.0
+MAX_BYTES = 1 << 28
+_LENGTH = struct.Struct("<I")
 # A package's __init__ may load all of it; the parts of the handler's package are found without it.
 _START = """
 import json, sys, types
@@ -28,9 +39,32 @@ sys.path[:], package, folders, handler = json.loads(sys.argv[1])
 if package:
     module = sys.modules[package] = types.ModuleType(package)
     module.__path__ = folders
-from edge_devices.children.fork_host import main
+from edge_devices.children.forked import main
 main(handler)
 """
+
+
+def send(connection: socket.socket, message: bytes) -> None:
+    """Sends one message. Raises OSError if the other side is gone."""
+    connection.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def receive(connection: socket.socket, limit: int = MAX_BYTES) -> bytes:
+    """Returns the next message. Raises EOFError if the other side is gone, OSError, or ValueError for more than `limit` bytes."""
+    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if size > limit:
+        raise ValueError(f"a message has {size} bytes; at most {limit} are expected")
+    return _exactly(connection, size)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise EOFError("the other side is gone")
+        data += part
+    return bytes(data)
 
 
 class ChildError(Exception):
@@ -48,8 +82,8 @@ class Child:
     def ask(self, message: bytes) -> bytes:
         """Returns the answer to a message. Raises ChildError if there is none, now and from then on."""
         try:
-            frames.send(self._connection, message)
-            return frames.receive(self._connection)
+            send(self._connection, message)
+            return receive(self._connection)
         except (OSError, EOFError, ValueError) as error:
             self._close()
             raise ChildError from error
@@ -97,7 +131,7 @@ class Host:
                 )
             self._control = control
             self._end = weakref.finalize(self, _end, control, process)
-            frames.send(control, self._setup)
+            send(control, self._setup)
         except OSError as error:
             control.close()
             reason = f"({error}); check that {sys.executable} can be run"
@@ -112,3 +146,55 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(2)
+
+
+class Handler(Protocol):
+    """A module with the work of a host. `MEMORY_BYTES` is what a child may allocate beyond the host's own memory."""
+
+    MEMORY_BYTES: int
+
+    def prepare(self, setup: bytes) -> Any:
+        """Returns what all children share, from the first message."""
+
+    def serve(self, shared: Any, connection: socket.socket) -> None:
+        """Answers one job's messages; EOFError ends it. Must call `limited.limit_step` before each piece of work."""
+
+
+def main(handler_name: str) -> None:
+    """Serves until the control socket, the standard input, is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, whose end closes the socket
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes ended children
+    handler: Any = import_module(handler_name)
+    control = socket.socket(fileno=sys.stdin.fileno())
+    with contextlib.suppress(EOFError):
+        _serve(handler, control, handler.prepare(receive(control)))
+
+
+def _serve(handler: Handler, control: socket.socket, shared: Any) -> None:
+    gc.freeze()  # a collection would copy pages that the children share
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        with socket.socket(fileno=descriptors[0]) as connection:
+            if os.fork() == 0:
+                _run_child(handler, control, connection, shared)
+
+
+def _run_child(handler: Handler, control: socket.socket, connection: socket.socket, shared: Any) -> None:
+    code = 1
+    try:
+        control.close()
+        limit_process(_limits(handler.MEMORY_BYTES))
+        with contextlib.suppress(EOFError, OSError):
+            handler.serve(shared, connection)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _limits(memory_bytes: int) -> Limits:
+    used = 0
+    with contextlib.suppress(OSError, ValueError):  # elsewhere than on Linux only the time is limited
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return Limits(memory_bytes=used + memory_bytes if used else None, writes_files=False)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from edge_devices.children.forked import Child, ChildError, Host
-from edge_devices.children.frames import receive, send
+from edge_devices.children.forked import Child, ChildError, Host, receive, send
 from edge_devices.children.limited import limit_step
 
 Result = TypeVar("Result")

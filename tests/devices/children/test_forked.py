@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.children import forked, frames
+from edge_devices.children import forked
 from edge_devices.children.forked import ChildError, Host
 from edge_devices.errors import DeviceError
 
@@ -106,9 +106,9 @@ def test_a_message_that_is_too_long_is_refused():
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        frames.send(theirs, b"x" * 100)
+        forked.send(theirs, b"x" * 100)
         with pytest.raises(ValueError, match="100 bytes"):
-            frames.receive(ours, 10)
+            forked.receive(ours, 10)
 
 
 def test_a_python_that_does_not_start_is_named(monkeypatch):

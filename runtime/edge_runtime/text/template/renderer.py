@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from edge_devices.children import forked
-from edge_devices.children.frames import receive, send
+from edge_devices.children.forked import receive, send
 from edge_devices.children.limited import limit_step
 from edge_runtime.errors import BackendError
 
