@@ -60,6 +60,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_a_bundle_alone_is_a_chat_and_with_a_prompt_a_request(run):
     assert run("bundle", "abc", "-n", "9").stdout == run("generate", "bundle", "abc", "-n", "9").stdout != ""
     assert "standard input is no terminal, and empty" in run("bundle").stderr
+    assert run("bundle", "-n", "9", "--drafter", "dense", "abc").stdout == run("bundle", "abc", "-n", "9").stdout
     assert run("bundle", "--lines", "-n", "2").exit_code == 0
 
 

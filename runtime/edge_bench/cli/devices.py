@@ -23,7 +23,7 @@ from edge_devices.option_fields import option
 from edge_devices.transports.adb import AdbTransport, usable_serials
 from edge_devices.transports.base import Transport
 from edge_devices.transports.ssh import SshTransport
-from edge_runtime.cli.options import BundlePath, refuse_unchecked_key
+from edge_runtime.cli.options import BundlePath
 from edge_runtime.errors import RequestError
 from edge_runtime.session.load_options import LoadOptions
 
@@ -120,7 +120,6 @@ def devices(
 
 def remote_request(bundle: Path, reach: FleetOptions, request: BenchRequest, load: LoadOptions, meters: MeterOptions) -> RemoteRequest:
     """Builds the request from the command's options. Raises RequestError for those that do not apply to a device."""
-    refuse_unchecked_key(load.check, load.public_key)
     if reach.stop and not reach.run_name:
         raise RequestError("--stop needs the name of the run, --run NAME")
     if request.tools not in (None, PACKAGES_TOOLS):

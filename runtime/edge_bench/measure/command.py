@@ -22,7 +22,7 @@ from edge_devices.errors import DeviceError
 from edge_devices.machine.load import LoadWatch, load_now
 from edge_devices.meters.base import Meter
 from edge_devices.option_fields import option
-from edge_runtime.cli.options import BundlePath, refuse_threads, refuse_unchecked_key
+from edge_runtime.cli.options import BundlePath, refuse_threads
 from edge_runtime.errors import OUT_OF_MEMORY, RequestError
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import default_threads
@@ -64,7 +64,6 @@ class BenchResult:
 def measure_bundle(bundle: Path, request: BenchRequest, load: LoadOptions, files: RecordOptions) -> BenchResult:
     """Measures speeds, then energy if `files` names a log for it. Raises EdgeError before anything is measured, or if nothing was."""
     refuse_threads(request.threads)
-    refuse_unchecked_key(load.check, load.public_key)
     request.prompts()  # those that cannot be used are refused before minutes of measuring
     if files.minutes and not files.energy:
         raise click.UsageError("--minutes is for --energy; add it, or leave --minutes out")

@@ -14,7 +14,6 @@ from click.shell_completion import CompletionItem
 
 from edge_devices.command_line import Decorated, takes
 from edge_devices.waiting import terminal_wait
-from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.manifest import MANIFEST_NAME
 from edge_runtime.cli.energy_options import Energy, EnergyOptions
 from edge_runtime.config.presets import expanded
@@ -129,9 +128,3 @@ def with_policy(tuning: TuningConfig) -> TuningConfig:
     if tuning.objective == "energy":
         raise click.UsageError("--objective energy chooses draft lengths itself; leave --draft-length out")
     return replace(tuning, policy="fixed")
-
-
-def refuse_unchecked_key(check: CheckMode, key: Path | None) -> None:
-    """Raises a usage error for a key without a check."""
-    if key is not None and check == "none":
-        raise click.UsageError("--verify-key is of no use with --check none, which does not compare the files; leave one of them out")

@@ -38,8 +38,11 @@ class BundleFirst(PanelGroup):
         """Returns the command that the first words mean. Raises a usage error for a word that is neither a command nor a folder."""
         if args[0] in self.commands or not (Path(args[0]).exists() or "/" in args[0] or ctx.resilient_parsing):
             return super().resolve_command(ctx, args)
-        has_prompt = len(args) > 1 and (args[1] in ("-", "--") or not args[1].startswith("-"))
-        name = "generate" if has_prompt else "chat"
+        try:
+            values, _, _ = generate.make_parser(click.Context(generate)).parse_args(list(args))
+        except click.UsageError:
+            values = {}  # as of an option of a chat
+        name = "generate" if isinstance(values.get("prompt"), str) else "chat"
         return name, self.commands[name], args
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

@@ -19,6 +19,7 @@ from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
 from edge_runtime.drafting.draft_store import STORE_SIZE
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.errors import RequestError
 from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET
 from edge_runtime.session.monitoring.monitor import MonitorOptions
 
@@ -136,6 +137,11 @@ class LoadOptions:
         help="The most rows that an image takes in the context: more show more, and take longer. A server's requests choose their own;"
         " for 12B and larger it is the most that they may choose.",
     )
+
+    def __post_init__(self) -> None:
+        """Raises RequestError for a key without a check."""
+        if self.public_key is not None and self.check == "none":
+            raise RequestError("--verify-key is of no use with --check none, which does not compare the files; leave one of them out")
 
 
 def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:

@@ -80,11 +80,11 @@ def test_anything_else_is_not(signed: tuple[Path, Path], tmp_path: Path, harm: s
         signature.write_bytes(b"" if harm == "empty" else signature.read_bytes() + b" " * 4096)
     with pytest.raises(BundleError, match=r"not signed|not a signature of this manifest"):
         open_bundle(bundle, public_key=public)
-    result = CliRunner().invoke(run, [str(bundle), "--verify-key", str(public), "x"])
+    result = CliRunner().invoke(run, ["generate", str(bundle), "--verify-key", str(public), "x"])
     assert (result.exit_code, result.output.count("\n")) == (1, 1), result.output
 
 
-@pytest.mark.parametrize(("command", "words"), [(run, ()), (bench, ("run",))])
+@pytest.mark.parametrize(("command", "words"), [(run, ("plan",)), (bench, ("run",))])
 def test_a_key_beside_no_check_is_a_usage_error(signed: tuple[Path, Path], command: Command, words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(command, [*words, str(signed[0]), "--verify-key", str(signed[1]), "--check", "none"])
     assert result.exit_code == 2, result.output

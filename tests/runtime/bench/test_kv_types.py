@@ -97,7 +97,7 @@ def test_the_command_says_why_it_stopped_and_what_a_state_was_good_for(exported_
     from click.testing import CliRunner
 
     def run(*arguments: str) -> tuple[str, str]:
-        result = CliRunner().invoke(main, [str(exported_pair), "--threads", "1", *arguments])
+        result = CliRunner().invoke(main, ["generate", str(exported_pair), "--threads", "1", *arguments])
         assert result.exit_code == 0, result.output
         return result.stdout, result.stderr
 
@@ -109,12 +109,10 @@ def test_the_command_says_why_it_stopped_and_what_a_state_was_good_for(exported_
     assert text == run("--context", "64", "--kv-type", "q8_0", "--max-tokens", "5", PROMPTS[0])[0]
     _, said = run("--kv-type", "q8_0", "--load-state", state, "--max-tokens", "5", "a")
     assert "came from the state" in said  # the beginning of the sequence
-    result = CliRunner().invoke(main, [str(exported_pair), "--load-state", state, "a"])
+    result = CliRunner().invoke(main, ["generate", str(exported_pair), "--load-state", state, "a"])
     assert result.exit_code == 1
     assert "open with --kv-type q8_0" in result.stderr
-    result = CliRunner().invoke(main, [str(exported_pair), "--load-state", state, "--compare", "a"])
-    assert result.exit_code == 2
-    result = CliRunner().invoke(main, [str(exported_pair), "--memory-limit", "30MB", "a"])
+    result = CliRunner().invoke(main, ["generate", str(exported_pair), "--memory-limit", "30MB", "a"])
     assert result.exit_code == 1
     assert "but the limit is 30.0 MB" in result.stderr
 
