@@ -122,7 +122,7 @@ class SingleSequence:
     def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         if (drafter := self._drafter) is None:
             return [[] for _ in requests]
-        return [drafter.draft(one.last, one.draft_length, one.sampler, one.should_continue) for one in requests]
+        return [drafter.draft(request.last, request.draft_length, request.sampler, request.should_continue) for request in requests]
 
     def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
         return [self.targets[0].verify(tokens) for _, tokens in batches]

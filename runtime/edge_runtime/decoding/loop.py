@@ -131,14 +131,14 @@ class Decoding:
 
     def timing(self, draft_seconds: float, verify_seconds: float, *others: Decoding) -> Timing:
         """Returns the timing of the round, for this request and the `others` that shared its forwards."""
-        every = (self, *others)
+        sharing = (self, *others)
         return Timing(
-            length=sum(one._start for one in every),
-            steps=sum(one._steps for one in every),
+            length=sum(decoding._start for decoding in sharing),
+            steps=sum(decoding._steps for decoding in sharing),
             draft_seconds=draft_seconds,
-            rows=sum(one._rows for one in every),
+            rows=sum(decoding._rows for decoding in sharing),
             verify_seconds=verify_seconds,
-            requests=len(every),
+            requests=len(sharing),
         )
 
     def finish_round(self, logits: Logits, timing: Timing, *, report_timing: bool = True) -> Round:

@@ -88,7 +88,7 @@ class Sources:
             if guess.tokens:
                 self._pending.append((tuple(ahead), guess))
                 proposal = Proposal(guess, tuple(self._odds.chance(index) for index in guess.bins))
-                best = max(best, proposal, key=lambda one: one.expected)
+                best = max(best, proposal, key=lambda candidate: candidate.expected)
         return best
 
     def observe(self, emitted: Sequence[int]) -> None:

@@ -90,13 +90,13 @@ class BatchDecoder:
                     done = self._round(running, begin)
                 except BaseException as error:
                     self._running = []
-                    for one in running:
-                        one.fail(error)
+                    for generation in running:
+                        generation.fail(error)
                     raise
                 seconds = time.perf_counter() - begin
-            self._running = [one for one, _ in done if not one.done]
-            for one, round_done in done:
-                one.count(round_done, seconds)
+            self._running = [generation for generation, _ in done if not generation.done]
+            for generation, round_done in done:
+                generation.count(round_done, seconds)
             return done
 
     def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
@@ -107,24 +107,24 @@ class BatchDecoder:
         waiting, yielded = list(generations), dict.fromkeys(generations, 0)
         while yielded:
             with self._lock.held():
-                taken = {id(one.target) for one in self.running}
-                for one in list(waiting):
-                    if id(one.target) not in taken:
-                        taken.add(id(one.target))
-                        waiting.remove(one)
-                        self.add(one)
+                taken = {id(generation.target) for generation in self.running}
+                for generation in list(waiting):
+                    if id(generation.target) not in taken:
+                        taken.add(id(generation.target))
+                        waiting.remove(generation)
+                        self.add(generation)
                 self.step()
                 failed = dict(self._failures)
                 new = []
-                for one in list(yielded):
-                    if one in failed:
-                        raise failed[one]
-                    new += [(one, round_done) for round_done in one.recorded(yielded[one])]
-                    yielded[one] = one.stats.rounds
-                    if one not in waiting and one not in self.running:
-                        del yielded[one]
-                        if not one.done:
-                            one.require_claim()
+                for generation in list(yielded):
+                    if generation in failed:
+                        raise failed[generation]
+                    new += [(generation, round_done) for round_done in generation.recorded(yielded[generation])]
+                    yielded[generation] = generation.stats.rounds
+                    if generation not in waiting and generation not in self.running:
+                        del yielded[generation]
+                        if not generation.done:
+                            generation.require_claim()
                             raise RequestError("the request was removed before its end; run it again")
             yield from new
 
@@ -156,37 +156,40 @@ class BatchDecoder:
     def _able(self) -> list[Generation]:
         """Returns the running requests that can continue, and drops the others."""
         able = []
-        for one in self._running:
+        for generation in self._running:
             try:
-                one.require_claim()
+                generation.require_claim()
             except EdgeRuntimeError as error:
-                self._failures.append((one, error))
+                self._failures.append((generation, error))
                 continue
-            if not one.done:  # it may have been iterated to its end elsewhere
-                able.append(one)
+            if not generation.done:  # it may have been iterated to its end elsewhere
+                able.append(generation)
         self._running = able
         return able
 
     def _round(self, running: list[Generation], begin: float) -> list[tuple[Generation, Round]]:
         drafts = self._drafts(running)
         middle = time.perf_counter()
-        batches = [(self._number(one), one.decoding.tokens_to_verify(draft)) for one, draft in zip(running, drafts, strict=True)]
+        batches = [
+            (self._number(generation), generation.decoding.tokens_to_verify(draft))
+            for generation, draft in zip(running, drafts, strict=True)
+        ]
         logits = self._together.verify_all(batches)
-        first, *others = [one.decoding for one in running]
+        first, *others = [generation.decoding for generation in running]
         timing = first.timing(middle - begin, time.perf_counter() - middle, *others)
         done = []
-        for one, rows in zip(running, logits, strict=True):
+        for generation, rows in zip(running, logits, strict=True):
             try:  # one request reports the timing: their policies share one cost model
-                done.append((one, one.decoding.finish_round(rows, timing, report_timing=one is running[0])))
+                done.append((generation, generation.decoding.finish_round(rows, timing, report_timing=generation is running[0])))
             except EdgeRuntimeError as error:  # such as no token left to sample; the other requests are not affected
-                one.fail(error)
-                self._failures.append((one, error))
+                generation.fail(error)
+                self._failures.append((generation, error))
                 continue
-            one.record(done[-1][1])
+            generation.record(done[-1][1])
         return done
 
     def _drafts(self, running: Sequence[Generation]) -> list[list[int]]:
-        requests = [one.decoding.draft_request(self._number(one), len(running)) for one in running]
+        requests = [generation.decoding.draft_request(self._number(generation), len(running)) for generation in running]
         wanted = [i for i, request in enumerate(requests) if request.draft_length > 0]
         drafts: list[list[int]] = [[] for _ in running]
         if wanted:
@@ -232,7 +235,7 @@ class Sessions:
                     alone.append(self._together.verify_all([(number, text[:1])])[0].copy())
                     session.target.rollback(len(text))
                 together = self._together.verify_all([(number, text[:most]) for number, text in enumerate(texts)])
-                return all(np.array_equal(one[0], rows[0]) for one, rows in zip(alone, together, strict=True))
+                return all(np.array_equal(row[0], rows[0]) for row, rows in zip(alone, together, strict=True))
             finally:
                 for session in self.sessions:
                     session.target.rollback(0)

@@ -285,29 +285,29 @@ class Generation:
         with contextlib.suppress(Exception):
             self._pair.target.rollback(0)
 
-    def record(self, one: Round) -> None:
+    def record(self, round_done: Round) -> None:
         """Adds a round to the request's tokens, before anything that a callback might do."""
-        self._rounds.append(one)
-        self.tokens += one.tokens
+        self._rounds.append(round_done)
+        self.tokens += round_done.tokens
         if isinstance(self.decoding.rule, LogprobRule):
-            self.logprobs += self.decoding.rule.take(len(one.tokens))
-        self.stats.count_round(one.drafted, one.accepted, len(one.tokens), one.sources)
+            self.logprobs += self.decoding.rule.take(len(round_done.tokens))
+        self.stats.count_round(round_done.drafted, round_done.accepted, len(round_done.tokens), round_done.sources)
         if self.done:  # while the vocabulary is open for certain
             self._detokenizer.feed_rest(self.tokens)
             if self._draft_store is not None:
                 self._draft_store.remember(b"".join(map(self._pair.vocabulary.piece, self.tokens)).decode("utf-8", "ignore"))
 
-    def count(self, one: Round, seconds: float) -> None:
+    def count(self, round_done: Round, seconds: float) -> None:
         """Adds the times of a recorded round, which took `seconds`, and calls the callbacks."""
         stats = self.stats
         stats.decode_seconds += seconds
         if stats.rounds == 1:
             stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
-        stats.draft_seconds += one.draft_seconds
-        stats.verify_seconds += one.verify_seconds
-        self.monitor.record_round(one, stats)
+        stats.draft_seconds += round_done.draft_seconds
+        stats.verify_seconds += round_done.verify_seconds
+        self.monitor.record_round(round_done, stats)
         if self.options.on_round:
-            self.options.on_round(one)
+            self.options.on_round(round_done)
 
     def _prefill_piece(self) -> None:
         target, stats, prompt = self._pair.target, self.stats, self.prompt[:-1]
@@ -341,12 +341,12 @@ class Generation:
             self.prefill()
             with lock.computing(), self.guarded():
                 begin = time.perf_counter()  # only the loop's own time counts, not what the caller does with a round
-                one = next(self._decode, None)
+                round_done = next(self._decode, None)
                 seconds = time.perf_counter() - begin
-                if one is None:
+                if round_done is None:
                     return False
-                self.record(one)
-            self.count(one, seconds)
+                self.record(round_done)
+            self.count(round_done, seconds)
             return True
 
     def _piece(self, number: int) -> str | None:

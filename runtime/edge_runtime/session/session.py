@@ -188,8 +188,8 @@ class Session:
         order. Raises RequestError without an encoder in the bundle, or for a wrong number of media.
         """
         inputs, encoder = self._media_parts()
-        for one in media:
-            self.rows_taken(one)
+        for item in media:
+            self.rows_taken(item)
         if isinstance(prompt, str):
             prompt = with_places(self.vocabulary.encode(prompt), media, inputs, self.vocabulary.bos)
         return media_prompt(prompt, media, inputs, encoder)
