@@ -93,6 +93,7 @@ class Selection:
         self.meter = meter
         self.seconds: dict[str, float] = {}
         self.long, self.total = long_tests()
+        self.last_line = ""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if not self.short:
@@ -120,7 +121,12 @@ class Selection:
                 terminalreporter.write_line(f"half a second of processor time and more, twice: {test} ({self.seconds[test]:.1f} s)")
         if self.short and self.total:
             ran = sum(len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "failed", "xfailed", "xpassed"))
-            terminalreporter.write_line(f"make test-all runs {max(self.total - ran, 0)} more tests, which need {NEEDS}", bold=True)
+            self.last_line = f"make test-all runs {max(self.total - ran, 0)} more tests, which need {NEEDS}"
+
+    def pytest_unconfigure(self) -> None:
+        """Beneath pytest's own last line."""
+        if self.last_line:
+            print(self.last_line)
 
 
 def _listed(test: str, long: set[str]) -> bool:
