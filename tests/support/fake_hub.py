@@ -1,6 +1,7 @@
 """A Hugging Face hub on this machine: the requests of huggingface_hub's client for repositories that are folders.
 
 `cut_after` ends the first download of a file of this name after so many bytes; ranges are served, as the client resumes with them.
+A hostile hub has `headers` in place of its own in answers about files, and `answers` in place of its JSON, by "revision" or "tree".
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class FakeHub:
     repositories: dict[str, dict[str, Path]]
     cut_after: dict[str, int] = field(default_factory=dict)
     ranges: list[tuple[str, str | None]] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, bytes] = field(default_factory=dict)
     port: int = 0
 
     @property
@@ -95,6 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
         if commit is None or folder is None:
             return self._json({"error": f"Invalid rev id: {revision}"}, 404, {"X-Error-Code": "RevisionNotFound"})
+        if kind in self.hub.answers:
+            return self._send(self.hub.answers[kind], 200, {})
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
         if kind == "tree":
@@ -104,9 +109,11 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json({"id": repository, "sha": commit, "siblings": siblings, "private": False, "tags": [], "downloads": 0})
 
     def _json(self, value: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        data = json.dumps(value).encode()
+        self._send(json.dumps(value).encode(), status, headers or {})
+
+    def _send(self, data: bytes, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
-        for key, text in (headers or {}).items():
+        for key, text in headers.items():
             self.send_header(key, text)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -118,14 +125,14 @@ class _Handler(BaseHTTPRequestHandler):
         folder, commit = self.hub.folder(f"{owner}/{name}", revision), self.hub.commit(f"{owner}/{name}", revision)
         path = folder / "/".join(rest) if folder is not None else None
         if path is None or not path.is_file():
-            return self._json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+            return self._json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"} | self.hub.headers)
         data, asked = path.read_bytes(), self.headers.get("Range")
         begin = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
         if body:
             self.hub.ranges.append((path.name, asked))
         self.send_response(206 if asked else 200)
-        self.send_header("X-Repo-Commit", commit or "")
-        self.send_header("ETag", f'"{_etag(path)}"')
+        for key, text in ({"X-Repo-Commit": commit or "", "ETag": f'"{_etag(path)}"'} | self.hub.headers).items():
+            self.send_header(key, text)
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(data) - begin))
         if asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.published.hub import HubName, fetch, hub_name, with_revision
+from edge_export.checkpoint.published.hub import HubName, fetch, fetch_config, hub_name, with_revision
 from edge_export.checkpoint.sources import resolve_pair
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError
@@ -154,3 +155,67 @@ def test_a_hub_that_has_not_the_repository(hub: FakeHub, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "huggingface_hub.errors", None)
     with pytest.raises(CheckpointError, match=r"huggingface_hub, which would fetch it, is not installed"):
         fetch(HubName("google/gemma"), "target")
+
+
+OUT = "../" * 5 + "x"
+
+
+@pytest.mark.parametrize(
+    ("headers", "answers"),
+    [
+        ({"ETag": f'"{OUT}"'}, {}),
+        ({"ETag": f'W/"{OUT}"'}, {}),
+        ({"X-Linked-ETag": OUT}, {}),
+        ({"ETag": '"/tmp/x"'}, {}),
+        ({"X-Repo-Commit": OUT}, {}),
+        ({"X-Repo-Commit": ".."}, {}),
+        ({}, {"revision": {"id": "a/b", "sha": OUT, "siblings": []}}),
+        ({}, {"revision": {"id": "a/b", "sha": "0" * 40, "siblings": [{"rfilename": f"{OUT}.gguf", "size": 1}]}}),
+        ({}, {"tree": [{"type": "file", "path": f"{OUT}.json", "size": 1, "oid": "0" * 40}]}),
+        ({}, {"tree": [{"type": "file", "path": "C:x.json", "size": 1, "oid": "0" * 40}]}),
+        (
+            {},
+            {"tree": [{"type": "file", "path": "x.json", "size": 1, "oid": "0" * 40, "lfs": {"oid": OUT, "size": 1, "pointerSize": 1}}]},
+        ),
+    ],
+)
+def test_a_hostile_hub_writes_nothing(hub: FakeHub, tmp_path: Path, headers: dict[str, str], answers: dict[str, object]) -> None:
+    """Also from a client that was in use before."""
+    before = set(tmp_path.rglob("*"))
+    hub.headers, hub.answers = headers, {kind: json.dumps(answer).encode() for kind, answer in answers.items()}
+    with pytest.raises(CheckpointError, match=r"^the hub http://127\.0\.0\.1:\d+ sent .* is no name inside the cache"):
+        fetch(HubName("google/gemma-4-E2B-it"), "target", Log())
+    outside = set(tmp_path.rglob("*")) - before - set((tmp_path / "cache").rglob("*"))
+    assert outside <= {tmp_path / "cache"}
+    assert not list((tmp_path / "cache").rglob("blobs/*"))
+
+
+@pytest.mark.parametrize("kind", ["revision", "tree"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"{",
+        b"5",
+        b"null",
+        b'"x"',
+        b"[5]",
+        b"[" * 100_000,
+        b'{"siblings": 5}',
+        b'{"id": "a/b", "sha": 5}',
+        b'[{"path": 5}]',
+        b'[{"lfs": 5}]',
+    ],
+)
+def test_a_malformed_answer_is_one_sentence(hub: FakeHub, kind: str, answer: bytes) -> None:
+    hub.answers = {kind: answer}
+    with pytest.raises(CheckpointError, match=r"HF_ENDPOINT|could not be fetched from the Hugging Face hub") as caught:
+        fetch(HubName("google/gemma-4-E2B-it"), "target", Log())
+    assert "\n" not in str(caught.value)
+
+
+def test_tags_that_are_names_are_taken(hub: FakeHub) -> None:
+    """A file store's ETag without a commit is no name; those of other hubs may be weak, MD5 or have a part's number."""
+    for tag in ('W/"d41d8cd98f00b204e9800998ecf8427e"', '"abc-12"', '"q83vEg==" '):
+        hub.headers = {"ETag": tag}
+        assert fetch_config(HubName("google/gemma-4-E2B-it")).is_dir()

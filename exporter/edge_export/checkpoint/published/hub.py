@@ -1,11 +1,13 @@
 """Repositories of the Hugging Face hub: names with a revision or a file, and their download, which goes on after a cut connection.
 
-The only module that imports huggingface_hub.
+The only module that imports huggingface_hub. A hub's answers become paths in the client's cache, so each answer is checked before the
+client gets it.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,11 @@ PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w.][\w./-]*))?(?::([^:]+\.gguf))?")
 _DRAFTER_FILE = re.compile(r"mtp|assistant", re.IGNORECASE)
 _NAMED = 8
+# Headers that huggingface_hub joins into paths, and keys of JSON whose values it does.
+_PATH_HEADERS = ("X-Repo-Commit", "X-Linked-ETag", "ETag", "X-Xet-Hash")
+_PATH_KEYS = ("sha", "oid", "sha256", "blobId", "xetHash")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
+_CLIENT_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -84,15 +91,66 @@ def _errors(name: HubName) -> Iterator[None]:
             f"{name} is not a local folder, and huggingface_hub, which would fetch it, is not installed; pip install 'edge-mtp[export]'"
         ) from error
     try:
+        _check_answers()
         yield
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except CheckpointError:
+        raise
+    except Exception as error:  # what the client makes of a malformed answer differs from release to release
+        reason = (str(error).strip().splitlines() or [""])[0]
+        if not isinstance(error, HfHubHTTPError | HFValidationError | OSError | ValueError) or not reason:
+            reason = f"its answer is malformed: {type(error).__name__}: {reason}"
         raise CheckpointError(
             f"{name} is not a local folder and could not be fetched from the Hugging Face hub ({reason});"
             " check the name and the network and repeat the command (complete files are kept), or give a local folder"
         ) from error
+
+
+def _check_answers() -> None:
+    """Makes the client of this process check each answer before it is used; the client is otherwise as it was set."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils import _http
+
+    with _CLIENT_LOCK:
+        factory = _http._GLOBAL_CLIENT_FACTORY
+        if getattr(factory, "checks_answers", False):
+            return
+
+        def checked() -> Any:
+            client = factory()
+            client.event_hooks = client.event_hooks | {"response": [*client.event_hooks.get("response", ()), _check_answer]}
+            return client
+
+        checked.checks_answers = True  # type: ignore[attr-defined]
+        set_client_factory(checked)
+
+
+def _check_answer(response: Any) -> None:
+    """Raises CheckpointError for a name that leaves its folder; `response` is httpx's. Its ETag is a name where a commit comes with it."""
+    named: list[tuple[str, Any]] = []
+    if "X-Repo-Commit" in response.headers:
+        named = [(key, response.headers[key].removeprefix("W/").strip('"')) for key in _PATH_HEADERS if key in response.headers]
+    files: list[Any] = []
+    if "/api/models/" in response.url.path and response.is_success:
+        response.read()
+        answer = response.json()
+        entries = answer if isinstance(answer, list) else [answer, *(answer.get("siblings") or ())]
+        for entry in [*entries, *(entry["lfs"] for entry in entries if entry.get("lfs"))]:
+            named += [(key, entry[key]) for key in _PATH_KEYS if entry.get(key) is not None]
+            files += [entry[key] for key in ("path", "rfilename") if key in entry]
+    for key, value in named:
+        if not isinstance(value, str) or not _SAFE_NAME.fullmatch(value):
+            raise _unsafe(response, key, value)
+    for file in files:
+        if not isinstance(file, str) or {"..", ""} & set(re.split(r"[/\\]", file)) or re.match("[A-Za-z]:", file):
+            raise _unsafe(response, "file name", file)
+
+
+def _unsafe(response: Any, key: str, value: Any) -> CheckpointError:
+    hub = f"{response.url.scheme}://{response.url.netloc.decode()}"
+    return CheckpointError(
+        f"the hub {hub} sent {key} {repr(value)[:80]}, which is no name inside the cache, so nothing of it was written;"
+        " check HF_ENDPOINT and the network, or give a local folder"
+    )
 
 
 def _files(name: HubName) -> dict[str, int]:
@@ -102,7 +160,7 @@ def _files(name: HubName) -> dict[str, int]:
 
     try:
         found = HfApi().model_info(name.repository, revision=name.revision, files_metadata=True).siblings
-    except HfHubHTTPError:
+    except (HfHubHTTPError, CheckpointError):
         raise
     except Exception:  # noqa: BLE001 - the client's own errors of connections differ from release to release
         return {}
