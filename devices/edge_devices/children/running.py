@@ -145,8 +145,18 @@ class _Run:
         self._late = self._cancelled = False
 
     def begin(self, given: bytes) -> None:
-        for thread in (threading.Thread(target=_feed, args=(self._process.stdin, given), daemon=True), *self._readers):
-            thread.start()
+        """Starts the threads of its pipes. Raises MemoryError if the system has no room for one."""
+        feeder = threading.Thread(target=_feed, args=(self._process.stdin, given), daemon=True)
+        pipes = dict(zip((feeder, *self._readers), (self._process.stdin, self._process.stdout, self._process.stderr), strict=True))
+        while pipes:
+            try:
+                next(iter(pipes)).start()
+            except RuntimeError as error:  # "can't start new thread", also where memory is what lacks
+                for pipe in pipes.values():  # no thread owns these
+                    if pipe is not None:
+                        pipe.close()
+                raise MemoryError(str(error)) from error
+            del pipes[next(iter(pipes))]
 
     def is_over(self) -> bool:
         """Waits a moment; returns whether the child and its outputs ended, or it has to be ended."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -113,6 +115,30 @@ def test_cancelling_ends_the_child_that_runs_and_starts_no_other() -> None:
     assert run_child(python("import time; time.sleep(60)"), budget=budget).end == "was cancelled"
     assert time.monotonic() - begin < 30
     assert run_child(python("pass"), budget=budget).cancelled
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_a_thread_that_does_not_start_is_a_lack_of_memory_and_ends_the_child(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """As a process with little address space finds it. Neither the child, nor a thread, nor a pipe is left."""
+    started: list[threading.Thread] = []
+    children: list[subprocess.Popen[bytes]] = []
+    start, popen = threading.Thread.start, subprocess.Popen
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == room:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **options: children.append(popen(*words, **options)) or children[-1])
+    with pytest.raises(MemoryError, match="can't start new thread"):
+        run_child(python("import time; time.sleep(60)"))
+    child = children[0]
+    assert child.returncode == -signal.SIGKILL
+    for thread in started:
+        thread.join(10)
+    assert all(pipe is not None and pipe.closed for pipe in (child.stdin, child.stdout, child.stderr))
 
 
 def test_a_grandchild_that_keeps_the_output_open_is_not_waited_for() -> None:
