@@ -68,20 +68,23 @@ def test_the_graphs_equal_the_reference(packed: tuple[Path, dict[str, np.ndarray
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("part", "change", "unread"),
     [
-        {"num_bits": 8},
-        {"group_size": 128},
-        {"symmetric": False},
-        {"strategy": "channel"},
+        ("weights", {"num_bits": 8}, r"num_bits 8 \(read: 4\)"),
+        ("weights", {"group_size": 64}, r"group_size 64 \(read: 32\)"),
+        ("weights", {"symmetric": False}, r"symmetric False \(read: True\)"),
+        ("weights", {"strategy": "channel", "group_size": None}, r"strategy 'channel' \(read: group\), group_size None \(read: 32\)"),
+        ("weights", {"actorder": "weight"}, "actorder 'weight'"),
+        ("input_activations", {"num_bits": 8, "dynamic": True}, "rounded input_activations"),
     ],
 )
-def test_other_packed_weights_are_refused(change: dict[str, Any], packed: tuple[Path, dict[str, np.ndarray]]) -> None:
+def test_other_packed_weights_are_named(part: str, change: dict[str, Any], unread: str, packed: tuple[Path, dict[str, np.ndarray]]) -> None:
     path = packed[0] / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"].update(change)
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group[part] = (group.get(part) or {}) | change
     path.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="compressed-tensors weights of the format 'pack-quantized', which are not read"):
+    with pytest.raises(CheckpointError, match=rf"weights of the format 'pack-quantized' with {unread}, which are not read; give"):
         open_checkpoint(packed[0])
 
 

@@ -6,12 +6,16 @@ Formats and their keys: transformers' quantizers, compressed-tensors' config, ML
 from __future__ import annotations
 
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 from edge_export.checkpoint.published.sizes import size_of
 from edge_export.errors import CheckpointError
 
 ADAPTER_NAME = "adapter_config.json"
+# What is read of compressed-tensors' pack-quantized weights; zero points come with symmetric false.
+_PACKED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+_NAMED = 4
 _METHODS = {
     "bitsandbytes": "bitsandbytes weights",
     "gptq": "GPTQ weights",
@@ -78,18 +82,22 @@ def _section(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def _read_directly(section: dict[str, Any]) -> bool:
     """Whether this is the format of -qat-w4a16-ct: symmetric 4-bit weights in groups of 32, activations not rounded."""
+    return section.get("quant_method") == "compressed-tensors" and section.get("format") == "pack-quantized" and not _unread(section)
+
+
+def _unread(section: dict[str, Any]) -> str:
+    """What of packed weights is not read, with what is; empty if all is."""
     groups = section.get("config_groups")
-    if section.get("quant_method") != "compressed-tensors" or section.get("format") != "pack-quantized" or not isinstance(groups, dict):
-        return False
-    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    for group in groups.values():
+    found = [] if isinstance(groups, dict) and groups else ["no config_groups"]
+    for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
-        rounded = [group.get(key) for key in ("input_activations", "output_activations", "activations")] if isinstance(group, dict) else []
-        if not isinstance(weights, dict) or any(weights.get(key) != value for key, value in wanted.items()) or any(rounded):
-            return False
-        if weights.get("actorder"):
-            return False
-    return bool(groups)
+        if not isinstance(weights, dict):
+            found.append("a group without weights")
+            continue
+        found += [f"{key} {brief(weights.get(key))} (read: {value})" for key, value in _PACKED.items() if weights.get(key) != value]
+        found += [f"actorder {brief(weights['actorder'])}"] if weights.get("actorder") else []
+        found += [f"rounded {key}" for key in ("input_activations", "output_activations", "activations") if group.get(key)]
+    return ", ".join(dict.fromkeys(found[:_NAMED]))
 
 
 def _described(section: dict[str, Any]) -> str:
@@ -98,6 +106,8 @@ def _described(section: dict[str, Any]) -> str:
     for name, wording in (("nvfp4", "NVFP4"), ("mxfp4", "MXFP4"), ("mxfp8", "MXFP8"), ("fp8", "FP8"), ("float-quantized", "FP8")):
         if name in kind or name in algorithm:
             return f"{wording} weights"
+    if method == "compressed-tensors" and kind == "pack-quantized":
+        return f"compressed-tensors weights of the format 'pack-quantized' with {_unread(section)}"
     if method == "compressed-tensors":
         return f"compressed-tensors weights of the format {kind or 'unknown'!r:.40}"
     if not method and "group_size" in section:
