@@ -12,7 +12,7 @@ import numpy as np
 
 from edge_export.checkpoint.architecture import FULL, MAX_LAYERS, SLIDING, AssistantArchitecture, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.json_file import MAX_SIZE, CheckedValues
+from edge_export.checkpoint.json_file import MAX_SIZE, CheckedValues, refuse_pointer
 from edge_export.checkpoint.safetensors import StoredTensor
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle import gguf_header
@@ -29,6 +29,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     try:
         return gguf_header.read_gguf_header(path)
     except gguf_header.GgufError as error:
+        refuse_pointer(path)
         raise CheckpointError(str(error)) from error
 
 

@@ -14,6 +14,14 @@ MAX_JSON_BYTES = 256 << 20
 MAX_SIZE = 1 << 24
 # Within float32, the type of numbers in GGUF and ONNX.
 MAX_NUMBER = 1e30
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises CheckpointError for a git-lfs pointer, which a clone without git-lfs has in place of a file."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run git lfs pull in its folder, or download it again")
 
 
 def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -25,6 +33,7 @@ def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, 
     except FileTooLarge as error:
         raise CheckpointError(f"{path} has more than the {most_bytes} bytes such a file may have; check where it came from") from error
     except (ValueError, RecursionError) as error:
+        refuse_pointer(path)
         raise CheckpointError(f"{path} is not JSON ({error}); download the checkpoint again") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} contains a JSON {type(data).__name__}, not an object; download the checkpoint again")

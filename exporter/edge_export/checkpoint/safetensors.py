@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_export.checkpoint.json_file import read_json_object
+from edge_export.checkpoint.json_file import read_json_object, refuse_pointer
 from edge_export.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -55,6 +55,8 @@ FLOAT_BYTES: dict[FloatType, int] = {"f32": 4, "f16": 2, "bf16": 2}
 PACKED4, PACKED_BLOCK = "PACKED4", 32
 _PACKED_BITS, _BYTE = 4, 8
 SOURCE_TYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+# The bits of infinity; those of NaNs are above, signs aside.
+_INFINITY = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,7 @@ def _shard_path(folder: Path, shard: str) -> Path:
 
 def read_header(path: Path) -> list[StoredTensor]:
     """Returns the tensors of one file, sorted by name; every range is inside the file and fits its dtype and shape."""
+    refuse_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -169,7 +172,8 @@ def _naturals(value: Any, most: int, largest: int) -> bool:
 def read_chunks(tensor: StoredTensor) -> Iterator[NDArray[Any]]:
     """Yields the flat values in order, at most CHUNK_ELEMENTS at a time; bfloat16 as uint16 bits.
 
-    Each array is a view that the next one overwrites. Raises CheckpointError if the file got shorter or the dtype is not READABLE.
+    Each array is a view that the next one overwrites. Raises CheckpointError if the file got shorter, the dtype is not READABLE, or a
+    value is not a number; a single value may be infinite, as the towers' bounds are.
     """
     if tensor.dtype not in READABLE:
         raise CheckpointError(f"{tensor.path}: tensor {tensor.name!r} is {tensor.dtype}; only {', '.join(READABLE)} checkpoints are read")
@@ -183,7 +187,18 @@ def read_chunks(tensor: StoredTensor) -> Iterator[NDArray[Any]]:
             if file.readinto(piece.data.cast("B")) != piece.nbytes:
                 raise CheckpointError(f"{tensor.path} ended inside {tensor.name!r} while it was read; keep the checkpoint unchanged")
             left -= len(piece)
+            if tensor.dtype in SOURCE_TYPE:
+                _refuse_nan(piece, tensor)
             yield piece
+
+
+def _refuse_nan(piece: NDArray[Any], tensor: StoredTensor) -> None:
+    bits = piece.view(f"<u{piece.itemsize}")
+    largest = int((bits & bits.dtype.type(np.iinfo(bits.dtype).max >> 1)).max())
+    infinity = _INFINITY[tensor.dtype]
+    if largest > infinity or (largest == infinity and prod(tensor.shape) > 1):
+        word = "NaN" if largest > infinity else "infinity"
+        raise CheckpointError(f"{tensor.path}: tensor {tensor.name!r} holds {word}; download the file again, or train it anew")
 
 
 def read_float_chunks(tensor: StoredTensor, wanted: FloatType) -> Iterator[NDArray[Any]]:

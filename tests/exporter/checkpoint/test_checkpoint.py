@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edge_export.checkpoint.checkpoint import check_pair, open_checkpoint
+from edge_export.checkpoint.safetensors import StoredTensor, read_values
 from edge_export.checkpoint.sources import resolve_pair
 from edge_export.errors import CheckpointError
 from edge_export.pipeline.cache_layout import architecture, cache_layout
@@ -101,6 +104,34 @@ def test_missing_and_truncated_shards(copy: Folders) -> None:
     shard.unlink()
     with pytest.raises(CheckpointError, match=r"model-00004-of-00009\.safetensors is missing"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "model.gguf"])
+def test_a_git_lfs_pointer_is_named(name: str, copy: Folders) -> None:
+    folder = copy("31b")
+    (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n")
+    target = folder / name if name.endswith("gguf") else folder
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} is a git-lfs pointer, not the file itself; run git lfs pull"):
+        resolve_pair(str(target), str(copy("31b-assistant")))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("F32", "<u4"), ("F16", "<u2"), ("BF16", "<u2")])
+@pytest.mark.parametrize("sign", [0, 1])
+def test_a_value_that_is_no_number_is_named(dtype: str, bits: str, sign: int, tmp_path: Path) -> None:
+    infinity = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[dtype]
+    minus = sign << (8 * np.dtype(bits).itemsize - 1)
+    for value, word in ((infinity, "infinity"), (infinity + 1, "NaN"), (infinity - 1, None)):
+        values = np.array([0, minus | value, minus], bits)
+        (tmp_path / "x").write_bytes(values.tobytes())
+        tensor = StoredTensor(name="a.weight", path=tmp_path / "x", dtype=dtype, shape=(3,), offset=0, bytes=values.nbytes)
+        if word is None:
+            assert np.isfinite(read_values(tensor)).all()
+            continue
+        with pytest.raises(CheckpointError, match=f"x: tensor 'a.weight' holds {word}"):
+            read_values(tensor)
+    bound = StoredTensor(name="bound", path=tmp_path / "x", dtype=dtype, shape=(), offset=0, bytes=values.itemsize)
+    (tmp_path / "x").write_bytes(np.array(minus | infinity, bits).tobytes())
+    assert np.isinf(read_values(bound)).all()
 
 
 @pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "a\\b.safetensors", "config.json", ""])

@@ -125,6 +125,7 @@ def test_codes_without_fitting_scales_are_refused(mobile: Callable[[bool], tuple
         with pytest.raises(CheckpointError, match="is no matrix"):
             open_checkpoint(folder)
     scale = "model.language_model.layers.0.mlp.up_proj.input_activation_scale"
-    save_file(tensors | {scale: torch.tensor(float("nan"))}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="is no scale"):
-        open_checkpoint(folder)
+    for value, words in ((float("nan"), "holds NaN"), (float("inf"), "is no scale"), (-1.0, "is no scale")):
+        save_file(tensors | {scale: torch.tensor(value)}, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=words):
+            open_checkpoint(folder)
