@@ -1,4 +1,4 @@
-"""Block verification proven by enumeration: the exact distribution of what the implementation writes, to the twelfth place."""
+"""Whole sampled sequences with drafts have the exact distribution of plain sampling, to the twelfth place: by enumeration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edge_runtime.decoding.acceptance import accept_by_block, accept_by_rejection
-from edge_runtime.decoding.acceptance_rules import BlockRule, RejectionRule
+from edge_runtime.decoding.acceptance_rules import BlockRule, MatchRule, RejectionRule
 from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from enumeration import Choices, distribution_of
@@ -15,21 +15,33 @@ from stochastic import CertainDrafter, StochasticDrafter, StochasticTarget, exac
 SIZE, PROMPT = 3, [1, 2]
 TARGET = random_rows(1, SIZE)
 EXACT = 1e-12
+RULES = (BlockRule, RejectionRule, MatchRule)
 
 OPTIONS = {
     "plain": SamplingParams(),
-    "temperature": SamplingParams(temperature=0.6),
+    "temperature 0.6": SamplingParams(temperature=0.6),
+    "temperature 1.7": SamplingParams(temperature=1.7),
     "top-k": SamplingParams(top_k=2),
     "top-p": SamplingParams(top_p=0.8),
     "min-p": SamplingParams(min_p=0.2),
+    "repetition penalty": SamplingParams(repetition_penalty=1.8),
     "penalties": SamplingParams(repetition_penalty=1.5, frequency_penalty=0.6, presence_penalty=0.5, penalty_window=2),
     "bias": SamplingParams(logit_bias={0: 1.5, 2: -np.inf}),
     "all": SamplingParams(temperature=0.8, top_p=0.95, min_p=0.02, repetition_penalty=1.2, presence_penalty=-0.3, logit_bias={2: 1.0}),
 }
+
+
+def overconfident(context):
+    logits = np.zeros(SIZE, dtype=np.float32)
+    logits[int(TARGET(context).argmin())] = 8.0
+    return logits
+
+
 DRAFTERS = {
     "right": lambda target: StochasticDrafter(target, TARGET),
     "wrong": lambda target: StochasticDrafter(target, lambda context: -TARGET(context)),
     "random": lambda target: StochasticDrafter(target, random_rows(2, SIZE)),
+    "overconfident": lambda target: StochasticDrafter(target, overconfident),
     "sparse": lambda target: StochasticDrafter(target, random_rows(3, SIZE), support=lambda c: [(c[-1] + 2) % SIZE, (c[-1] + 1) % SIZE]),
     "certain": lambda target: CertainDrafter(target, random_rows(4, SIZE)),
 }
@@ -58,9 +70,8 @@ DRAFTERS["extended"] = lambda target: ExtendedDrafter(target, random_rows(6, SIZ
 def written(monkeypatch, rule, drafter, params, *, length, tokens):
     def run(choices: Choices) -> tuple[int, ...]:
         target = StochasticTarget(TARGET)
-        return write(
-            target, DRAFTERS[drafter](target), PROMPT, rule(Sampler(params), PROMPT, choices.uniform), length=length, tokens=tokens
-        )
+        opened = DRAFTERS[drafter](target) if drafter else None
+        return write(target, opened, PROMPT, rule(Sampler(params), PROMPT, choices.uniform), length=length, tokens=tokens)
 
     return distribution_of(run, monkeypatch)
 
@@ -69,15 +80,17 @@ def largest_difference(found, wanted) -> float:
     return max(abs(found.get(outcome, 0.0) - wanted.get(outcome, 0.0)) for outcome in {*found, *wanted})
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_keeps_the_distribution_exactly(name, monkeypatch):
-    found = written(monkeypatch, BlockRule, "random", OPTIONS[name], length=2, tokens=3)
+def test_every_option_keeps_the_distribution(name, rule, monkeypatch):
+    found = written(monkeypatch, rule, "random", OPTIONS[name], length=2, tokens=3)
     assert largest_difference(found, exact(TARGET, OPTIONS[name], PROMPT, 3)) < EXACT
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_drafter_keeps_the_distribution_exactly(drafter, monkeypatch):
-    found = written(monkeypatch, BlockRule, drafter, OPTIONS["all"], length=3, tokens=4)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_every_drafter_keeps_the_distribution(drafter, rule, monkeypatch):
+    found = written(monkeypatch, rule, drafter, OPTIONS["all"], length=3, tokens=4)
     assert largest_difference(found, exact(TARGET, OPTIONS["all"], PROMPT, 4)) < EXACT
 
 
