@@ -134,7 +134,7 @@ def meters(measure: bool, as_json: bool) -> None:
     findings = find_meters(system)
     measured = {f.name: measured_meter(system, f.meter) for f in findings if f.meter} if measure else {}
     if as_json:
-        facts = {name: found if isinstance(found, str) else asdict(found) for name, found in measured.items()}
+        facts = {name: result if isinstance(result, str) else asdict(result) for name, result in measured.items()}
         click.echo(json.dumps({"meters": [f.to_json() | ({"measured": facts.get(f.name)} if measure else {}) for f in findings]}))
         return
     for line in meter_lines(findings, measured):

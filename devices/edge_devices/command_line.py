@@ -114,9 +114,9 @@ def takes(
     def add(command: Decorated) -> Decorated:
         @functools.wraps(command)
         def build(*arguments: Any, **values: Any) -> Any:
-            given = {str(each.name): values.pop(str(each.name)) for each in declared}
+            options = {str(each.name): values.pop(str(each.name)) for each in declared}
             try:
-                values[name] = of(**given) if isinstance(of, type) else dataclasses.replace(of, **given)  # type: ignore[type-var]
+                values[name] = of(**options) if isinstance(of, type) else dataclasses.replace(of, **options)  # type: ignore[type-var]
             except EdgeError as error:
                 raise click.UsageError(str(error)) from error
             return command(*arguments, **values)

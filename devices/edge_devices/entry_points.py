@@ -43,7 +43,7 @@ def edge_export() -> NoReturn:
     run("edge_export.cli.start", "edge-export")
 
 
-class Output(io.FileIO):
+class StandardOutput(io.FileIO):
     """Standard output that keeps its write error: the OSError that reaches `run` does not name the file."""
 
     error: OSError | None = None
@@ -77,12 +77,12 @@ def run(module: str, name: str) -> NoReturn:
     sys.exit(code)
 
 
-def _replace_output() -> Output | None:
-    """Puts an `Output` under sys.stdout; returns None where stdout is closed or no file (a Windows console)."""
+def _replace_output() -> StandardOutput | None:
+    """Puts a `StandardOutput` under sys.stdout; returns None where stdout is closed or no file (a Windows console)."""
     old = sys.stdout
     if not isinstance(old, io.TextIOWrapper) or type(getattr(old.buffer, "raw", old.buffer)) is not io.FileIO:
         return None
-    output = Output(old.fileno(), "w", closefd=False)
+    output = StandardOutput(old.fileno(), "w", closefd=False)
     buffer: Any = output if old.write_through else io.BufferedWriter(output)
     sys.stdout = io.TextIOWrapper(
         buffer, encoding=old.encoding, errors=old.errors, line_buffering=old.line_buffering, write_through=old.write_through

@@ -20,7 +20,7 @@ class LocalTransport:
 
     def run(self, arguments: Sequence[str], *, seconds: float = COMMAND_SECONDS) -> CommandResult:
         """Runs a command here."""
-        return run_command(arguments, seconds=seconds, most=MAX_OUTPUT_BYTES)
+        return run_command(arguments, seconds=seconds, max_bytes=MAX_OUTPUT_BYTES)
 
     def put(self, source: Path, target: str) -> None:
         """Copies a file."""

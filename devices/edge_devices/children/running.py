@@ -87,7 +87,7 @@ class ChildEnd:
 
 def run_child(
     command: Sequence[str | Path],
-    given: bytes = b"",
+    stdin: bytes = b"",
     *,
     seconds: float = math.inf,
     output_bytes: int = MAX_OUTPUT_BYTES,
@@ -97,7 +97,7 @@ def run_child(
     each_poll: Callable[[], None] = lambda: None,
     failure: type[EdgeError] = DeviceError,
 ) -> ChildEnd:
-    """Runs a command with `given` as its standard input and `environment` beside this process's own, and returns how it ended.
+    """Runs a command with `stdin` as its standard input and `environment` beside this process's own, and returns how it ended.
 
     A child that takes more than `seconds`, or writes more than `output_bytes` to one of its outputs, is ended; as is one whose budget is
     cancelled or used up. `each_poll` is called while it runs, and may raise. Raises `failure` if the child cannot be started.
@@ -115,7 +115,7 @@ def run_child(
         raise failure(f"a child process could not be started ({error}); check that {command[0]} can be run") from error
     run = _Run(process, output_bytes, budget, seconds)
     try:
-        run.begin(given)
+        run.begin(stdin)
         while not run.is_over():
             each_poll()
     except KeyboardInterrupt:
@@ -144,9 +144,9 @@ class _Run:
         self._readers = [_Reader(pipe, output_bytes) for pipe in (process.stdout, process.stderr) if pipe is not None]
         self._late = self._cancelled = False
 
-    def begin(self, given: bytes) -> None:
+    def begin(self, stdin: bytes) -> None:
         """Starts the threads of its pipes. Raises MemoryError if the system has no room for one."""
-        feeder = threading.Thread(target=_feed, args=(self._process.stdin, given), daemon=True)
+        feeder = threading.Thread(target=_feed, args=(self._process.stdin, stdin), daemon=True)
         pipes = dict(zip((feeder, *self._readers), (self._process.stdin, self._process.stdout, self._process.stderr), strict=True))
         while pipes:
             try:
@@ -244,9 +244,9 @@ class _Reader(threading.Thread):
                     return
 
 
-def _feed(pipe: IO[bytes], given: bytes) -> None:
+def _feed(pipe: IO[bytes], data: bytes) -> None:
     with contextlib.suppress(BrokenPipeError), pipe:
-        pipe.write(given)
+        pipe.write(data)
 
 
 def _is_error(line: str) -> bool:

@@ -14,7 +14,7 @@ from edge_devices.files.typed_json import finite_json
 
 CONFIDENCE = 0.95
 # Below it, t is beyond a million for any probability that a figure is given with.
-LEAST_FREEDOM = 1e-3
+MIN_FREEDOM = 1e-3
 MIN_TO_DETREND = 5  # with fewer values a slope would use too many of the degrees of freedom
 
 
@@ -110,7 +110,7 @@ def combined(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
 @lru_cache(maxsize=4096)
 def t_quantile(freedom: float, probability: float = (1 + CONFIDENCE) / 2) -> float:
     """Returns Student's t for a probability above 0.5, by bisection of its distribution function; infinity beyond a million."""
-    if freedom < LEAST_FREEDOM:
+    if freedom < MIN_FREEDOM:
         return math.inf
     freedom = min(freedom, 1e7)  # from there on Student's distribution is the normal one
     low, high = 0.0, 1.0

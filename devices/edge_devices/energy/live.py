@@ -155,7 +155,7 @@ def _joules(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, e
 
 
 class EnergyPool:
-    """Sums up runs until their meter can tell, each of which may be too short for it.
+    """Sums up runs until their meter can measure them, each of which may be too short for it.
 
     What a meter shows of a run's beginning may still be the time before it. So only the inside of each run is used, and a figure needs
     as many seconds of insides as a single run does.
@@ -191,14 +191,14 @@ class EnergyPool:
             self._values.extend(fresh_values(trace, start_s + expected.lead_in_s, end_s))
 
     def energy(self) -> RunEnergy:
-        """Returns joules and joules per token of all runs together, or how much is missing until the meter can tell."""
+        """Returns joules and joules per token of all runs together, or how much is missing until the meter can measure them."""
         if self._facts is None:
             return RunEnergy(facts=None, reason=self.reason)
         facts, need = self._facts, MIN_REFRESHES * self._facts.refresh_s
         few = facts.kind is Kind.SAMPLER and self._updates < MIN_UPDATES
         if not self._counted or self._observed_s < need or few:
-            seen = f"this meter saw {self._observed_s:.3g} s of {self._runs} runs and needs {need:.3g} s"
-            return RunEnergy(facts=facts, reason=seen if self._observed_s < need else f"{seen}, with {MIN_UPDATES} new values")
+            observed = f"this meter saw {self._observed_s:.3g} s of {self._runs} runs and needs {need:.3g} s"
+            return RunEnergy(facts=facts, reason=observed if self._observed_s < need else f"{observed}, with {MIN_UPDATES} new values")
         error, freedom = math.sqrt(self._variance), math.inf
         if facts.kind is Kind.SAMPLER:
             watts, freedom = sampling_error(list(self._values))

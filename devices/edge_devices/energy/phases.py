@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 ENCODE, PREFILL, OTHER = "encode", "prefill", "other"  # encode: images and sound; other: between requests, in no phase
 NO_DECODING = frozenset((ENCODE, PREFILL, OTHER))
 CLOSURE = 0.05
-LEAST_OTHER = 0.001  # share of the window: less time in no phase is the clock's
+MIN_OTHER = 0.001  # share of the window: less time in no phase is the clock's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def share_out(
     if total <= 0:
         return PhaseShares(joules=dict(seconds), method="measured")
     window_s = window_s or total
-    rest_s = window_s - total if window_s - total > LEAST_OTHER * window_s else 0.0
+    rest_s = window_s - total if window_s - total > MIN_OTHER * window_s else 0.0
     mean = joules / window_s
     idle = min(max(idle_watts, 0.0), mean)
     known = seconds.keys() <= powers.keys() or len(seconds) == 1
@@ -78,7 +78,7 @@ def share_out(
     computed = {phase: used[phase].watts * s for phase, s in seconds.items()}
     expected = sum(computed.values())
     shares = {phase: joules * j / expected if expected else 0.0 for phase, j in computed.items()}
-    errors = {phase: (one.error / one.watts if one.watts else 0.0, one.freedom) for phase, one in used.items()}
+    errors = {phase: (power.error / power.watts if power.watts else 0.0, power.freedom) for phase, power in used.items()}
     if len(shares) == 1 or not known:
         return PhaseShares(joules=shares, method="time_proportional" if len(shares) > 1 else "measured", errors=errors)
     if not seconds.keys() - {OTHER} <= powers.keys():

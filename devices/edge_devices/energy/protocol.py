@@ -152,9 +152,9 @@ def measure(
     """
     facts = recorder.trace.facts
     state = read_state(system)
-    found = refusals(state, at_battery=facts.scope is Scope.DEVICE)
-    if found:
-        raise MeasurementError("; ".join(refusal.sentence for refusal in found))
+    refused = refusals(state, at_battery=facts.scope is Scope.DEVICE)
+    if refused:
+        raise MeasurementError("; ".join(refusal.sentence for refusal in refused))
     window_s, idle_s = _window_seconds(plan, characteristics), characteristics.shortest_idle_s
     begin, planned_s, load = system.clock(), planned_seconds(plan, workloads, characteristics), LoadWatch()
 

@@ -21,7 +21,7 @@ from edge_devices.meters.base import Kind
 
 CALIBRATION = "calibrate:"  # prefix of the variants that run one phase alone
 WARMING = 1.0  # standard error of a phase's power / what it changes by within its loops, chosen in simulations
-LEAST_SIGNAL = 3.0  # standard errors: less energy above idle is not distinguishable from zero
+MIN_SIGNAL = 3.0  # standard errors: less energy above idle is not distinguishable from zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +317,7 @@ def _net(runs: Sequence[ValidRun], idle: Idle) -> Interval | None:
     gross = sum(r.decode_joules for r in runs) / tokens
     shared = [(gross * error, freedom) for error, freedom in _share_errors(runs, runs[0].decoding)]
     net = widened(inner, [(sum(r.decode_s for r in runs) / tokens * idle.error, idle.freedom), *shared])
-    return net if net.value >= LEAST_SIGNAL * net.error else None
+    return net if net.value >= MIN_SIGNAL * net.error else None
 
 
 def _ratio(runs: Sequence[ValidRun], baseline: Sequence[ValidRun]) -> Interval | None:

@@ -32,7 +32,7 @@ MAX_LINE_CHARS = 1 << 20
 MAX_LINES = 50_000_000  # half a day at 1 kHz
 MAX_PHASES = 16  # of a run; encode, prefill, draft, plain and verify are five
 # Of a log: two idle windows and a few warnings are usual, and 5000 runs of at least 12 s, with their rests, take a day.
-MOST = {"run": 5000, "idle": 1000, "load": 1000, "warning": 1000, "others": 1000}
+MAX_OF_KIND = {"run": 5000, "idle": 1000, "load": 1000, "warning": 1000, "others": 1000}
 LISTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "faults": lambda fault: {"kind": "fault", "t": fault[0], "reason": fault[1]},
     "idles": lambda span: {"kind": "idle", "start": span[0], "end": span[1]},
@@ -130,7 +130,7 @@ def write_log(path: Path, log: RunLog, raw: list[str] | None = None) -> None:
         file.keep(log, raw or ())
 
 
-def read_log(path: Path, most_lines: int = MAX_LINES) -> RunLog:
+def read_log(path: Path, max_lines: int = MAX_LINES) -> RunLog:
     """Reads what `write_log` wrote; raises MeasurementError, with the line's number, for anything else.
 
     Windows do not overlap, as in every measurement, so that their figures cost no more than the readings have lines.
@@ -139,7 +139,7 @@ def read_log(path: Path, most_lines: int = MAX_LINES) -> RunLog:
     counts: Counter[str] = Counter()
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(lines_at_most(file, MAX_LINE_CHARS, most_lines), start=1):
+            for number, line in enumerate(lines_at_most(file, MAX_LINE_CHARS, max_lines), start=1):
                 if log is not None and _is_cut(line):
                     log.warnings.append("the log's last line is incomplete and was left out: its writer was stopped")
                     break
@@ -147,8 +147,8 @@ def read_log(path: Path, most_lines: int = MAX_LINES) -> RunLog:
                     record = json.loads(line)
                     log = _take(log, kind := record.pop("kind"), record)
                     counts[kind] += 1
-                    if counts[kind] > MOST.get(kind, most_lines):
-                        raise ValueError(f"more than {MOST[kind]} lines of the kind {kind!r}")
+                    if counts[kind] > MAX_OF_KIND.get(kind, max_lines):
+                        raise ValueError(f"more than {MAX_OF_KIND[kind]} lines of the kind {kind!r}")
                 except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                     raise MeasurementError(
                         f"{path}: line {number} is not a line of a run log ({error!r}); use the file that the run wrote"

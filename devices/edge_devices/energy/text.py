@@ -49,10 +49,10 @@ def meter_lines(findings: Sequence[Finding], measured: Mapping[str, Characterist
     return list(map(printable, lines))
 
 
-def _measured(found: Characteristics) -> str:
+def _measured(figures: Characteristics) -> str:
     return (
-        f"measured: new every {found.refresh_s:.3g} s (at most {found.longest_gap_s:.3g} s), a load shows after {found.lag_s:.3g} s,"
-        f" {found.zero_rate:.0%} of readings were invalid, a reading takes {1000 * found.read_s:.2g} ms"
+        f"measured: new every {figures.refresh_s:.3g} s (at most {figures.longest_gap_s:.3g} s), a load shows after {figures.lag_s:.3g} s,"
+        f" {figures.zero_rate:.0%} of readings were invalid, a reading takes {1000 * figures.read_s:.2g} ms"
     )
 
 

@@ -82,12 +82,12 @@ def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristi
         for a, b in pairwise(fresh)
         if trace.times[b] > trace.times[a]
     ]
-    unseen = (stdev(powers) if len(powers) > 1 else 0.0) * (1 - seconds / (end_s - start_s))
+    uncovered = (stdev(powers) if len(powers) > 1 else 0.0) * (1 - seconds / (end_s - start_s))
     return WindowEnergy(
         start_s=start_s,
         end_s=end_s,
         watts=watts,
-        error_watts=math.hypot(resolution, unseen),
+        error_watts=math.hypot(resolution, uncovered),
         freedom=math.inf,
         resolution_watts=resolution,
         updates=len(fresh),

@@ -24,19 +24,19 @@ class FileTooLarge(OSError):
         return str(self.strerror)
 
 
-def read_at_most(path: Path, most: int) -> bytes:
+def read_at_most(path: Path, max_bytes: int) -> bytes:
     """Returns the bytes of a file or, as for `<(command)`, of a pipe up to its end.
 
-    Raises OSError if it cannot be read, and FileTooLarge for more than `most` bytes.
+    Raises OSError if it cannot be read, and FileTooLarge for more than `max_bytes` bytes.
     """
     try:
         with path.open("rb", buffering=0) as file:
-            return _read(file, most)
+            return _read(file, max_bytes)
     except ValueError as error:  # a path with a null character
         raise OSError(errno.EINVAL, str(error)) from error
 
 
-def read_regular(path: Path, most: int) -> bytes:
+def read_regular(path: Path, max_bytes: int) -> bytes:
     """Like `read_at_most`, for a file of a bundle: neither a symbolic link, which could lead to any file, nor a pipe or device.
 
     Raises OSError for those too.
@@ -46,27 +46,27 @@ def read_regular(path: Path, most: int) -> bytes:
     with os.fdopen(os.open(path, _FLAGS), "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        return _read(file, most)
+        return _read(file, max_bytes)
 
 
-def lines_at_most(file: TextIO, longest: int, most: int) -> Iterator[str]:
-    """Yields the lines of an open file, cut after `longest` characters. Raises FileTooLarge for more than `most` lines."""
-    for _ in range(most):
-        line = file.readline(longest)
+def lines_at_most(file: TextIO, max_characters: int, max_lines: int) -> Iterator[str]:
+    """Yields the lines of an open file, cut after `max_characters` characters. Raises FileTooLarge for more than `max_lines` lines."""
+    for _ in range(max_lines):
+        line = file.readline(max_characters)
         if not line:
             return
         yield line
     if file.read(1):
-        raise FileTooLarge(f"it has more than {most} lines")
+        raise FileTooLarge(f"it has more than {max_lines} lines")
 
 
-def _read(file: BinaryIO, most: int) -> bytes:
+def _read(file: BinaryIO, max_bytes: int) -> bytes:
     """A regular file is read at once, so that memory never holds it twice; a pipe or device has no size and is read in pieces."""
     step = max(_PIECE, os.fstat(file.fileno()).st_size)
-    pieces, left = [], most
+    pieces, left = [], max_bytes
     while piece := file.read(min(step, left) + 1):
         if len(piece) > left:
-            raise FileTooLarge(f"it has more than {most} bytes")
+            raise FileTooLarge(f"it has more than {max_bytes} bytes")
         pieces.append(piece)
         left -= len(piece)
         step = _PIECE

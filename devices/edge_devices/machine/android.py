@@ -53,8 +53,8 @@ def read_phone(system: System) -> PhoneState:
 
 def parse_dumpsys(text: str) -> dict[str, str]:
     """Reads the battery service's own section of `dumpsys battery`, without a maker's section before it and event logs after it."""
-    _, found, section = text.partition(SECTION)
-    if not found:
+    _, separator, section = text.partition(SECTION)
+    if not separator:
         raise MeterError(f"`dumpsys battery` has no section {SECTION!r}; this version of Android is not supported")
     if FROZEN in section:
         raise FrozenBatteryError(f"the battery service is frozen ({FROZEN}) and returns made-up values; run `dumpsys battery reset` first")

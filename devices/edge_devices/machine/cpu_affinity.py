@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 
 # ggml aborts the process above this.
-MOST_THREADS = 512
+MAX_THREADS = 512
 _SYSTEM = Path("/sys/devices/system/cpu")
 # Relative speed for the scheduler (Linux, Documentation/scheduler/sched-capacity.rst); else the highest frequency.
 _SPEEDS = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
@@ -63,11 +63,11 @@ def stay_on(processors: Iterable[int]) -> None:
     """Restricts all threads of this process, also later ones, to these processors; does nothing where the system has no affinity."""
     if not hasattr(os, "sched_setaffinity"):
         return
-    wanted = set(processors)
+    mask = set(processors)
     threads = Path("/proc/self/task")
     for thread in [int(path.name) for path in threads.iterdir()] if threads.is_dir() else [0]:
         with contextlib.suppress(OSError):  # the thread has ended, or the processors are reserved
-            os.sched_setaffinity(thread, wanted)
+            os.sched_setaffinity(thread, mask)
 
 
 def _speed(folder: Path) -> int | None:

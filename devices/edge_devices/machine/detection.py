@@ -12,7 +12,7 @@ from edge_devices.machine.profiles import Profile, profiles
 from edge_devices.machine.system import System
 
 BIG_SHARE = 0.6  # of the fastest cluster's clock: work is split evenly, so slower cores delay the others
-MOST_PROCESSORS = 4096
+MAX_PROCESSORS = 4096
 DISTRIBUTIONS = ("edge-mtp", "llama-cpp-python", "onnxruntime")  # whose versions a measurement depends on
 
 
@@ -115,7 +115,7 @@ def read_clusters(system: System) -> tuple[Cluster, ...]:
     for policy in system.paths("sys/devices/system/cpu/cpufreq/policy*"):
         processors = system.text_or(f"{policy}/related_cpus").split()
         khz = system.text_or(f"{policy}/cpuinfo_max_freq")
-        if processors and all(map(_is_number, (khz, *processors))) and all(int(p) < MOST_PROCESSORS for p in processors):
+        if processors and all(map(_is_number, (khz, *processors))) and all(int(p) < MAX_PROCESSORS for p in processors):
             clusters.append(Cluster(processors=tuple(map(int, processors)), max_mhz=int(khz) / 1000))
     return tuple(sorted(clusters, key=lambda c: (-c.max_mhz, c.processors)))
 

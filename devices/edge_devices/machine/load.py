@@ -112,8 +112,8 @@ def _busy_seconds(stat: Path) -> float | None:
 def _waited_seconds(pressure: Path) -> float | None:
     """Reads the total of the line `some avg10=0.00 avg60=0.00 avg300=0.00 total=MICROSECONDS`; None where the kernel has no PSI."""
     try:
-        some = next(line for line in pressure.read_text(encoding="ascii").splitlines() if line.startswith("some "))
-        return int(some.rpartition("total=")[2]) / 1e6
+        line = next(line for line in pressure.read_text(encoding="ascii").splitlines() if line.startswith("some "))
+        return int(line.rpartition("total=")[2]) / 1e6
     except (OSError, ValueError, StopIteration):
         return None
 

@@ -46,12 +46,12 @@ def parse_uevent(text: str) -> dict[str, str]:
 
 def batteries(system: System) -> list[Supply]:
     """Returns the batteries that feed this machine, without those of mice and headsets (scope Device)."""
-    found = []
+    supplies = []
     for folder in system.paths(f"{SUPPLIES}/*"):
         fields = read_fields(system, folder)
         if fields.get("TYPE") == "Battery" and fields.get("SCOPE") != "Device" and fields.get("PRESENT") != "0":
-            found.append(Supply(name=folder.rpartition("/")[2], fields=fields))
-    return found
+            supplies.append(Supply(name=folder.rpartition("/")[2], fields=fields))
+    return supplies
 
 
 def read_fields(system: System, folder: str) -> dict[str, str]:

@@ -67,8 +67,8 @@ class Profile:
 def profiles() -> dict[str, Profile]:
     """Returns the package's profiles by name."""
     folder = resources.files("edge_devices") / "profiles"
-    found = (f for f in folder.iterdir() if f.name.endswith(".toml"))
-    return {p.name: p for p in sorted((parse_profile(f.name[:-5], f.read_text(encoding="utf-8")) for f in found), key=lambda p: p.name)}
+    files = (f for f in folder.iterdir() if f.name.endswith(".toml"))
+    return {p.name: p for p in sorted((parse_profile(f.name[:-5], f.read_text(encoding="utf-8")) for f in files), key=lambda p: p.name)}
 
 
 def profile(name: str) -> Profile:

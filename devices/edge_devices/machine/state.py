@@ -13,7 +13,7 @@ from edge_devices.machine.system import System
 
 THROTTLED_NOW, THROTTLED_EVER = 0xF, 0xF0000  # bits 0-3 and 16-19 of `vcgencmd get_throttled`
 CHARGE_LIMITS = (30, 95)  # percent: below, the voltage sags; above, charging circuits interfere
-_MOST_DIGITS = 18  # more than any real file has
+_MAX_DIGITS = 18  # more than any real file has
 HOTTEST = 120_000  # thousandths of a degree; some thermal zones report no temperature
 
 
@@ -52,7 +52,7 @@ def read_state(system: System) -> DeviceState:
         thermal_status=phone.thermal_status if phone else None,
         swap_used=_swap_used(system),
         governors=tuple(sorted({g for p in policies if (g := system.text_or(f"{p}/scaling_governor"))})),
-        frequency_caps=tuple(int(c) for c in caps if c.isdecimal() and len(c) <= _MOST_DIGITS),
+        frequency_caps=tuple(int(c) for c in caps if c.isdecimal() and len(c) <= _MAX_DIGITS),
         temperature_c=max((t for t in (_temperature(system), phone.battery_c if phone else None) if t is not None), default=None),
     )
 

@@ -32,17 +32,17 @@ class CommandResult:
         return self.output.decode("utf-8", errors="replace")
 
 
-def run_command(arguments: Sequence[str], answer: bytes = b"", seconds: float = 10.0, most: int = LONGEST_TEXT) -> CommandResult:
+def run_command(arguments: Sequence[str], answer: bytes = b"", seconds: float = 10.0, max_bytes: int = LONGEST_TEXT) -> CommandResult:
     """Runs a command with `answer` as standard input. Failures are in the result, not raised.
 
-    A command that writes more than `most` bytes to one of its outputs is ended, so that it cannot fill this machine's memory.
+    A command that writes more than `max_bytes` bytes to one of its outputs is ended, so that it cannot fill this machine's memory.
     """
     try:
-        child = run_child(arguments, answer, seconds=seconds, output_bytes=most, environment={"LC_ALL": "C"})  # no decimal commas
+        child = run_child(arguments, answer, seconds=seconds, output_bytes=max_bytes, environment={"LC_ALL": "C"})  # no decimal commas
     except DeviceError as error:
         return CommandResult(code=126 if isinstance(error.__cause__, PermissionError) else 127, output=b"", errors=str(error.__cause__))
     if child.cut:
-        return CommandResult(code=125, output=child.output, errors=f"the answer is longer than {most} bytes", cut=True)
+        return CommandResult(code=125, output=child.output, errors=f"the answer is longer than {max_bytes} bytes", cut=True)
     if child.late:
         return CommandResult(code=124, output=b"", errors=f"no answer in {seconds:g} s")
     return CommandResult(code=child.code, output=child.output, errors=child.errors[:4096].decode("utf-8", "replace"))

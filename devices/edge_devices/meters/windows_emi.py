@@ -18,7 +18,7 @@ from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, U
 DEVICE_ENERGY_METER = (0x45BD8344, 0x7ED6, 0x49CF, bytes.fromhex("A440C276C933B053"))
 PRESENT_INTERFACES = 0x12  # DIGCF_PRESENT | DIGCF_DEVICEINTERFACE
 GENERIC_READ, SHARE_READ_WRITE, OPEN_EXISTING = 0x80000000, 3, 3
-MOST_METERS = 64
+MAX_METERS = 64
 LONGEST_PATH = 1024
 
 
@@ -48,10 +48,10 @@ class WindowsPort:
 
     def control(self, code: int, size: int) -> bytes:
         """Sends a control code (DeviceIoControl); raises MeterError if the device refuses it."""
-        answer, taken = ctypes.create_string_buffer(size), ctypes.c_uint32()
-        if not self._kernel.DeviceIoControl(self._handle, code, None, 0, answer, size, ctypes.byref(taken), None):
+        answer, size_read = ctypes.create_string_buffer(size), ctypes.c_uint32()
+        if not self._kernel.DeviceIoControl(self._handle, code, None, 0, answer, size, ctypes.byref(size_read), None):
             raise MeterError(f"the energy meter refused control code {code:#x}; administrator rights may be needed")
-        return answer.raw[: taken.value]
+        return answer.raw[: size_read.value]
 
 
 def open_ports() -> list[WindowsPort]:
@@ -66,7 +66,7 @@ def open_ports() -> list[WindowsPort]:
     listed = ctypes.c_void_p(setup.SetupDiGetClassDevsW(ctypes.byref(guid), None, None, PRESENT_INTERFACES))
     invalid = ctypes.c_void_p(-1).value
     ports = []
-    for index in range(MOST_METERS):
+    for index in range(MAX_METERS):
         data = InterfaceData(size=ctypes.sizeof(InterfaceData))
         if not setup.SetupDiEnumDeviceInterfaces(listed, None, ctypes.byref(guid), index, ctypes.byref(data)):
             break
@@ -85,7 +85,7 @@ NAME = "windows:emi"
 JOULES_PER_PICOWATT_HOUR = 3.6e-9
 # CTL_CODE(FILE_DEVICE_UNKNOWN, n, METHOD_BUFFERED, FILE_READ_ACCESS)
 GET_VERSION, GET_METADATA_SIZE, GET_METADATA, GET_MEASUREMENT = 0x224000, 0x224004, 0x224008, 0x22400C
-LARGEST_METADATA, MOST_CHANNELS = 1 << 16, 256
+LARGEST_METADATA, MAX_CHANNELS = 1 << 16, 256
 NAME_BYTES = 32  # EMI_NAME_MAX characters of two bytes
 
 
@@ -104,7 +104,7 @@ def parse_metadata(version: int, metadata: bytes) -> list[str]:
             unit, size = struct.unpack_from("<I", metadata)[0], struct.unpack_from("<H", metadata, 4 + 2 * NAME_BYTES + 2)[0]
             return [_name(unit, metadata, 4 + 2 * NAME_BYTES + 4, size)]
         count = struct.unpack_from("<H", metadata, 2 * NAME_BYTES + 2)[0]
-        if version != 2 or not 0 < count <= MOST_CHANNELS:
+        if version != 2 or not 0 < count <= MAX_CHANNELS:
             raise MeterError(f"the energy meter has interface version {version} and {count} channels; versions 1 and 2 are known")
         names, at = [], 2 * NAME_BYTES + 4
         for _ in range(count):

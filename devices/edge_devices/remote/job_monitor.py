@@ -137,16 +137,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("watch", type=Path, metavar="FILE")
     parser.add_argument("--every", type=float, default=INTERVAL_SECONDS)
     parser.add_argument("--wait-unplugged", action="store_true")
-    given, command = parser.parse_args(words[:at]), words[at + 1 :]
+    options, command = parser.parse_args(words[:at]), words[at + 1 :]
     if not command:
         parser.error("no command after --")
     system = System(clock=time.monotonic)
-    with given.watch.open("w", encoding="utf-8") as file:
+    with options.watch.open("w", encoding="utf-8") as file:
         recorder = StateRecorder(file, system)
-        if given.wait_unplugged and not wait_for_unplugging(recorder, system):
+        if options.wait_unplugged and not wait_for_unplugging(recorder, system):
             print(f"the device was still charging after {MAX_WAIT_SECONDS / 60:.0f} minutes", file=sys.stderr)
             return STILL_CHARGING
-        return run_monitored(command, recorder, given.every, system)
+        return run_monitored(command, recorder, options.every, system)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class AdbTransport:
         separate = self._supports_exit_codes()
         framed = frame_command(arguments, separate=separate)
         way = ["shell", "-T"] if separate else ["exec-out"]
-        done = run_command([*self._adb, *way, framed.line], seconds=seconds, most=MAX_OUTPUT_BYTES)
+        done = run_command([*self._adb, *way, framed.line], seconds=seconds, max_bytes=MAX_OUTPUT_BYTES)
         return framed.result(done, self._failure)
 
     def put(self, source: Path, target: str) -> None:

@@ -69,10 +69,10 @@ class FramedCommand:
 
     def parse(self, output: bytes, errors: str) -> CommandResult | None:
         """Returns the command's result; None if the end of its output is missing."""
-        body, found, rest = output.rpartition(self.mark)
+        body, mark, rest = output.rpartition(self.mark)
         code, end, collected = rest.partition(b"\n")
         number = parse_integer(code.decode("ascii", "replace"))
-        if not (found and end) or number is None:  # without the line's end, 13 may be the beginning of 137
+        if not (mark and end) or number is None:  # without the line's end, 13 may be the beginning of 137
             return None
         return CommandResult(code=number, output=body, errors=errors + collected.decode("utf-8", "replace"))
 

@@ -79,8 +79,8 @@ def push_tree(
     shell(transport, 'mkdir -p "$1"', target)
     present = device_files(transport, target)
     changed = [file for file in files if present.get(file.path) != file.sha256]
-    wanted = {file.path for file in files} | {file.path + PARTIAL for file in files}
-    stale = sorted(present.keys() - wanted)
+    kept = {file.path for file in files} | {file.path + PARTIAL for file in files}
+    stale = sorted(present.keys() - kept)
     _require_space(transport, target, sum(f.bytes for f in changed))
     _remove(transport, target, stale)
     _make_folders(transport, target, changed)
@@ -117,9 +117,9 @@ def pull_file(transport: Transport, source: str, target: Path) -> None:
                 raise TransportError(
                     f"{transport.name}: {source} is larger than {byte_text(MAX_PULL_BYTES)} or has no size; it is left there"
                 )
-            wanted = shell(transport, HASH, source, seconds=HASHING_SECONDS).strip()
+            expected = shell(transport, HASH, source, seconds=HASHING_SECONDS).strip()
             _pull_slices(transport, source, partial, size)
-            if sha256_of(partial) == wanted:
+            if sha256_of(partial) == expected:
                 partial.replace(target)
                 return
         raise TransportError(f"{transport.name}: {source} arrived damaged {ATTEMPTS} times, or something still writes to it; try again")
@@ -134,7 +134,7 @@ def local_files(folder: Path, names: Sequence[str] | None = None) -> list[LocalF
     """
     if not folder.is_dir():
         raise TransportError(f"{folder} is not a folder; give a folder to send")
-    found = []
+    files = []
     for path in sorted(folder.rglob("*") if names is None else [folder / name for name in names]):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
@@ -143,8 +143,8 @@ def local_files(folder: Path, names: Sequence[str] | None = None) -> list[LocalF
             continue
         if re.search(r"[\x00-\x1f\\]", name):
             raise TransportError(f"{name!r} has a control character or a backslash in its name; rename it")
-        found.append(LocalFile(path=name, source=path, bytes=path.stat().st_size, sha256=sha256_of(path)))
-    return found
+        files.append(LocalFile(path=name, source=path, bytes=path.stat().st_size, sha256=sha256_of(path)))
+    return files
 
 
 def device_files(transport: Transport, folder: str) -> dict[str, str]:

@@ -46,7 +46,7 @@ class SshTransport:
     def run(self, arguments: Sequence[str], *, seconds: float = COMMAND_SECONDS) -> CommandResult:
         """Runs a command on the host, in the home folder."""
         framed = frame_command(arguments)
-        done = run_command(["ssh", "-T", *self._options, "--", self._host, framed.line], seconds=seconds, most=MAX_OUTPUT_BYTES)
+        done = run_command(["ssh", "-T", *self._options, "--", self._host, framed.line], seconds=seconds, max_bytes=MAX_OUTPUT_BYTES)
         return framed.result(done, self._failure)
 
     def put(self, source: Path, target: str) -> None:

@@ -54,7 +54,7 @@ class ReachOptions:
     def connect(self) -> list[Transport]:
         """Returns the transports of --adb and --ssh. Raises TransportError for what cannot be reached."""
         options = ["-F", str(self.ssh_config)] if self.ssh_config else []
-        serials = [serial for given in self.adb for serial in (usable_serials(note) if given == ALL else [given])]
+        serials = [serial for name in self.adb for serial in (usable_serials(note) if name == ALL else [name])]
         phones: list[Transport] = [AdbTransport(serial, self.device_folder or AdbTransport.FOLDER) for serial in dict.fromkeys(serials)]
         return phones + [SshTransport(host, self.device_folder or SshTransport.FOLDER, options) for host in dict.fromkeys(self.ssh)]
 

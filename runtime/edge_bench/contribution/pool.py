@@ -70,7 +70,7 @@ def pool_records(places: Sequence[Path], public_key: Path | None = None) -> Pool
     if not files:
         raise RequestError(f"no {SUFFIX} file below {', '.join(map(str, places))}; give files of edge-bench contribute")
     valid, not_valid, refused = [], [], []
-    seen: set[str] = set()
+    counted: set[str] = set()
     for file in files:
         try:
             if file not in places and not file.is_file():  # a pipe, which nobody may ever write to
@@ -82,12 +82,12 @@ def pool_records(places: Sequence[Path], public_key: Path | None = None) -> Pool
         except EdgeError as error:
             refused.append(str(error))
             continue
-        if seen & checked.windows:
+        if counted & checked.windows:
             refused.append(f"{file}: the same measurement is there already")
         elif reasons := invalid(checked):
             not_valid.append((checked, tuple(reasons)))
         else:
-            seen |= checked.windows
+            counted |= checked.windows
             valid.append(checked)
     return Pool(valid=tuple(valid), not_valid=tuple(not_valid), refused=tuple(refused), signed=public_key is not None)
 

@@ -17,7 +17,7 @@ from edge_bench.measure.prompts import PreparedPrompt, prepare
 from edge_bench.measure.records import SCHEMA, CostRecord, Header, ModelFile, Note, Record
 from edge_bench.measure.request import BenchRequest
 from edge_bench.measure.runners import EdgeRunner, Runner
-from edge_bench.measure.schedule import DOMAINS_PART, Schedule, Step, context_schedule
+from edge_bench.measure.schedule import DOMAINS_PART, Schedule, ScheduledRequest, context_schedule
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
 from edge_bench.measure.variants import BASELINE, OURS, edge_variants, peer_variants
@@ -150,15 +150,15 @@ class Benchmark:
     def _run(self, plan: Schedule, runners: Mapping[str, Runner], title: str) -> Iterator[Record]:
         first = next(iter(runners))
 
-        def runner(step: Step) -> Runner:
-            variant = step.variant
+        def runner(scheduled: ScheduledRequest) -> Runner:
+            variant = scheduled.variant
             return runners[first if variant == BASELINE else variant.drafter if variant.side == OURS else variant.side]
 
         warm_up = self._request.warm_up
-        for step in self._counted(f"{title}: warm-up", plan.warm_up(warm_up), len(plan.variants) * warm_up):
-            runner(step).run(step.variant, step.prompt, step.tokens, step.place)
-        for step in self._counted(title, plan.steps(), len(plan)):
-            yield runner(step).run(step.variant, step.prompt, step.tokens, step.place)
+        for scheduled in self._counted(f"{title}: warm-up", plan.warm_up(warm_up), len(plan.variants) * warm_up):
+            runner(scheduled).run(scheduled.variant, scheduled.prompt, scheduled.tokens, scheduled.place)
+        for scheduled in self._counted(title, plan.requests(), len(plan)):
+            yield runner(scheduled).run(scheduled.variant, scheduled.prompt, scheduled.tokens, scheduled.place)
 
     def _costs(self, edge_runners: Mapping[DrafterKind, EdgeRunner]) -> Iterator[Record]:
         for kind, runner in edge_runners.items():

@@ -12,7 +12,7 @@ import click
 from edge_bench.measure.prompts import DOMAINS, Prompt, read_prompts, shipped_prompts
 from edge_bench.measure.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_lengths, parse_names, parse_numbers
 from edge_devices.energy.virtual_meters import VIRTUAL
-from edge_devices.machine.cpu_affinity import MOST_THREADS
+from edge_devices.machine.cpu_affinity import MAX_THREADS
 from edge_devices.option_fields import OPTION, option
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
@@ -111,7 +111,7 @@ class BenchRequest:
     threads: int | None = option(
         "-t",
         low=1,
-        high=MOST_THREADS,
+        high=MAX_THREADS,
         panel="Backend",
         help="CPU threads, at most one a processor.  [default: all that this process may use]",
     )

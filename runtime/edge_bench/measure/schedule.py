@@ -13,7 +13,7 @@ DOMAINS_PART, CONTEXTS_PART = "domains", "contexts"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class ScheduledRequest:
     """One request of a schedule."""
 
     place: RunPlace
@@ -32,21 +32,21 @@ class Schedule:
     repeats: int
     tokens: int
 
-    def steps(self) -> Iterator[Step]:
+    def requests(self) -> Iterator[ScheduledRequest]:
         """Yields all requests: A B C on one prompt, C B A on the next and in the next repeat, so that slow drift cancels out."""
         for repeat in range(self.repeats):
             for index, prompt in enumerate(self.prompts):
                 place = RunPlace(part=self.part, domain=prompt.domain, prompt=prompt.number, repeat=repeat)
                 for variant in self.variants if (repeat + index) % 2 == 0 else reversed(self.variants):
-                    yield Step(place=place, variant=variant, prompt=prompt, tokens=self.tokens)
+                    yield ScheduledRequest(place=place, variant=variant, prompt=prompt, tokens=self.tokens)
 
-    def warm_up(self, count: int) -> Iterator[Step]:
+    def warm_up(self, count: int) -> Iterator[ScheduledRequest]:
         """Yields `count` requests of each variant on the first prompt, whose figures are discarded."""
-        for step in self.steps():
-            if (step.place.repeat, step.prompt) != (0, self.prompts[0]):
+        for request in self.requests():
+            if (request.place.repeat, request.prompt) != (0, self.prompts[0]):
                 return
             for _ in range(count):
-                yield step
+                yield request
 
     def __len__(self) -> int:
         return self.repeats * len(self.prompts) * len(self.variants)

@@ -16,7 +16,7 @@ from edge_devices.meters.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_POINTS = 1500  # per curve: more are not distinguishable on a page
+MAX_POINTS = 1500  # per curve: more are not distinguishable on a page
 LONG_S = 600.0  # longer recordings have their time axis in minutes
 IDLE_COLOUR, REFUSED_HATCH = "#8c8c8c", "xx"
 
@@ -34,7 +34,7 @@ def energy_plots(report: EnergyReport, log: RunLog | None = None) -> list[Plot]:
     return [draw_svg(name, f"{mark}{title}, {where}", draw) for name, title, data, draw in candidates if data]
 
 
-def power_curve(trace: Trace, points: int = MOST_POINTS) -> list[tuple[float, float, float]]:
+def power_curve(trace: Trace, points: int = MAX_POINTS) -> list[tuple[float, float, float]]:
     """Returns (start, end, mean watts) of spans of at least 1/`points` of the trace, in seconds; for a counter, between new values."""
     counter = trace.facts.kind is Kind.COUNTER
     shortest = (trace.times[-1] - trace.times[0]) / points if trace.times else 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edge_devices.machine.cpu_affinity import MOST_THREADS
+from edge_devices.machine.cpu_affinity import MAX_THREADS
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.selection import BACKENDS, BackendKind
@@ -66,7 +66,7 @@ class LoadOptions:
     threads: int | None = option(
         "-t",
         low=1,
-        high=MOST_THREADS,
+        high=MAX_THREADS,
         panel="Backend",
         help="CPU threads, at most one a processor.  [default: the fastest number per phase, measured on first use]",
     )

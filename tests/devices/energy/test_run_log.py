@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from edge_devices.cli import main
 from edge_devices.energy.protocol import Plan
 from edge_devices.energy.report import make_report
-from edge_devices.energy.run_log import MOST, LogFile, read_log, write_log
+from edge_devices.energy.run_log import MAX_OF_KIND, LogFile, read_log, write_log
 from edge_devices.errors import EdgeError, MeasurementError
 from simulated_session import SimulatedMachine, run_protocol
 
@@ -75,7 +75,7 @@ def test_what_no_measurement_has_is_refused_before_it_costs_anything(tmp_path, l
     run = json.loads(next(line for line in lines if '"kind": "run"' in line))
     inside = {"start_s": run["start_s"] + 0.1, "end_s": run["end_s"] - 0.1}
     last = log.trace.times[-1]
-    later = [{**run, "start_s": last + i, "end_s": last + i + 0.5} for i in range(MOST["run"])]
+    later = [{**run, "start_s": last + i, "end_s": last + i + 0.5} for i in range(MAX_OF_KIND["run"])]
     fault = {"kind": "fault", "reason": "unplugged"}
     for words, added in (
         ("before another ends", [{**run, **inside}]),
@@ -84,7 +84,7 @@ def test_what_no_measurement_has_is_refused_before_it_costs_anything(tmp_path, l
         ("more than 5000 lines of the kind 'run'", later),
         (
             "more than 1000 lines of the kind 'idle'",
-            [{"kind": "idle", "start": last + i, "end": last + i + 1} for i in range(MOST["idle"])],
+            [{"kind": "idle", "start": last + i, "end": last + i + 1} for i in range(MAX_OF_KIND["idle"])],
         ),
         ("more than 1000 lines of the kind 'warning'", [{"kind": "warning", "text": ""}] * 1001),
         ("17 phases; 16 are the most", [{**later[0], "phases": {str(i): 0.1 for i in range(17)}}]),
@@ -93,12 +93,12 @@ def test_what_no_measurement_has_is_refused_before_it_costs_anything(tmp_path, l
         path.write_text("".join(line + "\n" for line in (*lines, *map(json.dumps, added))))
         with pytest.raises(MeasurementError, match=words):
             read_log(path)
-    legal = [*later[: MOST["run"] - len(log.runs)], {**fault, "t": 2.0}, {**fault, "t": 2.0}]
+    legal = [*later[: MAX_OF_KIND["run"] - len(log.runs)], {**fault, "t": 2.0}, {**fault, "t": 2.0}]
     path.write_text("".join(line + "\n" for line in (*lines, *map(json.dumps, legal))))
     count = len(lines) + len(legal)
-    assert len(read_log(path, most_lines=count).runs) == MOST["run"]
+    assert len(read_log(path, max_lines=count).runs) == MAX_OF_KIND["run"]
     with pytest.raises(MeasurementError, match=f"more than {count - 1} lines"):
-        read_log(path, most_lines=count - 1)
+        read_log(path, max_lines=count - 1)
 
 
 def test_a_log_that_cannot_be_written_leaves_nothing(log, tmp_path):

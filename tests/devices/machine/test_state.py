@@ -21,10 +21,10 @@ def test_commands_never_raise():
 @pytest.mark.parametrize("descriptor", [1, 2])
 def test_a_command_that_floods_an_output_is_ended(descriptor: int, tmp_path: Path) -> None:
     script = f'head -c 3000000 /dev/zero >&{descriptor}; echo on > "$1"'
-    done = run_command(["sh", "-c", script, "sh", str(tmp_path / "went")], most=1000)
+    done = run_command(["sh", "-c", script, "sh", str(tmp_path / "went")], max_bytes=1000)
     assert (done.code, done.cut, len(done.output)) == (125, True, 1000 if descriptor == 1 else 0)
     assert not (tmp_path / "went").exists()
-    assert run_command(["head", "-c", "1000", "/dev/zero"], most=1000) == CommandResult(code=0, output=bytes(1000))
+    assert run_command(["head", "-c", "1000", "/dev/zero"], max_bytes=1000) == CommandResult(code=0, output=bytes(1000))
 
 
 def test_both_outputs_are_read_at_once_and_an_answer_may_be_left_unread() -> None:

@@ -94,7 +94,7 @@ def test_variants_have_different_names_and_begin_with_plain():
 def test_each_variant_stands_as_early_as_late(repeats):
     variants = tuple(edge_variants(["dense"], [1, 2, 3], []))
     plan = Schedule(part="domains", variants=variants, prompts=PROMPTS, repeats=repeats, tokens=5)
-    steps = list(plan.steps())
+    steps = list(plan.requests())
     assert len(steps) == len(plan) == repeats * 3 * 4
     assert len({(s.place.repeat, s.prompt.number, s.variant) for s in steps}) == len(steps)
     groups = [steps[i : i + 4] for i in range(0, len(steps), 4)]
@@ -115,4 +115,4 @@ def test_warm_up_runs_each_variant_on_the_first_prompt_only():
 
 def test_context_plan_has_a_prompt_of_each_length():
     plan = context_schedule(PROMPTS, [BASELINE], [4, 9], repeats=1, tokens=5)
-    assert [(s.place.domain, len(s.prompt.ids)) for s in plan.steps()] == [("4", 4), ("9", 9)]
+    assert [(s.place.domain, len(s.prompt.ids)) for s in plan.requests()] == [("4", 4), ("9", 9)]

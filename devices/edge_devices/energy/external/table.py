@@ -80,7 +80,7 @@ def seconds_of(text: str, factor: float, unit: str) -> float | None:
     """
     plain = number(text)
     if plain is not None:
-        return plain * (factor if unit else next((scale for least, scale in EPOCHS if abs(plain) >= least), factor))
+        return plain * (factor if unit else next((scale for smallest, scale in EPOCHS if abs(plain) >= smallest), factor))
     try:
         moment = datetime.fromisoformat(text.strip().replace(",", "."))
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
@@ -260,8 +260,8 @@ def _check_power(path: Path, samples: Sequence[Sample], layout: TableLayout) -> 
         watts = (samples[-1].value - samples[0].value) / span if span > 0 else 0.0
     else:
         watts = fmean(sample.value for sample in samples)
-    least, most = WATTS_STATED if all(column.unit for column in layout.factors) else WATTS_ASSUMED
-    if not least <= watts <= most:
+    low, high = WATTS_STATED if all(column.unit for column in layout.factors) else WATTS_ASSUMED
+    if not low <= watts <= high:
         raise MeterError(
             f"{path}: {watts:.3g} W on average over {span:.4g} s is no plausible power of such a device; if a unit is not what the table"
             " says, give it: --columns unit=mA (or mW, Wh, ...), or time_unit=ms"

@@ -21,7 +21,7 @@ PLAUSIBLE_WATTS = (0.1, 6.0)  # of an idle phone that is awake; asleep, its mill
 AMPERES = {"µA": 1e-6, "mA": 1e-3}
 UNSUPPORTED = -(1 << 31)
 DISCHARGING = "3"  # BatteryManager.BATTERY_STATUS_DISCHARGING
-CELL_VOLTS, ONE_CELL = 3.85, 5.0
+CELL_VOLTS, MAX_CELL_VOLTS = 3.85, 5.0
 PACK_VOLTS = (2.5, 10.0)  # one or two lithium cells in series
 TWO_CELL_MAKERS = ("oneplus", "oppo", "realme", "vivo")
 NAME, SYSFS = "android:battery", "android:battery-sysfs"
@@ -51,7 +51,7 @@ def voltage_notes(text: str, maker: str) -> tuple[str, ...]:
     """Returns what a reader of the figures must know of the voltage they were computed with."""
     if re.fullmatch(r"\d{1,2}", text):
         return (f"the voltage is told in whole volts ({text}): {volts_of(text):g} V taken, up to 15 % off",)
-    if volts_of(text) > ONE_CELL:
+    if volts_of(text) > MAX_CELL_VOLTS:
         return (f"{volts_of(text):.3g} V: two cells in series, and their power together",)
     if maker.lower() in TWO_CELL_MAKERS:
         return (f"{maker} builds phones with two cells in series: if this is one, its power is twice these figures; compare a USB meter's",)

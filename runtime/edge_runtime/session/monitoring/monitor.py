@@ -17,7 +17,7 @@ from edge_devices.option_fields import option
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.acceptance_window import WARN_ABOVE, WINDOW_TOKENS, AcceptanceWindow, Event, RejectionAlarm
 from edge_runtime.errors import RequestError
-from edge_runtime.session.monitoring.prometheus import Metric, Sample, counter, exposition
+from edge_runtime.session.monitoring.prometheus import Metric, MetricSample, counter, exposition
 from edge_runtime.session.stats import DecodeStats, Latencies
 
 # Percentiles over all requests are of the newest rounds and requests only, so that memory is bounded.
@@ -159,19 +159,19 @@ class Monitor:
                         name="edge_mtp_events_total",
                         kind="counter",
                         description="Warnings and changes of drafting, by kind.",
-                        samples=[Sample(value=count, labels={"kind": kind}) for kind, count in sorted(self._events.items())],
+                        samples=[MetricSample(value=count, labels={"kind": kind}) for kind, count in sorted(self._events.items())],
                     ),
                     Metric(
                         name="edge_mtp_mean_acceptance_length",
                         kind="gauge",
                         description="Emitted tokens / forwards of the target.",
-                        samples=[Sample(value=totals["tokens"] / totals["rounds"], labels={})] if totals["rounds"] else [],
+                        samples=[MetricSample(value=totals["tokens"] / totals["rounds"], labels={})] if totals["rounds"] else [],
                     ),
                     Metric(
                         name="edge_mtp_rejection_ratio",
                         kind="gauge",
                         description=f"Rejected / drafted, last {self.options.window} drafted tokens.",
-                        samples=[] if rejection is None else [Sample(value=rejection, labels={})],
+                        samples=[] if rejection is None else [MetricSample(value=rejection, labels={})],
                     ),
                     _summary("edge_mtp_token_seconds", "Seconds per emitted token; quantiles of recent rounds.", self._token_latencies),
                     _summary(
@@ -185,8 +185,11 @@ class Monitor:
 
 def _summary(name: str, description: str, latencies: Latencies) -> Metric:
     quantiles = [(percent, latencies.percentile(percent)) for percent in PERCENTILES]
-    samples = [Sample(value=value, labels={"quantile": f"{percent / 100:g}"}) for percent, value in quantiles if value is not None]
-    samples += [Sample(value=latencies.seconds, labels={}, suffix="_sum"), Sample(value=latencies.count, labels={}, suffix="_count")]
+    samples = [MetricSample(value=value, labels={"quantile": f"{percent / 100:g}"}) for percent, value in quantiles if value is not None]
+    samples += [
+        MetricSample(value=latencies.seconds, labels={}, suffix="_sum"),
+        MetricSample(value=latencies.count, labels={}, suffix="_count"),
+    ]
     return Metric(name=name, kind="summary", description=description, samples=samples)
 
 
