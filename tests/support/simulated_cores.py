@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edge_runtime.calibration.placement import Placement, Spent
+from edge_runtime.calibration.placement import Placement, RoundEnergy
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from scripted import ScriptedDrafter, ScriptedTarget
 
@@ -92,13 +92,13 @@ class Bench:
         """Seconds."""
         return self.now
 
-    def spent(self, work: Callable[[], None]) -> Spent:
+    def energy_of(self, work: Callable[[], None]) -> RoundEnergy:
         """One round's joules, as a meter with `noise` states them."""
         begin, joules = self.now, self.joules
         work()
         self.windows += 1
         error = 1 + self.noise * self.random.standard_normal()
-        return Spent(joules=(self.joules - joules) * error, seconds=self.now - begin, error=self.noise)
+        return RoundEnergy(joules=(self.joules - joules) * error, seconds=self.now - begin, error=self.noise)
 
 
 class _Target(ScriptedTarget):

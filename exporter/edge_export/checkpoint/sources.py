@@ -20,7 +20,7 @@ from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatTyp
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, GgufVocabulary, TokenTable, read_table, read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, string_array
-from edge_runtime.bundle.manifest import Source, SourceFile
+from edge_runtime.bundle.manifest import ModelSource, SourceFile
 
 # Files of a checkpoint folder, besides the weights, that determine the bundle.
 _SIDE_FILES = (
@@ -144,10 +144,10 @@ def mixed_training(target: ResolvedSource, drafter: ResolvedSource) -> str | Non
     )
 
 
-def manifest_source(source: ResolvedSource, progress: Callable[[int], None] = lambda _: None) -> Source:
+def manifest_source(source: ResolvedSource, progress: Callable[[int], None] = lambda _: None) -> ModelSource:
     """Hashes the files the export read; `progress` gets the bytes read since its last call."""
     files = tuple(_hashed(path, progress) for path in source_files(source))
-    return Source(origin=_public_name(source.origin), model_type=source.checkpoint.model_type, files=files)
+    return ModelSource(origin=_public_name(source.origin), model_type=source.checkpoint.model_type, files=files)
 
 
 def _public_name(origin: str) -> str:

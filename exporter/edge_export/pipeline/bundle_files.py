@@ -15,7 +15,7 @@ from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError
 from edge_export.output.atomic_folder import BundlePart
 from edge_runtime.bundle import signature
-from edge_runtime.bundle.manifest import BundleFile, Manifest, Source
+from edge_runtime.bundle.manifest import BundleFile, Manifest, ModelSource
 from edge_runtime.config.presets import expanded
 from edge_runtime.config.schema import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
 from edge_runtime.config.settings import defaults
@@ -70,7 +70,7 @@ def hash_parts(parts: list[BundlePart], folder: Path, progress: Progress) -> tup
     )
 
 
-def hash_source(source: ResolvedSource, progress: Progress) -> Source:
+def hash_source(source: ResolvedSource, progress: Progress) -> ModelSource:
     """Returns the manifest's entry of one half's source files."""
     progress.step(f"Hash the {source.role}'s source", sum(path.stat().st_size for path in source_files(source)))
     return manifest_source(source, progress.advance)

@@ -165,7 +165,7 @@ class Benchmark:
             session = runner.session
             rows = session.settings.longest_draft + 1
             with self._load.waiting(f"costs of {kind} drafts") as report:
-                costs = measure_costs(session.target, session.drafter, max(session.vocabulary.bos, 0), most_rows=rows, report=report)
+                costs = measure_costs(session.target, session.drafter, max(session.vocabulary.bos, 0), max_rows=rows, report=report)
             step = costs.mean_step if costs.step > LEAST_SECONDS else None
             yield CostRecord(drafter=kind, length=TEXT, verify_seconds=costs.verify[:rows], draft_step_seconds=step)
 

@@ -31,7 +31,7 @@ from edge_runtime.errors import BundleError, RequestError
 
 _LONGEST_PATH = 200
 # More than any bundle has.
-_MOST_FILES = 64
+_MAX_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Bundle:
         for entry in self.manifest.files:
             if entry.role == role and format in (None, entry.format):
                 return entry
-        wanted = role if format is None else f"{format} {role}"
-        raise BundleError(f"{self.folder}: the bundle has no {wanted}; export it again with this format")
+        kind = role if format is None else f"{format} {role}"
+        raise BundleError(f"{self.folder}: the bundle has no {kind}; export it again with this format")
 
     def has(self, role: str, format: str | None = None) -> bool:
         """Whether there is a file with this role."""
@@ -125,15 +125,15 @@ def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture)
 
 
 def _check_generation(folder: Path, manifest: Manifest) -> None:
-    found, size = manifest.generation, manifest.architecture.vocab_size
-    if found is not None and any(token >= size for token in (*found.end_tokens, *found.suppress_tokens)):
+    defaults, size = manifest.generation, manifest.architecture.vocab_size
+    if defaults is not None and any(token >= size for token in (*defaults.end_tokens, *defaults.suppress_tokens)):
         raise BundleError(f"{folder}: the generation defaults name a token beyond the vocabulary of {size}; export it again")
 
 
 def _check_list(folder: Path, files: tuple[BundleFile, ...]) -> None:
     """Raises BundleError for a list that would check one file thousands of times, or has a role twice."""
-    if len(files) > _MOST_FILES:
-        raise BundleError(f"{folder}: the manifest lists {len(files)} files, more than {_MOST_FILES}; do not use this bundle")
+    if len(files) > _MAX_FILES:
+        raise BundleError(f"{folder}: the manifest lists {len(files)} files, more than {_MAX_FILES}; do not use this bundle")
     named: set[object] = set()
     for entry in files:
         for name in (PurePosixPath(entry.path), (entry.role, entry.format)):

@@ -107,11 +107,11 @@ def check_gemma4(header: GgufHeader) -> None:
     for name in _NEEDED:
         if keys.value(name) is None:
             raise BackendError(f"{header.path}: {header.architecture}.{name} is missing; export the bundle again")
-    integers = {name: keys.integer(name, least, most) for name, (least, most) in _INTEGERS.items()}
+    integers = {name: keys.integer(name, minimum, maximum) for name, (minimum, maximum) in _INTEGERS.items()}
     for name, (lowest, highest) in _REALS.items():
         keys.real(name, lowest, highest)
     layers, experts = integers["block_count"], integers["expert_count"]
-    each = {name: keys.of_each_layer(name, layers, least, most) for name, (least, most) in _OF_EACH_LAYER.items()}
+    each = {name: keys.of_each_layer(name, layers, minimum, maximum) for name, (minimum, maximum) in _OF_EACH_LAYER.items()}
     if any(heads % shared for heads, shared in zip(each["attention.head_count"], each["attention.head_count_kv"], strict=True)):
         raise keys.wrong("attention.head_count_kv", "a divisor of attention.head_count")
     if any(used > experts or bool(used) != bool(experts) for used in each["expert_used_count"]):
@@ -174,34 +174,34 @@ class _Keys:
     def value(self, name: str, default: Any = None) -> Any:
         return self._header.keys.get(f"{self._header.architecture}.{name}", default)
 
-    def wrong(self, name: str, wanted: str, value: Any = None) -> BackendError:
-        found = self.value(name, value)
+    def wrong(self, name: str, expected: str, value: Any = None) -> BackendError:
+        actual = self.value(name, value)
         return BackendError(
-            f"{self._header.path}: {self._header.architecture}.{name} is {found!r:.60}, not {wanted}; export the bundle again"
+            f"{self._header.path}: {self._header.architecture}.{name} is {actual!r:.60}, not {expected}; export the bundle again"
         )
 
-    def integer(self, name: str, least: int, most: int) -> int:
+    def integer(self, name: str, minimum: int, maximum: int) -> int:
         """Returns the value of a key, 0 if it is missing. Raises BackendError if it is out of range."""
         value = self.value(name)
         if value is None:
             return 0
-        if not _is_integer(value, least, most):
-            raise self.wrong(name, f"an integer from {least} to {most}")
+        if not _is_integer(value, minimum, maximum):
+            raise self.wrong(name, f"an integer from {minimum} to {maximum}")
         return int(value)
 
-    def real(self, name: str, least: float, most: float) -> None:
+    def real(self, name: str, minimum: float, maximum: float) -> None:
         value = self.value(name)
-        if value is not None and not (isinstance(value, float) and math.isfinite(value) and least <= value <= most):
-            raise self.wrong(name, f"a number from {least:g} to {most:g}")
+        if value is not None and not (isinstance(value, float) and math.isfinite(value) and minimum <= value <= maximum):
+            raise self.wrong(name, f"a number from {minimum:g} to {maximum:g}")
 
-    def of_each_layer(self, name: str, layers: int, least: int, most: int) -> Sequence[int]:
-        """Returns one value per layer, of a key that has one for all or a list; `least` if the key is missing."""
-        value = self.value(name, least)
+    def of_each_layer(self, name: str, layers: int, minimum: int, maximum: int) -> Sequence[int]:
+        """Returns one value per layer, of a key that has one for all or a list; `minimum` if the key is missing."""
+        value = self.value(name, minimum)
         values = value if isinstance(value, list) else [value] * layers
-        if len(values) != layers or not all(_is_integer(one, least, most) for one in values):
-            raise self.wrong(name, f"an integer from {least} to {most}, or one for each of the {layers} layers")
+        if len(values) != layers or not all(_is_integer(number, minimum, maximum) for number in values):
+            raise self.wrong(name, f"an integer from {minimum} to {maximum}, or one for each of the {layers} layers")
         return values
 
 
-def _is_integer(value: Any, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def _is_integer(value: Any, minimum: int, maximum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum

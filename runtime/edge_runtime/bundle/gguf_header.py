@@ -230,7 +230,7 @@ class _Reader:
             digest.update(memoryview(piece)[:at])
             self._file.seek(start + at)
             if not passed:  # longer than a piece, or past the end of the file
-                text = self._take(self._number("Q", most=_MAX_STRING_BYTES))
+                text = self._take(self._number("Q", maximum=_MAX_STRING_BYTES))
                 digest.update(_counted(text))
                 if texts is not None:
                     texts.add(text)
@@ -238,12 +238,12 @@ class _Reader:
             count -= passed
         return digest.hexdigest()
 
-    def _string(self, most: int) -> str:
-        return self._take(self._number("Q", most=most)).decode("utf-8", "replace")
+    def _string(self, max_bytes: int) -> str:
+        return self._take(self._number("Q", maximum=max_bytes)).decode("utf-8", "replace")
 
-    def _number(self, code: str, most: int | None = None) -> Any:
+    def _number(self, code: str, maximum: int | None = None) -> Any:
         (value,) = struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))
-        if most is not None and value > most:
+        if maximum is not None and value > maximum:
             raise self._corrupt(f"a string claims {value} bytes")
         return value
 

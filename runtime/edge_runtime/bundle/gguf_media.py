@@ -13,7 +13,7 @@ from edge_runtime.bundle.gguf_header import GgufError, GgufHeader, read_gguf_hea
 from edge_runtime.errors import BackendError
 
 _LARGEST = 1 << 16
-_MOST_LAYERS = 128
+_MAX_LAYERS = 128
 # ggml's numbers of f32, f16 and bf16
 _TYPES = (0, 1, 30)
 _Q8_0 = 8
@@ -59,7 +59,7 @@ def check_encoder(path: Path, width: int) -> EncoderFacts:
         raise BackendError(str(error)) from error
     audio = header.keys.get("clip.has_audio_encoder") is True
     unified = header.keys.get("clip.vision.projector_type") == "gemma4uv"
-    _check_keys(path, header, _wanted(width, audio=audio, unified=unified))
+    _check_keys(path, header, _expected_keys(width, audio=audio, unified=unified))
     if unified:
         expected = _embedder_shapes(path, header, width) | ({"mm.a.input_projection.weight": (width, _SAMPLES)} if audio else {})
     else:
@@ -71,8 +71,8 @@ def check_encoder(path: Path, width: int) -> EncoderFacts:
     )
 
 
-def _wanted(width: int, *, audio: bool, unified: bool) -> dict[str, Any]:
-    wanted: dict[str, Any] = {
+def _expected_keys(width: int, *, audio: bool, unified: bool) -> dict[str, Any]:
+    keys: dict[str, Any] = {
         "general.architecture": "clip",
         "clip.has_vision_encoder": True,
         "clip.vision.projector_type": "gemma4uv" if unified else "gemma4v",
@@ -81,14 +81,14 @@ def _wanted(width: int, *, audio: bool, unified: bool) -> dict[str, Any]:
     }
     if audio:
         kind = "gemma4ua" if unified else "gemma4a"
-        wanted |= {"clip.audio.projector_type": kind, "clip.audio.num_mel_bins": 128, "clip.audio.projection_dim": width}
+        keys |= {"clip.audio.projector_type": kind, "clip.audio.num_mel_bins": 128, "clip.audio.projection_dim": width}
     if not unified:
-        return wanted | {"clip.use_gelu": True}
+        return keys | {"clip.use_gelu": True}
     inputs = ("vision", "audio") if audio else ("vision",)
-    return wanted | {f"clip.{one}.{key}": 0 for one in inputs for key in ("feed_forward_length", "block_count", "attention.head_count")}
+    return keys | {f"clip.{medium}.{key}": 0 for medium in inputs for key in ("feed_forward_length", "block_count", "attention.head_count")}
 
 
-def _check_keys(path: Path, header: GgufHeader, wanted: dict[str, Any]) -> None:
+def _check_keys(path: Path, header: GgufHeader, expected: dict[str, Any]) -> None:
     for key, types in header.types.items():
         if types != _KEY_TYPES.get(key, None if key.startswith("clip.") else types):
             raise BackendError(f"{path}: the key {key[:80]!r} is none of an encoder, or of another type; export the bundle again")
@@ -98,27 +98,27 @@ def _check_keys(path: Path, header: GgufHeader, wanted: dict[str, Any]) -> None:
             odd = not isinstance(value, list) or len(value) != _COLOURS
         if odd:
             raise BackendError(f"{path}: {key} is {str(value)[:40]}, which no encoder has; export the bundle again")
-    for key, value in wanted.items():
+    for key, value in expected.items():
         if header.keys.get(key) != value:
             raise BackendError(f"{path}: {key} is {str(header.keys.get(key))[:40]!r}, not {value!r}; export the bundle again")
 
 
 def _check_tensors(path: Path, header: GgufHeader, expected: Shapes) -> None:
-    found = {tensor.name: tensor for tensor in header.tensors}
-    if found.keys() != expected.keys():
-        odd = sorted(found.keys() ^ expected.keys())[0]
-        raise BackendError(f"{path}: the tensor {odd[:80]!r} is {'unknown' if odd in found else 'missing'}; export the bundle again")
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    if tensors.keys() != expected.keys():
+        odd = sorted(tensors.keys() ^ expected.keys())[0]
+        raise BackendError(f"{path}: the tensor {odd[:80]!r} is {'unknown' if odd in tensors else 'missing'}; export the bundle again")
     for name, shape in expected.items():
-        quantized = found[name].type == _Q8_0 and len(shape) == 2 and _MATRIX.fullmatch(name)
-        if tuple(found[name].shape)[::-1] != shape or not (quantized or found[name].type in _TYPES):
-            got = f"{list(found[name].shape)[::-1]} of type {found[name].type}"
+        quantized = tensors[name].type == _Q8_0 and len(shape) == 2 and _MATRIX.fullmatch(name)
+        if tuple(tensors[name].shape)[::-1] != shape or not (quantized or tensors[name].type in _TYPES):
+            got = f"{list(tensors[name].shape)[::-1]} of type {tensors[name].type}"
             raise BackendError(f"{path}: {name!r} is {got}, not {list(shape)} of floats or q8_0; export the bundle again")
 
 
-def _count(path: Path, header: GgufHeader, key: str, most: int = _LARGEST) -> int:
+def _count(path: Path, header: GgufHeader, key: str, maximum: int = _LARGEST) -> int:
     value = header.keys.get(key)
-    if type(value) is not int or not 0 < value <= most:
-        raise BackendError(f"{path}: {key} is {str(value)[:40]!r}, not a number from 1 to {most}; export the bundle again")
+    if type(value) is not int or not 0 < value <= maximum:
+        raise BackendError(f"{path}: {key} is {str(value)[:40]!r}, not a number from 1 to {maximum}; export the bundle again")
     return value
 
 
@@ -168,7 +168,7 @@ def _vision_shapes(path: Path, header: GgufHeader, width: int) -> Shapes:
     }
     if any(tensor.name.startswith("v.std_") for tensor in header.tensors):
         shapes |= {"v.std_bias": (size,), "v.std_scale": (size,)}
-    for layer in range(_count(path, header, "clip.vision.block_count", _MOST_LAYERS)):
+    for layer in range(_count(path, header, "clip.vision.block_count", _MAX_LAYERS)):
         at = f"v.blk.{layer}."
         shapes |= {f"{at}{norm}.weight": (size,) for norm in ("ln1", "ln2", "attn_post_norm", "ffn_post_norm")}
         shapes |= {f"{at}{norm}.weight": (head,) for norm in ("attn_q_norm", "attn_k_norm")}
@@ -206,7 +206,7 @@ def _audio_shapes(path: Path, header: GgufHeader, width: int) -> Shapes:
         "norm_conv",
         "ln2",
     )
-    for layer in range(_count(path, header, "clip.audio.block_count", _MOST_LAYERS)):
+    for layer in range(_count(path, header, "clip.audio.block_count", _MAX_LAYERS)):
         at = f"a.blk.{layer}."
         shapes |= {f"{at}{norm}.weight": (size,) for norm in norms}
         shapes |= {f"{at}per_dim_scale.weight": (head,), f"{at}attn_k_rel.weight": (size, size), f"{at}conv_dw.weight": (size, 5)}

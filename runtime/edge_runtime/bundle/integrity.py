@@ -26,12 +26,14 @@ SAMPLES, SAMPLE_BYTES = 64, 16 << 10
 _SETTLED_NS = 2_000_000_000
 
 
-def read_part(path: Path, most: int, kind: str) -> bytes:
+def read_part(path: Path, max_bytes: int, kind: str) -> bytes:
     """Returns the bytes of a file of a bundle. Raises BundleError for one that has more than any such `kind`, or cannot be read."""
     try:
-        return read_at_most(path, most)
+        return read_at_most(path, max_bytes)
     except FileTooLarge as error:
-        raise BundleError(f"{path} has more than {most} bytes, more than any {kind}; copy the bundle again, or export it again") from error
+        raise BundleError(
+            f"{path} has more than {max_bytes} bytes, more than any {kind}; copy the bundle again, or export it again"
+        ) from error
     except OSError as error:
         raise BundleError(f"{path} cannot be read ({error.strerror or error}); copy the bundle again") from error
 
@@ -64,11 +66,11 @@ def samples_of(path: Path) -> str:
 
 
 def _identity(path: Path) -> dict[str, int]:
-    found: os.stat_result = path.stat()
+    status: os.stat_result = path.stat()
     return {
-        "bytes": found.st_size,
-        "modified_ns": found.st_mtime_ns,
-        "changed_ns": found.st_ctime_ns,
-        "inode": found.st_ino,
-        "device": found.st_dev,
+        "bytes": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+        "changed_ns": status.st_ctime_ns,
+        "inode": status.st_ino,
+        "device": status.st_dev,
     }

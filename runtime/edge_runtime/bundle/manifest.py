@@ -39,7 +39,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ModelSource:
     """The origin of a model."""
 
     origin: str
@@ -260,7 +260,7 @@ class Manifest:
     schema_version: int
     created_by: str
     created_at: str
-    sources: dict[str, Source]
+    sources: dict[str, ModelSource]
     architecture: Architecture
     cache_layout: CacheLayout
     files: tuple[BundleFile, ...]

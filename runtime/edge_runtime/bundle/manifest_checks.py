@@ -81,5 +81,5 @@ def check_numbers(value: Any, where: str, name: str = "") -> None:
 
 def _check(number: float, where: str, from_zero: bool) -> None:
     if number < 0 or (number == 0 and not from_zero) or number > LARGEST:
-        least = "0" if from_zero else "1" if isinstance(number, int) else "above 0"
-        raise StructureError(f"{where} is {number}, not {least} to 2^53")
+        minimum = "0" if from_zero else "1" if isinstance(number, int) else "above 0"
+        raise StructureError(f"{where} is {number}, not {minimum} to 2^53")

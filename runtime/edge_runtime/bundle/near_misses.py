@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 # Folders are searched no further than this, so that an error comes at once.
-_MOST_ENTRIES = 2000
+_MAX_ENTRIES = 2000
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@[\w./-]+)?(?::[^:]+\.gguf)?")
 _CHECKPOINT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 
@@ -40,8 +40,8 @@ def advice(folder: Path, manifest_name: str) -> str:
 
 
 def _hub_export(name: str) -> str:
-    found = _HUB_NAME.fullmatch(name)
-    repository = found[1] if found else name
+    match = _HUB_NAME.fullmatch(name)
+    repository = match[1] if match else name
     # A repository of GGUF files holds the drafter too; edge-export finds it, or lists the files.
     drafter = repository if name.endswith(".gguf") or repository.lower().endswith("-gguf") else f"{repository}-assistant"
     return f"edge-export pair {shlex.quote(name)} {drafter} --output {repository.rpartition('/')[2]}"
@@ -56,12 +56,12 @@ def _target_first(names: list[str]) -> list[str]:
 
 def _near(folder: Path, manifest_name: str) -> Path | None:
     bundles = {path.name: path for path in _entries(folder.parent) if (path / manifest_name).is_file()}
-    found = difflib.get_close_matches(folder.name, bundles, n=1)
-    return bundles[found[0]] if found else None
+    names = difflib.get_close_matches(folder.name, bundles, n=1)
+    return bundles[names[0]] if names else None
 
 
 def _entries(folder: Path) -> list[Path]:
     try:
-        return list(islice(folder.iterdir(), _MOST_ENTRIES))
+        return list(islice(folder.iterdir(), _MAX_ENTRIES))
     except OSError:
         return []

@@ -317,9 +317,9 @@ def _inside(messages: Iterable[memoryview], path: tuple[int, ...]) -> Iterator[m
         yield from inner if len(path) == 1 else _inside(inner, path[1:])
 
 
-def _integers(value: int | memoryview, most: int) -> list[int]:
-    """One integer or a packed list, without signs; one more than `most` at the most."""
-    return [value] if isinstance(value, int) else list(islice(varints(value), most + 1))
+def _integers(value: int | memoryview, max_count: int) -> list[int]:
+    """One integer or a packed list, without signs; one more than `max_count` at the most."""
+    return [value] if isinstance(value, int) else list(islice(varints(value), max_count + 1))
 
 
 def _signed(number: int) -> int:

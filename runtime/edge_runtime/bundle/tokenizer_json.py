@@ -33,8 +33,8 @@ _MAX_PARTS, _MAX_PART_BYTES = 8, 1 << 16
 # One character or class of characters, repeated or not, in each alternative: no match is ever tried a second time, so that a text takes
 # linear time. llama.cpp's own rule for Gemma 4, [^\\n]+|[\\n]+, is one (src/llama-vocab.cpp).
 _CHARACTER = r"(?:\\[nrtsSdDwW]|[^\\\[\](){}.*+?|^$&-])"
-_ONE = rf"(?:\[\^?(?:{_CHARACTER}|(?<=\w)-\w)+\]|{_CHARACTER})\+?"
-_LINEAR = re.compile(rf"{_ONE}(?:\|{_ONE})*")
+_ATOM = rf"(?:\[\^?(?:{_CHARACTER}|(?<=\w)-\w)+\]|{_CHARACTER})\+?"
+_LINEAR = re.compile(rf"{_ATOM}(?:\|{_ATOM})*")
 # Most growth of a prompt: a space becomes the three bytes of U+2581.
 _MAX_GROWTH = 8
 
@@ -42,9 +42,9 @@ _MAX_GROWTH = 8
 def read_tokenizer(path: Path) -> bytes:
     """Returns the file's bytes. Raises BundleError if it is too large, or names a component that Gemma's tokenizers do not have."""
     data = read_part(path, MAX_TOKENIZER_BYTES, "tokenizer")
-    for found in _KIND.finditer(data):
-        if found.group(1) not in _ALL_KINDS:
-            raise _foreign(path, found.group(1)[:40].decode("utf-8", "replace"))
+    for match in _KIND.finditer(data):
+        if match.group(1) not in _ALL_KINDS:
+            raise _foreign(path, match.group(1)[:40].decode("utf-8", "replace"))
     return data
 
 
@@ -98,8 +98,8 @@ def _flat(part: dict[str, Any], inner: str) -> Iterator[dict[str, Any]]:
     if part["type"] != "Sequence":
         yield part
         return
-    for one in part[inner]:
-        yield from _flat(one, inner)
+    for child in part[inner]:
+        yield from _flat(child, inner)
 
 
 def _growth(part: dict[str, Any], path: Path) -> float:

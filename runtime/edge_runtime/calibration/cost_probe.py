@@ -25,18 +25,18 @@ def measure_costs(
     drafter: Drafter | None,
     token: int,
     *,
-    most_rows: int = MAX_ROWS,
+    max_rows: int = MAX_ROWS,
     max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
     report: Report = no_report,
 ) -> MeasuredCosts:
-    """Times a draft and then a verify, as in real rounds, of 1 to `most_rows` rows after a short text of one `token`.
+    """Times a draft and then a verify, as in real rounds, of 1 to `max_rows` rows after a short text of one `token`.
 
     After one pass to warm up, all row counts are measured at least MIN_ROUNDS times, and more often within `max_seconds` (see `steady`).
     Without a drafter, or with one that drafts nothing here, the cost of drafting is negligible. Leaves the cache empty. `report` gets the
     share of the work that is done.
     """
-    longest = min(most_rows, target.context - 2, target.rewind_slack)
+    longest = min(max_rows, target.context - 2, target.rewind_slack)
     _begin_text(target, token, longest)
     rounds: list[list[float]] = []
     drafted = [0] * longest
@@ -64,17 +64,17 @@ def measure_costs(
     return MeasuredCosts(verify=tuple(verify), step=step, overhead=overhead)
 
 
-def timed_rounds(fewest: int, most: int, max_seconds: float, *, clock: Callable[[], float], report: Report) -> Iterator[int]:
-    """Counts rounds of a measurement from 0, which warms up: at least `fewest` and at most `most` more, until `max_seconds` are over.
+def timed_rounds(min_rounds: int, max_rounds: int, max_seconds: float, *, clock: Callable[[], float], report: Report) -> Iterator[int]:
+    """Counts rounds from 0, which warms up: at least `min_rounds` and at most `max_rounds` more, until `max_seconds` are over.
 
     `report` gets the share that is done.
     """
     begin = clock()
-    for number in range(most + 1):
+    for number in range(max_rounds + 1):
         seconds = clock() - begin
-        if number > fewest and seconds > max_seconds:
+        if number > min_rounds and seconds > max_seconds:
             return
-        report(max(number / (most + 1), min(number / (fewest + 1), seconds / max_seconds if max_seconds else 1.0)))
+        report(max(number / (max_rounds + 1), min(number / (min_rounds + 1), seconds / max_seconds if max_seconds else 1.0)))
         yield number
 
 

@@ -45,7 +45,7 @@ def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None, n
     """
 
     def measure(report: Report, known: Known[MeasuredCosts] | None) -> MeasuredCosts:
-        costs = measure_costs(pair.target, pair.drafter, pair.token, most_rows=pair.rows, report=report)
+        costs = measure_costs(pair.target, pair.drafter, pair.token, max_rows=pair.rows, report=report)
         return known.value.combined(costs) if known else costs
 
     curve = CostCurve(COSTS.known_or_measured(pair.key, measure, notify, waiting=waiting))
@@ -65,19 +65,19 @@ def measured_threads(
     groups = processor_groups()
     if sum(map(len, groups)) == 1:
         return ThreadCounts.same(1)
-    tries = candidates(groups)
+    thread_counts = candidates(groups)
 
     def use(counts: ThreadCounts) -> None:
-        keep_to_fastest(counts.most, groups)
+        keep_to_fastest(counts.largest, groups)
         set_threads(counts)
 
     def measure(report: Report, known: Known[ThreadTimes] | None) -> ThreadTimes:
         if known is None:
             notify("First use of this bundle on this machine: finding out how many threads each phase runs fastest on.")
-        times = measure_threads(pair.target, pair.drafter, use, tries, pair.token, report=report)
+        times = measure_threads(pair.target, pair.drafter, use, thread_counts, pair.token, report=report)
         return known.value.combined(times) if known else times
 
-    times = THREADS.known_or_measured(pair.key, measure, notify, waiting=waiting, fits=lambda known: known.are_of(tries))
+    times = THREADS.known_or_measured(pair.key, measure, notify, waiting=waiting, fits=lambda known: known.are_of(thread_counts))
     best = times.best()
     use(best)
     return best
@@ -105,11 +105,11 @@ def measured_placement(
         set_threads(placement.threads)
 
     probe = PlacementProbe(
-        target=pair.target, drafter=pair.drafter, token=pair.token, tries=placements(groups, counts), use=use, power=power, clock=clock
+        target=pair.target, drafter=pair.drafter, token=pair.token, placements=placements(groups, counts), use=use, power=power, clock=clock
     )
 
     def measure(report: Report, known: Known[PlacementFigures] | None) -> PlacementFigures:
-        names = known.value.rivals(pair.slowdown) if known else probe.worth_measuring()
+        names = known.value.worth_repeating(pair.slowdown) if known else probe.worth_measuring()
         if known and len(names) == 1:
             return known.value
         notify(f"measuring the joules of cores and threads, about {len(names) * power.window_s:.0f} s")
@@ -124,7 +124,7 @@ def measured_placement(
         return figures
 
     def fits(known: PlacementFigures) -> bool:
-        return known.are_of([placement.name for placement in probe.tries])
+        return known.are_of([placement.name for placement in probe.placements])
 
     key = entry_key([pair.key, power.name])
     figures = FIGURES.known_or_measured(key, measure, notify, waiting=waiting, fits=fits).decided(pair.slowdown)

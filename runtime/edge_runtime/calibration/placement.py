@@ -16,7 +16,7 @@ from typing import Protocol
 from edge_devices.machine.cpu_affinity import fastest
 from edge_devices.waiting import Report, no_report
 from edge_runtime.calibration.measured import MeasuredValue
-from edge_runtime.calibration.thread_probe import DRAFTS, MOST_SECONDS, VERIFIES, ThreadCounts
+from edge_runtime.calibration.thread_probe import DRAFTS, MAX_PHASE_SECONDS, VERIFIES, ThreadCounts
 from edge_runtime.drafting.phase_power import MOST_WATTS, PhasePower
 from edge_runtime.interfaces import Drafter, Target
 
@@ -47,7 +47,7 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spent:
+class RoundEnergy:
     """Joules and seconds of one round; `error`: the relative standard error of the joules."""
 
     joules: float
@@ -56,7 +56,7 @@ class Spent:
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be of a round."""
-        fine = 0 < self.seconds < MOST_SECONDS and 0 < self.joules < MOST_WATTS * self.seconds and 0 <= self.error < math.inf
+        fine = 0 < self.seconds < MAX_PHASE_SECONDS and 0 < self.joules < MOST_WATTS * self.seconds and 0 <= self.error < math.inf
         if not fine:
             raise ValueError(f"{self.joules!r} J in {self.seconds!r} s is no round")
 
@@ -72,10 +72,10 @@ class PowerSource(Protocol):
     def window_s(self) -> float:
         """Seconds of one measurement."""
 
-    def phases(self, target: Target, drafter: Drafter | None, token: int, most_rows: int, key: str) -> PhasePower:
+    def phases(self, target: Target, drafter: Drafter | None, token: int, max_rows: int, key: str) -> PhasePower:
         """Returns the watts of each phase, measured or cached under `key`; empties the KV cache. `token` fills texts."""
 
-    def spent(self, work: Callable[[], None]) -> Spent:
+    def energy_of(self, work: Callable[[], None]) -> RoundEnergy:
         """Repeats `work` until the meter has a figure; returns what one call took."""
 
 
@@ -83,7 +83,7 @@ class PowerSource(Protocol):
 class PlacementFigures:
     """What rounds took by name of the placement; the names of the fastest and of the one in use."""
 
-    rounds: Mapping[str, Spent]
+    rounds: Mapping[str, RoundEnergy]
     fastest: str
     chosen: str
 
@@ -109,15 +109,15 @@ class PlacementFigures:
         saved = 1 - allowed[best].joules / allowed[held].joules
         return replace(self, chosen=best if saved > max(SAVES, doubt) else held)
 
-    def rivals(self, slowdown: float | None) -> list[str]:
+    def worth_repeating(self, slowdown: float | None) -> list[str]:
         """Returns the names of the placement in use and of the best other one: these two are measured again."""
         allowed = self._allowed(slowdown)
         return [self.chosen, *sorted(allowed.keys() - {self.chosen}, key=lambda name: allowed[name].joules)[:1]]
 
-    def with_again(self, again: Mapping[str, Spent], times: int) -> PlacementFigures:
+    def with_again(self, again: Mapping[str, RoundEnergy], times: int) -> PlacementFigures:
         """Returns the means of these figures, of so many measurements, and those of one more."""
         means = {
-            name: Spent(
+            name: RoundEnergy(
                 joules=(times * self.rounds[name].joules + new.joules) / (times + 1),
                 seconds=(times * self.rounds[name].seconds + new.seconds) / (times + 1),
                 error=math.hypot(times * self.rounds[name].error, new.error) / (times + 1),
@@ -130,9 +130,9 @@ class PlacementFigures:
         """Whether all placements are among `names`, whose first is the fastest."""
         return {names[0], self.chosen} <= self.rounds.keys() <= set(names) and self.fastest == names[0]
 
-    def _allowed(self, slowdown: float | None) -> dict[str, Spent]:
+    def _allowed(self, slowdown: float | None) -> dict[str, RoundEnergy]:
         limit = math.inf if slowdown is None else (1 + slowdown) * self.rounds[self.fastest].seconds
-        return {name: spent for name, spent in self.rounds.items() if spent.seconds <= limit or name == self.fastest}
+        return {name: energy for name, energy in self.rounds.items() if energy.seconds <= limit or name == self.fastest}
 
 
 FIGURES = MeasuredValue(kind="placements", value_class=PlacementFigures, doing="measuring the joules of cores and threads")
@@ -147,13 +147,13 @@ def placements(groups: Sequence[Sequence[int]], best: ThreadCounts) -> list[Plac
     every = tuple(number for group in groups for number in group)
     alike = len(groups) == 1
     if alike:
-        tries = [(every, n) for n in (1, 2, len(every) // 2, len(every)) if 1 <= n <= len(every)]
+        pairs = [(every, n) for n in (1, 2, len(every) // 2, len(every)) if 1 <= n <= len(every)]
     else:
-        tries = [(every[:size], size) for size in accumulate(map(len, groups))]
-        tries += [(tuple(group), n) for group in groups for n in (len(group), max(1, len(group) // 2))]
-    first = Placement(processors=every if alike else tuple(fastest(best.most, [list(group) for group in groups])), threads=best)
+        pairs = [(every[:size], size) for size in accumulate(map(len, groups))]
+        pairs += [(tuple(group), n) for group in groups for n in (len(group), max(1, len(group) // 2))]
+    first = Placement(processors=every if alike else tuple(fastest(best.largest, [list(group) for group in groups])), threads=best)
     named = {first.name: first}
-    for processors, n in tries:
+    for processors, n in pairs:
         threads = ThreadCounts(prefill=min(best.prefill, len(processors)), verify=n, draft=min(best.draft, n))
         placement = Placement(processors=processors, threads=threads)
         named.setdefault(placement.name, placement)
@@ -162,7 +162,7 @@ def placements(groups: Sequence[Sequence[int]], best: ThreadCounts) -> list[Plac
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementProbe:
-    """Measures rounds of an opened pair on placements, of which `tries` begins with the fastest; `use` sets one, `token` fills texts.
+    """Measures rounds of an opened pair on placements, of which `placements` begins with the fastest; `use` sets one, `token` fills texts.
 
     A round is as in decoding: a forward of one row, a draft, a verify of several rows.
     """
@@ -170,38 +170,38 @@ class PlacementProbe:
     target: Target
     drafter: Drafter | None
     token: int
-    tries: Sequence[Placement]
+    placements: Sequence[Placement]
     use: Callable[[Placement], None]
     power: PowerSource
     clock: Callable[[], float] = time.perf_counter
 
     def named(self, name: str) -> Placement:
         """Returns the placement of that name."""
-        return next(placement for placement in self.tries if placement.name == name)
+        return next(placement for placement in self.placements if placement.name == name)
 
     def worth_measuring(self) -> list[str]:
         """Times all placements and returns the names of those worth measuring, the fastest first.
 
         Left out is what takes far longer than that one, and what is no faster than another with no other processors and no more threads.
         """
-        seconds = {placement.name: self._seconds(placement) for placement in self.tries}
-        first, *others = self.tries
+        seconds = {placement.name: self._seconds(placement) for placement in self.placements}
+        first, *others = self.placements
 
         def is_worth(placement: Placement) -> bool:
-            better = (other for other in self.tries if other.is_within(placement) and seconds[other.name] <= seconds[placement.name])
+            better = (other for other in self.placements if other.is_within(placement) and seconds[other.name] <= seconds[placement.name])
             return seconds[placement.name] < TOO_SLOW * seconds[first.name] and not any(better)
 
         return [first.name, *(placement.name for placement in others if is_worth(placement))]
 
-    def measured(self, names: Sequence[str], report: Report = no_report) -> dict[str, Spent]:
+    def measured(self, names: Sequence[str], report: Report = no_report) -> dict[str, RoundEnergy]:
         """Returns what a round takes on each of these placements; leaves the KV cache empty. `report` gets the share that is done."""
-        spent = {}
+        energies = {}
         for done, name in enumerate(names):
             report(done / len(names))
             self._begin(self.named(name))
-            spent[name] = self.power.spent(self._round)
+            energies[name] = self.power.energy_of(self._round)
         self.target.rollback(0)
-        return spent
+        return energies
 
     @property
     def _text(self) -> int:

@@ -13,7 +13,7 @@ from edge_devices.meters.base import Meter
 from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.calibration.cost_probe import TEXT
 from edge_runtime.calibration.measured import MeasuredValue
-from edge_runtime.calibration.placement import Spent
+from edge_runtime.calibration.placement import RoundEnergy
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target
@@ -46,15 +46,15 @@ class PowerProbe:
         """Seconds of one measurement."""
         return ROOM * Characteristics.expected(self.meter.facts).shortest_window_s
 
-    def phases(self, target: Target, drafter: Drafter | None, token: int, most_rows: int, key: str) -> PhasePower:
+    def phases(self, target: Target, drafter: Drafter | None, token: int, max_rows: int, key: str) -> PhasePower:
         """Returns the watts cached under `key` for this meter, or measures them; empties the KV cache. Raises RequestError."""
 
         def measure(report: Report, _: object) -> PhasePower:
-            return self._measure(target, drafter, token, most_rows, report)
+            return self._measure(target, drafter, token, max_rows, report)
 
         return WATTS.known_or_measured(entry_key([key, self.name]), measure, self.notify, waiting=self.waiting)
 
-    def spent(self, work: Callable[[], None]) -> Spent:
+    def energy_of(self, work: Callable[[], None]) -> RoundEnergy:
         """Repeats `work` for a window of the meter; returns what one call took. Raises RequestError without a figure."""
         with EnergyWatch(self.system, self.meter) as watch:
             begin, calls = self.system.clock(), 0
@@ -66,12 +66,12 @@ class PowerProbe:
             raise RequestError(f"the power of this machine could not be measured: {energy.sentence()}")
         joules = energy.joules
         try:
-            return Spent(joules=joules.value / calls, seconds=energy.seconds / calls, error=joules.error / joules.value)
+            return RoundEnergy(joules=joules.value / calls, seconds=energy.seconds / calls, error=joules.error / joules.value)
         except (ValueError, ZeroDivisionError) as error:
             raise RequestError(f"{self.meter.facts.name} gave no power ({error}); see edge-devices meters --measure") from error
 
-    def _measure(self, target: Target, drafter: Drafter | None, token: int, most_rows: int, report: Report) -> PhasePower:
-        longest, steps = min(most_rows, target.context - 2, target.rewind_slack), min(STEPS, most_rows - 1)
+    def _measure(self, target: Target, drafter: Drafter | None, token: int, max_rows: int, report: Report) -> PhasePower:
+        longest, steps = min(max_rows, target.context - 2, target.rewind_slack), min(STEPS, max_rows - 1)
         text = [token] * max(1, min(TEXT, target.context - longest - 1))
         self.notify(f"measuring the power of each phase with {self.meter.facts.name}, about {3 * self.window_s:.0f} s, once")
         target.rollback(0)
@@ -95,5 +95,5 @@ class PowerProbe:
         return PhasePower(draft=drafting, verify=verify, plain=plain)
 
     def _watts(self, work: Callable[[], None]) -> float:
-        spent = self.spent(work)
-        return spent.joules / spent.seconds
+        energy = self.energy_of(work)
+        return energy.joules / energy.seconds

@@ -24,7 +24,7 @@ MIN_ROUNDS, MAX_ROUNDS = 2, 9
 PREFILL, VERIFIES, DRAFTS = 16, (1, 4), 3
 # More threads are used only if the time falls below this share: fewer leave the machine to other programs and draw less power.
 WORTH = 0.97
-MOST_SECONDS = 3600.0
+MAX_PHASE_SECONDS = 3600.0
 Phase = Literal["prefill", "verify", "draft"]
 PHASES: tuple[Phase, ...] = ("prefill", "verify", "draft")
 
@@ -43,7 +43,7 @@ class ThreadCounts:
         return cls(prefill=threads, verify=threads, draft=threads)
 
     @property
-    def most(self) -> int:
+    def largest(self) -> int:
         """The largest of them."""
         return max(self.prefill, self.verify, self.draft)
 
@@ -59,7 +59,7 @@ class ThreadTimes:
     seconds: Mapping[Phase, Mapping[int, float]]
 
     def __post_init__(self) -> None:
-        if not all(0 <= taken < MOST_SECONDS for times in self.seconds.values() for taken in times.values()):
+        if not all(0 <= seconds < MAX_PHASE_SECONDS for times in self.seconds.values() for seconds in times.values()):
             raise ValueError(f"{self.seconds!r} are not the seconds of phases")
 
     def best(self) -> ThreadCounts:
@@ -70,13 +70,13 @@ class ThreadTimes:
     def combined(self, other: ThreadTimes) -> ThreadTimes:
         """Returns the smaller of each figure: other processes disturb a measurement only now and then."""
         seconds = {
-            phase: {n: min(taken, other.seconds[phase].get(n, taken)) for n, taken in self.seconds[phase].items()} for phase in PHASES
+            phase: {n: min(seconds, other.seconds[phase].get(n, seconds)) for n, seconds in self.seconds[phase].items()} for phase in PHASES
         }
         return ThreadTimes(seconds=seconds)
 
-    def are_of(self, tries: Mapping[Phase, Sequence[int]]) -> bool:
+    def are_of(self, candidates: Mapping[Phase, Sequence[int]]) -> bool:
         """Whether exactly these numbers were timed."""
-        return {phase: [*taken] for phase, taken in self.seconds.items()} == {phase: [*numbers] for phase, numbers in tries.items()}
+        return {phase: [*times] for phase, times in self.seconds.items()} == {phase: [*numbers] for phase, numbers in candidates.items()}
 
 
 THREADS = MeasuredValue(kind="threads", value_class=ThreadTimes, doing="finding the fastest numbers of threads")
@@ -94,28 +94,28 @@ def measure_threads(
     target: Target,
     drafter: Drafter | None,
     use: Callable[[ThreadCounts], None],
-    tries: Mapping[Phase, Sequence[int]],
+    candidates: Mapping[Phase, Sequence[int]],
     token: int,
     *,
     max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
     report: Report = no_report,
 ) -> ThreadTimes:
-    """Times each phase with each number of `tries`, in turn; leaves the cache empty. `use` sets the thread counts of the pair.
+    """Times each phase with each number of `candidates`, in turn; leaves the cache empty. `use` sets the thread counts of the pair.
 
     The first round warms up; of the others, at least MIN_ROUNDS, the lower quartile counts: other processes only add time. `report` gets
     the share of the work that is done.
     """
-    counts = sorted({n for numbers in tries.values() for n in numbers})
+    counts = sorted({n for numbers in candidates.values() for n in numbers})
     timings: dict[tuple[Phase, int], list[float]] = {}
     for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, max_seconds, clock=clock, report=report):
         for count in counts if number % 2 else counts[::-1]:
             use(ThreadCounts.same(count))
-            for phase, seconds in _timed(target, drafter, token, clock, {phase for phase in PHASES if count in tries[phase]}):
+            for phase, seconds in _timed(target, drafter, token, clock, {phase for phase in PHASES if count in candidates[phase]}):
                 if number:
                     timings.setdefault((phase, count), []).append(seconds)
     target.rollback(0)
-    return ThreadTimes(seconds={phase: {n: lower_quartile(timings[phase, n]) for n in tries[phase]} for phase in PHASES})
+    return ThreadTimes(seconds={phase: {n: lower_quartile(timings[phase, n]) for n in candidates[phase]} for phase in PHASES})
 
 
 def _timed(
@@ -145,6 +145,6 @@ def _fewest(seconds: Mapping[int, float]) -> int:
     return min(count for count, time_s in seconds.items() if time_s * WORTH <= shortest)
 
 
-def lower_quartile(taken: Sequence[float]) -> float:
+def lower_quartile(timings: Sequence[float]) -> float:
     """Returns the lower quartile of at least one timing: other processes only add time."""
-    return statistics.quantiles(taken, n=4, method="inclusive")[0] if len(taken) > 1 else taken[0]
+    return statistics.quantiles(timings, n=4, method="inclusive")[0] if len(timings) > 1 else timings[0]

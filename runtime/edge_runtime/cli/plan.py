@@ -116,7 +116,7 @@ def measure_plan(session: Session, prompt: str) -> Measured:
         target.prefill([token] * count)
         filled.append(time.perf_counter() - begin)
     target.rollback(0)
-    costs = measure_costs(target, session.drafter, token, most_rows=session.settings.longest_draft + 1)
+    costs = measure_costs(target, session.drafter, token, max_rows=session.settings.longest_draft + 1)
     speeds_of: dict[int | None, list[float]] = {0: [], None: []}
     lengths = []
     for _ in range(MEASURE_REPEATS):
@@ -175,7 +175,7 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
         (
             "enough",
             "MB",
-            Range(low=plan.memory.least(plan.read_bytes) / 1e6, middle=plan.memory.enough / 1e6, high=plan.memory.total / 1e6),
+            Range(low=plan.memory.minimum(plan.read_bytes) / 1e6, middle=plan.memory.enough / 1e6, high=plan.memory.total / 1e6),
             None,
         ),
         ("prefill", "tok/s", plan.prefill, measured.prefill if measured else None),

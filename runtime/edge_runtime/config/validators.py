@@ -59,15 +59,15 @@ def bytes_of(value: int | str) -> int:
     """Returns the bytes of a value that SIZE accepts: GB are powers of 1000, GiB of 1024."""
     if isinstance(value, int):
         return value
-    found = _SIZE.fullmatch(value)
-    assert found is not None, "a checked size"
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    match = _SIZE.fullmatch(value)
+    assert match is not None, "a checked size"
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _is_size(value: Any) -> bool:
     if type(value) is str:
-        found = _SIZE.fullmatch(value)
-        return found is not None and found[2].upper() in _UNITS and 0 < bytes_of(value) < _MAX_SIZE
+        match = _SIZE.fullmatch(value)
+        return match is not None and match[2].upper() in _UNITS and 0 < bytes_of(value) < _MAX_SIZE
     return type(value) is int and 0 < value < _MAX_SIZE
 
 

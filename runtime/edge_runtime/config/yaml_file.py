@@ -157,14 +157,14 @@ def _check_repeats(node: Any, where: str) -> None:
             _check_repeats(child, where)
     if not isinstance(node, yaml.MappingNode):
         return
-    seen: dict[str, int] = {}
+    lines: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
             raise ConfigError(f"{where} line {line}: a key must be a plain word; correct it")
-        if key.value in seen:
-            raise ConfigError(f"{where}: {key.value[:40]} stands in line {seen[key.value]} and again in line {line}; remove one")
-        seen[key.value] = line
+        if key.value in lines:
+            raise ConfigError(f"{where}: {key.value[:40]} stands in line {lines[key.value]} and again in line {line}; remove one")
+        lines[key.value] = line
         _check_repeats(value, where)
 
 

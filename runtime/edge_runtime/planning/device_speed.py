@@ -35,12 +35,12 @@ def device_speed(name: str | None, threads: int | None) -> DeviceSpeed:
 
 
 def _profile_speed(name: str) -> DeviceSpeed:
-    found = profile(name)
-    if found.effective_gb_per_s is not None:
-        low, high = (value * 1e9 for value in found.effective_gb_per_s)
+    device = profile(name)
+    if device.effective_gb_per_s is not None:
+        low, high = (value * 1e9 for value in device.effective_gb_per_s)
         source = "the profile's, measured by others"
-    elif found.peak_gb_per_s is not None:
-        low, high = (share * found.peak_gb_per_s * 1e9 for share in OF_PEAK)
+    elif device.peak_gb_per_s is not None:
+        low, high = (share * device.peak_gb_per_s * 1e9 for share in OF_PEAK)
         source = f"{OF_PEAK[0]:.0%} to {OF_PEAK[1]:.0%} of the memory's peak"
     else:
         raise RequestError(
@@ -48,11 +48,11 @@ def _profile_speed(name: str) -> DeviceSpeed:
         )
     operations = Range.between(BALANCE[0] * low, BALANCE[1] * high)
     operations_from = f"assumed, {BALANCE[0]:g} to {BALANCE[1]:g} for each byte read: the profile lists no arithmetic speed"
-    if found.giga_operations is not None:
-        operations = Range.between(*(value * 1e9 for value in found.giga_operations))
+    if device.giga_operations is not None:
+        operations = Range.between(*(value * 1e9 for value in device.giga_operations))
         operations_from = "the profile's, measured by others"
     return DeviceSpeed(
-        name=found.title,
+        name=device.title,
         bandwidth=Range.between(low, high),
         bandwidth_from=source,
         operations=operations,
@@ -61,15 +61,15 @@ def _profile_speed(name: str) -> DeviceSpeed:
 
 
 def _machine_speed(threads: int | None) -> DeviceSpeed:
-    found = detect_device(System())
-    threads = threads or found.threads
-    read = read_bandwidth(threads, memory_available=found.machine.memory_available)
+    device = detect_device(System())
+    threads = threads or device.threads
+    read = read_bandwidth(threads, memory_available=device.machine.memory_available)
     if read is None:
         raise RequestError("too little memory is free to measure its speed; close other programs, or name a profile with --profile")
     # The product runs on all processors that this process may use, whatever `threads` is.
-    product = product_operations() * min(1.0, threads / found.machine.usable_processors)
+    product = product_operations() * min(1.0, threads / device.machine.usable_processors)
     return DeviceSpeed(
-        name=f"this machine ({found.machine.processor or found.profile.title}, {threads} threads)",
+        name=f"this machine ({device.machine.processor or device.profile.title}, {threads} threads)",
         bandwidth=Range.between(OF_READ[0] * read, OF_READ[1] * read),
         bandwidth_from=f"{OF_READ[0]:g} to {OF_READ[1]:g} x the {read / 1e9:.3g} GB/s it reads",
         operations=Range.between(OF_PRODUCT[0] * product, OF_PRODUCT[1] * product),

@@ -95,5 +95,5 @@ class EncoderMemory:
                 self._limit - self._beside,
                 f"the limit of {byte_text(self._limit)} leaves {byte_text(max(0, self._limit - self._beside))}",
             )
-        taken, available = sum(self._weights.values()) + self._activations, self._available()
-        return total - taken, available, "" if available is None else f"{byte_text(available)} are available"
+        used, available = sum(self._weights.values()) + self._activations, self._available()
+        return total - used, available, "" if available is None else f"{byte_text(available)} are available"

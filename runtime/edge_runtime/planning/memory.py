@@ -69,7 +69,7 @@ class MemoryPlan:
         """Bytes with which no weight is read from disk twice: each is there once, as a mapped page or as a repacked copy."""
         return self.process + self.cache + self.buffers + max(self.weights, self.repacked)
 
-    def least(self, read_bytes: float) -> float:
+    def minimum(self, read_bytes: float) -> float:
         """Bytes with which a token's own weights (`read_bytes`; of experts those in use) stay in memory, without repacked copies."""
         return self.process + self.cache + self.buffers + min(read_bytes, self.weights)
 

@@ -93,7 +93,7 @@ class SpeedPlan:
             "total": self.memory.total,
             "reserved": self.memory.reserved,
             "enough": self.memory.enough,
-            "least": self.memory.least(self.read_bytes),
+            "least": self.memory.minimum(self.read_bytes),
         }
         return record
 
@@ -192,10 +192,10 @@ class _Scene:
         def pick(values: Range) -> float:
             return (values.low, values.middle, values.high)[number]
 
-        def pick_least(values: tuple[float, float]) -> float:
+        def pick_seconds(values: tuple[float, float]) -> float:
             return (values[1], math.sqrt(values[0] * values[1]), values[0])[number]
 
-        bandwidth, start, layer = pick(device.bandwidth), pick_least(FORWARD_SECONDS), pick_least(LAYER_SECONDS)
+        bandwidth, start, layer = pick(device.bandwidth), pick_seconds(FORWARD_SECONDS), pick_seconds(LAYER_SECONDS)
         kv = facts.kv_bytes * (1.0, 0.5, 0.0)[number]
         row, step_row = (2 * weights / pick(device.operations) for weights in (facts.parameters, facts.drafter_parameters))
         reading, step_reading = (facts.target_bytes + kv) / bandwidth, facts.step_bytes / bandwidth

@@ -24,8 +24,8 @@ from edge_runtime.bundle.manifest import (
     CacheLayout,
     LayerCache,
     Manifest,
+    ModelSource,
     RuntimeSettings,
-    Source,
     SourceFile,
 )
 from edge_runtime.bundle.manifest_checks import with_hash
@@ -40,7 +40,7 @@ def manifest(**changes: Any) -> Manifest:
         schema_version=2,
         created_by="edge-mtp 0.1.0",
         created_at="2026-11-21T00:00:00Z",
-        sources={"target": Source(origin="some/folder", model_type="gemma4", files=(SourceFile(name="a", bytes=1, sha256="0" * 64),))},
+        sources={"target": ModelSource(origin="some/folder", model_type="gemma4", files=(SourceFile(name="a", bytes=1, sha256="0" * 64),))},
         architecture=Architecture(
             family="custom",
             hidden_size=256,

@@ -15,7 +15,7 @@ from edge_devices.machine.load import MachineLoad
 from edge_runtime.calibration import first_use, measured
 from edge_runtime.calibration.first_use import MeasuredPair, measured_placement
 from edge_runtime.calibration.measured import TIMES
-from edge_runtime.calibration.placement import FIGURES, SAVES, Placement, PlacementFigures, PlacementProbe, Spent, placements
+from edge_runtime.calibration.placement import FIGURES, SAVES, Placement, PlacementFigures, PlacementProbe, RoundEnergy, placements
 from edge_runtime.calibration.thread_probe import ThreadCounts, candidates, measure_threads
 from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
 from edge_runtime.session.open import open_session
@@ -41,7 +41,7 @@ def best_by_time(bench: Bench) -> ThreadCounts:
     groups = bench.cores.groups
 
     def use(counts: ThreadCounts) -> None:
-        first = placements(groups, ThreadCounts.same(counts.most))[0]
+        first = placements(groups, ThreadCounts.same(counts.largest))[0]
         bench.use(Placement(processors=first.processors, threads=counts))
 
     return measure_threads(bench.target, bench.drafter, use, candidates(groups), 1, clock=bench.clock).best()
@@ -50,24 +50,26 @@ def best_by_time(bench: Bench) -> ThreadCounts:
 def chosen(cores: Cores, seed: int, slowdown: float | None, *, noise: float = 0.01, uses: int = TIMES) -> tuple[list[Placement], str, int]:
     """Returns the placements tried, the name of the one in use after so many uses, and how often it changed."""
     bench = Bench(cores, seed, noise=noise)
-    tries, changes = placements(cores.groups, best_by_time(bench)), 0
-    probe = PlacementProbe(target=bench.target, drafter=bench.drafter, token=1, tries=tries, use=bench.use, power=bench, clock=bench.clock)
+    placed, changes = placements(cores.groups, best_by_time(bench)), 0
+    probe = PlacementProbe(
+        target=bench.target, drafter=bench.drafter, token=1, placements=placed, use=bench.use, power=bench, clock=bench.clock
+    )
     worth = probe.worth_measuring()
     known = PlacementFigures(rounds=probe.measured(worth), fastest=worth[0], chosen=worth[0]).decided(slowdown)
     for times in range(1, uses):
-        again = known.with_again(probe.measured(known.rivals(slowdown)), times).decided(slowdown)
+        again = known.with_again(probe.measured(known.worth_repeating(slowdown)), times).decided(slowdown)
         changes += again.chosen != known.chosen
         known = again
     assert bench.target.length == 0
-    return tries, known.chosen, changes
+    return placed, known.chosen, changes
 
 
 def compared(seed: int, slowdown: float | None, noise: float) -> tuple[float, float, float, int]:
     """Time and joules of the choice / of the fastest, its joules / those of the best that keeps the promise, and changes of the choice."""
     cores = draw_cores(seed)
-    tries, name, changes = chosen(cores, seed, slowdown, noise=noise)
-    rounds = {one.name: cores.round(one) for one in tries}
-    (seconds, joules), (first_s, first_j) = rounds[name], rounds[tries[0].name]
+    placed, name, changes = chosen(cores, seed, slowdown, noise=noise)
+    rounds = {one.name: cores.round(one) for one in placed}
+    (seconds, joules), (first_s, first_j) = rounds[name], rounds[placed[0].name]
     best = min(j for s, j in rounds.values() if slowdown is None or s <= (1 + slowdown) * first_s)
     return seconds / first_s, joules / first_j, joules / best, changes
 
@@ -93,14 +95,14 @@ def test_the_promise_holds(slowdown: float, most: float) -> None:
 
 
 def test_a_phone_leaves_its_dearest_core_out() -> None:
-    tries, name, _ = chosen(PHONE, 1, None)
-    assert tries[0].name == "5 on 0,1,2,3,4"
+    placed, name, _ = chosen(PHONE, 1, None)
+    assert placed[0].name == "5 on 0,1,2,3,4"
     assert name == "4 on 1,2,3,4"
     assert chosen(PHONE, 1, 0.1)[1] == "5 on 0,1,2,3,4"
 
 
 def figures(held: str = "a", **joules: float) -> PlacementFigures:
-    rounds = {name: Spent(joules=j, seconds=1.0, error=0.001) for name, j in joules.items()}
+    rounds = {name: RoundEnergy(joules=j, seconds=1.0, error=0.001) for name, j in joules.items()}
     return PlacementFigures(rounds=rounds, fastest="a", chosen=held)
 
 
@@ -116,13 +118,13 @@ def test_the_choice_stays_until_another_saves_clearly_more() -> None:
 
 def test_a_choice_that_breaks_the_promise_is_left() -> None:
     slow = figures(held="b", a=1.0, b=0.5)
-    slow = replace(slow, rounds={**slow.rounds, "b": Spent(joules=0.5, seconds=1.3)})
+    slow = replace(slow, rounds={**slow.rounds, "b": RoundEnergy(joules=0.5, seconds=1.3)})
     assert (slow.decided(None).chosen, slow.decided(0.2).chosen) == ("b", "a")
-    assert slow.rivals(0.2)[1:] == ["a"]
+    assert slow.worth_repeating(0.2)[1:] == ["a"]
 
 
 def test_the_mean_of_all_measurements_counts() -> None:
-    again = figures(a=1.0, b=0.9).with_again({"b": Spent(joules=1.2, seconds=4.0)}, 2)
+    again = figures(a=1.0, b=0.9).with_again({"b": RoundEnergy(joules=1.2, seconds=4.0)}, 2)
     assert (again.rounds["b"].joules, again.rounds["b"].seconds) == (pytest.approx(1.0), pytest.approx(2.0))
     assert again.rounds["a"].joules == 1.0
 
@@ -135,7 +137,7 @@ def test_figures_of_other_placements_do_not_fit() -> None:
     assert not replace(known, chosen="c").are_of(["a", "b", "c"])
     for joules in (0.0, -1.0, float("nan"), 1e9):
         with pytest.raises(ValueError, match="is no round"):
-            Spent(joules=joules, seconds=1.0)
+            RoundEnergy(joules=joules, seconds=1.0)
 
 
 @pytest.fixture
@@ -199,9 +201,9 @@ def test_a_session_runs_on_what_takes_the_fewest_joules(exported_pair: Path, pro
 
             return PhasePower(draft=2.0, verify=4.0)
 
-        def spent(self, work):
+        def energy_of(self, work):
             work()
-            return Spent(joules=used[-1] * 1.0, seconds=0.01)
+            return RoundEnergy(joules=used[-1] * 1.0, seconds=0.01)
 
     monkeypatch.setattr(first_use, "processor_groups", lambda: [[0, 1]])
     from edge_runtime.backends.llama.pair import LlamaSequenceBatch

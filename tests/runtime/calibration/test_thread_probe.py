@@ -129,12 +129,12 @@ def test_fewer_threads_are_taken_where_more_bring_nothing() -> None:
 
 
 def test_cached_times_are_checked_and_a_busy_first_use_corrected() -> None:
-    tries = candidates([[0, 1]])
-    busy = ThreadTimes(seconds={phase: {n: float(n) for n in tries[phase]} for phase in PHASES})
-    calm = ThreadTimes(seconds={phase: {n: 0.5 / n for n in tries[phase]} for phase in PHASES})
+    counts = candidates([[0, 1]])
+    busy = ThreadTimes(seconds={phase: {n: float(n) for n in counts[phase]} for phase in PHASES})
+    calm = ThreadTimes(seconds={phase: {n: 0.5 / n for n in counts[phase]} for phase in PHASES})
     read = from_json(ThreadTimes, json.loads(json.dumps(to_json(busy))), "threads")
     assert read == busy
-    assert read.are_of(tries)
+    assert read.are_of(counts)
     assert (busy.best(), busy.combined(calm).best()) == (ThreadCounts.same(1), ThreadCounts.same(2))
     assert not read.are_of(candidates([[0, 1, 2, 3]])), "another number of processors"
     for seconds in (-1.0, 3600.0, float("nan")):

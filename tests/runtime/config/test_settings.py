@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from edge_runtime.bundle.bundle import Bundle
-from edge_runtime.bundle.manifest import BundleFile, RuntimeSettings, Source
+from edge_runtime.bundle.manifest import BundleFile, ModelSource, RuntimeSettings
 from edge_runtime.config.schema import DrafterConfig, SpeculativeConfig, StreamingConfig, TuningConfig, VerifierConfig
 from edge_runtime.config.settings import load_settings, resolve_settings
 from edge_runtime.config.yaml_file import CONFIG_NAME, config_text
@@ -26,7 +26,7 @@ def bundle(tmp_path: Path) -> Bundle:
         BundleFile(path=f"{role}.gguf", role=role, format="gguf", bytes=0, sha256="", quantization=quantization)
         for role, quantization in (("target", "q8_0"), ("drafter", "q4_0"))
     )
-    sources = {role: Source(origin=f"google/{role}-model", model_type="gemma4", files=()) for role in ("target", "drafter")}
+    sources = {role: ModelSource(origin=f"google/{role}-model", model_type="gemma4", files=()) for role in ("target", "drafter")}
     return Bundle(tmp_path, replace(MANIFEST, files=files, sources=sources))
 
 

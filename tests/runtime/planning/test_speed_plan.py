@@ -163,8 +163,8 @@ def test_experts_need_less_memory_than_all_pages_and_copies() -> None:
     memory = MemoryPlan(process=50_000_000, weights=14_500_000_000, repacked=14_000_000_000, cache=300_000_000, buffers=400_000_000)
     assert memory.total > 29e9
     assert memory.enough == 15_250_000_000
-    assert memory.least(2.4e9) == 3_150_000_000
-    assert memory.least(99e9) == memory.enough
+    assert memory.minimum(2.4e9) == 3_150_000_000
+    assert memory.minimum(99e9) == memory.enough
 
 
 def test_every_profile_gives_a_plan(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
