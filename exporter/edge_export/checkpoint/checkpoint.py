@@ -136,9 +136,9 @@ def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
         ("sliding-attention rope_theta", reads.sliding_rope_base, "rope_theta", model.sliding_rope_base),
         ("partial_rotary_factor", reads.full_rotary_share, "partial_rotary_factor", model.full_rotary_share),
     ]
-    for name, found, wanted_name, wanted in facts:
-        if found != wanted:
-            raise mismatch(target, drafter, f"its {name} is {found}, the target's {wanted_name} is {wanted}")
+    for name, value, target_name, expected in facts:
+        if value != expected:
+            raise mismatch(target, drafter, f"its {name} is {value}, the target's {target_name} is {expected}")
     if SLIDING in reads.layer_types and reads.window != model.window:
         # llama.cpp and the graphs' K/V rows know one window, the target's.
         why = f"its sliding_window is {reads.window}, the target's is {model.window}, and both runtimes use the target's for both"
@@ -203,22 +203,22 @@ def _check_tensors(folder: Path, tensors: dict[str, StoredTensor], needed: Shape
         if name not in tensors:
             raise CheckpointError(f"{folder} lacks the tensor {name!r} {list(shape)} that its config requires; download all its shards")
     for name, tensor in tensors.items():
-        wanted = needed.get(name, allowed.get(name))
-        if name.startswith("masked_embedding.") and wanted is None:
+        expected = needed.get(name, allowed.get(name))
+        if name.startswith("masked_embedding.") and expected is None:
             continue
-        if wanted is None:
+        if expected is None:
             raise CheckpointError(
                 f"{tensor.path}: {tensor.name!r} is not a tensor of the model in its config; use an unmodified checkpoint"
             )
-        if tensor.shape != wanted:
+        if tensor.shape != expected:
             raise CheckpointError(
-                f"{tensor.path}: {tensor.name!r} has shape {list(tensor.shape)}, its config requires {list(wanted)};"
+                f"{tensor.path}: {tensor.name!r} has shape {list(tensor.shape)}, its config requires {list(expected)};"
                 " config.json and the weights belong to different models"
             )
         types = ("I64", "I32") if name == TOKEN_ORDERING else tuple(SOURCE_TYPE)
         if tensor.dtype not in types and tensor.scales is None:
-            wanted_types = " or ".join(types)
-            raise CheckpointError(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not {wanted_types}; use an unquantized checkpoint")
+            expected_types = " or ".join(types)
+            raise CheckpointError(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not {expected_types}; use an unquantized checkpoint")
 
 
 def cluster_rows(drafter: Checkpoint, ordering: NDArray[np.int32]) -> Iterator[NDArray[np.float32]]:

@@ -24,14 +24,14 @@ def refuse_pointer(path: Path) -> None:
             raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run git lfs pull in its folder, or download it again")
 
 
-def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Returns the JSON object in `path`. Raises CheckpointError if it is missing, larger than `most_bytes`, or not a JSON object."""
+def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Returns the JSON object in `path`. Raises CheckpointError if it is missing, larger than `max_bytes`, or not a JSON object."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; download the checkpoint again, with all its files")
     try:
-        data = json.loads(read_at_most(path, most_bytes).decode())
+        data = json.loads(read_at_most(path, max_bytes).decode())
     except FileTooLarge as error:
-        raise CheckpointError(f"{path} has more than the {most_bytes} bytes such a file may have; check where it came from") from error
+        raise CheckpointError(f"{path} has more than the {max_bytes} bytes such a file may have; check where it came from") from error
     except (ValueError, RecursionError) as error:
         refuse_pointer(path)
         raise CheckpointError(f"{path} is not JSON ({error}); download the checkpoint again") from error
@@ -40,9 +40,9 @@ def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, 
     return data
 
 
-def read_optional_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_optional_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Like read_json_object, but a missing file is an empty object."""
-    return read_json_object(path, most_bytes) if path.is_file() else {}
+    return read_json_object(path, max_bytes) if path.is_file() else {}
 
 
 class CheckedValues:

@@ -108,7 +108,7 @@ def parse_media(config: dict[str, Any], where: str, text_size: int, vocab_size: 
     text, kind = config.get("text_config"), config.get("model_type")
     if not isinstance(vision, dict) or not isinstance(text, dict) or kind not in ("gemma4", _UNIFIED):
         raise CheckpointError(f"{where} has no vision tower of a Gemma 4 member; leave --media out")
-    seen = MediaArchitecture(
+    architecture = MediaArchitecture(
         vision=_embedder(vision, where) if kind == _UNIFIED else _vision(vision, where),
         audio=None,
         text_size=text_size,
@@ -117,9 +117,9 @@ def parse_media(config: dict[str, Any], where: str, text_size: int, vocab_size: 
         audio_tokens=None,
     )
     if not isinstance(audio, dict):
-        return seen
-    heard = _raw_sound(audio, where) if kind == _UNIFIED else _audio(audio, where)
-    return replace(seen, audio=heard, audio_tokens=_tokens(config, "audio", where, vocab_size))
+        return architecture
+    encoder = _raw_sound(audio, where) if kind == _UNIFIED else _audio(audio, where)
+    return replace(architecture, audio=encoder, audio_tokens=_tokens(config, "audio", where, vocab_size))
 
 
 def _embedder(config: dict[str, Any], where: str) -> VisionEmbedder:
@@ -185,10 +185,10 @@ def _check_built_in(config: dict[str, Any], built_in: dict[str, Any], where: str
 
 
 def _tokens(config: dict[str, Any], kind: str, where: str, vocab_size: int) -> tuple[int, int, int]:
-    found = [config.get(key) for key in _TOKEN_KEYS[kind]]
-    if not all(type(token) is int and 0 <= token < vocab_size for token in found):
-        raise CheckpointError(f"{where}: {', '.join(_TOKEN_KEYS[kind])} are {found}, not ids of the vocabulary; use an unmodified config")
-    begin, placeholder, end = (int(str(token)) for token in found)
+    tokens = [config.get(key) for key in _TOKEN_KEYS[kind]]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+        raise CheckpointError(f"{where}: {', '.join(_TOKEN_KEYS[kind])} are {tokens}, not ids of the vocabulary; use an unmodified config")
+    begin, placeholder, end = (int(str(token)) for token in tokens)
     return begin, placeholder, end
 
 

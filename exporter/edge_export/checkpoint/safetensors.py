@@ -24,7 +24,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _LONGEST_NAME = 200
 # No real tensor has more dimensions; the product of hostile sizes would take minutes.
-_MOST_DIMENSIONS = 8
+_MAX_DIMENSIONS = 8
 _LARGEST_SIZE = 1 << 40
 _LARGEST_OFFSET = 1 << 60
 # Elements per piece: 16 MiB once they are float32.
@@ -89,18 +89,18 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if not index_path.is_file():
         raise CheckpointError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a folder with safetensors weights")
     shard_of = _weight_map(index_path)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(shard_of.values())):
         for tensor in read_header(_shard_path(folder, shard)):
-            if tensor.name in found:
+            if tensor.name in tensors:
                 raise CheckpointError(f"{folder / shard}: tensor {tensor.name!r} is in two shards; download the checkpoint again")
             if shard_of.get(tensor.name) != shard:
                 raise CheckpointError(f"{folder / shard}: {INDEX_NAME} does not place {tensor.name!r} here; download the checkpoint again")
-            found[tensor.name] = tensor
+            tensors[tensor.name] = tensor
     for name, shard in shard_of.items():
-        if name not in found:
+        if name not in tensors:
             raise CheckpointError(f"{folder / shard} lacks the tensor {name!r} that {INDEX_NAME} places in it; download this file again")
-    return found
+    return tensors
 
 
 def _weight_map(index_path: Path) -> dict[str, str]:
@@ -155,7 +155,7 @@ def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> StoredT
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise CheckpointError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; download the file again")
-    if not _naturals(shape, _MOST_DIMENSIONS, _LARGEST_SIZE) or not _naturals(offsets, 2, _LARGEST_OFFSET) or len(offsets) != 2:
+    if not _naturals(shape, _MAX_DIMENSIONS, _LARGEST_SIZE) or not _naturals(offsets, 2, _LARGEST_OFFSET) or len(offsets) != 2:
         raise CheckpointError(f"{path}: tensor {name!r} has shape {brief(shape)} and offsets {brief(offsets)}; download the file again")
     begin, end = offsets
     if begin > end or start + end > size:
@@ -165,8 +165,8 @@ def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> StoredT
     return StoredTensor(name=name, path=path, dtype=dtype, shape=tuple(shape), offset=start + begin, bytes=end - begin)
 
 
-def _naturals(value: Any, most: int, largest: int) -> bool:
-    return isinstance(value, list) and len(value) <= most and all(type(item) is int and 0 <= item <= largest for item in value)
+def _naturals(value: Any, max_items: int, largest: int) -> bool:
+    return isinstance(value, list) and len(value) <= max_items and all(type(item) is int and 0 <= item <= largest for item in value)
 
 
 def read_chunks(tensor: StoredTensor) -> Iterator[NDArray[Any]]:
@@ -201,27 +201,27 @@ def _refuse_nan(piece: NDArray[Any], tensor: StoredTensor) -> None:
         raise CheckpointError(f"{tensor.path}: tensor {tensor.name!r} holds {word}; download the file again, or train it anew")
 
 
-def read_float_chunks(tensor: StoredTensor, wanted: FloatType) -> Iterator[NDArray[Any]]:
+def read_float_chunks(tensor: StoredTensor, float_type: FloatType) -> Iterator[NDArray[Any]]:
     """Yields the flat values as float32, float16 or bfloat16 bits (uint16); values of that type already are passed through.
 
     Raises CheckpointError if the tensor is not floating point, or holds a finite value that float16 cannot.
     """
     if tensor.scales is not None:
-        yield from _decoded(tensor, tensor.scales, wanted)
+        yield from _decoded(tensor, tensor.scales, float_type)
         return
     if tensor.dtype not in SOURCE_TYPE:
         raise CheckpointError(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not F32, F16 or BF16; use an unquantized checkpoint")
     for piece in read_chunks(tensor):
-        if SOURCE_TYPE[tensor.dtype] == wanted:
+        if SOURCE_TYPE[tensor.dtype] == float_type:
             yield piece
         else:
-            yield _narrowed(widen(piece, tensor.dtype), tensor, wanted)
+            yield _narrowed(widen(piece, tensor.dtype), tensor, float_type)
 
 
-def _narrowed(values: NDArray[np.float32], tensor: StoredTensor, wanted: FloatType) -> NDArray[Any]:
-    if wanted == "f32":
+def _narrowed(values: NDArray[np.float32], tensor: StoredTensor, float_type: FloatType) -> NDArray[Any]:
+    if float_type == "f32":
         return values
-    return to_bfloat16(values) if wanted == "bf16" else _to_float16(values, tensor)
+    return to_bfloat16(values) if float_type == "bf16" else _to_float16(values, tensor)
 
 
 def read_codes(tensor: StoredTensor) -> Iterator[NDArray[np.uint8]]:
@@ -238,7 +238,7 @@ def read_codes(tensor: StoredTensor) -> Iterator[NDArray[np.uint8]]:
             yield (piece ^ np.uint8(128) if tensor.bits == _BYTE else piece).reshape(count, row)
 
 
-def _decoded(tensor: StoredTensor, scales: StoredTensor, wanted: FloatType) -> Iterator[NDArray[Any]]:
+def _decoded(tensor: StoredTensor, scales: StoredTensor, float_type: FloatType) -> Iterator[NDArray[Any]]:
     """Values of codes: (code - 2^(bits-1)) * scale (transformers, integrations/gemma_quant.py; compressed-tensors, pack-quantized)."""
     factors, at, bits = read_values(scales), 0, tensor.bits or _PACKED_BITS
     shifts = np.arange(0, _BYTE, bits, dtype=np.uint8)
@@ -246,7 +246,7 @@ def _decoded(tensor: StoredTensor, scales: StoredTensor, wanted: FloatType) -> I
         levels = ((piece[..., None] >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(piece), factors.shape[1], -1)
         values = (levels.astype(np.float32) - np.float32(1 << (bits - 1))) * factors[at : at + len(piece), :, None]
         at += len(piece)
-        yield _narrowed(values.reshape(-1), tensor, wanted)
+        yield _narrowed(values.reshape(-1), tensor, float_type)
 
 
 def read_values(tensor: StoredTensor) -> NDArray[Any]:

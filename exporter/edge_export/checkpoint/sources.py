@@ -227,13 +227,13 @@ def _check_tables(target: ResolvedSource, drafter: ResolvedSource, theirs: Token
         return
     pieces_of = [{index: piece for piece, index in table.ids.items()} for table in (theirs, own)]
     for piece in (*theirs.ids, *own.ids):
-        found, wanted = own.ids.get(piece), theirs.ids.get(piece)
-        if found == wanted:
+        own_id, their_id = own.ids.get(piece), theirs.ids.get(piece)
+        if own_id == their_id:
             continue
-        place = wanted if found is None else found
-        added = piece in theirs.added if found is None else piece in own.added
-        if None not in (found, wanted) or not added or all(place in pieces for pieces in pieces_of):
-            why = f"their tokenizers differ, first in the piece {piece!r} (id {found} against {wanted})"
+        place = their_id if own_id is None else own_id
+        added = piece in theirs.added if own_id is None else piece in own.added
+        if None not in (own_id, their_id) or not added or all(place in pieces for pieces in pieces_of):
+            why = f"their tokenizers differ, first in the piece {piece!r} (id {own_id} against {their_id})"
             raise mismatch(target.checkpoint, drafter.checkpoint, why)
 
 
@@ -241,9 +241,9 @@ def _gguf_pieces(source: ResolvedSource) -> LongArray:
     if source.gguf is None:
         assert source.tokenizer is not None
         return string_array(source.tokenizer.pieces)
-    found = source.gguf.keys["tokenizer.ggml.tokens"]
-    assert isinstance(found, LongArray)  # open_gguf rejects a file without
-    return found
+    pieces = source.gguf.keys["tokenizer.ggml.tokens"]
+    assert isinstance(pieces, LongArray)  # open_gguf rejects a file without
+    return pieces
 
 
 def _hashed(path: Path, progress: Callable[[int], None]) -> SourceFile:

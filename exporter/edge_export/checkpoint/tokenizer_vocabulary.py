@@ -173,11 +173,11 @@ def _special_ids(folder: Path, settings: dict[str, Any], tokenizer: dict[str, An
     ids_by_text: dict[str, int] = {}
     for token in _added(tokenizer, folder / TOKENIZER_NAME):
         ids_by_text.setdefault(token["content"], token["id"])
-    found: dict[str, int] = {}
+    special: dict[str, int] = {}
     for kind in SPECIAL_KINDS:
         text = _content(settings.get(f"{kind}_token"))
         if text is not None and text in ids_by_text:
-            found[kind] = ids_by_text[text]
+            special[kind] = ids_by_text[text]
     config = read_optional_json_object(folder / "config.json")
     inner = config.get("text_config")
     for kind in SPECIAL_KINDS:
@@ -185,8 +185,8 @@ def _special_ids(folder: Path, settings: dict[str, Any], tokenizer: dict[str, An
         if value is None and isinstance(inner, dict):
             value = inner.get(f"{kind}_token_id")
         if type(value) is int and value >= 0:
-            found.setdefault(kind, value)
-    return found
+            special.setdefault(kind, value)
+    return special
 
 
 def _added_at_ends(post_processor: Any, settings: dict[str, Any]) -> dict[str, bool]:

@@ -93,10 +93,10 @@ def _export(
     as_json: bool,
 ) -> None:
     """Exports and prints the bundle. Raises ExportError, or a usage error for options that exclude each other."""
-    given = given_options(click.get_current_context())
-    _check(formats, request, importance, onnx, given)
+    option_names = given_options(click.get_current_context())
+    _check(formats, request, importance, onnx, option_names)
     gguf = formats != "onnx"
-    device_weights = {name: value for name, value in DEVICE_WEIGHTS.get(onnx.device or "", {}).items() if name not in given}
+    device_weights = {name: value for name, value in DEVICE_WEIGHTS.get(onnx.device or "", {}).items() if name not in option_names}
     complete = replace(
         request,
         target=target,
@@ -117,14 +117,14 @@ def _export(
         show(bundle, console, as_json)
 
 
-def _check(formats: str, request: ExportRequest, importance: ImportanceSources, onnx: OnnxRequest, given: set[str]) -> None:
+def _check(formats: str, request: ExportRequest, importance: ImportanceSources, onnx: OnnxRequest, option_names: set[str]) -> None:
     if importance.calibrate and (importance.imatrix or importance.drafter_imatrix):
         raise click.UsageError("give --calibrate or an importance matrix, not both")
     if importance.save and not (importance.calibrate and importance.save.is_dir()):
         raise click.UsageError("--save-imatrix needs an existing folder, and --calibrate")
-    if "tune_minutes" in given and not request.tune_drafter:
+    if "tune_minutes" in option_names and not request.tune_drafter:
         raise click.UsageError("--tune-minutes needs --tune-drafter")
-    if formats == "gguf" and given & {"target", "drafter", "embedding", "kv", "block", "device"}:
+    if formats == "gguf" and option_names & {"target", "drafter", "embedding", "kv", "block", "device"}:
         raise click.UsageError("the --onnx options and --device need --format onnx or both")
     if formats == "onnx" and (request.target_quantization or request.drafter_quantization):
         raise click.UsageError(

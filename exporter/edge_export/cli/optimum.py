@@ -44,9 +44,9 @@ def _declare(parser: ArgumentParser, parameter: click.Parameter) -> None:
     )
 
 
-def _words(parameter: click.Parameter, given: Mapping[str, object]) -> list[str]:
+def _words(parameter: click.Parameter, values: Mapping[str, object]) -> list[str]:
     """The words of a command line that give a parameter the value it was given here."""
-    value = given.get(str(parameter.name))
+    value = values.get(str(parameter.name))
     if value in (None, False):
         return []
     if isinstance(parameter, click.Argument):

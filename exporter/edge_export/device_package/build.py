@@ -47,17 +47,17 @@ class PackageRequest:
     force: bool = option(default=False, help="Replace an existing package as soon as the new one is complete.")
 
 
-def make_package(request: PackageRequest, step: Callable[[str], None], say: Callable[[str], None] = lambda _: None) -> Inventory:
+def make_package(request: PackageRequest, step: Callable[[str], None], notify: Callable[[str], None] = lambda _: None) -> Inventory:
     """Builds the folder and returns its inventory; `step` gets a title for each step. Raises ExportError; then no file is left.
 
-    apt's lists, downloads and compiled files are kept in one folder, where one package is built at a time: `say` gets a line where
+    apt's lists, downloads and compiled files are kept in one folder, where one package is built at a time: `notify` gets a line where
     another process builds one.
     """
     check_output(request.output, request.force, PACKAGE)
     cache = cache_folder() / "packages"
     with contextlib.suppress(OSError):  # whoever writes there will say why
         cache.mkdir(parents=True, exist_ok=True)
-    with locked(cache, lambda: say(f"Another package is being built with {cache}; waiting for its end.")):
+    with locked(cache, lambda: notify(f"Another package is being built with {cache}; waiting for its end.")):
         return _build(request, cache, step)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from edge_devices.files.hashing import sha256_of
 from edge_export.device_package.inventory import Component, copy_file, keep_licence
 from edge_export.device_package.platforms import PYTHON, Platform
-from edge_export.device_package.subprocesses import found, run
+from edge_export.device_package.subprocesses import program_path, run
 from edge_export.errors import PackageError
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -71,7 +71,7 @@ def fetch_archives(names: Sequence[str], architecture: str, cache: Path) -> dict
     download fails.
     """
     for program in ("apt-get", "dpkg-deb"):
-        found(program, _NEED_APT)
+        program_path(program, _NEED_APT)
     if not KEYRING.is_file():
         raise PackageError(f"{KEYRING} is missing, which verifies Debian's packages; apt install debian-archive-keyring")
     home = cache / f"debian-{RELEASE}-{architecture}"

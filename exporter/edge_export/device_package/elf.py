@@ -39,7 +39,7 @@ def check_pages(folder: Path, page_bytes: int) -> int:
         if segments is None:
             continue
         checked += 1
-        wrong = next((one for one in segments if not one.suits(page_bytes)), None)
+        wrong = next((segment for segment in segments if not segment.suits(page_bytes)), None)
         if wrong is not None:
             raise PackageError(
                 f"{path.relative_to(folder).as_posix()} is aligned to {wrong.align} bytes and does not load on kernels with pages of"
@@ -61,5 +61,5 @@ def load_segments(path: Path) -> list[LoadSegment] | None:
         table = file.read(size * count)
     if size != SEGMENT.size or len(table) < size * count:
         raise PackageError(f"{path.name} is no complete ELF file: it has no table of {count} segments; build the package again")
-    found = list(SEGMENT.iter_unpack(table))
-    return [LoadSegment(offset=offset, address=address, align=align) for kind, offset, address, align in found if kind == LOAD]
+    entries = list(SEGMENT.iter_unpack(table))
+    return [LoadSegment(offset=offset, address=address, align=align) for kind, offset, address, align in entries if kind == LOAD]

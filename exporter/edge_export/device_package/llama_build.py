@@ -15,7 +15,7 @@ from edge_devices.files.hashing import sha256_of
 from edge_devices.machine.facts import usable_processors
 from edge_export.device_package.inventory import Component, copy_file, keep_licence
 from edge_export.device_package.platforms import SITE, Platform, Processors
-from edge_export.device_package.subprocesses import found, pip_download, run
+from edge_export.device_package.subprocesses import pip_download, program_path, run
 from edge_export.errors import PackageError
 
 # The runtime supports the MTP interface of this version only (see the extra [llama]).
@@ -66,7 +66,7 @@ def open_toolchain(cache: Path) -> Toolchain:
     spec = find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
         raise PackageError(f"ziglang, which compiles llama.cpp for the device, is missing; {_NEED_TOOLS}")
-    cmake, ninja = found("cmake", _NEED_TOOLS), found("ninja", _NEED_TOOLS)
+    cmake, ninja = program_path("cmake", _NEED_TOOLS), program_path("ninja", _NEED_TOOLS)
     zig = Path(spec.submodule_search_locations[0]) / "zig"
     home = cache / f"llama-cpp-python-{VERSION}-zig-{_zig_version()}"
     home.mkdir(parents=True, exist_ok=True)

@@ -90,13 +90,13 @@ def add_own_code(folder: Path, platform: Platform) -> Component:
     """Copies what a device runs, nothing of the exporter, and compiles the row kernels. Raises PackageError."""
     copy_packages(folder / SITE)
     _add_kernels(folder / SITE / "edge_runtime" / "backends" / "kernels" / "lib", platform)
-    found = version(DISTRIBUTION)
-    about = folder / SITE / f"{DISTRIBUTION.replace('-', '_')}-{found}.dist-info"
+    installed = version(DISTRIBUTION)
+    about = folder / SITE / f"{DISTRIBUTION.replace('-', '_')}-{installed}.dist-info"
     about.mkdir()
     # Commands read the version from the distribution's metadata; the rest of it describes the exporter.
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {found}\n", encoding="utf-8")
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {installed}\n", encoding="utf-8")
     text = keep_licence(folder, f"{DISTRIBUTION}/LICENSE", own_licence())
-    return Component(name=DISTRIBUTION, version=found, source="this program", licence="Apache-2.0", texts=(text,))
+    return Component(name=DISTRIBUTION, version=installed, source="this program", licence="Apache-2.0", texts=(text,))
 
 
 def copy_packages(folder: Path) -> None:

@@ -12,7 +12,7 @@ from edge_devices.children.running import run_child
 from edge_export.errors import PackageError
 
 
-def found(program: str, advice: str) -> str:
+def program_path(program: str, advice: str) -> str:
     """Returns the path of a program. Raises PackageError, ending in `advice`, if it is not installed."""
     # pip installs programs beside Python, whose folder need not be in PATH.
     path = shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))

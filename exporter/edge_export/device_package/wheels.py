@@ -40,11 +40,11 @@ MAX_WHEEL_BYTES = 2 << 30
 def add_wheels(folder: Path, platform: Platform, backends: tuple[str, ...], scratch: Path) -> list[Component]:
     """Unpacks the wheels that the backends need into the package. Raises PackageError if one is not available."""
     parts = ("core", "media", *backends)
-    wanted = dict.fromkeys(line for part in parts for line in (*_own_requirements(part), *_THEIR_NEEDS[part]))
+    requirements = dict.fromkeys(line for part in parts for line in (*_own_requirements(part), *_THEIR_NEEDS[part]))
     wheels = scratch / "wheels"
     tags = [word for tag in platform.wheel_tags for word in ("--platform", tag)]
     target = ("--only-binary=:all:", *tags, "--python-version", PYTHON, "--implementation", "cp")
-    pip_download(wheels, *target, *wanted)
+    pip_download(wheels, *target, *requirements)
     return [_add_wheel(folder, wheel) for wheel in sorted(wheels.glob("*.whl"))]
 
 
@@ -54,14 +54,14 @@ def _own_requirements(extra: str) -> list[str]:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError as error:
         raise PackageError(f"{DISTRIBUTION} is not installed, so its requirements are not known; pip install it first") from error
-    found = []
+    requirements = []
     for requirement in map(Requirement, lines):
         marker, requirement.marker = requirement.marker, None
         always = marker is None or marker.evaluate({"extra": ""})
-        wanted = always if extra == "core" else not always and marker is not None and marker.evaluate({"extra": extra})
-        if wanted and not requirement.name.startswith("llama"):
-            found.append(str(requirement))
-    return found
+        included = always if extra == "core" else not always and marker is not None and marker.evaluate({"extra": extra})
+        if included and not requirement.name.startswith("llama"):
+            requirements.append(str(requirement))
+    return requirements
 
 
 def _add_wheel(folder: Path, wheel: Path) -> Component:
@@ -115,8 +115,8 @@ def _licence(about: email.message.Message) -> str:
     if about["License-Expression"]:
         return str(about["License-Expression"])
     classified = [str(line).rsplit(" :: ", 1)[-1] for line in about.get_all("Classifier") or [] if str(line).startswith("License ::")]
-    told = str(about["License"] or "")
-    return ", ".join(classified) or (told if "\n" not in told else "")
+    licence = str(about["License"] or "")
+    return ", ".join(classified) or (licence if "\n" not in licence else "")
 
 
 def own_licence() -> bytes:

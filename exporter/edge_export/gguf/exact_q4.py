@@ -48,8 +48,8 @@ def matrices(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
 
 def trained_for_q4(checkpoint: Checkpoint) -> bool:
     """Whether most of a few matrices of a checkpoint lie on the grid of q4_0. Raises CheckpointError."""
-    found = sorted(matrices(checkpoint).items())
-    tried = [tensor for _, tensor in found[:: max(1, len(found) // _TRIED)]][:_TRIED]
+    named = sorted(matrices(checkpoint).items())
+    tried = [tensor for _, tensor in named[:: max(1, len(named) // _TRIED)]][:_TRIED]
     return 2 * sum(lies_on_grid(tensor) for tensor in tried) > len(tried)
 
 

@@ -55,13 +55,13 @@ def media_architecture(checkpoint: Checkpoint) -> MediaArchitecture:
     """Returns the vision and audio parts of a target, whose tensors are all there and fit. Raises CheckpointError."""
     model = checkpoint.architecture
     media = parse_media(checkpoint.config, str(checkpoint.folder / "config.json"), model.hidden_size, model.vocab_size)
-    wanted = media.shapes()
-    for name, shape in wanted.items():
+    shapes = media.shapes()
+    for name, shape in shapes.items():
         stored = checkpoint.others.get(name)
         if stored is None or stored.shape != shape or stored.dtype not in SOURCE_TYPE:
-            found = "missing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
-            raise CheckpointError(f"{checkpoint.folder}: the tensor {name!r} of shape {list(shape)} is {found}; download it again")
-    extra = [name for name in checkpoint.others if name.startswith((VISION, AUDIO, EMBEDDER, "model.embed_")) and name not in wanted]
+            described = "missing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
+            raise CheckpointError(f"{checkpoint.folder}: the tensor {name!r} of shape {list(shape)} is {described}; download it again")
+    extra = [name for name in checkpoint.others if name.startswith((VISION, AUDIO, EMBEDDER, "model.embed_")) and name not in shapes]
     if extra:
         raise CheckpointError(f"{checkpoint.folder}: {extra[0]!r} is no tensor of the parts in its config; use an unmodified checkpoint")
     return media
@@ -105,8 +105,8 @@ def _planned(stored: StoredTensor, weight_type: EncoderType) -> PlannedTensor | 
         half: Literal["f32", "f16"] = "f16" if weight_type == "f16" else "f32"
         flat = stored.name.startswith(EMBEDDER)
         side = isqrt(shape[1] // 3)
-        wanted = shape if flat else (shape[0], 3, side, side)
-        return _rewritten(name, wanted, half, stored, lambda v: _colours_first(v.reshape(shape[0], -1)))
+        reshaped = shape if flat else (shape[0], 3, side, side)
+        return _rewritten(name, reshaped, half, stored, lambda v: _colours_first(v.reshape(shape[0], -1)))
     if name.startswith("v.patch_norm.1."):
         return _rewritten(name, shape, "f32", stored, lambda v: _colours_first(v.reshape(1, -1)))
     if stored.name == f"{EMBEDDER}pos_embedding":
@@ -210,10 +210,10 @@ def _normalization(checkpoint: Checkpoint) -> tuple[list[float], list[float]]:
     """Mean and deviation of Gemma 4's processor, which change nothing. Raises CheckpointError if the checkpoint's have others."""
     identity = ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
     for name in ("preprocessor_config.json", "processor_config.json"):
-        found = read_optional_json_object(checkpoint.folder / name, _MAX_PROCESSOR_BYTES)
-        inner = found.get("image_processor")
-        found = found | (inner if isinstance(inner, dict) else {})
-        for key, wanted in zip(("image_mean", "image_std"), identity, strict=True):
-            if found.get(key, wanted) != wanted:
-                raise CheckpointError(f"{checkpoint.folder / name}: {key} is {str(found[key])[:60]}, not {wanted}; use an unmodified file")
+        config = read_optional_json_object(checkpoint.folder / name, _MAX_PROCESSOR_BYTES)
+        inner = config.get("image_processor")
+        config = config | (inner if isinstance(inner, dict) else {})
+        for key, usual in zip(("image_mean", "image_std"), identity, strict=True):
+            if config.get(key, usual) != usual:
+                raise CheckpointError(f"{checkpoint.folder / name}: {key} is {str(config[key])[:60]}, not {usual}; use an unmodified file")
     return identity

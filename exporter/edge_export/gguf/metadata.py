@@ -45,9 +45,9 @@ def architecture_entries(checkpoint: Checkpoint, file_type: int) -> list[Entry]:
         (f"{name}.block_count", "uint32", model.layers),
         (f"{name}.context_length", "uint32", model.context),
         (f"{name}.embedding_length", "uint32", model.hidden_size),
-        (f"{name}.feed_forward_length", *_one_or_all(feed_forward, model.double_wide)),
+        (f"{name}.feed_forward_length", *_shared_or_array(feed_forward, model.double_wide)),
         (f"{name}.attention.head_count", "uint32", model.heads),
-        (f"{name}.attention.head_count_kv", *_one_or_all(kv_heads, model.full_kv_heads != model.kv_heads)),
+        (f"{name}.attention.head_count_kv", *_shared_or_array(kv_heads, model.full_kv_heads != model.kv_heads)),
         (f"{name}.rope.freq_base", "float32", model.full_rope_base),
         (f"{name}.rope.freq_base_swa", "float32", model.sliding_rope_base),
         (f"{name}.attention.layer_norm_rms_epsilon", "float32", model.norm_epsilon),
@@ -78,7 +78,7 @@ def architecture_entries(checkpoint: Checkpoint, file_type: int) -> list[Entry]:
     return entries + _suppressed(checkpoint) + _drafter_entries(name, model)
 
 
-def _one_or_all(per_layer: list[int], differ: bool) -> tuple[ValueType, Any]:
+def _shared_or_array(per_layer: list[int], differ: bool) -> tuple[ValueType, Any]:
     return ("array", per_layer) if differ else ("uint32", per_layer[0])
 
 

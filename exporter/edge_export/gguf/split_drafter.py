@@ -32,7 +32,7 @@ from edge_runtime.bundle.gguf_types import FLOATS, TENSOR_TYPES
 
 HEAD_ARCHITECTURE, HEAD_FORMAT = "edge-mtp-drafter-head", 2
 _CENTROIDS_PER_PIECE = 64
-_MOST = float(np.finfo(np.float16).max)
+_MAX_FLOAT16 = float(np.finfo(np.float16).max)
 _PIECE_BYTES = 4 << 20
 _PRE, _POST = "nextn.pre_projection.weight", "nextn.post_projection.weight"
 _ROWS = "token_embd.weight"
@@ -100,8 +100,8 @@ def _clustered(rows: TensorInfo, finished: Path, ordering: NDArray[np.int32]) ->
 
 def _half(name: str, values: NDArray[Any], drafter: Checkpoint) -> RawTensor:
     """A matrix as float16, which is exact for bfloat16 values of at least 2^-14."""
-    if not np.abs(values).max() <= _MOST:
-        raise CheckpointError(f"{drafter.folder}: {name} holds values beyond float16's {_MOST:.0f}; download the checkpoint again")
+    if not np.abs(values).max() <= _MAX_FLOAT16:
+        raise CheckpointError(f"{drafter.folder}: {name} holds values beyond float16's {_MAX_FLOAT16:.0f}; download the checkpoint again")
     return raw_tensor(name, values, "f16")
 
 

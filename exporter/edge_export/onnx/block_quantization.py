@@ -16,13 +16,12 @@ from edge_export.checkpoint.published.grid import BLOCK, find_grid
 from edge_export.errors import ExportError
 from edge_export.onnx.block_search import Levels, round_to_nearest, search
 from edge_export.quantization.compensation import Factor, Rounded, compensated
+from edge_export.quantization.importance import MIN_IMPORTANCE
 
 Method = Literal["rtn", "search"]
 BITS, BLOCKS, METHODS = (4, 8), (32, 64, 128), get_args(Method)
 # Weights per piece of work: a piece that stays in a core's cache with all its intermediates is several times faster.
 _PIECE = 1 << 16
-# Least importance: channels that the calibration text never used must keep sensible weights too.
-_LEAST_IMPORTANCE = 1e-6
 _TOP_OF_4_BITS = 15
 
 
@@ -81,10 +80,10 @@ def quantize_matrix(
         piece = np.zeros((min(step, rows - first), blocks * spec.block), np.float32)
         piece[:, :columns] = weight[first : first + step]
         _check_finite(piece, first)
-        found = _quantized(piece, spec, counts)
+        quantized = _quantized(piece, spec, counts)
         here = slice(first, first + len(piece))
-        packed[here] = _pack(found.levels.T, spec.bits).reshape(len(piece), blocks, -1)
-        scales[here], zeros[here] = found.scales.reshape(-1, blocks), found.zeros.reshape(-1, blocks)
+        packed[here] = _pack(quantized.levels.T, spec.bits).reshape(len(piece), blocks, -1)
+        scales[here], zeros[here] = quantized.scales.reshape(-1, blocks), quantized.zeros.reshape(-1, blocks)
     zero_points = None if spec.symmetric else _pack(_even(zeros, spec.bits), spec.bits)
     made = PackedMatrix(packed=packed, scales=scales, zero_points=zero_points, spec=spec, columns=columns)
     if factor is None or spec.bits != 4:
@@ -100,8 +99,8 @@ def _compensated(weight: NDArray[np.float32], plain: PackedMatrix, importance: N
 
     def grid_of(block: int, weights: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         counts = np.broadcast_to(importance[: len(weights), block, None], weights.shape)
-        found = search(weights, counts, 4, spec.symmetric)
-        return found.scales, found.zeros * -found.scales
+        searched = search(weights, counts, 4, spec.symmetric)
+        return searched.scales, searched.zeros * -searched.scales
 
     flat = levels.reshape(rows, -1)
     rounded = Rounded(
@@ -110,8 +109,8 @@ def _compensated(weight: NDArray[np.float32], plain: PackedMatrix, importance: N
     made = compensated(weight, rounded, factor, grid_of)
     flat[:, : plain.columns] = made.levels
     if plain.zero_points is not None:
-        found = np.divide(-made.offsets, made.scales, out=np.zeros_like(made.scales), where=made.scales != 0)
-        zeros = np.rint(found).astype(np.uint8)
+        ratios = np.divide(-made.offsets, made.scales, out=np.zeros_like(made.scales), where=made.scales != 0)
+        zeros = np.rint(ratios).astype(np.uint8)
     return replace(
         plain,
         packed=_pack(flat.reshape(levels.shape), 4),
@@ -153,7 +152,7 @@ def _quantized(piece: NDArray[np.float32], spec: WeightSpec, counts: NDArray[np.
     if spec.bits == 4 and spec.block == BLOCK and spec.symmetric and spec.method == "search":
         # Weights that were trained for this grid come back exactly; others are searched.
         grid = find_grid(np.ascontiguousarray(weights.T), half_scales=False)
-        if grid.found.all():
+        if grid.on_grid.all():
             levels = np.ascontiguousarray((grid.levels.T + np.int8(8)).astype(np.uint8))
             return Levels(levels=levels, scales=grid.scales, zeros=np.full(len(grid.scales), 8, np.uint8))
     if spec.method == "rtn":
@@ -176,7 +175,7 @@ def _block_importance(importance: NDArray[np.float32] | None, columns: int, bloc
     counts = flat.reshape(-1, block)
     means = counts.sum(axis=1, keepdims=True) / used.sum(axis=1, keepdims=True)
     counts = np.where(means > 0, counts / np.where(means > 0, means, 1), 1.0)
-    result: NDArray[np.float32] = (np.maximum(counts, _LEAST_IMPORTANCE) * used).T.astype(np.float32)
+    result: NDArray[np.float32] = (np.maximum(counts, MIN_IMPORTANCE) * used).T.astype(np.float32)
     return result
 
 

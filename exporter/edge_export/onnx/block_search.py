@@ -18,7 +18,7 @@ _PARTS = (0.96, 0.92, 0.88, 0.84, 0.8, 0.75)
 # Mirrored, a symmetric block's farthest weight gets the highest level instead of the lowest.
 _TURNED_PARTS = (1.0, 0.92, 0.84)
 # In an asymmetric block only the upper or only the lower end is cut off.
-_ONE_END_PARTS = (0.85, 0.7)
+_END_PARTS = (0.85, 0.7)
 # With 256 levels, clipping much gains nothing.
 _PARTS_8_BITS = (0.995, 0.985)
 # After the best range is known: levels for the scale, then the scale for the levels, in turn.
@@ -63,13 +63,13 @@ def search(weights: Floats, importance: Floats, bits: int, symmetric: bool) -> L
     for _ in range(_REFINEMENTS):
         scales = fit.scales(scales, zeros)[0]
     # The stored levels are the nearest under the final scale, in the weights' own unit, so the error is measured on them.
-    found = _rounded(weights, (scales * largest).astype(np.float32), zeros, bits)
+    searched = _rounded(weights, (scales * largest).astype(np.float32), zeros, bits)
     plain = round_to_nearest(weights, bits, symmetric)
-    keep = _error(weights, importance, plain) <= _error(weights, importance, found)
+    keep = _error(weights, importance, plain) <= _error(weights, importance, searched)
     return Levels(
-        levels=np.where(keep, plain.levels, found.levels),
-        scales=np.where(keep, plain.scales, found.scales),
-        zeros=np.where(keep, plain.zeros, found.zeros),
+        levels=np.where(keep, plain.levels, searched.levels),
+        scales=np.where(keep, plain.scales, searched.scales),
+        zeros=np.where(keep, plain.zeros, searched.zeros),
     )
 
 
@@ -105,7 +105,7 @@ def _ranges(unit: Floats, scales: Floats, zeros: Floats, bits: int, symmetric: b
     low, high = np.minimum(unit.min(axis=0), 0), np.maximum(unit.max(axis=0), 0)
     ends = [(part, part) for part in parts]
     if bits == 4:
-        ends += [(1.0, part) for part in _ONE_END_PARTS] + [(part, 1.0) for part in _ONE_END_PARTS]
+        ends += [(1.0, part) for part in _END_PARTS] + [(part, 1.0) for part in _END_PARTS]
     for lower, upper in ends:
         scale: Floats = (high * np.float32(upper) - low * np.float32(lower)) / np.float32(top)
         yield scale, _zeros(low * np.float32(lower), scale, bits)
@@ -152,11 +152,11 @@ def _inverse(scales: Floats) -> Floats:
     return inverse
 
 
-def _error(weights: Floats, importance: Floats, found: Levels) -> NDArray[np.float64]:
+def _error(weights: Floats, importance: Floats, rounded: Levels) -> NDArray[np.float64]:
     """Sum of importance * error^2 [blocks], each in units of the block's largest weight."""
-    errors = found.levels.astype(np.float32)
-    errors -= found.zeros
-    errors *= found.scales
+    errors = rounded.levels.astype(np.float32)
+    errors -= rounded.zeros
+    errors *= rounded.scales
     errors -= weights
     largest = np.abs(weights).max(axis=0).astype(np.float64)
     relative = errors / np.where(largest > 0, largest, 1)

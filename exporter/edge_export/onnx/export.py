@@ -197,10 +197,10 @@ def _rotations(model: TextArchitecture) -> tuple[Rotation, ...]:
     """Full layers rotate the first pairs only (transformers, modeling_rope_utils.py, proportional)."""
     full = model.full_head_dim
     rotated = int(model.full_rotary_share * full // 2)
-    found = [Rotation(kind="full", base=model.full_rope_base, head_dim=full, rotated_pairs=rotated)]
+    rotations = [Rotation(kind="full", base=model.full_rope_base, head_dim=full, rotated_pairs=rotated)]
     if SLIDING in model.layer_types:
-        found.append(Rotation(kind="sliding", base=model.sliding_rope_base, head_dim=model.head_dim, rotated_pairs=model.head_dim // 2))
-    return tuple(found)
+        rotations.append(Rotation(kind="sliding", base=model.sliding_rope_base, head_dim=model.head_dim, rotated_pairs=model.head_dim // 2))
+    return tuple(rotations)
 
 
 def _buffers(model: TextArchitecture, layout: CacheLayout, request: OnnxRequest) -> tuple[CacheBuffer, ...]:

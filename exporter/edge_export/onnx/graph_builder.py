@@ -35,16 +35,16 @@ _FLOAT_ACTIVATIONS = 1
 _LOWEST, _HIGHEST = -128.0, 127.0
 
 
-class Graph:
+class GraphBuilder:
     """A graph being built. Values are strings: their names. A subgraph can use the values of its outer graph, which holds its weights."""
 
     opset, ir_version = OPSET, IR_VERSION
 
-    def __init__(self, name: str, parent: Graph | None = None) -> None:
+    def __init__(self, name: str, parent: GraphBuilder | None = None) -> None:
         self.name = name
         self.contrib_ops: set[str] = parent.contrib_ops if parent else set()
         self._parent = parent
-        self._root: Graph = parent._root if parent else self
+        self._root: GraphBuilder = parent._root if parent else self
         self._nodes: list[Any] = []
         self._inputs: list[Any] = []
         self._outputs: list[Any] = []
@@ -52,9 +52,9 @@ class Graph:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._count = 0
 
-    def subgraph(self, name: str) -> Graph:
+    def subgraph(self, name: str) -> GraphBuilder:
         """Returns a new graph for the body of a Loop or a branch of an If."""
-        return Graph(name, self)
+        return GraphBuilder(name, self)
 
     def input(self, name: str, kind: str, shape: Shape) -> str:
         """Declares an input; strings in `shape` are sizes known at run time only."""
@@ -71,7 +71,7 @@ class Graph:
         names = [self.fresh(kind) for _ in range(outputs)] if isinstance(outputs, int) else list(outputs)
         if domain == CONTRIB:
             self.contrib_ops.add(kind)
-        bodies = {key: value._proto() if isinstance(value, Graph) else value for key, value in attributes.items()}
+        bodies = {key: value._proto() if isinstance(value, GraphBuilder) else value for key, value in attributes.items()}
         self._nodes.append(helper.make_node(kind, list(inputs), names, name=self.fresh(f"node_{kind}"), domain=domain, **bodies))
         return names
 

@@ -85,7 +85,7 @@ def encoder_parity(
         from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 
         opened = OrtMediaEncoder(files[VISION_ENCODER], files.get(AUDIO_ENCODER), SessionOptions(threads=reference.threads), hidden_size)
-        return [opened.encode(one) for one in media]
+        return [opened.encode(item) for item in media]
 
     return measure_media_parity(reference, encode, inputs, quantization=weights, limit=ENCODER_LIMITS[weights])
 
@@ -109,7 +109,7 @@ def measure_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
     Raises ParityError.
     """
     try:
-        return _seen_ranges(pair)
+        return _value_ranges(pair)
     except EdgeRuntimeError as error:
         raise ParityError(f"the graphs to calibrate with do not run in onnxruntime: {error}; choose another --device") from error
 
@@ -131,12 +131,12 @@ def measure_rows(pair: OnnxPair) -> dict[str, NDArray[Any]]:
         raise ParityError(f"the graphs to calibrate with do not run in onnxruntime: {error}; choose another --onnx-kv") from error
 
 
-def _seen_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
+def _value_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
     from edge_runtime.backends.onnx.static_target import StaticOrtTarget
 
     context = pair.layout.full.capacity
     target, drafter = _opened(pair, context, 1)
-    seen: dict[str, NDArray[np.float32]] = {}
+    ranges: dict[str, NDArray[np.float32]] = {}
     assert isinstance(target, StaticOrtTarget)
     assert pair.static is not None
     assert drafter is not None
@@ -145,17 +145,17 @@ def _seen_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
         tokens = target.vocabulary.encode(TEXT)[:context]
         for end in range(rows, len(tokens), rows):
             target.verify(tokens[end - rows : end])
-            _widen(seen, target.outputs(rows))
+            _widen(ranges, target.outputs(rows))
             for length in (1, 2, 3):
                 drafter.draft(tokens[end], length)
-                _widen(seen, drafter.outputs)
-    return seen
+                _widen(ranges, drafter.outputs)
+    return ranges
 
 
-def _widen(seen: dict[str, NDArray[np.float32]], outputs: dict[str, NDArray[Any]]) -> None:
+def _widen(ranges: dict[str, NDArray[np.float32]], outputs: dict[str, NDArray[Any]]) -> None:
     for name, ends in outputs.items():
         if name.startswith(_RANGE):
-            known = seen.setdefault(name.removeprefix(_RANGE), ends.copy())
+            known = ranges.setdefault(name.removeprefix(_RANGE), ends.copy())
             known[0::2] = np.minimum(known[0::2], ends[0::2])
             known[1::2] = np.maximum(known[1::2], ends[1::2])
 

@@ -147,8 +147,8 @@ class WeightFile:
         rows, columns = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
         format = format.for_tensors(tensors).for_columns(columns)
         if format.kind != "blocks":
-            wanted: Literal["f32", "f16"] = "f16" if format.kind == "f16" else "f32"
-            return self._plain((piece for tensor in tensors for piece in read_float_chunks(tensor, wanted)), rows, columns, format)
+            float_type: Literal["f32", "f16"] = "f16" if format.kind == "f16" else "f32"
+            return self._plain((piece for tensor in tensors for piece in read_float_chunks(tensor, float_type)), rows, columns, format)
         pieces = (
             (piece, weighing)
             for weighing, tensor in ((self._weighing(name, tensor), tensor) for name, tensor in zip(names, tensors, strict=True))

@@ -147,7 +147,7 @@ def _restore_or_clear(output: Path) -> None:
     clear_stale(output)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchanges the names of two folders in one step; both names exist at every moment.
 
     Returns False, and does nothing, where that is not supported: outside Linux, with a C library without renameat2 and on some file
@@ -158,12 +158,12 @@ def exchange(one: Path, other: Path) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in _NOT_SUPPORTED:
         return False
-    raise OSError(code, os.strerror(code), str(other))
+    raise OSError(code, os.strerror(code), str(second))
 
 
 def sync_files(folder: Path) -> None:
@@ -192,15 +192,15 @@ def check_replaceable(folder: Path, kind: FolderKind) -> None:
     if folder.is_symlink() or not folder.is_dir():
         raise _refusal(folder, kind)
     try:
-        found = list(_files(folder))
+        files = list(_files(folder))
     except OSError as error:
         raise ExportError(
             f"{error.filename or folder} cannot be read ({error.strerror}); remove it yourself or choose another name"
         ) from error
-    if not found:
+    if not files:
         return
     ours = _listed(folder, kind) | kind.unlisted
-    for path in found:
+    for path in files:
         if path not in ours and not Path(path).match(_COMPILED):
             raise ExportError(
                 f"{folder / path} is no file of the {kind.name} {folder}, which --force would remove with it;"

@@ -66,12 +66,12 @@ class Judgement:
     ) -> dict[str, Any]:
         """Returns the figures for the manifest. Raises ParityError."""
         whose, limits = f"the {self.weight_type} {self.noun}", self.limits
-        demand(f"median KL of {whose}", plain.median_kl, most=self.median_kl)
-        demand(f"largest logit difference of {whose}", plain.max_abs_difference, most=limits.max_abs_difference)
-        demand(f"mean KL of {whose}", plain.mean_kl, most=limits.mean_kl)
-        demand(f"greedy agreement of {whose}", plain.greedy_agreement, least=limits.greedy_agreement)
-        demand(f"mean KL of the {self.quantization} {self.noun}", final.mean_kl, most=self.kl_limit)
-        demand(f"share of {whose}'s drafts that are the reference assistant's", agreements[0], least=limits.draft_agreement)
+        demand(f"median KL of {whose}", plain.median_kl, maximum=self.median_kl)
+        demand(f"largest logit difference of {whose}", plain.max_abs_difference, maximum=limits.max_abs_difference)
+        demand(f"mean KL of {whose}", plain.mean_kl, maximum=limits.mean_kl)
+        demand(f"greedy agreement of {whose}", plain.greedy_agreement, minimum=limits.greedy_agreement)
+        demand(f"mean KL of the {self.quantization} {self.noun}", final.mean_kl, maximum=self.kl_limit)
+        demand(f"share of {whose}'s drafts that are the reference assistant's", agreements[0], minimum=limits.draft_agreement)
         return {
             "reference": "transformers in float32",
             "versions": {name: installed_version(name) for name in ("torch", "transformers", self.library)},
@@ -112,10 +112,10 @@ def compare_export(request: ReferenceRequest, plain: Run, final: Run | None, jud
     return figures
 
 
-def demand(what: str, value: float, *, most: float = float("inf"), least: float = 0.0) -> None:
+def demand(what: str, value: float, *, maximum: float = float("inf"), minimum: float = 0.0) -> None:
     """Raises ParityError for a figure that is beyond its limit."""
-    if not least <= value <= most:
-        bound = f"at most {most:g}" if value > most else f"at least {least:g}"
+    if not minimum <= value <= maximum:
+        bound = f"at most {maximum:g}" if value > maximum else f"at least {minimum:g}"
         raise ParityError(f"parity failed: the {what} is {value:.4g}, {bound} is wanted; {REFUSED}")
 
 
@@ -134,11 +134,12 @@ def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int]) ->
     return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts), confidence=confidence)
 
 
-def check_tokenizer(request: ReferenceRequest, found: list[int], whose: str) -> None:
-    """Raises ParityError if `found`, the tokens of TEXT, are not those of the checkpoint's own tokenizer."""
-    wanted = reference_tokenizer(request).encode(TEXT, add_special_tokens=False)
-    if found != wanted:
-        first = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), min(len(found), len(wanted)))
+def check_tokenizer(request: ReferenceRequest, tokens: list[int], whose: str) -> None:
+    """Raises ParityError if `tokens`, those of TEXT, are not those of the checkpoint's own tokenizer."""
+    expected = reference_tokenizer(request).encode(TEXT, add_special_tokens=False)
+    if tokens != expected:
+        pairs = enumerate(zip(tokens, expected, strict=False))
+        first = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(expected)))
         raise ParityError(
             f"parity failed: {whose}'s tokenizer differs from the checkpoint's from token {first} of the test text on; {REFUSED}"
         )

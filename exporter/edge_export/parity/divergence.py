@@ -30,12 +30,13 @@ def divergence(reference: Rows, export: Rows) -> Divergence:
     """Compares logits [rows, vocabulary], row by row so that no float64 copy of all rows is made. A NaN or infinity gives infinity."""
     if not np.isfinite(export).all():
         return Divergence(max_abs_difference=float("inf"), mean_kl=float("inf"), median_kl=float("inf"), greedy_agreement=0.0)
-    divergences = [_kl(wanted, found) for wanted, found in zip(reference, export, strict=True)]
+    pairs = list(zip(reference, export, strict=True))
+    divergences = [_kl(expected, actual) for expected, actual in pairs]
     return Divergence(
         max_abs_difference=float(np.abs(reference - export).max()),
         mean_kl=float(np.mean(divergences)),
         median_kl=float(np.median(divergences)),
-        greedy_agreement=float(np.mean([agrees(wanted, int(found.argmax())) for wanted, found in zip(reference, export, strict=True)])),
+        greedy_agreement=float(np.mean([agrees(expected, int(actual.argmax())) for expected, actual in pairs])),
     )
 
 
@@ -45,8 +46,8 @@ def agrees(reference: Rows, token: int) -> bool:
 
 
 def _kl(reference: Rows, export: Rows) -> float:
-    wanted, found = _log_softmax(reference), _log_softmax(export)
-    return float(np.sum(np.exp(wanted) * (wanted - found)))
+    expected, actual = _log_softmax(reference), _log_softmax(export)
+    return float(np.sum(np.exp(expected) * (expected - actual)))
 
 
 def _log_softmax(row: Rows) -> NDArray[np.float64]:

@@ -44,7 +44,7 @@ def measure_media_parity(
         of_kind = [value for value, each in zip(distances, media, strict=True) if isinstance(each, kind)]
         if of_kind:
             figures[name] = max(of_kind)
-            demand(f"distance of {name.replace('_', ' ')} of the {quantization} encoder", figures[name], most=limit)
+            demand(f"distance of {name.replace('_', ' ')} of the {quantization} encoder", figures[name], maximum=limit)
     return figures
 
 
@@ -69,15 +69,15 @@ def _rows_of(model: Any, media: Media, inputs: MediaInputs) -> Rows:
     if isinstance(media, Image):
         tower = inputs.vision is None or inputs.vision.layers is not None
         patches, positions = (media.patches(), media.positions()) if tower else _blocks(media)
-        found = model.get_image_features(torch.from_numpy(patches)[None], torch.from_numpy(positions)[None])
+        features = model.get_image_features(torch.from_numpy(patches)[None], torch.from_numpy(positions)[None])
     elif inputs.samples_per_row is None:
         mels = torch.from_numpy(media.mel_frames())[None]
-        found = model.get_audio_features(mels, torch.ones(mels.shape[:2], dtype=torch.bool))
+        features = model.get_audio_features(mels, torch.ones(mels.shape[:2], dtype=torch.bool))
     else:
         frames = np.zeros((-(-len(media.samples) // inputs.samples_per_row), inputs.samples_per_row), np.float32)
         frames.ravel()[: len(media.samples)] = media.samples
-        found = model.get_audio_features(torch.from_numpy(frames)[None])
-    rows = found.pooler_output
+        features = model.get_audio_features(torch.from_numpy(frames)[None])
+    rows = features.pooler_output
     joined = torch.cat(list(rows)) if isinstance(rows, tuple | list) else rows.flatten(0, -2)
     made: Rows = joined.float().numpy()
     return made

@@ -124,9 +124,9 @@ def why_no_reference(parameters: int) -> str | None:
     for package in ("torch", "transformers"):
         if installed_version(package) is None:
             return f"{package} is not installed; pip install 'edge-mtp[verify]' to compare with the reference"
-    found = installed_version("transformers") or ""
-    if not FIRST_TRANSFORMERS <= tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < END_TRANSFORMERS:
-        return f"transformers {found} cannot build the Gemma 4 assistant, 5.19 to 5.22.2 can; pip install 'edge-mtp[verify]'"
+    installed = installed_version("transformers") or ""
+    if not FIRST_TRANSFORMERS <= tuple(int(part) for part in re.findall(r"\d+", installed)[:2]) < END_TRANSFORMERS:
+        return f"transformers {installed} cannot build the Gemma 4 assistant, 5.19 to 5.22.2 can; pip install 'edge-mtp[verify]'"
     needed, free = int(4 * parameters * MEMORY_MARGIN), available_memory_bytes()
     if free is not None and needed > free:
         return f"the float32 reference needs {needed} bytes of memory, {free} are available"
@@ -181,31 +181,31 @@ def inference(threads: int) -> Iterator[None]:
         yield
 
 
-def run_target(target: Any, tokens: list[int], rows: int, seen: int) -> tuple[Any, ReferenceRows]:
+def run_target(target: Any, tokens: list[int], rows: int, window: int) -> tuple[Any, ReferenceRows]:
     """Runs a target over tokens; returns the logits [rows, vocabulary] of the last ones, and the assistant's inputs."""
     import torch
 
     output = target(
         input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=rows
     )
-    return output.logits[0], ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), seen)
+    return output.logits[0], ReferenceRows(target.get_input_embeddings(), output.hidden_states[-1], dict(output.shared_kv_states), window)
 
 
 @dataclass(frozen=True)
 class ReferenceRows:
     """Inputs of the assistant: the embedding, hidden rows [1, T, hidden], K/V [1, heads, T, head_dim] by layer type.
 
-    `seen` is the number of rows given to its sliding layers; the assistant masks those beyond its own window.
+    `window` is the number of rows given to its sliding layers; the assistant masks those beyond its own window.
     """
 
     embed: Any
     hidden: Any
     shared: dict[str, tuple[Any, Any]]
-    seen: int
+    window: int
 
     def before(self, position: int) -> dict[str, tuple[Any, Any]]:
-        """The K/V rows for a query at `position`: all before it, `seen` of them on sliding layers."""
-        first = {"sliding_attention": max(0, position - self.seen)}
+        """The K/V rows for a query at `position`: all before it, `window` of them on sliding layers."""
+        first = {"sliding_attention": max(0, position - self.window)}
         return {kind: tuple(rows[:, :, first.get(kind, 0) : position] for rows in pair) for kind, pair in self.shared.items()}
 
 
@@ -240,13 +240,13 @@ def load_reference(folder: Path, weights: Weights | None = None) -> Any:
     """Loads a checkpoint in float32, or with these weights; raises ParityError if a weight of the text model is not in it."""
     from transformers.utils import logging
 
-    said, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         model, lacking = _loaded(folder) if weights is None else _filled(folder, weights)
     finally:
-        logging.set_verbosity(said)
+        logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
     missing = sorted(name for name in lacking if not _NOT_COMPARED.search(name))

@@ -42,8 +42,8 @@ def copy_texts(target: ResolvedSource, folder: Path, progress: Progress) -> list
     parts: list[BundlePart] = []
     template: str | None = None
     if target.gguf is not None:
-        found = target.gguf.keys.get("tokenizer.chat_template")
-        template = found if isinstance(found, str) else None
+        text = target.gguf.keys.get("tokenizer.chat_template")
+        template = text if isinstance(text, str) else None
     elif target.tokenizer is not None:
         copy_file(target.tokenizer.folder / TOKENIZER_NAME, folder / TOKENIZER_NAME)
         parts.append(BundlePart(role="tokenizer", path=folder / TOKENIZER_NAME, format="json"))

@@ -158,7 +158,7 @@ def _open_job(request: ExportRequest, progress: Progress) -> _Job:
 def _importance(job: _Job, gguf: GgufPair | None, scratch: Path, progress: Progress) -> dict[str, Importance]:
     """The importance by role; `scratch` gets second moments."""
     sources, onnx = job.request.importance, job.request.onnx
-    if not sources.given:
+    if not sources.are_given:
         return {}
     text = sources.calibrate
     title = f"Calibrate on {text.name}" if text else "Read the importance matrix"
@@ -201,7 +201,7 @@ def _manifest(
         cache_layout=job.layout if onnx is None else onnx.layout,
         left_out=tuple(f"{role}: {name}" for role, name in job.left_out),
         parity=parity,
-        importance={role: found.source for role, found in importance.items()},
+        importance={role: fitted.source for role, fitted in importance.items()},
         runtime=RuntimeSettings(context=job.context),
         onnx=None if onnx is None else onnx.graphs,
         static=None if onnx is None else onnx.static,
@@ -222,5 +222,5 @@ def check_rounding(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedS
                 f"{source.origin} rounds its activations too, which {what}, and without that its answers get much worse;"
                 " export it with --format onnx, or give the -it-qat-q4_0-unquantized checkpoint"
             )
-        if request.importance.given:
+        if request.importance.are_given:
             raise ExportError(f"{source.origin} is quantized already; leave --calibrate and the importance matrices out")

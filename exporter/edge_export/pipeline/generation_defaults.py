@@ -36,23 +36,23 @@ def generation_defaults(target: ResolvedSource) -> GenerationDefaults | None:
         values = {name: keys.get(key) for name, key in _NUMBERS.items()}
         # Greedy decoding is not written there; a temperature is written only where it is set.
         values |= {"top_k": keys.get(_TOP_K), "suppress_tokens": keys.get(_SUPPRESSED)}
-    found = GenerationDefaults(
+    defaults = GenerationDefaults(
         **{name: _number(values, name, path) for name in _NUMBERS},
         top_k=_top_k(values, path),
         end_tokens=_tokens(values, "eos_token_id", size, path),
         suppress_tokens=_tokens(values, "suppress_tokens", size, path),
     )
-    plain = (found.temperature, found.top_k, found.suppress_tokens) == (None, None, ()) and len(found.end_tokens) <= 1
-    return None if plain else found
+    plain = (defaults.temperature, defaults.top_k, defaults.suppress_tokens) == (None, None, ()) and len(defaults.end_tokens) <= 1
+    return None if plain else defaults
 
 
 def _number(values: dict[str, Any], name: str, path: Path) -> float | None:
     value = values.get(name)
     if value is None:
         return None
-    least, most = _RANGES[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or not least <= value <= most:
-        raise _wrong(path, name, value, f"a number from {least:g} to {most:g}")
+    minimum, maximum = _RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or not minimum <= value <= maximum:
+        raise _wrong(path, name, value, f"a number from {minimum:g} to {maximum:g}")
     return float(value)
 
 
@@ -71,5 +71,5 @@ def _tokens(values: dict[str, Any], name: str, size: int, path: Path) -> tuple[i
     return tuple(dict.fromkeys(tokens))
 
 
-def _wrong(path: Path, name: str, value: object, wanted: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {name} is {str(value)[:60]!r}, not {wanted}; correct it")
+def _wrong(path: Path, name: str, value: object, expected: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {name} is {str(value)[:60]!r}, not {expected}; correct it")

@@ -108,16 +108,16 @@ def plan_pair(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource
     return planned
 
 
-def _plan(source: ResolvedSource, wanted: str | None, default: str, folder: Path) -> GgufModel:
+def _plan(source: ResolvedSource, requested: str | None, default: str, folder: Path) -> GgufModel:
     if source.quantization is not None:
-        if wanted not in (None, source.quantization):
+        if requested not in (None, source.quantization):
             raise ExportError(
                 f"{source.origin} is a GGUF and taken as it is ({source.quantization});"
                 f" leave --{source.role}-quant out, or give the checkpoint"
             )
         path = folder / f"{source.role}-{source.quantization}.gguf"
         return GgufModel(source=source, quantization=source.quantization, weight_type="f32", plan=None, unquantized=path, exported=path)
-    quantization = wanted or default
+    quantization = requested or default
     exported = folder / f"{source.role}-{quantization}.gguf"
     report = ExactReport() if quantization == "q4_0" and trained_for_q4(source.checkpoint) else None
     weight_type, unquantized = DIRECT.get(quantization), exported

@@ -135,7 +135,7 @@ def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[i
     # A drafter is small.
     sums = _Sums(runs[0]), _Sums(_runs(drafter, request.moments.get("drafter"), None)[0])
     for index, tokens in enumerate(chunks):
-        with _listening(target, sums[0]), _listening(drafter, sums[1]):
+        with _collecting(target, sums[0]), _collecting(drafter, sums[1]):
             rows = _rows(target, tokens, request.window, sums[0])
             if drafter is not None:
                 _draft(drafter, rows, tokens)
@@ -144,7 +144,7 @@ def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[i
         sums[role == "drafter"].move_moments(moments)
     for run, names in enumerate(runs[1:], 1):
         more = _Sums(names)
-        with _listening(target, more):
+        with _collecting(target, more):
             for index, tokens in enumerate(chunks):
                 _rows(target, tokens, request.window, more)
                 done(run * len(chunks) + index, parts)
@@ -160,14 +160,14 @@ def _rows(target: Any, tokens: list[int], window: int, sums: _Sums) -> Reference
     return rows
 
 
-def _runs(model: Any, moments: SecondMoments | None, most: int | None) -> list[set[str]]:
+def _runs(model: Any, moments: SecondMoments | None, max_bytes: int | None) -> list[set[str]]:
     """The matrices whose second moments are added up, in sets that need at most so many bytes at once.
 
     Raises ExportError if the disk has no room for them.
     """
     import torch
 
-    found: list[set[str]] = [set()]
+    runs: list[set[str]] = [set()]
     used = total = 0
     for name, module in model.named_modules() if moments is not None else ():
         if not isinstance(module, torch.nn.Linear) or module.in_features > MAX_CHANNELS:
@@ -176,14 +176,14 @@ def _runs(model: Any, moments: SecondMoments | None, most: int | None) -> list[s
         if short is None or shared_name(short) != short:
             continue
         size = 4 * int(module.in_features) ** 2
-        if most is not None and used + size > most:
-            found.append(set())
+        if max_bytes is not None and used + size > max_bytes:
+            runs.append(set())
             used = 0
-        found[-1].add(short)
+        runs[-1].add(short)
         used, total = used + size, total + size
     if moments is not None:
         moments.check_space(total)
-    return found
+    return runs
 
 
 def _draft(drafter: Any, rows: ReferenceRows, tokens: list[int]) -> None:
@@ -196,10 +196,10 @@ def _draft(drafter: Any, rows: ReferenceRows, tokens: list[int]) -> None:
 
 
 class _Sums:
-    """Adds up the squares of rows, by GGUF tensor name, and all products of their channels for the matrices in `wanted`."""
+    """Adds up the squares of rows, by GGUF tensor name, and all products of their channels for the matrices in `names`."""
 
-    def __init__(self, wanted: Collection[str] = ()) -> None:
-        self._wanted = wanted
+    def __init__(self, names: Collection[str] = ()) -> None:
+        self._names = names
         self._products: dict[str, Any] = {}
         self._sums: dict[str, NDArray[np.float64]] = {}
         self._counts: dict[str, NDArray[np.float64]] = {}
@@ -211,7 +211,7 @@ class _Sums:
             self._sums[name], self._counts[name] = np.zeros((experts, flat.shape[1])), np.zeros(experts)
         self._sums[name][expert] += (flat * flat).sum(0).double().numpy()
         self._counts[name][expert] += len(flat)
-        if name in self._wanted:
+        if name in self._names:
             if name not in self._products:
                 self._products[name] = flat.new_zeros(flat.shape[1], flat.shape[1])
             self._products[name].addmm_(flat.T, flat)
@@ -227,7 +227,7 @@ class _Sums:
 
 
 @contextmanager
-def _listening(model: Any, sums: _Sums) -> Iterator[None]:
+def _collecting(model: Any, sums: _Sums) -> Iterator[None]:
     """Hooks `sums` to the inputs of every matrix that a GGUF of the model quantizes; a tied head's rows count for the embedding."""
     import torch
 
@@ -261,9 +261,9 @@ def _add_inputs_experts(sums: _Sums, names: tuple[str, ...], module: Any, inputs
     rows, chosen = inputs[0], inputs[1]
     experts = len(module.gate_up_proj)
     for expert in chosen.unique().tolist():
-        taken = rows[(chosen == expert).any(dim=-1)]
-        gate, up = linear(taken, module.gate_up_proj[expert]).chunk(2, dim=-1)
-        sums.add(names[0], taken, expert, experts)
+        selected = rows[(chosen == expert).any(dim=-1)]
+        gate, up = linear(selected, module.gate_up_proj[expert]).chunk(2, dim=-1)
+        sums.add(names[0], selected, expert, experts)
         sums.add(names[1], module.act_fn(gate) * up, expert, experts)
 
 

@@ -72,9 +72,9 @@ def compensated(weights: Floats, plain: Rounded, factor: Factor, grid_of: GridOf
     """
     # Weights near the ends of float32 overflow; such rows stay, as nothing is less than NaN.
     with np.errstate(over="ignore", invalid="ignore"):
-        found = _rounded_in_order(weights, plain, factor.inverse, grid_of)
-        better = _errors(weights - found.values(), factor) < _errors(weights - plain.values(), factor)
-    parts = {name: np.where(better[:, None], getattr(found, name), getattr(plain, name)) for name in ("levels", "scales", "offsets")}
+        rounded = _rounded_in_order(weights, plain, factor.inverse, grid_of)
+        better = _errors(weights - rounded.values(), factor) < _errors(weights - plain.values(), factor)
+    parts = {name: np.where(better[:, None], getattr(rounded, name), getattr(plain, name)) for name in ("levels", "scales", "offsets")}
     return replace(plain, **parts)
 
 
@@ -106,8 +106,8 @@ def _steps(scales: Floats) -> Floats:
 
 def _errors(differences: Floats, factor: Factor) -> Floats:
     """The error [N] of each row's differences [N, K]."""
-    seen = differences @ factor.root
-    errors: Floats = np.einsum("nk,nk->n", seen, seen)
+    weighted = differences @ factor.root
+    errors: Floats = np.einsum("nk,nk->n", weighted, weighted)
     return errors
 
 

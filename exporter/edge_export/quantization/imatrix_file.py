@@ -96,7 +96,7 @@ def _read_older(path: Path, data: bytes) -> _Entries:
         length = reader.number("letters of a name", _MAX_NAME)
         name = bytes(reader.take(length)).decode("utf-8", "replace")
         # Older files have 0 here.
-        calls = reader.number("calls", (1 << 31) - 1, least=0)
+        calls = reader.number("calls", (1 << 31) - 1, minimum=0)
         values = np.frombuffer(reader.take(4 * reader.number("values", len(data) // 4)), "<f4").astype(np.float64)
         if name in entries:
             raise ExportError(f"{path} is damaged: {name} comes twice; make the file again")
@@ -117,10 +117,10 @@ class _Older:
         self._at += count
         return self._data[self._at - count : self._at]
 
-    def number(self, what: str, most: int, least: int = 1) -> int:
+    def number(self, what: str, maximum: int, minimum: int = 1) -> int:
         """The next int32, checked."""
         (value,) = struct.unpack("<i", self.take(4))
-        if not least <= value <= most:
+        if not minimum <= value <= maximum:
             raise self._wrong(f"it claims {value} {what}")
         return int(value)
 

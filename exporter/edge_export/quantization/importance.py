@@ -23,8 +23,8 @@ from edge_export.quantization.compensation import Factor
 from edge_export.quantization.moments import SecondMoments
 from edge_runtime.bundle.manifest import ImportanceSource
 
-# Least importance: channels that the text never used must keep sensible weights too.
-LEAST = 1e-6
+# Least importance, beside a mean of 1: channels that the text never used must keep sensible weights too.
+MIN_IMPORTANCE = 1e-6
 _NAMED = 3
 
 
@@ -98,14 +98,14 @@ def fitted(entries: Mapping[str, ChannelSums], checkpoint: Checkpoint, source: I
 
 def _block_matrices(checkpoint: Checkpoint) -> list[str]:
     """GGUF names of the matrices in the model's blocks that are multiplied with and quantized."""
-    found = []
+    names = []
     for name, tensor in checkpoint.tensors.items():
         short = gguf_name(name)
         if short is None or not short.startswith("blk.") or stays_float32(short, len(tensor.shape)):
             continue
         if not _unused(short, checkpoint.architecture):
-            found.append(short)
-    return found
+            names.append(short)
+    return names
 
 
 def _unused(name: str, model: TextArchitecture) -> bool:
@@ -125,7 +125,7 @@ def _means(name: str, entry: ChannelSums, tensor: StoredTensor, source: Importan
         raise ExportError(f"{source.name} has values for {name} that are negative or not finite; make the file again")
     counts = np.broadcast_to(entry.counts.reshape(-1, 1), (matrices, 1))
     means = entry.sums.reshape(matrices, width) / np.maximum(counts, 1)
-    floor = LEAST * means.mean(axis=1, keepdims=True)
+    floor = MIN_IMPORTANCE * means.mean(axis=1, keepdims=True)
     # The channels of an expert without input, or with only zeros, are all alike.
     with np.errstate(over="ignore"):
         result = np.where((counts > 0) & (floor > np.finfo(np.float32).tiny), np.maximum(means, floor), 1.0).astype(np.float32)

@@ -34,7 +34,7 @@ class ImportanceSources:
     drafter_imatrix: Path | None = option(metavar="FILE", help="The drafter's importance matrix.")
 
     @property
-    def given(self) -> bool:
+    def are_given(self) -> bool:
         """Whether there is any source."""
         return bool(self.imatrix or self.drafter_imatrix or self.calibrate)
 
@@ -61,16 +61,16 @@ def importance_of_pair(
         )
     if sources.calibrate is not None and not roles:
         raise ExportError("neither model is quantized here in a way that importance changes; leave --calibrate out, or choose e.g. q4_0")
-    found = {}
+    importance = {}
     for role, path in files.items():
         if path is not None:
             entries, source = read_imatrix(path)
-            found[role] = fitted(entries, models[role].checkpoint, source)
+            importance[role] = fitted(entries, models[role].checkpoint, source)
     if sources.calibrate is not None:
         moments = {role: SecondMoments(scratch / role) for role, used in roles.items() if used}
         made = _calibrated(sources, sources.calibrate, models, roles, moments, threads=threads, progress=progress)
-        found |= {role: replace(made[role], moments=moments.get(role)) for role in roles}
-    return found
+        importance |= {role: replace(made[role], moments=moments.get(role)) for role in roles}
+    return importance
 
 
 def _calibrated(
@@ -100,11 +100,11 @@ def _calibrated(
         ),
         progress,
     )
-    found = {"target": fitted(made.target, model, made.source)}
+    importance = {"target": fitted(made.target, model, made.source)}
     if with_drafter:
-        found["drafter"] = fitted(made.drafter, drafter.checkpoint, made.source)
+        importance["drafter"] = fitted(made.drafter, drafter.checkpoint, made.source)
     if sources.save is not None:
         for role, entries in (("target", made.target), ("drafter", made.drafter)):
             if entries:
                 write_imatrix(sources.save / SAVED[role], entries, text.name, made.source.tokens or 0, made.chunk)
-    return found
+    return importance

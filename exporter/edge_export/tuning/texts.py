@@ -35,18 +35,18 @@ def prompts_from(parts: Sequence[str], tokenizer: Any, *, length: int, count: in
     short for one.
     """
     begin = tokenizer.encode("", add_special_tokens=True)
-    wanted = length - len(begin)
+    needed = length - len(begin)
     starts = [(index, at) for index, part in enumerate(parts) for at in _starts(part)]
     prompts: list[list[int]] = []
     for start in random.permutation(len(starts)):
         index, at = starts[start]
-        ids = tokenizer.encode(parts[index][at : at + 16 * wanted], add_special_tokens=False)
-        if len(ids) >= wanted:
-            prompts.append([*begin, *ids[:wanted]])
+        ids = tokenizer.encode(parts[index][at : at + 16 * needed], add_special_tokens=False)
+        if len(ids) >= needed:
+            prompts.append([*begin, *ids[:needed]])
         if len(prompts) == count:
             break
     if not prompts:
-        raise ExportError(f"the text to tune on has no part of {wanted} tokens; give more text of the kind that the model will read")
+        raise ExportError(f"the text to tune on has no part of {needed} tokens; give more text of the kind that the model will read")
     return np.array([prompts[index % len(prompts)] for index in range(count)], dtype=np.int64)
 
 
@@ -73,5 +73,5 @@ def written_after(target: Any, prompts: Tokens, *, length: int, temperature: flo
             else:
                 step = logits.argmax(-1, keepdim=True)
             tokens = torch.cat([tokens, step], dim=1)
-    found: Tokens = tokens.numpy()
-    return found
+    written: Tokens = tokens.numpy()
+    return written

@@ -24,7 +24,7 @@ STATE_NAME = "training.safetensors"
 _SUMS = ("step", "exp_avg", "exp_avg_sq")
 SAVE_SECONDS = 30.0
 # Logits of a training step: they are held several times over.
-MOST_LOGITS = 16 << 20
+MAX_LOGITS = 16 << 20
 _WARM_UP = 0.05
 
 
@@ -89,9 +89,9 @@ def _step(target: Any, drafter: Any, optimizer: Any, texts: Tokens, recipe: Reci
 
 def _segment(length: int, vocabulary: int, recipe: Recipe, random: np.random.Generator) -> Segment:
     """All positions of a text, or as many as have room for their logits."""
-    most = length - recipe.draft_steps
-    count = min(most, max(8, MOST_LOGITS // (vocabulary * recipe.batch)))
-    return Segment(first=1 + int(random.integers(most - count + 1)), count=count, steps=recipe.draft_steps)
+    positions = length - recipe.draft_steps
+    count = min(positions, max(8, MAX_LOGITS // (vocabulary * recipe.batch)))
+    return Segment(first=1 + int(random.integers(positions - count + 1)), count=count, steps=recipe.draft_steps)
 
 
 def _save(folder: Path, drafter: Any, optimizer: Any, state: State) -> None:
@@ -115,7 +115,7 @@ def _restored(folder: Path, drafter: Any, optimizer: Any) -> State:
                 weight.copy_(file.get_tensor(name))
                 if f"{_SUMS[0]} {name}" in names:
                     optimizer.state[weight] = {key: file.get_tensor(f"{key} {name}") for key in _SUMS}
-            found = file.metadata()
-        return State(steps=int(found["steps"]), seconds=float(found["seconds"]))
+            metadata = file.metadata()
+        return State(steps=int(metadata["steps"]), seconds=float(metadata["seconds"]))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ExportError(f"{path} cannot be read ({error}); remove {folder} to tune from the beginning") from error

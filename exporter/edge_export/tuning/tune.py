@@ -52,7 +52,7 @@ class TuningRequest(ReferenceRequest):
         return self.folder / "drafter"
 
 
-def tune(request: TuningRequest, say: Callable[[str], None]) -> DrafterTuning | None:
+def tune(request: TuningRequest, notify: Callable[[str], None]) -> DrafterTuning | None:
     """Writes the tuned drafter to `request.result` and returns its record; None if it is not better than the original.
 
     A call that was stopped goes on where it was. Raises ExportError if the text is unusable or too short.
@@ -65,22 +65,22 @@ def tune(request: TuningRequest, say: Callable[[str], None]) -> DrafterTuning | 
             drafter = load_reference(request.drafter_folder, request.drafter_weights)
         except ParityError as error:
             raise ExportError(f"tuning failed: {error}") from error
-        texts, held = _texts(request, target, text, say)
+        texts, held = _texts(request, target, text, notify)
         before = _judge(target, drafter, held)
-        say(f"The drafter as it is: {before.rate:.1%} of {DRAFT_LENGTH} drafts accepted on text that tuning does not see.")
+        notify(f"The drafter as it is: {before.rate:.1%} of {DRAFT_LENGTH} drafts accepted on text that tuning does not see.")
         recipe = Recipe(minutes=request.minutes)
         for part in range(1, PARTS + 1):
             state = train(target, drafter, texts, recipe, request.folder, until=part / PARTS)
             if part < PARTS:
-                say(f"Tuned for {state.seconds / 60:.1f} of {request.minutes:g} minutes: {_judge(target, drafter, held).rate:.1%}.")
+                notify(f"Tuned for {state.seconds / 60:.1f} of {request.minutes:g} minutes: {_judge(target, drafter, held).rate:.1%}.")
         _save(drafter, request)
         after = _judge(target, load_reference(request.result), held)
     low, high = gain(before, after)
     verdict = f"{after.rate:.1%} after tuning, {100 * (after.rate - before.rate):+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
     if low <= 0:
-        say(f"The original drafter stays: {verdict}.")
+        notify(f"The original drafter stays: {verdict}.")
         return None
-    say(f"The tuned drafter replaces the original: {verdict}.")
+    notify(f"The tuned drafter replaces the original: {verdict}.")
     return DrafterTuning(
         name=source.name,
         bytes=source.bytes,
@@ -106,17 +106,17 @@ def _prepare(request: TuningRequest, text: str) -> None:
     digest = hashlib.sha256(repr((text, stated, asdict(Recipe(minutes=request.minutes)), TEXTS, LENGTH)).encode()).hexdigest()
     if folder.exists():
         try:
-            found = json.loads((folder / _LIST).read_text(encoding="utf-8"))["request"]
+            previous = json.loads((folder / _LIST).read_text(encoding="utf-8"))["request"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ExportError(f"{folder} is in the way and no state of --tune-drafter; move it away") from error
-        if found == digest:
+        if previous == digest:
             return
         shutil.rmtree(folder)
     folder.mkdir()
     (folder / _LIST).write_text(json.dumps({"request": digest}) + "\n", encoding="utf-8")
 
 
-def _texts(request: TuningRequest, target: Any, text: str, say: Callable[[str], None]) -> tuple[Tokens, Tokens]:
+def _texts(request: TuningRequest, target: Any, text: str, notify: Callable[[str], None]) -> tuple[Tokens, Tokens]:
     """Returns the texts to train on and those to judge by. Writing takes at most as long as the training."""
     tokenizer = reference_tokenizer(request)
     length = min(LENGTH, request.context)
@@ -128,8 +128,8 @@ def _texts(request: TuningRequest, target: Any, text: str, say: Callable[[str], 
     def written(name: str, number: int, parts: list[str], count: int, prompt: int, temperature: float) -> Tokens:
         path = request.folder / f"{name}.npy"
         if path.is_file():
-            found: Tokens = np.load(path, allow_pickle=False)
-            return found
+            tokens: Tokens = np.load(path, allow_pickle=False)
+            return tokens
         prompts = prompts_from(parts, tokenizer, length=prompt, count=count, random=np.random.default_rng((_SEED, number)))
         made = written_after(target, prompts, length=length, temperature=temperature, banned=ends, seed=_SEED + number)
         np.save(path, made)
@@ -141,7 +141,7 @@ def _texts(request: TuningRequest, target: Any, text: str, say: Callable[[str], 
         number = len(batches)
         prompt = PROMPT if number // len(TEMPERATURES) % 2 else PROMPT // 2
         batches.append(written(f"texts-{number}", 1 + number, parts, BATCH, prompt, TEMPERATURES[number % len(TEMPERATURES)]))
-        say(f"The target has written {len(batches) * BATCH} of {TEXTS} texts of {length} tokens.")
+        notify(f"The target has written {len(batches) * BATCH} of {TEXTS} texts of {length} tokens.")
     return np.concatenate(batches), held
 
 

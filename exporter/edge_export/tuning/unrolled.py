@@ -159,13 +159,13 @@ def _confirmed(target: Any, drafter: Any, tokens: Any, segment: Segment) -> Toke
         rows = target_rows(target, tokens, segment)
         states = enumerate(draft_states(drafter, rows, segment), start=1)
         right = [greedy_choice(drafter, state) == tokens[:, first + step : last + step] for step, state in states]
-        found: Tokens = torch.stack(right).long().cumprod(0).sum(0).numpy()
-    return found
+        lengths: Tokens = torch.stack(right).long().cumprod(0).sum(0).numpy()
+    return lengths
 
 
 def gain(before: Accepted, after: Accepted) -> tuple[float, float]:
     """Returns the 95% interval of the difference of two acceptance rates on the same texts, by bootstrap over texts."""
     chosen = np.random.default_rng(1).integers(len(before.drafted), size=(RESAMPLES, len(before.drafted)))
-    rates = [one.accepted[chosen].sum(1) / one.drafted[chosen].sum(1) for one in (after, before)]
+    rates = [counts.accepted[chosen].sum(1) / counts.drafted[chosen].sum(1) for counts in (after, before)]
     low, high = np.quantile(rates[0] - rates[1], (0.025, 0.975))
     return float(low), float(high)

@@ -19,7 +19,7 @@ from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.published.packed_weights import with_codes
 from edge_export.checkpoint.safetensors import read_values, stored_tensors
 from edge_export.errors import CheckpointError, ExportError
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.weights import WeightFile
 from edge_export.pipeline.export import export_pair
@@ -67,7 +67,7 @@ def test_a_product_rounds_as_transformers_does(bits: int, tmp_path: Path) -> Non
     layer.input_activation_scale.data, layer.output_activation_scale.data = torch.tensor(0.02), torch.tensor(0.3)
     save_file(layer.state_dict(), tmp_path / "model.safetensors")
     tensors, rounding = with_codes({f"x.{name}": found for name, found in stored_tensors(tmp_path).items()}, {"x.weight": (rows, columns)})
-    graph = Graph("product")
+    graph = GraphBuilder("product")
     with WeightFile(tmp_path / "data") as weights:
         matrix = weights.codes(tensors["x.weight"])
         assert matrix is not None

@@ -21,7 +21,7 @@ from edge_export.checkpoint.checkpoint import cluster_rows, open_checkpoint
 from edge_export.checkpoint.shipped_pair import reference_pair
 from edge_export.gguf.split_drafter import token_order
 from edge_export.onnx.block_quantization import WeightSpec, round_rows
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.sparse_head import sparse_head
 from edge_export.onnx.weights import WeightFile, WeightFormat
 from settled_pair import settled
@@ -95,7 +95,7 @@ def test_the_rounded_sparse_head_scores_as_the_rows_it_was_made_of(processor: st
     checkpoint = open_checkpoint(reference_pair()[1])
     model, order = checkpoint.assistant, token_order(checkpoint)
     format = WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=32))
-    graph = Graph("head")
+    graph = GraphBuilder("head")
     hidden = graph.input("hidden", "f32", (1, 1, model.hidden_size))
     with WeightFile(tmp_path / "head.onnx_data") as weights:
         head = sparse_head(checkpoint, weights, format)

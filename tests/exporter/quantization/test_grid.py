@@ -32,7 +32,7 @@ Floats = NDArray[np.float32]
 def test_every_block_is_found_again(half_scales: bool) -> None:
     weights = grid_blocks(5000, half_scales=half_scales)
     grid = find_grid(weights, half_scales=half_scales)
-    assert grid.found.all()
+    assert grid.on_grid.all()
     assert (bfloat16(grid.levels * grid.scales[:, None]) == weights).all()
     assert grid.exact.all()
     # llama.cpp's rule, scale = extremum / -8, loses most blocks.
@@ -45,7 +45,7 @@ def test_every_block_is_found_again(half_scales: bool) -> None:
 def test_scales_that_float16_cannot_hold_are_off_by_a_bit_at_most() -> None:
     weights = grid_blocks(2000, half_scales=False)
     grid = find_grid(weights, half_scales=True)
-    assert grid.found.all()
+    assert grid.on_grid.all()
     back = bfloat16(grid.levels * grid.scales[:, None])
     assert (back == weights).mean() > 0.9
     assert (np.abs(back - weights) <= np.abs(weights) * 2**-7).all()
@@ -53,8 +53,8 @@ def test_scales_that_float16_cannot_hold_are_off_by_a_bit_at_most() -> None:
 
 def test_ordinary_weights_lie_on_no_grid() -> None:
     weights = np.random.default_rng(2).standard_normal((20_000, BLOCK)).astype(np.float32)
-    assert not find_grid(weights, half_scales=True).found.any()
-    assert not find_grid(bfloat16(weights), half_scales=True).found.any()
+    assert not find_grid(weights, half_scales=True).on_grid.any()
+    assert not find_grid(bfloat16(weights), half_scales=True).on_grid.any()
 
 
 def test_extreme_weights_are_no_failure() -> None:
@@ -62,7 +62,7 @@ def test_extreme_weights_are_no_failure() -> None:
     weights[1, 3], weights[2, :2], weights[3] = 1e-42, (3e38, -3e38), np.float32(65504 * 7)
     grid = find_grid(weights, half_scales=False)
     assert np.isfinite(grid.scales).all()
-    assert grid.found[0]
+    assert grid.on_grid[0]
 
 
 def test_blocks_of_onnx_are_exact() -> None:

@@ -42,15 +42,15 @@ def refuse_adapter(folder: Path) -> None:
 
 def refuse_quantized(config: dict[str, Any], path: Path) -> None:
     """Raises CheckpointError if a parsed config.json names a quantized format; `path` is for messages."""
-    found = _section(config)
-    if found is not None and not _read_directly(found) and rounds_activations(config) is None:
-        raise CheckpointError(f"{path}: the checkpoint holds {_described(found)}, which are not read; {_instead(config)}")
+    section = _section(config)
+    if section is not None and not _read_directly(section) and rounds_activations(config) is None:
+        raise CheckpointError(f"{path}: the checkpoint holds {_described(section)}, which are not read; {_instead(config)}")
 
 
 def rounds_activations(config: dict[str, Any]) -> str | None:
     """Returns the method of a format that rounds activations and is read (-qat-mobile-transformers, -ct); None for others."""
-    found = _section(config) or {}
-    method, groups = found.get("quant_method"), found.get("config_groups")
+    section = _section(config) or {}
+    method, groups = section.get("quant_method"), section.get("config_groups")
     if method == "gemma":
         return "gemma"
     if method != "compressed-tensors" or not isinstance(groups, dict) or not groups:
@@ -74,9 +74,9 @@ def _section(config: dict[str, Any]) -> dict[str, Any] | None:
     text = config.get("text_config")
     for place in (config, text if isinstance(text, dict) else {}):
         for key in ("quantization_config", "quantization", "compression_config"):
-            found = place.get(key)
-            if found is not None:
-                return found if isinstance(found, dict) else {"quant_method": str(found)}
+            section = place.get(key)
+            if section is not None:
+                return section if isinstance(section, dict) else {"quant_method": str(section)}
     return None
 
 
@@ -88,16 +88,16 @@ def _read_directly(section: dict[str, Any]) -> bool:
 def _unread(section: dict[str, Any]) -> str:
     """What of packed weights is not read, with what is; empty if all is."""
     groups = section.get("config_groups")
-    found = [] if isinstance(groups, dict) and groups else ["no config_groups"]
+    reasons = [] if isinstance(groups, dict) and groups else ["no config_groups"]
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
-            found.append("a group without weights")
+            reasons.append("a group without weights")
             continue
-        found += [f"{key} {brief(weights.get(key))} (read: {value})" for key, value in _PACKED.items() if weights.get(key) != value]
-        found += [f"actorder {brief(weights['actorder'])}"] if weights.get("actorder") else []
-        found += [f"rounded {key}" for key in ("input_activations", "output_activations", "activations") if group.get(key)]
-    return ", ".join(dict.fromkeys(found[:_NAMED]))
+        reasons += [f"{key} {brief(weights.get(key))} (read: {value})" for key, value in _PACKED.items() if weights.get(key) != value]
+        reasons += [f"actorder {brief(weights['actorder'])}"] if weights.get("actorder") else []
+        reasons += [f"rounded {key}" for key in ("input_activations", "output_activations", "activations") if group.get(key)]
+    return ", ".join(dict.fromkeys(reasons[:_NAMED]))
 
 
 def _described(section: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ class Grid:
 
     levels: NDArray[np.int8]
     scales: NDArray[np.float32]
-    found: NDArray[np.bool_]
+    on_grid: NDArray[np.bool_]
     exact: NDArray[np.bool_]
 
 
@@ -42,7 +42,7 @@ def find_grid(weights: NDArray[np.float32], *, half_scales: bool) -> Grid:
     parts = [_find(weights[first : first + _PIECE_BLOCKS], half_scales) for first in range(0, len(weights), _PIECE_BLOCKS)]
     if not parts:
         return Grid(np.empty((0, BLOCK), np.int8), np.empty(0, np.float32), np.empty(0, bool), np.empty(0, bool))
-    return Grid(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("levels", "scales", "found", "exact")))
+    return Grid(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("levels", "scales", "on_grid", "exact")))
 
 
 def lies_on_grid(tensor: StoredTensor) -> bool:
@@ -51,7 +51,7 @@ def lies_on_grid(tensor: StoredTensor) -> bool:
         return False
     for piece in read_float_chunks(tensor, "f32"):
         blocks = piece[: _SAMPLE_BLOCKS * BLOCK].reshape(-1, BLOCK)
-        return bool(blocks.any()) and bool(find_grid(blocks, half_scales=False).found.all())
+        return bool(blocks.any()) and bool(find_grid(blocks, half_scales=False).on_grid.all())
     return False
 
 
@@ -60,9 +60,9 @@ def _find(weights: NDArray[np.float32], half_scales: bool) -> Grid:
     largest = np.abs(weights).max(axis=1)
     extremum = np.take_along_axis(weights, np.abs(weights).argmax(axis=1)[:, None], axis=1)[:, 0]
     scales = extremum / np.float32(-_LEVELS)
-    found: NDArray[np.bool_] = largest == np.float32(0)
+    on_grid: NDArray[np.bool_] = largest == np.float32(0)
     for level in range(1, _LEVELS + 1):
-        left = np.flatnonzero(~found)
+        left = np.flatnonzero(~on_grid)
         if not len(left):
             break
         step = largest[left] / np.float32(level) if level < _LEVELS else extremum[left] / np.float32(-_LEVELS)
@@ -72,18 +72,18 @@ def _find(weights: NDArray[np.float32], half_scales: bool) -> Grid:
             off = np.abs(part - np.rint(part / step[:, None]) * step[:, None]).max(axis=1)
         fits = off <= largest[left] * np.float32(_TOLERANCE if rounded else _EXACT_TOLERANCE)
         scales[left[fits]] = step[fits]
-        found[left[fits]] = True
+        on_grid[left[fits]] = True
     safe = np.where(scales == 0, np.float32(1), scales)[:, None]
     levels = np.clip(np.rint(weights / safe), -_LEVELS, _LEVELS - 1).astype(np.int8)
-    scales = _refined(weights, levels, scales, found) if rounded else scales
+    scales = _refined(weights, levels, scales, on_grid) if rounded else scales
     if half_scales:
         scales = _nearest_half(weights, levels, scales, rounded)
     exact: NDArray[np.bool_] = np.all(_equal(weights, levels, scales, rounded), axis=1)
-    return Grid(levels, scales, found, exact)
+    return Grid(levels, scales, on_grid, exact)
 
 
 def _refined(
-    weights: NDArray[np.float32], levels: NDArray[np.int8], scales: NDArray[np.float32], found: NDArray[np.bool_]
+    weights: NDArray[np.float32], levels: NDArray[np.int8], scales: NDArray[np.float32], on_grid: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
     """The middle of the scales with which every level of a block rounds to its bfloat16; the old scale where there is none."""
     size = np.abs(weights).astype(np.float64)
@@ -96,7 +96,7 @@ def _refined(
     with np.errstate(divide="ignore", invalid="ignore"):
         low = np.where(count > 0, (size - below) / count, 0.0).max(axis=1)
         high = np.where(count > 0, (size + half) / count, np.inf).min(axis=1)
-    fits = found & (low <= high) & np.isfinite(high)
+    fits = on_grid & (low <= high) & np.isfinite(high)
     middle = np.where(fits, (low + np.where(np.isfinite(high), high, 0.0)) / 2, 0.0) * np.where(scales < 0, -1.0, 1.0)
     return np.where(fits, middle, scales).astype(np.float32)
 
@@ -107,11 +107,11 @@ def _nearest_half(
     """The float16 near each scale that brings most values back."""
     with np.errstate(over="ignore"):
         nearest = scales.astype(np.float16)
-    best, most = nearest, _equal(weights, levels, nearest.astype(np.float32), rounded).sum(axis=1)
+    best, matches = nearest, _equal(weights, levels, nearest.astype(np.float32), rounded).sum(axis=1)
     for direction in (-np.inf, np.inf):
         other = np.nextafter(nearest, np.float16(direction))
         count = _equal(weights, levels, other.astype(np.float32), rounded).sum(axis=1)
-        best, most = np.where(count > most, other, best), np.maximum(count, most)
+        best, matches = np.where(count > matches, other, best), np.maximum(count, matches)
     return best.astype(np.float32)
 
 

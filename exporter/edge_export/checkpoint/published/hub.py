@@ -45,8 +45,8 @@ class HubName:
 
 def hub_name(text: str) -> HubName | None:
     """Returns the parts of a hub name; None if it is none."""
-    found = _NAME.fullmatch(text)
-    return None if found is None else HubName(*found.groups())
+    match = _NAME.fullmatch(text)
+    return None if match is None else HubName(*match.groups())
 
 
 def with_revision(text: str, revision: str | None) -> str:
@@ -159,12 +159,12 @@ def _files(name: HubName) -> dict[str, int]:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        found = HfApi().model_info(name.repository, revision=name.revision, files_metadata=True).siblings
+        siblings = HfApi().model_info(name.repository, revision=name.revision, files_metadata=True).siblings
     except (HfHubHTTPError, CheckpointError):
         raise
     except Exception:  # noqa: BLE001 - the client's own errors of connections differ from release to release
         return {}
-    return {file.rfilename: file.size or 0 for file in found or ()}
+    return {file.rfilename: file.size or 0 for file in siblings or ()}
 
 
 def _only_gguf(name: HubName, role: str, files: list[str]) -> str | None:
@@ -175,8 +175,8 @@ def _only_gguf(name: HubName, role: str, files: list[str]) -> str | None:
     fitting = [file for file in ggufs if bool(_DRAFTER_FILE.search(file)) == (role == "drafter")]
     if len(fitting) == 1:
         return fitting[0]
-    one = HubName(name.repository, name.revision, (fitting or ggufs)[0])
-    raise CheckpointError(f"{name} holds {len(fitting) or 'no'} GGUF files for a {role} ({_listed(ggufs)}); name one, such as {one}")
+    example = HubName(name.repository, name.revision, (fitting or ggufs)[0])
+    raise CheckpointError(f"{name} holds {len(fitting) or 'no'} GGUF files for a {role} ({_listed(ggufs)}); name one, such as {example}")
 
 
 def _ggufs(files: list[str]) -> list[str]:

@@ -41,7 +41,7 @@ def with_codes(tensors: Mapping[str, StoredTensor], shapes: Shapes) -> tuple[dic
 
     `tensors` are those of the text model under their text-only names. Raises CheckpointError for parts that do not fit.
     """
-    found: dict[str, StoredTensor] = {}
+    merged: dict[str, StoredTensor] = {}
     rounding: dict[str, Rounding] = {}
     used: set[str] = set()
     for name, tensor in tensors.items():
@@ -50,14 +50,14 @@ def with_codes(tensors: Mapping[str, StoredTensor], shapes: Shapes) -> tuple[dic
         if scales is None:
             continue
         whole = f"{base}.weight"
-        found[whole] = _matrix(whole, tensor, scales, shapes)
+        merged[whole] = _matrix(whole, tensor, scales, shapes)
         used |= {name, f"{base}.{_CODES[ending]}", *(f"{base}.{other}" for other in _DROPPED)}
         sides = [[f"{base}.{key}" for key in keys] for keys in _ROUNDING]
         used |= {key for keys in sides for key in keys}
         first, second = ([tensors[key] for key in keys if key in tensors] for keys in sides)
         rounding[whole] = (_scale(first), _scale(second))
     rest = {name: tensor for name, tensor in tensors.items() if name not in used and not name.endswith(_DROPPED)}
-    return rest | found, rounding
+    return rest | merged, rounding
 
 
 def _matrix(name: str, codes: StoredTensor, scales: StoredTensor, shapes: Shapes) -> StoredTensor:
@@ -87,14 +87,14 @@ def _scale(stored: list[StoredTensor]) -> float:
 
 def with_matrices(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Returns the tensors with one entry `X.weight` for each packed matrix. Raises CheckpointError for parts that do not fit."""
-    found = {}
+    merged = {}
     for name, tensor in stored.items():
         base, _, _ = name.rpartition(".")
         if name.endswith(_PACKED):
-            found[f"{base}.weight"] = _matrix_of_words(f"{base}.weight", tensor, stored.get(base + _SCALE))
+            merged[f"{base}.weight"] = _matrix_of_words(f"{base}.weight", tensor, stored.get(base + _SCALE))
         elif not (name.endswith((_SCALE, _SHAPE)) and base + _PACKED in stored):
-            found[name] = tensor
-    return found
+            merged[name] = tensor
+    return merged
 
 
 def _matrix_of_words(name: str, packed: StoredTensor, scales: StoredTensor | None) -> StoredTensor:
@@ -102,9 +102,9 @@ def _matrix_of_words(name: str, packed: StoredTensor, scales: StoredTensor | Non
     shape = (rows, 8 * words)
     fits = scales is not None and scales.dtype in SOURCE_TYPE and scales.shape == (rows, shape[1] // PACKED_BLOCK)
     if packed.dtype != "I32" or not words or shape[1] % PACKED_BLOCK or not fits:
-        found = None if scales is None else [scales.dtype, list(scales.shape)]
+        described = None if scales is None else [scales.dtype, list(scales.shape)]
         raise CheckpointError(
-            f"{packed.path}: {packed.name!r} {packed.dtype} {list(packed.shape)} with the scales {found} is no matrix"
+            f"{packed.path}: {packed.name!r} {packed.dtype} {list(packed.shape)} with the scales {described} is no matrix"
             f" in 4 bits and blocks of {PACKED_BLOCK}; download the checkpoint again"
         )
     return dataclasses.replace(packed, name=name, dtype=PACKED4, shape=shape, scales=scales)

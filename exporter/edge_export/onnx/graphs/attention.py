@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
-from edge_export.onnx.graph_builder import CONTRIB, Graph
+from edge_export.onnx.graph_builder import CONTRIB, GraphBuilder
 from edge_export.onnx.graphs.kv import KvFormat
 
 LAYER_KINDS = {SLIDING: "sliding", FULL: "full"}
@@ -56,7 +56,7 @@ def reads_rows(target: TextArchitecture, layer: int, *, drafter: bool = False) -
 
 
 def declare_attention(
-    graph: Graph, model: TextArchitecture, positions: str | int, counted: set[str], kv: KvFormat
+    graph: GraphBuilder, model: TextArchitecture, positions: str | int, counted: set[str], kv: KvFormat
 ) -> dict[str, AttentionInputs]:
     """Declares `position_ids` and, per kind of layer there is, the inputs of its attention; the counts are those of `counted` kinds.
 
@@ -80,7 +80,7 @@ def declare_attention(
 
 
 def declare_caches(
-    graph: Graph, target: TextArchitecture, layers: Iterable[int], kv: KvFormat, *, drafter: bool = False
+    graph: GraphBuilder, target: TextArchitecture, layers: Iterable[int], kv: KvFormat, *, drafter: bool = False
 ) -> dict[int, CacheNames]:
     """Declares the buffers of owning layers of the target, or their rows, which are converted to float32."""
     declared = {}
@@ -106,7 +106,7 @@ def cache_shape(model: TextArchitecture, layer: int, rows: str | None) -> tuple[
 class Attention:
     """Emits attention of one model's layers. Takes normed queries [1, T, heads x head_dim], keys and values [1, T, kv_heads x head_dim]."""
 
-    def __init__(self, graph: Graph, model: TextArchitecture, inputs: dict[str, AttentionInputs], kv: KvFormat) -> None:
+    def __init__(self, graph: GraphBuilder, model: TextArchitecture, inputs: dict[str, AttentionInputs], kv: KvFormat) -> None:
         self._graph = graph
         self._model = model
         self._inputs = inputs
@@ -161,8 +161,8 @@ class Attention:
         )
         if not named:
             key, value = (
-                self._kv.kept(self._graph, one, layer, part, name)
-                for part, (one, name) in enumerate(zip(rows, (present.key, present.value), strict=True))
+                self._kv.kept(self._graph, row, layer, part, name)
+                for part, (row, name) in enumerate(zip(rows, (present.key, present.value), strict=True))
             )
             self._own[present.key] = CacheNames(key=key, value=value, owner=layer, on_rows=True)
 
@@ -197,8 +197,8 @@ class Attention:
         if "causal" not in self._made:
             graph, heads = self._graph, self._model.heads
             queries = graph.op("Reshape", "position_ids", graph.integers([-1, 1, 1]))
-            seen = graph.op("GreaterOrEqual", queries, graph.op("Reshape", "position_ids", graph.integers([1, 1, -1])))
-            mask = graph.op("Where", seen, graph.floats(0.0), graph.floats(float(np.finfo(np.float32).min)))
+            visible = graph.op("GreaterOrEqual", queries, graph.op("Reshape", "position_ids", graph.integers([1, 1, -1])))
+            mask = graph.op("Where", visible, graph.floats(0.0), graph.floats(float(np.finfo(np.float32).min)))
             apart = graph.op("Expand", mask, graph.integers([1, heads, 1]))
             self._made["causal"] = graph.op("Flatten", apart, axis=2)
         return self._made["causal"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.attention import Attention, AttentionInputs, CacheNames
 from edge_export.onnx.graphs.experts import ExpertWeights, add_experts, store_experts
 from edge_export.onnx.graphs.kv import KvFormat
@@ -74,7 +74,7 @@ def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, format:
 class Blocks:
     """Emits the layers of one model into a graph."""
 
-    def __init__(self, graph: Graph, model: TextArchitecture, attention: dict[str, AttentionInputs], kv: KvFormat) -> None:
+    def __init__(self, graph: GraphBuilder, model: TextArchitecture, attention: dict[str, AttentionInputs], kv: KvFormat) -> None:
         self._graph = graph
         self._model = model
         self.attends = Attention(graph, model, attention, kv)
@@ -149,15 +149,15 @@ class Blocks:
         dense = self.norm(fed, graph.weight(weights.norms["post_feedforward_layernorm_1"]))
         return graph.op("Add", dense, self.norm(mixed, graph.weight(weights.norms["post_feedforward_layernorm_2"])))
 
-    def _gated(self, graph: Graph, value: str, gate_up: Matrix, down: Matrix) -> str:
+    def _gated(self, graph: GraphBuilder, value: str, gate_up: Matrix, down: Matrix) -> str:
         """The gated feed-forward; its nodes go into `graph`, which may be a branch."""
         gate, up = self._split(graph, graph.linear(value, gate_up), [down.columns] * 2)
         return graph.linear(graph.op("Mul", self._gelu(graph, gate), up), down)
 
-    def _gelu(self, graph: Graph, value: str) -> str:
+    def _gelu(self, graph: GraphBuilder, value: str) -> str:
         return graph.op("Gelu", value, approximate="tanh")
 
-    def _split(self, graph: Graph, value: str, sizes: list[int]) -> list[str]:
+    def _split(self, graph: GraphBuilder, value: str, sizes: list[int]) -> list[str]:
         return graph.ops("Split", [value, graph.integers(sizes)], len(sizes), axis=-1)
 
 
@@ -174,7 +174,7 @@ class DrafterBlocks(Blocks):
 
 
 def per_layer_inputs(
-    graph: Graph,
+    graph: GraphBuilder,
     norm: Callable[[str, str, float], str],
     model: TextArchitecture,
     embedded: str,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from edge_export.checkpoint.architecture import AssistantArchitecture, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.attention import CacheNames, counted_kinds, declare_attention, declare_caches
 from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, DrafterBlocks, store_block
 from edge_export.onnx.graphs.kv import KvFormat
@@ -56,11 +56,11 @@ def write_drafter(
     `scores` float32 [n, candidates] and `candidates` int64 [n, candidates] (both without columns unless `with_scores`), `hidden_out`.
     """
     model = drafter.model
-    graph = Graph("drafter")
+    graph = GraphBuilder("drafter")
     caches = declare_caches(graph, target, sorted(set(sources)), kv, drafter=True)
     attention = declare_attention(graph, model, 1, counted_kinds(target, caches), kv)
     token, hidden = graph.input("token", "i64", (1, 1)), graph.input("hidden", "f32", (1, 1, model.target_hidden_size))
-    length, least = graph.input("draft_length", "i64", ()), graph.input("least_probability", "f32", ())
+    length, min_probability = graph.input("draft_length", "i64", ()), graph.input("least_probability", "f32", ())
     graph.input("with_scores", "bool", ())
     body = graph.subgraph("step")
     body.input("step_index", "i64", ())
@@ -69,7 +69,7 @@ def write_drafter(
     blocks = DrafterBlocks(body, model, attention, kv)
     embedded = embed(body, table, inner[0], sqrt(model.target_hidden_size))
     following, (scores, candidates) = step(body, blocks, drafter, [caches[layer] for layer in sources], embedded, inner[1])
-    _continue(body, model, following, scores, candidates, least)
+    _continue(body, model, following, scores, candidates, min_probability)
     names = ["token_out", "hidden_out", "drafts", "probabilities", "scores", "candidates"]
     graph.ops("Loop", [length, "", token, hidden], names, body=body)
     graph.output("drafts", "i64", ("drafted",))
@@ -82,7 +82,7 @@ def write_drafter(
 
 
 def step(
-    graph: Graph, blocks: Blocks, drafter: DrafterWeights, caches: Sequence[CacheNames], embedded: str, hidden: str
+    graph: GraphBuilder, blocks: Blocks, drafter: DrafterWeights, caches: Sequence[CacheNames], embedded: str, hidden: str
 ) -> tuple[str, tuple[str, str | None]]:
     """Emits a draft step; returns the next hidden row, and the scores with the candidates they belong to."""
     value = graph.linear(graph.op("Concat", embedded, hidden, axis=-1), drafter.before)
@@ -92,48 +92,50 @@ def step(
     return graph.linear(value, drafter.after), drafter.head(graph, value)
 
 
-def _continue(graph: Graph, model: AssistantArchitecture, following: str, scores: str, candidates: str | None, least: str) -> None:
+def _continue(
+    graph: GraphBuilder, model: AssistantArchitecture, following: str, scores: str, candidates: str | None, min_probability: str
+) -> None:
     """Outputs of the loop's body: whether it goes on, what it goes on with, what it collects."""
     best = graph.op("ArgMax", scores, axis=0, keepdims=1)
     drafted = graph.op("Gather", candidates, best, axis=0) if candidates else best
-    probability = _probability(graph, scores, least)
-    going_on = graph.op("GreaterOrEqual", probability, least)
+    probability = _probability(graph, scores, min_probability)
+    going_on = graph.op("GreaterOrEqual", probability, min_probability)
     graph.output(going_on, "bool", ())
     graph.output(graph.op("Reshape", drafted, graph.integers([1, 1])), "i64", (1, 1))
     graph.output(following, "f32", (1, 1, model.target_hidden_size))
     graph.output(graph.op("Squeeze", drafted, graph.integers([0])), "i64", ())
     graph.output(probability, "f32", ())
-    graph.output(_if_wanted(graph, scores, "f32"), "f32", ("scored",))
-    graph.output(_if_wanted(graph, candidates, "i64"), "i64", ("listed",))
+    graph.output(_if_scored(graph, scores, "f32"), "f32", ("scored",))
+    graph.output(_if_scored(graph, candidates, "i64"), "i64", ("listed",))
 
 
-def _probability(graph: Graph, scores: str, least: str) -> str:
+def _probability(graph: GraphBuilder, scores: str, min_probability: str) -> str:
     """The probability of the likeliest token among the scored ones, if a least probability is asked for; else 1."""
-    asked = graph.op("Greater", least, graph.floats(0))
-    share, one = graph.subgraph("share"), graph.subgraph("certain")
+    asked = graph.op("Greater", min_probability, graph.floats(0))
+    share, certain = graph.subgraph("share"), graph.subgraph("certain")
     top = share.op("ReduceMax", scores, keepdims=1)
     weights = share.op("ReduceSum", share.op("Exp", share.op("Sub", scores, top)), keepdims=0)
     share.output(share.op("Reciprocal", weights), "f32", ())
-    one.output(one.op("Identity", graph.floats(1)), "f32", ())
-    return graph.op("If", asked, then_branch=share, else_branch=one)
+    certain.output(certain.op("Identity", graph.floats(1)), "f32", ())
+    return graph.op("If", asked, then_branch=share, else_branch=certain)
 
 
-def _if_wanted(graph: Graph, values: str | None, kind: str) -> str:
+def _if_scored(graph: GraphBuilder, values: str | None, kind: str) -> str:
     """`values` [n] if `with_scores` is true, else an empty array."""
     none = graph.floats([]) if kind == "f32" else graph.integers([])
     if values is None:
         return graph.op("Identity", none)
-    wanted, unwanted = graph.subgraph("wanted"), graph.subgraph("unwanted")
-    wanted.output(wanted.op("Identity", values), kind, ("n",))
-    unwanted.output(unwanted.op("Identity", none), kind, ("n",))
-    return graph.op("If", "with_scores", then_branch=wanted, else_branch=unwanted)
+    filled, empty = graph.subgraph("wanted"), graph.subgraph("unwanted")
+    filled.output(filled.op("Identity", values), kind, ("n",))
+    empty.output(empty.op("Identity", none), kind, ("n",))
+    return graph.op("If", "with_scores", then_branch=filled, else_branch=empty)
 
 
 def _dense_head(checkpoint: Checkpoint, weights: WeightFile, format: WeightFormat) -> Head:
     """All tokens are candidates."""
     table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], format)
 
-    def head(graph: Graph, value: str) -> tuple[str, str | None]:
+    def head(graph: GraphBuilder, value: str) -> tuple[str, str | None]:
         return graph.op("Reshape", graph.linear(value, table), graph.integers([table.rows])), None
 
     return head

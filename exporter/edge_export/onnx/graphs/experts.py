@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.safetensors import StoredTensor
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
 _NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
@@ -56,13 +56,13 @@ def expert_of(tensor: StoredTensor, expert: int) -> StoredTensor:
 
 
 def add_experts(
-    graph: Graph,
+    graph: GraphBuilder,
     model: TextArchitecture,
     weights: ExpertWeights,
     value: str,
     *,
     norm: Callable[[str, str], str],
-    gated: Callable[[Graph, str, Matrix, Matrix], str],
+    gated: Callable[[GraphBuilder, str, Matrix, Matrix], str],
 ) -> str:
     """The experts' part [1, T, hidden_size] of the feed-forward block, before its norm. `value` is the block's input.
 
@@ -84,7 +84,7 @@ def add_experts(
     return graph.op("Reshape", summed, graph.op("Shape", value))
 
 
-def _shares(graph: Graph, model: TextArchitecture, weights: ExpertWeights, normed: str) -> str:
+def _shares(graph: GraphBuilder, model: TextArchitecture, weights: ExpertWeights, normed: str) -> str:
     """The weight of each expert for each token [T, experts]; zero for all but the best `experts_used`."""
     likely = graph.op("Softmax", graph.linear(normed, weights.router), axis=-1)
     best, experts = graph.ops("TopK", [likely, graph.integers([model.experts_used])], 2, axis=-1)
@@ -94,13 +94,13 @@ def _shares(graph: Graph, model: TextArchitecture, weights: ExpertWeights, norme
 
 
 def _expert(
-    graph: Graph,
+    graph: GraphBuilder,
     expert: int,
     chosen: str,
     shares: str,
     inputs: str,
     weights: tuple[Matrix, Matrix],
-    gated: Callable[[Graph, str, Matrix, Matrix], str],
+    gated: Callable[[GraphBuilder, str, Matrix, Matrix], str],
 ) -> str:
     """The rows of one expert's tokens, times their shares; empty if no token is routed to it."""
     used, unused = graph.subgraph("used"), graph.subgraph("unused")

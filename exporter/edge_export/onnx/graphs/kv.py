@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.safetensors import read_float_chunks
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.request import KvKind
 from edge_export.onnx.weights import Stored, ValueType, WeightFile
 from edge_runtime.bundle.manifest import CacheBuffer, Rotation
@@ -36,7 +36,7 @@ class KvFormat:
         """The type of the buffers."""
         return KV_TYPES[self.kind]
 
-    def widened(self, graph: Graph, rows: str, layer: int, part: int) -> str:
+    def widened(self, graph: GraphBuilder, rows: str, layer: int, part: int) -> str:
         """Converts stored rows [1, 1, n, head_dim] of an owning layer to float32; `part` is 0 for keys, 1 for values."""
         if self.kind == "f32":
             return rows
@@ -44,7 +44,7 @@ class KvFormat:
             return graph.op("Cast", rows, to=1)
         return graph.op("DequantizeLinear", rows, graph.weight(self.scales[layer][part]), axis=3)
 
-    def kept(self, graph: Graph, rows: str, layer: int, part: int, name: str) -> str:
+    def kept(self, graph: GraphBuilder, rows: str, layer: int, part: int, name: str) -> str:
         """Outputs float32 `rows` [1, 1, n, head_dim] in the stored type under `name`; returns them as they will be read, as float32."""
         if self.kind == "f16":
             graph.op("Cast", rows, name=name, to=10)
@@ -66,15 +66,15 @@ def store_kv(kind: KvKind, checkpoint: Checkpoint, weights: WeightFile) -> KvFor
         channels, bound = model.kv_heads_of(layer) * model.head_dim_of(layer), sqrt(model.head_dim_of(layer)) / _LEVELS
         norm = np.concatenate(list(read_float_chunks(checkpoint.tensors[f"model.layers.{layer}.self_attn.k_norm.weight"], "f32")))
         scales[layer] = tuple(
-            weights.array(np.full(channels, bound * most, np.float32), "f32") for most in (max(float(np.abs(norm).max()), 1e-6), 1.0)
+            weights.array(np.full(channels, bound * largest, np.float32), "f32") for largest in (max(float(np.abs(norm).max()), 1e-6), 1.0)
         )
     return KvFormat(kind=kind, scales=scales)  # type: ignore[arg-type]
 
 
 def fit_scales(
-    kv: KvFormat, data: Path, buffers: Sequence[CacheBuffer], rotations: Sequence[Rotation], seen: Mapping[str, NDArray[Any]]
+    kv: KvFormat, data: Path, buffers: Sequence[CacheBuffer], rotations: Sequence[Rotation], stored_rows: Mapping[str, NDArray[Any]]
 ) -> None:
-    """Writes fitted scales into the data file: `seen` are rows int8 [kv_heads, n, head_dim] by buffer, stored with the first scales."""
+    """Writes fitted scales into the data file: `stored_rows` are int8 [kv_heads, n, head_dim] by buffer, stored with the first scales."""
     turned = {rotation.kind: rotation.rotated_pairs for rotation in rotations}
     with data.open("r+b") as file:
         for buffer in buffers:
@@ -82,10 +82,10 @@ def fit_scales(
                 stored = kv.scales[buffer.layer][part]
                 file.seek(stored.offset)
                 old = np.frombuffer(file.read(stored.length), np.float32).reshape(buffer.kv_heads, 1, buffer.head_dim)
-                rows = seen[name].astype(np.float32) * old
-                most = _amplitudes(rows, turned[buffer.kind]) if part == 0 else np.abs(rows).max(axis=1)
-                # Never below one level of the first scales, the resolution of `seen`.
-                scales = np.maximum(most * _HEADROOM, old[:, 0]) / _LEVELS
+                rows = stored_rows[name].astype(np.float32) * old
+                largest = _amplitudes(rows, turned[buffer.kind]) if part == 0 else np.abs(rows).max(axis=1)
+                # Never below one level of the first scales, the resolution of `stored_rows`.
+                scales = np.maximum(largest * _HEADROOM, old[:, 0]) / _LEVELS
                 file.seek(stored.offset)
                 file.write(scales.astype("<f4").tobytes())
 
@@ -95,6 +95,6 @@ def _amplitudes(keys: NDArray[np.float32], pairs: int) -> NDArray[np.float32]:
     half = keys.shape[2] // 2
     first, second = keys[:, :, :pairs], keys[:, :, half : half + pairs]
     lengths = np.sqrt(first**2 + second**2).max(axis=1)
-    found: NDArray[np.float32] = np.abs(keys).max(axis=1)
-    found[:, :pairs] = found[:, half : half + pairs] = lengths
-    return found
+    largest: NDArray[np.float32] = np.abs(keys).max(axis=1)
+    largest[:, :pairs] = largest[:, half : half + pairs] = lengths
+    return largest

@@ -16,13 +16,13 @@ from edge_export.checkpoint.checkpoint import Checkpoint, cluster_rows
 from edge_export.checkpoint.tensor_names import CENTROIDS
 from edge_export.gguf.split_drafter import token_order
 from edge_export.onnx.block_quantization import round_rows
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.weights import WeightFile, WeightFormat
 
 # Emits a head over a hidden row [1, 1, hidden_size]: scores float32 [n] and the tokens int64 [n] they belong to, None for all tokens.
-Head = Callable[[Graph, str], tuple[str, str | None]]
+Head = Callable[[GraphBuilder, str], tuple[str, str | None]]
 # Emits the scores of a hidden row over the selected clusters [k], n values in any shape.
-_Scores = Callable[[Graph, str, str], str]
+_Scores = Callable[[GraphBuilder, str, str], str]
 # The stored level that is zero.
 _ZERO_LEVEL = 128
 
@@ -37,7 +37,7 @@ def sparse_head(checkpoint: Checkpoint, weights: WeightFile, format: WeightForma
     centroids = weights.matrix(checkpoint, [CENTROIDS], format if rounded else WeightFormat(kind="f32"))
     scores = _rounded_scores(checkpoint, weights, order) if rounded else _float_scores(checkpoint, weights, order, format)
 
-    def head(graph: Graph, value: str) -> tuple[str, str | None]:
+    def head(graph: GraphBuilder, value: str) -> tuple[str, str | None]:
         shares = graph.op("Reshape", graph.linear(value, centroids), graph.integers([model.centroids]))
         _, best = graph.ops("TopK", [shares, graph.integers([model.top_centroids])], 2)
         ids = graph.op("Reshape", graph.op("Gather", graph.weight(tokens), best, axis=0), graph.integers([count]))
@@ -51,7 +51,7 @@ def _float_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[np
     pieces = cluster_rows(checkpoint, order)
     rows = weights.gathered(pieces, model.vocab_size, model.hidden_size, format).regrouped(model.centroids)
 
-    def scores(graph: Graph, value: str, best: str) -> str:
+    def scores(graph: GraphBuilder, value: str, best: str) -> str:
         count = model.top_centroids * model.vocab_size // model.centroids
         near = graph.op("Reshape", graph.gather(rows, best), graph.integers([count, model.hidden_size]))
         return graph.op("MatMul", near, graph.op("Reshape", value, graph.integers([model.hidden_size, 1])))
@@ -79,7 +79,7 @@ def _rounded_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[
     stored = weights.pieces(pieces(), "u8", (model.centroids, hidden, per_centroid))
     factors = weights.array(np.concatenate(scaling).reshape(model.centroids, 1, per_centroid), "f32")
 
-    def scores(graph: Graph, value: str, best: str) -> str:
+    def scores(graph: GraphBuilder, value: str, best: str) -> str:
         near, of_rows = (graph.op("Gather", graph.weight(part), best, axis=0) for part in (stored, factors))
         coarse, rest = _product(graph, value, near)
         fine, _ = _product(graph, rest, near)
@@ -88,7 +88,7 @@ def _rounded_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[
     return scores
 
 
-def _product(graph: Graph, value: str, near: str) -> tuple[str, str]:
+def _product(graph: GraphBuilder, value: str, near: str) -> tuple[str, str]:
     """The product of a row rounded to 8 bits with the weights' levels, and the remainder of the row."""
     levels, scale, zero = graph.ops("DynamicQuantizeLinear", [value], 3)
     products = graph.op("Cast", graph.op("MatMulInteger", levels, near, zero, graph.bytes(_ZERO_LEVEL)), to=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.attention import CacheNames, cache_shape, counted_kinds, declare_attention, declare_caches
 from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, per_layer_inputs, store_block
 from edge_export.onnx.graphs.kv import FLOAT_ROWS, KvFormat
@@ -28,7 +28,7 @@ class TargetFormats:
     soft_rows: bool = False
 
 
-def embed(graph: Graph, table: Matrix, ids: str, factor: float) -> str:
+def embed(graph: GraphBuilder, table: Matrix, ids: str, factor: float) -> str:
     """Rows of an embedding times a factor."""
     return graph.op("Mul", graph.gather(table, ids), graph.floats(factor))
 
@@ -78,7 +78,7 @@ def store_target(checkpoint: Checkpoint, weights: WeightFile, formats: TargetFor
 def write_target(target: TargetWeights, path: Path, head_path: Path, formats: TargetFormats) -> set[str]:
     """Writes the two graphs of the target; returns the contrib ops in use."""
     model = target.model
-    graph = Graph("target")
+    graph = GraphBuilder("target")
     ids = graph.input("input_ids", "i64", (1, "tokens"))
     assert target.table is not None
     embedded = embed(graph, target.table, ids, sqrt(model.hidden_size))
@@ -89,14 +89,14 @@ def write_target(target: TargetWeights, path: Path, head_path: Path, formats: Ta
     hidden = _layers(graph, target, formats.kv, embedded, ids)
     graph.output(hidden, "f32", (1, "tokens", model.hidden_size))
     graph.save(path)
-    head = Graph("head")
+    head = GraphBuilder("head")
     rows = head.input("hidden", "f32", (1, "tokens", model.hidden_size))
     head.output(logits(head, target, rows), "f32", (1, "tokens", model.vocab_size))
     head.save(head_path)
     return graph.contrib_ops | head.contrib_ops
 
 
-def _layers(graph: Graph, target: TargetWeights, kv: KvFormat, embedded: str, ids: str) -> str:
+def _layers(graph: GraphBuilder, target: TargetWeights, kv: KvFormat, embedded: str, ids: str) -> str:
     model = target.model
     pasts = declare_caches(graph, model, range(model.owning_layers), kv)
     blocks = Blocks(graph, model, declare_attention(graph, model, "tokens", counted_kinds(model, pasts), kv), kv)
@@ -130,7 +130,7 @@ def _present(layer: int, past: CacheNames) -> CacheNames:
     return CacheNames(key=f"{word}_key.{layer}", value=f"{word}_value.{layer}", owner=layer, on_rows=past.on_rows)
 
 
-def logits(graph: Graph, target: TargetWeights, hidden: str) -> str:
+def logits(graph: GraphBuilder, target: TargetWeights, hidden: str) -> str:
     """Emits the logits of hidden rows, named so."""
     cap, head = target.model.logit_softcap, target.head
     if cap is None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from edge_export.checkpoint.media_architecture import EMBED_AUDIO, MELS, AudioTower
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.media.tower import EPSILON, Tower
 
-_BLOCK, _SEEN = 12, 24
+_BLOCK, _CONTEXT = 12, 24
 _CAP = 50.0
 _DISTANCES = 13
 _KERNEL = 5
@@ -36,7 +36,7 @@ def build_audio(tower: Tower, audio: AudioTower, text_size: int) -> None:
     graph = tower.graph
     mels = graph.input("mels", "f32", (1, 1, "frames", MELS))
     filler = graph.input("filler", "f32", (1, "filler", audio.hidden_size))
-    mask = graph.input("mask", "f32", ("blocks", 1, _BLOCK, _SEEN))
+    mask = graph.input("mask", "f32", ("blocks", 1, _BLOCK, _CONTEXT))
     value = _convolved(tower, _convolved(tower, mels, "layer0"), "layer1")
     value = tower.shaped(tower.turned(value, 0, 2, 3, 1), (1, -1, MELS // 4 * audio.channels[1]))
     value = tower.linear(value, "subsample_conv_projection.input_proj_linear.weight")
@@ -73,7 +73,7 @@ def _layer(tower: Tower, audio: AudioTower, value: str, at: str, shared: _Shared
     return tower.norm(_feed_forward(tower, value, f"{at}feed_forward2."), f"{at}norm_out")
 
 
-def _silu(graph: Graph, value: str) -> str:
+def _silu(graph: GraphBuilder, value: str) -> str:
     return graph.op("Mul", value, graph.op("Sigmoid", value))
 
 
@@ -104,20 +104,20 @@ def _attention(tower: Tower, audio: AudioTower, value: str, at: str, shared: _Sh
     query = tower.turned(graph.op("Mul", query, tower.stored(scale)), 0, 2, 1, 3)
     key, cached = _with_block_before(graph, key, heads, each), _with_block_before(graph, cached, heads, each)
     relative = shared.positions @ tower.values(f"{at}relative_k_proj.weight").T / np.float32(key_factor)
-    table = np.zeros((heads, each, _SEEN + 1), np.float32)
+    table = np.zeros((heads, each, _CONTEXT + 1), np.float32)
     table[:, :, :_DISTANCES] = relative.reshape(_DISTANCES, heads, each).transpose(1, 2, 0)
     # 25 columns read as rows of 24 move each row one further (arXiv:1901.02860, appendix B).
-    moved = tower.shaped(graph.op("MatMul", query, tower.stored(table)), (-1, heads, _BLOCK * (_SEEN + 1)))
-    moved = graph.op("Slice", moved, graph.integers([0]), graph.integers([_BLOCK * _SEEN]), graph.integers([2]))
+    moved = tower.shaped(graph.op("MatMul", query, tower.stored(table)), (-1, heads, _BLOCK * (_CONTEXT + 1)))
+    moved = graph.op("Slice", moved, graph.integers([0]), graph.integers([_BLOCK * _CONTEXT]), graph.integers([2]))
     scores = graph.op("MatMul", query, tower.turned(key, 0, 2, 3, 1))
-    scores = graph.op("Add", scores, tower.shaped(moved, (-1, heads, _BLOCK, _SEEN)))
+    scores = graph.op("Add", scores, tower.shaped(moved, (-1, heads, _BLOCK, _CONTEXT)))
     capped = graph.op("Mul", graph.op("Tanh", scores), graph.floats(_CAP))
     weights = graph.op("Softmax", graph.op("Add", capped, shared.mask), axis=-1)
     attended = tower.turned(graph.op("MatMul", weights, tower.turned(cached, 0, 2, 1, 3)), 0, 2, 1, 3)
     return tower.clipped(tower.shaped(attended, (1, -1, audio.hidden_size)), f"{at}post")
 
 
-def _with_block_before(graph: Graph, blocks: str, heads: int, each: int) -> str:
+def _with_block_before(graph: GraphBuilder, blocks: str, heads: int, each: int) -> str:
     """Blocks [n, 12, heads, size] as [n, 24, heads, size], each behind the one before it, the first behind zeros."""
     all_but_last = graph.op("Slice", blocks, graph.integers([0]), graph.integers([-1]), graph.integers([0]))
     before = graph.op("Concat", graph.floats(np.zeros((1, _BLOCK, heads, each), np.float32)), all_but_last, axis=0)

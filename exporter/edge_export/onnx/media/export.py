@@ -8,7 +8,7 @@ from pathlib import Path
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.media_architecture import AUDIO, VISION
 from edge_export.gguf.media_encoder import media_architecture
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.media.audio import build_audio
 from edge_export.onnx.media.tower import Tower
 from edge_export.onnx.media.vision import build_vision
@@ -37,7 +37,7 @@ def write_encoders(
     for role, prefix, build in towers:
         path = folder / f"{role.replace('_', '-')}-{weights}.onnx"
         data = path.with_suffix(".onnx_data")
-        graph = Graph(role)
+        graph = GraphBuilder(role)
         with WeightFile(data, progress) as file:
             build(Tower(graph, checkpoint, file, weight_format(weights, OnnxRequest(block=_BLOCK)), prefix))
         graph.save(path)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.safetensors import read_float_chunks, row_pieces
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.weights import WeightFile, WeightFormat
 
 EPSILON = 1e-6
@@ -22,7 +22,7 @@ class Tower:
     `format` is that of the layers' matrices; the few outside of the layers are never in blocks.
     """
 
-    def __init__(self, graph: Graph, checkpoint: Checkpoint, weights: WeightFile, format: WeightFormat, prefix: str) -> None:
+    def __init__(self, graph: GraphBuilder, checkpoint: Checkpoint, weights: WeightFile, format: WeightFormat, prefix: str) -> None:
         self.graph = graph
         self._checkpoint, self._weights, self._format, self._prefix = checkpoint, weights, format, prefix
         self._outer = WeightFormat(kind="f16") if format.kind == "blocks" else format
@@ -31,8 +31,8 @@ class Tower:
         """Returns a tensor."""
         tensor = self._checkpoint.others[self._prefix + name]
         pieces = [np.array(piece) for piece in read_float_chunks(tensor, "f32")]
-        found: NDArray[np.float32] = np.concatenate(pieces).reshape(tensor.shape)
-        return found
+        values: NDArray[np.float32] = np.concatenate(pieces).reshape(tensor.shape)
+        return values
 
     def stored(self, values: NDArray[np.floating[Any]]) -> str:
         """Puts values into the data file as float32."""

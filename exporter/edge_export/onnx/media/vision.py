@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from edge_export.checkpoint.media_architecture import EMBED_VISION, VisionTower
-from edge_export.onnx.graph_builder import CONTRIB, Graph
+from edge_export.onnx.graph_builder import CONTRIB, GraphBuilder
 from edge_export.onnx.media.tower import Tower
 
 _PIXELS, _GROUP = 768, 9
@@ -42,12 +42,12 @@ def _turns(tower: Tower, vision: VisionTower, x: str, y: str) -> tuple[str, str]
     # In float32, as transformers.
     exponents = np.arange(0, 2 * pairs, 2, dtype=np.float32) / np.float32(2 * pairs)
     angles = np.arange(vision.positions, dtype=np.float32)[:, None] / np.float32(_ROPE_BASE) ** exponents
-    found = []
+    tables = []
     for half in (np.concatenate([np.cos(angles)] * 2, 1), np.concatenate([-np.sin(angles), np.sin(angles)], 1)):
         stored = tower.stored(half)
         both = graph.op("Concat", *(graph.op("Gather", stored, index, axis=0) for index in (x, y)), axis=-1)
-        found.append(tower.shaped(both, (1, -1, 1, 4 * pairs)))
-    return found[0], found[1]
+        tables.append(tower.shaped(both, (1, -1, 1, 4 * pairs)))
+    return tables[0], tables[1]
 
 
 def _layer(tower: Tower, vision: VisionTower, value: str, at: str, turns: tuple[str, str]) -> str:
@@ -64,17 +64,17 @@ def _layer(tower: Tower, vision: VisionTower, value: str, at: str, turns: tuple[
 def _attention(tower: Tower, vision: VisionTower, value: str, at: str, turns: tuple[str, str]) -> str:
     graph, size, heads = tower.graph, vision.hidden_size, vision.heads
     each = size // heads
-    found = []
+    projected = []
     for name in ("q", "k", "v"):
         rows = tower.shaped(tower.clipped(value, f"{at}{name}_proj"), (1, -1, heads, each))
         rows = tower.plain_norm(rows, each) if name == "v" else _turned(graph, tower.norm(rows, f"{at}{name}_norm"), turns)
-        found.append(tower.shaped(rows, (1, -1, size)))
+        projected.append(tower.shaped(rows, (1, -1, size)))
     # Without a mask, and in blocks: whole scores would take 0.3 GB at 280 soft rows of E2B, 4.9 GB at 1120.
-    attended = graph.op("MultiHeadAttention", *found, domain=CONTRIB, num_heads=heads, scale=1.0)
+    attended = graph.op("MultiHeadAttention", *projected, domain=CONTRIB, num_heads=heads, scale=1.0)
     return tower.clipped(attended, f"{at}o_proj")
 
 
-def _turned(graph: Graph, value: str, turns: tuple[str, str]) -> str:
+def _turned(graph: GraphBuilder, value: str, turns: tuple[str, str]) -> str:
     first, second, third, fourth = graph.ops("Split", [value], 4, axis=-1, num_outputs=4)
     other = graph.op("Concat", second, first, fourth, third, axis=-1)
     return graph.op("Add", graph.op("Mul", value, turns[0]), graph.op("Mul", other, turns[1]))

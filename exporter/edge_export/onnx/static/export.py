@@ -18,7 +18,7 @@ from edge_export.onnx.graphs.target import TargetWeights
 from edge_export.onnx.parity import OnnxPair, measure_ranges
 from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.static.graphs import Shape, write_drafter_graph, write_target_graph
-from edge_export.onnx.static.weights import PlainGraph, Range
+from edge_export.onnx.static.weights import PlainGraph, ValueRange
 from edge_export.output.atomic_folder import BundlePart
 from edge_runtime.bundle.manifest import CacheLayout, RuntimeSettings, StaticGraphs
 
@@ -62,23 +62,23 @@ def write_static(
     layout: CacheLayout,
     paths: Mapping[str, Path],
     *,
-    ranges: Mapping[str, tuple[Range, Range]] | None = None,
-    watched: bool = False,
+    ranges: Mapping[str, tuple[ValueRange, ValueRange]] | None = None,
+    with_ranges: bool = False,
 ) -> None:
-    """Writes the graphs; `ranges` and `watched` as for `PlainGraph`."""
+    """Writes the graphs; `ranges` and `with_ranges` as for `PlainGraph`."""
     sizes = {SLIDING if buffer.kind == "sliding" else FULL: buffer.rows for buffer in layout.buffers}
     for role, count in STATIC_ROWS.items():
-        graph, shape = PlainGraph(role, ranges=ranges, watched=watched), Shape(rows=count, buffers=sizes)
+        graph, shape = PlainGraph(role, ranges=ranges, with_ranges=with_ranges), Shape(rows=count, buffers=sizes)
         write_target_graph(target, shape, graph, paths[role], with_logits=role != "target_prefill")
-    graph = PlainGraph("drafter", ranges=ranges, watched=watched)
+    graph = PlainGraph("drafter", ranges=ranges, with_ranges=with_ranges)
     write_drafter_graph(target.model, layout.drafter_sources, drafter, Shape(rows=1, buffers=sizes), graph, paths["drafter"])
 
 
 def write_calibrated(target: TargetWeights, drafter: DrafterWeights, layout: CacheLayout, pair: OnnxPair) -> None:
     """Writes the graphs of `pair` twice: first they output the ranges of each matrix's input and output, then they round to them."""
-    write_static(target, drafter, layout, pair.files, watched=True)
+    write_static(target, drafter, layout, pair.files, with_ranges=True)
     ends = measure_ranges(pair)
-    ranges = {name: (Range(least=end[0], greatest=end[1]), Range(least=end[2], greatest=end[3])) for name, end in ends.items()}
+    ranges = {name: (ValueRange(low=end[0], high=end[1]), ValueRange(low=end[2], high=end[3])) for name, end in ends.items()}
     write_static(target, drafter, layout, pair.files, ranges=ranges)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from edge_export.checkpoint.architecture import TextArchitecture
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.attention import LAYER_KINDS, CacheNames
 from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, per_layer_inputs
 from edge_export.onnx.graphs.drafter import DrafterWeights, step
@@ -40,7 +40,7 @@ class StaticInputs:
     mask: str
 
 
-def declare_static(graph: Graph, model: TextArchitecture, shape: Shape, new_rows: int) -> dict[str, StaticInputs]:
+def declare_static(graph: GraphBuilder, model: TextArchitecture, shape: Shape, new_rows: int) -> dict[str, StaticInputs]:
     """Declares, per kind of layer there is, the inputs of its attention."""
     declared = {}
     for kind, word in LAYER_KINDS.items():
@@ -56,7 +56,7 @@ def declare_static(graph: Graph, model: TextArchitecture, shape: Shape, new_rows
     return declared
 
 
-def declare_buffer(graph: Graph, model: TextArchitecture, shape: Shape, layer: int) -> CacheNames:
+def declare_buffer(graph: GraphBuilder, model: TextArchitecture, shape: Shape, layer: int) -> CacheNames:
     """Declares the buffers of an owning layer of the target, which the graph reads only."""
     size = (1, model.kv_heads_of(layer), shape.buffers[model.layer_types[layer]], model.head_dim_of(layer))
     return CacheNames(key=graph.input(f"key.{layer}", "f32", size), value=graph.input(f"value.{layer}", "f32", size), owner=layer)
@@ -65,7 +65,7 @@ def declare_buffer(graph: Graph, model: TextArchitecture, shape: Shape, layer: i
 class StaticBlocks(Blocks):
     """Emits the layers of one model with fixed shapes."""
 
-    def __init__(self, graph: Graph, model: TextArchitecture, shape: Shape, inputs: dict[str, StaticInputs]) -> None:
+    def __init__(self, graph: GraphBuilder, model: TextArchitecture, shape: Shape, inputs: dict[str, StaticInputs]) -> None:
         super().__init__(graph, model, {}, FLOAT_ROWS)
         self._shape = shape
         self._static_inputs = inputs
@@ -80,7 +80,7 @@ class StaticBlocks(Blocks):
         mean = graph.op("ReduceMean", graph.op("Mul", value, value), graph.integers([-1]), keepdims=1)
         return graph.op("Div", value, graph.op("Sqrt", graph.op("Add", mean, graph.floats(self._model.norm_epsilon * epsilon_factor))))
 
-    def _gelu(self, graph: Graph, value: str) -> str:
+    def _gelu(self, graph: GraphBuilder, value: str) -> str:
         """GELU by its tanh formula."""
         cubed = graph.op("Mul", graph.op("Mul", value, value), value)
         inner = graph.op("Add", value, graph.op("Mul", cubed, graph.floats(0.044715)))

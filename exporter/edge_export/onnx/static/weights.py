@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edge_export.checkpoint.safetensors import row_pieces
 from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import quantize_matrix, round_rows, unpacked_levels
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 from edge_export.quantization.importance import Weighing
 
@@ -24,44 +24,44 @@ _Piece = tuple[NDArray[np.float32], Weighing]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Range:
+class ValueRange:
     """The least and the greatest value of an activation in a calibration text."""
 
-    least: float
-    greatest: float
+    low: float
+    high: float
 
     @property
     def scale(self) -> np.float32:
         """The step of 16 bits over this range, widened by half for other text; the range includes zero."""
-        return np.float32(max(1.5 * (max(self.greatest, 0.0) - min(self.least, 0.0)) / 65535, 1e-9))
+        return np.float32(max(1.5 * (max(self.high, 0.0) - min(self.low, 0.0)) / 65535, 1e-9))
 
     @property
     def zero_point(self) -> np.uint16:
         """The level that is zero."""
-        return np.uint16(min(round(-1.5 * min(self.least, 0.0) / float(self.scale)), 65535))
+        return np.uint16(min(round(-1.5 * min(self.low, 0.0) / float(self.scale)), 65535))
 
 
-class PlainGraph(Graph):
+class PlainGraph(GraphBuilder):
     """A graph of operators of ONNX opset 21 alone.
 
-    With `watched`, a graph for calibration: it outputs the ranges of each matrix's input and output as `range.NAME` [4].
+    With `with_ranges`, a graph for calibration: it outputs the ranges of each matrix's input and output as `range.NAME` [4].
     With `ranges` by matrix, inputs and outputs of integer matrices are rounded to 16 bits.
     """
 
     opset, ir_version = 21, 10
 
-    def __init__(self, name: str, *, ranges: Mapping[str, tuple[Range, Range]] | None = None, watched: bool = False) -> None:
+    def __init__(self, name: str, *, ranges: Mapping[str, tuple[ValueRange, ValueRange]] | None = None, with_ranges: bool = False) -> None:
         super().__init__(name)
         self._ranges = ranges or {}
-        self._watched = watched
+        self._with_ranges = with_ranges
 
     def linear(self, value: str, matrix: Matrix) -> str:
         """value [..., columns] times the matrix: [..., rows]."""
         name = self.weight(matrix.values)
         if name not in self._ranges:
             product = self.op("MatMul", value, self._dense(matrix))
-            if self._watched and matrix.scales is not None:
-                self._watch(name, value, product)
+            if self._with_ranges and matrix.scales is not None:
+                self._output_ranges(name, value, product)
             return product
         before, after = self._ranges[name]
         return self._rounded(self.op("MatMul", self._rounded(value, before), self._dense(matrix)), after)
@@ -70,11 +70,11 @@ class PlainGraph(Graph):
         """The same with explicit sizes, which NPU compilers accept."""
         return self.ops("Split", [value, self.integers([each] * parts)], parts, axis=-1)
 
-    def _rounded(self, value: str, seen: Range) -> str:
-        scaling = self.floats(float(seen.scale)), self._constant(np.asarray(seen.zero_point))
+    def _rounded(self, value: str, bounds: ValueRange) -> str:
+        scaling = self.floats(float(bounds.scale)), self._constant(np.asarray(bounds.zero_point))
         return self.op("DequantizeLinear", self.op("QuantizeLinear", value, *scaling), *scaling)
 
-    def _watch(self, name: str, *values: str) -> None:
+    def _output_ranges(self, name: str, *values: str) -> None:
         ends = [self.op(kind, value, keepdims=0) for value in values for kind in ("ReduceMin", "ReduceMax")]
         apart = [self.op("Reshape", end, self.integers([1])) for end in ends]
         self.output(self.op("Concat", *apart, axis=0, name=f"range.{name}"), "f32", (4,))

@@ -13,7 +13,7 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
 from edge_export.onnx.block_quantization import WeightSpec
-from edge_export.onnx.graph_builder import Graph
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.weights import WeightFile, WeightFormat
 from edge_runtime.backends.onnx import loader as ort_library
 from edge_runtime.backends.onnx import prepacked as ort_prepacked
@@ -141,7 +141,7 @@ def test_sizes_that_a_graph_must_hold_itself_do_not_keep_it_from_being_packed(tm
     """Bundles of before have a Split with a size for each of 35 layers, which onnxruntime does not read from another file."""
     monkeypatch.setenv("EDGE_MTP_KERNELS", "none")  # packing is for stock operators
     weight = np.random.default_rng(0).standard_normal((35 * 32, 64)).astype(np.float32)
-    graph = Graph("one")
+    graph = GraphBuilder("one")
     with WeightFile(tmp_path / "one.onnx_data") as weights:
         format = WeightFormat(kind="blocks", spec=WeightSpec(bits=4, block=32))
         matrix = weights.matrix_of([weight], "one", len(weight), weight.shape[1], format)
