@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,17 @@ BUDGETS = {
     "scripts": 7307,
     "tests": 38586,
 }
+# Rooms whose identifiers are all named after what they hold, and words that name nothing.
+NAMED_ROOMS = (
+    "devices/edge_devices",
+    "exporter/edge_export",
+    "runtime/edge_bench",
+    "runtime/edge_runtime/bundle",
+    "runtime/edge_runtime/calibration",
+    "runtime/edge_runtime/config",
+    "runtime/edge_runtime/planning",
+)
+EMPTY_NAMES = {"found", "given", "heard", "least", "most", "one", "said", "seen", "some", "taken", "told", "wanted"}
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_dir() and path.name != "__pycache__")
 
 
@@ -93,6 +105,20 @@ def test_files_are_short(folder: str) -> None:
     lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in python_files(ROOT / folder)}
     assert lines
     assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
+
+
+def test_public_classes_have_distinct_names() -> None:
+    nodes = (node for package in PACKAGES for path in python_files(package) for node in ast.parse(path.read_text(encoding="utf-8")).body)
+    counts = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("room", NAMED_ROOMS)
+def test_identifiers_name_what_they_hold(room: str) -> None:
+    nodes = [node for path in python_files(ROOT / room) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} | {node.arg for node in nodes if isinstance(node, ast.arg)}
+    assert names
+    assert names & EMPTY_NAMES == set()
 
 
 @pytest.mark.parametrize("folder", SCRIPTS, ids=lambda path: path.name)
