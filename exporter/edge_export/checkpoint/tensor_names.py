@@ -19,8 +19,6 @@ _PREFIXES = {
 }
 # The text model's own tensors; other tensors of a multimodal checkpoint belong to its towers.
 _TEXT = ("model.layers.", "model.embed_tokens", "model.norm.", "model.per_layer_", "lm_head.")
-# As transformers saves them, with and without towers.
-CURRENT = ("model.language_model.", "model.layers.", "model.embed_tokens", "model.norm.", "model.per_layer_", "lm_head.")
 
 
 def needed_shapes(model: TextArchitecture) -> Shapes:
