@@ -101,15 +101,13 @@ class PanelGroup(click.Group):
             return super().invoke(ctx)
 
 
-def takes(
-    name: str, of: object, *, only: Sequence[str] | None = None, without: Sequence[str] = (), panel: str = ""
-) -> Callable[[Decorated], Decorated]:
+def takes(name: str, of: object, *, only: Sequence[str] | None = None, panel: str = "") -> Callable[[Decorated], Decorated]:
     """Returns a decorator that adds the declared options of a dataclass to a command, whose body receives the object as argument `name`.
 
-    `of` is the dataclass, or an instance with other defaults; `only` and `without` name its fields: those that are no options of the
-    command keep their defaults. `panel` is that of fields that declare none.
+    `of` is the dataclass, or an instance with other defaults; `only` names its fields: those that are no options of the command
+    keep their defaults. `panel` is that of fields that declare none.
     """
-    declared = declared_options(of, only=only, without=without, panel=panel)
+    declared = declared_options(of, only=only, panel=panel)
 
     def add(command: Decorated) -> Decorated:
         @functools.wraps(command)
@@ -127,14 +125,14 @@ def takes(
     return add
 
 
-def declared_options(of: object, *, only: Sequence[str] | None = None, without: Sequence[str] = (), panel: str = "") -> list[click.Option]:
+def declared_options(of: object, *, only: Sequence[str] | None = None, panel: str = "") -> list[click.Option]:
     """Returns the options that a dataclass declares, as `takes` adds them. Raises KeyError for a name that declares none."""
     kind: Any = of if isinstance(of, type) else type(of)
     hints = get_type_hints(kind)
     declared = {each.name: each for each in dataclasses.fields(kind) if OPTION in each.metadata}
-    if unknown := {*(only or ()), *without} - declared.keys():
+    if unknown := set(only or ()) - declared.keys():
         raise KeyError(f"no declared options of {kind.__name__}: {', '.join(sorted(unknown))}")
-    chosen = [declared[name] for name in (declared if only is None else only) if name not in without]
+    chosen = [declared[name] for name in (declared if only is None else only)]
     return [_option(field, hints[field.name], field.default if of is kind else getattr(of, field.name), panel) for field in chosen]
 
 

@@ -78,7 +78,7 @@ def travel() -> None:
 
 @travel.command()
 @click.argument("start")
-@takes("trip", Trip, without=("sleep",))
+@takes("trip", Trip, only=("length", "pace", "places", "back", "seats", "budget"))
 def go(start: str, trip: Trip) -> None:
     """Go from START."""
     if start == "nowhere":

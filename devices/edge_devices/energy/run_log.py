@@ -124,10 +124,10 @@ class LogFile:
         self._file.close(keep=kind is None or bool(self._written["runs"]))
 
 
-def write_log(path: Path, log: RunLog, raw: list[str] | None = None) -> None:
-    """Writes a complete log. `raw`: the meter's raw reading at each sample."""
+def write_log(path: Path, log: RunLog) -> None:
+    """Writes a complete log."""
     with LogFile(path) as file:
-        file.keep(log, raw or ())
+        file.keep(log)
 
 
 def read_log(path: Path, max_lines: int = MAX_LINES) -> RunLog:

@@ -6,7 +6,6 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 BLOCK = 64 << 20  # per thread; larger than the caches of the machines this is for
@@ -17,7 +16,7 @@ SPARE = 8  # least ratio of available memory to the probe's buffers
 FILL, ABSENT = 1, 2
 
 
-def read_bandwidth(threads: int, *, memory_available: int | None = None, clock: Callable[[], float] = time.perf_counter) -> float | None:
+def read_bandwidth(threads: int, *, memory_available: int | None = None) -> float | None:
     """Returns bytes read per second by `threads` at once, the best of 5 rounds (some tenths of a second).
 
     None where less than 8 times the buffers' memory is available, so that the probe evicts nothing. Reads with the C library's memchr,
@@ -29,7 +28,7 @@ def read_bandwidth(threads: int, *, memory_available: int | None = None, clock: 
     for block in blocks:
         ctypes.memset(block, FILL, BLOCK)  # commits the pages before the timing
     search = _memchr()
-    return max(PASSES * BLOCK * threads / _round_seconds(search, blocks, clock) for _ in range(ROUNDS))
+    return max(PASSES * BLOCK * threads / _round_seconds(search, blocks) for _ in range(ROUNDS))
 
 
 def _memchr() -> Any:
@@ -38,7 +37,7 @@ def _memchr() -> Any:
     return library.memchr
 
 
-def _round_seconds(search: Any, blocks: list[ctypes.Array[ctypes.c_char]], clock: Callable[[], float]) -> float:
+def _round_seconds(search: Any, blocks: list[ctypes.Array[ctypes.c_char]]) -> float:
     start = threading.Barrier(len(blocks) + 1)
 
     def read(block: ctypes.Array[ctypes.c_char]) -> None:
@@ -50,7 +49,7 @@ def _round_seconds(search: Any, blocks: list[ctypes.Array[ctypes.c_char]], clock
     for worker in workers:
         worker.start()
     start.wait()
-    begin = clock()
+    begin = time.perf_counter()
     for worker in workers:
         worker.join()
-    return max(clock() - begin, 1e-9)
+    return max(time.perf_counter() - begin, 1e-9)

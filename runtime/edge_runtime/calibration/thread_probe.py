@@ -97,7 +97,6 @@ def measure_threads(
     candidates: Mapping[Phase, Sequence[int]],
     token: int,
     *,
-    max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
     report: Report = no_report,
 ) -> ThreadTimes:
@@ -108,7 +107,7 @@ def measure_threads(
     """
     counts = sorted({n for numbers in candidates.values() for n in numbers})
     timings: dict[tuple[Phase, int], list[float]] = {}
-    for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, max_seconds, clock=clock, report=report):
+    for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, MAX_SECONDS, clock=clock, report=report):
         for count in counts if number % 2 else counts[::-1]:
             use(ThreadCounts.same(count))
             for phase, seconds in _timed(target, drafter, token, clock, {phase for phase in PHASES if count in candidates[phase]}):

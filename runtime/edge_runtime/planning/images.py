@@ -34,9 +34,7 @@ class ImagePlan:
     derived: str
 
 
-def image_plan(
-    manifest: Manifest, operations: Range, prefill: Range, power: PhasePower | None, rows: int = DEFAULT_BUDGET
-) -> ImagePlan | None:
+def image_plan(manifest: Manifest, operations: Range, prefill: Range, power: PhasePower | None) -> ImagePlan | None:
     """Returns the plan of an image; None for a bundle without an encoder in GGUF, or made before its sizes were noted.
 
     `operations` are those per second of a forward of few rows, `prefill` is in rows per second.
@@ -44,6 +42,7 @@ def image_plan(
     media = manifest.media
     if media is None or media.vision is None or not any(file.role == MEDIA_ENCODER for file in manifest.files):
         return None
+    rows = DEFAULT_BUDGET
     needed = image_operations(media.vision, manifest.architecture.hidden_size, rows)
     encode = Range.between(needed * _FASTER / operations.high, needed * _SLOWER / operations.low)
     filled = Range(low=rows / prefill.high, middle=rows / prefill.middle, high=rows / prefill.low)

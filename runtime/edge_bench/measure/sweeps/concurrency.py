@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from edge_bench.measure.prompts import PreparedPrompt
 from edge_bench.measure.records import Concurrency
@@ -32,8 +32,6 @@ def run_level(
     expected: Sequence[Sequence[int]],
     tokens: int,
     repeat: int,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Concurrency:
     """Runs every prompt once for each client, in a different order per client; `expected` are the outputs to compare with."""
     clients = [session_for(session, variant) for session in sessions.sessions]
@@ -44,13 +42,13 @@ def run_level(
             which = (number + index) % len(prompts)
             generations.append(start(session, variant, prompts[which].ids, tokens))
             outputs[id(generations[-1])] = expected[which]
-    begin = clock()
+    begin = time.perf_counter()
     free = {id(session.target): begin for session in clients}  # when a client's session became free
     last: dict[int, float] = {}
     token_seconds: list[float] = []
     request_seconds = []
     for generation, emitted in sessions.run(generations):
-        now, client = clock(), id(generation.target)
+        now, client = time.perf_counter(), id(generation.target)
         if id(generation) in last:  # the first token belongs to the request's latency, not between tokens
             token_seconds += [(now - last[id(generation)]) / len(emitted.tokens)] * len(emitted.tokens)
         last[id(generation)] = now
@@ -63,7 +61,7 @@ def run_level(
         repeat=repeat,
         requests=len(generations),
         tokens=sum(len(g.tokens) for g in generations),
-        seconds=clock() - begin,
+        seconds=time.perf_counter() - begin,
         request_seconds=tuple(request_seconds),
         token_seconds=tuple(token_seconds),
         equal=sum(list(outputs[id(g)]) == g.tokens for g in generations),
