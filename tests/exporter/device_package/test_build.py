@@ -234,7 +234,7 @@ def test_missing_apt_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypa
 
 
 def test_missing_keyring_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(debian, "found", lambda program, advice: program)
+    monkeypatch.setattr(debian, "program_path", lambda program, advice: program)
     monkeypatch.setattr(debian, "KEYRING", tmp_path / "keyring.gpg")
     with pytest.raises(PackageError, match=r"keyring\.gpg is missing.*apt install debian-archive-keyring"):
         debian.fetch_archives(("libc6",), "arm64", tmp_path)
