@@ -59,15 +59,8 @@ BUDGETS = {
     "tests": 38586,
 }
 # Rooms whose identifiers are all named after what they hold, and words that name nothing.
-NAMED_ROOMS = (
-    "devices/edge_devices",
-    "exporter/edge_export",
-    "runtime/edge_bench",
-    "runtime/edge_runtime/bundle",
-    "runtime/edge_runtime/calibration",
-    "runtime/edge_runtime/config",
-    "runtime/edge_runtime/planning",
-)
+NAMED_ROOMS = ["devices/edge_devices", "exporter/edge_export", "runtime/edge_bench"]
+NAMED_ROOMS += [f"runtime/edge_runtime/{room}" for room in ("bundle", "calibration", "config", "planning")]
 EMPTY_NAMES = {"found", "given", "heard", "least", "most", "one", "said", "seen", "some", "taken", "told", "wanted"}
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_dir() and path.name != "__pycache__")
 

@@ -138,8 +138,7 @@ def check_tokenizer(request: ReferenceRequest, tokens: list[int], whose: str) ->
     """Raises ParityError if `tokens`, those of TEXT, are not those of the checkpoint's own tokenizer."""
     expected = reference_tokenizer(request).encode(TEXT, add_special_tokens=False)
     if tokens != expected:
-        pairs = enumerate(zip(tokens, expected, strict=False))
-        first = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(expected)))
+        first = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), min(len(tokens), len(expected)))
         raise ParityError(
             f"parity failed: {whose}'s tokenizer differs from the checkpoint's from token {first} of the test text on; {REFUSED}"
         )

@@ -30,13 +30,12 @@ def divergence(reference: Rows, export: Rows) -> Divergence:
     """Compares logits [rows, vocabulary], row by row so that no float64 copy of all rows is made. A NaN or infinity gives infinity."""
     if not np.isfinite(export).all():
         return Divergence(max_abs_difference=float("inf"), mean_kl=float("inf"), median_kl=float("inf"), greedy_agreement=0.0)
-    pairs = list(zip(reference, export, strict=True))
-    divergences = [_kl(expected, actual) for expected, actual in pairs]
+    divergences = [_kl(expected, actual) for expected, actual in zip(reference, export, strict=True)]
     return Divergence(
         max_abs_difference=float(np.abs(reference - export).max()),
         mean_kl=float(np.mean(divergences)),
         median_kl=float(np.median(divergences)),
-        greedy_agreement=float(np.mean([agrees(expected, int(actual.argmax())) for expected, actual in pairs])),
+        greedy_agreement=float(np.mean([agrees(row, int(own.argmax())) for row, own in zip(reference, export, strict=True)])),
     )
 
 

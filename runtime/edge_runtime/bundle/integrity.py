@@ -26,14 +26,12 @@ SAMPLES, SAMPLE_BYTES = 64, 16 << 10
 _SETTLED_NS = 2_000_000_000
 
 
-def read_part(path: Path, max_bytes: int, kind: str) -> bytes:
+def read_part(path: Path, limit: int, kind: str) -> bytes:
     """Returns the bytes of a file of a bundle. Raises BundleError for one that has more than any such `kind`, or cannot be read."""
     try:
-        return read_at_most(path, max_bytes)
+        return read_at_most(path, limit)
     except FileTooLarge as error:
-        raise BundleError(
-            f"{path} has more than {max_bytes} bytes, more than any {kind}; copy the bundle again, or export it again"
-        ) from error
+        raise BundleError(f"{path} has more than {limit} bytes, more than any {kind}; copy the bundle again, or export it again") from error
     except OSError as error:
         raise BundleError(f"{path} cannot be read ({error.strerror or error}); copy the bundle again") from error
 

@@ -68,7 +68,7 @@ def compared(seed: int, slowdown: float | None, noise: float) -> tuple[float, fl
     """Time and joules of the choice / of the fastest, its joules / those of the best that keeps the promise, and changes of the choice."""
     cores = draw_cores(seed)
     placed, name, changes = chosen(cores, seed, slowdown, noise=noise)
-    rounds = {one.name: cores.round(one) for one in placed}
+    rounds = {each.name: cores.round(each) for each in placed}
     (seconds, joules), (first_s, first_j) = rounds[name], rounds[placed[0].name]
     best = min(j for s, j in rounds.values() if slowdown is None or s <= (1 + slowdown) * first_s)
     return seconds / first_s, joules / first_j, joules / best, changes

@@ -15,7 +15,7 @@ from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.acceptance_window import AcceptanceWindow, Event, RejectionAlarm
 from edge_runtime.errors import RequestError
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
-from edge_runtime.session.monitoring.prometheus import Metric, MetricSample, exposition
+from edge_runtime.session.monitoring.prometheus import Metric, Point, exposition
 from edge_runtime.session.session import Session, SessionParts
 from edge_runtime.session.stats import DecodeStats, Latencies
 from scripted import LetterVocabulary, ScriptedDrafter, ScriptedTarget, make_session, next_token
@@ -169,7 +169,7 @@ def test_prometheus_reads_what_we_write():
 def test_labels_and_help_are_escaped():
     parser = pytest.importorskip("prometheus_client.parser", reason="needs edge-mtp[dev]")
     text = 'back\\slash "quoted"\nnext'
-    written = exposition([Metric(name="m", kind="gauge", description=text, samples=[MetricSample(value=1.5, labels={"l": text})])])
+    written = exposition([Metric(name="m", kind="gauge", description=text, samples=[Point(value=1.5, labels={"l": text})])])
     (family,) = parser.text_string_to_metric_families(written)
     assert family.documentation == text
     assert family.samples[0].labels == {"l": text}

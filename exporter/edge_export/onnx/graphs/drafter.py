@@ -60,7 +60,7 @@ def write_drafter(
     caches = declare_caches(graph, target, sorted(set(sources)), kv, drafter=True)
     attention = declare_attention(graph, model, 1, counted_kinds(target, caches), kv)
     token, hidden = graph.input("token", "i64", (1, 1)), graph.input("hidden", "f32", (1, 1, model.target_hidden_size))
-    length, min_probability = graph.input("draft_length", "i64", ()), graph.input("least_probability", "f32", ())
+    length, minimum = graph.input("draft_length", "i64", ()), graph.input("least_probability", "f32", ())
     graph.input("with_scores", "bool", ())
     body = graph.subgraph("step")
     body.input("step_index", "i64", ())
@@ -69,7 +69,7 @@ def write_drafter(
     blocks = DrafterBlocks(body, model, attention, kv)
     embedded = embed(body, table, inner[0], sqrt(model.target_hidden_size))
     following, (scores, candidates) = step(body, blocks, drafter, [caches[layer] for layer in sources], embedded, inner[1])
-    _continue(body, model, following, scores, candidates, min_probability)
+    _continue(body, model, following, scores, candidates, minimum)
     names = ["token_out", "hidden_out", "drafts", "probabilities", "scores", "candidates"]
     graph.ops("Loop", [length, "", token, hidden], names, body=body)
     graph.output("drafts", "i64", ("drafted",))
@@ -92,14 +92,12 @@ def step(
     return graph.linear(value, drafter.after), drafter.head(graph, value)
 
 
-def _continue(
-    graph: GraphBuilder, model: AssistantArchitecture, following: str, scores: str, candidates: str | None, min_probability: str
-) -> None:
+def _continue(graph: GraphBuilder, model: AssistantArchitecture, following: str, scores: str, candidates: str | None, minimum: str) -> None:
     """Outputs of the loop's body: whether it goes on, what it goes on with, what it collects."""
     best = graph.op("ArgMax", scores, axis=0, keepdims=1)
     drafted = graph.op("Gather", candidates, best, axis=0) if candidates else best
-    probability = _probability(graph, scores, min_probability)
-    going_on = graph.op("GreaterOrEqual", probability, min_probability)
+    probability = _probability(graph, scores, minimum)
+    going_on = graph.op("GreaterOrEqual", probability, minimum)
     graph.output(going_on, "bool", ())
     graph.output(graph.op("Reshape", drafted, graph.integers([1, 1])), "i64", (1, 1))
     graph.output(following, "f32", (1, 1, model.target_hidden_size))
@@ -109,9 +107,9 @@ def _continue(
     graph.output(_if_scored(graph, candidates, "i64"), "i64", ("listed",))
 
 
-def _probability(graph: GraphBuilder, scores: str, min_probability: str) -> str:
+def _probability(graph: GraphBuilder, scores: str, minimum: str) -> str:
     """The probability of the likeliest token among the scored ones, if a least probability is asked for; else 1."""
-    asked = graph.op("Greater", min_probability, graph.floats(0))
+    asked = graph.op("Greater", minimum, graph.floats(0))
     share, certain = graph.subgraph("share"), graph.subgraph("certain")
     top = share.op("ReduceMax", scores, keepdims=1)
     weights = share.op("ReduceSum", share.op("Exp", share.op("Sub", scores, top)), keepdims=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.live import RunEnergy
 from edge_runtime.server.responses.response_format import Json
-from edge_runtime.session.monitoring.prometheus import Metric, MetricSample
+from edge_runtime.session.monitoring.prometheus import Metric, Point
 from edge_runtime.session.stats import DecodeStats
 
 
@@ -121,9 +121,7 @@ def energy_metrics(total: RunEnergy) -> list[Metric]:
     facts = total.facts
     labels = {"meter": facts.name, "scope": str(facts.scope)} if facts else {}
     info = {"kind": total.kind, **labels, "reason": total.sentence() if total.kind == "none" else ""}
-    metrics = [
-        Metric(name="edge_mtp_energy_info", kind="gauge", description="The energy figure.", samples=[MetricSample(value=1, labels=info)])
-    ]
+    metrics = [Metric(name="edge_mtp_energy_info", kind="gauge", description="The energy figure.", samples=[Point(value=1, labels=info)])]
     figures = (
         ("edge_mtp_energy_joules", "Joules while requests ran, idle power included.", total.joules),
         ("edge_mtp_energy_joules_per_token", "Joules per emitted token of all requests.", total.joules_per_token),
@@ -131,6 +129,6 @@ def energy_metrics(total: RunEnergy) -> list[Metric]:
     for name, description, interval in figures:
         if interval is not None:
             every = (("value", interval.value), ("low", interval.low), ("high", interval.high))
-            samples = [MetricSample(value=value, labels={**labels, "bound": bound}) for bound, value in every]
+            samples = [Point(value=value, labels={**labels, "bound": bound}) for bound, value in every]
             metrics.append(Metric(name=name, kind="gauge", description=description, samples=samples))
     return metrics

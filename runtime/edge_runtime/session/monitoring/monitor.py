@@ -17,7 +17,7 @@ from edge_devices.option_fields import option
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.acceptance_window import WARN_ABOVE, WINDOW_TOKENS, AcceptanceWindow, Event, RejectionAlarm
 from edge_runtime.errors import RequestError
-from edge_runtime.session.monitoring.prometheus import Metric, MetricSample, counter, exposition
+from edge_runtime.session.monitoring.prometheus import Metric, Point, counter, exposition
 from edge_runtime.session.stats import DecodeStats, Latencies
 
 # Percentiles over all requests are of the newest rounds and requests only, so that memory is bounded.
@@ -159,19 +159,19 @@ class Monitor:
                         name="edge_mtp_events_total",
                         kind="counter",
                         description="Warnings and changes of drafting, by kind.",
-                        samples=[MetricSample(value=count, labels={"kind": kind}) for kind, count in sorted(self._events.items())],
+                        samples=[Point(value=count, labels={"kind": kind}) for kind, count in sorted(self._events.items())],
                     ),
                     Metric(
                         name="edge_mtp_mean_acceptance_length",
                         kind="gauge",
                         description="Emitted tokens / forwards of the target.",
-                        samples=[MetricSample(value=totals["tokens"] / totals["rounds"], labels={})] if totals["rounds"] else [],
+                        samples=[Point(value=totals["tokens"] / totals["rounds"], labels={})] if totals["rounds"] else [],
                     ),
                     Metric(
                         name="edge_mtp_rejection_ratio",
                         kind="gauge",
                         description=f"Rejected / drafted, last {self.options.window} drafted tokens.",
-                        samples=[] if rejection is None else [MetricSample(value=rejection, labels={})],
+                        samples=[] if rejection is None else [Point(value=rejection, labels={})],
                     ),
                     _summary("edge_mtp_token_seconds", "Seconds per emitted token; quantiles of recent rounds.", self._token_latencies),
                     _summary(
@@ -185,11 +185,8 @@ class Monitor:
 
 def _summary(name: str, description: str, latencies: Latencies) -> Metric:
     quantiles = [(percent, latencies.percentile(percent)) for percent in PERCENTILES]
-    samples = [MetricSample(value=value, labels={"quantile": f"{percent / 100:g}"}) for percent, value in quantiles if value is not None]
-    samples += [
-        MetricSample(value=latencies.seconds, labels={}, suffix="_sum"),
-        MetricSample(value=latencies.count, labels={}, suffix="_count"),
-    ]
+    samples = [Point(value=value, labels={"quantile": f"{percent / 100:g}"}) for percent, value in quantiles if value is not None]
+    samples += [Point(value=latencies.seconds, labels={}, suffix="_sum"), Point(value=latencies.count, labels={}, suffix="_count")]
     return Metric(name=name, kind="summary", description=description, samples=samples)
 
 

@@ -10,7 +10,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricSample:
+class Point:
     """One value of a metric; `suffix` is _sum or _count of a summary."""
 
     value: float
@@ -25,12 +25,12 @@ class Metric:
     name: str
     kind: Literal["counter", "gauge", "summary"]
     description: str
-    samples: Sequence[MetricSample]
+    samples: Sequence[Point]
 
 
 def counter(name: str, description: str, value: float) -> Metric:
     """A counter without labels."""
-    return Metric(name=name, kind="counter", description=description, samples=[MetricSample(value=value, labels={})])
+    return Metric(name=name, kind="counter", description=description, samples=[Point(value=value, labels={})])
 
 
 def exposition(metrics: Sequence[Metric]) -> str:
