@@ -105,7 +105,7 @@ def test_the_commands_leave_files_in_our_cache_only_and_connect_to_nobody(watche
             "--html",
             page,
         ],
-        ["edge_run", "--doctor"],
+        ["edge_run", "doctor"],
         ["edge_devices", "profiles"],
     ]
     for function, *arguments in commands:

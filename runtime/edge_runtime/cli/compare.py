@@ -21,6 +21,7 @@ from edge_runtime.cli.energy_options import unwatched
 from edge_runtime.cli.messages import MessageOptions, read_prompt, sent_prompt
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
 from edge_runtime.media.soft_rows import MediaPrompt
+from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
 
@@ -83,6 +84,7 @@ class Comparison:
     plain: tuple[DecodeStats, ...]
     drafted: tuple[DecodeStats, ...]
     same_tokens: bool
+    rows: RowEquality
     peak_memory: int
     load_before: MachineLoad
     load: MachineLoad
@@ -105,8 +107,9 @@ class Comparison:
         return sum(stats.drafted for stats in self.drafted)
 
     def remarks(self) -> list[str]:
-        """Returns why the figures may mean little: nothing was drafted, joules are estimated or missing, or the machine was busy."""
-        sentences = [] if self.drafted_tokens else [NOTHING_DRAFTED]
+        """Returns what the figures mean: whether drafts can change text, and why they may mean little: nothing was drafted, joules are
+        estimated or missing, or the machine was busy."""
+        sentences = [*([] if self.drafted_tokens else [NOTHING_DRAFTED]), self.rows.sentence()]
         if self.drafted_energy.kind == "estimate" and self.drafted_energy.facts:
             sentences.append(f"energy: nothing was measured; {self.drafted_energy.facts.source}, with the range of these watts")
         sentences += [": ".join(energy.row()) for energy in (self.plain_energy, self.drafted_energy) if energy.kind == "none"][:1]
@@ -122,6 +125,7 @@ class Comparison:
             "draft_length": self.draft_length,
             "speed_up": self.speed_up if self.drafted_tokens else None,
             "same_tokens": self.same_tokens,
+            "rows": self.rows.to_json(),
             "peak_memory_bytes": self.peak_memory,
             "plain": [s.to_json() for s in self.plain],
             "drafted": [s.to_json() for s in self.drafted],
@@ -161,8 +165,10 @@ def compare_runs(
         runs[drafting_on].append(generation.stats)
         outputs.append(generation.tokens)
 
+    # Both are measured on first use, before anything is shown.
+    rows = session.row_equality(waiting=waiting)
     if draft_length is None:
-        session.profit()  # measures on first use, before anything is shown
+        session.profit()
     before = load_now()
     if before.is_busy:
         show(f"before the first run, {before.sentence()}\n")
@@ -180,6 +186,7 @@ def compare_runs(
         plain=tuple(runs[0]),
         drafted=tuple(runs[1]),
         same_tokens=all(o == outputs[0] for o in outputs),
+        rows=rows,
         peak_memory=peak_memory_bytes(),
         load_before=before,
         load=load.load(),

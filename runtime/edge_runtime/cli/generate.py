@@ -158,6 +158,7 @@ def figures(session: Session, generation: Generation, energy: RunEnergy, lossles
         record["whole"] = generation.complete
     if lossless:
         record["lossless"] = lossless.to_json() | {"drafted_tokens": generation.stats.drafted}
+        record["rows"] = session.row_equality().to_json()
     return record
 
 
@@ -171,3 +172,4 @@ def print_figures(session: Session, generation: Generation, energy: RunEnergy, l
         note("the text ended before the grammar was complete; raise --max-tokens, or leave --stop out")
     if lossless:
         note(lossless.sentence() if generation.stats.drafted else f"{lossless.sentence()}; {NOTHING_DRAFTED}")
+        note(session.row_equality(waiting=terminal_wait).sentence())
