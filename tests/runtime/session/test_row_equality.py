@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_runtime.session import row_equality
 from edge_runtime.session.open import open_session
 from edge_runtime.session.row_equality import RowEquality, compare_rows, known_row_equality
@@ -50,7 +51,8 @@ def test_rows_that_depend_on_their_number_are_found(width: int) -> None:
     assert "drafts may change near ties here" in equality.sentence()
 
 
-def test_the_result_is_kept_for_the_session_s_fingerprint() -> None:
+def test_the_result_is_kept_for_the_session_s_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     target = Target(1000)
     first = known_row_equality("files, code, processor", target, 13, print)  # type: ignore[arg-type]
     forwards = target.forwards
