@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from edge_bench.measure.prompts import PreparedPrompt
@@ -97,10 +98,7 @@ def measure_energy(
     (`RunLog.stopped`). Raises MeasurementError where the machine's state forbids it, or no repeat counts; the log is kept then too.
     """
     system, awaited = system or System(), isinstance(meter, PendingExternalMeter)
-
-    def load() -> BusyLoad:
-        return BusyLoad(threads)
-
+    load = partial(BusyLoad, threads)
     with waiting("energy") as show:
         characteristics = Characteristics.expected(meter.facts) if awaited else characterise_meter(system, meter, load, show)
     kept: RunLog | None = None

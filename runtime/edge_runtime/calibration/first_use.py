@@ -123,11 +123,9 @@ def measured_placement(
             notify(f"fewest joules: {figures.sentence()}")
         return figures
 
-    def fits(known: PlacementFigures) -> bool:
-        return known.are_of([placement.name for placement in probe.placements])
-
-    key = entry_key([pair.key, power.name])
-    figures = FIGURES.known_or_measured(key, measure, notify, waiting=waiting, fits=fits).decided(pair.slowdown)
+    key, names = entry_key([pair.key, power.name]), [placement.name for placement in probe.placements]
+    figures = FIGURES.known_or_measured(key, measure, notify, waiting=waiting, fits=lambda known: known.are_of(names))
+    figures = figures.decided(pair.slowdown)
     chosen = probe.named(figures.chosen)
     use(chosen)
     return chosen, figures.slower
