@@ -1,7 +1,8 @@
-"""A device package whose Python is this one and whose edge-bench is a script that plays a benchmark: the records it leaves are made up."""
+"""A device package whose Python is this one and whose edge-bench is a script that plays a benchmark, and a bundle that nothing decodes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from bench_records import whole_benchmark
 from edge_bench.measure.records import line_of
 from edge_devices.energy.run_log import write_log
+from edge_runtime.bundle.manifest_checks import with_hash
 from simulated_session import two_variants
 
 ROOT = Path(__file__).parent.parent.parent
@@ -51,4 +53,14 @@ def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, re
     write_log(folder / "energy.jsonl", two_variants())
     files = [{"path": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": ""} for p in folder.rglob("*") if p.is_file()]
     (folder / "package.json").write_text(json.dumps({"schema": 2, "platform": platform, "files": files, "sizes": {}, "licences": []}))
+    return folder
+
+
+def stub_bundle(folder: Path, size: int = 100_000) -> Path:
+    """Writes the bundle with a target of `size` bytes into a new folder and returns the folder: it opens, and its model is zeros."""
+    folder.mkdir(parents=True)
+    (folder / "target.gguf").write_bytes(bytes(size))
+    data = json.loads((ROOT / "tests" / "data" / "manifest-2.json").read_text())
+    data["files"] = [{**data["files"][0], "bytes": size, "sha256": hashlib.sha256(bytes(size)).hexdigest()}]
+    (folder / "manifest.json").write_text(with_hash(data))
     return folder

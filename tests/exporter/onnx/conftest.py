@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from settled_pair import settled
+from tiny_members import settled
 
 
 @pytest.fixture

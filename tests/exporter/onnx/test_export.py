@@ -26,7 +26,7 @@ from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization.importance_sources import ImportanceSources
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.session.open import open_session
-from settled_pair import settled
+from tiny_members import settled
 
 Folders = Callable[[str], Path]
 MEMBERS = ["e2b", "e4b", "12b", "31b", "26b-a4b"]

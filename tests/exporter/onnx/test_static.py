@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from edge_export.cli.command import main
 from edge_export.errors import ExportError
 from edge_runtime.bundle.bundle import Bundle, open_bundle
-from settled_pair import settled
+from tiny_members import settled
 
 Folders = Callable[[str], Path]
 GRAPHS = ("target_prefill", "target", "target_row", "drafter")

@@ -24,7 +24,7 @@ from edge_export.onnx.block_quantization import WeightSpec, round_rows
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.sparse_head import sparse_head
 from edge_export.onnx.weights import WeightFile, WeightFormat
-from settled_pair import settled
+from tiny_members import settled
 
 Bundles = Callable[..., Path]
 Folders = Callable[[str], Path]

@@ -26,7 +26,7 @@ from edge_export.pipeline import gguf_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
-from settled_pair import settled
+from tiny_members import settled
 
 Folders = Callable[[str], Path]
 

@@ -32,8 +32,7 @@ from edge_runtime.session.open import open_session
 from edge_runtime.session.trials.lossless import check_lossless
 from fake_hub import FakeHub, point_client_at, serving
 from published_formats import bfloat16, to_mobile, to_q4_grid, to_w4a16
-from settled_pair import settle, settled
-from tiny_members import write_member
+from tiny_members import settle, settled, write_member
 
 Folders = Callable[[str], Path]
 Values = dict[str, np.ndarray]

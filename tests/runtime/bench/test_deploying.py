@@ -15,8 +15,7 @@ from edge_bench.measure.records import read_records
 from edge_devices.errors import EdgeError
 from edge_runtime.bundle.integrity import CheckMode
 from local_transport import LocalTransport
-from stub_bundle import stub_bundle
-from stub_package import stub_package
+from stub_package import stub_bundle, stub_package
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ from edge_devices.transports.base import shell
 from fake_adbd import FakeAdbd
 from phones import Desk
 from ssh_host import SshHost
-from stub_bundle import stub_bundle
-from stub_package import stub_package
+from stub_package import stub_bundle, stub_package
 
 
 @pytest.fixture(autouse=True)

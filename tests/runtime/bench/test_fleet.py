@@ -15,8 +15,7 @@ import phones
 from bench_records import whole_benchmark
 from device_runs import bench
 from edge_bench.measure.records import Run
-from stub_bundle import stub_bundle
-from stub_package import ROOT, stub_package
+from stub_package import ROOT, stub_bundle, stub_package
 
 distributed = pytest.importorskip("distributed", reason="needs edge-mtp[fleet]")
 pytest.importorskip("pyarrow", reason="needs edge-mtp[fleet]")

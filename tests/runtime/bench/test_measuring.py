@@ -12,8 +12,7 @@ from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.variants import BASELINE, OURS, Variant
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.session.session import Session, SessionParts
-from scripted import make_session, next_token, plain_greedy
-from scripted_batch import scripted_sessions
+from scripted import make_session, next_token, plain_greedy, scripted_sessions
 
 PROMPT = PreparedPrompt(domain="d", number=0, ids=(1, 2, 3), text="")
 OTHER = PreparedPrompt(domain="d", number=1, ids=(4, 4), text="")

@@ -13,7 +13,6 @@ from click.testing import CliRunner, Result
 from edge_runtime.cli import messages
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
-from edge_runtime.errors import BundleError
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.monitoring.monitor import Monitor
 from edge_runtime.session.session import Session, SessionParts
@@ -107,30 +106,10 @@ def test_the_drafter_that_is_asked_for_is_opened(monkeypatch, arguments, asked):
     assert json.loads(result.stdout)["drafter"] == "dense", "the session's own word counts"
 
 
-def test_errors_are_one_sentence_with_exit_1(monkeypatch):
-    def refuse(*_: object, **__: object) -> None:
-        raise BundleError("nowhere is not a bundle; make one with edge-export")
-
-    monkeypatch.setattr(cli_options, "open_session", refuse)
-    result = CliRunner().invoke(cli.main, ["generate", "nowhere", "x"])
-    assert result.exit_code == 1
-    assert result.stderr == "Error: nowhere is not a bundle; make one with edge-export\n"
-
-
 def test_empty_prompt_is_refused_after_opening(run):
     result = run("generate", "bundle", "")
     assert result.exit_code == 1
     assert "no tokens" in result.stderr
-
-
-def test_interrupt_exits_130(monkeypatch):
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli_options, "open_session", interrupt)
-    result = CliRunner().invoke(cli.main, ["generate", "bundle", "x"])
-    assert result.exit_code == 130
-    assert "stopped" in result.stderr
 
 
 def test_help_has_examples(run):

@@ -17,7 +17,7 @@ from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.decoding.acceptance import accept_greedy
 from edge_runtime.decoding.sampling import SamplingParams
-from edge_runtime.errors import OUT_OF_MEMORY, BackendError, EdgeRuntimeError
+from edge_runtime.errors import OUT_OF_MEMORY, BackendError, BundleError, EdgeRuntimeError
 from scripted import VOCABULARY, ScriptedTarget, make_session, plain_greedy
 
 
@@ -76,7 +76,16 @@ def test_a_clock_that_jumps_changes_no_token_and_no_duration(jumps: list[int]) -
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"), [(MemoryError(), 1, f"Error: {OUT_OF_MEMORY}\n"), (KeyboardInterrupt(), 130, "stopped\n")]
+    ("error", "code", "said"),
+    [
+        (MemoryError(), 1, f"Error: {OUT_OF_MEMORY}\n"),
+        (KeyboardInterrupt(), 130, "stopped\n"),
+        (
+            BundleError("nowhere is not a bundle; make one with edge-export"),
+            1,
+            "Error: nowhere is not a bundle; make one with edge-export\n",
+        ),
+    ],
 )
 def test_what_the_command_says(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str) -> None:
     def failing(*_: object, **__: object) -> None:
@@ -84,7 +93,7 @@ def test_what_the_command_says(monkeypatch: pytest.MonkeyPatch, error: BaseExcep
 
     monkeypatch.setattr(cli_options, "open_session", failing)
     result = CliRunner().invoke(cli.main, ["generate", "bundle", "prompt"])
-    assert (result.exit_code, result.output) == (code, said)
+    assert (result.exit_code, result.stderr, result.stdout) == (code, said, "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is a limit of Linux")

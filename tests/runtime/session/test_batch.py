@@ -13,8 +13,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import PREFILL_ROWS
 from edge_runtime.session.open import open_session, open_sessions
-from scripted import plain_greedy
-from scripted_batch import scripted_sessions
+from scripted import plain_greedy, scripted_sessions
 
 PAIR = Path(__file__).parents[3] / "exporter" / "edge_export" / "reference_pair"
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.open import open_session, open_sessions
-from scripted import VOCABULARY, plain_greedy
-from scripted_batch import scripted_sessions
+from scripted import VOCABULARY, plain_greedy, scripted_sessions
 
 COUNT = 3
 ACTS = st.lists(

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from edge_runtime import Chat, RequestError, Session, Sessions, open_sessions
 from edge_runtime.session.generation import Generation
-from scripted import VOCABULARY, plain_greedy
-from scripted_batch import scripted_sessions
+from scripted import VOCABULARY, plain_greedy, scripted_sessions
 
 PROMPTS = ("class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown fox")
 MESSAGES = ("What is a stack?", "Write a loop.", "Hello!")

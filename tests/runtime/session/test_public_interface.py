@@ -16,7 +16,7 @@ from chat_words import chat_session
 from edge_runtime import Chat, LoadOptions, RequestError
 from edge_runtime.session.chat import RequestKeywords
 from scripted import make_session as scripted_session
-from scripted_batch import scripted_sessions
+from scripted import scripted_sessions
 
 
 @pytest.mark.parametrize("prompt", [b"abc", None, 5, 1.5, {1: 2}, ["a"], [1.0], [True], [-1], [10**9], [[1]], np.array([0.5])])
