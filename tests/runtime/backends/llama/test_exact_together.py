@@ -30,7 +30,7 @@ PROMPTS = [
     "def area(r):",
     "x = [",
 ]
-# More than the sliding layers keep of one sequence: their cells are written anew.
+# More than the sliding layers keep: their cells are written anew, also by the interleaved rows alone (640, there are 512).
 LONG = 900
 
 
@@ -47,11 +47,11 @@ def test_rows_of_interleaved_sequences_have_the_bits_of_each_alone(bundle: Path,
     texts = random.integers(50, 4000, (3, LONG)).tolist()
     with LlamaTarget(path, LlamaOptions(context=1024, threads=2, draft=False, sequences=3, kv_type=kv_type)) as target:
         sequences = target.shared.sequences
-        for one, text, first in zip(sequences, texts, (700, 30, 300), strict=True):
+        for one, text, first in zip(sequences, texts, (800, 560, 700), strict=True):
             one.prefill(text[:first])
         while any(one.length < LONG for one in sequences):
             running = [one for one in sequences if one.length < LONG and random.random() < 0.7]
-            batches = [(one, texts[one.number][one.length :][: int(random.integers(1, 9))]) for one in running]
+            batches = [(one, texts[one.number][one.length :][: int(random.integers(1, 13))]) for one in running]
             if not batches:
                 continue
             rows = target.shared.verify_all(batches)
@@ -72,18 +72,18 @@ def test_rows_of_interleaved_sequences_have_the_bits_of_each_alone(bundle: Path,
 
 @pytest.mark.parametrize("draft_length", [0, 4, None])
 def test_four_clients_get_the_answers_of_each_request_alone(bundle: Path, probe_memory: Path, draft_length: int | None) -> None:
-    drawn = [SamplingParams(temperature=0.0), *(SamplingParams(temperature=0.9, seed=seed) for seed in (1, 2))]
+    drawn = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, seed=1)]
 
     def started(session: Session, number: int) -> Generation:
         prompt, sampling = PROMPTS[number % len(PROMPTS)], drawn[number // len(PROMPTS)]
         # Prefixes in a session's cache are used: rows behind them have the same bits.
         return session.generate(
-            prompt, max_tokens=30 + number, sampling=sampling, draft_length=draft_length, acceptance="match", reuse_prefix=True
+            prompt, max_tokens=12 + number, sampling=sampling, draft_length=draft_length, acceptance="match", reuse_prefix=True
         )
 
     count = len(PROMPTS) * len(drawn)
     wanted = []
-    with open_session(bundle, backend="llama", context=512, threads=2) as alone:
+    with open_session(bundle, backend="llama", context=512, threads=1) as alone:
         for number in range(count):
             generation = started(alone, number)
             generation.text()
