@@ -93,3 +93,30 @@ def test_a_connection_is_kept_for_requests_that_come_in_time(server):
                 assert piece, "the connection was broken off"
                 answer += piece
             time.sleep(0.1)
+
+
+def test_bodies_that_do_not_arrive_are_limited_together_and_small_ones_have_room(server, monkeypatch):
+    """The oldest of the large ones are given up, so nobody is kept out by bodies that are never sent to their ends."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 60)
+    monkeypatch.setattr(body, "READ_SECONDS", 60)
+    monkeypatch.setattr(body, "MAX_ARRIVING", 1 << 20)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n"
+    with contextlib.ExitStack() as held:
+        large = [held.enter_context(connected(server)) for _ in range(6)]
+        for connection in large:
+            others = list(body._arriving)
+            connection.sendall(head % (1 << 20) + b" " * (400 << 10))
+            deadline = time.monotonic() + 30
+            while not any(size == 400 << 10 for timeout, size in list(body._arriving.items()) if timeout not in others):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert sum(body._arriving.values()) <= 1 << 20
+        for connection in large[:4]:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 408")
+        small = held.enter_context(connected(server))
+        small.sendall(head % 2 + b"{}")
+        assert small.recv(4096).startswith(b"HTTP/1.1 400")
+        large[5].sendall(b" " * ((1 << 20) - (400 << 10)))
+        assert large[5].recv(4096).startswith(b"HTTP/1.1 400")
+        assert large[4].recv(4096).startswith(b"HTTP/1.1 408")
+        assert not body._arriving

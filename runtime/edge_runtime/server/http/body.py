@@ -12,6 +12,11 @@ from edge_runtime.server.errors import ApiError, invalid
 from edge_runtime.server.json_text import MAX_VALUES, parse_object
 
 READ_SECONDS = 30.0
+# Bodies that have not arrived may have as many bytes together. Small ones are not counted: they never have to wait for large ones.
+MAX_ARRIVING = 64 << 20
+SMALL_BODY = 64 << 10
+_NOW = 0.0
+_arriving: dict[asyncio.Timeout, int] = {}  # oldest first
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,28 @@ async def read_body(pieces: AsyncIterator[bytes], announced: str | None, limit: 
         raise _too_large(limit)
     body = bytearray()
     try:
-        async with asyncio.timeout(READ_SECONDS):
+        async with asyncio.timeout(READ_SECONDS) as timeout:
             async for piece in pieces:
                 body += piece
                 if len(body) > limit.size:
                     raise _too_large(limit)
+                _make_room(timeout, len(body))
     except TimeoutError as error:
-        raise ApiError(408, f"the request body took more than {READ_SECONDS:.0f} seconds to arrive; send it faster") from error
+        reason = f"took more than {READ_SECONDS:.0f} seconds to arrive, or was the oldest of too many that had not arrived"
+        raise ApiError(408, f"the request body {reason}; send it faster") from error
+    finally:
+        _arriving.pop(timeout, None)
     return bytes(body)
+
+
+def _make_room(timeout: asyncio.Timeout, size: int) -> None:
+    """Notes how much of a body has arrived, and gives up the oldest others where all are too large together."""
+    if size > SMALL_BODY and timeout.when() != _NOW:
+        _arriving[timeout] = size
+    while sum(_arriving.values()) > MAX_ARRIVING:
+        oldest = next(iter(_arriving))
+        del _arriving[oldest]
+        oldest.reschedule(_NOW)
 
 
 def parse_json(body: bytes, limit: BodyLimit = MEDIA_BODY) -> dict[str, Any]:
