@@ -121,14 +121,14 @@ class Api:
 
     async def _answer(self, request: Request, api_request: ApiRequest, form: ResponseFormat) -> Response:
         pending = PendingResponse(self._worker, api_request, form)
+        streams = False
         try:
             await unless_disconnected(request.receive, pending.wait_started())
-            if not api_request.stream:
-                return Json200(await unless_disconnected(request.receive, pending.complete()))
-        except BaseException:
-            pending.cancel()
-            raise
-        return PieceStream(pending)
+            streams = api_request.stream
+            return PieceStream(pending) if streams else Json200(await unless_disconnected(request.receive, pending.complete()))
+        finally:
+            if not streams:
+                pending.cancel()
 
     def _no_such_model(self) -> ApiError:
         return ApiError(404, f"this server has no such model; use {self.card.name!r}", param="model", code="model_not_found")

@@ -22,6 +22,10 @@ class ApiError(EdgeRuntimeError):
         self.code = code
         self.headers = dict(headers or {})
 
+    def alone(self) -> ApiError:
+        """Returns this error without where it was raised and why, which would keep a request's values."""
+        return ApiError(self.status, str(self), param=self.param, code=self.code, headers=self.headers)
+
     def body(self, *, ollama: bool) -> dict[str, Any]:
         """Returns the body of the response, in Ollama's form or OpenAI's."""
         return {"error": str(self)} if ollama else self.to_json()

@@ -37,9 +37,10 @@ class PendingResponse:
         return self._form.media_type
 
     def cancel(self) -> None:
-        """Ends the request early; has no effect on a finished one."""
+        """Ends the request early, or frees what a finished one held: its jobs, which refer to this object."""
         for job in self._jobs:
             job.cancel()
+        self._jobs = []
 
     async def wait_started(self) -> None:
         """Waits until a session takes the request, or its first choice. Raises ApiError if it is refused."""
@@ -88,7 +89,10 @@ class PendingResponse:
     async def _next(self) -> tuple[int, StreamEvent]:
         choice, event = await self._events.get()
         if isinstance(event, Failed):
-            raise to_api_error(event.error) from event.error
+            try:
+                raise to_api_error(event.error)
+            finally:
+                del event  # a frame that holds its own error is kept until garbage is collected
         return choice, event
 
     def _deliver(self, choice: int, event: StreamEvent) -> None:
@@ -111,6 +115,7 @@ async def unless_disconnected(receive: Callable[[], Awaitable[MutableMapping[str
         work_task.cancel()
         disconnect_task.cancel()
         await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
+        del work, work_task, disconnect_task  # the error of a task would hold this frame, and the frame the task
 
 
 async def _disconnected(receive: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> None:

@@ -63,6 +63,7 @@ class BatchDecoder:
         with self._lock.held():
             self._joining.pop(generation, None)
             self._running = [other for other in self._running if other is not generation]
+            self._failures = [(other, error) for other, error in self._failures if other is not generation]
 
     def clear(self) -> None:
         """Ends all requests and drops all rows: after a failure of the backend no cache can be trusted."""

@@ -164,7 +164,7 @@ class Generation:
         self._pieces: list[str] = []
         self._text_ended = False
         self._prefilled: int | None = None  # tokens of the prompt whose rows are in the cache; None before the request begins
-        self._failure: BaseException | None = None
+        self._failure: str | None = None
         rule = acceptance_rule(options.sampling, options.acceptance, prompt.text_ids if isinstance(prompt, MediaPrompt) else prompt)
         if constraint is not None:
             rule = constrained(rule, constraint)
@@ -264,7 +264,7 @@ class Generation:
         claim = self._pair.claim
         claim.require_open()
         if self._failure is not None:
-            raise RequestError(f"the request was interrupted ({_reason(self._failure)}) and cannot continue; start it again")
+            raise RequestError(f"the request was interrupted ({self._failure}) and cannot continue; start it again")
         if self._prefilled is not None and not claim.holds(self):
             raise RequestError(SUPERSEDED)
 
@@ -280,7 +280,7 @@ class Generation:
 
     def fail(self, error: BaseException) -> None:
         """Ends the request after an error inside of a forward, and drops its rows."""
-        self._failure = error
+        self._failure = _reason(error)  # not the error, whose frames hold this object
         self._pair.claim.release()
         with contextlib.suppress(Exception):
             self._pair.target.rollback(0)

@@ -1,0 +1,232 @@
+"""However a request ends, what it held goes with it: nothing waits for Python's garbage collector, which an idle server never runs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import http.client
+import json
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from chat_server import HI, Scripted, scripted_server, send
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.server.engine.jobs import Job
+from edge_runtime.server.requests.completions import CompletionRequest
+from edge_runtime.session.generation import Generation
+
+PREDICTION = {"type": "content", "content": "predicted " * 1000}
+CHAT: dict[str, Any] = {"messages": HI, "temperature": 0, "prediction": PREDICTION}
+CONSTRAINED = CHAT | {"response_format": {"type": "json_object"}, "max_tokens": 4}
+
+
+def done(server: Scripted) -> None:
+    assert send(server, "POST", "/v1/chat/completions", CHAT)[0] == 200
+
+
+def several(server: Scripted) -> None:
+    assert send(server, "POST", "/v1/chat/completions", CHAT | {"n": 3})[0] == 200
+
+
+def streamed(server: Scripted) -> None:
+    connection = asked(server, CHAT | {"stream": True})
+    assert b"[DONE]" in connection.getresponse().read()
+    connection.close()
+
+
+def refused(server: Scripted) -> None:
+    assert send(server, "POST", "/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "a" * 5000}]})[0] == 400
+
+
+def refused_with_its_media(server: Scripted) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
+    assert send(server, "POST", "/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [part]}]})[0] == 400
+
+
+def failed(server: Scripted) -> None:
+    def fail() -> None:
+        raise BackendError("the forward failed")
+
+    server.together.before_forward = fail
+    try:
+        assert send(server, "POST", "/v1/chat/completions", CHAT)[0] == 500
+    finally:
+        server.together.before_forward = lambda: None
+
+
+def failed_in_its_stream(server: Scripted) -> None:
+    rounds: list[None] = []
+
+    def fail() -> None:
+        rounds.append(None)
+        if len(rounds) > 2:
+            raise BackendError("the forward failed")
+
+    server.together.before_forward = fail
+    try:
+        connection = asked(server, CHAT | {"stream": True})
+        assert b"error" in connection.getresponse().read()
+        connection.close()
+    finally:
+        server.together.before_forward = lambda: None
+
+
+def gone(server: Scripted) -> None:
+    server.together.before_forward = lambda: time.sleep(0.02)
+    try:
+        asked(server, CHAT).close()
+    finally:
+        settled(server)
+        server.together.before_forward = lambda: None
+
+
+def gone_in_its_stream(server: Scripted) -> None:
+    server.together.before_forward = lambda: time.sleep(0.02)
+    try:
+        connection = asked(server, CHAT | {"stream": True})
+        connection.getresponse().read(10)
+        connection.close()
+    finally:
+        settled(server)
+        server.together.before_forward = lambda: None
+
+
+def constrained(server: Scripted) -> None:
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    assert send(server, "POST", "/v1/chat/completions", CONSTRAINED)[0] == 200
+
+
+def constrained_and_refused(server: Scripted) -> None:
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}}
+    assert send(server, "POST", "/v1/chat/completions", CONSTRAINED | {"response_format": schema})[0] == 400
+
+
+ENDS: tuple[Callable[[Scripted], None], ...] = (
+    done,
+    several,
+    streamed,
+    refused,
+    refused_with_its_media,
+    failed,
+    failed_in_its_stream,
+    gone,
+    gone_in_its_stream,
+    constrained,
+    constrained_and_refused,
+)
+
+
+def asked(server: Scripted, body: dict[str, Any]) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body).encode())
+    return connection
+
+
+def settled(server: Scripted) -> None:
+    wait(lambda: server.worker.load() == (0, 0))
+
+
+def wait(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    """Returns the names of what requests made and is still there; the garbage collector is off meanwhile."""
+    made: list[weakref.ref[Any]] = []
+    for kind in (Job, CompletionRequest, Generation):
+        begin = kind.__init__
+
+        def noted(self: Any, *values: Any, begin: Any = begin, **options: Any) -> None:
+            begin(self, *values, **options)
+            made.append(weakref.ref(self))
+
+        monkeypatch.setattr(kind, "__init__", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        yield lambda: [type(thing).__name__ for reference in made if (thing := reference()) is not None]
+    finally:
+        gc.enable()
+
+
+def held() -> tuple[int, int]:
+    """The descriptors and the child processes of this process, those of its hosts included."""
+    parents = {int(path.parent.name): int(path.read_text().rpartition(")")[2].split()[1]) for path in readable_stats()}
+    mine, found = {os.getpid()}, True
+    while found:
+        found = {child for child, parent in parents.items() if parent in mine} - mine
+        mine |= found
+    return len(list(Path("/proc/self/fd").iterdir())), len(mine)
+
+
+def readable_stats() -> list[Path]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            path.read_text()
+            found.append(path)
+    return found
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+def test_nothing_of_an_ended_request_is_left(end: Callable[[Scripted], None], alive: Callable[[], list[str]]) -> None:
+    with scripted_server("Hello there. " * 8) as server:
+        for _ in range(3):
+            end(server)
+        settled(server)
+        assert wait(lambda: not alive()), alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_neither_children_nor_descriptors_are_left(alive: Callable[[], list[str]]) -> None:
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    with scripted_server("Hello there. " * 8) as server:
+        for end in ENDS:
+            end(server)  # starts the hosts
+        settled(server)
+        before = held()
+        for _ in range(2):
+            for end in ENDS:
+                end(server)
+        settled(server)
+        assert wait(lambda: held() <= before), (held(), before)
+
+
+def test_requests_that_a_stopping_server_refuses_are_freed(alive: Callable[[], list[str]]) -> None:
+    with scripted_server("Hello there. " * 8) as server:
+        server.together.before_forward = lambda: time.sleep(0.05)
+        connections = [asked(server, CHAT | {"stream": stream}) for stream in (False, True, False)]
+        assert wait(lambda: sum(server.worker.load()) == 3)
+        server.worker.close()
+        for connection in connections:
+            connection.getresponse().read()
+            connection.close()
+        assert wait(lambda: not alive()), alive()
+
+
+def test_the_error_of_a_refused_request_has_no_frames() -> None:
+    """A traceback's frames would hold the request."""
+    from chat_server import scripted_worker
+
+    events: list[Any] = []
+    worker, _, _ = scripted_worker("Hello.")
+    try:
+        raise RequestError("no")
+    except RequestError as error:
+        worker._fail(Job(None, events.append), error)  # type: ignore[arg-type]
+    assert (str(events[0].error), events[0].error.__traceback__, events[0].error.__cause__) == ("no", None, None)
