@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import struct
 import sys
 import warnings
@@ -21,11 +22,14 @@ from numpy.typing import NDArray
 
 from edge_devices.errors import EdgeError
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.media.formats import IMAGE_FORMATS, MAX_CHANNELS, MAX_PIXELS, MAX_SECONDS, SAMPLE_RATES, format_of, kind_of
+from edge_runtime.media.formats import IMAGE_FORMATS, MAX_CHANNELS, MAX_PIXELS, MAX_SCANS, MAX_SECONDS, SAMPLE_RATES, format_of, kind_of
 from edge_runtime.media.image import Image, final_size
 from edge_runtime.media.sound import Sound, to_sound
 
 INSTALL = "pip install 'edge-mtp[media]'"
+# Of a JPEG: those of restarts (D0 to D7) and zeros and fillers are part of a scan.
+_MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])")
+_START_OF_SCAN, _END_OF_IMAGE, _FIRST_WITH_SEGMENT = b"\xda", b"\xd9", b"\xc0"
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _SAMPLE_BITS = {_PCM: (8, 16, 24, 32), _FLOAT: (32, 64)}
 
@@ -54,6 +58,7 @@ def decode_image(data: bytes, budget: int) -> Image:
         raise BackendError(f"Pillow, which decodes images, is not installed ({error}); run: {INSTALL}") from error
     with _damaged("image"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        _check_scans(data)
         with pillow.open(io.BytesIO(data), formats=IMAGE_FORMATS) as opened:
             _check_size(*opened.size)
             opened.load()
@@ -68,6 +73,17 @@ def _check_size(width: int, height: int) -> None:
         raise RequestError(f"the image has {width} x {height} pixels, at most {MAX_PIXELS / 1e6:.0f} million are allowed; reduce it")
     if width < 1 or height < 1:
         raise RequestError(f"the image has {width} x {height} pixels; save it again")
+
+
+def _check_scans(data: bytes) -> None:
+    """Counts as libjpeg reads them: the segment of a marker is skipped, an unknown marker or one inside of a scan has none."""
+    scans, at = 0, 2
+    while format_of(data) == "JPEG" and scans <= MAX_SCANS and (marker := _MARKER.search(data, at)) and marker[1] != _END_OF_IMAGE:
+        scans, at = scans + (marker[1] == _START_OF_SCAN), marker.end()
+        if marker[1] >= _FIRST_WITH_SEGMENT:
+            at += int.from_bytes(data[at : at + 2], "big")
+    if scans > MAX_SCANS:
+        raise RequestError(f"the image has more than {MAX_SCANS} scans; save it again")
 
 
 def _on_white(pillow: Any, image: Any) -> Any:
@@ -147,7 +163,9 @@ def _floats(body: bytes, kind: int, bits: int) -> NDArray[np.float32]:
 
 
 def main() -> None:
-    """Decodes standard input."""
+    """Decodes standard input, after everything else that the machine has to do."""
+    if hasattr(os, "nice"):
+        os.nice(10)
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library that prints must not mix with the answer
     data = sys.stdin.buffer.read()

@@ -12,6 +12,8 @@ IMAGE_FORMATS: tuple[Format, ...] = ("JPEG", "PNG", "WEBP")
 MAX_FILE_BYTES = 64 << 20
 # 8160 x 6120 is the largest picture that most phones take; as RGB this limit is 192 MB.
 MAX_PIXELS = 64_000_000
+# Of a progressive JPEG: each is a pass over all pixels. Encoders write about 10 (libjpeg's script for colours has 10).
+MAX_SCANS = 100
 MAX_CHANNELS = 8
 SAMPLE_RATES = (4_000, 192_000)
 # The feature extractor of Gemma 4 cuts there (max_length 480000 at 16 kHz).

@@ -58,9 +58,9 @@ def read_image(source: Path | str | bytes, budget: int = DEFAULT_BUDGET, childre
     return media
 
 
-def read_sound(source: Path | str | bytes) -> Sound:
+def read_sound(source: Path | str | bytes, children: ChildBudget | None = None) -> Sound:
     """Like `read_media`, for a sound only."""
-    media = read_media(source)
+    media = read_media(source, children=children)
     if not isinstance(media, Sound):
         raise RequestError("the file is an image, not a sound; give it as image")
     return media

@@ -98,9 +98,10 @@ class _ForeignText:
     """Copies foreign values for a template: plain JSON types only, with marks in the control tokens that strings spell."""
 
     def __init__(self, control: Sequence[str]) -> None:
-        self._starts = re.compile("(?=" + "|".join(map(re.escape, control)) + ")") if control else None
+        self._starts = re.compile("(?=" + "|".join(map(re.escape, control)) + ")")
         self._prefixes = {text[:n] for text in control for n in range(1, len(text))}
         self._longest = max(map(len, self._prefixes), default=0)
+        self._first = frozenset(text[0] for text in control)
 
     def guard(self, value: Any, depth: int = 0) -> Any:
         """Returns the guarded copy. Raises RequestError for anything but JSON values."""
@@ -118,7 +119,7 @@ class _ForeignText:
 
     def _marked(self, text: str) -> str:
         text = text.replace(MARK, "\ufffd")
-        if self._starts is None:
+        if self._first.isdisjoint(text):  # as almost all texts
             return text
         # The next text could complete the beginning of a control token at the end of this one; a template may trim blanks between them.
         end = len(text.rstrip())

@@ -74,3 +74,39 @@ def test_a_child_that_dies_or_lies_is_a_sentence(monkeypatch, code):
     monkeypatch.setattr(reading, "_command", lambda *_: (sys.executable, "-c", code))
     with pytest.raises(RequestError, match="the media data: it"):
         reading.read_image((CORPUS / "image" / "photo.jpg").read_bytes())
+
+
+def progressive(times: int) -> bytes:
+    """A progressive JPEG whose last scan is there that many times more."""
+    from PIL import Image as pillow
+
+    file = io.BytesIO()
+    pixels = np.random.default_rng(1).integers(0, 256, (96, 96, 3), np.uint8)
+    pillow.fromarray(pixels).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    begin, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    return data[:end] + data[begin:end] * times + data[end:]
+
+
+def test_a_jpeg_with_very_many_scans_is_refused_before_it_is_decoded(monkeypatch):
+    from PIL import JpegImagePlugin
+
+    assert decode_image(progressive(0), 70).rows
+    assert decode_image(progressive(50), 70).rows
+    monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "load", lambda _: pytest.fail("it was decoded"))
+    for times in (100, 900):
+        with pytest.raises(RequestError, match="more than 100 scans; save it again"):
+            decode_image(progressive(times), 70)
+
+
+def test_markers_in_the_other_segments_of_a_jpeg_are_no_scans():
+    """A phone's picture holds smaller ones, and a film after its end; a segment cannot hide the end from the scans behind it."""
+    data = progressive(0)
+    segment = b"\xff\xe1" + (2 + 4000).to_bytes(2, "big") + b"\xff\xda" * 2000
+    film = b"\xff\xda" * 2000
+    assert decode_image(data[:2] + segment + data[2:] + film, 70).rows
+    hiding = b"\xff\xe1" + (2 + 4).to_bytes(2, "big") + b"\xff\xd9\xff\xd9"
+    bomb = progressive(900)
+    first = bomb.index(b"\xff\xda")
+    with pytest.raises(RequestError, match="more than 100 scans"):
+        decode_image(bomb[:first] + hiding + bomb[first:], 70)

@@ -19,6 +19,7 @@ from edge_runtime.server.http.body import MEDIA_BODY, TEXT_BODY, parse_json
 from edge_runtime.server.json_text import MAX_VALUES
 from edge_runtime.server.requests.completions import read_chat, read_completion
 from edge_runtime.session.session import Session
+from edge_runtime.text.chat_template import ChatTemplate
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 
@@ -93,6 +94,45 @@ def test_ids_of_a_client_that_left_are_not_decoded() -> None:
         first.join()
         assert send(server, "POST", "/detokenize", {"tokens": [3]})[0] == 200
         assert decoded == [[3]]
+
+
+def test_texts_of_tools_are_counted_before_they_are_copied_for_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatTemplate, "render", lambda *_, **__: pytest.fail("it was rendered"))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["a"] * 116_000}}}
+    with scripted_server("Hello.") as server:
+        status, _, body = send(server, "POST", "/v1/chat/completions", HI | {"tools": [tool]})
+    assert (status, body["error"]["param"]) == (400, "tools")
+    assert "texts; at most 65536 are allowed" in body["error"]["message"]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    with scripted_server("Hello.") as server:
+        begun, going = threading.Event(), threading.Event()
+        encode = server.worker._prompts.encode
+
+        def slow(prompt: Any) -> list[int]:
+            if len(str(prompt)) > 50_000:
+                begun.set()
+                going.wait(30)
+            return encode(prompt)
+
+        server.worker._prompts.encode = slow  # type: ignore[method-assign]
+        long = HI | {"messages": [{"role": "user", "content": "a" * 60_000}]}
+        hostile = threading.Thread(target=lambda: send(server, "POST", "/v1/chat/completions", long))
+        hostile.start()
+        begun.wait(30)
+        assert send(server, "POST", "/v1/chat/completions", HI)[0] == 200
+        assert hostile.is_alive()
+        going.set()
+        hostile.join()
+
+
+def test_answers_to_one_prompt_encode_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scripted_server("Hello.", count=2) as server:
+        encode, encoded = server.worker._prompts.encode, []
+        server.worker._prompts.encode = lambda prompt: (encoded.append(prompt), encode(prompt))[1]  # type: ignore[method-assign]
+        assert send(server, "POST", "/v1/chat/completions", HI | {"n": 3})[0] == 200
+        assert len(encoded) == 1
 
 
 class Kept(dict[str, Any]):

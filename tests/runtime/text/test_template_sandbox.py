@@ -203,8 +203,7 @@ def test_a_template_is_used_again_after_a_limit(monkeypatch):
         with pytest.raises(RequestError, match="64 bits"):
             template.render([{"role": "user", "content": "x"}])
         assert template.render(MESSAGES) == "hi"
-    child = template._renderer._child
-    if child is not None:
+    for child in template._renderer._idle[:1]:
         child.close()
         with pytest.raises(RequestError, match="processor time or 256 MB"):
             template.render(MESSAGES)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from edge_devices.children.running import ChildBudget
 from edge_devices.energy.live import RunEnergy
 from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.server.requests.completions import CompletionRequest
@@ -65,9 +66,12 @@ StreamEvent = Started | Output | Finished | Failed
 
 
 class Job:
-    """A request in the worker's queue. The worker calls `deliver` and sets `prompt`, `prediction` and the compiled `constraint`."""
+    """A request in the worker's queue. The worker calls `deliver` and sets `prompt`, `prediction` and the compiled `constraint`.
 
-    def __init__(self, request: CompletionRequest, deliver: Callable[[StreamEvent], None]) -> None:
+    `children` is what decoding its media may take, shared by all answers to one request.
+    """
+
+    def __init__(self, request: CompletionRequest, deliver: Callable[[StreamEvent], None], children: ChildBudget | None = None) -> None:
         self.request = request
         self.deliver = deliver
         self.prompt: list[int] | MediaPrompt = []
@@ -75,6 +79,7 @@ class Job:
         self.constraint: Constraint | None = None
         self.passed_over = 0
         self.cancelled = False
+        self.children = children or ChildBudget()
 
     @property
     def ids(self) -> list[int]:
@@ -82,5 +87,6 @@ class Job:
         return self.prompt.ids if isinstance(self.prompt, MediaPrompt) else self.prompt
 
     def cancel(self) -> None:
-        """Ends the request after the current round. Safe to call from any thread."""
+        """Ends the request after the current round, and the decoding of its media at once. Safe to call from any thread."""
         self.cancelled = True
+        self.children.cancel()

@@ -1,15 +1,16 @@
-"""Prompts to token ids, with limits on what is tokenized. Used by one thread at a time."""
+"""Prompts to token ids, with limits on what is tokenized. Any thread may use it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from edge_runtime.drafting.text_memory import predicted_tokens
 from edge_runtime.errors import RequestError
 from edge_runtime.media.messages import MEDIA, without_media
-from edge_runtime.media.soft_rows import MediaPrompt
-from edge_runtime.server.errors import ApiError
+from edge_runtime.media.soft_rows import Media, MediaPrompt
+from edge_runtime.server.errors import ApiError, invalid
 from edge_runtime.server.requests.completions import Prompt
 from edge_runtime.server.requests.media import SentMedia
 from edge_runtime.server.requests.messages import Conversation
@@ -18,6 +19,46 @@ from edge_runtime.text.chat_template import MARK, ChatTemplate
 
 # Longer texts are measured before they are tokenized: 2 MB take seconds.
 _SURELY_FAST = 1 << 16
+# What a conversation and its tools may have: each is copied, under the interpreter's lock, before the template's own limits hold.
+MAX_TEXTS = 1 << 16
+# A prompt of fewer characters and JSON values takes some hundredths of a second at most.
+_SHORT_CHARACTERS, _SHORT_VALUES = 1 << 15, 1 << 10
+
+
+def media_of(prompt: Prompt) -> list[SentMedia]:
+    """Returns the images and sound of a prompt, in order."""
+    messages = prompt.messages if isinstance(prompt, Conversation) else ()
+    return [media for message in messages for media in message.get(MEDIA, ())]
+
+
+def is_short(prompt: Prompt, prediction: str = "") -> bool:
+    """Whether a prompt with a prediction is encoded so soon that others may wait for it."""
+    if not isinstance(prompt, Conversation):
+        return len(prompt) + len(prediction) <= _SHORT_CHARACTERS
+    left = _SHORT_CHARACTERS - len(prediction)
+    for values, value in enumerate(_values_of([prompt.messages, prompt.tools])):
+        left -= len(value) if isinstance(value, str) else 0
+        if values >= _SHORT_VALUES or left < 0:
+            return False
+    return left >= 0
+
+
+def _check_values(conversation: Conversation) -> None:
+    for name, part in (("messages", conversation.messages), ("tools", conversation.tools)):
+        texts = sum(isinstance(value, str) for value in _values_of([part]))
+        if texts > MAX_TEXTS:
+            raise invalid(f"{name} has {texts} texts; at most {MAX_TEXTS} are allowed", name)
+
+
+def _values_of(waiting: list[Any]) -> Iterator[Any]:
+    """Yields the values, and the names of fields, that are in `waiting` at any depth."""
+    while waiting:
+        value = waiting.pop()
+        yield value
+        if isinstance(value, Mapping):
+            waiting += (*value.keys(), *value.values())
+        elif isinstance(value, list | tuple):
+            waiting += value
 
 
 class Prompts:
@@ -30,15 +71,9 @@ class Prompts:
         self._context = session.target.context
         self._template = template
 
-    def with_media(self, prompt: Prompt) -> list[int] | MediaPrompt:
-        """As `encode`, with the soft rows of a conversation's images and sound, which are decoded here."""
-        messages = prompt.messages if isinstance(prompt, Conversation) else ()
-        sent: list[SentMedia] = [media for message in messages for media in message.get(MEDIA, ())]
-        if not sent:
-            return self.encode(prompt)
-        self._session.check_media()
-        ids = self.encode(prompt)
-        encoded = self._session.media_prompt(ids, [media.decoded() for media in sent])
+    def with_media(self, ids: Sequence[int], media: Sequence[Media]) -> MediaPrompt:
+        """Returns what `encode` returned, with the soft rows of the conversation's images and sound."""
+        encoded = self._session.media_prompt(ids, media)
         if len(encoded.ids) >= self._context:
             raise self._too_long(f"{len(encoded.ids)}")
         return encoded
@@ -46,6 +81,7 @@ class Prompts:
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the prompt's token ids, one for each image or sound. Raises RequestError or ApiError if they do not fit."""
         if isinstance(prompt, Conversation):
+            _check_values(prompt)
             self._check_size(sum(len(str(message.get("content", "")).strip().encode("utf-8", "replace")) for message in prompt.messages))
             messages, _ = without_media(prompt.messages)
             text = self._template.render(messages, tools=prompt.tools, thinking=prompt.thinking)

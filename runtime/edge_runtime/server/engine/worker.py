@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from edge_devices.children.running import ChildBudget
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import Target
 from edge_runtime.server.engine.active_request import ActiveRequest
 from edge_runtime.server.engine.jobs import Failed, Job, StreamEvent
-from edge_runtime.server.engine.prompts import Prompts
-from edge_runtime.server.errors import ApiError
+from edge_runtime.server.engine.prompts import Prompts, is_short, media_of
+from edge_runtime.server.errors import ApiError, to_api_error
 from edge_runtime.server.requests.completions import CompletionRequest, Prompt
+from edge_runtime.server.requests.media import SentMedia
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation, reusable_prefix
 from edge_runtime.text.chat_template import ChatTemplate
@@ -28,6 +32,10 @@ Result = TypeVar("Result")
 RETRY_SECONDS = 2
 # Constraints that are compiled at the same time, each in a process of its own.
 COMPILERS = 2
+# Requests whose images and sound are decoded at the same time, each file in a process of its own, and the processor time for all of one
+# request's.
+DECODERS = 2
+DECODING_SECONDS = 30.0
 # A request that was passed over this often is served next.
 MAX_PASSED_OVER = 4
 
@@ -64,14 +72,17 @@ class Worker:
         self._stopping = False
         self._lock = threading.Lock()
         self._submitted = 0
+        self._children: weakref.WeakSet[ChildBudget] = weakref.WeakSet()
         self._waiting: list[Job] = []
         self._active: dict[Generation, ActiveRequest] = {}
         self._last_used = [0] * len(self._sessions)
         self._clock = 0
         self._thread = threading.Thread(target=self._run, name="edge-mtp worker", daemon=True)
-        # Templates and tokenizers have a thread of their own, so that a long prompt does not delay the rounds of other requests.
+        # Templates and tokenizers have threads of their own, so that a long prompt delays neither rounds nor the short prompts of others.
         self._prompts = Prompts(sessions.sessions[0], template)
         self._encoder = ThreadPoolExecutor(1, "edge-mtp prompts")
+        self._long_encoder = ThreadPoolExecutor(1, "edge-mtp prompts, long")
+        self._decoders = ThreadPoolExecutor(DECODERS, "edge-mtp media")
         self._compilers = ThreadPoolExecutor(COMPILERS, "edge-mtp constraints")
 
     def start(self) -> None:
@@ -95,7 +106,7 @@ class Worker:
 
     def encode(self, prompt: Prompt) -> Future[list[int]]:
         """Returns the token ids of a prompt, as `decode` the text of ids."""
-        return self._beside(functools.partial(self._prompts.encode, prompt))
+        return self._beside(functools.partial(self._prompts.encode, prompt), self._encoder_of(prompt))
 
     def decode(self, tokens: Sequence[int]) -> Future[str]:
         """Returns the text of tokens, control tokens included, from the thread for prompts; cancelled before its turn, nothing is computed.
@@ -103,7 +114,7 @@ class Worker:
         The result raises RequestError for ids that are not in the vocabulary. Raises ApiError (503) if the queue is full or the server is
         shutting down.
         """
-        return self._beside(functools.partial(self._prompts.decode, tokens))
+        return self._beside(functools.partial(self._prompts.decode, tokens), self._encoder)
 
     def submit(self, requests: Sequence[CompletionRequest], deliver: Callable[[int, StreamEvent], None]) -> list[Job]:
         """Accepts requests, all or none; `deliver` gets the place of each among them with its events.
@@ -112,16 +123,22 @@ class Worker:
         """
         with self._lock:
             self._accept(len(requests))
-            jobs = [Job(request, functools.partial(deliver, number)) for number, request in enumerate(requests)]
-            for job in jobs:
-                self._encoder.submit(self._admit, job)
+            children = ChildBudget(DECODING_SECONDS)
+            self._children.add(children)
+            jobs = [Job(request, functools.partial(deliver, number), children) for number, request in enumerate(requests)]
+            for _, group in itertools.groupby(jobs, lambda job: id(job.request.prompt)):
+                same = list(group)
+                self._encoder_of(same[0].request.prompt, same[0].request.prediction).submit(self._admit, same)
         return jobs
 
-    def _beside(self, work: Callable[[], Result]) -> Future[Result]:
-        """Queues work in the thread for prompts, counted as a request."""
+    def _encoder_of(self, prompt: Prompt, prediction: str = "") -> ThreadPoolExecutor:
+        return self._encoder if is_short(prompt, prediction) else self._long_encoder
+
+    def _beside(self, work: Callable[[], Result], encoder: ThreadPoolExecutor) -> Future[Result]:
+        """Queues work in a thread for prompts, counted as a request."""
         with self._lock:
             self._accept(1)
-            future = self._encoder.submit(work)
+            future = encoder.submit(work)
         future.add_done_callback(lambda _: self._finished())
         return future
 
@@ -150,9 +167,10 @@ class Worker:
             except Exception as error:  # noqa: BLE001 - no failure of one request may end the worker
                 self._fail_all(error)
         with self._lock:
-            pass  # a request that was accepted before the shutdown is in the queue now
-        self._encoder.shutdown()
-        self._compilers.shutdown()
+            for children in self._children:
+                children.cancel()
+        for pool in (self._encoder, self._long_encoder, self._decoders, self._compilers):  # in the order in which jobs pass them
+            pool.shutdown()
         self._receive()
         self._fail_all(_shutting_down())
 
@@ -165,19 +183,47 @@ class Worker:
                     self._waiting.append(job)
                 job = self._inbox.get_nowait()
 
-    def _admit(self, job: Job) -> None:
-        """Encodes the prompt and the prediction and queues the job, in the thread for prompts."""
-        try:
-            if not (self._stopping or job.cancelled):
-                job.prompt = self._prompts.with_media(job.request.prompt)
-                job.prediction = self._prompts.predicted(job.request.prediction)
-        except Exception as error:  # noqa: BLE001 - a chat template is a program of the bundle and may raise anything
-            self._fail(job, error)
-        else:
+    def _admit(self, jobs: Sequence[Job]) -> None:
+        """Encodes the prompt and the prediction that jobs share, in a thread for prompts, and hands the jobs on."""
+        with self._or_fail(jobs):
+            request, media = jobs[0].request, media_of(jobs[0].request.prompt)
+            if self._goes_on(jobs):
+                if media:
+                    self._sessions[0].check_media()
+                ids, prediction = self._prompts.encode(request.prompt), self._prompts.predicted(request.prediction)
+                for job in jobs:
+                    job.prompt, job.prediction = ids, prediction
+            if media:
+                self._decoders.submit(self._decode, jobs, media)
+            else:
+                self._encoded(jobs)
+
+    def _decode(self, jobs: Sequence[Job], media: Sequence[SentMedia]) -> None:
+        """Adds images and sound to the prompt that jobs share, in a thread of its own: hostile ones take as long as they may."""
+        with self._or_fail(jobs):
+            if self._goes_on(jobs):
+                prompt = self._prompts.with_media(jobs[0].ids, [sent.decoded(jobs[0].children) for sent in media])
+                for job in jobs:
+                    job.prompt = prompt
+            self._encoded(jobs)
+
+    def _encoded(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
             if job.request.constraint is None:
                 self._inbox.put(job)
             else:
                 self._compilers.submit(self._compile, job)
+
+    def _goes_on(self, jobs: Sequence[Job]) -> bool:
+        return not (self._stopping or all(job.cancelled for job in jobs))
+
+    @contextlib.contextmanager
+    def _or_fail(self, jobs: Sequence[Job]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a chat template is a program of the bundle and may raise anything
+            for job in jobs:
+                self._fail(job, error)
 
     def _compile(self, job: Job) -> None:
         """Compiles a job's constraint, in a thread of its own: that may take seconds, in which other requests go on."""
@@ -250,7 +296,8 @@ class Worker:
             self._finished()
         if not isinstance(error, RequestError | ApiError):
             self._notify(str(error) if isinstance(error, EdgeRuntimeError) else "".join(traceback.format_exception(error)))
-        job.deliver(Failed(error=error))
+        # Only the message: the frames of a traceback hold the request, and the error in them.
+        job.deliver(Failed(error=to_api_error(error).alone()))
 
     def _fail_all(self, error: Exception) -> None:
         """Fails every request with `error` and clears the caches, whose contents are no longer trusted."""

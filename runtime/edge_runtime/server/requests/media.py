@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from edge_devices.children.running import ChildBudget
 from edge_runtime.media.reading import read_image, read_sound
 from edge_runtime.media.soft_rows import Media
 from edge_runtime.server.requests.fields import Fields
@@ -28,9 +29,9 @@ class SentMedia:
     budget: int
     place: str
 
-    def decoded(self) -> Media:
-        """Returns the decoded media. Raises RequestError."""
-        return read_image(self.data, self.budget) if self.kind == "image" else read_sound(self.data)
+    def decoded(self, children: ChildBudget) -> Media:
+        """Returns the decoded media, within what the request has left of its processor time. Raises RequestError."""
+        return read_image(self.data, self.budget, children) if self.kind == "image" else read_sound(self.data, children)
 
 
 def read_part(part: Fields) -> SentMedia:

@@ -41,12 +41,10 @@ class Renderer:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._lock = threading.Lock()
-        self._child: forked.Child | None = None
+        self._idle: list[forked.Child] = []  # as many as threads have rendered at the same time
         self._local: Callable[[dict[str, Any]], str] | None = None
         if forked.AVAILABLE:
-            with self._lock:
-                self._connect()
+            self._idle.append(self._new_child())
         else:
             self._local = _in_this_process(source)
 
@@ -58,26 +56,33 @@ class Renderer:
             message = json.dumps(variables).encode()
         except (ValueError, RecursionError) as error:
             raise TemplateError(f"the conversation is not JSON: {error}") from None
-        with self._lock:
-            return self._ask(self._child or self._connect(), message)
+        try:
+            child = self._idle.pop()
+        except IndexError:
+            child = self._new_child()
+        answer = _asked(child, message)
+        self._idle.append(child)  # one that has ended is not asked again
+        return _text_of(answer)
 
-    def _connect(self) -> forked.Child:
+    def _new_child(self) -> forked.Child:
         with _lock:
             host = _host()
         child = host.new_child()
-        self._ask(child, self._source.encode("utf-8", "surrogatepass"))
-        self._child = child
+        _text_of(_asked(child, self._source.encode("utf-8", "surrogatepass")))
         return child
 
-    def _ask(self, child: forked.Child, message: bytes) -> str:
-        try:
-            answer = child.ask(message)
-        except forked.ChildError:
-            self._child = None  # the next conversation gets a new one
-            raise TemplateError(_TOO_MUCH) from None
-        if answer[:1] != _DONE:
-            raise TemplateError(answer[1:].decode("utf-8", "replace"))
-        return answer[1:].decode("utf-8", "surrogatepass")
+
+def _asked(child: forked.Child, message: bytes) -> bytes:
+    try:
+        return child.ask(message)
+    except forked.ChildError:
+        raise TemplateError(_TOO_MUCH) from None
+
+
+def _text_of(answer: bytes) -> str:
+    if answer[:1] != _DONE:
+        raise TemplateError(answer[1:].decode("utf-8", "replace"))
+    return answer[1:].decode("utf-8", "surrogatepass")
 
 
 def prepare(_setup: bytes) -> ModuleType:

@@ -1,0 +1,119 @@
+"""Images and sound are decoded apart: nobody else's text waits, their processor time is limited together, and they end with the client."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from chat_server import HI, Scripted, scripted_server, send
+from edge_devices.children import running
+from edge_runtime.media import reading
+from edge_runtime.media.soft_rows import MediaPrompt
+from edge_runtime.server.engine import worker as engine
+from edge_runtime.session.session import Session
+
+SPIN = "import time\nwhile time.process_time() < 60: pass"
+PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(100)).decode()}}
+SOUND = {"type": "input_audio", "input_audio": {"format": "flac", "data": base64.b64encode(b"fLaC" + bytes(100)).decode()}}
+
+
+def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}], **fields}
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[list[float], list[subprocess.Popen[bytes]]]]:
+    """Replaces the decoder by a program; returns the seconds that each was given, and the processes."""
+
+    def replace(code: str) -> tuple[list[float], list[subprocess.Popen[bytes]]]:
+        given: list[float] = []
+        processes: list[subprocess.Popen[bytes]] = []
+
+        def command(_: int, seconds: float) -> tuple[str, ...]:
+            given.append(seconds)
+            return sys.executable, "-c", code
+
+        class Noted(subprocess.Popen[bytes]):
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options)
+                processes.append(self)
+
+        monkeypatch.setattr(reading, "_command", command)
+        monkeypatch.setattr(running.subprocess, "Popen", Noted)
+        monkeypatch.setattr(Session, "check_media", lambda _: None)
+        monkeypatch.setattr(Session, "media_prompt", lambda _, ids, __: MediaPrompt(list(ids), ()))
+        return given, processes
+
+    return replace
+
+
+def wait(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def asked(server: Scripted, body: dict[str, Any]) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body).encode())
+    return connection
+
+
+def test_text_does_not_wait_for_images_and_these_end_with_their_client(decoding: Any) -> None:
+    _, processes = decoding(SPIN)
+    with scripted_server("Hello.") as server:
+        hostile = [asked(server, chat(*[PART] * 3)) for _ in range(3)]
+        wait(lambda: len(processes) == engine.DECODERS)
+        begin = time.monotonic()
+        assert send(server, "POST", "/v1/chat/completions", {"messages": HI})[0] == 200
+        assert time.monotonic() - begin < 10
+        for connection in hostile:
+            connection.close()
+        wait(lambda: server.worker.load() == (0, 0))
+        assert all(process.returncode is not None for process in processes)
+        assert len(processes) <= 3  # no second image of any request was begun
+
+
+def test_the_media_of_a_request_share_their_processor_time(decoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "DECODING_SECONDS", 0.5)
+    given, processes = decoding("import time\nwhile time.process_time() < 0.3: pass\nprint('{\"shape\": [48, 48, 3]}')\nprint(' ' * 6911)")
+    with scripted_server("Hello.") as server:
+        status, _, body = send(server, "POST", "/v1/chat/completions", chat(*[PART] * 8, n=2))
+    assert (status, "took too much time" in body["error"]["message"]) == (400, True)
+    assert given[0] == 0.5
+    assert 0 < given[1] < 0.25
+    assert len(processes) == 2
+
+
+def test_sounds_count_too(decoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "DECODING_SECONDS", 0.1)
+    _, processes = decoding("import time\nwhile time.process_time() < 0.2: pass\nprint('{\"shape\": [400]}')\nprint(' ' * 1599)")
+    with scripted_server("Hello.") as server:
+        assert send(server, "POST", "/v1/chat/completions", chat(*[SOUND] * 8))[0] == 400
+    assert len(processes) == 1
+
+
+def test_a_server_that_stops_ends_the_decoding(decoding: Any) -> None:
+    _, processes = decoding(SPIN)
+    answers: list[int] = []
+    with scripted_server("Hello.") as server:
+        asking = threading.Thread(target=lambda: answers.append(send(server, "POST", "/v1/chat/completions", chat(PART))[0]))
+        asking.start()
+        wait(lambda: processes)
+        begin = time.monotonic()
+        server.worker.close()
+        assert time.monotonic() - begin < 10
+        asking.join()
+    assert processes[0].returncode is not None
+    assert answers
