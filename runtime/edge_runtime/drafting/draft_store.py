@@ -2,20 +2,27 @@
 
 The file is text: a first line that names the format, then a JSON string a line, oldest first. It is its owner's alone (mode 0600). A file
 that is something else is neither used nor changed.
+
+It is written in place, under a lock on the file itself, and no copy of it ever lies elsewhere. So removing the file forgets all of it, by
+whatever means and at whatever moment: what a process writes then goes to the file that is gone, or to a new one that begins empty. A
+process that is killed while it writes leaves at most lines that are no text, which are skipped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
-from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.limited_read import FileTooLarge, read_at_most, read_regular
+from edge_devices.files.temp_files import clear_stale, lock_open
 from edge_runtime.drafting.sources import Guess
 from edge_runtime.drafting.text_memory import BORDER, LEAD, SHORTEST_MATCH, TEXT_PRIORS, Place, SuffixAutomaton, evidence
 from edge_runtime.drafting.text_memory import SOURCE as TEXT_SOURCE
@@ -26,6 +33,9 @@ SOURCE = "stored"
 # A match in another text says a little less than one in the same text.
 STORE_PRIORS = {key.replace(TEXT_SOURCE, SOURCE): 0.9 * chance for key, chance in TEXT_PRIORS.items()}
 HEADER = "edge-mtp memory 1"
+_START = f"{HEADER}\n".encode()
+# Writing takes milliseconds; a process that was stopped meanwhile keeps the lock for longer.
+LOCK_SECONDS = 10.0
 STORE_SIZE = "1MB"
 # The most that a limit may be: all of it is read.
 MOST_STORE_BYTES = 64 << 20
@@ -50,6 +60,8 @@ class DraftStore:
         self._texts: list[str] = []
         self._stamp: tuple[int, ...] | None = ()  # of no file
         self._refresh()
+        if self.usable:
+            clear_stale(path)  # earlier versions wrote copies, which killed processes left
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -58,18 +70,25 @@ class DraftStore:
         """Adds a text, unless it is there already; the oldest texts make room."""
         with self._lock:
             self._refresh()
-            if not self.usable or not text.strip() or text in self._texts or len(text.encode("utf-8", "replace")) > self._limit // 2:
+            if not self._is_new(text):
                 return
-            self._texts.append(text)
-            if sum(map(_bytes, self._texts)) > self._limit:
-                self._texts = _newest(self._texts, self._limit // 2)  # so that not each text drops some
-            self._learn_more([text])
             try:
-                write_store(self._path, self._texts)
-                self._stamp = _stamp(self._path)
+                with _locked(self._path) as file:
+                    self._refresh()
+                    if not self._is_new(text):
+                        return
+                    self._texts.append(text)
+                    if _append(file, text) > self._limit:
+                        self._texts = _newest(self._texts, self._limit // 2 - len(_START))  # so that not each text drops some
+                        _shorten(file, self._texts)
+                    self._stamp = _version(os.fstat(file.fileno()))
+                self._learn_more([text])
             except OSError as error:
                 self.usable = False
                 self._notify(f"the draft store {self._path} cannot be written ({error.strerror or error}); nothing more is remembered")
+
+    def _is_new(self, text: str) -> bool:
+        return self.usable and bool(text.strip()) and text not in self._texts and len(text.encode("utf-8", "replace")) <= self._limit // 2
 
     def remember_file(self, path: Path) -> None:
         """Adds a text file. Raises RequestError if it cannot be read, is not UTF-8 text, or takes more than half of the limit."""
@@ -161,37 +180,91 @@ def read_store(path: Path) -> list[str]:
     except (OSError, ValueError) as error:
         raise RequestError(f"the draft store {path} cannot be read ({error})") from error
     mode = stat.S_IMODE(state.st_mode)
+    if os.name == "posix" and state.st_uid != os.geteuid():
+        raise RequestError(f"the draft store {path} belongs to another user (number {state.st_uid}); name a file of your own")
     if os.name == "posix" and mode & 0o077:
         raise RequestError(f"the draft store {path} may be read by others (mode {mode:o}); chmod 600 it if it is yours")
     try:
-        lines = read_regular(path, 2 * MOST_STORE_BYTES).decode("utf-8").split("\n")
-        if lines[0] != HEADER or lines[-1]:
-            raise ValueError(f"its first line is not {HEADER!r}" if lines[0] != HEADER else "its end is missing")
-        texts = [json.loads(line) for line in lines[1:-1]]
+        data = read_regular(path, 2 * MOST_STORE_BYTES)
     except FileTooLarge as error:
         raise RequestError(f"{path} is no draft store of edge-mtp ({error})") from error
     except OSError as error:
         raise RequestError(f"the draft store {path} cannot be read ({error.strerror or error})") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path} is no draft store of edge-mtp ({error})") from error
-    if not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"{path} is no draft store of edge-mtp (a line is not a text)")
-    return texts
+    if not data.startswith(_START[: len(data)]):
+        raise RequestError(f"{path} is no draft store of edge-mtp (its first line is not {HEADER!r})")
+    texts = [text for line in data[len(_START) :].split(b"\n") if (text := _text_of(line)) is not None]
+    return list(dict.fromkeys(reversed(texts)))[::-1]
 
 
-def write_store(path: Path, texts: Sequence[str]) -> None:
-    """Replaces a draft store's file. Raises OSError."""
-    data = "".join(f"{line}\n" for line in (HEADER, *map(json.dumps, texts)))
-    atomic_write(path, [data.encode()])
+def _text_of(line: bytes) -> str | None:
+    """Returns the text of a line; None for what a killed process left, or another program wrote."""
+    try:
+        text = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return text if isinstance(text, str) else None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO]:
+    """Opens a draft store, made if it is missing, while no other process writes it. Raises OSError.
+
+    A file that was removed or replaced before the lock was got is the store no more: the next one is opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        with os.fdopen(os.open(path, flags, 0o600), "r+b") as file:
+            lock_open(file.fileno(), end - time.monotonic())
+            if _is_at(file, path):
+                yield file
+                return
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _append(file: BinaryIO, text: str) -> int:
+    """Adds a text to an open draft store, behind what a killed process left. Returns how long the file is then. Raises OSError."""
+    size = file.seek(0, os.SEEK_END)
+    if size < len(_START):
+        file.seek(0)
+        file.write(_START)
+    else:
+        file.seek(size - 1)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    file.write(_line(text))
+    file.flush()
+    return file.tell()
+
+
+def _shorten(file: BinaryIO, texts: Sequence[str]) -> None:
+    """Leaves only the newest texts, which take less than half of the file, in an open draft store. Raises OSError.
+
+    They are copied to the beginning first: whenever this ends, each of them is there.
+    """
+    file.seek(len(_START))
+    file.write(b"".join(map(_line, texts)))
+    file.flush()
+    os.fsync(file.fileno())
+    file.truncate()
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
     """Returns what changes with each version of a file; None if there is none."""
     try:
-        state = path.lstat()
+        return _version(path.lstat())
     except (OSError, ValueError):
         return None
-    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_mode
+
+
+def _version(state: os.stat_result) -> tuple[int, ...]:
+    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_mode, state.st_uid
 
 
 def _newest(texts: Sequence[str], limit: int) -> list[str]:
@@ -202,4 +275,8 @@ def _newest(texts: Sequence[str], limit: int) -> list[str]:
 
 
 def _bytes(text: str) -> int:
-    return len(json.dumps(text)) + 1
+    return len(_line(text))
+
+
+def _line(text: str) -> bytes:
+    return f"{json.dumps(text)}\n".encode()

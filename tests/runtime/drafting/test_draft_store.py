@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from draft_store_stress import kept_texts, resurrected_texts
+from edge_devices.files.temp_files import locked
 from edge_runtime.cli.run import main
+from edge_runtime.drafting import draft_store
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.drafting.draft_store import HEADER, DraftStore, read_store
 from edge_runtime.drafting.policies import Timing
@@ -81,18 +84,7 @@ def test_the_oldest_texts_make_room(tmp_path):
 
 
 @posix
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"something else\n",
-        b"\xff\xfe",
-        f"{HEADER}\n3\n".encode(),
-        f'{HEADER}\n"cut'.encode(),
-        f"{HEADER}\n{'[' * 10**5}\n".encode(),
-    ],
-    ids=["empty", "other", "bytes", "number", "cut", "nested"],
-)
+@pytest.mark.parametrize("content", [b"something else\n", b"\xff\xfe", b"edge-mtp memory 2\n"], ids=["other", "bytes", "later"])
 def test_another_file_is_named_and_left_alone(tmp_path, content):
     path = tmp_path / "memory"
     path.write_bytes(content)
@@ -103,6 +95,77 @@ def test_another_file_is_named_and_left_alone(tmp_path, content):
     assert len(said) == 1
     assert "not used and not changed" in said[0]
     assert "\n" not in said[0]
+
+
+@posix
+@pytest.mark.parametrize(
+    "rest",
+    ["", "\n", "\n3\n", '\n"cut', f"\n{'[' * 10**5}\n", '\n"whole"\n"cu'],
+    ids=["header", "empty", "number", "cut", "nested", "second"],
+)
+def test_what_a_killed_writer_left_is_skipped(tmp_path, rest):
+    path = tmp_path / "memory"
+    path.write_bytes(f"{HEADER}{rest}".encode())
+    path.chmod(0o600)
+    whole = ["whole"] if "whole" in rest else []
+    store, said = store_at(path)
+    assert len(store) == len(whole)
+    store.remember("text")
+    assert (read_store(path), said) == ([*whole, "text"], [])
+
+
+@posix
+def test_a_writer_killed_while_old_texts_make_room_loses_none_of_the_new(tmp_path):
+    """The newest texts are copied over the oldest: cut that copy after each of its bytes."""
+    path, texts = tmp_path / "memory", [f"{number} " + "x" * 90 for number in range(10)]
+    content = "".join(f"{line}\n" for line in (HEADER, *map(json.dumps, texts))).encode()
+    copied = b"".join(json.dumps(text).encode() + b"\n" for text in texts[-4:])
+    path.touch(mode=0o600)
+    for count in range(len(copied) + 1):
+        begin = len(HEADER) + 1
+        path.write_bytes(content[:begin] + copied[:count] + content[begin + count :])
+        assert read_store(path)[-4:] == texts[-4:]
+
+
+@posix
+def test_a_file_of_another_user_is_not_used(tmp_path, monkeypatch):
+    path = tmp_path / "memory"
+    store_at(path)[0].remember("secret words")
+    before, owner = path.read_bytes(), path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    store, said = store_at(path)
+    store.remember("text")
+    assert said == [
+        f"the draft store {path} belongs to another user (number {owner}); name a file of your own; it is not used and not changed"
+    ]
+    assert (guessed(store, "secret"), path.read_bytes()) == ("", before)
+
+
+@posix
+def test_copies_that_killed_writers_of_earlier_versions_left_go(tmp_path):
+    copy = tmp_path / f".memory.partial-{2**22 + 1}-{'0' * 16}"
+    copy.write_text("secret words")
+    store_at(tmp_path / "memory")[0].remember("text")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["memory"]
+
+
+@posix
+def test_a_writer_that_was_stopped_does_not_hold_up_the_others(tmp_path, monkeypatch):
+    path = tmp_path / "memory"
+    store, said = store_at(path)
+    store.remember("text")
+    monkeypatch.setattr(draft_store, "LOCK_SECONDS", 0.05)
+    with locked(path):
+        store.remember("more")
+    assert (read_store(path), len(said)) == (["text"], 1)
+    assert "cannot be written" in said[0]
+
+
+@posix
+def test_writers_lose_nothing_and_what_is_forgotten_stays_so_under_kills(tmp_path):
+    """A short run of the long check."""
+    assert kept_texts(tmp_path / "kept", writers=4, texts=60) == 240
+    assert resurrected_texts(tmp_path / "forgotten", forgets=30) == (30, 0)
 
 
 @posix
