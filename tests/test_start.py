@@ -89,6 +89,24 @@ sys.meta_path.insert(0, Interrupting())
     assert (done.returncode, done.stderr) == (130, "stopped\n")
 
 
+def test_next_to_nothing_is_imported_before_ctrl_c_is_answered():
+    code = "import sys; before = {*sys.modules}; import edge_devices.entry_points; print(*sorted({*sys.modules} - before))"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert {*done.stdout.split()} - {"__future__"} == {"edge_devices", "edge_devices.entry_points", "edge_devices.telemetry"}
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [("", (0, "")), ("import edge_devices.cli as c\ndef stop(): raise KeyboardInterrupt\nc.profiles = stop\n", (130, "stopped\n"))],
+    ids=["done", "stopped"],
+)
+def test_ctrl_c_after_the_end_is_not_answered(before, expected):
+    again = "import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGINT)"
+    done = start("edge-devices", "profiles", before=f"{before}{again}")
+    assert (done.returncode, done.stderr) == expected
+
+
 @pytest.mark.parametrize(
     ("command", "argument", "place"),
     [

@@ -59,12 +59,14 @@ class StandardOutput(io.FileIO):
 
 def run(module: str, name: str) -> NoReturn:
     """Runs the command `main` of a module and ends the process with its exit code."""
-    output = _replace_output()
+    output = None
     try:
+        output = _replace_output()
         code = _call(module, name)
         if sys.stdout is not None:
             sys.stdout.flush()
     except KeyboardInterrupt:
+        _ignore_interrupts()
         print("stopped", file=sys.stderr)
         code = STOPPED
     except OSError:
@@ -74,7 +76,15 @@ def run(module: str, name: str) -> NoReturn:
             code = _print_error("the working directory no longer exists; change to one that does")
         else:
             raise
+    _ignore_interrupts()
     sys.exit(code)
+
+
+def _ignore_interrupts() -> None:
+    """From here on Ctrl-C could only put a traceback behind the end of the command."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _replace_output() -> StandardOutput | None:
