@@ -14,7 +14,7 @@ import numpy as np
 from edge_runtime.bundle.manifest import GenerationDefaults
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE, acceptance_rule
 from edge_runtime.decoding.constrained_acceptance import constrained
-from edge_runtime.decoding.logprobs import LogprobRule, TokenLogprob
+from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS, LogprobRule, TokenLogprob
 from edge_runtime.decoding.loop import Decoding, Round, decode
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.draft_store import DraftStore
@@ -65,8 +65,10 @@ class GenerationOptions:
                 raise RequestError(f"{name} is {value}; ask for at least 1")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        if not all(isinstance(text, str) for text in self.stop):
+        if not isinstance(self.stop, Sequence) or not all(isinstance(text, str) for text in self.stop):
             raise RequestError(f"stop is {self.stop!r}; give texts")
+        if self.logprobs is not None and (type(self.logprobs) is not int or not 0 <= self.logprobs <= MAX_TOP_LOGPROBS):
+            raise RequestError(f"logprobs is {self.logprobs!r}; ask for 0 to {MAX_TOP_LOGPROBS} of the likeliest tokens, or None for none")
         if not isinstance(self.sampling, SamplingParams):
             raise RequestError(f"sampling is of type {type(self.sampling).__name__}; give SamplingParams")
         if self.on_round is not None and not callable(self.on_round):

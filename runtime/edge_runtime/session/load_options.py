@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -147,6 +149,7 @@ class LoadOptions:
 def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:
     """A decorator that lets help() and editors show the fields of a dataclass, or the keys of a TypedDict, in place of **keywords.
 
+    The function then raises RequestError for a keyword that is none of them, with the nearest that is.
     `defaults` has an attribute for each that has a default; others are shown without a value of their own ("...").
     """
 
@@ -157,7 +160,17 @@ def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, name, ...), annotation=annotation)
             for name, annotation in inspect.get_annotations(keywords).items()
         ]
-        function.__signature__ = signature.replace(parameters=[*named, *added])  # type: ignore[attr-defined]
-        return function
+        known = [one.name for one in (*named, *added)]
+
+        @functools.wraps(function)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            for name in options:
+                if name not in known:
+                    nearest = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.0)[0]
+                    raise RequestError(f"{name[:64]!r} is no option of {function.__qualname__}; the nearest one is {nearest!r}")
+            return function(*arguments, **options)
+
+        checked.__signature__ = signature.replace(parameters=[*named, *added])  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
 
     return decorate

@@ -10,6 +10,7 @@ import pytest
 
 from edge_runtime import LoadOptions, open_session
 from edge_runtime.errors import RequestError
+from edge_runtime.session.open import faster_backend, open_sessions
 
 
 def test_the_fields_are_shown_as_keywords() -> None:
@@ -23,6 +24,12 @@ def test_keywords_override_the_options(exported_pair: Path) -> None:
     with open_session(exported_pair, options, context=300) as session:
         assert session.settings.context == 300
         assert session.drafter_kind == "none"
+
+
+@pytest.mark.parametrize("function", [open_session, open_sessions, faster_backend])
+def test_an_unknown_keyword_is_named_with_the_nearest(function) -> None:
+    with pytest.raises(RequestError, match=f"'contxt' is no option of {function.__name__}; the nearest one is 'context'"):
+        function("nowhere", contxt=512)
 
 
 def test_options_are_checked_either_way() -> None:
