@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -22,7 +21,7 @@ from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
 from edge_devices.errors import EdgeError
 from edge_devices.option_fields import option
 from edge_runtime.cli.energy_options import energy_record, unwatched
-from edge_runtime.cli.messages import MAX_INPUT, MessageOptions
+from edge_runtime.cli.messages import MAX_INPUT, MessageOptions, printable
 from edge_runtime.cli.options import BundlePath, Opening, opens_bundle
 from edge_runtime.cli.sampling_options import refuse_greedy_filters, sampling_of, takes_sampling
 from edge_runtime.cli.terminal.markdown import MarkdownPainter
@@ -50,7 +49,6 @@ HELP = """\
 Ctrl-C stops an answer after the current round; a second Ctrl-C stops it at once. To send a message that begins with /, type //.
 Several lines are one message: in a paste, after a backslash at a line's end, between \"\"\" and \"\"\", or with Alt-Enter."""
 # Control characters, which a terminal would execute instead of showing.
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 ENDED = {
     "length": "cut off at --max-tokens; write 'go on', or raise the limit",
     "context": "cut off: the context is full; use /reset, or raise --context",
@@ -225,11 +223,11 @@ class TerminalChat:
 
     def _shown(self, event: Event) -> str:
         if isinstance(event, ToolCall):
-            return "\n" + self._dimmed(_printable(_call_line(event))) + "\n"
+            return "\n" + self._dimmed(printable(_call_line(event))) + "\n"
         if isinstance(event, Thought):
             # A pipe gets only the answer; --json includes the thoughts.
-            return self._dimmed(_printable(event.text)) if self._interactive else ""
-        return _printable(event.text) if self._interactive else event.text
+            return self._dimmed(printable(event.text)) if self._interactive else ""
+        return printable(event.text) if self._interactive else event.text
 
     def _conclude(self, text: str, answer: Answer) -> None:
         if self._as_json:
@@ -320,10 +318,6 @@ def _file(argument: str, command: str) -> str:
     if not argument:
         raise RequestError(f"{command} needs the name of a file: {command} FILE")
     return argument
-
-
-def _printable(text: str) -> str:
-    return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
 def _call_line(call: ToolCall) -> str:

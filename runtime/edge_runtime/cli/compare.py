@@ -18,7 +18,7 @@ from edge_devices.machine.memory import peak_memory_bytes
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
 from edge_runtime.cli.energy_options import unwatched
-from edge_runtime.cli.messages import MessageOptions, read_prompt, sent_prompt
+from edge_runtime.cli.messages import MessageOptions, printable, read_prompt, sent_prompt
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
 from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.session.row_equality import RowEquality
@@ -56,7 +56,7 @@ def compare(bundle: Path, prompt: str, runs: RunOptions, message: MessageOptions
             max_tokens=runs.max_tokens,
             draft_length=opening.draft_length,
             repeats=runs.repeats,
-            show=(lambda _: None) if runs.as_json else (lambda piece: click.echo(piece, nl=False, err=True)),
+            show=(lambda _: None) if runs.as_json else (lambda piece: click.echo(printable(piece), nl=False, err=True)),
             shown_prompt=text,
             watch=opening.energy.or_estimate().watch,
             waiting=terminal_wait,

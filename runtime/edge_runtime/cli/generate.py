@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from edge_devices.option_fields import option
 from edge_devices.waiting import terminal_wait
 from edge_runtime.cli.compare import NOTHING_DRAFTED
 from edge_runtime.cli.energy_options import energy_record
-from edge_runtime.cli.messages import MediaFiles, MessageOptions, read_prompt, sent_prompt
+from edge_runtime.cli.messages import MediaFiles, MessageOptions, printable, read_prompt, sent_prompt
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
 from edge_runtime.cli.sampling_options import TextLimits, refuse_greedy_filters, sampling_of, takes_sampling
 from edge_runtime.cli.terminal.screens import Explain, remarks, summary
@@ -113,17 +114,18 @@ def generate(
             stop=tuple(limits.stop),
         )
         pieces = []
+        shown = printable if sys.stdout is not None and sys.stdout.isatty() else str
         with opening.energy.watch() as watch:
             for piece in sent.text(session, generation, limits.stop):
                 pieces.append(piece)
                 if not output.as_json and not output.explain:
-                    click.echo(piece, nl=False)
+                    click.echo(shown(piece), nl=False)
         energy = watch.energy(generation.stats.tokens)
         session.record(generation)
         if output.save_state:
             session.save_state(output.save_state)
         if not output.as_json:
-            click.echo("".join(pieces) if output.explain else "")
+            click.echo(shown("".join(pieces)) if output.explain else "")
         lossless = check_again(session, generation) if output.verify_lossless else None
         if output.as_json:
             record = {"prompt": text, "text": "".join(pieces), "templated": sent.template is not None}

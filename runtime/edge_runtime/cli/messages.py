@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from edge_runtime.text.chat_template import ROLE, ChatTemplate, bundle_template
 MAX_INPUT = 16 << 20
 # The family of a model whose size is none of the released ones (exporter's SIZES): whether it was tuned to answer is not known.
 _UNKNOWN_FAMILY = "custom"
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,11 @@ def read_prompt(prompt: str) -> str:
     if len(text) > MAX_INPUT:
         raise RequestError(f"standard input has more than {MAX_INPUT} characters, too many for a prompt; give less")
     return text
+
+
+def printable(text: str) -> str:
+    """Returns a text for a terminal, which must not obey what is in it: control characters but tab and line feed are replaced."""
+    return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
 def sent_prompt(session: Session, prompt: str, options: MessageOptions, *, bare: bool = False, media: Sequence[Media] = ()) -> SentPrompt:

@@ -16,7 +16,7 @@ from edge_runtime.cli import run as cli
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.monitoring.monitor import Monitor
 from edge_runtime.session.session import Session, SessionParts
-from scripted import make_session, next_token
+from scripted import LetterVocabulary, make_session, next_token
 
 
 @pytest.fixture
@@ -69,6 +69,19 @@ def test_compare_ends_in_a_table(run):
     ):
         assert row in result.stdout
     assert json.loads(run("compare", "bundle", "abc", "--json", "--max-tokens", "8").stdout)["same_tokens"] is True
+
+
+def test_compare_shows_no_control_characters_of_the_prompt(run):
+    shown = run("compare", "bundle", "abc\x1b]0;title\x07\x9b2J\tend\n", "--max-tokens", "4", "--repeats", "1").stderr
+    assert "abc\ufffd]0;title\ufffd\ufffd2J\tend\n" in shown
+    assert not {"\x1b", "\x07", "\x9b"} & {*shown}
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_generate_shows_no_control_characters_on_a_terminal(run, monkeypatch, terminal):
+    monkeypatch.setattr(LetterVocabulary, "piece", lambda *_, **__: b"\x1b")
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda _: terminal, raising=False)
+    assert run("generate", "bundle", "abc", "--max-tokens", "4").stdout == ("\ufffd" if terminal else "\x1b") * 4 + "\n"
 
 
 def test_prompt_from_standard_input(run):
