@@ -338,6 +338,35 @@ def test_drafts_change_no_token(case: Case) -> None:
             assert drafted.stats.acceptance_rate > 0.1
 
 
+def test_the_next_turn_computes_only_what_is_new(case: Case) -> None:
+    """After drafts the cache holds the answer up to its stop token, which ended the turn before it had a row."""
+    with open_session(case.bundle, backend=case.kind, threads=1, context=256) as session:
+        prompt, rest = session.vocabulary.encode(PROMPT), session.vocabulary.encode("\n\ndef sub(a, b):", add_bos=False)
+        wanted = session.generate(prompt, max_tokens=40, draft_length=0)
+        first = session.generate(prompt, max_tokens=40, draft_length=4, stop=[wanted.text()[-8:-2]])
+        first.text()
+        assert (first.finish_reason, first.tokens) == ("stop", wanted.tokens[: len(first.tokens)])
+        assert first.stats.accepted > 0
+        known = [*prompt, *first.tokens]
+        second = session.generate([*known, *rest], max_tokens=20, draft_length=4, reuse_prefix=True)
+        second.text()
+        assert second.stats.reused_tokens == len(known) - 1
+        assert session.target.tokens[: len(second.prompt)].tolist() == second.prompt
+        afresh = session.generate([*known, *rest], max_tokens=20, draft_length=0)
+        assert afresh.text() == second.text()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 9])
+def test_accepted_drafts_do_not_count_against_the_limit(case: Case, max_tokens: int) -> None:
+    with open_session(case.bundle, backend=case.kind, threads=1, context=256) as session:
+        wanted = session.generate(PROMPT, max_tokens=30, draft_length=0)
+        wanted.text()
+        drafted = session.generate(PROMPT, max_tokens=max_tokens, draft_length=8, prediction=wanted.tokens)
+        drafted.text()
+        assert (drafted.finish_reason, drafted.tokens) == ("length", wanted.tokens[:max_tokens])
+        assert session.target.length == len(drafted.prompt) + max_tokens - 1
+
+
 def test_the_context_can_be_filled_to_its_last_row(case: Case) -> None:
     with open_session(case.bundle, backend=case.kind, threads=1, context=40) as session:
         generation = session.generate(random_tokens(13, 30), max_tokens=100, draft_length=4)

@@ -65,6 +65,10 @@ def test_one_session_serves_request_after_request():
         ([1], {"draft_length": 13}, "outside 0..12"),
         ([1], {"chunk_size": 0}, "chunk_size is 0"),
         ([1], {"stop": ["x", ""]}, "0 characters"),
+        ([1], {"stop": 5}, "stop is 5; give texts"),
+        ([1], {"logprobs": 999}, "logprobs is 999; ask for 0 to 20"),
+        ([1], {"logprobs": -1}, "logprobs is -1"),
+        ([1], {"logprobs": True}, "logprobs is True"),
         ([1], {"acceptance": "luck"}, "'luck' is not known"),
         ([1], {"sampling": SamplingParams(logit_bias={17: 1.0})}, "names token 17; the vocabulary ends at 16"),
     ],
@@ -157,10 +161,11 @@ def test_a_stop_string_that_never_comes_changes_nothing():
 
 @pytest.mark.parametrize("max_tokens", range(1, 10))
 def test_drafts_never_count_against_max_tokens(max_tokens):
-    for seed, length in ((1, 3), (2, 8)):
-        generation = make_session(guess=lambda c, _, s=seed: s).generate([1], max_tokens=max_tokens, draft_length=length)
+    for guess, length in ((lambda *_: 1, 3), (lambda *_: 2, 8), (None, 3), (None, 8)):
+        generation = make_session(guess=guess).generate([1], max_tokens=max_tokens, draft_length=length)
         generation.text()
         assert generation.tokens == plain_greedy([1], max_tokens)
+        assert generation.finish_reason == "length"
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 100])
