@@ -254,8 +254,6 @@ class Chat:
             overflow=overflow or session.settings.overflow,
             sampling=sampling,
         )
-        if unknown := request.keys() - RequestKeywords.__annotations__.keys():
-            raise RequestError(f"a chat has no option {sorted(unknown)[0]}; its options are in help(edge_runtime.Chat)")
         self.messages: list[Message] = []
         self._request = request
         self._answer: Answer | None = None

@@ -160,14 +160,15 @@ def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, name, ...), annotation=annotation)
             for name, annotation in inspect.get_annotations(keywords).items()
         ]
-        known = [one.name for one in (*named, *added)]
+        known = [parameter.name for parameter in (*named, *added)]
+        title = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
         def checked(*arguments: Any, **options: Any) -> Any:
             for name in options:
                 if name not in known:
                     nearest = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.0)[0]
-                    raise RequestError(f"{name[:64]!r} is no option of {function.__qualname__}; the nearest one is {nearest!r}")
+                    raise RequestError(f"{title} has no option {name[:64]!r}; the nearest one is {nearest!r}")
             return function(*arguments, **options)
 
         checked.__signature__ = signature.replace(parameters=[*named, *added])  # type: ignore[attr-defined]

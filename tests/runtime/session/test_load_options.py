@@ -28,7 +28,7 @@ def test_keywords_override_the_options(exported_pair: Path) -> None:
 
 @pytest.mark.parametrize("function", [open_session, open_sessions, faster_backend])
 def test_an_unknown_keyword_is_named_with_the_nearest(function) -> None:
-    with pytest.raises(RequestError, match=f"'contxt' is no option of {function.__name__}; the nearest one is 'context'"):
+    with pytest.raises(RequestError, match=f"{function.__name__} has no option 'contxt'; the nearest one is 'context'"):
         function("nowhere", contxt=512)
 
 

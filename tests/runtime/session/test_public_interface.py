@@ -85,7 +85,7 @@ def test_help_shows_the_options() -> None:
 
 
 def test_a_chat_refuses_options_that_do_not_exist() -> None:
-    with pytest.raises(RequestError, match="a chat has no option draft_lenght"):
+    with pytest.raises(RequestError, match="Chat has no option 'draft_lenght'; the nearest one is 'draft_length'"):
         Chat(chat_session("abc"), draft_lenght=3)  # type: ignore[call-arg]
 
 
