@@ -1,6 +1,7 @@
 """Pairs of Gemma 4 shapes drawn at random, built and saved by transformers: every member, and what its config may legally vary.
 
-`write_random_pair(seed, folder)` writes target and assistant; the same seed draws the same pair, `wide` gives it the published head sizes.
+`write_random_pair(seed, folder)` writes target and assistant; the same seed draws the same pair, in which values may be replaced, as by the
+published sizes of heads.
 The weights are scaled so that a random model's logits are no chaos: an export in another precision stays close to it.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,14 +117,15 @@ def draw(seed: int) -> RandomPair:
     )
 
 
-def write_random_pair(seed: int, folder: Path, *, wide: bool = False) -> tuple[RandomPair, Path, Path]:
-    """Draws a pair and writes it, with WIDE_HEADS if `wide`; returns it with the folders of target and assistant."""
+def write_random_pair(
+    seed: int, folder: Path, *, both: Mapping[str, Any] | None = None, drafter: Mapping[str, Any] | None = None
+) -> tuple[RandomPair, Path, Path]:
+    """Draws a pair and writes it, with these values in both configs, and in the drafter's; returns it with the folders of both."""
     import torch
     import transformers
 
     pair = draw(seed)
-    if wide:
-        pair = replace(pair, target=pair.target | WIDE_HEADS, drafter=pair.drafter | WIDE_HEADS)
+    pair = replace(pair, target=pair.target | dict(both or {}), drafter=pair.drafter | dict(both or {}) | dict(drafter or {}))
     prefix = "Gemma4Unified" if pair.unified else "Gemma4"
     text = getattr(transformers, f"{prefix}TextConfig")
     target_config, name = text(**pair.target), f"{prefix}ForCausalLM"

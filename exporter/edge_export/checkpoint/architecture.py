@@ -152,6 +152,9 @@ def _text_fields(text: _Config, *, tied: bool) -> dict[str, Any]:
     heads, kv_heads = text.integer("num_attention_heads"), text.integer("num_key_value_heads")
     full_head_dim, override = _full_layers(text, layer_types, k_eq_v)
     full_kv_heads = kv_heads if override is None else override
+    for key, size in (("head_dim", text.integer("head_dim")), ("full-attention head_dim", full_head_dim)):
+        if size % 2:
+            raise CheckpointError(f"{text.path}: {key} is {size}, and values are rotated in pairs; use an unmodified Gemma 4 config")
     for key, count in (("num_key_value_heads", kv_heads), ("num_global_key_value_heads", full_kv_heads)):
         if heads % count:
             raise CheckpointError(f"{text.path}: {heads} attention heads do not divide by {key} {count}; use an unmodified Gemma 4 config")

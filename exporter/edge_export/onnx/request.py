@@ -28,6 +28,8 @@ Block = Literal[32, 64, 128]
 Device = Literal["static", "openvino-npu", "qnn"]
 # Default weights of a device. QNN's compiler fails on integer weights beside per-layer embeddings.
 DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qnn": {"target": "f16", "drafter": "f16"}}
+# onnxruntime's group_query_attention_helper.h, of heads that it rotates.
+_HEAD_STEP = 16
 # Default blocks: the fastest for dynamic shapes, and the size that was tested with fixed shapes.
 _BLOCK, _STATIC_BLOCK = 128, 32
 
@@ -111,11 +113,33 @@ def table_bytes(model: TextArchitecture, weights: OnnxWeights) -> int:
     return (model.vocab_size * model.hidden_size + per_layer) * (4 if weights == "f32" else 2)
 
 
-def check_onnx_sources(target: ResolvedSource, drafter: ResolvedSource) -> None:
+def reads_rows(target: TextArchitecture, layer: int, *, drafter: bool = False) -> bool:
+    """Whether attention to this layer of the target is on rows: only the rows of a single K/V head are contiguous."""
+    return (drafter or not target.is_sliding(layer)) and target.kv_heads_of(layer) == 1
+
+
+def _check_heads(target: ResolvedSource) -> None:
+    """onnxruntime's GroupQueryAttention, by which layers attend that do not read rows, rotates heads of such sizes only.
+
+    A drafter's heads are those of the target's layers that it reads.
+    """
+    model = target.checkpoint.architecture
+    for layer, kind in enumerate(model.layer_types[: model.owning_layers]):
+        size = model.head_dim_of(layer)
+        if size % _HEAD_STEP and not reads_rows(model, layer):
+            raise ExportError(
+                f"{target.origin} has {kind} heads of {size} values, and onnxruntime's GroupQueryAttention takes multiples of {_HEAD_STEP};"
+                " export it with --format gguf"
+            )
+
+
+def check_onnx_sources(target: ResolvedSource, drafter: ResolvedSource, request: OnnxRequest) -> None:
     """Raises ExportError if the pair cannot be exported to ONNX."""
     for source in (target, drafter):
         if source.gguf is not None:
             raise ExportError(f"{source.origin} is a GGUF; ONNX graphs are made from a checkpoint, give its folder or hub id")
+    if request.device is None:
+        _check_heads(target)
     assert target.tokenizer is not None  # only a GGUF has none
     try:
         check_file(target.tokenizer.folder / TOKENIZER_NAME)

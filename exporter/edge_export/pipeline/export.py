@@ -119,7 +119,7 @@ def _open_job(request: ExportRequest, progress: Progress) -> _Job:
     check_outside(request.output, [part.path for part in pair])
     check_rounding(request, pair)
     if request.onnx is not None:
-        check_onnx_sources(target, drafter)
+        check_onnx_sources(target, drafter, request.onnx)
         onnx = request.onnx if request.media is None else replace(request.onnx, media=ONNX_MEDIA[request.media])
         if onnx.mixed(onnx.target) and not target.checkpoint.rounding and trained_for_q4(target.checkpoint):
             # int4 in blocks of 32 holds these weights exactly; the default mix of larger blocks does not.

@@ -14,6 +14,7 @@ from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
 from edge_export.gguf.exact_q4 import ExactReport, trained_for_q4
 from edge_export.gguf.media_encoder import EncoderType, media_architecture, media_inputs, plan_encoder
+from edge_export.gguf.metadata import architecture_name
 from edge_export.gguf.split_drafter import head_bytes, output_rows, write_body, write_head
 from edge_export.gguf.writer import GgufPlan, plan_exact, plan_gguf
 from edge_export.output.atomic_folder import BundlePart
@@ -24,8 +25,11 @@ from edge_export.pipeline.request import DRAFTER_QUANTIZATION, TARGET_QUANTIZATI
 from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.llama_quantize import DIRECT, library_version, quantize_gguf
+from edge_runtime.bundle.gguf_gemma4 import check_header
+from edge_runtime.bundle.gguf_header import GgufError, parse_gguf_header
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
+from edge_runtime.errors import BackendError
 
 # Tokenizer, template and manifest.
 _SMALL_FILES_BYTES = 64 << 20
@@ -108,6 +112,17 @@ def plan_pair(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource
     return planned
 
 
+def _check_runs(source: ResolvedSource, plan: GgufPlan | None) -> None:
+    """Raises ExportError if the runtime would refuse this half's file, planned or existing."""
+    try:
+        header = source.gguf if plan is None else parse_gguf_header(source.path, plan.header, plan.bytes)
+        assert header is not None  # only an existing GGUF has no plan
+        check_header(header, architecture_name(source.checkpoint.architecture))
+    except (GgufError, BackendError) as error:
+        instead = "give its checkpoint" if plan is None else "export it with --format onnx, or give an unmodified checkpoint"
+        raise ExportError(f"{str(error).split(';', maxsplit=1)[0]}, so the runtime would refuse its GGUF; {instead}") from error
+
+
 def _plan(source: ResolvedSource, requested: str | None, default: str, folder: Path) -> GgufModel:
     if source.quantization is not None:
         if requested not in (None, source.quantization):
@@ -115,6 +130,7 @@ def _plan(source: ResolvedSource, requested: str | None, default: str, folder: P
                 f"{source.origin} is a GGUF and taken as it is ({source.quantization});"
                 f" leave --{source.role}-quant out, or give the checkpoint"
             )
+        _check_runs(source, None)
         path = folder / f"{source.role}-{source.quantization}.gguf"
         return GgufModel(source=source, quantization=source.quantization, weight_type="f32", plan=None, unquantized=path, exported=path)
     quantization = requested or default
@@ -127,11 +143,13 @@ def _plan(source: ResolvedSource, requested: str | None, default: str, folder: P
         weight_type = source.stored_type
         unquantized = folder / f"{source.role}-unquantized-{weight_type}.gguf"
     assert source.tokenizer is not None  # only a GGUF has none
+    plan = plan_gguf(source.checkpoint, weight_type, source.tokenizer)
+    _check_runs(source, plan)
     return GgufModel(
         source=source,
         quantization=quantization,
         weight_type=weight_type,
-        plan=plan_gguf(source.checkpoint, weight_type, source.tokenizer),
+        plan=plan,
         unquantized=unquantized,
         exported=exported,
         exact=None if report is None else plan_exact(source.checkpoint, source.tokenizer, report),

@@ -75,20 +75,25 @@ def check_gguf(path: Path) -> GgufHeader:
 
 
 def check_model(path: Path, architecture: str) -> GgufHeader:
-    """Returns the header of a model. Raises BackendError as `check_gguf` does, for another architecture, and for values for which
-    llama.cpp would end the process.
+    """Returns the header of a model. Raises BackendError as `check_gguf` and `check_header` do."""
+    return check_header(check_gguf(path), architecture)
+
+
+def check_header(header: GgufHeader, architecture: str) -> GgufHeader:
+    """Returns the header of a model. Raises BackendError for another architecture, and for values for which llama.cpp would end the
+    process.
     """
-    header = check_gguf(path)
     if header.architecture != architecture:
         raise BackendError(
-            f"{path.name} has the architecture {header.architecture!r:.40}, not {architecture!r}; give the files of an exported bundle"
+            f"{header.path.name} has the architecture {header.architecture!r:.40}, not {architecture!r};"
+            " give the files of an exported bundle"
         )
     _check_tokenizer(header)
     check_gemma4(header)
     for tensor in header.tensors:
         # Norms and scales are added to and multiplied with float32 rows, for which llama.cpp's CPU has no other kernel.
         if len(tensor.shape) == 1 and tensor.type != FLOAT32:
-            raise BackendError(f"{path}: {tensor.name!r:.80} is a vector that is not float32; export the bundle again")
+            raise BackendError(f"{header.path}: {tensor.name!r:.80} is a vector that is not float32; export the bundle again")
     return header
 
 

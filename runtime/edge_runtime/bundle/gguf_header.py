@@ -7,6 +7,7 @@ exporter and the runtime (before it passes a file to C code) use it.
 from __future__ import annotations
 
 import hashlib
+import io
 import struct
 from array import array
 from collections.abc import Iterable
@@ -87,9 +88,14 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """
     try:
         with path.open("rb") as file:
-            return _Reader(path, file).header()
+            return _Reader(path, file, path.stat().st_size).header()
     except OSError as error:
         raise GgufError(f"{path} cannot be read ({error.strerror or error}); check the path") from error
+
+
+def parse_gguf_header(path: Path, data: bytes, size: int) -> GgufHeader:
+    """Returns the header of a file of `size` bytes that begins with `data` and is not written yet. Raises as `read_gguf_header` does."""
+    return _Reader(path, io.BytesIO(data), size).header()
 
 
 def string_array(texts: Iterable[str]) -> LongArray:
@@ -129,10 +135,10 @@ class _Texts:
 class _Reader:
     """Reads little-endian values, never past the end of the file."""
 
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
+    def __init__(self, path: Path, file: IO[bytes], size: int) -> None:
         self._path = path
         self._file = file
-        self._size = path.stat().st_size
+        self._size = size
         self._element = _STRING  # of the array that was read last
 
     def header(self) -> GgufHeader:

@@ -19,6 +19,7 @@ import numpy as np
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.onnx.graph_builder import CONTRIB, GraphBuilder
 from edge_export.onnx.graphs.kv import KvFormat
+from edge_export.onnx.request import reads_rows
 
 LAYER_KINDS = {SLIDING: "sliding", FULL: "full"}
 
@@ -48,11 +49,6 @@ class CacheNames:
     value: str
     owner: int
     on_rows: bool = False
-
-
-def reads_rows(target: TextArchitecture, layer: int, *, drafter: bool = False) -> bool:
-    """Whether attention to this layer of the target is on rows: only the rows of a single K/V head are contiguous."""
-    return (drafter or not target.is_sliding(layer)) and target.kv_heads_of(layer) == 1
 
 
 def declare_attention(
