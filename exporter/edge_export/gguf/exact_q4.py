@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.published.grid import BLOCK, find_grid, lies_on_grid
 from edge_export.checkpoint.safetensors import StoredTensor, read_float_chunks
+from edge_export.gguf.loader import gguf
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
 from edge_runtime.bundle.gguf_types import TENSOR_TYPES
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from math import isqrt, prod
 from typing import Any, Literal
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,6 +30,7 @@ from edge_export.checkpoint.media_architecture import (
 )
 from edge_export.checkpoint.safetensors import FLOAT_BYTES, SOURCE_TYPE, FloatType, StoredTensor, read_float_chunks
 from edge_export.errors import CheckpointError
+from edge_export.gguf.loader import gguf
 from edge_export.gguf.metadata import Entry
 from edge_export.gguf.tensor_names import encoder_name
 from edge_export.gguf.writer import GgufPlan, PlannedTensor, RawTensor, header_of

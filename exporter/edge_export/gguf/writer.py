@@ -10,7 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +19,7 @@ from edge_export.checkpoint.safetensors import FLOAT_BYTES, FloatType, StoredTen
 from edge_export.checkpoint.tokenizer_vocabulary import GgufVocabulary, read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_export.gguf.exact_q4 import ExactReport, block_bytes, block_pieces, block_type
+from edge_export.gguf.loader import gguf
 from edge_export.gguf.metadata import Entry, architecture_entries, architecture_name, read_generation, vocabulary_entries
 from edge_export.gguf.model_card import name_or_path, read_card, unfit_values
 from edge_export.gguf.tensor_names import ROPE_FREQUENCIES, gguf_name, stays_float32
