@@ -151,8 +151,8 @@ def test_threads_that_end_leave_no_memory_behind() -> None:
             thread.join()
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-    few = resident_after(5)
-    assert resident_after(100) - few < 20e6
+    few = resident_after(30)  # each of malloc's arenas grows, too
+    assert resident_after(200) - few < 60e6  # 160 MB were left behind
 
 
 @built
