@@ -81,7 +81,10 @@ def build(target: str, folder: Path, flags: Sequence[str] = ()) -> Path:
         run_compiler(
             ["-target", target, f"-mcpu={processor}", "-shared", "-s", "-nostdlib", *system, *objects, "-o", partial], Path(scratch)
         )
-        path.write_bytes(Path(partial).read_bytes())
+        # A new file in the old one's place: a program that runs on the old one keeps it.
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(Path(partial).read_bytes())
+        fresh.replace(path)
     return path
 
 

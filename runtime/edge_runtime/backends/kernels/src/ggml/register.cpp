@@ -120,7 +120,8 @@ struct Weights final : ExtraBufferType {
     Operation* operation(const Tensor* op) override {
         if (op->op == kMulMat) {
             if (is_ours(op->src[0])) return &multiplication;
-            return enabled && multiplies_floats(*op) ? &float_multiplication : nullptr;
+            // Weights in a buffer that is no plain memory belong to whoever laid them out there.
+            return enabled && multiplies_floats(*op) && functions.buffer_type_is_host(op->src[0]->buffer->type) ? &float_multiplication : nullptr;
         }
         if (op->op == kFlashAttention) return enabled && attends(*op) ? &attention : nullptr;
         return enabled && is_elementwise(*op) ? &elementwise : nullptr;
