@@ -31,7 +31,7 @@ BUDGETS = {
     "exporter/edge_export/pipeline": 1026,
     "exporter/edge_export/quantization": 1024,
     "exporter/edge_export/tuning": 526,
-    "runtime/edge_runtime/backends": 5368,
+    "runtime/edge_runtime/backends": 5371,
     "runtime/edge_runtime/bundle": 2351,
     "runtime/edge_runtime/calibration": 903,
     "runtime/edge_runtime/cli": 2317,
