@@ -11,8 +11,6 @@ from typing import NamedTuple, Protocol
 
 # Share of an old count that is left after a new one of the same bin, and the weight of the prior probability.
 DECAY, PRIOR_WEIGHT = 0.98, 4.0
-# A guess is used as far as it is at least this likely to be right; the policy decides by costs as well.
-LEAST_CHANCE = 0.02
 MODEL = "drafter"
 
 
