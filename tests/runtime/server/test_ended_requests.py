@@ -166,7 +166,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
 
 def held() -> tuple[int, int]:
     """The descriptors and the child processes of this process, those of its hosts included."""
-    parents = {int(path.parent.name): int(path.read_text().rpartition(")")[2].split()[1]) for path in readable_stats()}
+    parents = {int(path.parent.name): int(stat.rpartition(")")[2].split()[1]) for path, stat in readable_stats()}
     mine, found = {os.getpid()}, True
     while found:
         found = {child for child, parent in parents.items() if parent in mine} - mine
@@ -174,13 +174,13 @@ def held() -> tuple[int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), len(mine)
 
 
-def readable_stats() -> list[Path]:
-    found = []
+def readable_stats() -> list[tuple[Path, str]]:
+    """Each process's file and its text, read once: a process may end at any moment."""
+    stats = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            path.read_text()
-            found.append(path)
-    return found
+            stats.append((path, path.read_text()))
+    return stats
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
