@@ -90,7 +90,10 @@ def test_children_of_a_limited_child_end_with_it(tmp_path: Path) -> None:
         run_child(limited_command("outer"), environment=paths(tmp_path), each_poll=interrupt)
     status = Path(f"/proc/{noted.read_text()}/stat")
     for _ in range(500):
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+        try:
+            if status.read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except (FileNotFoundError, ProcessLookupError):
             return
         time.sleep(0.01)
     raise AssertionError("the grandchild still runs")
