@@ -90,7 +90,7 @@ def _numpy_table(path: Path) -> None:
     from edge_runtime.backends.onnx.static_target import Embedding
 
     table = Embedding(path, 8, 16, 1.0)
-    table.look_up(np.array([0, 7]), np.zeros((1, 2, 16), np.float32))
+    table.lookup(np.array([0, 7]), np.zeros((1, 2, 16), np.float32))
 
 
 READERS = (

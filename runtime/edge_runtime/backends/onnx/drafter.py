@@ -33,13 +33,13 @@ class Step(NamedTuple):
 
 
 class GraphDrafter(ABC, Generic[T]):
-    """Implements `interfaces.Drafter`. `least_probability` ends a draft before a token that the drafter itself gives less."""
+    """Implements `interfaces.Drafter`. `min_probability` ends a draft before a token that the drafter itself gives less."""
 
     stepwise = True
 
-    def __init__(self, path: Path, target: T, session: SessionOptions, *, least_probability: float = 0.0) -> None:
+    def __init__(self, path: Path, target: T, session: SessionOptions, *, min_probability: float = 0.0) -> None:
         self._target = target
-        self.least_probability = least_probability
+        self.min_probability = min_probability
         graph = Graph(path, session)
         self._graph: Graph | None = graph
         self._call: Call | None = self._bind(graph, path)
@@ -96,11 +96,11 @@ class GraphDrafter(ABC, Generic[T]):
         """
 
     def _likeliest(self, last: int, draft_length: int) -> list[int]:
-        """Drafts the likeliest tokens, until one is less likely than `least_probability`."""
+        """Drafts the likeliest tokens, until one is less likely than `min_probability`."""
         tokens: list[int] = []
         while len(tokens) < draft_length:
-            step = self._step(tokens[-1] if tokens else last, probability=self.least_probability > 0)
-            if step.probability < self.least_probability:
+            step = self._step(tokens[-1] if tokens else last, probability=self.min_probability > 0)
+            if step.probability < self.min_probability:
                 break
             tokens.append(step.likeliest)
         return tokens
@@ -131,14 +131,14 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
         self._token, token = scalar(np.int64, 1, 1)
         self._hidden, hidden = scalar(np.float32, 1, 1, target.hidden_size)
         self._length, length = scalar(np.int64)
-        self._least, least = scalar(np.float32)
+        self._threshold, threshold = scalar(np.float32)
         self._with_scores, with_scores = scalar(np.bool_)
         self._position, position = scalar(np.int64, 1, 1)
         inputs = {
             "token": token,
             "hidden": hidden,
             "draft_length": length,
-            "least_probability": least,
+            "least_probability": threshold,
             "with_scores": with_scores,
             "position_ids": position,
             **shared_inputs(target),
@@ -156,16 +156,16 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
     def _likeliest(self, last: int, draft_length: int) -> list[int]:
         """All steps in one run."""
         self._token[...], self._length[...] = last, draft_length
-        self._least[...], self._with_scores[...] = self.least_probability, False
+        self._threshold[...], self._with_scores[...] = self.min_probability, False
         drafts, probabilities = self._run().outputs()[:2]
-        sure = len(drafts) - int(probabilities[-1] < self.least_probability)
+        sure = len(drafts) - int(probabilities[-1] < self.min_probability)
         tokens: list[int] = drafts[:sure].tolist()
         return tokens
 
     def _step(self, token: int, *, probability: bool) -> Step:
         # The graph computes probabilities only with a least probability above 0.
         self._token[...], self._length[...] = token, 1
-        self._least[...], self._with_scores[...] = _ANY if probability else 0.0, self._sampled
+        self._threshold[...], self._with_scores[...] = _ANY if probability else 0.0, self._sampled
         drafts, probabilities, hidden, scored, candidates = self._run().outputs()
         self._hidden[...] = hidden
         return Step(int(drafts[0]), float(probabilities[0]), scored[0], candidates[0] if candidates.size else None)
@@ -193,7 +193,7 @@ class StaticOrtDrafter(GraphDrafter[StaticOrtTarget]):
         self._next_hidden = hidden.reshape(1, 1, -1)
 
     def _step(self, token: int, *, probability: bool) -> Step:
-        self._target.embedding.look_up(np.array([token]), self._arrays["embedded"])
+        self._target.embedding.lookup(np.array([token]), self._arrays["embedded"])
         self._arrays["hidden"][...] = self._next_hidden
         self._run()
         self._next_hidden = self.outputs["hidden_out"]

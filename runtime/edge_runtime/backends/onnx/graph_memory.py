@@ -90,8 +90,8 @@ class _Peak:
         """Returns the most bytes at a time. Raises UnsoundGraphError, _TooMuchError."""
         known: dict[bytes, Value] = {}
         for name, declared in body.inputs.items():
-            given = shapes.get(name, ())
-            shape = tuple(given[axis] if size is None and axis < len(given) else size for axis, size in enumerate(declared))
+            runtime_shape = shapes.get(name, ())
+            shape = tuple(runtime_shape[axis] if size is None and axis < len(runtime_shape) else size for axis, size in enumerate(declared))
             sizes = tuple(size for size in shape if size is not None and size >= 0)
             if len(sizes) < len(declared):
                 raise UnsoundGraphError(f"the input {shown(name)} is none that the runtime gives")
@@ -141,11 +141,11 @@ class _Peak:
         return output_values(node, inputs)
 
     def _branches(self, node: Node, known: Mapping[bytes, Value], held: int) -> list[Value]:
-        given: list[list[Value]] = []
+        branches: list[list[Value]] = []
         for body in node.graphs.values():
             values = self._follow(body, known, held)
-            given.append(_outputs_of(body, values))
-        return [max(pair, key=lambda value: value.bytes) for pair in zip(*given, strict=False)]
+            branches.append(_outputs_of(body, values))
+        return [max(pair, key=lambda value: value.bytes) for pair in zip(*branches, strict=False)]
 
     def _loop(self, node: Node, known: Mapping[bytes, Value], held: int) -> list[Value]:
         """A Loop's carried values keep their size; what it collects grows with each of at most MAX_DRAFT_LENGTH iterations."""
@@ -290,11 +290,11 @@ def _matmul_blocks(node: Node, inputs: Sequence[Value]) -> list[Shape]:
 
 
 def _reshape(_: Node, inputs: Sequence[Value]) -> list[Shape]:
-    wanted = inputs[1].items
-    if wanted is None:
+    new_shape = inputs[1].items
+    if new_shape is None:
         raise UnsoundGraphError("a Reshape to a shape that is not known beforehand")
     shape = inputs[0].shape
-    sizes = [shape[axis] if size == 0 else size for axis, size in enumerate(wanted)]
+    sizes = [shape[axis] if size == 0 else size for axis, size in enumerate(new_shape)]
     known = prod(size for size in sizes if size != -1)
     return [tuple(-(-prod(shape) // max(1, known)) if size == -1 else size for size in sizes)]
 
@@ -327,8 +327,8 @@ def _squeeze(_: Node, inputs: Sequence[Value]) -> list[Shape]:
 def _top(node: Node, inputs: Sequence[Value]) -> list[Shape]:
     shape = inputs[0].shape
     axis = _axis(node, shape, -1)
-    most = inputs[1].items[0] if inputs[1].items else shape[axis]
-    return [(*shape[:axis], min(most, shape[axis]), *shape[axis + 1 :])] * 2
+    count = inputs[1].items[0] if inputs[1].items else shape[axis]
+    return [(*shape[:axis], min(count, shape[axis]), *shape[axis + 1 :])] * 2
 
 
 def _transpose(node: Node, inputs: Sequence[Value]) -> list[Shape]:

@@ -81,8 +81,8 @@ class KeyValueCache:
         for name, kind in self._drafter_by_rows.items():
             if name in names:
                 end = length if kind == FULL else length - self.first
-                seen = end if kind == FULL or self._window is None else min(end, self._window + 1)
-                call.place_input(name, self._arrays[name][:, :, end - seen : end])
+                rows = end if kind == FULL or self._window is None else min(end, self._window + 1)
+                call.place_input(name, self._arrays[name][:, :, end - rows : end])
 
     def array(self, name: str) -> NDArray[Any]:
         """The memory of a buffer."""

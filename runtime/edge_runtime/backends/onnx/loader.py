@@ -30,7 +30,7 @@ _NO_FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 # Bytes from which a saved graph's tensors lie outside it. onnxruntime begins a tensor without a packed form on a cache line, one with it
 # wherever the last one's packed form ended: so scales, of which each matrix has some, have to lie between them. Shapes have to lie
 # in the graph, long ones too that older bundles have: then more is tried.
-_LEAST_OUTSIDE = ("128", "1024")
+_MIN_OUTSIDE_BYTES = ("128", "1024")
 # Only what ends the process (4: fatal) is written to standard error; what fails is raised.
 _SEVERITY = 4
 
@@ -65,8 +65,8 @@ def onnxruntime_module() -> Any:
 def check_version(*, static: bool) -> None:
     """Raises BackendError if this onnxruntime is not one that was tested with such graphs."""
     version = library_version()
-    found = tuple(int(part) for part in version.split(".")[:2])
-    if not (FIRST_STATIC_VERSION if static else FIRST_VERSION) <= found < END_VERSION:
+    series = tuple(int(part) for part in version.split(".")[:2])
+    if not (FIRST_STATIC_VERSION if static else FIRST_VERSION) <= series < END_VERSION:
         raise BackendError(f"onnxruntime {version} was not tested with these graphs, 1.31 was; pip install 'edge-mtp[onnx]'")
 
 
@@ -120,12 +120,12 @@ class Graph:
 
     def assignments(self) -> dict[str, dict[str, int]]:
         """Per execution provider how many nodes of each operator it runs."""
-        found: dict[str, dict[str, int]] = {}
+        providers: dict[str, dict[str, int]] = {}
         for part in self._session.get_provider_graph_assignment_info():
-            counts = found.setdefault(part.ep_name, {})
+            counts = providers.setdefault(part.ep_name, {})
             for node in part.get_nodes():
                 counts[node.op_type] = counts.get(node.op_type, 0) + 1
-        return found
+        return providers
 
 
 def _open_fastest(path: Path, options: SessionOptions) -> tuple[Any, int]:
@@ -146,7 +146,7 @@ def _packed(path: Path, options: SessionOptions) -> Path:
         return path
 
     def save(destination: Path, data_name: str) -> bool:
-        for least in _LEAST_OUTSIDE:
+        for min_bytes in _MIN_OUTSIDE_BYTES:
             for file in destination.parent.iterdir():
                 file.unlink()
             _open(
@@ -154,7 +154,7 @@ def _packed(path: Path, options: SessionOptions) -> Path:
                 options,
                 {
                     "session.optimized_model_external_initializers_file_name": data_name,
-                    "session.optimized_model_external_initializers_min_size_in_bytes": least,
+                    "session.optimized_model_external_initializers_min_size_in_bytes": min_bytes,
                     "session.save_external_prepacked_constant_initializers": "1",
                 },
                 save_to=destination,

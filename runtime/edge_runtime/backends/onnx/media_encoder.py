@@ -16,7 +16,7 @@ from edge_runtime.media.image import PATCH, POOLING, Image
 from edge_runtime.media.sound import MELS, Sound
 
 # The rows of a block of the audio tower's attention, the distance that it sees, and the score of what it does not.
-_BLOCK, _SEEN, _UNSEEN = 12, 12, -1e9
+_BLOCK, _REACH, _MASKED = 12, 12, -1e9
 _INPUTS = {"image": {"patches", "x", "y"}, "sound": {"mels", "filler", "mask"}}
 
 
@@ -86,6 +86,6 @@ def grouped(image: Image) -> NDArray[np.int64]:
 def block_masks(blocks: int) -> NDArray[np.float32]:
     """Returns what is added to the scores [blocks, 1, 12, 24] of each block over the one before and itself."""
     back = np.arange(_BLOCK)[:, None] + _BLOCK - np.arange(2 * _BLOCK)
-    masks = np.repeat(np.where((back >= 0) & (back < _SEEN), 0.0, _UNSEEN).astype(np.float32)[None, None], blocks, axis=0)
-    masks[0, :, :, :_BLOCK] = _UNSEEN
+    masks = np.repeat(np.where((back >= 0) & (back < _REACH), 0.0, _MASKED).astype(np.float32)[None, None], blocks, axis=0)
+    masks[0, :, :, :_BLOCK] = _MASKED
     return masks

@@ -108,7 +108,7 @@ BACKEND = OrtBackend()
 
 
 def open_onnx(
-    bundle: Bundle, options: OrtOptions, wanted: DrafterKind | None, notify: Callable[[str], None] = lambda _: None
+    bundle: Bundle, options: OrtOptions, requested: DrafterKind | None, notify: Callable[[str], None] = lambda _: None
 ) -> tuple[GraphTarget, Drafter | None, DrafterKind]:
     """Returns the target, its drafter and the kind of drafter: split if the graph has the sparse head, else dense.
 
@@ -116,9 +116,9 @@ def open_onnx(
     Raises BundleError if the bundle has no such drafter, BackendError if a graph does not open; then nothing stays open.
     """
     own: DrafterKind = "split" if bundle.manifest.architecture.ordered_embeddings else "dense"
-    if wanted not in (None, own) and is_model(wanted):
-        raise BundleError(f"{bundle.folder}: the ONNX drafter's head is {own}, not {wanted}; leave --drafter out")
-    kind = wanted or own
+    if requested not in (None, own) and is_model(requested):
+        raise BundleError(f"{bundle.folder}: the ONNX drafter's head is {own}, not {requested}; leave --drafter out")
+    kind = requested or own
     files = pair_of(bundle, drafter=kind == own)
     check_pair_memory(files, options.context)
     target, drafter = open_pair(files, options, notify)

@@ -69,19 +69,19 @@ def packed_graph(path: Path, data_bytes: int, place: PackingPlace, version: str,
     """
     home = place.folder / path.stem
     record = PackedRecord(weights=place.weights, onnxruntime=version, system=platform.machine(), cpu=cpu_identity())
-    found = _read(home / RECORD_NAME)
-    hashes = {} if found is None else found.pop("files", {})
-    known = asdict(record)
-    del known["files"]
-    if found == known and _are_intact(home, {path.name, _data_name(path)}, hashes, place.check):
+    stored = _read(home / RECORD_NAME)
+    hashes = {} if stored is None else stored.pop("files", {})
+    current = asdict(record)
+    del current["files"]
+    if stored == current and _are_intact(home, {path.name, _data_name(path)}, hashes, place.check):
         return home / path.name
-    if found == known | {"usable": False}:
+    if stored == current | {"usable": False}:
         return path
     if place.check == "none":
         place.notify(f"The weights of {path.name} are not kept packed, as they were not checked; open the bundle with a check.")
         return path
-    if found is not None:
-        differing = ", ".join(key for key, value in known.items() if found.get(key) != value)
+    if stored is not None:
+        differing = ", ".join(key for key, value in current.items() if stored.get(key) != value)
         reason = f"not for this machine or bundle ({differing})" if differing else "damaged"
         place.notify(f"The packed weights in {home} are {reason}; they are packed anew.")
     try:

@@ -116,8 +116,8 @@ def _is_causal(mask: Node | None) -> bool:
     """Whether this is the mask of the rows of one forward, made from the order of their positions."""
     (spread,) = _sources(mask, "Flatten", 1, axis=2) or (None,)
     where, _ = _sources(spread, "Expand", 2) or (None, None)
-    seen, _, _ = _sources(where, "Where", 3) or (None, None, None)
-    rows = _sources(seen, "GreaterOrEqual", 2) or (None, None)
+    condition, _, _ = _sources(where, "Where", 3) or (None, None, None)
+    rows = _sources(condition, "GreaterOrEqual", 2) or (None, None)
     return all(_sources(row, "Reshape", 2) is not None and row is not None and row.inputs[0] == b"position_ids" for row in rows)
 
 

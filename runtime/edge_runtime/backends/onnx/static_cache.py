@@ -65,8 +65,8 @@ class StaticRows:
     def drafter_mask(self, kind: str, out: NDArray[np.float32], length: int) -> None:
         """Fills the mask [1, 1, 1, held] of a query behind `length` rows: a drafter sees `window` + 1 of them."""
         positions = self._positions(kind, length)
-        least = length - 1 - self.window if kind == SLIDING and self.window is not None else 0
-        out[0, 0, 0] = np.where((positions >= 0) & (positions >= least), np.float32(0), HIDDEN)
+        first = length - 1 - self.window if kind == SLIDING and self.window is not None else 0
+        out[0, 0, 0] = np.where((positions >= 0) & (positions >= first), np.float32(0), HIDDEN)
 
     @property
     def rollback_floor(self) -> int:

@@ -15,7 +15,7 @@ from edge_runtime.backends.onnx.static_cache import StaticRows
 from edge_runtime.backends.onnx.target import GraphTarget, OrtOptions, PairFiles, check_inputs
 from edge_runtime.errors import BundleError
 
-_MOST_PREFILL_ROWS = 4096
+_MAX_PREFILL_ROWS = 4096
 # Of NumPy's format: numpy.save's for every table of ours.
 _NPY_VERSION = (1, 0)
 
@@ -39,7 +39,7 @@ class Embedding:
             raise BundleError(f"{path} holds {table.dtype} {list(table.shape)}, not {rows} rows of {columns}; export the bundle again")
         self._table, self._factor = table, np.float32(factor)
 
-    def look_up(self, tokens: NDArray[np.integer], out: NDArray[np.float32]) -> None:
+    def lookup(self, tokens: NDArray[np.integer], out: NDArray[np.float32]) -> None:
         """Writes the rows of `tokens` [n] to out [1, n or more, columns]."""
         np.multiply(self._table[tokens], self._factor, out=out[0, : len(tokens)], dtype=np.float32)
 
@@ -50,11 +50,11 @@ class StaticOrtTarget(GraphTarget):
     def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
         assert files.static is not None
         facts = files.static.facts
-        if not 0 < facts.verify_rows <= MAX_ROWS or not facts.verify_rows <= facts.prefill_rows <= _MOST_PREFILL_ROWS:
+        if not 0 < facts.verify_rows <= MAX_ROWS or not facts.verify_rows <= facts.prefill_rows <= _MAX_PREFILL_ROWS:
             raise BundleError(f"{facts.prefill_rows} and {facts.verify_rows} rows for a prefill and a verify are not sound; export again")
         self.rows = StaticRows(files.layout)
-        most_context = min(self.rows.rows[FULL], files.graphs.context)
-        super().__init__(files, options.context, self.rows, chunk=facts.prefill_rows, most_context=most_context)
+        longest_context = min(self.rows.rows[FULL], files.graphs.context)
+        super().__init__(files, options.context, self.rows, chunk=facts.prefill_rows, longest_context=longest_context)
         self.embedding = Embedding(files.static.embedding, files.vocab_size, files.hidden_size, facts.embedding_scale)
         # Filled-up forwards reach past the context.
         self._rotations = rotary_tables(files.graphs.rotations, options.context + facts.prefill_rows)
@@ -87,9 +87,9 @@ class StaticOrtTarget(GraphTarget):
 
     def _verify(self, ids: NDArray[np.int64]) -> None:
         """In forwards of the verify graph's rows."""
-        most = self._verify_rows[-1]
-        for first in range(0, len(ids), most):
-            piece = ids[first : first + most]
+        max_rows = self._verify_rows[-1]
+        for first in range(0, len(ids), max_rows):
+            piece = ids[first : first + max_rows]
             forward = self._run(piece, self._verify_rows)
             self._logits[0, first : first + len(piece)] = forward.logits[0, : len(piece)]
             self.hidden_rows[0, first : first + len(piece)] = forward.hidden[0, : len(piece)]
@@ -113,8 +113,8 @@ class _StaticForward:
         self.arrays = small_arrays(graph, path, target.rows)
         self.outputs = outputs = {name: np.zeros(shape, np.float32) for name, shape in graph.outputs.items()}
         self.new_rows = {name.removeprefix("new_"): array for name, array in outputs.items() if name.startswith("new_")}
-        wanted = {name: (1, array.shape[1], rows, array.shape[3]) for name, array in target.rows.arrays.items()}
-        if {name: array.shape for name, array in self.new_rows.items()} != wanted:
+        shapes = {name: (1, array.shape[1], rows, array.shape[3]) for name, array in target.rows.arrays.items()}
+        if {name: array.shape for name, array in self.new_rows.items()} != shapes:
             raise BundleError(f"{path} does not give the rows that the manifest's buffers hold; export the bundle again")
         self.hidden, self.logits = outputs["hidden"], outputs.get("logits", outputs["hidden"])
         inputs = {name: value_over(array) for name, array in self.arrays.items()}
@@ -124,12 +124,12 @@ class _StaticForward:
         """A forward over `ids`, or over soft rows, and, behind them, rows of old content, whose results are ignored."""
         target, start = self._target, self._target.length
         if soft is None:
-            target.embedding.look_up(ids, self.arrays["embedded"])
+            target.embedding.lookup(ids, self.arrays["embedded"])
         else:
             self.arrays["embedded"][0, : len(soft)] = soft
         if per_layer is not None:
             # Beside soft rows stands the per-layer embedding of id 0.
-            per_layer.look_up(ids if soft is None else np.zeros_like(ids), self.arrays["per_layer"])
+            per_layer.lookup(ids if soft is None else np.zeros_like(ids), self.arrays["per_layer"])
         target.rotate(self.arrays, start)
         for kind in target.rows.rows:
             target.rows.mask(kind, self.arrays[f"mask_{kind}"], start)

@@ -78,10 +78,10 @@ class PairFiles:
 class GraphTarget(CommittedText):
     """What targets have in common, whatever their graphs. Implements `interfaces.Target`. Close it, or use it as a context manager."""
 
-    def __init__(self, files: PairFiles, context: int, cache: KeyValueCache | StaticRows, *, chunk: int, most_context: int) -> None:
-        """`chunk`: the most tokens of a forward of a prefill; `most_context`: the longest context that the graphs were made for."""
-        if context > most_context:
-            raise RequestError(f"context {context} is beyond the {most_context} tokens of {files.target.name}; ask for at most that")
+    def __init__(self, files: PairFiles, context: int, cache: KeyValueCache | StaticRows, *, chunk: int, longest_context: int) -> None:
+        """`chunk`: the most tokens of a forward of a prefill; `longest_context`: the longest context that the graphs were made for."""
+        if context > longest_context:
+            raise RequestError(f"context {context} is beyond the {longest_context} tokens of {files.target.name}; ask for at most that")
         super().__init__(context, TokenizerVocabulary(files.tokenizer, files.graphs, files.vocab_size), files.hidden_size)
         self.rewind_slack = files.layout.rewind_slack
         self.max_rows = MAX_ROWS
@@ -207,13 +207,13 @@ class OrtTarget(GraphTarget):
     def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
         self.cache = KeyValueCache(files.layout, options.context)
         chunk = min(PREFILL_ROWS, self.cache.chunk)
-        super().__init__(files, options.context, self.cache, chunk=chunk, most_context=files.graphs.context)
+        super().__init__(files, options.context, self.cache, chunk=chunk, longest_context=files.graphs.context)
         assert files.target_head is not None  # only graphs of fixed shapes have none
         graph = Graph(files.target, session)
         self._graphs = [graph, Graph(files.target_head, session)]
         check_inputs(graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
         new = {name.removeprefix("new_") for name in graph.outputs if name.startswith("new_")}
-        if set(given_back(graph).values()) != set(self.cache.values) or new != set(self.cache.read_by_rows):
+        if set(buffer_outputs(graph).values()) != set(self.cache.values) or new != set(self.cache.read_by_rows):
             raise BundleError(f"{files.target} does not give the rows that the manifest's buffers hold; export the bundle again")
         # A drafter is at the position behind the text.
         halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
@@ -263,7 +263,7 @@ class _Forward:
         shared = shared_inputs(target)
         inputs = {"input_ids": value_over(self._ids), "position_ids": value_over(self._positions), **shared, **cache.values}
         inputs |= {"soft_rows": value_over(self._soft), "is_soft": value_over(self._is_soft)}
-        outputs = {name: cache.values[buffer] for name, buffer in given_back(graph).items()}
+        outputs = {name: cache.values[buffer] for name, buffer in buffer_outputs(graph).items()}
         self._call = graph.bind(
             {name: value for name, value in inputs.items() if name in graph.inputs},
             {"hidden": value_over(target.hidden_rows[:, :rows]), **outputs},
@@ -288,7 +288,7 @@ def shared_inputs(target: OrtTarget) -> dict[str, Any]:
     return values
 
 
-def given_back(graph: Graph) -> dict[str, str]:
+def buffer_outputs(graph: Graph) -> dict[str, str]:
     """Returns the graph's outputs that are buffers, with their names. Layers that only read one may give it back too, with a suffix."""
     return {name: name.removeprefix("present_").split("@")[0] for name in graph.outputs if name.startswith("present_")}
 
@@ -327,9 +327,9 @@ def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
 
 def check_inputs(graph: Graph, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """Raises BundleError if the graph takes arrays of other shapes; sizes it leaves open fit."""
-    for name, wanted in shapes.items():
-        found = graph.inputs.get(name, ())
-        if len(found) != len(wanted) or any(type(size) is int and size != own for size, own in zip(found, wanted, strict=False)):
+    for name, declared in shapes.items():
+        shape = graph.inputs.get(name, ())
+        if len(shape) != len(declared) or any(type(size) is int and size != own for size, own in zip(shape, declared, strict=False)):
             raise BundleError(
-                f"{path}: the manifest's input {name!r} is {list(wanted)}, the graph's {list(found)}; export the bundle again"
+                f"{path}: the manifest's input {name!r} is {list(declared)}, the graph's {list(shape)}; export the bundle again"
             )

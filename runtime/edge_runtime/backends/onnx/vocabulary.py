@@ -93,8 +93,8 @@ class TokenizerVocabulary:
         text: str | None = self._tokenizer.id_to_token(token)
         if text is None or (token in self._control and not special):
             return b""
-        found = _BYTE.fullmatch(text)
-        return bytes([int(found.group(1), 16)]) if found else text.replace(_SPACE, " ").encode("utf-8")
+        byte = _BYTE.fullmatch(text)
+        return bytes([int(byte.group(1), 16)]) if byte else text.replace(_SPACE, " ").encode("utf-8")
 
     def check(self, token: int) -> None:
         """Raises RequestError for an id that is not in the vocabulary."""

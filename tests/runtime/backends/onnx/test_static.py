@@ -121,7 +121,7 @@ def test_a_host_may_choose_and_stop(static: tuple[Any, Any], dynamic: tuple[Any,
         shares: list[float] = []
         chosen = drafter.draft(7, 3, sampler=second)
         stopped = drafter.draft(7, 4, should_continue=lambda share, shares=shares: shares.append(share) or len(shares) < 2)
-        drafter.least_probability = 0.999999
+        drafter.min_probability = 0.999999
         found.append((chosen, seen, stopped, np.round(shares, 4).tolist(), drafter.draft(7, 4)))
     assert found[0] == found[1]
     assert len(found[0][2]) == 2

@@ -172,7 +172,7 @@ def test_an_unsure_drafter_stops_early(onnx_pair: Bundles) -> None:
         whole = drafter.draft(300, 12)
         lengths = []
         for least in (0.05, 0.3, 0.6, 1.1):
-            drafter.least_probability = least
+            drafter.min_probability = least
             drafts = drafter.draft(300, 12)
             assert drafts == whole[: len(drafts)]
             lengths.append(len(drafts))
