@@ -31,6 +31,11 @@ class CommandResult:
         """Returns the output as text."""
         return self.output.decode("utf-8", errors="replace")
 
+    @property
+    def first_line(self) -> str:
+        """The first line of the output, or else of the errors, or the exit code."""
+        return (self.text.strip() or self.errors.strip() or str(self.code)).splitlines()[0]
+
 
 def run_command(arguments: Sequence[str], answer: bytes = b"", seconds: float = 10.0, max_bytes: int = LONGEST_TEXT) -> CommandResult:
     """Runs a command with `answer` as standard input. Failures are in the result, not raised.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
@@ -150,6 +151,11 @@ def required_number(
     return number
 
 
+def required_product(system: System, paths: Iterable[str]) -> int:
+    """Returns the product of the integers in a chip's files. Raises MeterError as `required_number` does."""
+    return math.prod(required_number(system, path, "the chip may not answer on its bus") for path in paths)
+
+
 class Unwrapped:
     """Turns a register that restarts at 0 after `span` (in its own units) into a number that never decreases.
 
@@ -159,10 +165,10 @@ class Unwrapped:
     def __init__(self, name: str, span: int | None) -> None:
         self._name = name
         self._span = span
-        self._last: int | None = None
+        self._last: float | None = None
         self._turns = 0
 
-    def total(self, register: int) -> int:
+    def total(self, register: float) -> float:
         """Takes a reading of the register; returns the number without wraps. Raises MeterError for an impossible reading."""
         if register < 0 or (self._span is not None and register > self._span):
             raise MeterError(f"{self._name} reads {register}, outside 0..{self._span}; the meter cannot be trusted")
@@ -174,16 +180,35 @@ class Unwrapped:
         return register + self._turns * (self._span or 0)
 
 
-class Registers:
-    """The sum of counters that have names and are the same at every reading."""
+class SumMeter:
+    """A meter whose value is the sum of parts with names: registers of a counter, or figures that make watts together."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        system: System,
+        facts: MeterFacts,
+        read_parts: Callable[[], Iterable[tuple[str, float]] | None],
+        *,
+        scale: float = 1.0,
+        spans: Mapping[str, int | None] | None = None,
+    ) -> None:
+        """`read_parts` returns None for a reading known to be invalid. `scale`: joules or watts of a part's unit; `spans`: of registers."""
+        self.facts = facts
+        self._system, self._read_parts, self._scale, self._spans = system, read_parts, scale, spans or {}
         self._registers: dict[str, Unwrapped] = {}
 
-    def total(self, readings: Mapping[str, int]) -> int:
-        """Takes a reading of each; returns their sum. Raises MeterError if others are there than before, or one went back."""
+    def read(self) -> Sample | None:
+        """Reads all parts. Raises MeterError if a counter has others than before, or one went back."""
+        parts = self._read_parts()
+        if parts is None:
+            return None
+        parts = list(parts)
+        values = self._totals(dict(parts)) if self.facts.kind is Kind.COUNTER else [value for _, value in parts]
+        return Sample(self._system.clock(), sum(values) * self._scale, " ".join(f"{name}={value}" for name, value in parts))
+
+    def _totals(self, readings: Mapping[str, float]) -> list[float]:
         if self._registers and self._registers.keys() != readings.keys():
             raise MeterError("the metered rails changed while measuring; leave them as they are and measure again")
-        for name in readings:
-            self._registers.setdefault(name, Unwrapped(name, None))
-        return sum(self._registers[name].total(value) for name, value in readings.items())
+        for name in readings.keys() - self._registers.keys():
+            self._registers[name] = Unwrapped(name, self._spans.get(name))
+        return [self._registers[name].total(value) for name, value in readings.items()]

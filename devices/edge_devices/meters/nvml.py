@@ -12,7 +12,7 @@ from typing import Any
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, Unwrapped, absent, present, usable
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
 
 NAME = "nvml"
 LIBRARIES = {"win32": ("nvml.dll",), "linux": ("libnvidia-ml.so.1", "libnvidia-ml.so")}
@@ -32,65 +32,51 @@ class Nvml:
         if code != 0:
             raise MeterError(f"{name} failed with code {code}; check with nvidia-smi that the NVIDIA driver is running")
 
+    def _number(self, name: str, kind: type[Any], *arguments: Any) -> Any:
+        number = kind()
+        self._call(name, *arguments, ctypes.byref(number))
+        return number
+
     def count(self) -> int:
         """Returns how many boards there are."""
-        number = ctypes.c_uint()
-        self._call("nvmlDeviceGetCount_v2", ctypes.byref(number))
-        return number.value
+        return int(self._number("nvmlDeviceGetCount_v2", ctypes.c_uint).value)
 
-    def device(self, index: int) -> ctypes.c_void_p:
+    def device(self, index: int) -> Any:
         """Returns the handle of a board."""
-        handle = ctypes.c_void_p()
-        self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
-        return handle
+        return self._number("nvmlDeviceGetHandleByIndex_v2", ctypes.c_void_p, ctypes.c_uint(index))
 
-    def millijoules(self, device: ctypes.c_void_p) -> int | None:
-        """Returns the energy since the driver was loaded; None where the board has no counter."""
-        number = ctypes.c_ulonglong()
-        if self._library.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(number)) == NOT_SUPPORTED:
-            return None
-        self._call("nvmlDeviceGetTotalEnergyConsumption", device, ctypes.byref(number))
-        return number.value
+    def counts_energy(self, device: Any) -> bool:
+        """Returns whether the board has a counter of its energy."""
+        return bool(self._library.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(ctypes.c_ulonglong())) != NOT_SUPPORTED)
 
-    def milliwatts(self, device: ctypes.c_void_p) -> int:
+    def millijoules(self, device: Any) -> int:
+        """Returns the energy since the driver was loaded."""
+        return int(self._number("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong, device).value)
+
+    def milliwatts(self, device: Any) -> int:
         """Returns the board's power now."""
-        number = ctypes.c_uint()
-        self._call("nvmlDeviceGetPowerUsage", device, ctypes.byref(number))
-        return number.value
+        return int(self._number("nvmlDeviceGetPowerUsage", ctypes.c_uint, device).value)
 
 
-class BoardMeter:
-    """One graphics board with its memory: joules if it has a counter, else watts."""
-
-    def __init__(self, system: System, nvml: Nvml, index: int) -> None:
-        self._system, self._nvml = system, nvml
-        self._device = nvml.device(index)
-        self._register = Unwrapped(f"NVML's counter of board {index}", None)
-        counts = nvml.millijoules(self._device) is not None
-        if not counts:
-            nvml.milliwatts(self._device)
-        function = "nvmlDeviceGetTotalEnergyConsumption" if counts else "nvmlDeviceGetPowerUsage"
-        self.facts = MeterFacts(
-            name=f"nvml:{index}",
-            kind=Kind.COUNTER if counts else Kind.SAMPLER,
-            scope=Scope.GPU,
-            source=function,
-            refresh_s=0.1,
-            resolution=0.001,
-            poll_s=0.1,
-            lag_s=0.0 if counts else 1.0,
-            systematic="about 5 % (the board's sensor)",
-            notes=("the graphics board alone, without the processor that feeds it",),
-        )
-
-    def read(self) -> Sample:
-        if self.facts.kind is Kind.SAMPLER:
-            milliwatts = self._nvml.milliwatts(self._device)
-            return Sample(self._system.clock(), milliwatts / 1000, str(milliwatts))
-        millijoules = self._nvml.millijoules(self._device)
-        if millijoules is None:
-            raise MeterError("the graphics board no longer counts its energy; measure again")
-        return Sample(self._system.clock(), self._register.total(millijoules) / 1000, str(millijoules))
+def board_meter(system: System, nvml: Nvml, index: int) -> SumMeter:
+    """Returns the meter of one graphics board with its memory: joules if it has a counter, else watts. Raises MeterError without either."""
+    device = nvml.device(index)
+    counts = nvml.counts_energy(device)
+    figure = nvml.millijoules if counts else nvml.milliwatts
+    figure(device)
+    facts = MeterFacts(
+        name=f"nvml:{index}",
+        kind=Kind.COUNTER if counts else Kind.SAMPLER,
+        scope=Scope.GPU,
+        source="nvmlDeviceGetTotalEnergyConsumption" if counts else "nvmlDeviceGetPowerUsage",
+        refresh_s=0.1,
+        resolution=0.001,
+        poll_s=0.1,
+        lag_s=0.0 if counts else 1.0,
+        systematic="about 5 % (the board's sensor)",
+        notes=("the graphics board alone, without the processor that feeds it",),
+    )
+    return SumMeter(system, facts, lambda: [(f"board {index}", figure(device))], scale=1e-3)
 
 
 def find(system: System, load: Loader = ctypes.CDLL) -> list[Finding]:
@@ -113,6 +99,6 @@ def find(system: System, load: Loader = ctypes.CDLL) -> list[Finding]:
 
 def _finding(system: System, nvml: Nvml, index: int) -> Finding:
     try:
-        return usable(BoardMeter(system, nvml, index))
+        return usable(board_meter(system, nvml, index))
     except MeterError as error:
         return present(f"nvml:{index}", str(error))

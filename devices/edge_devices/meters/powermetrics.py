@@ -6,7 +6,7 @@ import re
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import CommandResult, System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
 
 NAME = "apple:powermetrics"
 LINE = re.compile(r"^(CPU|GPU|ANE|DRAM|Package|Combined)( Power)(?: \(CPU \+ GPU \+ ANE\))?: (\d{1,18}) mW\s*$", re.MULTILINE)
@@ -27,33 +27,30 @@ def package_watts(parts: dict[str, float]) -> float | None:
     return sum(parts.values()) if parts else None
 
 
-class PowermetricsMeter:
-    """Mean package power over the second that a read takes, in watts."""
+def package_meter(system: System) -> SumMeter:
+    """Returns the meter of the mean package power over the second that a read takes, in watts."""
+    facts = MeterFacts(
+        name=NAME,
+        kind=Kind.SAMPLER,
+        scope=Scope.PACKAGE,
+        source="powermetrics --samplers cpu_power",
+        refresh_s=PERIOD_S,
+        resolution=0.001,
+        poll_s=PERIOD_S,
+        lag_s=PERIOD_S,
+        needs="root",
+        systematic="Apple's own model, not a sensor at the battery",
+        notes=("without the display; without memory on newer systems",),
+    )
 
-    def __init__(self, system: System) -> None:
-        self._system = system
-        self.facts = MeterFacts(
-            name=NAME,
-            kind=Kind.SAMPLER,
-            scope=Scope.PACKAGE,
-            source="powermetrics --samplers cpu_power",
-            refresh_s=PERIOD_S,
-            resolution=0.001,
-            poll_s=PERIOD_S,
-            lag_s=PERIOD_S,
-            needs="root",
-            systematic="Apple's own model, not a sensor at the battery",
-            notes=("without the display; without memory on newer systems",),
-        )
-
-    def read(self) -> Sample:
-        """Samples for one second; watts."""
-        done = _run(self._system)
+    def read() -> list[tuple[str, float]]:
+        done = _run(system)
         watts = package_watts(parse_powermetrics(done.text))
         if watts is None:
-            output = (done.errors.strip() or done.text.strip() or str(done.code)).splitlines()[0]
-            raise MeterError(f"powermetrics printed no power: {output}; {REMEDY}")
-        return Sample(self._system.clock(), watts, f"package={watts}")
+            raise MeterError(f"powermetrics printed no power: {done.first_line}; {REMEDY}")
+        return [("package", watts)]
+
+    return SumMeter(system, facts, read)
 
 
 def find(system: System) -> list[Finding]:
@@ -62,7 +59,7 @@ def find(system: System) -> list[Finding]:
         return []
     done = _run(system)
     if parse_powermetrics(done.text):
-        return [usable(PowermetricsMeter(system))]
+        return [usable(package_meter(system))]
     if done.code == 127:
         return [absent(NAME, "no powermetrics command on this Mac")]
     return [present(NAME, "denied to this user", REMEDY)]

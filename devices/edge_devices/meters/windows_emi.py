@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, Unwrapped, absent, present, usable
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
 
 DEVICE_ENERGY_METER = (0x45BD8344, 0x7ED6, 0x49CF, bytes.fromhex("A440C276C933B053"))
 PRESENT_INTERFACES = 0x12  # DIGCF_PRESENT | DIGCF_DEVICEINTERFACE
@@ -131,29 +131,24 @@ def parse_measurement(measurement: bytes, channels: int) -> list[int]:
     return [struct.unpack_from("<Q", measurement, 16 * i)[0] for i in range(channels)]
 
 
-class EmiMeter:
-    """One channel, in joules."""
+def channel_meter(system: System, port: Port, channels: Sequence[str], index: int) -> SumMeter:
+    """Returns the meter of one channel, in joules."""
+    name = channels[index]
+    facts = MeterFacts(
+        name=f"{NAME}:{name}",
+        kind=Kind.COUNTER,
+        scope=Scope.PACKAGE if name.startswith("RAPL_Package") else Scope.RAILS,
+        source="IOCTL_EMI_GET_MEASUREMENT",
+        refresh_s=0.01,
+        resolution=61e-6,
+        poll_s=1.0,
+        systematic="a few percent",
+    )
 
-    def __init__(self, system: System, port: Port, channels: Sequence[str], index: int) -> None:
-        self._system, self._port = system, port
-        self._count, self._index = len(channels), index
-        self._register = Unwrapped(channels[index], None)
-        package = channels[index].startswith("RAPL_Package")
-        self.facts = MeterFacts(
-            name=f"{NAME}:{channels[index]}",
-            kind=Kind.COUNTER,
-            scope=Scope.PACKAGE if package else Scope.RAILS,
-            source="IOCTL_EMI_GET_MEASUREMENT",
-            refresh_s=0.01,
-            resolution=61e-6,
-            poll_s=1.0,
-            systematic="a few percent",
-        )
+    def read() -> list[tuple[str, float]]:
+        return [(name, parse_measurement(port.control(GET_MEASUREMENT, 16 * len(channels)), len(channels))[index])]
 
-    def read(self) -> Sample:
-        picowatt_hours = parse_measurement(self._port.control(GET_MEASUREMENT, 16 * self._count), self._count)[self._index]
-        joules = self._register.total(picowatt_hours) * JOULES_PER_PICOWATT_HOUR
-        return Sample(self._system.clock(), joules, str(picowatt_hours))
+    return SumMeter(system, facts, read, scale=JOULES_PER_PICOWATT_HOUR)
 
 
 def find(system: System, ports: Callable[[], Sequence[Port]] = open_ports) -> list[Finding]:
@@ -168,7 +163,7 @@ def find(system: System, ports: Callable[[], Sequence[Port]] = open_ports) -> li
             if size > LARGEST_METADATA:
                 raise MeterError(f"the energy meter announces a description of {size} bytes")
             channels = parse_metadata(version, port.control(GET_METADATA, size))
-            meters = [EmiMeter(system, port, channels, i) for i in range(len(channels))]
+            meters = [channel_meter(system, port, channels, i) for i in range(len(channels))]
             for meter in meters:
                 meter.read()
         except (MeterError, struct.error) as error:

@@ -15,7 +15,7 @@ from edge_devices.machine.android import parse_dumpsys
 from edge_devices.machine.power_supply import SUPPLIES, Supply, external_power, read_fields
 from edge_devices.machine.system import System
 from edge_devices.meters.android.perfetto import record_current
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
 
 PLAUSIBLE_WATTS = (0.1, 6.0)  # of an idle phone that is awake; asleep, its milliwatts would read as watts of the other unit
 AMPERES = {"µA": 1e-6, "mA": 1e-3}
@@ -78,35 +78,29 @@ def current_unit(current: int, volts: float) -> str:
     )
 
 
-class GaugeMeter:
-    """Current × voltage of the gauge, in watts; the unit follows from the first current that is not 0."""
+def gauge_meter(system: System, name: str, source: str, read_gauge: Callable[[System], Gauge], notes: tuple[str, ...] = ()) -> SumMeter:
+    """Returns the meter of current × voltage of a gauge, in watts; the unit follows from the first current that is not 0."""
+    unit = _first_unit(system, read_gauge)
+    facts = MeterFacts(
+        name=name,
+        kind=Kind.SAMPLER,
+        scope=Scope.DEVICE,
+        source=source,
+        # Measured on one phone: new values every 2.0 s in the median, 7 s at most; a load shows after up to 7 s. Both are measured.
+        refresh_s=2.0,
+        resolution=AMPERES[unit] * 4.0,
+        poll_s=0.5,
+        lag_s=7.0,
+        needs="the cable unplugged",
+        systematic="gauge gain 1-5 %",
+        notes=(f"current taken as {unit}, sign dropped", "whole device: display and radios included", *notes),
+    )
 
-    def __init__(self, system: System, name: str, source: str, read_gauge: Callable[[System], Gauge], notes: tuple[str, ...] = ()) -> None:
-        self._system = system
-        self._read_gauge = read_gauge
-        self._unit = _first_unit(system, read_gauge)
-        self.facts = MeterFacts(
-            name=name,
-            kind=Kind.SAMPLER,
-            scope=Scope.DEVICE,
-            source=source,
-            # Measured on one phone: new values every 2.0 s in the median, 7 s at most; a load shows after up to 7 s. Both are measured.
-            refresh_s=2.0,
-            resolution=AMPERES[self._unit] * 4.0,
-            poll_s=0.5,
-            lag_s=7.0,
-            needs="the cable unplugged",
-            systematic="gauge gain 1-5 %",
-            notes=(f"current taken as {self._unit}, sign dropped", "whole device: display and radios included", *notes),
-        )
+    def read() -> list[tuple[str, float]] | None:
+        gauge = read_gauge(system)
+        return [(f"{gauge.volts:g} V", abs(gauge.current) * AMPERES[unit] * gauge.volts)] if gauge.current else None
 
-    def read(self) -> Sample | None:
-        """Reads the gauge; watts, None for a false zero."""
-        gauge = self._read_gauge(self._system)
-        if not gauge.current:
-            return None
-        raw = f"current={gauge.current} volts={gauge.volts:g}"
-        return Sample(self._system.clock(), abs(gauge.current) * AMPERES[self._unit] * gauge.volts, raw)
+    return SumMeter(system, facts, read)
 
 
 def _first_unit(system: System, read_gauge: Callable[[System], Gauge], attempts: int = 8) -> str:
@@ -138,9 +132,8 @@ def _service_current(system: System, fields: dict[str, str]) -> int:
         return int(text)
     current = record_current(system)
     if current is None:
-        output = answer.text.strip().splitlines()[0] if answer.text.strip() else answer.errors.strip()
         raise MeterError(
-            f"`cmd battery get -f current_now` answered {output!r}, and neither `dumpsys battery` nor perfetto has the current;"
+            f"`cmd battery get -f current_now` answered {answer.first_line!r}, and neither `dumpsys battery` nor perfetto has the current;"
             " use a meter in the supply line"
         )
     return current
@@ -176,7 +169,7 @@ def find(system: System) -> list[Finding]:
 
 def _finding(system: System, name: str, source: str, read_gauge: Callable[[System], Gauge]) -> Finding:
     try:
-        return usable(GaugeMeter(system, name, source, read_gauge, _notes(system)))
+        return usable(gauge_meter(system, name, source, read_gauge, _notes(system)))
     except MeterError as error:
         denied = isinstance(error.__cause__, PermissionError)
         return present(name, str(error), "use android:battery, which the shell user may read; or root" if denied else "")

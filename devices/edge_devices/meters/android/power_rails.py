@@ -8,10 +8,11 @@ behind the battery: their figures are valid while charging too.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Registers, Sample, Scope, absent, tried
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, tried
 
 PATTERN = "sys/bus/iio/devices/iio:device*/energy_value"
 LINE = re.compile(r"CH\d+(?:\(T=\d+\))?\[([^\]]+)\],\s*(\d{1,18})\b")
@@ -23,38 +24,32 @@ def parse_rails(text: str) -> dict[str, int]:
     return {name: int(microjoules) for name, microjoules in LINE.findall(text)}
 
 
-class RailsMeter:
-    """The sum of all monitored rails of all monitors, in joules; `raw` has each rail in microjoules."""
+def rails_meter(system: System, paths: list[str]) -> SumMeter:
+    """Returns the meter of all monitored rails of all monitors together, in joules."""
+    facts = MeterFacts(
+        name=NAME,
+        kind=Kind.COUNTER,
+        scope=Scope.RAILS,
+        source=", ".join(f"/{p}" for p in paths),
+        refresh_s=0.125,
+        resolution=1e-6,
+        poll_s=0.25,
+        needs="read access to energy_value (root on some builds)",
+        notes=("only the monitored rails, about 16 of them; not what the battery gives",),
+    )
 
-    def __init__(self, system: System, paths: list[str]) -> None:
-        self._system = system
-        self._paths = paths
-        self._registers = Registers()
-        self.facts = MeterFacts(
-            name=NAME,
-            kind=Kind.COUNTER,
-            scope=Scope.RAILS,
-            source=", ".join(f"/{p}" for p in paths),
-            refresh_s=0.125,
-            resolution=1e-6,
-            poll_s=0.25,
-            needs="read access to energy_value (root on some builds)",
-            notes=("only the monitored rails, about 16 of them; not what the battery gives",),
-        )
-
-    def read(self) -> Sample:
+    def read() -> Iterable[tuple[str, float]]:
         rails: dict[str, int] = {}
-        for path in self._paths:
+        for path in paths:
             try:
-                for name, microjoules in parse_rails(self._system.text(path)).items():
-                    rails[f"{path.split('/')[-2]}/{name}"] = microjoules
+                rails |= {f"{path.split('/')[-2]}/{name}": energy for name, energy in parse_rails(system.text(path)).items()}
             except OSError as error:
                 raise MeterError(f"/{path} is no longer readable: {error.strerror}; measure again") from error
         if not rails:
-            raise MeterError(f"/{self._paths[0]} lists no rails; the monitor may be off (see enabled_rails beside it)")
-        return Sample(
-            self._system.clock(), self._registers.total(rails) * 1e-6, " ".join(f"{n.partition('/')[2]}={v}" for n, v in rails.items())
-        )
+            raise MeterError(f"/{paths[0]} lists no rails; the monitor may be off (see enabled_rails beside it)")
+        return rails.items()
+
+    return SumMeter(system, facts, read, scale=1e-6)
 
 
 def find(system: System) -> list[Finding]:
@@ -63,4 +58,4 @@ def find(system: System) -> list[Finding]:
     if not paths:
         return [absent(NAME, "no rail monitor (Pixel 6 and later have one)")] if system.is_android else []
     denied = f"/{paths[0]} is denied to this user", "adb root, where the build allows it; or use android:powerstats"
-    return [tried(RailsMeter(system, paths), denied)]
+    return [tried(rails_meter(system, paths), denied)]

@@ -6,11 +6,12 @@ No file access is needed: perfetto reads the hardware layer. `dumpsys powerstats
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.android.perfetto import parse_rails, record_rails
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Registers, Sample, Scope, absent, tried
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, tried
 
 NAME = "android:powerstats"
 CHANNEL = re.compile(r"ChannelId:\s*(\d{1,18}),\s*ChannelName:\s*([^,\s]+)")
@@ -21,33 +22,31 @@ def parse_channels(text: str) -> dict[int, str]:
     return {int(number): name for number, name in CHANNEL.findall(text)}
 
 
-class PowerStatsMeter:
-    """The sum of all rails the service meters, in joules. A read records for half a second."""
+def service_meter(system: System) -> SumMeter:
+    """Returns the meter of all rails that the service meters together, in joules. A read records for half a second."""
+    facts = MeterFacts(
+        name=NAME,
+        kind=Kind.COUNTER,
+        scope=Scope.RAILS,
+        source="perfetto, data source android.power",
+        refresh_s=0.25,
+        resolution=1e-6,
+        poll_s=5.0,
+        lag_s=0.25,
+        needs="Android 10 or later, and rails that the maker's power-stats layer meters",
+        notes=("only the metered rails; a read takes half a second and some energy of its own",),
+    )
 
-    def __init__(self, system: System) -> None:
-        self._system = system
-        self._registers = Registers()
-        self.facts = MeterFacts(
-            name=NAME,
-            kind=Kind.COUNTER,
-            scope=Scope.RAILS,
-            source="perfetto, data source android.power",
-            refresh_s=0.25,
-            resolution=1e-6,
-            poll_s=5.0,
-            lag_s=0.25,
-            needs="Android 10 or later, and rails that the maker's power-stats layer meters",
-            notes=("only the metered rails; a read takes half a second and some energy of its own",),
-        )
-
-    def read(self) -> Sample:
-        done = record_rails(self._system)
+    def read() -> Iterable[tuple[str, float]]:
+        done = record_rails(system)
         if done.code != 0:
             raise MeterError(f"perfetto failed: {done.errors.strip().splitlines()[-1] if done.errors.strip() else done.code}")
         rails = parse_rails(done.output)
         if not rails:
             raise MeterError("perfetto recorded no power rails; the maker's power-stats layer meters none; use android:battery")
-        return Sample(self._system.clock(), self._registers.total(rails) * 1e-6, " ".join(f"{n}={v}" for n, v in rails.items()))
+        return rails.items()
+
+    return SumMeter(system, facts, read, scale=1e-6)
 
 
 def find(system: System) -> list[Finding]:
@@ -57,4 +56,4 @@ def find(system: System) -> list[Finding]:
     channels = parse_channels(system.run(["dumpsys", "powerstats"]).text)
     if not channels:
         return [absent(NAME, "`dumpsys powerstats` lists no channels: this phone's maker meters no rails")]
-    return [tried(PowerStatsMeter(system))]
+    return [tried(service_meter(system))]

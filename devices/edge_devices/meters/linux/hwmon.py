@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, Unwrapped, absent, required_number, tried
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, required_product, tried
 
 NAME = "hwmon"
 PATTERN = "sys/class/hwmon/hwmon*"
@@ -64,38 +64,25 @@ def _multiplied(system: System, folder: str, chip: str) -> list[Channel]:
     return multiplied
 
 
-class ChipMeter:
-    """One channel: joules of a chip that counts, else watts."""
-
-    def __init__(self, system: System, channel: Channel) -> None:
-        self._system = system
-        self._channel = channel
-        folder = channel.paths[0].rpartition("/")[0]
-        self._register = Unwrapped(channel.paths[0], None)
-        interval_ms = system.number(f"{folder}/update_interval")
-        refresh = interval_ms / 1000 if interval_ms and interval_ms > 0 else 0.1
-        self.facts = MeterFacts(
-            name=f"hwmon:{channel.chip}:{channel.label}",
-            kind=channel.kind,
-            scope=Scope.EXTERNAL,
-            source=", ".join(f"/{p}" for p in channel.paths),
-            refresh_s=refresh,
-            resolution=1e-6 if channel.kind is Kind.COUNTER else 0.001,
-            poll_s=max(refresh, 0.1),
-            systematic="chip 0.1-0.5 %, and its shunt resistor's tolerance, often 1 %",
-            notes=("covers the line the shunt sits in: check the wiring",),
-        )
-
-    def read(self) -> Sample:
-        numbers = [required_number(self._system, path, "the chip may not answer on its bus") for path in self._channel.paths]
-        raw = " ".join(map(str, numbers))
-        if self._channel.kind is Kind.COUNTER:
-            return Sample(self._system.clock(), self._register.total(numbers[0]) * 1e-6, raw)
-        # One file: µW. Two: mV × mA = µW.
-        return Sample(self._system.clock(), abs(numbers[0] * (numbers[1] if len(numbers) == 2 else 1)) * 1e-6, raw)
+def channel_meter(system: System, channel: Channel) -> SumMeter:
+    """Returns the meter of one channel: joules of a chip that counts, else watts. Of two files: mV × mA = µW."""
+    interval_ms = system.number(f"{channel.paths[0].rpartition('/')[0]}/update_interval")
+    refresh = interval_ms / 1000 if interval_ms and interval_ms > 0 else 0.1
+    facts = MeterFacts(
+        name=f"hwmon:{channel.chip}:{channel.label}",
+        kind=channel.kind,
+        scope=Scope.EXTERNAL,
+        source=", ".join(f"/{p}" for p in channel.paths),
+        refresh_s=refresh,
+        resolution=1e-6 if channel.kind is Kind.COUNTER else 0.001,
+        poll_s=max(refresh, 0.1),
+        systematic="chip 0.1-0.5 %, and its shunt resistor's tolerance, often 1 %",
+        notes=("covers the line the shunt sits in: check the wiring",),
+    )
+    return SumMeter(system, facts, lambda: [(channel.label, abs(required_product(system, channel.paths)))], scale=1e-6)
 
 
 def find(system: System) -> list[Finding]:
     """Returns one finding per channel."""
-    findings = [tried(ChipMeter(system, channel)) for channel in channels(system)]
+    findings = [tried(channel_meter(system, channel)) for channel in channels(system)]
     return findings or [absent(NAME, "no INA2xx or INA3221 chip below /sys/class/hwmon")]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, required_number, tried
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, required_product, tried
 
 HWMON = "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*"
 IIO = "sys/bus/i2c/drivers/ina3221x/*/iio:device*"
@@ -52,34 +52,22 @@ def rails(system: System) -> list[Rail]:
     return sensed
 
 
-class JetsonMeter:
-    """The module's input, in watts; where a board senses none, the sum of its rails."""
-
-    def __init__(self, system: System, sensed: list[Rail]) -> None:
-        self._system = system
-        inputs = [r for r in sensed if r.label in INPUTS]
-        self._rails = inputs or [r for r in sensed if r.label not in FED_BY_OTHERS]
-        self.facts = MeterFacts(
-            name=NAME,
-            kind=Kind.SAMPLER,
-            scope=Scope.MODULE if inputs else Scope.RAILS,
-            source=", ".join(r.label for r in self._rails),
-            refresh_s=0.1,
-            resolution=0.001,
-            poll_s=0.1,
-            systematic="chip 0.1-0.5 %, and the shunts' tolerance",
-            notes=() if inputs else (RAILS_ALONE,),
-        )
-
-    def read(self) -> Sample:
-        total, raw = 0.0, []
-        for rail in self._rails:
-            watts = rail.scale
-            for path in rail.paths:
-                watts *= required_number(self._system, path, "the chip may not answer on its bus")
-            total += watts
-            raw.append(f"{rail.label}={watts:.6f}")
-        return Sample(self._system.clock(), total, " ".join(raw))
+def module_meter(system: System, sensed: list[Rail]) -> SumMeter:
+    """Returns the meter of the module's input, in watts; where a board senses none, of the sum of its rails."""
+    inputs = [r for r in sensed if r.label in INPUTS]
+    summed = inputs or [r for r in sensed if r.label not in FED_BY_OTHERS]
+    facts = MeterFacts(
+        name=NAME,
+        kind=Kind.SAMPLER,
+        scope=Scope.MODULE if inputs else Scope.RAILS,
+        source=", ".join(r.label for r in summed),
+        refresh_s=0.1,
+        resolution=0.001,
+        poll_s=0.1,
+        systematic="chip 0.1-0.5 %, and the shunts' tolerance",
+        notes=() if inputs else (RAILS_ALONE,),
+    )
+    return SumMeter(system, facts, lambda: [(rail.label, rail.scale * required_product(system, rail.paths)) for rail in summed])
 
 
 def find(system: System) -> list[Finding]:
@@ -90,4 +78,4 @@ def find(system: System) -> list[Finding]:
         return [absent(NAME, "no ina3221 rails on this Jetson")] if "Jetson" in model else []
     if not any(r.label in INPUTS or "VDD" in r.label for r in sensed):
         return []
-    return [tried(JetsonMeter(system, sensed))]
+    return [tried(module_meter(system, sensed))]

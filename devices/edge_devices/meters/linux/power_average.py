@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, required_number, tried
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, required_number, tried
 
 NAME = "hwmon:average"
 ASLEEP = "the unit may be asleep"
@@ -23,29 +23,28 @@ NOTES = {
 }
 
 
-class AverageMeter:
-    """One unit's mean power, in watts."""
+def average_meter(system: System, path: str, name: str, scope: Scope, interval_ms: int) -> SumMeter:
+    """Returns the meter of one unit's mean power, in watts."""
+    facts = MeterFacts(
+        name=name,
+        kind=Kind.SAMPLER,
+        scope=scope,
+        source=f"/{path}",
+        refresh_s=interval_ms / 1000,
+        resolution=0.01,
+        poll_s=max(interval_ms / 1000, 0.1),
+        lag_s=interval_ms / 1000,
+        systematic="the firmware's own scale",
+        notes=(NOTES[scope],),
+    )
 
-    def __init__(self, system: System, path: str, name: str, scope: Scope, interval_ms: int) -> None:
-        self._system, self._path = system, path
-        self.facts = MeterFacts(
-            name=name,
-            kind=Kind.SAMPLER,
-            scope=scope,
-            source=f"/{path}",
-            refresh_s=interval_ms / 1000,
-            resolution=0.01,
-            poll_s=max(interval_ms / 1000, 0.1),
-            lag_s=interval_ms / 1000,
-            systematic="the firmware's own scale",
-            notes=(NOTES[scope],),
-        )
-
-    def read(self) -> Sample:
-        microwatts = required_number(self._system, self._path, ASLEEP)
+    def read() -> list[tuple[str, float]]:
+        microwatts = required_number(system, path, ASLEEP)
         if microwatts < 0:
-            raise MeterError(f"/{self._path} holds no power; {ASLEEP}")
-        return Sample(self._system.clock(), microwatts * 1e-6, str(microwatts))
+            raise MeterError(f"/{path} holds no power; {ASLEEP}")
+        return [("microwatts", microwatts)]
+
+    return SumMeter(system, facts, read, scale=1e-6)
 
 
 def find(system: System) -> list[Finding]:
@@ -64,5 +63,5 @@ def find(system: System) -> list[Finding]:
         except PermissionError:
             interval = None
         interval_ms = interval if interval and 1 <= interval <= 60_000 else DEFAULT_INTERVAL_MS[chip]
-        findings.append(tried(AverageMeter(system, path, name, scope, interval_ms)))
+        findings.append(tried(average_meter(system, path, name, scope, interval_ms)))
     return findings

@@ -6,10 +6,10 @@ number; the control type intel-rapl-mmio repeats package-0 and is skipped; core 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, Unwrapped, absent, present, required_number, tried
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, required_number, tried
 
 NAME = "rapl"
 POWERCAP = "sys/class/powercap"
@@ -21,50 +21,39 @@ SCOPES = {"package": Scope.PACKAGE, "dram": Scope.DRAM, "psys": Scope.PLATFORM}
 PSYS_PROBE_S = 0.05
 
 
-class RaplMeter:
-    """The sum of all zones of one kind (one package per socket), in joules."""
+def zones_meter(system: System, scope: Scope, folders: Sequence[str]) -> SumMeter:
+    """Returns the meter of all zones of one kind (one package per socket), in joules; `folders`: of the zones, below the root."""
+    facts = MeterFacts(
+        name=f"rapl:{scope}",
+        kind=Kind.COUNTER,
+        scope=scope,
+        source=", ".join(f"/{f}/energy_uj" for f in folders),
+        refresh_s=0.001,
+        resolution=61e-6,
+        poll_s=1.0,
+        needs="read access to energy_uj",
+        systematic="a few percent; modelled, not sensed, on processors before Haswell-EP",
+        notes=("maker's own scale, not checked against the package",) if scope is Scope.PLATFORM else (),
+    )
 
-    def __init__(self, system: System, scope: Scope, zones: Mapping[str, str]) -> None:
-        """`zones`: the name of each zone's folder below the root."""
-        self._system = system
-        self._registers = {folder: Unwrapped(name, _span(system, folder)) for folder, name in zones.items()}
-        notes = ("maker's own scale, not checked against the package",) if scope is Scope.PLATFORM else ()
-        self.facts = MeterFacts(
-            name=f"rapl:{scope}",
-            kind=Kind.COUNTER,
-            scope=scope,
-            source=", ".join(f"/{f}/energy_uj" for f in zones),
-            refresh_s=0.001,
-            resolution=61e-6,
-            poll_s=1.0,
-            needs="read access to energy_uj",
-            systematic="a few percent; modelled, not sensed, on processors before Haswell-EP",
-            notes=notes,
-        )
+    def read() -> list[tuple[str, float]]:
+        missing, denied = "the powercap driver may have been unloaded", f"is no longer readable; {REMEDY}"
+        return [(folder, required_number(system, f"{folder}/energy_uj", missing, denied)) for folder in folders]
 
-    def read(self) -> Sample:
-        total, raw = 0, []
-        for folder, register in self._registers.items():
-            path = f"{folder}/energy_uj"
-            microjoules = required_number(
-                self._system, path, "the powercap driver may have been unloaded", f"is no longer readable; {REMEDY}"
-            )
-            total += register.total(microjoules)
-            raw.append(str(microjoules))
-        return Sample(self._system.clock(), total * 1e-6, " ".join(raw))
+    spans = {folder: system.number(f"{folder}/max_energy_range_uj") or None for folder in folders}
+    return SumMeter(system, facts, read, scale=1e-6, spans=spans)
 
 
 def find(system: System) -> list[Finding]:
     """Returns one finding per kind of zone (package, dram, psys)."""
-    groups: dict[str, dict[str, str]] = {}
+    groups: dict[str, list[str]] = {}
     for folder in system.paths(f"{POWERCAP}/intel-rapl:*"):
-        name = system.text_or(f"{folder}/name")
-        kind = name.partition("-")[0]
+        kind = system.text_or(f"{folder}/name").partition("-")[0]
         if kind in SCOPES:
-            groups.setdefault(kind, {})[folder] = name
+            groups.setdefault(kind, []).append(folder)
     if not groups:
         return [absent(NAME, f"no intel-rapl zones below /{POWERCAP} (virtual machines and containers have none)")]
-    findings = [tried(RaplMeter(system, SCOPES[kind], zones), ("denied to this user", REMEDY)) for kind, zones in groups.items()]
+    findings = [tried(zones_meter(system, SCOPES[kind], folders), ("denied to this user", REMEDY)) for kind, folders in groups.items()]
     return _without_broken_psys(system, findings)
 
 
@@ -82,7 +71,3 @@ def _without_broken_psys(system: System, findings: list[Finding]) -> list[Findin
         return findings
     reason = f"counts {joules[1]:.3g} J while the package counts {joules[0]:.3g} J: not wired or not scaled on this board"
     return [present(f.name, reason) if f.meter is psys else f for f in findings]
-
-
-def _span(system: System, folder: str) -> int | None:
-    return system.number(f"{folder}/max_energy_range_uj") or None

@@ -7,10 +7,11 @@ The sum is not the board's input: converters lose some, and USB and PCIe loads a
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Sample, Scope, absent, present, usable
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
 
 NAME = "raspberry-pi:pmic"
 LINE = re.compile(r"^\s*(\w+)_([AV])\s+(?:current|volt)\(\d+\)=(-?\d+(?:\.\d+)?)[AV]\s*$", re.MULTILINE)
@@ -27,32 +28,29 @@ def parse_pmic(text: str) -> dict[str, float]:
     return {name: amperes[name] * volts[name] for name in amperes if name in volts}
 
 
-class PmicMeter:
-    """The sum of all sensed rails, in watts. A read costs about 10 ms: a process and a mailbox call."""
+def pmic_meter(system: System, command: str) -> SumMeter:
+    """Returns the meter of all sensed rails together, in watts. A read costs about 10 ms: a process and a mailbox call."""
+    facts = MeterFacts(
+        name=NAME,
+        kind=Kind.SAMPLER,
+        scope=Scope.BOARD,
+        source=f"{command} pmic_read_adc",
+        refresh_s=0.15,
+        resolution=0.001,
+        poll_s=0.15,
+        needs="membership in the group video",
+        systematic="reads low: boards compared with a supply-line meter took about 1.13-1.15 × this + 0.6 W",
+        notes=("USB and PCIe loads are invisible: use a meter in the supply line with HATs or NVMe",),
+    )
 
-    def __init__(self, system: System, command: str) -> None:
-        self._system = system
-        self._command = command
-        self.facts = MeterFacts(
-            name=NAME,
-            kind=Kind.SAMPLER,
-            scope=Scope.BOARD,
-            source=f"{command} pmic_read_adc",
-            refresh_s=0.15,
-            resolution=0.001,
-            poll_s=0.15,
-            needs="membership in the group video",
-            systematic="reads low: boards compared with a supply-line meter took about 1.13-1.15 × this + 0.6 W",
-            notes=("USB and PCIe loads are invisible: use a meter in the supply line with HATs or NVMe",),
-        )
-
-    def read(self) -> Sample:
-        done = self._system.run([self._command, "pmic_read_adc"])
+    def read() -> Iterable[tuple[str, float]]:
+        done = system.run([command, "pmic_read_adc"])
         rails = parse_pmic(done.text)
         if done.code != 0 or not rails:
-            output = (done.text.strip() or done.errors.strip() or str(done.code)).splitlines()[0]
-            raise MeterError(f"`{self._command} pmic_read_adc` gave no rails: {output}; {REMEDY}")
-        return Sample(self._system.clock(), sum(rails.values()), " ".join(f"{n}={w:.6f}" for n, w in rails.items()))
+            raise MeterError(f"`{command} pmic_read_adc` gave no rails: {done.first_line}; {REMEDY}")
+        return rails.items()
+
+    return SumMeter(system, facts, read)
 
 
 def find(system: System) -> list[Finding]:
@@ -69,6 +67,6 @@ def find(system: System) -> list[Finding]:
         if done.code == 127:
             continue
         if parse_pmic(done.text):
-            return [usable(PmicMeter(system, command))]
-        return [present(NAME, (done.text.strip() or done.errors.strip() or "no rails").splitlines()[0], REMEDY)]
+            return [usable(pmic_meter(system, command))]
+        return [present(NAME, done.first_line, REMEDY)]
     return [present(NAME, "vcgencmd is not installed", "install Raspberry Pi OS's raspi-utils")]
