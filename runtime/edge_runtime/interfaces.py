@@ -44,8 +44,13 @@ class Target(Protocol):
     def rollback_floor(self) -> int:
         """The smallest length above 0 that `rollback` can go back to now; `rewind_slack` promises how far it stays below `length`."""
 
-    def prefill(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the cache; computes no logits. `tokens` may be any length up to the context."""
+    def prefill(self, tokens: Sequence[int], *, rows_read: int = 1) -> None:
+        """Appends tokens to the cache; computes no logits. `tokens` may be any length up to the context.
+
+        `rows_read`, 0 or 1: how many of their last rows are read afterwards. A draft before the next verify reads the last one. With 0, for
+        a piece that another piece follows, there are no drafts until the next forward. Of the other rows only K and V are needed: a backend
+        may leave out the rest, and what follows has the same bits.
+        """
 
     def verify(self, tokens: Sequence[int]) -> Logits:
         """One forward over `tokens`, appended to the cache; returns float32 logits [len(tokens), vocabulary].
@@ -86,7 +91,7 @@ class MediaTarget(Target, Protocol):
     whole_rows: int
 
     def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32], *, whole: bool = False) -> None:
-        """Appends soft rows [n, hidden size] to the cache; `ids` [n] are negative and stand for them in `tokens`.
+        """Appends soft rows [n, hidden size] to the cache; `ids` [n] are negative and stand for them in `tokens`. None of them is read.
 
         The rows of a `whole` image attend to each other in both directions.
         """

@@ -49,7 +49,7 @@ class ScriptedTarget:
     def rollback_floor(self) -> int:
         return max(0, len(self.cache) - self.rewind_slack)
 
-    def prefill(self, tokens: Sequence[int]) -> None:
+    def prefill(self, tokens: Sequence[int], *, rows_read: int = 1) -> None:
         self._append(tokens)
 
     def verify(self, tokens: Sequence[int]) -> Logits:

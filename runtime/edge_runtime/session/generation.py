@@ -322,7 +322,7 @@ class Generation:
             first, end, span = piece
             begin = time.perf_counter()
             if span is None:
-                target.prefill(prompt[first:end])
+                target.prefill(prompt[first:end], rows_read=int(end == len(prompt)))
             elif isinstance(target, MediaTarget):
                 rows = span.rows()
                 stats.encode_seconds += time.perf_counter() - begin

@@ -170,6 +170,22 @@ def test_a_prefill_may_have_any_length_and_equals_verifies(case: Case, target: T
     assert target.length == 131
 
 
+@pytest.mark.parametrize("count", [1, 2, 255, 256, 257, 513])
+def test_rows_that_nobody_reads_change_nothing_that_follows(case: Case, target: Target, drafter: Drafter, count: int) -> None:
+    """A piece that another one follows has no row to draft from, whatever its length; the last one has."""
+    tokens = random_tokens(7, count + 14)
+    target.prefill(tokens[:count])
+    target.prefill(tokens[count : count + 1])
+    drafts, logits = drafter.draft(300, 5), target.verify(tokens[count + 1 :]).copy()
+    target.rollback(0)
+    target.prefill(tokens[:count], rows_read=0)
+    assert drafter.draft(300, 5) == []
+    target.prefill(tokens[count : count + 1])
+    assert drafter.draft(300, 5) == drafts
+    assert len(drafts) == 5
+    assert np.array_equal(target.verify(tokens[count + 1 :]), logits)
+
+
 def test_drafts_leave_the_cache_as_it_is(case: Case, target: Target, drafter: Drafter) -> None:
     tokens = random_tokens(9, 213)
     target.prefill(tokens[:200])

@@ -91,9 +91,9 @@ class TimedTarget(ScriptedTarget):
         super().__init__()
         self.machine = machine
 
-    def prefill(self, tokens) -> None:
+    def prefill(self, tokens, *, rows_read=1) -> None:
         self.machine.spend("prefill")
-        super().prefill(tokens)
+        super().prefill(tokens, rows_read=rows_read)
 
     def verify(self, tokens):
         self.machine.spend("verify")

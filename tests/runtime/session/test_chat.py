@@ -166,7 +166,7 @@ def test_an_interruption_before_the_first_word_takes_the_question_back(monkeypat
     list(chat.say("a"))
     before = list(chat.messages)
 
-    def interrupted(_tokens: object) -> None:
+    def interrupted(_tokens: object, *, rows_read: int) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

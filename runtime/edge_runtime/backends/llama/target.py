@@ -235,8 +235,8 @@ class LlamaSequence(CommittedText):
         self.kv_type: str = shared.options.kv_type
         shared.sequences.append(self)
 
-    def prefill(self, tokens: Sequence[int]) -> None:
-        """Appends tokens, if any, in chunks of the batch size; only the last one's hidden row is computed, no logits are read.
+    def prefill(self, tokens: Sequence[int], *, rows_read: int = 1) -> None:
+        """Appends tokens, if any, in chunks of the batch size; hidden rows are computed of those that are read, no logits.
 
         Raises RequestError if they do not fit the context or the vocabulary, BackendError if llama.cpp fails: then the cache is as it was.
         """
@@ -247,7 +247,7 @@ class LlamaSequence(CommittedText):
         try:
             for first in range(0, len(ids), chunk):
                 last = first + chunk >= len(ids) and self.shared.options.draft
-                self.shared.forward([Rows(sequence=self, ids=ids[first : first + chunk], flagged=1 if last else 0)])
+                self.shared.forward([Rows(sequence=self, ids=ids[first : first + chunk], flagged=rows_read if last else 0)])
         except BaseException:
             self._truncate(start)
             raise

@@ -99,7 +99,7 @@ class GraphTarget(CommittedText):
     def _verify(self, ids: NDArray[np.int64]) -> None:
         """As `_forward`, with their logits into the first of `_logits`."""
 
-    def prefill(self, tokens: Sequence[int]) -> None:
+    def prefill(self, tokens: Sequence[int], *, rows_read: int = 1) -> None:
         """Appends tokens, if any, in chunks; no logits are computed.
 
         Raises RequestError if they do not fit the context or the vocabulary, BackendError if onnxruntime fails; then nothing was appended.
@@ -108,7 +108,7 @@ class GraphTarget(CommittedText):
             ids = self.checked(tokens)
             with self._appending():
                 newest = self._in_chunks(ids)
-            self.take_hidden(self.hidden_rows[0, :newest])
+            self.take_hidden(self.hidden_rows[0, newest - rows_read : newest])
 
     def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32], *, whole: bool = False) -> None:
         """Appends the soft rows [n, hidden size] of an image or sound, which negative `ids` stand for. Raises as `prefill` does."""
