@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,9 @@ from edge_devices.transports.adb import AdbTransport, usable_serials
 from edge_runtime.errors import RequestError
 
 ALL = "all"
+FILES = (RUNS, ENERGY, WATCH, LOG, DEVICE)
 # A phone that stays out of reach must not hold up the whole fleet.
 PATIENCE_SECONDS = 1800.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetTask:
-    """One phone of one worker."""
-
-    request: RemoteRequest
-    serial: str
-    folder: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetResult:
-    """A phone's result files by name, or why there are none."""
-
-    host: str
-    serial: str
-    files: dict[str, bytes]
-    failure: str = ""
 
 
 def phones_here() -> tuple[str, ...]:
@@ -51,17 +33,19 @@ def phones_here() -> tuple[str, ...]:
         return ()
 
 
-def bench_phone(task: FleetTask) -> FleetResult:
-    """Runs on a worker: runs the benchmark on one of its phones."""
+def bench_phone(request: RemoteRequest, serial: str, folder: str) -> tuple[str, dict[str, bytes]]:
+    """Runs on a worker: runs the benchmark on one of its phones. Returns its name in the fleet, and its result files by name.
+
+    Raises RequestError, which names the host.
+    """
     host = socket.gethostname()
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            bench_on(AdbTransport(task.serial, task.folder), task.request, Path(scratch), lambda _text: None)
+            bench_on(AdbTransport(serial, folder), request, Path(scratch), lambda _text: None)
         except EdgeError as error:
-            return FleetResult(host=host, serial=task.serial, files={}, failure=str(error))
-        folder = next(Path(scratch).rglob(RUNS)).parent
-        names = [name for name in (RUNS, ENERGY, WATCH, LOG, DEVICE) if (folder / name).exists()]
-        return FleetResult(host=host, serial=task.serial, files={name: (folder / name).read_bytes() for name in names})
+            raise RequestError(f"{host}: {error}") from error
+        home = next(Path(scratch).rglob(RUNS)).parent
+        return f"{host}/{serial}", {name: (home / name).read_bytes() for name in FILES if (home / name).exists()}
 
 
 def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: Sequence[str], folder: str | None) -> list[DeviceResult]:
@@ -90,17 +74,18 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
         for worker, attached in client.run(phones_here).items():
             for serial in attached:
                 if not serials or ALL in serials or serial in serials:
-                    task = FleetTask(request=resolved, serial=serial, folder=folder or AdbTransport.FOLDER)
-                    futures.append(client.submit(bench_phone, task, workers=[worker], allow_other_workers=False, pure=False))
+                    task = resolved, serial, folder or AdbTransport.FOLDER
+                    futures.append(client.submit(bench_phone, *task, workers=[worker], allow_other_workers=False, pure=False))
         if not futures:
             raise RequestError(f"no worker of {address} has a usable phone; run `adb devices -l` on its host")
         note(f"run {request.name}: {len(futures)} phones")
         for future in distributed.as_completed(futures):
-            outcome = _result_of(future)
-            if outcome.failure:
-                note(f"left out: {outcome.host}: {outcome.failure}")
+            try:
+                phone, files = future.result()
+            except Exception as error:  # noqa: BLE001 - whatever made a worker fail: the others continue
+                note(f"left out: {error if isinstance(error, EdgeError) else f'a worker: {type(error).__name__}: {error}'}")
                 continue
-            result = _store(outcome, results / request.name)
+            result = _store(phone, files, results / request.name)
             write_parquet(results / "parquet", result)
             collected.append(result)
             note(f"{result.device}: done ({len(collected)} of {len(futures)})")
@@ -109,22 +94,13 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
     return sorted(collected, key=lambda result: result.device)
 
 
-def _result_of(future: Any) -> FleetResult:
-    try:
-        outcome: FleetResult = future.result()
-    except Exception as error:  # noqa: BLE001 - whatever made a worker fail: the others continue
-        return FleetResult(host="a worker", serial="", files={}, failure=f"{type(error).__name__}: {error}")
-    return outcome
-
-
-def _store(outcome: FleetResult, folder: Path) -> DeviceResult:
+def _store(phone: str, files: dict[str, bytes], folder: Path) -> DeviceResult:
     """Writes a phone's files and reads them. The host is part of the name: two hosts may have phones of the same serial."""
-    target = folder / f"{outcome.host}-{outcome.serial}".replace(":", "-").replace("/", "-")
+    target = folder / phone.replace(":", "-").replace("/", "-")
     target.mkdir(parents=True, exist_ok=True)
-    for name, data in outcome.files.items():
+    for name, data in files.items():
         (target / name).write_bytes(data)
-    result = read_result(target)
-    return replace(result, device=f"{outcome.host}/{outcome.serial}")
+    return replace(read_result(target), device=phone)
 
 
 def _distributed() -> Any:

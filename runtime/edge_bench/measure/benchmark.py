@@ -13,14 +13,14 @@ from typing import TypeVar
 from edge_bench.measure.energy import energy_workloads
 from edge_bench.measure.llama_tools import llama_tools
 from edge_bench.measure.memory import measure_memory
-from edge_bench.measure.prompts import PreparedPrompt, prepare
-from edge_bench.measure.records import SCHEMA, CostRecord, Header, ModelFile, Note, Record
+from edge_bench.measure.prompts import Prompt, prepare
+from edge_bench.measure.records import SCHEMA, CostRecord, Header, ModelFile, Note, Record, Run
 from edge_bench.measure.request import BenchRequest
 from edge_bench.measure.runners import EdgeRunner, Runner
-from edge_bench.measure.schedule import DOMAINS_PART, Schedule, ScheduledRequest, context_schedule
+from edge_bench.measure.schedule import DOMAINS_PART, Schedule, context_schedule
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
-from edge_bench.measure.variants import BASELINE, OURS, edge_variants, peer_variants
+from edge_bench.measure.variants import BASELINE, OURS, Variant, edge_variants, peer_variants
 from edge_devices.energy.protocol import Workload
 from edge_devices.machine.facts import read_machine
 from edge_runtime.backends.selection import has_options, usable_backends
@@ -127,9 +127,7 @@ class Benchmark:
                 threads=self._threads,
             )
 
-    def _compare(
-        self, edge_runners: dict[DrafterKind, EdgeRunner], prompts: Sequence[PreparedPrompt], lengths: Sequence[int]
-    ) -> Iterator[Record]:
+    def _compare(self, edge_runners: dict[DrafterKind, EdgeRunner], prompts: Sequence[Prompt], lengths: Sequence[int]) -> Iterator[Record]:
         request = self._request
         variants = edge_variants(list(edge_runners), lengths, request.policies)
         runners = dict[str, Runner](edge_runners.items())
@@ -150,15 +148,15 @@ class Benchmark:
     def _run(self, plan: Schedule, runners: Mapping[str, Runner], title: str) -> Iterator[Record]:
         first = next(iter(runners))
 
-        def runner(scheduled: ScheduledRequest) -> Runner:
-            variant = scheduled.variant
-            return runners[first if variant == BASELINE else variant.drafter if variant.side == OURS else variant.side]
+        def run(repeat: int, prompt: Prompt, variant: Variant) -> Run:
+            runner = runners[first if variant == BASELINE else variant.drafter if variant.side == OURS else variant.side]
+            return runner.run(variant, prompt, plan.tokens, part=plan.part, repeat=repeat)
 
-        warm_up = self._request.warm_up
-        for scheduled in self._counted(f"{title}: warm-up", plan.warm_up(warm_up), len(plan.variants) * warm_up):
-            runner(scheduled).run(scheduled.variant, scheduled.prompt, scheduled.tokens, scheduled.place)
-        for scheduled in self._counted(title, plan.requests(), len(plan)):
-            yield runner(scheduled).run(scheduled.variant, scheduled.prompt, scheduled.tokens, scheduled.place)
+        warm_up = plan.warm_up(self._request.warm_up)
+        for request in self._counted(f"{title}: warm-up", warm_up, len(warm_up)):
+            run(*request)
+        for request in self._counted(title, plan.requests(), len(plan)):
+            yield run(*request)
 
     def _costs(self, edge_runners: Mapping[DrafterKind, EdgeRunner]) -> Iterator[Record]:
         for kind, runner in edge_runners.items():
@@ -169,9 +167,7 @@ class Benchmark:
             step = costs.mean_step if costs.step > LEAST_SECONDS else None
             yield CostRecord(drafter=kind, length=TEXT, verify_seconds=costs.verify[:rows], draft_step_seconds=step)
 
-    def _contexts(
-        self, edge_runners: dict[DrafterKind, EdgeRunner], prompts: Sequence[PreparedPrompt], lengths: Sequence[int]
-    ) -> Iterator[Record]:
+    def _contexts(self, edge_runners: dict[DrafterKind, EdgeRunner], prompts: Sequence[Prompt], lengths: Sequence[int]) -> Iterator[Record]:
         request, room = self._request, self._settings.context - self._request.tokens
         for length in request.contexts:
             if length > room:
@@ -196,7 +192,7 @@ class Benchmark:
             if repeat:
                 yield cost
 
-    def _concurrency(self, drafter: DrafterKind, prompts: Sequence[PreparedPrompt], lengths: Sequence[int]) -> Iterator[Record]:
+    def _concurrency(self, drafter: DrafterKind, prompts: Sequence[Prompt], lengths: Sequence[int]) -> Iterator[Record]:
         request = self._request
         if not request.concurrency:
             return

@@ -10,9 +10,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from edge_bench.measure.prompts import PreparedPrompt
-from edge_bench.measure.runners import EdgeRunner, RunPlace
-from edge_bench.measure.schedule import DOMAINS_PART
+from edge_bench.measure.prompts import Prompt
+from edge_bench.measure.runners import EdgeRunner
 from edge_bench.measure.variants import BASELINE, PLAIN, Variant
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external.clock import with_external_meter
@@ -143,7 +142,7 @@ def energy_figures(log: RunLog) -> EnergyReport:
 
 
 def energy_workloads(
-    runners: Mapping[str, EdgeRunner], variants: Sequence[Variant], prompts: Sequence[PreparedPrompt], tokens: int
+    runners: Mapping[str, EdgeRunner], variants: Sequence[Variant], prompts: Sequence[Prompt], tokens: int
 ) -> dict[str, Workload]:
     """Returns the workloads of the protocol: each variant's requests over the prompts in turn, and loops of a single phase.
 
@@ -154,12 +153,11 @@ def energy_workloads(
     return workloads | _calibration_loops(first.session, prompts[0])
 
 
-def _requests(runner: EdgeRunner, variant: Variant, prompts: Sequence[PreparedPrompt], tokens: int) -> Workload:
-    order: Iterator[PreparedPrompt] = itertools.cycle(prompts)
-    place = RunPlace(part=DOMAINS_PART, domain="energy", prompt=0, repeat=0)
+def _requests(runner: EdgeRunner, variant: Variant, prompts: Sequence[Prompt], tokens: int) -> Workload:
+    order: Iterator[Prompt] = itertools.cycle(prompts)
 
     def work() -> Work:
-        run = runner.run(variant, next(order), tokens, place)
+        run = runner.run(variant, next(order), tokens)
         draft = 0.0 if variant.policy == PLAIN else run.draft_seconds or 0.0
         forwards = "plain" if variant.policy == PLAIN else "verify"  # of one row or of several, whose watts may differ
         phases = {PREFILL: run.prefill_seconds or 0.0, "draft": draft, forwards: run.seconds - draft}
@@ -168,7 +166,7 @@ def _requests(runner: EdgeRunner, variant: Variant, prompts: Sequence[PreparedPr
     return work
 
 
-def _calibration_loops(session: Session, prompt: PreparedPrompt) -> dict[str, Workload]:
+def _calibration_loops(session: Session, prompt: Prompt) -> dict[str, Workload]:
     """Loops of one phase each. The prefill that forwards and drafts need comes before the window, else its joules would count as theirs."""
     target, drafter, ids = session.target, session.drafter, list(prompt.ids)
 

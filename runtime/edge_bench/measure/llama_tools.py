@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from edge_bench.measure.prompts import PreparedPrompt
+from edge_bench.measure.prompts import Prompt
 from edge_bench.measure.records import Run
-from edge_bench.measure.runners import RunPlace
+from edge_bench.measure.schedule import DOMAINS_PART
 from edge_bench.measure.variants import FIXED, PLAIN, Variant
 from edge_devices.children.running import run_child
 from edge_runtime.backends.llama.crash_probe import probe_load_options
@@ -42,7 +42,7 @@ class LlamaTools:
                     f"{self.tools} has no {name}; give the folder of llama.cpp's binaries (scripts/setup/build_llama_cpp.sh builds it)"
                 )
 
-    def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: RunPlace) -> Run:
+    def run(self, variant: Variant, prompt: Prompt, tokens: int, *, part: str = DOMAINS_PART, repeat: int = 0) -> Run:
         """Runs one request. Plain decoding is timed by llama-bench at the prompt's depth, as the speculative tool has no plain mode.
 
         Each run loads the files again; its seconds are for decoding only. Raises BackendError if a tool fails.
@@ -55,7 +55,10 @@ class LlamaTools:
         if not seconds > 0 or not emitted > 0 or accepted > drafted:
             raise BackendError(f"llama.cpp's tool reported {emitted} tokens in {seconds} s; the output of this build is not supported")
         return Run(
-            **vars(place),
+            part=part,
+            domain=prompt.domain,
+            prompt=prompt.number,
+            repeat=repeat,
             variant=variant,
             prompt_tokens=len(prompt.ids),
             tokens=emitted,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,21 +22,15 @@ MAX_DOMAIN_LETTERS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt; `number` counts within its domain, from 0."""
+    """One prompt; `number` counts within its domain, from 0.
+
+    Once it is tokenized, `text` is what other programs tokenize to the same `ids` (with control tokens written out).
+    """
 
     domain: str
     number: int
     text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedPrompt:
-    """A tokenized prompt: ids, and the text that other programs tokenize to the same ids (with control tokens written out)."""
-
-    domain: str
-    number: int
-    ids: tuple[int, ...]
-    text: str
+    ids: tuple[int, ...] = ()
 
 
 def shipped_prompts(domains: Sequence[str], count: int) -> list[Prompt]:
@@ -82,7 +76,7 @@ def _json_sets(path: Path, text: str) -> dict[str, list[str]]:
     return sets
 
 
-def prepare(prompts: Sequence[Prompt], session: Session) -> list[PreparedPrompt]:
+def prepare(prompts: Sequence[Prompt], session: Session) -> list[Prompt]:
     """Tokenizes prompts for a session's pair. Raises RequestError if its chat template refuses one."""
     vocabulary = session.vocabulary
     template = bundle_template(session.bundle, vocabulary) if any(p.domain == CHAT for p in prompts) else None
@@ -93,11 +87,11 @@ def prepare(prompts: Sequence[Prompt], session: Session) -> list[PreparedPrompt]
         if template is not None and prompt.domain == CHAT:
             messages = [{"role": "user", "content": prompt.text}]
             ids, text = template.encode(messages), template.render(messages).replace(MARK, "").removeprefix(bos)
-        prepared.append(PreparedPrompt(domain=prompt.domain, number=prompt.number, ids=tuple(ids), text=text))
+        prepared.append(replace(prompt, ids=tuple(ids), text=text))
     return prepared
 
 
-def long_prompt(prompts: Sequence[PreparedPrompt], length: int) -> tuple[int, ...]:
+def long_prompt(prompts: Sequence[Prompt], length: int) -> tuple[int, ...]:
     """Returns `length` ids: those of all prompts in turn, repeated as needed."""
     once = [token for prompt in prompts for token in prompt.ids]
     return tuple((once * (length // len(once) + 1))[:length])

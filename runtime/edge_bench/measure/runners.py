@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from edge_bench.measure.prompts import PreparedPrompt
+from edge_bench.measure.prompts import Prompt
 from edge_bench.measure.records import Run
+from edge_bench.measure.schedule import DOMAINS_PART
 from edge_bench.measure.variants import FIXED, PLAIN, Variant
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.policies import Fixed
@@ -16,21 +16,11 @@ from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunPlace:
-    """The position of a run in a benchmark; see `records.Run`."""
-
-    part: str
-    domain: str
-    prompt: int
-    repeat: int
-
-
 class Runner(Protocol):
     """A program that decodes: edge-mtp or another one."""
 
-    def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: RunPlace) -> Run:
-        """Greedily decodes at most `tokens` tokens after a prompt."""
+    def run(self, variant: Variant, prompt: Prompt, tokens: int, *, part: str = DOMAINS_PART, repeat: int = 0) -> Run:
+        """Greedily decodes at most `tokens` tokens after a prompt; `part` and `repeat` are the run's place, as in `records.Run`."""
 
 
 class EdgeRunner:
@@ -40,7 +30,7 @@ class EdgeRunner:
         self.session = session
         self._sessions: dict[str, Session] = {}
 
-    def run(self, variant: Variant, prompt: PreparedPrompt, tokens: int, place: RunPlace) -> Run:
+    def run(self, variant: Variant, prompt: Prompt, tokens: int, *, part: str = DOMAINS_PART, repeat: int = 0) -> Run:
         """Decodes. The safety net has its default for policies and is off for plain decoding and fixed lengths."""
         rounds: list[Round] = []
         generation = start(self._session(variant), variant, prompt.ids, tokens, rounds.append)
@@ -50,7 +40,10 @@ class EdgeRunner:
             seconds = generation.stats.decode_seconds
         stats = generation.stats
         return Run(
-            **vars(place),
+            part=part,
+            domain=prompt.domain,
+            prompt=prompt.number,
+            repeat=repeat,
             variant=variant,
             prompt_tokens=stats.prompt_tokens,
             tokens=stats.tokens,

@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from edge_bench.measure.prompts import PreparedPrompt, long_prompt
-from edge_bench.measure.runners import RunPlace
+from edge_bench.measure.prompts import Prompt, long_prompt
 from edge_bench.measure.variants import Variant
 
 DOMAINS_PART, CONTEXTS_PART = "domains", "contexts"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduledRequest:
-    """One request of a schedule."""
-
-    place: RunPlace
-    variant: Variant
-    prompt: PreparedPrompt
-    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,33 +17,28 @@ class Schedule:
 
     part: str
     variants: tuple[Variant, ...]
-    prompts: tuple[PreparedPrompt, ...]
+    prompts: tuple[Prompt, ...]
     repeats: int
     tokens: int
 
-    def requests(self) -> Iterator[ScheduledRequest]:
-        """Yields all requests: A B C on one prompt, C B A on the next and in the next repeat, so that slow drift cancels out."""
+    def requests(self) -> Iterator[tuple[int, Prompt, Variant]]:
+        """Yields repeat, prompt, variant: A B C on one prompt, C B A on the next and in the next repeat, so that slow drift cancels out."""
         for repeat in range(self.repeats):
             for index, prompt in enumerate(self.prompts):
-                place = RunPlace(part=self.part, domain=prompt.domain, prompt=prompt.number, repeat=repeat)
                 for variant in self.variants if (repeat + index) % 2 == 0 else reversed(self.variants):
-                    yield ScheduledRequest(place=place, variant=variant, prompt=prompt, tokens=self.tokens)
+                    yield repeat, prompt, variant
 
-    def warm_up(self, count: int) -> Iterator[ScheduledRequest]:
-        """Yields `count` requests of each variant on the first prompt, whose figures are discarded."""
-        for request in self.requests():
-            if (request.place.repeat, request.prompt) != (0, self.prompts[0]):
-                return
-            for _ in range(count):
-                yield request
+    def warm_up(self, count: int) -> list[tuple[int, Prompt, Variant]]:
+        """Returns `count` requests of each variant on the first prompt, whose figures are discarded."""
+        return [(0, self.prompts[0], variant) for variant in self.variants for _ in range(count)]
 
     def __len__(self) -> int:
         return self.repeats * len(self.prompts) * len(self.variants)
 
 
 def context_schedule(
-    prompts: Sequence[PreparedPrompt], variants: Sequence[Variant], lengths: Sequence[int], *, repeats: int, tokens: int
+    prompts: Sequence[Prompt], variants: Sequence[Variant], lengths: Sequence[int], *, repeats: int, tokens: int
 ) -> Schedule:
     """Returns a comparison on one prompt of each length in tokens, made by joining all prompts."""
-    long = tuple(PreparedPrompt(domain=str(length), number=0, ids=long_prompt(prompts, length), text="") for length in lengths)
+    long = tuple(Prompt(domain=str(length), number=0, ids=long_prompt(prompts, length), text="") for length in lengths)
     return Schedule(part=CONTEXTS_PART, variants=tuple(variants), prompts=long, repeats=repeats, tokens=tokens)

@@ -16,10 +16,10 @@ from edge_bench.devices import remote_run
 from edge_bench.measure import llama_tools as module
 from edge_bench.measure.benchmark import Benchmark
 from edge_bench.measure.llama_tools import BENCH, SPECULATIVE, LlamaTools, llama_tools
-from edge_bench.measure.prompts import PreparedPrompt, prepare, shipped_prompts
+from edge_bench.measure.prompts import Prompt, prepare, shipped_prompts
 from edge_bench.measure.records import read_records
 from edge_bench.measure.request import BenchRequest
-from edge_bench.measure.runners import EdgeRunner, RunPlace
+from edge_bench.measure.runners import EdgeRunner
 from edge_bench.measure.variants import DEFAULT, LLAMA_CPP, Variant
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BackendError, RequestError
@@ -28,8 +28,7 @@ from edge_runtime.session.open import open_session
 from phones import Desk
 from stub_package import stub_package
 
-PROMPT = PreparedPrompt(domain="d", number=0, ids=(1, 2, 3), text="a text")
-PLACE = RunPlace(part="domains", domain="d", prompt=0, repeat=0)
+PROMPT = Prompt(domain="d", number=0, ids=(1, 2, 3), text="a text")
 SAID = "decoded   20 tokens in    0.500 seconds, speed: 40 t/s\nn_drafted = 30\nn_predict = 20\nn_accept  = 12"
 BENCHED = '[ { "avg_ts": 80.0 } ]'
 
@@ -56,7 +55,7 @@ def asked(tools: LlamaTools) -> str:
 
 def test_a_fixed_length(tools):
     side = tools(repack=False)
-    run = side.run(fixed(4, LLAMA_CPP), PROMPT, 20, PLACE)
+    run = side.run(fixed(4, LLAMA_CPP), PROMPT, 20)
     assert (run.tokens, run.seconds, run.drafted, run.accepted, run.output) == (20, 0.5, 30, 12, None)
     assert "-m t.gguf -t 2 -ngl 0 -md d.gguf --spec-type draft-mtp --spec-draft-n-max 4 --temp 0 -c 512 -n 20" in asked(side)
     assert asked(side).endswith("-p a text --no-repack")
@@ -64,14 +63,14 @@ def test_a_fixed_length(tools):
 
 def test_its_default_length(tools):
     side = tools()
-    side.run(Variant(side=LLAMA_CPP, drafter="dense", policy=DEFAULT), PROMPT, 20, PLACE)
+    side.run(Variant(side=LLAMA_CPP, drafter="dense", policy=DEFAULT), PROMPT, 20)
     assert "n-max" not in asked(side)
     assert "repack" not in asked(side)
 
 
 def test_plain_decoding_at_the_prompts_depth(tools):
     side = tools()
-    run = side.run(PEER_PLAIN, PROMPT, 20, PLACE)
+    run = side.run(PEER_PLAIN, PROMPT, 20)
     assert (run.tokens, run.seconds, run.drafted) == (20, 0.25, 0)
     assert "-n 20 -d 3 -r 1" in asked(side)
 
@@ -87,13 +86,13 @@ def test_plain_decoding_at_the_prompts_depth(tools):
 )
 def test_a_tool_that_fails_says_so(tools, speculative, words):
     with pytest.raises(BackendError, match=words):
-        tools(speculative).run(fixed(4, LLAMA_CPP), PROMPT, 20, PLACE)
+        tools(speculative).run(fixed(4, LLAMA_CPP), PROMPT, 20)
 
 
 @pytest.mark.parametrize("printed", ["nothing", "[]", "[{}]", '[{"avg_ts": 0}]', '[{"avg_ts": null}]'])
 def test_a_bench_without_figures_says_so(tools, printed):
     with pytest.raises(BackendError, match="printed no figures"):
-        tools(bench=f"echo '{printed}'").run(PEER_PLAIN, PROMPT, 20, PLACE)
+        tools(bench=f"echo '{printed}'").run(PEER_PLAIN, PROMPT, 20)
 
 
 def test_a_folder_without_tools_is_refused(tmp_path):
@@ -105,7 +104,7 @@ def test_a_tool_that_cannot_run_says_so(tools):
     side = tools()
     (side.tools / "llama-bench").chmod(0o644)
     with pytest.raises(BackendError, match=r"could not be started .*llama-bench can be run"):
-        side.run(PEER_PLAIN, PROMPT, 20, PLACE)
+        side.run(PEER_PLAIN, PROMPT, 20)
 
 
 @pytest.mark.peer
@@ -117,13 +116,13 @@ def test_the_real_tools_on_the_reference_pair(exported_pair, probe_memory):
         prompts = prepare(shipped_prompts(["code", "chat"], 1), session)
         side, ours = llama_tools(session, Path(folder), 1), EdgeRunner(session)
         for prompt in prompts:
-            run = side.run(fixed(3, LLAMA_CPP), prompt, 32, PLACE)
-            mine = ours.run(fixed(3), prompt, 32, PLACE)
+            run = side.run(fixed(3, LLAMA_CPP), prompt, 32)
+            mine = ours.run(fixed(3), prompt, 32)
             assert run.tokens >= 32
             # Its text may be cut elsewhere and its ties fall otherwise, but it drafts after the same prompt with the same drafter.
             assert abs(run.accepted / run.drafted - mine.accepted / mine.drafted) < 0.35
-        assert side.run(PEER_PLAIN, prompts[0], 16, PLACE).tokens == 16
-        assert side.run(Variant(side=LLAMA_CPP, drafter="dense", policy=DEFAULT), prompts[0], 16, PLACE).drafted > 0
+        assert side.run(PEER_PLAIN, prompts[0], 16).tokens == 16
+        assert side.run(Variant(side=LLAMA_CPP, drafter="dense", policy=DEFAULT), prompts[0], 16).drafted > 0
 
 
 @pytest.mark.slow

@@ -6,24 +6,23 @@ import pytest
 
 from bench_records import fixed, rolling
 from edge_bench.measure.energy import LOOP, energy_workloads
-from edge_bench.measure.prompts import PreparedPrompt
-from edge_bench.measure.runners import EdgeRunner, RunPlace, digest
+from edge_bench.measure.prompts import Prompt
+from edge_bench.measure.runners import EdgeRunner, digest
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.variants import BASELINE, OURS, Variant
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.session.session import Session, SessionParts
 from scripted import make_session, next_token, plain_greedy, scripted_sessions
 
-PROMPT = PreparedPrompt(domain="d", number=0, ids=(1, 2, 3), text="")
-OTHER = PreparedPrompt(domain="d", number=1, ids=(4, 4), text="")
-PLACE = RunPlace(part="domains", domain="d", prompt=0, repeat=0)
+PROMPT = Prompt(domain="d", number=0, ids=(1, 2, 3), text="")
+OTHER = Prompt(domain="d", number=1, ids=(4, 4), text="")
 STEPPED = Variant(side=OURS, drafter="dense", policy="stepped")
 PROFIT = Variant(side=OURS, drafter="dense", policy="profit")
 
 
 @pytest.mark.parametrize("variant", [BASELINE, fixed(1), fixed(4), rolling(), STEPPED])
 def test_every_variant_writes_what_plain_decoding_writes(variant):
-    run = EdgeRunner(make_session()).run(variant, PROMPT, 30, PLACE)
+    run = EdgeRunner(make_session()).run(variant, PROMPT, 30)
     assert run.output == digest(plain_greedy([1, 2, 3], 30))
     assert (run.tokens, run.prompt_tokens, sum(run.round_tokens)) == (30, 3, 30)
     assert sum(run.round_seconds) == pytest.approx(run.seconds)
@@ -35,7 +34,7 @@ def test_policies_and_lengths_draft_as_they_say():
     lengths = {}
     for variant in (BASELINE, fixed(2), rolling(), STEPPED):
         runner.session.drafter.lengths.clear()
-        runner.run(variant, PROMPT, 40, PLACE)
+        runner.run(variant, PROMPT, 40)
         lengths[variant] = runner.session.drafter.lengths[:4]
     assert lengths == {BASELINE: [], fixed(2): [2, 2, 2, 2], rolling(): [2, 3, 4, 5], STEPPED: [2, 6, 6, 6]}
 
@@ -43,14 +42,14 @@ def test_policies_and_lengths_draft_as_they_say():
 def test_a_policys_safety_net_is_its_own():
     runner = EdgeRunner(make_session(lambda c, _: (next_token(c) + 1) % 17))
     for _ in range(5):
-        worst = runner.run(rolling(), PROMPT, 60, PLACE)
+        worst = runner.run(rolling(), PROMPT, 60)
     assert worst.drafted < 60, "the net stopped drafting"
-    assert runner.run(STEPPED, PROMPT, 6, PLACE).drafted > 0, "and did not reach another policy"
-    assert runner.run(fixed(3), PROMPT, 60, PLACE).drafted > 150, "nor fixed lengths"
+    assert runner.run(STEPPED, PROMPT, 6).drafted > 0, "and did not reach another policy"
+    assert runner.run(fixed(3), PROMPT, 60).drafted > 150, "nor fixed lengths"
 
 
 def test_phases_are_parts_of_the_time():
-    run = EdgeRunner(make_session()).run(fixed(4), PROMPT, 30, PLACE)
+    run = EdgeRunner(make_session()).run(fixed(4), PROMPT, 30)
     assert 0 < run.draft_seconds < run.seconds
     assert 0 < run.verify_seconds < run.seconds - run.draft_seconds
 
@@ -74,7 +73,7 @@ def test_profit_learns_from_run_to_run():
         )
     )
     runner = EdgeRunner(session)
-    first, second = (runner.run(PROFIT, PROMPT, 60, PLACE) for _ in range(2))
+    first, second = (runner.run(PROFIT, PROMPT, 60) for _ in range(2))
     assert first.output == second.output == digest(plain_greedy([1, 2, 3], 60))
     assert second.tokens / len(second.round_tokens) >= first.tokens / len(first.round_tokens) > 2
     assert asked == [1]

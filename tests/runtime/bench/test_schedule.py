@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from edge_bench.measure.prompts import DOMAINS, PreparedPrompt, long_prompt, prepare, read_prompts, shipped_prompts
+from edge_bench.measure.prompts import DOMAINS, Prompt, long_prompt, prepare, read_prompts, shipped_prompts
 from edge_bench.measure.schedule import Schedule, context_schedule
 from edge_bench.measure.variants import (
     BASELINE,
@@ -21,7 +21,7 @@ from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.errors import RequestError
 from scripted import make_session
 
-PROMPTS = tuple(PreparedPrompt(domain="d", number=n, ids=(n, n + 1), text=str(n)) for n in range(3))
+PROMPTS = tuple(Prompt(domain="d", number=n, ids=(n, n + 1), text=str(n)) for n in range(3))
 
 
 def test_every_domain_ships_prompts_and_they_differ():
@@ -96,23 +96,23 @@ def test_each_variant_stands_as_early_as_late(repeats):
     plan = Schedule(part="domains", variants=variants, prompts=PROMPTS, repeats=repeats, tokens=5)
     steps = list(plan.requests())
     assert len(steps) == len(plan) == repeats * 3 * 4
-    assert len({(s.place.repeat, s.prompt.number, s.variant) for s in steps}) == len(steps)
+    assert len({(repeat, prompt.number, variant) for repeat, prompt, variant in steps}) == len(steps)
     groups = [steps[i : i + 4] for i in range(0, len(steps), 4)]
     for prompt in PROMPTS:
-        orders = [[s.variant for s in group] for group in groups if group[0].prompt == prompt]
+        orders = [[variant for _, _, variant in group] for group in groups if group[0][1] == prompt]
         mean_place = {v: sum(order.index(v) for order in orders) / len(orders) for v in variants}
         assert set(mean_place.values()) == {1.5}
-    assert all(len({s.place for s in group}) == 1 for group in groups), "a prompt's variants follow each other"
+    assert all(len({(repeat, prompt) for repeat, prompt, _ in group}) == 1 for group in groups), "a prompt's variants follow each other"
 
 
 def test_warm_up_runs_each_variant_on_the_first_prompt_only():
     plan = Schedule(part="domains", variants=tuple(edge_variants(["dense"], [1, 2], [])), prompts=PROMPTS, repeats=3, tokens=5)
     steps = list(plan.warm_up(2))
     assert len(steps) == 6
-    assert {s.prompt.number for s in steps} == {0}
+    assert {prompt.number for _, prompt, _ in steps} == {0}
     assert list(plan.warm_up(0)) == []
 
 
 def test_context_plan_has_a_prompt_of_each_length():
     plan = context_schedule(PROMPTS, [BASELINE], [4, 9], repeats=1, tokens=5)
-    assert [(s.place.domain, len(s.prompt.ids)) for s in plan.requests()] == [("4", 4), ("9", 9)]
+    assert [(prompt.domain, len(prompt.ids)) for _, prompt, _ in plan.requests()] == [("4", 4), ("9", 9)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from edge_bench.measure.prompts import PreparedPrompt
+from edge_bench.measure.prompts import Prompt
 from edge_bench.measure.records import Concurrency
 from edge_bench.measure.runners import session_for, start
 from edge_bench.measure.variants import Variant
@@ -14,7 +14,7 @@ from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 
 
-def alone(session: Session, prompts: Sequence[PreparedPrompt], tokens: int) -> list[list[int]]:
+def alone(session: Session, prompts: Sequence[Prompt], tokens: int) -> list[list[int]]:
     """Returns each prompt's plain greedy output on a single session."""
     outputs = []
     for prompt in prompts:
@@ -28,7 +28,7 @@ def alone(session: Session, prompts: Sequence[PreparedPrompt], tokens: int) -> l
 def run_level(
     sessions: Sessions,
     variant: Variant,
-    prompts: Sequence[PreparedPrompt],
+    prompts: Sequence[Prompt],
     expected: Sequence[Sequence[int]],
     tokens: int,
     repeat: int,
