@@ -8,9 +8,8 @@ Every byte but that key is equal, except that `per_dim_scale` is rounded correct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from math import isqrt, prod
-from typing import Any, Literal
+from math import isqrt
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,21 +27,19 @@ from edge_export.checkpoint.media_architecture import (
     VisionTower,
     parse_media,
 )
-from edge_export.checkpoint.safetensors import FLOAT_BYTES, SOURCE_TYPE, FloatType, StoredTensor, read_float_chunks
+from edge_export.checkpoint.published.grid import BLOCK
+from edge_export.checkpoint.safetensors import SOURCE_TYPE, FloatType, StoredTensor, read_values
 from edge_export.errors import CheckpointError
-from edge_export.gguf.loader import gguf
-from edge_export.gguf.metadata import Entry
+from edge_export.gguf.keys import Entry
 from edge_export.gguf.tensor_names import encoder_name
-from edge_export.gguf.writer import GgufPlan, PlannedTensor, RawTensor, header_of
-from edge_runtime.bundle.gguf_types import QUANTIZATIONS, TYPE_NUMBERS
+from edge_export.gguf.writer import GgufPlan, GgufTensor, array_tensor, float_tensor, header_of
+from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MediaInputs, MediaTokens, VisionSize
 
 # Groups of `Checkpoint.left_out`.
 TOWERS = ("vision_tower:", "audio_tower:", "vision_embedder:", "embed_vision:", "embed_audio:")
 EncoderType = FloatType | Literal["q8_0"]
 ENCODER_TYPES: tuple[EncoderType, ...] = ("f32", "f16", "bf16", "q8_0")
-_Q8_0 = gguf.GGMLQuantizationType.Q8_0
-_BLOCK, _BLOCK_BYTES = gguf.GGML_QUANT_SIZES[_Q8_0]
 USE_GELU = "clip.use_gelu"
 _MAX_PROCESSOR_BYTES = 1 << 20
 _EPSILON = 1e-6
@@ -91,44 +88,29 @@ def plan_encoder(checkpoint: Checkpoint, weight_type: EncoderType, *, use_gelu: 
     entries = _entries(checkpoint, media, weight_type)
     if use_gelu and isinstance(media.vision, VisionTower):
         entries.append((USE_GELU, "bool", True))
-    types = [TYPE_NUMBERS[tensor.type] if isinstance(tensor, PlannedTensor) else tensor.type for tensor in tensors]
-    return GgufPlan(header=header_of("clip", "mmproj", checkpoint, tensors, types=types, entries=entries), tensors=tensors)
+    return GgufPlan(header=header_of("clip", "mmproj", checkpoint, tensors, entries), tensors=tensors)
 
 
-def _planned(stored: StoredTensor, weight_type: EncoderType) -> PlannedTensor | RawTensor:
+def _planned(stored: StoredTensor, weight_type: EncoderType) -> GgufTensor:
     name, shape = encoder_name(stored.name) or "", stored.shape or (1,)
-    # Rows that are no whole blocks stay in f16 (conversion/base.py).
-    kind: FloatType = "f16" if weight_type == "q8_0" else weight_type
-    if len(shape) == 1 or name.endswith(("_norm.weight", ".conv_dw.weight")) or name.startswith(_ALWAYS_FLOAT32):
-        kind = "f32"
     if name == "v.patch_embd.weight":
-        half: Literal["f32", "f16"] = "f16" if weight_type == "f16" else "f32"
-        flat = stored.name.startswith(EMBEDDER)
         side = isqrt(shape[1] // 3)
-        reshaped = shape if flat else (shape[0], 3, side, side)
-        return _rewritten(name, reshaped, half, stored, lambda v: _colours_first(v.reshape(shape[0], -1)))
+        reshaped = shape if stored.name.startswith(EMBEDDER) else (shape[0], 3, side, side)
+        return array_tensor(name, reshaped, "f16" if weight_type == "f16" else "f32", lambda: _colours_first(read_values(stored)))
     if name.startswith("v.patch_norm.1."):
-        return _rewritten(name, shape, "f32", stored, lambda v: _colours_first(v.reshape(1, -1)))
+        return array_tensor(name, shape, "f32", lambda: _colours_first(read_values(stored).reshape(1, -1)))
     if stored.name == f"{EMBEDDER}pos_embedding":
-        swapped = (shape[1], shape[0], shape[2])
-        return _rewritten(name, swapped, "f32", stored, lambda v: v.reshape(shape).transpose(1, 0, 2))
-    if name.endswith(".conv_dw.weight"):
-        shape = (shape[0], shape[2])
+        return array_tensor(name, (shape[1], shape[0], shape[2]), "f32", lambda: read_values(stored).transpose(1, 0, 2))
     if name.endswith(".per_dim_scale.weight"):
-        return _rewritten(name, shape, "f32", stored, _softplus)
-    if weight_type == "q8_0" and kind == "f16" and shape[-1] % _BLOCK == 0:
-        return _quantized(name, shape, stored)
-    return PlannedTensor(name=name, shape=shape, type=kind, source=stored)
-
-
-def _quantized(name: str, shape: tuple[int, ...], stored: StoredTensor) -> RawTensor:
-    """A matrix in q8_0, by the rounding of gguf-py, which the converter uses too."""
-
-    def pieces() -> Iterator[Any]:
-        values = np.concatenate([np.array(piece) for piece in read_float_chunks(stored, "f32")]).reshape(shape)
-        yield np.ascontiguousarray(gguf.quants.quantize(values, _Q8_0)).data.cast("B")
-
-    return RawTensor(name=name, shape=shape, type=int(_Q8_0), bytes=prod(shape) // _BLOCK * _BLOCK_BYTES, pieces=pieces)
+        return array_tensor(name, shape, "f32", lambda: _softplus(read_values(stored)))
+    if name.endswith(".conv_dw.weight"):
+        return float_tensor(name, stored, "f32", (shape[0], shape[2]))
+    if len(shape) == 1 or name.endswith("_norm.weight") or name.startswith(_ALWAYS_FLOAT32):
+        return float_tensor(name, stored, "f32", shape)
+    if weight_type != "q8_0":
+        return float_tensor(name, stored, weight_type)
+    # Rows that are no whole blocks stay in f16 (conversion/base.py).
+    return float_tensor(name, stored, "f16") if shape[-1] % BLOCK else array_tensor(name, shape, "q8_0", lambda: read_values(stored))
 
 
 def _colours_first(rows: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -137,28 +119,10 @@ def _colours_first(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     return rows.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
 
 
-def _rewritten(
-    name: str,
-    shape: tuple[int, ...],
-    kind: Literal["f32", "f16"],
-    stored: StoredTensor,
-    change: Callable[[NDArray[np.float32]], NDArray[Any]],
-) -> RawTensor:
-    """A tensor of at most some 100 MB whose values are changed when they are written."""
-
-    def pieces() -> Iterator[Any]:
-        values = np.concatenate([np.array(piece) for piece in read_float_chunks(stored, "f32")])
-        changed = np.ascontiguousarray(change(values), dtype=np.float32)
-        raw: NDArray[Any] = changed if kind == "f32" else changed.astype(np.float16)
-        yield np.ascontiguousarray(raw).data.cast("B")
-
-    return RawTensor(name=name, shape=shape, type=TYPE_NUMBERS[kind], bytes=prod(shape) * FLOAT_BYTES[kind], pieces=pieces)
-
-
-def _softplus(values: NDArray[np.float32]) -> NDArray[Any]:
+def _softplus(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """ln(1 + e^x), above 20 x itself, as torch has it."""
     wide = values.astype(np.float64)
-    return np.where(wide > 20.0, wide, np.log1p(np.exp(np.minimum(wide, 20.0))))
+    return np.where(wide > 20.0, wide, np.log1p(np.exp(np.minimum(wide, 20.0)))).astype(np.float32)
 
 
 def _entries(checkpoint: Checkpoint, media: MediaArchitecture, weight_type: EncoderType) -> list[Entry]:

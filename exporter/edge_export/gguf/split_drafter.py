@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from edge_export.checkpoint.architecture import AssistantArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.gguf_source import read_gguf_header
-from edge_export.checkpoint.safetensors import StoredTensor, read_chunks, read_float_chunks
+from edge_export.checkpoint.safetensors import read_values
 from edge_export.checkpoint.tensor_names import CENTROIDS, TOKEN_ORDERING
 from edge_export.errors import CheckpointError, ExportError
-from edge_export.gguf.metadata import Entry, architecture_entries, architecture_name
-from edge_export.gguf.writer import RawTensor, raw_tensor, write_raw_gguf
+from edge_export.gguf.keys import Entry, architecture_entries, architecture_name
+from edge_export.gguf.writer import GgufTensor, array_tensor, write_raw_gguf
 from edge_runtime.bundle.gguf_header import TensorInfo
 from edge_runtime.bundle.gguf_types import FLOATS, TENSOR_TYPES
 
@@ -60,14 +60,14 @@ def write_head(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
     """
     ordering, model, stored = token_order(drafter), drafter.assistant, drafter.tensors
     clusters = ordering.reshape(model.centroids, -1)
-    pre, post = _matrix(stored["pre_projection.weight"]), _matrix(stored["post_projection.weight"])
+    pre, post = read_values(stored["pre_projection.weight"]), read_values(stored["post_projection.weight"])
     halves = pre[:, : model.target_hidden_size], pre[:, model.target_hidden_size :]
     # In float64, as the product replaces two steps.
     feedback = halves[1].astype(np.float64) @ post.astype(np.float64)
     tensors = [
         _clustered(output_rows(finished), finished, clusters),
-        raw_tensor("token_ordering", clusters, "i32"),
-        _half("centroids", _matrix(stored[CENTROIDS]), drafter),
+        array_tensor("token_ordering", clusters.shape, "i32", lambda: clusters),
+        _half("centroids", read_values(stored[CENTROIDS]), drafter),
         _half("embedding_projection", halves[0], drafter),
         _half("hidden_projection", halves[1], drafter),
         _half("feedback", feedback, drafter),
@@ -84,7 +84,7 @@ def output_rows(finished: Path) -> TensorInfo:
     raise ExportError(f"{finished} lacks {_ROWS}; export it again")
 
 
-def _clustered(rows: TensorInfo, finished: Path, ordering: NDArray[np.int32]) -> RawTensor:
+def _clustered(rows: TensorInfo, finished: Path, ordering: NDArray[np.int32]) -> GgufTensor:
     """Output rows in cluster order, a few clusters at a time: `ordering` is [centroids, tokens of each]."""
     hidden, count = rows.shape
     centroids, per_centroid = ordering.shape
@@ -95,21 +95,21 @@ def _clustered(rows: TensorInfo, finished: Path, ordering: NDArray[np.int32]) ->
         for first in range(0, centroids, _CENTROIDS_PER_PIECE):
             yield np.ascontiguousarray(table[ordering[first : first + _CENTROIDS_PER_PIECE].reshape(-1)]).data.cast("B")
 
-    return RawTensor(name="rows", shape=(centroids, per_centroid, hidden), type=rows.type, bytes=rows.bytes, pieces=pieces)
+    return GgufTensor(name="rows", shape=(centroids, per_centroid, hidden), type=rows.type, pieces=pieces)
 
 
-def _half(name: str, values: NDArray[Any], drafter: Checkpoint) -> RawTensor:
+def _half(name: str, values: NDArray[Any], drafter: Checkpoint) -> GgufTensor:
     """A matrix as float16, which is exact for bfloat16 values of at least 2^-14."""
     if not np.abs(values).max() <= _MAX_FLOAT16:
         raise CheckpointError(f"{drafter.folder}: {name} holds values beyond float16's {_MAX_FLOAT16:.0f}; download the checkpoint again")
-    return raw_tensor(name, values, "f16")
+    return array_tensor(name, values.shape, "f16", lambda: values)
 
 
 def token_order(drafter: Checkpoint) -> NDArray[np.int32]:
     """Returns the tokens [vocabulary] in cluster order. Raises CheckpointError if it is not a permutation, or the sizes do not divide."""
     model, stored = drafter.assistant, drafter.tensors[TOKEN_ORDERING]
     _check_sizes(drafter, model)
-    order = np.concatenate([np.array(piece) for piece in read_chunks(stored)])
+    order = read_values(stored)
     if not np.array_equal(np.sort(order), np.arange(model.vocab_size)):
         raise CheckpointError(f"{stored.path}: {stored.name!r} does not name every token once; download the checkpoint again")
     return order.astype(np.int32)
@@ -119,11 +119,6 @@ def _check_sizes(drafter: Checkpoint, model: AssistantArchitecture) -> None:
     if model.vocab_size % model.centroids or model.top_centroids > model.centroids:
         sizes = f"{model.vocab_size} tokens, {model.centroids} centroids and the best {model.top_centroids} of them"
         raise CheckpointError(f"{drafter.folder}: {sizes} do not match; use an unmodified config")
-
-
-def _matrix(stored: StoredTensor) -> NDArray[np.float32]:
-    values = [np.array(piece) for piece in read_float_chunks(stored, "f32")]
-    return np.concatenate(values).reshape(stored.shape)
 
 
 def write_body(drafter: Checkpoint, finished: Path, path: Path, progress: Callable[[int], None] = lambda _: None) -> None:
@@ -141,9 +136,9 @@ def write_body(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
     # The output is float16, whose products with ones are exact: llama.cpp rounds activations to the weights' type. Quantized blocks
     # round their input anyway, so before them the selector may be quantized too, to a quarter of the bytes.
     tensors = [
-        raw_tensor(_ROWS, np.eye(hidden, dtype=np.float32), "f16"),
-        raw_tensor(_PRE, np.eye(hidden, 2 * target, k=target, dtype=np.float32), _small(types[_PRE])),
-        raw_tensor(_POST, np.zeros((target, hidden), np.float32), _small(types[_POST])),
+        array_tensor(_ROWS, (hidden, hidden), "f16", lambda: np.eye(hidden, dtype=np.float32)),
+        array_tensor(_PRE, (hidden, 2 * target), _small(types[_PRE]), lambda: np.eye(hidden, 2 * target, k=target, dtype=np.float32)),
+        array_tensor(_POST, (target, hidden), _small(types[_POST]), lambda: np.zeros((target, hidden), np.float32)),
     ]
     tensors += [_copied(finished, tensor) for tensor in header.tensors if tensor.name not in _REPLACED]
     name = architecture_name(model)
@@ -152,12 +147,12 @@ def write_body(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
     write_raw_gguf(path, name, entries, tensors, progress)
 
 
-def _small(replaced: int) -> Literal["f16", "q4_0"]:
+def _small(replaced: int) -> str:
     """The type for the replacement of a matrix: q4_0, which stores ones and zeros exactly, if the matrix was quantized."""
     return "f16" if TENSOR_TYPES[replaced].name in FLOATS else "q4_0"
 
 
-def _copied(source: Path, tensor: TensorInfo) -> RawTensor:
+def _copied(source: Path, tensor: TensorInfo) -> GgufTensor:
     def pieces() -> Iterator[Any]:
         with source.open("rb") as file:
             file.seek(tensor.offset)
@@ -169,4 +164,4 @@ def _copied(source: Path, tensor: TensorInfo) -> RawTensor:
                 left -= len(piece)
                 yield piece
 
-    return RawTensor(name=tensor.name, shape=tuple(reversed(tensor.shape)), type=tensor.type, bytes=tensor.bytes, pieces=pieces)
+    return GgufTensor(name=tensor.name, shape=tuple(reversed(tensor.shape)), type=tensor.type, pieces=pieces)

@@ -1,81 +1,73 @@
-"""Writes a checkpoint as GGUF, tensor by tensor in small pieces."""
+"""Writes a checkpoint as GGUF, tensor by tensor in small pieces.
+
+Weights that lie on the grid of q4_0 (see checkpoint/published/grid.py) are written as such without loss, other matrices then as q8_0.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.safetensors import FLOAT_BYTES, FloatType, StoredTensor, read_float_chunks
+from edge_export.checkpoint.published.grid import BLOCK, find_grid, lies_on_grid
+from edge_export.checkpoint.safetensors import FloatType, StoredTensor, read_float_chunks
 from edge_export.checkpoint.tokenizer_vocabulary import GgufVocabulary, read_vocabulary
 from edge_export.errors import CheckpointError
-from edge_export.gguf.exact_q4 import ExactReport, block_bytes, block_pieces, block_type
+from edge_export.gguf.keys import Entry, add_general, architecture_entries, architecture_name, unfit_values, vocabulary_entries
 from edge_export.gguf.loader import gguf
-from edge_export.gguf.metadata import Entry, architecture_entries, architecture_name, read_generation, vocabulary_entries
-from edge_export.gguf.model_card import name_or_path, read_card, unfit_values
 from edge_export.gguf.tensor_names import ROPE_FREQUENCIES, gguf_name, stays_float32
-from edge_runtime.bundle.gguf_types import QUANTIZATIONS, TYPE_NUMBERS
+from edge_runtime.bundle.gguf_types import QUANTIZATIONS, TENSOR_TYPES, TYPE_NUMBERS
 
-# Fields of gguf.Metadata and their names in generation_config.json.
-_GENERATION_KEYS = {
-    "sampling_sequence": "sequence",
-    "sampling_top_k": "top_k",
-    "sampling_top_p": "top_p",
-    "sampling_min_p": "min_p",
-    "sampling_xtc_probability": "xtc_probability",
-    "sampling_xtc_threshold": "xtc_threshold",
-    "sampling_temp": "temperature",
-    "sampling_penalty_last_n": "penalty_last_n",
-    "sampling_penalty_repeat": "penalty_repeat",
-    "sampling_mirostat": "mirostat",
-    "sampling_mirostat_tau": "mirostat_tau",
-    "sampling_mirostat_eta": "mirostat_eta",
-}
 ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
 # A frequency factor this large stops the rotation of a pair: full layers rotate only the first pairs (proportional RoPE).
 UNROTATED = 1e30
+# Matrices of a checkpoint that are tried before it counts as trained for q4_0.
+_TRIED = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedTensor:
-    """A tensor of a checkpoint to be written: its GGUF name, shape (rows first), type, and where its values come from."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: FloatType
-    source: StoredTensor | NDArray[np.float32]
-
-    @property
-    def bytes(self) -> int:
-        """Size of its data without padding."""
-        return prod(self.shape) * FLOAT_BYTES[self.type]
-
-    def pieces(self) -> Iterator[Any]:
-        """Yields its bytes in order, in buffers that the next piece may overwrite."""
-        chunks: Iterable[NDArray[Any]] = (
-            read_float_chunks(self.source, self.type) if isinstance(self.source, StoredTensor) else [self.source]
-        )
-        return (chunk.data.cast("B") for chunk in chunks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RawTensor:
-    """A tensor whose bytes exist already, quantized or not: shape (rows first), ggml type number, size, and its bytes in pieces."""
+class GgufTensor:
+    """A tensor to be written: its shape (rows first), ggml type number, and its bytes in pieces, which the next piece may overwrite."""
 
     name: str
     shape: tuple[int, ...]
     type: int
-    bytes: int
     pieces: Callable[[], Iterator[Any]]
+
+    @property
+    def bytes(self) -> int:
+        """Size of its data without padding."""
+        kind = TENSOR_TYPES[self.type]
+        return prod(self.shape) // kind.weights * kind.bytes
+
+
+def float_tensor(name: str, stored: StoredTensor, kind: FloatType, shape: tuple[int, ...] | None = None) -> GgufTensor:
+    """A tensor of a checkpoint in this float type; `shape` is another for the same values."""
+
+    def pieces() -> Iterator[Any]:
+        return (chunk.data.cast("B") for chunk in read_float_chunks(stored, kind))
+
+    return GgufTensor(name=name, shape=shape or stored.shape, type=TYPE_NUMBERS[kind], pieces=pieces)
+
+
+def array_tensor(name: str, shape: tuple[int, ...], type_name: str, values: Callable[[], NDArray[Any]]) -> GgufTensor:
+    """A tensor of `values`, which are computed when it is written and rounded to this ggml type, by gguf-py's rounding."""
+    kind = TYPE_NUMBERS[type_name]
+
+    def pieces() -> Iterator[Any]:
+        made = values()
+        rounded = made if made.dtype.kind == "i" else gguf.quants.quantize(made.reshape(shape), gguf.GGMLQuantizationType(kind))
+        yield np.ascontiguousarray(rounded).data.cast("B")
+
+    return GgufTensor(name=name, shape=shape, type=kind, pieces=pieces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +75,7 @@ class GgufPlan:
     """A GGUF file that is not written yet: its header (some MB for a large vocabulary) and its tensors in order."""
 
     header: bytes
-    tensors: tuple[PlannedTensor | RawTensor, ...]
+    tensors: tuple[GgufTensor, ...]
 
     @property
     def bytes(self) -> int:
@@ -105,13 +97,6 @@ class GgufPlan:
             part.unlink(missing_ok=True)
 
 
-def raw_tensor(name: str, values: NDArray[Any], type_name: Literal["f16", "q4_0", "i32"]) -> RawTensor:
-    """A tensor of `values` [rows first] in this ggml type, rounded to it where they are floats."""
-    kind = gguf.GGMLQuantizationType[type_name.upper()]
-    data = np.ascontiguousarray(values if type_name == "i32" else gguf.quants.quantize(values, kind))
-    return RawTensor(name=name, shape=values.shape, type=int(kind), bytes=data.nbytes, pieces=lambda: iter([data.data.cast("B")]))
-
-
 def plan_gguf(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: GgufVocabulary) -> GgufPlan:
     """Plans the file that llama.cpp's own converter would write. Reads no weights.
 
@@ -123,24 +108,28 @@ def plan_gguf(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: GgufVo
         raise CheckpointError(
             f"{vocabulary.folder}: the tokenizer has {pieces} pieces, the model {rows} rows; give the model's own tokenizer"
         )
-    tensors = tuple(_planned(checkpoint, weight_type))
-    return GgufPlan(header=_header(checkpoint, QUANTIZATIONS[weight_type].file_type, vocabulary, tensors), tensors=tensors)
+    return _plan(checkpoint, weight_type, vocabulary, lambda name, stored: float_tensor(name, stored, weight_type))
 
 
 def plan_exact(checkpoint: Checkpoint, vocabulary: GgufVocabulary, report: ExactReport) -> GgufPlan:
     """Plans a q4_0 file of a checkpoint that was trained for it; what is written exactly goes into the report. Raises CheckpointError."""
-    tensors = tuple(_exact(tensor, report) for tensor in _planned(checkpoint, "f16"))
-    return GgufPlan(header=_header(checkpoint, QUANTIZATIONS["q4_0"].file_type, vocabulary, tensors), tensors=tensors)
+    return _plan(checkpoint, "q4_0", vocabulary, report.tensor)
 
 
-def _exact(tensor: PlannedTensor, report: ExactReport) -> PlannedTensor | RawTensor:
-    if tensor.type == "f32" or not isinstance(tensor.source, StoredTensor):
-        return tensor
-    kind = block_type(tensor.name, tensor.source, report)
-    if kind is None:
-        return tensor
-    pieces = partial(block_pieces, tensor.name, tensor.source, kind, report)
-    return RawTensor(name=tensor.name, shape=tensor.shape, type=int(kind), bytes=block_bytes(tensor.shape, kind), pieces=pieces)
+def _plan(
+    checkpoint: Checkpoint, quantization: str, vocabulary: GgufVocabulary, matrix: Callable[[str, StoredTensor], GgufTensor]
+) -> GgufPlan:
+    """Plans a model's file; `matrix` plans its matrices."""
+    model = checkpoint.architecture
+    factors = rope_factors(model)
+    tensors = [array_tensor(ROPE_FREQUENCIES, factors.shape, "f32", lambda: factors)]
+    for name, stored in checkpoint.tensors.items():
+        if (short := gguf_name(name)) is not None:
+            rounded = not stays_float32(short, len(stored.shape))
+            tensors.append(matrix(short, stored) if rounded else float_tensor(short, stored, "f32"))
+    entries = architecture_entries(checkpoint, QUANTIZATIONS[quantization].file_type)
+    header = header_of(architecture_name(model), gguf.GGUFType.MODEL, checkpoint, tensors, entries, last=vocabulary_entries(vocabulary))
+    return GgufPlan(header=header, tensors=tuple(tensors))
 
 
 def write_gguf(
@@ -150,80 +139,47 @@ def write_gguf(
     plan_gguf(checkpoint, weight_type, read_vocabulary(tokenizer_folder or checkpoint.folder)).write(path, progress)
 
 
-def write_raw_gguf(path: Path, architecture: str, entries: list[Entry], tensors: list[RawTensor], progress: Callable[[int], None]) -> None:
-    """Writes tensors unchanged, with no keys but the architecture and `entries`; a file that was not finished is removed."""
-    writer = gguf.GGUFWriter(path=None, arch=architecture)
-    for tensor in tensors:
-        kind = gguf.GGMLQuantizationType(tensor.type)
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=kind)
+def write_raw_gguf(path: Path, architecture: str, entries: list[Entry], tensors: list[GgufTensor], progress: Callable[[int], None]) -> None:
+    """Writes tensors with no keys but the architecture and `entries`; a file that was not finished is removed."""
+    writer = _writer(architecture, tensors)
     _add_entries(writer, entries)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     GgufPlan(header=_header_bytes(writer), tensors=tuple(tensors)).write(path, progress)
-
-
-def _padded(size: int) -> int:
-    return size + -size % ALIGNMENT
-
-
-def _pad(file: BinaryIO, size: int) -> int:
-    """Pads data of `size` bytes to the alignment; returns the number of padding bytes."""
-    return file.write(bytes(_padded(size) - size))
-
-
-def _planned(checkpoint: Checkpoint, weight_type: FloatType) -> Iterator[PlannedTensor]:
-    factors = rope_factors(checkpoint.architecture)
-    yield PlannedTensor(name=ROPE_FREQUENCIES, shape=factors.shape, type="f32", source=factors)
-    for name, tensor in checkpoint.tensors.items():
-        short = gguf_name(name)
-        if short is not None:
-            kind: FloatType = "f32" if stays_float32(short, len(tensor.shape)) else weight_type
-            yield PlannedTensor(name=short, shape=tensor.shape, type=kind, source=tensor)
-
-
-def rope_factors(model: TextArchitecture) -> NDArray[np.float32]:
-    """Frequency factors [full_head_dim / 2] of full layers: 1 for rotated pairs, UNROTATED for the rest."""
-    pairs = model.full_head_dim // 2
-    factors = np.full(pairs, UNROTATED, dtype=np.float32)
-    factors[: int(model.full_head_dim * model.full_rotary_share / 2)] = 1.0
-    return factors
-
-
-def _header(checkpoint: Checkpoint, file_type: int, vocabulary: GgufVocabulary, tensors: tuple[PlannedTensor | RawTensor, ...]) -> bytes:
-    return header_of(
-        architecture_name(checkpoint.architecture),
-        gguf.GGUFType.MODEL,
-        checkpoint,
-        tensors,
-        types=[tensor.type if isinstance(tensor, RawTensor) else TYPE_NUMBERS[tensor.type] for tensor in tensors],
-        entries=architecture_entries(checkpoint, file_type),
-        last=vocabulary_entries(vocabulary),
-    )
 
 
 def header_of(
     architecture: str,
     kind: str,
     checkpoint: Checkpoint,
-    tensors: Sequence[PlannedTensor | RawTensor],
+    tensors: Sequence[GgufTensor],
+    entries: Sequence[Entry],
     *,
-    types: Sequence[int],
-    entries: list[Entry],
     last: Sequence[Entry] = (),
 ) -> bytes:
-    """Returns the header of a file of tensors in these ggml types; `last` are keys behind the quantization's version.
+    """Returns the header of a file of these tensors; `last` are keys behind the quantization's version.
 
     Raises CheckpointError if a value of the checkpoint's files fits no key.
     """
-    writer = gguf.GGUFWriter(path=None, arch=architecture)
-    for tensor, number in zip(tensors, types, strict=True):
-        raw = gguf.GGMLQuantizationType(number)
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=raw)
+    writer = _writer(architecture, tensors)
     with unfit_values(checkpoint.folder):
         add_general(writer, checkpoint.folder, checkpoint.config, kind)
         _add_entries(writer, entries)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        _add_entries(writer, list(last))
+        _add_entries(writer, last)
         return _header_bytes(writer)
+
+
+def _writer(architecture: str, tensors: Sequence[GgufTensor]) -> Any:
+    writer = gguf.GGUFWriter(path=None, arch=architecture)
+    for tensor in tensors:
+        kind = gguf.GGMLQuantizationType(tensor.type)
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=kind)
+    return writer
+
+
+def _add_entries(writer: Any, entries: Sequence[Entry]) -> None:
+    for key, kind, value in entries:
+        getattr(writer, f"add_{kind}")(key, value)
 
 
 def _header_bytes(writer: Any) -> bytes:
@@ -236,27 +192,78 @@ def _header_bytes(writer: Any) -> bytes:
     return file.getvalue()
 
 
-def add_general(writer: Any, folder: Path, config: dict[str, Any], kind: str = gguf.GGUFType.MODEL) -> None:
-    """Adds the general.* keys, as llama.cpp's converter writes them; `config` is its config.json.
-
-    Raises CheckpointError for a file beyond the limits; values that fit no key are found only when the header is written (`unfit_values`).
-    """
-    total, shared, expert, experts = writer.get_total_parameter_count()
-    named = {"_name_or_path": name_or_path(config, folder)}
-    metadata = gguf.Metadata.apply_metadata_heuristic(gguf.Metadata(), read_card(folder), named, folder, total)
-    generation = read_generation(folder)
-    for field, key in _GENERATION_KEYS.items():
-        setattr(metadata, field, generation.get(key))
-    if metadata.sampling_penalty_repeat is None:
-        # llama.cpp's own copy of gguf reads this spelling, gguf 0.19 does not.
-        metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
-    metadata.name = metadata.name if metadata.name is not None else folder.name
-    if metadata.size_label is None and total > 0:
-        metadata.size_label = gguf.size_label(total, shared, expert, experts)
-    writer.add_type(kind)
-    metadata.set_gguf_meta_model(writer)
+def _padded(size: int) -> int:
+    return size + -size % ALIGNMENT
 
 
-def _add_entries(writer: Any, entries: list[Entry]) -> None:
-    for key, kind, value in entries:
-        getattr(writer, f"add_{kind}")(key, value)
+def _pad(file: BinaryIO, size: int) -> int:
+    """Pads data of `size` bytes to the alignment; returns the number of padding bytes."""
+    return file.write(bytes(_padded(size) - size))
+
+
+def rope_factors(model: TextArchitecture) -> NDArray[np.float32]:
+    """Frequency factors [full_head_dim / 2] of full layers: 1 for rotated pairs, UNROTATED for the rest."""
+    pairs = model.full_head_dim // 2
+    factors = np.full(pairs, UNROTATED, dtype=np.float32)
+    factors[: int(model.full_head_dim * model.full_rotary_share / 2)] = 1.0
+    return factors
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactReport:
+    """What was written: values by tensor, and how many of them came back bit for bit; tensors on no grid, which are q8_0."""
+
+    values: dict[str, int] = field(default_factory=dict)
+    equal: dict[str, int] = field(default_factory=dict)
+    off_grid: list[str] = field(default_factory=list)
+
+    def sentence(self) -> str:
+        """The report in a sentence."""
+        total, equal = sum(self.values.values()), sum(self.equal.values())
+        blocks = f"{equal / total:.2%} of their blocks bit for bit" if total else "no blocks"
+        text = f"{len(self.values)} matrices lie on the grid of q4_0 and are written as such, {blocks}"
+        if self.off_grid:
+            text += f"; {len(self.off_grid)} do not and are q8_0: {', '.join(self.off_grid[:4])}{', ...' if len(self.off_grid) > 4 else ''}"
+        return text + "."
+
+    def tensor(self, name: str, stored: StoredTensor) -> GgufTensor:
+        """Plans a matrix, which is added to the report as it is written: float16 if its rows are no whole blocks."""
+        if stored.shape[-1] % BLOCK:
+            return float_tensor(name, stored, "f16")
+        exact = lies_on_grid(stored)
+        if not exact:
+            self.off_grid.append(name)
+
+        def pieces() -> Iterator[Any]:
+            if exact:
+                self.values[name] = self.equal[name] = 0
+            for chunk in read_float_chunks(stored, "f32"):
+                blocks = chunk.reshape(-1, BLOCK)
+                rounded = self._packed(blocks, name) if exact else gguf.quants.quantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+                yield np.ascontiguousarray(rounded).data.cast("B")
+
+        return GgufTensor(name=name, shape=stored.shape, type=TYPE_NUMBERS["q4_0" if exact else "q8_0"], pieces=pieces)
+
+    def _packed(self, blocks: NDArray[np.float32], name: str) -> NDArray[np.uint8]:
+        """Blocks of q4_0 (ggml-common.h, block_q4_0): a float16 scale, then 16 bytes, of value k in the low half and k + 16 in the high."""
+        grid = find_grid(blocks, half_scales=True)
+        self.values[name] += len(blocks)
+        self.equal[name] += int(grid.exact.sum())
+        levels = (grid.levels + np.int8(8)).view(np.uint8)
+        packed = np.empty((len(blocks), 18), np.uint8)
+        packed[:, :2] = grid.scales.astype("<f2")[:, None].view(np.uint8)
+        packed[:, 2:] = levels[:, :16] | (levels[:, 16:] << np.uint8(4))
+        return packed
+
+
+def matrices(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """The tensors that a GGUF quantizes, by their GGUF names."""
+    named = {gguf_name(name): tensor for name, tensor in checkpoint.tensors.items()}
+    return {name: tensor for name, tensor in named.items() if name is not None and not stays_float32(name, len(tensor.shape))}
+
+
+def trained_for_q4(checkpoint: Checkpoint) -> bool:
+    """Whether most of a few matrices of a checkpoint lie on the grid of q4_0. Raises CheckpointError."""
+    named = sorted(matrices(checkpoint).items())
+    tried = [tensor for _, tensor in named[:: max(1, len(named) // _TRIED)]][:_TRIED]
+    return 2 * sum(lies_on_grid(tensor) for tensor in tried) > len(tried)

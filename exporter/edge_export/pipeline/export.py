@@ -14,9 +14,9 @@ from edge_devices.waiting import Progress, ProgressLines
 from edge_export.checkpoint.sources import ResolvedSource, mixed_training, resolve_pair
 from edge_export.checkpoint.tensor_names import SPARSE_HEAD
 from edge_export.errors import ExportError
-from edge_export.gguf.exact_q4 import trained_for_q4
 from edge_export.gguf.media_encoder import TOWERS, media_architecture, media_inputs
 from edge_export.gguf.split_drafter import can_split
+from edge_export.gguf.writer import trained_for_q4
 from edge_export.onnx.request import ONNX_MEDIA, OnnxFiles, check_onnx_sources, check_towers
 from edge_export.output.atomic_folder import BundlePart, check_output, check_outside, partial_folder, sync_files
 from edge_export.pipeline.bundle_files import bundle_config, copy_texts, hash_parts, hash_source, read_signing_key, sign_manifest

@@ -8,7 +8,7 @@ from typing import Any
 
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import CheckpointError
-from edge_export.gguf.metadata import GENERATION_NAME, read_generation
+from edge_export.gguf.keys import GENERATION_NAME, read_generation
 from edge_runtime.bundle.manifest import GenerationDefaults
 
 # Our names and those of generation_config.json -> the keys that llama.cpp's converter writes for them.

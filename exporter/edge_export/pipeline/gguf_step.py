@@ -12,11 +12,10 @@ from edge_devices.waiting import Progress
 from edge_export.checkpoint.safetensors import FloatType
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
-from edge_export.gguf.exact_q4 import ExactReport, trained_for_q4
+from edge_export.gguf.keys import architecture_name
 from edge_export.gguf.media_encoder import EncoderType, media_architecture, media_inputs, plan_encoder
-from edge_export.gguf.metadata import architecture_name
 from edge_export.gguf.split_drafter import head_bytes, output_rows, write_body, write_head
-from edge_export.gguf.writer import GgufPlan, plan_exact, plan_gguf
+from edge_export.gguf.writer import ExactReport, GgufPlan, plan_exact, plan_gguf, trained_for_q4
 from edge_export.output.atomic_folder import BundlePart
 from edge_export.parity.gguf import ParityRequest, encoder_parity, measure_parity
 from edge_export.parity.reference import reference_of

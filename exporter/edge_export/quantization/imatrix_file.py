@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,13 @@ def read_imatrix(path: Path) -> tuple[_Entries, ImportanceSource]:
 def write_imatrix(path: Path, entries: _Entries, dataset: str, tokens: int, chunk: int) -> None:
     """Writes the newer format, which llama-imatrix and llama-quantize read too; `chunk` is the tokens per piece of text."""
     # Imported here, as only writing needs gguf.
-    from edge_export.gguf.writer import RawTensor, write_raw_gguf
-
-    def made(name: str, values: NDArray[np.float64], rows: int) -> RawTensor:
-        data = values.astype("<f4").tobytes()
-
-        def pieces() -> Iterator[bytes]:
-            yield data
-
-        return RawTensor(name=name, shape=(rows, values.size // rows), type=_F32, bytes=len(data), pieces=pieces)
+    from edge_export.gguf.writer import array_tensor, write_raw_gguf
 
     tensors = []
     for name, entry in sorted(entries.items()):
-        tensors.append(made(name + _SUMS, entry.sums, entry.counts.size))
-        tensors.append(made(name + _COUNTS, entry.counts, entry.counts.size))
+        rows = entry.counts.size
+        for ending, values in ((_SUMS, entry.sums), (_COUNTS, entry.counts)):
+            tensors.append(array_tensor(name + ending, (rows, values.size // rows), "f32", partial(values.astype, "<f4")))
     keys: list[Any] = [
         ("general.type", "string", "imatrix"),
         ("imatrix.datasets", "array", [dataset]),

@@ -11,7 +11,7 @@ from edge_export.checkpoint.gguf_source import open_gguf
 from edge_export.checkpoint.safetensors import READABLE, SOURCE_TYPE, read_chunks, read_float_chunks, stored_tensors
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError
-from edge_export.gguf.model_card import CARD_NAME, unfit_values
+from edge_export.gguf.keys import CARD_NAME, unfit_values
 from edge_export.gguf.writer import add_general
 from edge_export.quantization.imatrix_file import read_imatrix
 from fuzzing.readers import PARSED, Read, Reader, corpus, from_file

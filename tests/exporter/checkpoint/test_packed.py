@@ -17,8 +17,7 @@ from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.safetensors import read_values
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError
-from edge_export.gguf.exact_q4 import ExactReport, matrices, trained_for_q4
-from edge_export.gguf.writer import plan_exact
+from edge_export.gguf.writer import ExactReport, matrices, plan_exact, trained_for_q4
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair

@@ -24,7 +24,7 @@ from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.safetensors import StoredTensor, read_chunks, read_float_chunks, to_bfloat16
 from edge_export.checkpoint.tensor_names import needed_shapes
 from edge_export.errors import CheckpointError
-from edge_export.gguf.model_card import read_card
+from edge_export.gguf.keys import read_card
 from edge_export.gguf.writer import write_gguf
 
 CONFIG: dict[str, Any] = {

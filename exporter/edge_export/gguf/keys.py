@@ -1,0 +1,247 @@
+"""The keys of a Gemma 4 GGUF, in the order and with the types llama.cpp's converter writes them.
+
+Source of the facts: llama.cpp, conversion/base.py (TextModel), conversion/gemma.py (Gemma3Model, Gemma4Model and its children). README.md's
+front matter and a model's name are read under limits for gguf's heuristics: gguf itself would read these files completely and expand every
+alias, so that a small hostile file could use all memory. The only module here that imports yaml.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from edge_export.checkpoint.architecture import AssistantArchitecture, TextArchitecture
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.json_file import read_optional_json_object
+from edge_export.checkpoint.tokenizer_vocabulary import SCORE, GgufVocabulary
+from edge_export.errors import CheckpointError
+from edge_export.gguf.loader import gguf
+
+ValueType = Literal["uint32", "float32", "bool", "string", "array"]
+Entry = tuple[str, ValueType, Any]
+SPECIAL_KEYS = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "sep": "seperator_token_id",
+    "pad": "padding_token_id",
+    "cls": "cls_token_id",
+    "mask": "mask_token_id",
+}
+GENERATION_NAME = "generation_config.json"
+_MAX_GENERATION_BYTES = 1 << 20
+CARD_NAME = "README.md"
+MAX_FRONT_MATTER = 256 << 10
+_FENCE = "---"
+# Evaluation results are nested about eight deep.
+_MAX_DEPTH = 32
+# gguf's split of a name into words takes time that grows with the square of its length.
+_LONGEST_NAME = 4096
+# Fields of gguf.Metadata and their names in generation_config.json.
+_GENERATION_KEYS = {
+    "sampling_sequence": "sequence",
+    "sampling_top_k": "top_k",
+    "sampling_top_p": "top_p",
+    "sampling_min_p": "min_p",
+    "sampling_xtc_probability": "xtc_probability",
+    "sampling_xtc_threshold": "xtc_threshold",
+    "sampling_temp": "temperature",
+    "sampling_penalty_last_n": "penalty_last_n",
+    "sampling_penalty_repeat": "penalty_repeat",
+    "sampling_mirostat": "mirostat",
+    "sampling_mirostat_tau": "mirostat_tau",
+    "sampling_mirostat_eta": "mirostat_eta",
+}
+
+
+def architecture_name(model: TextArchitecture) -> str:
+    """The value of general.architecture."""
+    return "gemma4-assistant" if isinstance(model, AssistantArchitecture) else "gemma4"
+
+
+def architecture_entries(checkpoint: Checkpoint, file_type: int) -> list[Entry]:
+    """Hyperparameters; `file_type` is llama.cpp's llama_ftype. Raises CheckpointError for unusable suppress_tokens."""
+    model = checkpoint.architecture
+    name = architecture_name(model)
+    feed_forward = [model.feed_forward_of(layer) for layer in range(model.layers)]
+    kv_heads = [model.kv_heads_of(layer) for layer in range(model.layers)]
+    sliding = [model.is_sliding(layer) for layer in range(model.layers)]
+    entries: list[Entry] = [
+        (f"{name}.block_count", "uint32", model.layers),
+        (f"{name}.context_length", "uint32", model.context),
+        (f"{name}.embedding_length", "uint32", model.hidden_size),
+        (f"{name}.feed_forward_length", *_shared_or_array(feed_forward, model.double_wide)),
+        (f"{name}.attention.head_count", "uint32", model.heads),
+        (f"{name}.attention.head_count_kv", *_shared_or_array(kv_heads, model.full_kv_heads != model.kv_heads)),
+        (f"{name}.rope.freq_base", "float32", model.full_rope_base),
+        (f"{name}.rope.freq_base_swa", "float32", model.sliding_rope_base),
+        (f"{name}.attention.layer_norm_rms_epsilon", "float32", model.norm_epsilon),
+    ]
+    if model.experts:
+        entries += [(f"{name}.expert_count", "uint32", model.experts), (f"{name}.expert_used_count", "uint32", model.experts_used)]
+    entries += [
+        (f"{name}.attention.key_length", "uint32", model.full_head_dim),
+        (f"{name}.attention.value_length", "uint32", model.full_head_dim),
+        ("general.file_type", "uint32", file_type),
+    ]
+    if model.logit_softcap is not None:
+        entries.append((f"{name}.final_logit_softcapping", "float32", model.logit_softcap))
+    entries += [
+        (f"{name}.attention.sliding_window", "uint32", model.window),
+        (f"{name}.attention.shared_kv_layers", "uint32", model.kv_shared_layers),
+        (f"{name}.embedding_length_per_layer_input", "uint32", model.per_layer_size),
+        (f"{name}.attention.sliding_window_pattern", "array", sliding),
+        (f"{name}.attention.key_length_swa", "uint32", model.head_dim),
+        (f"{name}.attention.value_length_swa", "uint32", model.head_dim),
+    ]
+    if model.experts:
+        entries.append((f"{name}.expert_feed_forward_length", "uint32", model.expert_size))
+    entries += [
+        (f"{name}.rope.dimension_count", "uint32", model.full_head_dim),
+        (f"{name}.rope.dimension_count_swa", "uint32", model.head_dim),
+    ]
+    return entries + _suppressed(checkpoint) + _drafter_entries(name, model)
+
+
+def _shared_or_array(per_layer: list[int], differ: bool) -> tuple[ValueType, Any]:
+    return ("array", per_layer) if differ else ("uint32", per_layer[0])
+
+
+def _drafter_entries(name: str, model: TextArchitecture) -> list[Entry]:
+    if not isinstance(model, AssistantArchitecture):
+        return []
+    return [
+        (f"{name}.embedding_length_out", "uint32", model.target_hidden_size),
+        (f"{name}.nextn_predict_layers", "uint32", model.layers),
+    ]
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Returns generation_config.json; empty if there is none. Raises CheckpointError if it is damaged or too large."""
+    return read_optional_json_object(folder / GENERATION_NAME, _MAX_GENERATION_BYTES)
+
+
+def _suppressed(checkpoint: Checkpoint) -> list[Entry]:
+    """Token ids that are never sampled; the converter writes them for unified targets only."""
+    if checkpoint.model_type not in ("gemma4_unified", "gemma4_unified_text"):
+        return []
+    tokens = read_generation(checkpoint.folder).get("suppress_tokens") or []
+    size = checkpoint.architecture.vocab_size
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < size for token in tokens):
+        raise CheckpointError(f"{checkpoint.folder / GENERATION_NAME}: suppress_tokens is {tokens!r}, not a list of token ids; correct it")
+    return [("tokenizer.ggml.suppress_tokens", "array", tokens)]
+
+
+def vocabulary_entries(vocabulary: GgufVocabulary) -> list[Entry]:
+    """The tokenizer.* keys. add_bos_token is always true, as in Gemma4Model.set_vocab."""
+    prefix = "tokenizer.ggml."
+    entries: list[Entry] = [
+        (f"{prefix}model", "string", "gemma4"),
+        (f"{prefix}tokens", "array", vocabulary.pieces),
+        (f"{prefix}scores", "array", [SCORE] * len(vocabulary.pieces)),
+        (f"{prefix}token_type", "array", vocabulary.types),
+        (f"{prefix}merges", "array", vocabulary.merges),
+    ]
+    entries += [(prefix + SPECIAL_KEYS[kind], "uint32", index) for kind, index in vocabulary.special_ids.items()]
+    ends = vocabulary.added_at_ends
+    entries += [(f"{prefix}add_{kind}_token", "bool", flag or kind == "bos") for kind, flag in ends.items()]
+    if vocabulary.chat_template is not None:
+        entries.append(("tokenizer.chat_template", "string", vocabulary.chat_template))
+    entries.append((f"{prefix}add_space_prefix", "bool", False))
+    if "bos" not in ends:
+        entries.append((f"{prefix}add_bos_token", "bool", True))
+    return entries
+
+
+def add_general(writer: Any, folder: Path, config: dict[str, Any], kind: str = gguf.GGUFType.MODEL) -> None:
+    """Adds the general.* keys, as llama.cpp's converter writes them; `config` is its config.json.
+
+    Raises CheckpointError for a file beyond the limits; values that fit no key are found only when the header is written (`unfit_values`).
+    """
+    total, shared, expert, experts = writer.get_total_parameter_count()
+    named = {"_name_or_path": name_or_path(config, folder)}
+    metadata = gguf.Metadata.apply_metadata_heuristic(gguf.Metadata(), read_card(folder), named, folder, total)
+    generation = read_generation(folder)
+    for field, key in _GENERATION_KEYS.items():
+        setattr(metadata, field, generation.get(key))
+    if metadata.sampling_penalty_repeat is None:
+        # llama.cpp's own copy of gguf reads this spelling, gguf 0.19 does not.
+        metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
+    metadata.name = metadata.name if metadata.name is not None else folder.name
+    if metadata.size_label is None and total > 0:
+        metadata.size_label = gguf.size_label(total, shared, expert, experts)
+    writer.add_type(kind)
+    metadata.set_gguf_meta_model(writer)
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml publishes no types
+    """A SafeLoader that rejects aliases, which can make a small file huge, and deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"line {self.peek_event().start_mark.line + 2}: aliases (*) are not allowed")
+        if self.depth == _MAX_DEPTH:
+            raise yaml.YAMLError(f"line {self.peek_event().start_mark.line + 2}: nested more than {_MAX_DEPTH} deep")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+@contextlib.contextmanager
+def unfit_values(folder: Path) -> Iterator[None]:
+    """Turns what gguf raises for values that fit no key into a CheckpointError; its heuristics do not check values."""
+    try:
+        yield
+    except (struct.error, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        where = f"{folder}: {CARD_NAME}, {GENERATION_NAME}, config.json or the tokenizer"
+        raise CheckpointError(f"{where} holds a value that no GGUF key can ({str(error)[:200]}); correct it") from error
+
+
+def read_card(folder: Path) -> dict[str, Any]:
+    """Returns the front matter of README.md, read as gguf reads it; empty where there is none. Raises CheckpointError."""
+    path = folder / CARD_NAME
+    if not path.is_file():
+        return {}
+    # The same two changes as gguf's: no is the Norwegian language, and tabs are spaces.
+    text = _front_matter(path).replace("- no\n", '- "no"\n').replace("\t", "  ")
+    try:
+        data = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError) as error:
+        # Not only invalid YAML: also numbers of thousands of digits, impossible dates, tags that do not fit their value.
+        raise CheckpointError(f"{path} has front matter that cannot be read ({' '.join(str(error).split())[:200]}); correct it") from error
+    return data if isinstance(data, dict) else {}
+
+
+def _front_matter(path: Path) -> str:
+    """The lines between the first two fences. Reads no more than their limit."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_FRONT_MATTER)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); check the checkpoint") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from error
+    lines = text.splitlines()
+    if not lines or lines[0] != _FENCE:
+        return ""
+    if _FENCE in lines[1:]:
+        lines = lines[: lines.index(_FENCE, 1)]
+    elif len(text) == MAX_FRONT_MATTER:
+        raise CheckpointError(f"{path} has more than {MAX_FRONT_MATTER} characters of front matter; shorten it")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def name_or_path(config: dict[str, Any], folder: Path) -> Any:
+    """Returns `_name_or_path` of config.json, None if it has none. Raises CheckpointError if it is not a name."""
+    name = config.get("_name_or_path")
+    if name is not None and not (isinstance(name, str) and len(name) <= _LONGEST_NAME):
+        raise CheckpointError(f"{folder / 'config.json'}: _name_or_path is not a name of at most {_LONGEST_NAME} characters; correct it")
+    return name
