@@ -1,4 +1,4 @@
-// A plain C interface: what Python asks, and the tests.
+// The C interface of the library, for Python and the tests.
 #include <stdlib.h>
 #include <string.h>
 
@@ -26,23 +26,23 @@ EDGE_EXPORT void edge_rows_variants(char* names, size_t size) {
 // The chosen variant's name, or null.
 EDGE_EXPORT const char* edge_rows_chosen() { return chosen_variant() ? chosen_variant()->name : nullptr; }
 
-static const Variant* named(const char* name) {
+static const Variant* variant_by_name(const char* name) {
     const Variant* const* variant = usable_variants();
     while (*variant && strcmp((*variant)->name, name) != 0) variant++;
     return *variant;
 }
 
 // out [fresh x heads, dim]: attention by the variant of this name, in one thread, `at_once` queries at a time. Arrays are those of Attention.
-// Returns 0, or 1 for a name or a shape that cannot be, or without memory.
+// Returns 0, or 1 for an unknown name, an invalid shape, or without memory.
 EDGE_EXPORT int edge_rows_attend(const char* name, const float* queries, const float* past_keys, const float* past_values, const float* new_keys,
                                  const float* new_values, int64_t past, int64_t fresh, int64_t heads, int64_t dim, int64_t origin, int64_t window, int64_t at_once,
                                  float* out) {
-    const Variant* variant = named(name);
-    if (!variant || past < 0 || fresh < 1 || heads < 1 || dim < 1 || origin < 0 || window < 0 || at_once < 1 || at_once > kMostQueries) return 1;
+    const Variant* variant = variant_by_name(name);
+    if (!variant || past < 0 || fresh < 1 || heads < 1 || dim < 1 || origin < 0 || window < 0 || at_once < 1 || at_once > kMaxQueries) return 1;
     const Attention a = {queries, past_keys, past_values, new_keys, new_values, past, fresh, heads, dim, origin, window};
-    float* states = static_cast<float*>(malloc(static_cast<size_t>(2 * kMostQueries * a.state()) * sizeof(float)));
+    float* states = static_cast<float*>(malloc(static_cast<size_t>(2 * kMaxQueries * a.state()) * sizeof(float)));
     if (!states) return 1;
-    float* next = states + kMostQueries * a.state();
+    float* next = states + kMaxQueries * a.state();
     for (int64_t query = 0; query < fresh * heads; query += at_once) {
         const int64_t count = fresh * heads - query < at_once ? fresh * heads - query : at_once;
         variant->attend.all_spans(a, query, count, states, next);
@@ -54,12 +54,12 @@ EDGE_EXPORT int edge_rows_attend(const char* name, const float* queries, const f
 
 // out [rows x heads, value_dim]: attention over cells by the variant of this name, in one thread, `at_once` queries at a time. Keys and values
 // are [cells] rows of that type: 0 float16, 1 and 2 blocks of 8 and 4 bits. mask [rows, cells] is float16. Scores are not scaled.
-// Returns 0, or 1 for a name or a shape that cannot be, or without memory.
+// Returns 0, or 1 for an unknown name, an invalid shape, or without memory.
 EDGE_EXPORT int edge_rows_attend_cells(const char* name, const float* queries, const char* keys, const char* values, const uint16_t* mask, int64_t type,
                                        int64_t cells, int64_t rows, int64_t heads, int64_t key_dim, int64_t value_dim, int64_t at_once, float* out) {
-    const Variant* variant = named(name);
+    const Variant* variant = variant_by_name(name);
     const auto fits = [](int64_t size) { return size >= 1 && size <= int64_t{1} << 31; };
-    if (!variant || type < 0 || type > 2 || !fits(cells) || !fits(rows) || !fits(heads) || at_once < 1 || at_once > kMostQueries) return 1;
+    if (!variant || type < 0 || type > 2 || !fits(cells) || !fits(rows) || !fits(heads) || at_once < 1 || at_once > kMaxQueries) return 1;
     const CellType kind = static_cast<CellType>(type);
     const int64_t block = values_of_block(kind);
     if (!fits(key_dim) || !fits(value_dim) || key_dim % block || value_dim % block) return 1;
@@ -79,9 +79,9 @@ EDGE_EXPORT int edge_rows_attend_cells(const char* name, const float* queries, c
     return 0;
 }
 
-// out [count] = gelu(gates) * values, by the variant of this name. Returns 0, or 1 for a name or a count that cannot be.
+// out [count] = gelu(gates) * values, by the variant of this name. Returns 0, or 1 for an unknown name or an invalid count.
 EDGE_EXPORT int edge_rows_gate(const char* name, const float* gates, const float* values, int64_t count, float* out) {
-    const Variant* variant = named(name);
+    const Variant* variant = variant_by_name(name);
     if (!variant || count < 1) return 1;
     variant->gate(gates, values, out, count);
     return 0;
@@ -89,7 +89,7 @@ EDGE_EXPORT int edge_rows_gate(const char* name, const float* gates, const float
 
 // out [count] = tanh(values), the same way.
 EDGE_EXPORT int edge_rows_tanh(const char* name, const float* values, int64_t count, float* out) {
-    const Variant* variant = named(name);
+    const Variant* variant = variant_by_name(name);
     if (!variant || count < 1) return 1;
     variant->tanh(values, out, count);
     return 0;
@@ -107,10 +107,10 @@ static int multiply_packed(const Variant& variant, const PackedMatrix& m, const 
 }
 
 // out [rows, outputs] = values [rows, inputs] times the transposed matrix, by the variant of this name, in one thread. `levels` and `scales`
-// are as MatMulNBits stores them. Returns 0, or 1 for a name or a shape that cannot be, or without memory.
+// are as MatMulNBits stores them. Returns 0, or 1 for an unknown name, an invalid shape, or without memory.
 EDGE_EXPORT int edge_rows_multiply(const char* name, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales,
                                    const float* values, int64_t rows, float* out) {
-    const Variant* variant = named(name);
+    const Variant* variant = variant_by_name(name);
     PackedMatrix matrix;
     if (!variant || rows < 1 || !pack(matrix, outputs, inputs, bits, block, levels, scales)) return 1;
     const int failed = multiply_packed(*variant, matrix, values, rows, out);
@@ -121,7 +121,7 @@ EDGE_EXPORT int edge_rows_multiply(const char* name, int64_t outputs, int64_t in
 // The same with weights as a GGUF file stores them in the type of this number (enum ggml_type); 1 also for a type that no kernel takes.
 EDGE_EXPORT int edge_rows_multiply_gguf(const char* name, int type, int64_t outputs, int64_t inputs, size_t row_bytes, const void* data,
                                         const float* values, int64_t rows, float* out) {
-    const Variant* variant = named(name);
+    const Variant* variant = variant_by_name(name);
     ggml::Tensor weights = {};
     weights.type = type;
     weights.ne[0] = inputs, weights.ne[1] = outputs, weights.ne[2] = weights.ne[3] = 1;
@@ -136,10 +136,10 @@ EDGE_EXPORT int edge_rows_multiply_gguf(const char* name, int type, int64_t outp
 }
 
 // out [rows, outputs] = values [rows, inputs] times the transposed float matrix [outputs, inputs], by the variant of this name, in one thread.
-// `type`: 0 float32, 1 float16, 2 bfloat16. Returns 0, or 1 for a name, a type or a shape that cannot be.
+// `type`: 0 float32, 1 float16, 2 bfloat16. Returns 0, or 1 for an unknown name, or an invalid type or shape.
 EDGE_EXPORT int edge_rows_multiply_floats(const char* name, const char* weights, const float* values, int64_t type, int64_t outputs, int64_t inputs,
                                           int64_t rows, float* out) {
-    const Variant* variant = named(name);
+    const Variant* variant = variant_by_name(name);
     const auto fits = [](int64_t size) { return size >= 1 && size <= int64_t{1} << 31; };
     if (!variant || type < 0 || type > 2 || !fits(outputs) || !fits(inputs) || !fits(rows)) return 1;
     const size_t size = type == 0 ? 4 : 2;

@@ -37,10 +37,10 @@ struct CellAttention {
     Cells keys, values;
     int64_t cells;
     float scale;  // of scores
-    int64_t queries;  // at most kMostQueries
-    const float* query[kMostQueries];  // [keys.dim]
-    const uint16_t* mask[kMostQueries];  // float16 [cells], added to scaled scores; minus infinity leaves a cell out
-    float* out[kMostQueries];  // [values.dim]; zeros where no cell is admitted
+    int64_t queries;  // at most kMaxQueries
+    const float* query[kMaxQueries];  // [keys.dim]
+    const uint16_t* mask[kMaxQueries];  // float16 [cells], added to scaled scores; minus infinity leaves a cell out
+    float* out[kMaxQueries];  // [values.dim]; zeros where no cell is admitted
 };
 
 inline int64_t whole(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
@@ -60,12 +60,12 @@ struct CellMemory {
             bytes += static_cast<size_t>(whole(count * static_cast<int64_t>(sizeof(Type)), kLine));
         };
         const int64_t keys_wide = whole(key_dim, kTile), values_wide = whole(value_dim, kTile);
-        take(queries, kMostQueries * keys_wide);
+        take(queries, kMaxQueries * keys_wide);
         take(rows, kCellsAtOnce * (keys_wide > values_wide ? keys_wide : values_wide));
-        take(scores, kMostQueries * whole(cells, kTile));
-        take(tile, kMostQueries * kSpan);
-        take(shares, kMostQueries * kCellsAtOnce);
-        take(sums, kMostQueries * values_wide);
+        take(scores, kMaxQueries * whole(cells, kTile));
+        take(tile, kMaxQueries * kSpan);
+        take(shares, kMaxQueries * kCellsAtOnce);
+        take(sums, kMaxQueries * values_wide);
         take(list, cells);
         take(bad, cells);
     }

@@ -101,7 +101,7 @@ using RoundRow = void (*)(const float* values, const PackedMatrix&, int64_t firs
 // Sums run over spans of kSpan positions, which are merged in order: a query's numbers depend on its position and on what it attends to, on
 // nothing else in its batch.
 constexpr int64_t kSpan = 128;
-constexpr int64_t kMostQueries = 16;  // of one call
+constexpr int64_t kMaxQueries = 16;  // of one call
 
 struct Attention {
     const float *queries, *past_keys, *past_values, *new_keys, *new_values;
@@ -170,9 +170,9 @@ struct Variant {
     // lie side by side.
     template <class RowAt>
     void round_rows(const PackedMatrix& m, int64_t first, int64_t last, const RoundedRows& to, RowAt row_at) const {
-        constexpr int64_t kSome = 4;
-        for (int64_t block = first; block < last; block += kSome)
-            for (int64_t row = 0; row < to.rows; row++) round(row_at(row), m, block, block + kSome < last ? block + kSome : last, row, to);
+        constexpr int64_t kBlocksAtOnce = 4;
+        for (int64_t block = first; block < last; block += kBlocksAtOnce)
+            for (int64_t row = 0; row < to.rows; row++) round(row_at(row), m, block, block + kBlocksAtOnce < last ? block + kBlocksAtOnce : last, row, to);
     }
 };
 

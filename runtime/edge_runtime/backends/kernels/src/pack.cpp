@@ -7,8 +7,8 @@
 namespace edge {
 namespace {
 
-constexpr int64_t kMost = int64_t{1} << 31;  // outputs or inputs
-constexpr int64_t kMostLevels = int64_t{1} << 40;
+constexpr int64_t kMaxSize = int64_t{1} << 31;  // outputs or inputs
+constexpr int64_t kMaxLevels = int64_t{1} << 40;
 
 // Nibbles 0 to 3 of the low half, one to a byte.
 uint32_t spread(uint32_t nibbles) {
@@ -36,7 +36,7 @@ bool is_half(float value) {
 
 bool fits(int64_t outputs, int64_t inputs, int64_t bits, int64_t block) {
     return (bits == 2 || bits == 4 || bits == 8) && (block == 16 || block == 32 || block == 64 || block == 128) && outputs > 0 &&
-           outputs < kMost && inputs > 0 && inputs < kMost && inputs % block == 0 && outputs <= kMostLevels / inputs;
+           outputs < kMaxSize && inputs > 0 && inputs < kMaxSize && inputs % block == 0 && outputs <= kMaxLevels / inputs;
 }
 
 void* memory_for_weights(size_t size) {

@@ -14,7 +14,7 @@
 namespace edge {
 namespace {
 
-constexpr int kMost = 4;
+constexpr int kMaxVariants = 4;
 
 #if defined(__x86_64__)
 // What the operating system saves at a switch of tasks: without it, registers cannot be used.
@@ -24,7 +24,7 @@ unsigned saved_state() {
     return low;
 }
 
-void find(const Variant** found) {
+void list_usable(const Variant** end) {
     unsigned a, b, c, d, ebx7 = 0, ecx7 = 0, eax71 = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return;
     const bool xsave = c & 1u << 27, fma = c & 1u << 12, f16c = c & 1u << 29;
@@ -33,9 +33,9 @@ void find(const Variant** found) {
     const unsigned state = xsave ? saved_state() : 0;
     const bool avx2 = (state & 6) == 6 && fma && f16c && ebx7 & 1u << 5;
     const unsigned foundation = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
-    if (avx2 && (state & 0xe6) == 0xe6 && (ebx7 & foundation) == foundation && ecx7 & 1u << 11) *found++ = &kAvx512Vnni;
-    if (avx2 && eax71 & 1u << 4) *found++ = &kAvxVnni;
-    if (avx2) *found++ = &kAvx2;
+    if (avx2 && (state & 0xe6) == 0xe6 && (ebx7 & foundation) == foundation && ecx7 & 1u << 11) *end++ = &kAvx512Vnni;
+    if (avx2 && eax71 & 1u << 4) *end++ = &kAvxVnni;
+    if (avx2) *end++ = &kAvx2;
 }
 #else
 bool has(const char* apple, unsigned long kind, unsigned bit) {
@@ -50,30 +50,30 @@ bool has(const char* apple, unsigned long kind, unsigned bit) {
 #endif
 }
 
-void find(const Variant** found) {
+void list_usable(const Variant** end) {
     const bool dotprod = has("hw.optional.arm.FEAT_DotProd", 16, 20);
-    if (dotprod && has("hw.optional.arm.FEAT_I8MM", 26, 13)) *found++ = &kI8mm;
-    if (dotprod) *found++ = &kDotprod;
+    if (dotprod && has("hw.optional.arm.FEAT_I8MM", 26, 13)) *end++ = &kI8mm;
+    if (dotprod) *end++ = &kDotprod;
 }
 #endif
 
-struct Found {
-    const Variant* variants[kMost] = {};
-    Found() { find(variants); }  // when the library is loaded
+struct UsableVariants {
+    const Variant* variants[kMaxVariants] = {};
+    UsableVariants() { list_usable(variants); }  // when the library is loaded
 };
 
 }  // namespace
 
-static const Found usable;
+static const UsableVariants usable;
 
 const Variant* const* usable_variants() { return usable.variants; }
 
 const Variant* chosen_variant() {
-    const char* wanted = getenv("EDGE_MTP_KERNELS");
+    const char* requested = getenv("EDGE_MTP_KERNELS");
     const Variant* const* usable = usable_variants();
-    if (!wanted || !*wanted) return usable[0];
+    if (!requested || !*requested) return usable[0];
     for (; *usable; usable++)
-        if (strcmp(wanted, (*usable)->name) == 0) return *usable;
+        if (strcmp(requested, (*usable)->name) == 0) return *usable;
     return nullptr;
 }
 

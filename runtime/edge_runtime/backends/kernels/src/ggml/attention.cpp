@@ -7,7 +7,7 @@
 namespace edge::ggml {
 namespace {
 
-constexpr int64_t kMostDim = 4096, kMostCells = int64_t{1} << 26, kMostRows = int64_t{1} << 20;
+constexpr int64_t kMaxDim = 4096, kMaxCells = int64_t{1} << 26, kMaxBatchRows = int64_t{1} << 20;
 
 float parameter(const Tensor& op, int number) {
     float value;
@@ -35,7 +35,7 @@ struct Pieces {
         const Tensor &queries = *op.src[0], &keys = *op.src[1];
         rows = queries.ne[1], heads = keys.ne[2], streams = keys.ne[3], group = queries.ne[2] / heads;
         const int64_t all = rows * group;
-        of_head = (all + kMostQueries - 1) / kMostQueries;
+        of_head = (all + kMaxQueries - 1) / kMaxQueries;
         if (heads * streams % threads) of_head = whole(of_head, threads);
         each = (all + of_head - 1) / of_head;
         of_head = (all + each - 1) / each;
@@ -92,8 +92,8 @@ bool attends(const Tensor& op) {
         if (!op.src[i]) return false;
     const Tensor &q = *op.src[0], &k = *op.src[1], &v = *op.src[2], &mask = *op.src[3];
     const bool types = q.type == kF32 && q.nb[0] == 4 && op.nb[0] == 4 && is_memory(k) && is_memory(v) && mask.type == kF16 && mask.nb[0] == 2;
-    const bool limits = q.ne[1] >= 1 && q.ne[1] <= kMostRows && k.ne[0] >= 1 && k.ne[0] <= kMostDim && v.ne[0] >= 1 && v.ne[0] <= kMostDim &&
-                        k.ne[1] >= 1 && k.ne[1] <= kMostCells && k.ne[2] >= 1 && k.ne[3] >= 1 && mask.ne[2] >= 1 && mask.ne[3] >= 1;
+    const bool limits = q.ne[1] >= 1 && q.ne[1] <= kMaxBatchRows && k.ne[0] >= 1 && k.ne[0] <= kMaxDim && v.ne[0] >= 1 && v.ne[0] <= kMaxDim &&
+                        k.ne[1] >= 1 && k.ne[1] <= kMaxCells && k.ne[2] >= 1 && k.ne[3] >= 1 && mask.ne[2] >= 1 && mask.ne[3] >= 1;
     return types && limits && q.ne[0] == k.ne[0] && v.ne[1] == k.ne[1] && v.ne[2] == k.ne[2] && v.ne[3] == k.ne[3] && q.ne[3] == k.ne[3] &&
            q.ne[2] >= k.ne[2] && q.ne[2] % k.ne[2] == 0 && mask.ne[0] >= k.ne[1] && mask.ne[1] >= q.ne[1] && op.ne[0] == v.ne[0] &&
            op.ne[1] == q.ne[2] && op.ne[2] == q.ne[1] && op.ne[3] == q.ne[3];

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int64_t kChunk = 4;  // tiles of a piece of work, at least
 constexpr int64_t kShares = 16;  // pieces for each thread, so that a slow one gets fewer
-constexpr int64_t kMostRows = int64_t{1} << 20;
+constexpr int64_t kMaxBatchRows = int64_t{1} << 20;
 
 int64_t rows_of(const Tensor& op) { return op.src[1]->ne[1]; }
 
@@ -32,7 +32,7 @@ void round_part(const Variant& variant, const Work& work, const Tensor& values, 
 bool is_product_of_rows(const Tensor& op) {
     if (op.op != kMulMat || !op.src[0] || !op.src[1]) return false;
     const Tensor &weights = *op.src[0], &values = *op.src[1];
-    return values.type == kF32 && values.ne[0] == weights.ne[0] && values.ne[1] <= kMostRows && values.ne[2] == 1 && values.ne[3] == 1 &&
+    return values.type == kF32 && values.ne[0] == weights.ne[0] && values.ne[1] <= kMaxBatchRows && values.ne[2] == 1 && values.ne[3] == 1 &&
            values.nb[0] == 4 && values.nb[1] % 4 == 0 && op.type == kF32 && op.ne[0] == weights.ne[1] && op.ne[1] == values.ne[1] && op.nb[0] == 4 &&
            op.nb[1] == static_cast<size_t>(weights.ne[1]) * 4;
 }

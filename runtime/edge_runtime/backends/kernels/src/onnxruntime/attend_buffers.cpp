@@ -12,7 +12,7 @@ namespace {
 
 using namespace ort;
 
-constexpr int64_t kMostHeads = 1024;
+constexpr int64_t kMaxHeads = 1024;
 
 struct Kernel {
     Table api;
@@ -26,7 +26,7 @@ Status* make(Table api, const KernelInfo* info, bool writes, void** out) {
     EDGE_TRY(attribute(api, info, "num_heads", &made.heads));
     EDGE_TRY(attribute(api, info, "kv_num_heads", &made.kv_heads));
     EDGE_TRY(attribute(api, info, "local_window_size", &made.window));
-    if (made.kv_heads < 1 || made.heads < 1 || made.heads > kMostHeads || made.heads % made.kv_heads != 0)
+    if (made.kv_heads < 1 || made.heads < 1 || made.heads > kMaxHeads || made.heads % made.kv_heads != 0)
         return create_status(api, kFail, "attention: num_heads must be a multiple of kv_num_heads, at most 1024");
     Kernel* kernel = static_cast<Kernel*>(malloc(sizeof(Kernel)));
     if (!kernel || !chosen_variant()) {
@@ -70,20 +70,20 @@ Status* read(const Kernel& kernel, KernelContext* context, Inputs& in) {
         return create_status(api, kFail, "attention: queries must be [1, tokens, heads x dim]");
     in.tokens = queries.sizes[1], in.dim = queries.sizes[2] / kernel.heads;
     const int64_t written = kernel.writes ? in.tokens : 0;
-    for (const Shape& one : fresh)
-        if (one.rank != 3 || one.sizes[0] != 1 || one.sizes[1] != written || one.sizes[2] != kernel.kv_heads * in.dim)
+    for (const Shape& shape : fresh)
+        if (shape.rank != 3 || shape.sizes[0] != 1 || shape.sizes[1] != written || shape.sizes[2] != kernel.kv_heads * in.dim)
             return create_status(api, kFail, "attention: keys and values must be [1, tokens, heads x dim]");
     in.capacity = buffers[0].sizes[2];
-    for (const Shape& one : buffers)
-        if (one.rank != 4 || one.sizes[0] != 1 || one.sizes[1] != kernel.kv_heads || one.sizes[2] != in.capacity || one.sizes[3] != in.dim)
+    for (const Shape& shape : buffers)
+        if (shape.rank != 4 || shape.sizes[0] != 1 || shape.sizes[1] != kernel.kv_heads || shape.sizes[2] != in.capacity || shape.sizes[3] != in.dim)
             return create_status(api, kFail, "attention: buffers must be [1, heads, rows, dim]");
     if (positions.rank != 2 || positions.sizes[0] != 1 || positions.sizes[1] != in.tokens || rows.count() != 1)
         return create_status(api, kFail, "attention: positions must be [1, tokens], and rows a scalar");
     in.past = *count - in.tokens, in.position = position[0];
     if (in.dim < 2 || in.dim % 2 || in.past < 0 || *count > in.capacity || in.position < in.past)
         return create_status(api, kFail, "attention: rows or positions outside the buffers");
-    for (const Shape& one : tables)
-        if (one.rank != 2 || one.sizes[1] != in.dim / 2 || in.position > one.sizes[0] - in.tokens)  // the sum could overflow
+    for (const Shape& shape : tables)
+        if (shape.rank != 2 || shape.sizes[1] != in.dim / 2 || in.position > shape.sizes[0] - in.tokens)  // the sum could overflow
             return create_status(api, kFail, "attention: no rotation for these positions");
     for (int64_t i = 0; i < in.tokens; i++)
         if (position[i] != in.position + i) return create_status(api, kFail, "attention: positions must follow each other");

@@ -45,8 +45,8 @@ Status* compute(void* data, KernelContext* context) {
     if (fresh < 1 || queries % fresh != 0) return create_status(api, kFail, "AttendRows: each new row must have the same number of queries");
     void* to = nullptr;
     EDGE_TRY(tensor_data(api, result, &to));
-    const Attention one = {at[0], at[1], at[2], at[3], at[4], past, fresh, queries / fresh, dim, 0, 0};
-    return attend_all(api, context, kernel.attend, {one, 1, 0, 0, 0}, static_cast<float*>(to));
+    const Attention first = {at[0], at[1], at[2], at[3], at[4], past, fresh, queries / fresh, dim, 0, 0};
+    return attend_all(api, context, kernel.attend, {first, 1, 0, 0, 0}, static_cast<float*>(to));
 }
 
 const char* op_name(const Op*) { return "AttendRows"; }

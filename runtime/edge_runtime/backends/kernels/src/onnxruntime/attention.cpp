@@ -6,7 +6,7 @@
 namespace edge {
 namespace {
 
-constexpr size_t kMostState = size_t{4} << 20;  // bytes of all states, up to which work is divided by spans
+constexpr size_t kMaxStateBytes = size_t{4} << 20;  // bytes of all states, up to which work is divided by spans
 
 struct Job {
     const Attend& attend;
@@ -15,13 +15,13 @@ struct Job {
     float *states, *out;
 
     Attention of_head(int64_t head) const {
-        Attention one = all.first;
-        one.queries += head * all.query_stride;
-        one.past_keys += head * all.past_stride, one.past_values += head * all.past_stride;
-        one.new_keys += head * all.new_stride, one.new_values += head * all.new_stride;
-        return one;
+        Attention attention = all.first;
+        attention.queries += head * all.query_stride;
+        attention.past_keys += head * all.past_stride, attention.past_values += head * all.past_stride;
+        attention.new_keys += head * all.new_stride, attention.new_values += head * all.new_stride;
+        return attention;
     }
-    int64_t count(int64_t group) const { return queries - group * kMostQueries < kMostQueries ? queries - group * kMostQueries : kMostQueries; }
+    int64_t count(int64_t group) const { return queries - group * kMaxQueries < kMaxQueries ? queries - group * kMaxQueries : kMaxQueries; }
     void finish(const float* state, int64_t head, int64_t query) const {
         const int64_t each = all.first.heads;
         all.first.result(state, out + ((query / each * all.heads + head) * each + query % each) * all.first.dim);
@@ -32,7 +32,7 @@ struct Job {
 void attend_one_span(void* data, size_t index) {
     const Job& job = *static_cast<Job*>(data);
     const int64_t group = static_cast<int64_t>(index) % job.groups, rest = static_cast<int64_t>(index) / job.groups;
-    const int64_t first = group * kMostQueries;
+    const int64_t first = group * kMaxQueries;
     job.attend.span(job.of_head(rest / job.spans), first, job.count(group), job.first_span + rest % job.spans,
                     job.states + (rest * job.queries + first) * job.size);
 }
@@ -45,12 +45,12 @@ void merge_query(void* data, size_t index) {
     job.finish(state, head, query);
 }
 
-// One group of queries and all its spans; states are [heads, groups, 2, kMostQueries].
+// One group of queries and all its spans; states are [heads, groups, 2, kMaxQueries].
 void attend_all_spans(void* data, size_t index) {
     const Job& job = *static_cast<Job*>(data);
     const int64_t group = static_cast<int64_t>(index) % job.groups, head = static_cast<int64_t>(index) / job.groups;
-    const int64_t first = group * kMostQueries, count = job.count(group);
-    float *states = job.states + static_cast<int64_t>(index) * 2 * kMostQueries * job.size, *next = states + kMostQueries * job.size;
+    const int64_t first = group * kMaxQueries, count = job.count(group);
+    float *states = job.states + static_cast<int64_t>(index) * 2 * kMaxQueries * job.size, *next = states + kMaxQueries * job.size;
     job.attend.all_spans(job.of_head(head), first, count, states, next);
     for (int64_t r = 0; r < count; r++) job.finish(states + r * job.size, head, first + r);
 }
@@ -60,12 +60,12 @@ void attend_all_spans(void* data, size_t index) {
 ort::Status* attend_all(ort::Table api, ort::KernelContext* context, const Attend& attend, const AllHeads& all, float* out) {
     const Attention& first = all.first;
     const int64_t queries = first.fresh * first.heads, begin = first.first_span(0);
-    Job job = {attend, all, queries, (queries + kMostQueries - 1) / kMostQueries, begin, first.last_span(queries - 1) - begin + 1, first.state(),
+    Job job = {attend, all, queries, (queries + kMaxQueries - 1) / kMaxQueries, begin, first.last_span(queries - 1) - begin + 1, first.state(),
                nullptr, out};
     const size_t state = static_cast<size_t>(job.size) * sizeof(float), tasks = static_cast<size_t>(all.heads * job.groups);
     const size_t by_spans = state * static_cast<size_t>(all.heads * queries * job.spans);
-    const bool divide_spans = by_spans <= kMostState;
-    char* memory = scratch(divide_spans ? by_spans : state * tasks * 2 * kMostQueries);
+    const bool divide_spans = by_spans <= kMaxStateBytes;
+    char* memory = scratch(divide_spans ? by_spans : state * tasks * 2 * kMaxQueries);
     if (!memory) return ort::create_status(api, ort::kFail, "attention: out of memory");
     job.states = reinterpret_cast<float*>(memory);
     ort::Status* status;

@@ -11,11 +11,11 @@ namespace edge::ort {
 
 extern const Op kMatMulRows, kGatedRows, kAttendRows, kAttendBuffers, kReadBuffers;
 
-constexpr size_t kMostDimensions = 8;
+constexpr size_t kMaxDimensions = 8;
 constexpr int64_t kFewRows = 16;  // so many that small work is not divided among threads
 
 struct Shape {
-    int64_t sizes[kMostDimensions];
+    int64_t sizes[kMaxDimensions];
     size_t rank;
 
     int64_t count() const {
@@ -29,7 +29,7 @@ inline Status* read_shape(Table api, const Value* value, Shape& out) {
     ShapeInfo* info = nullptr;
     EDGE_TRY(shape_of(api, value, &info));
     Status* status = dimension_count(api, info, &out.rank);
-    if (!status && out.rank > kMostDimensions) status = create_status(api, kFail, "an input must have at most 8 dimensions");
+    if (!status && out.rank > kMaxDimensions) status = create_status(api, kFail, "an input must have at most 8 dimensions");
     if (!status) status = dimensions(api, info, out.sizes, out.rank);
     release_shape(api, info);
     return status;
@@ -52,7 +52,7 @@ inline Type float_type(const Op*, size_t) { return kFloat; }
 inline size_t one_output(const Op*) { return 1; }
 inline int required(const Op*, size_t) { return 0; }
 inline int in_memory(const Op*, size_t) { return 0; }
-inline int one(const Op*) { return 1; }
+inline int constant_one(const Op*) { return 1; }
 inline int any_version(const Op*) { return 0x7fffffff; }
 
 // An operator on processor memory: how it is made, run and freed, and what its inputs and outputs are.
@@ -71,9 +71,9 @@ constexpr Op operator_of(const Parts& parts) {
     op.version = kVersion, op.name = parts.name, op.provider = no_provider;
     op.input_count = parts.input_count, op.input_type = parts.input_type, op.input_kind = required, op.input_memory = in_memory;
     op.output_count = parts.output_count, op.output_type = float_type, op.output_kind = required;
-    op.variadic_input_least = op.variadic_input_same = op.variadic_output_least = op.variadic_output_same = one;
+    op.variadic_input_least = op.variadic_input_same = op.variadic_output_least = op.variadic_output_same = constant_one;
     op.create_kernel_v2 = parts.create, op.compute_v2 = parts.compute, op.destroy = parts.destroy;
-    op.first_version = one, op.last_version = any_version;
+    op.first_version = constant_one, op.last_version = any_version;
     return op;
 }
 

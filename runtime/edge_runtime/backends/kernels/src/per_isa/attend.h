@@ -14,7 +14,7 @@ template <int kQueries, int kKeys>
 void score(const float* queries, const float* keys, int64_t dim, float* scores) {
     Floats16 sum[kQueries][kKeys];
     for (auto& row : sum)
-        for (auto& one : row) one = 0;
+        for (auto& value : row) value = 0;
     const auto add = [&](int64_t at, auto... count) {
         Floats16 query[kQueries];
         for (int r = 0; r < kQueries; r++) query[r] = load16(queries + r * dim + at, count...);
@@ -98,15 +98,15 @@ void rows_at_once(int64_t count, Work work) {
 
 void attend_span(const Attention& a, int64_t query, int64_t count, int64_t span, float* states) {
     const int64_t start = span * kSpan, stride = a.state();
-    float scores[kMostQueries * kSpan];
+    float scores[kMaxQueries * kSpan];
     const auto within = [&](int64_t position) { return position < start ? start : position < start + kSpan ? position : start + kSpan; };
     const auto begin = [&](int64_t r) { return within(a.begin(query + r)); };
     const auto end = [&](int64_t r) { return within(a.end(query + r)); };
     each_part(a.past_keys, a.new_keys, a, begin(0), end(count - 1), [&](const float* keys, int64_t position, int64_t there) {
         for (int64_t j = 0; j < there; j += kKeysAtOnce * 4) {
-            const int64_t some = there - j < kKeysAtOnce * 4 ? there - j : kKeysAtOnce * 4;
+            const int64_t width = there - j < kKeysAtOnce * 4 ? there - j : kKeysAtOnce * 4;
             rows_at_once(count, [&]<int kQueries>(int64_t r) {
-                score_keys<kQueries>(a.queries + (query + r) * a.dim, keys + j * a.dim, some, a.dim, scores + r * kSpan + position + j - start);
+                score_keys<kQueries>(a.queries + (query + r) * a.dim, keys + j * a.dim, width, a.dim, scores + r * kSpan + position + j - start);
             });
         }
     });
@@ -125,14 +125,14 @@ void attend_span(const Attention& a, int64_t query, int64_t count, int64_t span,
     // What only earlier queries attend to, what all do, what only later ones do: for each query in the order of positions.
     const int64_t common = begin(count - 1) < end(0) ? begin(count - 1) : end(0);
     const auto single = [&](int64_t r, int64_t first, int64_t last) {
-        gather_rows(first, last, [&](const float* values, int64_t at, int64_t some) {
-            gather_values<1>(scores + r * kSpan + at, values, some, a.dim, stride, states + r * stride);
+        gather_rows(first, last, [&](const float* values, int64_t at, int64_t width) {
+            gather_values<1>(scores + r * kSpan + at, values, width, a.dim, stride, states + r * stride);
         });
     };
     for (int64_t r = 0; r < count; r++) single(r, begin(r), common);
-    gather_rows(common, end(0), [&](const float* values, int64_t at, int64_t some) {
+    gather_rows(common, end(0), [&](const float* values, int64_t at, int64_t width) {
         rows_at_once(count, [&]<int kQueries>(int64_t r) {
-            gather_values<kQueries>(scores + r * kSpan + at, values, some, a.dim, stride, states + r * stride);
+            gather_values<kQueries>(scores + r * kSpan + at, values, width, a.dim, stride, states + r * stride);
         });
     });
     for (int64_t r = 0; r < count; r++) single(r, begin(r) > end(0) ? begin(r) : end(0), end(r));

@@ -66,20 +66,20 @@ static_assert(kCellsAtOnce == 32 && kCellsAtOnce <= kSpan);
 
 // The cells that any query of the call attends to.
 int64_t list_cells(const CellAttention& a, int32_t* list) {
-    const uint16_t* masks[kMostQueries];  // heads of a row share a mask
+    const uint16_t* masks[kMaxQueries];  // heads of a row share a mask
     int64_t rows = 0, count = 0;
     for (int64_t r = 0; r < a.queries; r++)
         if (!rows || masks[rows - 1] != a.mask[r]) masks[rows++] = a.mask[r];
     for (int64_t first = 0; first < a.cells; first += kCellsAtOnce) {
-        const int64_t some = a.cells - first < kCellsAtOnce ? a.cells - first : kCellsAtOnce;
+        const int64_t chunk = a.cells - first < kCellsAtOnce ? a.cells - first : kCellsAtOnce;
         Masks32 any = 0;
         for (int64_t r = 0; r < rows; r++) {
             Masks32 mask = kLeftOut;
-            __builtin_memcpy(&mask, masks[r] + first, static_cast<size_t>(some) * 2);
+            __builtin_memcpy(&mask, masks[r] + first, static_cast<size_t>(chunk) * 2);
             any |= mask ^ kLeftOut;
         }
         if (__builtin_reduce_or(any) == 0) continue;
-        for (int64_t j = 0; j < some; j++) {
+        for (int64_t j = 0; j < chunk; j++) {
             list[count] = static_cast<int32_t>(first + j);
             count += any[j] != 0;
         }
@@ -99,18 +99,18 @@ void score_cells(const CellAttention& a, const CellMemory& m, int64_t count, int
         __builtin_memcpy(m.queries + r * dim, a.query[r], static_cast<size_t>(a.keys.dim) * 4);
     }
     for (int64_t first = 0; first < count; first += kCellsAtOnce) {
-        const int64_t some = count - first < kCellsAtOnce ? count - first : kCellsAtOnce;
-        for (int64_t j = 0; j < some; j++) load_row(a.keys, m.list[first + j], m.rows + j * dim);
-        for (int64_t j = 0; j < some; j += kKeysAtOnce) {
-            const int64_t few = some - j < kKeysAtOnce ? some - j : kKeysAtOnce;
+        const int64_t chunk = count - first < kCellsAtOnce ? count - first : kCellsAtOnce;
+        for (int64_t j = 0; j < chunk; j++) load_row(a.keys, m.list[first + j], m.rows + j * dim);
+        for (int64_t j = 0; j < chunk; j += kKeysAtOnce) {
+            const int64_t width = chunk - j < kKeysAtOnce ? chunk - j : kKeysAtOnce;
             rows_at_once(a.queries, [&]<int kQueries>(int64_t r) {
-                score_keys<kQueries>(m.queries + r * dim, m.rows + j * dim, few, dim, m.tile + r * kSpan + j);
+                score_keys<kQueries>(m.queries + r * dim, m.rows + j * dim, width, dim, m.tile + r * kSpan + j);
             });
         }
         float masks[kCellsAtOnce];
         for (int64_t r = 0; r < a.queries; r++) {
-            if (!r || a.mask[r] != a.mask[r - 1]) load_masks(a.mask[r], m.list + first, some, masks);
-            for (int64_t j = 0; j < some; j += kLanes) {
+            if (!r || a.mask[r] != a.mask[r - 1]) load_masks(a.mask[r], m.list + first, chunk, masks);
+            for (int64_t j = 0; j < chunk; j += kLanes) {
                 const Floats16 mask = load16(masks + j), score = load16(m.tile + r * kSpan + j) * a.scale + mask;
                 store16(m.scores + r * stride + first + j, mask == -__builtin_inff() ? mask : score);
             }
@@ -128,14 +128,14 @@ Counts8 counted(Doubles8 value, Doubles8 share) { return __builtin_bit_cast(Coun
 // Makes scores [stride] shares: e^(score - greatest). Returns their sum in units; 0 where no cell is admitted, less where a score is no number.
 // Shares of cells that are left out are e^-87, far less than half a unit of any value.
 int64_t share_cells(float* scores, int64_t stride) {
-    Floats16 most = -__builtin_inff();
+    Floats16 maxima = -__builtin_inff();
     Ints16 numbers = -1;
     for (int64_t i = 0; i < stride; i += kLanes) {
-        const Floats16 some = load16(scores + i);
-        numbers &= some == some;
-        most = some > most ? some : most;
+        const Floats16 score = load16(scores + i);
+        numbers &= score == score;
+        maxima = score > maxima ? score : maxima;
     }
-    const float greatest = __builtin_reduce_max(most);
+    const float greatest = __builtin_reduce_max(maxima);
     if (__builtin_reduce_and(numbers) == 0 || greatest == __builtin_inff()) return -1;
     if (greatest == -__builtin_inff()) return 0;
     Counts8 sum = 0;
@@ -167,8 +167,8 @@ int64_t gather_all(const CellAttention& a, const CellMemory& m, int64_t count, i
     int64_t bad = 0;
     __builtin_memset(m.sums, 0, static_cast<size_t>(a.queries * dim) * sizeof *m.sums);
     for (int64_t first = 0; first < count; first += kCellsAtOnce) {
-        const int64_t some = count - first < kCellsAtOnce ? count - first : kCellsAtOnce;
-        for (int64_t j = 0; j < some; j++) {
+        const int64_t chunk = count - first < kCellsAtOnce ? count - first : kCellsAtOnce;
+        for (int64_t j = 0; j < chunk; j++) {
             float* row = m.rows + j * dim;
             load_row(a.values, m.list[first + j], row);
             if (!is_bad(row, dim)) continue;
@@ -176,12 +176,12 @@ int64_t gather_all(const CellAttention& a, const CellMemory& m, int64_t count, i
             __builtin_memset(row, 0, static_cast<size_t>(dim) * sizeof *row);
         }
         for (int64_t r = 0; r < a.queries; r++)
-            for (int64_t j = 0; j < some; j += 8) {
+            for (int64_t j = 0; j < chunk; j += 8) {
                 const Doubles8 shares = __builtin_convertvector(load_as<Floats8>(m.scores + r * stride + first + j), Doubles8);
                 __builtin_memcpy(m.shares + r * kCellsAtOnce + j, &shares, sizeof shares);
             }
         rows_at_once(a.queries, [&]<int kQueries>(int64_t r) {
-            gather_cells<kQueries>(m.shares + r * kCellsAtOnce, m.rows, some, dim, m.sums + r * dim);
+            gather_cells<kQueries>(m.shares + r * kCellsAtOnce, m.rows, chunk, dim, m.sums + r * dim);
         });
     }
     return bad;
@@ -189,15 +189,15 @@ int64_t gather_all(const CellAttention& a, const CellMemory& m, int64_t count, i
 
 void write_result(const uint64_t* sums, int64_t count, double factor, float* out, int64_t dim) {
     for (int64_t at = 0; at < dim; at += 8) {
-        const Floats8 some = __builtin_convertvector(__builtin_convertvector(units(load_as<Counts8>(sums + at), count), Doubles8) * factor, Floats8);
-        __builtin_memcpy(out + at, &some, static_cast<size_t>(dim - at < 8 ? dim - at : 8) * 4);
+        const Floats8 values = __builtin_convertvector(__builtin_convertvector(units(load_as<Counts8>(sums + at), count), Doubles8) * factor, Floats8);
+        __builtin_memcpy(out + at, &values, static_cast<size_t>(dim - at < 8 ? dim - at : 8) * 4);
     }
 }
 
 void attend_cells(const CellAttention& a, void* memory) {
     const CellMemory m(a.cells, a.keys.dim, a.values.dim, memory);
     const int64_t count = list_cells(a, m.list), stride = whole(count, kLanes), dim = whole(a.values.dim, kLanes);
-    int64_t totals[kMostQueries];
+    int64_t totals[kMaxQueries];
     score_cells(a, m, count, stride);
     for (int64_t r = 0; r < a.queries; r++) totals[r] = share_cells(m.scores + r * stride, stride);
     const int64_t bad = gather_all(a, m, count, stride);

@@ -38,17 +38,17 @@ void each_lanes(int64_t count, Part part) {
     if (at < count) part(at, count - at);
 }
 
-Floats16 load_some(const float* from, int64_t count) { return count == kLanes ? load16(from) : load16(from, count); }
+Floats16 load_lanes(const float* from, int64_t count) { return count == kLanes ? load16(from) : load16(from, count); }
 
 // out = gelu(gates) * values; `out` may be one of them.
 void gate(const float* gates, const float* values, float* out, int64_t count) {
-    each_lanes(count, [&](int64_t at, int64_t some) {
-        store16(out + at, gelu16(load_some(gates + at, some)) * load_some(values + at, some), some);
+    each_lanes(count, [&](int64_t at, int64_t lanes) {
+        store16(out + at, gelu16(load_lanes(gates + at, lanes)) * load_lanes(values + at, lanes), lanes);
     });
 }
 
 void tanh_of(const float* values, float* out, int64_t count) {
-    each_lanes(count, [&](int64_t at, int64_t some) { store16(out + at, tanh16(load_some(values + at, some)), some); });
+    each_lanes(count, [&](int64_t at, int64_t lanes) { store16(out + at, tanh16(load_lanes(values + at, lanes)), lanes); });
 }
 
 }  // namespace

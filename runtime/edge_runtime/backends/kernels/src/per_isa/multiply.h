@@ -45,7 +45,7 @@ template <class Isa, int kBits, int kRows, int kVectors>
     }
 }
 
-// Where the weights and scales of some vectors lie, and their results.
+// Where the weights and scales of several vectors lie, and their results.
 template <class Isa, int kRows, int kVectors>
 struct Vectors {
     const uint8_t* weights[kVectors];
@@ -101,10 +101,10 @@ template <class Isa, int kBits, int kRows, int kVectors>
     const int64_t blocks = m.blocks(), scale_bytes = m.scale_bytes();
     Vectors<Isa, kRows, kVectors> at(m, vector);
     for (int64_t b = 0, entry = row; b < blocks; b++, entry += a.rows) {
-        typename Isa::Floats total[kRows][kVectors], factor[kVectors], least[kVectors];
+        typename Isa::Floats total[kRows][kVectors], factor[kVectors], minimum_factor[kVectors];
         for (int v = 0; v < kVectors; v++) {
             factor[v] = Isa::load_half(at.scales[v] + kFactors + at.lane[v] * 2);
-            if constexpr (kBits == 4) least[v] = Isa::load_half(at.scales[v] + kFactors + kTile * 2 + at.lane[v] * 2);
+            if constexpr (kBits == 4) minimum_factor[v] = Isa::load_half(at.scales[v] + kFactors + kTile * 2 + at.lane[v] * 2);
             for (int r = 0; r < kRows; r++) total[r][v] = Isa::zero();
         }
         for (int64_t part = 0; part < kParts; part++) {
@@ -117,7 +117,7 @@ template <class Isa, int kBits, int kRows, int kVectors>
                 const typename Isa::Floats scale = Isa::mul(factor[v], Isa::load_bytes(scales));
                 for (int r = 0; r < kRows; r++) total[r][v] = Isa::fma(Isa::convert(sum[r][v]), scale, total[r][v]);
                 if constexpr (kBits == 4) {
-                    const typename Isa::Floats minimum = Isa::mul(least[v], Isa::load_bytes(scales + kMinimums));
+                    const typename Isa::Floats minimum = Isa::mul(minimum_factor[v], Isa::load_bytes(scales + kMinimums));
                     for (int r = 0; r < kRows; r++) total[r][v] = Isa::fma(minimum, Isa::splat(a.sums[(entry + r) * kSums + part]), total[r][v]);
                 }
                 at.weights[v] += kGroups * Group<kBits>::lines * kLine;
@@ -141,15 +141,15 @@ void multiply_rows(const PackedMatrix& m, const RoundedRows& a, int64_t row, int
 }
 
 template <class Isa, int kBits, bool kSupers, int kRows = kMaxRows>
-void multiply_some(int64_t rows, const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t first, int64_t last, const Products& out) {
+void multiply_few_rows(int64_t rows, const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t first, int64_t last, const Products& out) {
     if (rows == kRows) return multiply_rows<Isa, kBits, kSupers, kRows>(m, a, row, first, last, out);
-    if constexpr (kRows > 1) multiply_some<Isa, kBits, kSupers, kRows - 1>(rows, m, a, row, first, last, out);
+    if constexpr (kRows > 1) multiply_few_rows<Isa, kBits, kSupers, kRows - 1>(rows, m, a, row, first, last, out);
 }
 
 template <class Isa, int kBits, bool kSupers = false>
 void multiply_all(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
     constexpr int64_t kParts = kTile / Isa::width;
-    if (a.rows <= Isa::kRows) return multiply_some<Isa, kBits, kSupers>(a.rows, m, a, 0, first * kParts, last * kParts, out);
+    if (a.rows <= Isa::kRows) return multiply_few_rows<Isa, kBits, kSupers>(a.rows, m, a, 0, first * kParts, last * kParts, out);
     // Rows in groups of nearly the same size, over few tiles at a time, which then stay in the nearest cache.
     const bool many = a.rows > 2 * Isa::kRows;
     const int64_t limit = many ? Isa::kManyRows : Isa::kRows;
@@ -159,7 +159,7 @@ void multiply_all(const PackedMatrix& m, const RoundedRows& a, int64_t first, in
         const int64_t end = tile + step < last ? tile + step : last;
         for (int64_t g = 0, row = 0; g < groups; g++) {
             const int64_t next = (g + 1) * a.rows / groups;
-            multiply_some<Isa, kBits, kSupers>(next - row, m, a, row, tile * kParts, end * kParts, out);
+            multiply_few_rows<Isa, kBits, kSupers>(next - row, m, a, row, tile * kParts, end * kParts, out);
             row = next;
         }
     }

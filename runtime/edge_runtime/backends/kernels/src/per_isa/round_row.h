@@ -37,9 +37,9 @@ void round_row(const float* values, const PackedMatrix& m, int64_t first, int64_
     const int32_t zero = m.bits == 8 && Isa::kSigned8 ? 0 : 1 << (m.bits - 1);
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * to.rows + row;
-        const float most = greatest_of(values + b * m.block, m.block), inverse = most > 0 ? 127.0f / most : 0.0f;
+        const float greatest = greatest_of(values + b * m.block, m.block), inverse = greatest > 0 ? 127.0f / greatest : 0.0f;
         int8_t* octets = to.octets(m, b, row);
-        to.scales[at] = most / 127.0f;
+        to.scales[at] = greatest / 127.0f;
         if (!m.super()) {
             to.starts[at] = -zero * round_values(values + b * m.block, m.block, inverse, octets, to.pitch());
             continue;
