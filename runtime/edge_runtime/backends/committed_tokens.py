@@ -72,10 +72,10 @@ class CommittedText(ABC):
             raise RequestError(f"soft rows have the shape {rows.shape}, not {(len(values), self.hidden_size)}; use this bundle's encoder")
         return values
 
-    def check_rows(self, count: int, most: int) -> None:
-        """Raises RequestError for a verify of more than `most` rows."""
-        if count > most:
-            raise RequestError(f"{count} rows are too many for one verify; the target was opened for at most {most}")
+    def check_rows(self, count: int, max_rows: int) -> None:
+        """Raises RequestError for a verify of more than `max_rows` rows."""
+        if count > max_rows:
+            raise RequestError(f"{count} rows are too many for one verify; the target was opened for at most {max_rows}")
 
     def check_rollback(self, length: int) -> None:
         """Raises RequestError unless the cache can go back to `length` rows."""

@@ -50,21 +50,21 @@ def load_backend(kind: BackendKind) -> Backend:
     return backend
 
 
-def usable_backends(bundle: Bundle, wanted: BackendKind | None) -> list[BackendKind]:
-    """Returns `wanted`, or all backends whose files are in the bundle and whose library is installed; at least one.
+def usable_backends(bundle: Bundle, requested: BackendKind | None) -> list[BackendKind]:
+    """Returns `requested`, or all backends whose files are in the bundle and whose library is installed; at least one.
 
     Raises RequestError for an unknown backend, BundleError if the bundle has no files for it, BackendError if no library is installed.
     """
-    if wanted is not None and wanted not in BACKENDS:
-        raise RequestError(f"backend {wanted!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    if requested is not None and requested not in BACKENDS:
+        raise RequestError(f"backend {requested!r} is unknown; choose one of {', '.join(BACKENDS)}")
     held = [kind for kind, card in CARDS.items() if bundle.has("target", card.format)]
-    if wanted is not None and wanted not in held:
-        format = CARDS[wanted].format
-        raise BundleError(f"{bundle.folder} has no {format} target for the {wanted} backend; export it again with --format {format}")
+    if requested is not None and requested not in held:
+        format = CARDS[requested].format
+        raise BundleError(f"{bundle.folder} has no {format} target for the {requested} backend; export it again with --format {format}")
     if not held:
         formats = " nor ".join(card.format for card in CARDS.values())
         raise BundleError(f"{bundle.folder} has neither a {formats} target; export the bundle again")
-    candidates = [wanted] if wanted is not None else held
+    candidates = [requested] if requested is not None else held
     usable = [kind for kind in candidates if find_spec(CARDS[kind].library) is not None]
     if usable:
         return usable
@@ -72,9 +72,9 @@ def usable_backends(bundle: Bundle, wanted: BackendKind | None) -> list[BackendK
     raise BackendError(f"no library is installed that runs {bundle.folder}; pip install {missing}")
 
 
-def fitting_backends(request: OpenRequest, wanted: BackendKind | None) -> list[BackendKind]:
+def fitting_backends(request: OpenRequest, requested: BackendKind | None) -> list[BackendKind]:
     """Returns the usable backends that have all options of a request. Raises as `usable_backends` and `check_options` do."""
-    usable = usable_backends(request.bundle, wanted)
+    usable = usable_backends(request.bundle, requested)
     fitting = [kind for kind in usable if _refusal(kind, request) is None]
     if not fitting:
         check_options(usable[0], request)
@@ -90,8 +90,8 @@ def check_options(kind: BackendKind, request: OpenRequest) -> None:
 def _refusal(kind: BackendKind, request: OpenRequest) -> str | None:
     backend, title = load_backend(kind), CARDS[kind].title
     if request.sequences > backend.max_sequences:
-        count, most = request.sequences, backend.max_sequences
-        return f"{count} sessions at once are more than the {most} that {title} runs; ask for fewer, or for another backend"
+        count, limit = request.sequences, backend.max_sequences
+        return f"{count} sessions at once are more than the {limit} that {title} runs; ask for fewer, or for another backend"
     for option, value in request.special_options().items():
         if option not in backend.options:
             return backend.refusal(option, value) or f"{title} has no {option}, which is {value}; leave it out, or {_others_with(option)}"

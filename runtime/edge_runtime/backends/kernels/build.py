@@ -97,7 +97,7 @@ def compile_objects(target: str, folder: Path, flags: Sequence[str] = (), withou
     jobs = [(name, _BASE[architecture]) for name in _COMMON] + list(_VARIANTS[architecture].items())
     jobs = [job for job in jobs if not job[0].startswith(tuple(without))]
 
-    def compile_one(job: tuple[str, str]) -> str:
+    def compile_job(job: tuple[str, str]) -> str:
         source, processor = job
         output = f"{folder}/{source.replace('/', '-')}.o"
         run_compiler(
@@ -106,7 +106,7 @@ def compile_objects(target: str, folder: Path, flags: Sequence[str] = (), withou
         return output
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return list(pool.map(compile_one, jobs))
+        return list(pool.map(compile_job, jobs))
 
 
 def run_compiler(arguments: Sequence[str], scratch: Path) -> None:

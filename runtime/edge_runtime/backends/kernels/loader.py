@@ -22,10 +22,10 @@ def kernels_path() -> Path | None:
 
 def variant() -> str | None:
     """Returns the name of the variant in use, such as "avx512vnni"; None where the stock operators run."""
-    wanted = os.environ.get(VARIABLE, "")
+    requested = os.environ.get(VARIABLE, "")
     usable = usable_variants()
-    if wanted:
-        return wanted if wanted in usable else None
+    if requested:
+        return requested if requested in usable else None
     return usable[0] if usable else None
 
 

@@ -156,9 +156,9 @@ class LlamaDrafter(LlamaModel):
         self._compare("vocabulary size", own, self._target.vocabulary.size, path)
 
     @staticmethod
-    def _compare(name: str, own: object, wanted: object, path: Path) -> None:
-        if own != wanted:
-            raise BackendError(f"{path.name} is not a drafter of this target: {name} {own} against {wanted}; export the pair again")
+    def _compare(name: str, own: object, expected: object, path: Path) -> None:
+        if own != expected:
+            raise BackendError(f"{path.name} is not a drafter of this target: {name} {own} against {expected}; export the pair again")
 
 
 def top_probability(logits: Row) -> float:

@@ -75,9 +75,9 @@ class GgmlContext:
         """Matrices [C, K, H] times vector [H], for those of the indices `which` [N] only: [N, K]."""
         return self._ggml.ggml_mul_mat_id(self._context, matrices, vector, which)
 
-    def sum(self, one: Tensor, other: Tensor) -> Tensor:
+    def sum(self, vector: Tensor, other: Tensor) -> Tensor:
         """The sum of two vectors."""
-        return self._ggml.ggml_add(self._context, one, other)
+        return self._ggml.ggml_add(self._context, vector, other)
 
     def scaled(self, vector: Tensor, factor: float) -> Tensor:
         """A vector times a number."""

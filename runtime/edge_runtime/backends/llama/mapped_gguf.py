@@ -77,14 +77,14 @@ class MappedGguf:
 
     def tensor(self, name: str, shape: tuple[int, ...], types: Sequence[str] = MATRIX_TYPES) -> MappedTensor:
         """Returns a tensor of this shape and of one of these types. Raises BackendError otherwise."""
-        found = self.tensors.get(name)
-        if found is None:
+        tensor = self.tensors.get(name)
+        if tensor is None:
             raise BackendError(f"{self.path.name} has no tensor {name}; export the pair again")
-        if found.shape != _stripped(shape):
-            raise BackendError(f"{self.path.name}: {name} has the shape {list(found.shape)}, not {list(shape)}; export the pair again")
-        if found.type_name not in types:
-            raise BackendError(f"{self.path.name}: {name} is {found.type_name}, not {' or '.join(types)}; export the pair again")
-        return found
+        if tensor.shape != _stripped(shape):
+            raise BackendError(f"{self.path.name}: {name} has the shape {list(tensor.shape)}, not {list(shape)}; export the pair again")
+        if tensor.type_name not in types:
+            raise BackendError(f"{self.path.name}: {name} is {tensor.type_name}, not {' or '.join(types)}; export the pair again")
+        return tensor
 
 
 def map_gguf(library: LlamaLibrary, path: Path, tensors: Sequence[str], numbers: Sequence[str] = ()) -> MappedGguf:
@@ -100,10 +100,10 @@ def map_gguf(library: LlamaLibrary, path: Path, tensors: Sequence[str], numbers:
     try:
         mapped = np.memmap(path, np.uint8, "r")
         places = {name: ggml.gguf_find_tensor(header, name.encode()) for name in tensors}
-        found = {name: _tensor(ggml, header, path, mapped, place) for name, place in places.items() if place >= 0}
+        mapped_tensors = {name: _tensor(ggml, header, path, mapped, place) for name, place in places.items() if place >= 0}
         keys = {name: ggml.gguf_find_key(header, name.encode()) for name in numbers}
         read = {name: ggml.gguf_get_val_u32(header, key) for name, key in keys.items() if _is_number(ggml, header, key)}
-        return MappedGguf(path=path, tensors=found, numbers=read)
+        return MappedGguf(path=path, tensors=mapped_tensors, numbers=read)
     finally:
         ggml.gguf_free(header)
 

@@ -108,9 +108,9 @@ class LlamaMediaEncoder:
         parts = (ctypes.POINTER(api.mtmd_input_part) * 1)(ctypes.pointer(part))
         if api.mtmd_tokenize_from_parts(self._pointer, chunks, parts, 1, False) != 0:
             raise BackendError(f"llama.cpp refused the media{self._library.quoted_error()}; give another file")
-        found = [api.mtmd_input_chunks_get(chunks, i) for i in range(api.mtmd_input_chunks_size(chunks))]
+        pointers = [api.mtmd_input_chunks_get(chunks, i) for i in range(api.mtmd_input_chunks_size(chunks))]
         encoded = []
-        for chunk in found:
+        for chunk in pointers:
             if api.mtmd_input_chunk_get_type(chunk) == api.MTMD_INPUT_CHUNK_TYPE_TEXT:
                 continue  # the begin and end tokens, which the prompt has
             if api.mtmd_encode_chunk(self._pointer, chunk) != 0:

@@ -44,8 +44,8 @@ class LlamaBackend:
         together = LlamaSequenceBatch(target, drafter)
         kernels = llama_library().row_kernels
         facts = (options.kv_type, kind, repack, kernels, library_version(), system_info(), *quantizations)
-        taken = memory_plan(manifest, replace(plan, repack=room_for_copies)).total
-        room = EncoderMemory(manifest, available_memory_bytes, one_file=True, limit=request.memory_limit, beside=taken)
+        planned = memory_plan(manifest, replace(plan, repack=room_for_copies)).total
+        room = EncoderMemory(manifest, available_memory_bytes, one_file=True, limit=request.memory_limit, beside=planned)
         return OpenedPair(
             together=together,
             drafters=together.drafters,

@@ -99,19 +99,21 @@ def open_pair(target_path: Path, drafter_path: Path | None, options: LlamaOption
         raise
 
 
-def open_with_drafter(bundle: Bundle, options: LlamaOptions, wanted: DrafterKind | None) -> tuple[LlamaTarget, Drafter | None, DrafterKind]:
-    """Returns the target, its drafter and the kind of drafter. Closing the target closes both. `wanted` None measures if there are two.
+def open_with_drafter(
+    bundle: Bundle, options: LlamaOptions, requested: DrafterKind | None
+) -> tuple[LlamaTarget, Drafter | None, DrafterKind]:
+    """Returns the target, its drafter and the kind of drafter. Closing the target closes both. `requested` None measures if there are two.
 
     Raises BundleError if the bundle has no such drafter, BackendError if a file does not load; then nothing stays open.
     """
     target = LlamaTarget(bundle.path("target", "gguf"), options)
     try:
-        if wanted == "none":
+        if requested == "none":
             return target, None, "none"
-        if wanted == "lookup":
+        if requested == "lookup":
             return target, LookupDrafter(target), "lookup"
-        if wanted == "split" or wanted == "dense":
-            return target, open_model_drafter(bundle, target, options, wanted), wanted
+        if requested == "split" or requested == "dense":
+            return target, open_model_drafter(bundle, target, options, requested), requested
         return target, *_faster(bundle, target, options)
     except BaseException:
         target.close()
@@ -132,10 +134,10 @@ def has_split(bundle: Bundle) -> bool:
     return bundle.has(_BODY, "gguf") and bundle.has(_HEAD)
 
 
-def drafters_opened(bundle: Bundle, wanted: DrafterKind | None) -> tuple[DrafterKind, ...]:
+def drafters_opened(bundle: Bundle, requested: DrafterKind | None) -> tuple[DrafterKind, ...]:
     """Returns the kinds that are open at the same time, until one is chosen."""
-    if wanted is not None:
-        return (wanted,)
+    if requested is not None:
+        return (requested,)
     return ("dense", "split") if has_split(bundle) else ("dense",)
 
 

@@ -97,11 +97,13 @@ class LlamaSplitDrafter(LlamaDrafter):
         self._compare("vocabulary size", own, self._api.llama_model_n_embd(self._model), path)
 
 
-def _with_candidates(weights: HeadWeights, most: int | None) -> HeadWeights:
-    """Looks into fewer clusters if the head's own would be more than `most` tokens. Raises RequestError if not one cluster is so small."""
-    if most is None:
+def _with_candidates(weights: HeadWeights, max_candidates: int | None) -> HeadWeights:
+    """Takes fewer clusters if the head's own are more than `max_candidates` tokens. Raises RequestError if not one cluster is so small."""
+    if max_candidates is None:
         return weights
     per_cluster = weights.token_ordering.shape[1]
-    if most < per_cluster:
-        raise RequestError(f"max_candidates is {most}, but the head's smallest choice is one cluster of {per_cluster} tokens; ask for more")
-    return replace(weights, top_centroids=min(weights.top_centroids, most // per_cluster))
+    if max_candidates < per_cluster:
+        raise RequestError(
+            f"max_candidates is {max_candidates}, but the head's smallest choice is one cluster of {per_cluster} tokens; ask for more"
+        )
+    return replace(weights, top_centroids=min(weights.top_centroids, max_candidates // per_cluster))

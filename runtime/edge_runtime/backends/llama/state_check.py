@@ -55,11 +55,11 @@ def check_state(state: bytes, length: int, window: int) -> None:
         raise damaged(f"{len(state) - walk.place} bytes are left over")
 
 
-def _check_cache(walk: _Walk, length: int, least: int) -> None:
+def _check_cache(walk: _Walk, length: int, min_rows: int) -> None:
     if walk.number("<I") != 1:
         raise damaged("it has more than one stream")
     count = walk.number("<I")
-    if not least <= count <= length:
+    if not min_rows <= count <= length:
         raise damaged(f"it holds {count} rows of {length}")
     start = walk.skip(count * _CELL.itemsize)
     cells = np.frombuffer(walk.state, _CELL, count, start)

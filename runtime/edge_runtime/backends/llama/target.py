@@ -89,13 +89,13 @@ class LlamaTargetContext(LlamaModel):
         The views are dead after the next forward of any sequence. Raises as `LlamaSequence.verify` does; then all caches are as they were.
         """
         rows = [Rows(sequence=sequence, ids=sequence.checked(tokens), flagged=len(tokens)) for sequence, tokens in batches]
-        for one in rows:
-            one.sequence.check_rows(len(one.ids), self.max_rows)
+        for group in rows:
+            group.sequence.check_rows(len(group.ids), self.max_rows)
         self.forward(rows)
-        total = sum(len(one.ids) for one in rows)
+        total = sum(len(group.ids) for group in rows)
         logits = floats(self._api.llama_get_logits(self._pointer), total, self.vocabulary.size)
-        ends = np.cumsum([len(one.ids) for one in rows]).tolist()
-        return [logits[end - len(one.ids) : end] for one, end in zip(rows, ends, strict=True)]
+        ends = np.cumsum([len(group.ids) for group in rows]).tolist()
+        return [logits[end - len(group.ids) : end] for group, end in zip(rows, ends, strict=True)]
 
     def set_threads(self, prefill: int, verify: int) -> None:
         """Sets the threads of prefills, and of verifies, one row or several."""
@@ -105,12 +105,12 @@ class LlamaTargetContext(LlamaModel):
         """Appends rows to their sequences in one llama_decode. Raises BackendError if it fails; then nothing was appended."""
         self.require_open()
         for sequence in self.sequences:
-            sequence.keep_hidden(forget=any(sequence is one.sequence for one in rows))
+            sequence.keep_hidden(forget=any(sequence is group.sequence for group in rows))
         self._batch.clear()
-        for one in rows:
-            self._batch.add(one.ids, one.sequence.length, one.flagged, one.sequence.number)
+        for group in rows:
+            self._batch.add(group.ids, group.sequence.length, group.flagged, group.sequence.number)
         self._decode(self._batch, rows)
-        if self.options.draft and (flagged := sum(one.flagged for one in rows)):
+        if self.options.draft and (flagged := sum(group.flagged for group in rows)):
             self._hand_out_hidden(rows, flagged)
 
     def forward_soft(self, sequence: LlamaSequence, ids: NDArray[np.int64], rows: NDArray[np.float32], *, whole: bool) -> None:
@@ -119,8 +119,8 @@ class LlamaTargetContext(LlamaModel):
         `whole` rows attend to each other in both directions, on the sliding layers only (src/models/gemma4.cpp, non_causal_type).
         """
         self.require_open()
-        for one in self.sequences:
-            one.keep_hidden(forget=one is sequence)
+        for other in self.sequences:
+            other.keep_hidden(forget=other is sequence)
         if self._soft_batch is None:
             self._soft_batch = Batch(self._api, self.chunk, self.hidden_size, sequences=self.options.sequences)
         self._soft_batch.add_rows(rows, sequence.length, sequence.number)
@@ -133,25 +133,25 @@ class LlamaTargetContext(LlamaModel):
 
     def _decode(self, batch: Batch, rows: Sequence[Rows]) -> None:
         self._library.log.clear()
-        threads = self._threads[all(one.flagged == len(one.ids) for one in rows)]
+        threads = self._threads[all(group.flagged == len(group.ids) for group in rows)]
         if threads != self._set:
             self._api.llama_set_n_threads(self._pointer, threads, threads)
             self._set = threads
         code: int = self._api.llama_decode(self._pointer, batch.structure)
         if code != 0:
-            for one in rows:
-                self.truncate(one.sequence.number, one.sequence.length)
-            raise decode_error(self._library, "target", code, sum(len(one.ids) for one in rows))
-        for one in rows:
-            one.sequence.append(one.ids)
+            for group in rows:
+                self.truncate(group.sequence.number, group.sequence.length)
+            raise decode_error(self._library, "target", code, sum(len(group.ids) for group in rows))
+        for group in rows:
+            group.sequence.append(group.ids)
 
     def _hand_out_hidden(self, rows: Sequence[Rows], flagged: int) -> None:
         # No copy: drafting runs in another context, so these rows last until the target's next forward, which brings its own.
         hidden = floats(self._library.staging.llama_get_embeddings_nextn(self._pointer), flagged, self.hidden_size)
         first = 0
-        for one in rows:
-            one.sequence.take_hidden(hidden[first : first + one.flagged])
-            first += one.flagged
+        for group in rows:
+            group.sequence.take_hidden(hidden[first : first + group.flagged])
+            first += group.flagged
 
     def truncate(self, number: int, length: int) -> None:
         """Drops the K/V rows of a sequence from `length` on."""

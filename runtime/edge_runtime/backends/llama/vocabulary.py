@@ -45,14 +45,14 @@ class LlamaVocabulary:
     @cached_property
     def control_tokens(self) -> Mapping[str, int]:
         """Text -> id of the control tokens: of <|turn> and its like, and of what is visible in output but no text, as <|channel>."""
-        found = {}
+        controls = {}
         for token in range(self.size):
             attributes = self._api.llama_vocab_get_attr(self._vocab, token)
             if attributes & (_UNKNOWN | _CONTROL | _USER_DEFINED):
                 text = self.piece(token, special=True)
                 if attributes & (_UNKNOWN | _CONTROL) or _BRACKETED.fullmatch(text):
-                    found[text.decode("utf-8", "replace")] = token
-        return found
+                    controls[text.decode("utf-8", "replace")] = token
+        return controls
 
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
         """Returns the token ids of `text`.
