@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from edge_runtime.errors import RequestError
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import ApiError, to_api_error
-from edge_runtime.server.http.body import MEDIA_BODY, TEXT_BODY, BodyLimit, parse_json, read_body
+from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, BodyLimit, parse_json, read_body
 from edge_runtime.server.http.page import page
 from edge_runtime.server.model_card import OLLAMA_VERSION, ModelCard
 from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize
@@ -27,12 +26,13 @@ from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
 from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded
 from edge_runtime.server.responses.responses_api import ResponsesFormat
 from edge_runtime.server.responses.usage import energy_metrics
-from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, unless_disconnected
+from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, result_of, unless_disconnected
 from edge_runtime.session.monitoring.monitor import Monitor
 from edge_runtime.session.monitoring.prometheus import CONTENT_TYPE, exposition
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
 _OLLAMA = "/api/"
+Read = TypeVar("Read")
 
 
 class Api:
@@ -61,20 +61,18 @@ class Api:
         return await self._ollama(request, read_ollama_generate, chat=False)
 
     async def ollama_show(self, request: Request) -> Response:
-        body = await _body(request, TEXT_BODY)
-        name = body.get("model") or body.get("name")
-        if not self.card.is_called(name):
+        if not self.card.is_called(await self._read(request, lambda body: body.get("model") or body.get("name"), TEXT_BODY)):
             raise self._no_such_model()
         return Json200(self.card.ollama_details())
 
     async def tokenize(self, request: Request) -> Response:
-        encoding = self._worker.encode(read_tokenize(await _body(request)))
-        tokens = await unless_disconnected(request.receive, asyncio.wrap_future(encoding))
+        encoding = self._worker.encode(await self._read(request, read_tokenize))
+        tokens = await unless_disconnected(request.receive, result_of(encoding))
         return Json200({"tokens": tokens, "count": len(tokens), "max_model_len": self.card.context})
 
     async def detokenize(self, request: Request) -> Response:
-        decoding = self._worker.decode(read_detokenize(await _body(request, TEXT_BODY), self.card.context))
-        text = await unless_disconnected(request.receive, asyncio.wrap_future(decoding))
+        decoding = self._worker.decode(await self._read(request, lambda body: read_detokenize(body, self.card.context), TEXT_BODY))
+        text = await unless_disconnected(request.receive, result_of(decoding))
         return Json200({"content": text, "prompt": text})
 
     async def model(self, request: Request) -> Response:
@@ -107,8 +105,7 @@ class Api:
             api_request = read(body)
             return api_request, make_format(body, api_request)
 
-        # The body has no name here: it would be kept until the answer ends.
-        return await self._answer(request, *both(await _body(request, limit)))
+        return await self._answer(request, *await self._read(request, both, limit))
 
     async def _ollama(self, request: Request, read: Callable[[Json], ApiRequest], *, chat: bool) -> Response:
         form = OllamaFormat(self.card.name, chat=chat)
@@ -116,8 +113,15 @@ class Api:
         def unless_it_only_loads(body: Json) -> ApiRequest | None:
             return None if only_loads(body, chat=chat) else read(body)
 
-        api_request = unless_it_only_loads(await _body(request))
+        api_request = await self._read(request, unless_it_only_loads)
         return Json200(form.loaded()) if api_request is None else await self._answer(request, api_request, form)
+
+    async def _read(self, request: Request, read: Callable[[Json], Read], limit: BodyLimit = MEDIA_BODY) -> Read:
+        """Returns what `read` makes of the body, which is kept no longer; large ones are parsed in a thread of their own."""
+        body = await read_body(request.stream(), request.headers.get("content-length"), limit)
+        if len(body) <= SMALL_BODY:
+            return read(parse_json(body, limit))
+        return await unless_disconnected(request.receive, result_of(self._worker.read(lambda: read(parse_json(body, limit)))))
 
     async def _answer(self, request: Request, api_request: ApiRequest, form: ResponseFormat) -> Response:
         pending = PendingResponse(self._worker, api_request, form)
@@ -225,7 +229,3 @@ def _facts(value: Callable[[], Json]) -> Callable[[Request], Awaitable[Response]
         return Json200(value())
 
     return handler
-
-
-async def _body(request: Request, limit: BodyLimit = MEDIA_BODY) -> Json:
-    return parse_json(await read_body(request.stream(), request.headers.get("content-length"), limit), limit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Any, NoReturn
 
 from edge_runtime.server.errors import ApiError, invalid
@@ -13,8 +12,6 @@ from edge_runtime.server.errors import ApiError, invalid
 # have 30,000 values, 128 tools with schemas of 200 values 25,600.
 MAX_VALUES = 1 << 17
 MAX_DEPTH = 64
-# Possessive, so that no text takes more than one pass.
-_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 
 
 def parse_object(text: str, what: str, param: str | None = None, *, values: int = MAX_VALUES) -> dict[str, Any]:
@@ -33,8 +30,12 @@ def parse_object(text: str, what: str, param: str | None = None, *, values: int 
 
 
 def count_values(text: str) -> int:
-    """Returns how many lists, objects and values between commas a JSON text has, those in strings not counted."""
-    return _separators(_STRING.sub("", text))
+    """Returns how many lists, objects and values between commas a JSON text has, those in strings not counted.
+
+    In pieces, between which other threads go on: a pattern that finds strings holds the interpreter's lock for all of a text.
+    """
+    outside = text.replace("\\\\", "").replace('\\"', "").split('"')[::2]
+    return sum(map(_separators, outside))
 
 
 def _separators(text: str) -> int:

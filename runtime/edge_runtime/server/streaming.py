@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from edge_runtime.server.engine.jobs import Failed, Finished, Output, StreamEvent
@@ -98,6 +99,26 @@ class PendingResponse:
     def _deliver(self, choice: int, event: StreamEvent) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed, so there is no client left
             self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
+
+
+async def result_of(future: Future[Result]) -> Result:
+    """Returns the result of another thread's work, which is cancelled, if it has not begun, with the task that waits.
+
+    `asyncio.wrap_future` ties both futures to each other, so that each result stays until Python collects garbage.
+    """
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: Future[Result]) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(done.set)
+
+    future.add_done_callback(wake)
+    try:
+        await done.wait()
+        return future.result()
+    finally:
+        future.cancel()
+        del future  # its error holds this frame
 
 
 async def unless_disconnected(receive: Callable[[], Awaitable[MutableMapping[str, Any]]], work: Awaitable[Result]) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
 from urllib.parse import urlsplit
@@ -120,3 +121,54 @@ def test_bodies_that_do_not_arrive_are_limited_together_and_small_ones_have_room
         assert large[5].recv(4096).startswith(b"HTTP/1.1 400")
         assert large[4].recv(4096).startswith(b"HTTP/1.1 408")
         assert not body._arriving
+
+
+def answered(server: Scripted, *pieces: bytes) -> bytes:
+    answer = b""
+    with connected(server) as one, contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            one.sendall(piece)
+        while piece := one.recv(4096):
+            answer += piece
+    return answer
+
+
+CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def in_chunks(body: bytes, size: int) -> bytes:
+    chunks = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+
+
+def test_a_body_in_very_many_small_chunks_is_refused(server):
+    """Each takes the event loop as long as a short request: 600 kB of them took more than two seconds."""
+    body = json.dumps({"content": "a" * 2000}).encode()
+    answer = answered(server, CHUNKED + in_chunks(body, 1))
+    assert answered(server, CHUNKED + in_chunks(body[:600] + b'"}', 2)).startswith(b"HTTP/1.1 200")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"small chunks; send few headers, and the body with a Content-Length" in answer
+
+
+def test_a_large_body_in_fair_chunks_is_read(server):
+    body = json.dumps({"content": "a" * 2000, "prompt": " " * 2_000_000}).encode()
+    assert answered(server, CHUNKED + in_chunks(body, 1500)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"\n"])
+def test_a_head_of_very_many_lines_is_refused(server, end):
+    head = end.join([b"POST /tokenize HTTP/1.1", b"Host: 127.0.0.1", b"Connection: close"])
+    body = json.dumps({"content": "a", "tools": list(range(500))}, indent=1).encode()
+    length = b"Content-Length: %d" % len(body)
+    refused = answered(server, end.join([head, *[b"a:"] * 100, length, b"", body]))
+    assert b"has a head of more than 100 lines" in refused
+    # The lines of a body that comes with its head, or after a half of it, are none of the head.
+    whole = end.join([head, *[b"a:"] * 90, length, b"", body])
+    assert answered(server, whole).startswith(b"HTTP/1.1 200")
+    assert answered(server, whole[:300], whole[300:]).startswith(b"HTTP/1.1 200")
+
+
+def test_a_head_of_many_bytes_is_refused(server):
+    head = HEALTH + b"Connection: close\r\nA: "
+    assert b"16384 bytes" in answered(server, head + b"a" * 20_000 + b"\r\n\r\n")
+    assert answered(server, head + b"a" * 10_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 200")

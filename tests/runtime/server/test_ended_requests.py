@@ -11,6 +11,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from chat_server import HI, Scripted, scripted_server, send
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server.engine.jobs import Job
 from edge_runtime.server.requests.completions import CompletionRequest
+from edge_runtime.server.requests.messages import Conversation
 from edge_runtime.session.generation import Generation
 
 PREDICTION = {"type": "content", "content": "predicted " * 1000}
@@ -110,6 +112,20 @@ def constrained_and_refused(server: Scripted) -> None:
     assert send(server, "POST", "/v1/chat/completions", CONSTRAINED | {"response_format": schema})[0] == 400
 
 
+def tokenized(server: Scripted) -> None:
+    assert send(server, "POST", "/tokenize", {"messages": HI})[0] == 200
+
+
+def refused_tokens(server: Scripted) -> None:
+    assert send(server, "POST", "/tokenize", {"messages": [{"role": "user", "content": "a" * 5000}]})[0] == 400
+    assert send(server, "POST", "/detokenize", {"tokens": [1 << 40]})[0] == 400
+
+
+def refused_with_a_large_body(server: Scripted) -> None:
+    assert send(server, "POST", "/v1/chat/completions", CHAT | {"user": "a" * 100_000, "n": 0})[0] == 400
+    assert send(server, "POST", "/v1/chat/completions", b"[" * 100_000)[0] == 400
+
+
 ENDS: tuple[Callable[[Scripted], None], ...] = (
     done,
     several,
@@ -122,6 +138,9 @@ ENDS: tuple[Callable[[Scripted], None], ...] = (
     gone_in_its_stream,
     constrained,
     constrained_and_refused,
+    tokenized,
+    refused_tokens,
+    refused_with_a_large_body,
 )
 
 
@@ -148,7 +167,7 @@ def wait(condition: Callable[[], bool], seconds: float = 10) -> bool:
 def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
     """Returns the names of what requests made and is still there; the garbage collector is off meanwhile."""
     made: list[weakref.ref[Any]] = []
-    for kind in (Job, CompletionRequest, Generation):
+    for kind in (Job, CompletionRequest, Generation, Conversation, Future):
         begin = kind.__init__
 
         def noted(self: Any, *values: Any, begin: Any = begin, **options: Any) -> None:

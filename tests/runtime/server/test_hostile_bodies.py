@@ -15,8 +15,8 @@ import pytest
 from chat_server import scripted_server, send
 from edge_runtime.server import app
 from edge_runtime.server.errors import ApiError
-from edge_runtime.server.http.body import MEDIA_BODY, TEXT_BODY, parse_json
-from edge_runtime.server.json_text import MAX_VALUES
+from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, parse_json
+from edge_runtime.server.json_text import MAX_VALUES, count_values
 from edge_runtime.server.requests.completions import read_chat, read_completion
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import ChatTemplate
@@ -156,6 +156,27 @@ def test_a_body_is_dropped_before_the_answer_begins(monkeypatch: pytest.MonkeyPa
         assert send(server, "POST", path, content | {"stream": False})[0] == 200
         assert alive
         assert not any(alive)
+
+
+def test_large_bodies_are_parsed_in_a_thread_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def watched(data: bytes, *limits: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread().name)
+        return parse_json(data, *limits)
+
+    monkeypatch.setattr(app, "parse_json", watched)
+    with scripted_server("Hello.") as server:
+        for path, content in (("/v1/chat/completions", HI), ("/tokenize", {"content": "a"}), ("/detokenize", {"tokens": [2]})):
+            body = json.dumps(content).encode()
+            assert send(server, "POST", path, body)[0] == 200
+            assert send(server, "POST", path, body + b" " * SMALL_BODY)[0] == 200
+    assert [name.startswith("edge-mtp bodies") for name in threads] == [False, True] * 3
+
+
+@pytest.mark.parametrize("text", ["\\", '"', ",[{", '\\"', "a\n\\\\", '\\",{', ""])
+def test_values_are_counted_outside_of_strings(text: str) -> None:
+    assert count_values(json.dumps({text: [text, {"b": text + text}], "c": ",,"})) == 5
 
 
 @pytest.mark.parametrize("filler", ["[]", "{}", "1", '"a"', '{"a":[[1]]}', '"\\"[,"', '[",,",[]]'])

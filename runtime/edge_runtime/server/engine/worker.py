@@ -80,6 +80,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="edge-mtp worker", daemon=True)
         # Templates and tokenizers have threads of their own, so that a long prompt delays neither rounds nor the short prompts of others.
         self._prompts = Prompts(sessions.sessions[0], template)
+        self._readers = ThreadPoolExecutor(1, "edge-mtp bodies")
         self._encoder = ThreadPoolExecutor(1, "edge-mtp prompts")
         self._long_encoder = ThreadPoolExecutor(1, "edge-mtp prompts, long")
         self._decoders = ThreadPoolExecutor(DECODERS, "edge-mtp media")
@@ -103,6 +104,10 @@ class Worker:
         """Returns the numbers of running and of waiting requests."""
         running = len(self._active)
         return running, max(0, self._submitted - running)
+
+    def read(self, work: Callable[[], Result]) -> Future[Result]:
+        """Queues the parsing of a large body, as `decode` the text of ids: it would stop the event loop."""
+        return self._beside(work, self._readers)
 
     def encode(self, prompt: Prompt) -> Future[list[int]]:
         """Returns the token ids of a prompt, as `decode` the text of ids."""
@@ -135,7 +140,7 @@ class Worker:
         return self._encoder if is_short(prompt, prediction) else self._long_encoder
 
     def _beside(self, work: Callable[[], Result], encoder: ThreadPoolExecutor) -> Future[Result]:
-        """Queues work in a thread for prompts, counted as a request."""
+        """Queues work in a thread apart, counted as a request."""
         with self._lock:
             self._accept(1)
             future = encoder.submit(work)
@@ -169,7 +174,13 @@ class Worker:
         with self._lock:
             for children in self._children:
                 children.cancel()
-        for pool in (self._encoder, self._long_encoder, self._decoders, self._compilers):  # in the order in which jobs pass them
+        for pool in (
+            self._readers,
+            self._encoder,
+            self._long_encoder,
+            self._decoders,
+            self._compilers,
+        ):  # in the order in which jobs pass them
             pool.shutdown()
         self._receive()
         self._fail_all(_shutting_down())

@@ -1,14 +1,16 @@
-"""Connection timeouts, and running uvicorn until a signal. The only module that imports uvicorn."""
+"""Limits of connections, and running uvicorn until a signal. The only module that imports uvicorn."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -20,6 +22,32 @@ _SHUTDOWN_SECONDS = 5
 # need no API key, would block all other clients.
 HEAD_SECONDS = 30.0
 UNREAD_SECONDS = 30.0
+# A line of a head and a chunk of a body take the event loop as long as kilobytes of others: a megabyte of them takes seconds, in which
+# nobody else is served.
+MAX_HEAD_BYTES = 16 << 10
+MAX_HEAD_LINES = 100
+FREE_CHUNKS = 512
+_CHUNK_BYTES = 1 << 10
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+
+
+class LimitedHttp(h11.Connection):
+    """Refuses a head of very many lines, and a body in very many small chunks."""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Returns the next event. Raises h11.RemoteProtocolError."""
+        if self.their_state is h11.IDLE:
+            head = _END_OF_HEAD.split(self.trailing_data[0], 1)[0]
+            if len(head) > MAX_HEAD_BYTES or head.count(b"\n") > MAX_HEAD_LINES:
+                raise h11.RemoteProtocolError("a large head")
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._left = FREE_CHUNKS * _CHUNK_BYTES
+        elif isinstance(event, h11.Data):
+            self._left += len(event.data) - _CHUNK_BYTES * event.chunk_end
+            if self._left < 0:
+                raise h11.RemoteProtocolError("too many chunks")
+        return event
 
 
 class TimedProtocol(H11Protocol):
@@ -27,6 +55,7 @@ class TimedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = LimitedHttp(h11.SERVER, MAX_HEAD_BYTES)
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
@@ -66,6 +95,11 @@ class TimedProtocol(H11Protocol):
             self._unread = None
         super().resume_writing()
 
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's own text does not say what to do
+        """Answers what is no HTTP, or beyond a limit of it, and closes the connection."""
+        limits = f"has a head of more than {MAX_HEAD_LINES} lines or {MAX_HEAD_BYTES} bytes, or a body in very many small chunks"
+        super().send_400_response(f"the request is not valid HTTP, {limits}; send few headers, and the body with a Content-Length")
+
     def _unsupported_upgrade_warning(self) -> None:
         """Says nothing: the guard refuses these requests."""
 
@@ -96,7 +130,7 @@ def server_config(app: App, connections: int) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         interface="asgi3",
-        log_level="warning",
+        log_level="error",
         access_log=False,
         proxy_headers=False,
         server_header=False,
