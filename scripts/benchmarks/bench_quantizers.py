@@ -139,13 +139,10 @@ def losses(
             weights, bits = read_weights(folder / "made.gguf", target.weights)
             yield target.loss(way, weights, bits)
     for block in BLOCKS:
-        for symmetric in (True, False):
-            for method, used in (("rtn", None), ("search", None), ("search", weighed)):
-                zeros = "symmetric" if symmetric else "zero points"
-                say(way := f"nbits {block} {zeros}, {method}{', importance' if used else ''}")
-                spec = WeightSpec(bits=4, block=block, method=method, symmetric=symmetric)  # type: ignore[arg-type]
-                weights, bits = rounded(target.weights, spec, used)
-                yield target.loss(way, weights, bits)
+        for method, used in (("rtn", None), ("search", None), ("search", weighed)):
+            say(way := f"nbits {block}, {method}{', importance' if used else ''}")
+            weights, bits = rounded(target.weights, WeightSpec(bits=4, block=block, method=method), used)  # type: ignore[arg-type]
+            yield target.loss(way, weights, bits)
     for name, request in EXPORTS.items():
         for how, given in ways.items():
             say(way := f"{name}{how}")
@@ -165,7 +162,7 @@ def rounded(weights: Weights, spec: WeightSpec, importance: Importance | None) -
 
     def spec_of(name: str, columns: int) -> WeightSpec:
         block = next((b for b in (spec.block, 64, 32) if b <= spec.block and columns % b == 0), 32)
-        return WeightSpec(bits=8 if name in TABLES else spec.bits, block=block, method=spec.method, symmetric=spec.symmetric)
+        return WeightSpec(bits=8 if name in TABLES else spec.bits, block=block, method=spec.method)
 
     return quantized(weights, spec_of, importance)
 
@@ -193,7 +190,7 @@ def quantized(weights: Weights, spec_of: Callable[[str, int], WeightSpec], impor
         factor = moments.factor(name) if moments and moments.has(name) else None
         packed = quantize_matrix(values, spec_of(name, values.shape[1]), None if given is None else given[0], factor)
         made[name] = dequantize(packed)
-        stored += packed.packed.nbytes + packed.scales.nbytes + (0 if packed.zero_points is None else packed.zero_points.nbytes)
+        stored += packed.packed.nbytes + packed.scales.nbytes
     return made, 8 * stored / sum(values.size for values in weights.values())
 
 

@@ -1,11 +1,14 @@
 """Matrices in 4 or 8 bits, in the layout of ONNX Runtime's MatMulNBits and GatherBlockQuantized.
 
 Layout (onnxruntime, docs/ContribOperators.md, com.microsoft.MatMulNBits): each row of [N, K] is cut into blocks of K, the last one
-filled up; two 4-bit levels share a byte, the first in the low half; zero points are packed the same way, each row on its own.
+filled up; two 4-bit levels share a byte, the first in the low half. A weight is scale * (level - 2^(bits - 1)), levels are integers from 0
+to 2^bits - 1. Scales are found by rounding to nearest, or by a search that loses less. Blocks are columns there, [block, blocks]: sums over
+a block then run along memory, which is several times faster than short rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -14,8 +17,7 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.published.grid import BLOCK, find_grid
 from edge_export.errors import ExportError
-from edge_export.onnx.block_search import Levels, round_to_nearest, search
-from edge_export.quantization.compensation import Factor, Rounded, compensated
+from edge_export.quantization.compensation import Factor, Floats, Rounded, compensated
 from edge_export.quantization.importance import MIN_IMPORTANCE
 
 Method = Literal["rtn", "search"]
@@ -23,44 +25,48 @@ BITS, BLOCKS, METHODS = (4, 8), (32, 64, 128), get_args(Method)
 # Weights per piece of work: a piece that stays in a core's cache with all its intermediates is several times faster.
 _PIECE = 1 << 16
 _TOP_OF_4_BITS = 15
+# Ranges to try, by bits, as fractions of the block's own: clipping the largest weights often costs less than coarser steps for all others.
+# With 256 levels, clipping much gains nothing.
+_PARTS = {4: (0.96, 0.92, 0.88, 0.84, 0.8, 0.75), 8: (0.995, 0.985)}
+# Mirrored, a block's farthest weight gets the highest level instead of the lowest.
+_TURNED_PARTS = {4: (1.0, 0.92, 0.84), 8: (1.0,)}
+# After the best range is known: levels for the scale, then the scale for the levels, in turn.
+_REFINEMENTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSpec:
-    """How to quantize: 4 or 8 bits, blocks of 32, 64 or 128, round to nearest or search; symmetric ones have no zero points."""
+    """How to quantize: 4 or 8 bits, blocks of 32, 64 or 128, round to nearest or search."""
 
     bits: int
     block: int
     method: Method = "search"
-    symmetric: bool = True
 
     def __post_init__(self) -> None:
         # 2 bits are only taken over from checkpoints.
         if self.bits not in (2, *BITS) or self.block not in BLOCKS or self.method not in METHODS:
+            bits, blocks, methods = (" or ".join(map(str, values)) for values in (BITS, BLOCKS, METHODS))
             raise ExportError(
                 f"{self.bits} bits in blocks of {self.block} by {self.method!r} is no weight format;"
-                f" bits are {_either(BITS)}, blocks {_either(BLOCKS)}, methods {_either(METHODS)}"
+                f" bits are {bits}, blocks {blocks}, methods {methods}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMatrix:
-    """A quantized matrix [N, K]; `columns` is K.
-
-    packed uint8 [N, blocks, block * bits / 8], scales float32 [N, blocks], zero_points uint8 [N, ceil(blocks * bits / 8)] or None, which
-    means 2^(bits - 1) everywhere, as for MatMulNBits.
-    """
+    """A quantized matrix [N, K]; `columns` is K. packed uint8 [N, blocks, block * bits / 8], scales float32 [N, blocks]."""
 
     packed: NDArray[np.uint8]
-    scales: NDArray[np.float32]
-    zero_points: NDArray[np.uint8] | None
+    scales: Floats
     spec: WeightSpec
     columns: int
 
+    def levels(self) -> NDArray[np.uint8]:
+        """The levels [N, K], one to a byte."""
+        return np.ascontiguousarray(_unpack(self.packed, self.spec.bits).reshape(len(self.packed), -1)[:, : self.columns])
 
-def quantize_matrix(
-    weight: NDArray[np.float32], spec: WeightSpec, importance: NDArray[np.float32] | None = None, factor: Factor | None = None
-) -> PackedMatrix:
+
+def quantize_matrix(weight: Floats, spec: WeightSpec, importance: Floats | None = None, factor: Factor | None = None) -> PackedMatrix:
     """Quantizes weight [N, K]; `importance` [K] says how much an error in each column counts (the mean square of its input).
 
     With `factor`, the second moments of the inputs, levels of 4 bits compensate each other's errors; with 8 bits little is left to gain.
@@ -72,10 +78,10 @@ def quantize_matrix(
     rows, columns = weight.shape
     blocks = -(-columns // spec.block)
     step = max(1, _PIECE // (blocks * spec.block))
-    counts = np.tile(_block_importance(importance, columns, spec.block), min(step, rows))
+    of_row = _block_importance(importance, columns, spec.block)
+    counts = np.tile(of_row, min(step, rows))
     packed = np.empty((rows, blocks, spec.block * spec.bits // 8), np.uint8)
     scales = np.empty((rows, blocks), np.float32)
-    zeros = np.empty((rows, blocks), np.uint8)
     for first in range(0, rows, step):
         piece = np.zeros((min(step, rows - first), blocks * spec.block), np.float32)
         piece[:, :columns] = weight[first : first + step]
@@ -83,55 +89,37 @@ def quantize_matrix(
         quantized = _quantized(piece, spec, counts)
         here = slice(first, first + len(piece))
         packed[here] = _pack(quantized.levels.T, spec.bits).reshape(len(piece), blocks, -1)
-        scales[here], zeros[here] = quantized.scales.reshape(-1, blocks), quantized.zeros.reshape(-1, blocks)
-    zero_points = None if spec.symmetric else _pack(_even(zeros, spec.bits), spec.bits)
-    made = PackedMatrix(packed=packed, scales=scales, zero_points=zero_points, spec=spec, columns=columns)
-    if factor is None or spec.bits != 4:
-        return made
-    return _compensated(weight, made, _block_importance(importance, columns, spec.block), factor)
+        scales[here] = quantized.scales.reshape(-1, blocks)
+    made = PackedMatrix(packed=packed, scales=scales, spec=spec, columns=columns)
+    return made if factor is None or spec.bits != 4 else _compensated(weight, made, of_row, factor)
 
 
-def _compensated(weight: NDArray[np.float32], plain: PackedMatrix, importance: NDArray[np.float32], factor: Factor) -> PackedMatrix:
+def _compensated(weight: Floats, plain: PackedMatrix, importance: Floats, factor: Factor) -> PackedMatrix:
     """A matrix in 4 bits that loses less; `importance` [block, blocks] weighs the errors of a block for its scale."""
-    spec, (rows, blocks) = plain.spec, plain.scales.shape
+    zero = np.float32(8)
+
+    def grid_of(block: int, weights: Floats) -> tuple[Floats, Floats]:
+        scales = search(weights, np.broadcast_to(importance[: len(weights), block, None], weights.shape), 4).scales
+        return scales, zero * -scales
+
     levels = _unpack(plain.packed, 4)
-    zeros = np.full((rows, blocks), 8, np.uint8) if plain.zero_points is None else _unpack(plain.zero_points, 4)[:, :blocks]
-
-    def grid_of(block: int, weights: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        counts = np.broadcast_to(importance[: len(weights), block, None], weights.shape)
-        searched = search(weights, counts, 4, spec.symmetric)
-        return searched.scales, searched.zeros * -searched.scales
-
-    flat = levels.reshape(rows, -1)
-    rounded = Rounded(
-        levels=flat[:, : plain.columns], scales=plain.scales, offsets=zeros * -plain.scales, group=spec.block, top=_TOP_OF_4_BITS
-    )
+    flat = levels.reshape(len(levels), -1)
+    inside = flat[:, : plain.columns]
+    rounded = Rounded(levels=inside, scales=plain.scales, offsets=zero * -plain.scales, group=plain.spec.block, top=_TOP_OF_4_BITS)
     made = compensated(weight, rounded, factor, grid_of)
     flat[:, : plain.columns] = made.levels
-    if plain.zero_points is not None:
-        ratios = np.divide(-made.offsets, made.scales, out=np.zeros_like(made.scales), where=made.scales != 0)
-        zeros = np.rint(ratios).astype(np.uint8)
-    return replace(
-        plain,
-        packed=_pack(flat.reshape(levels.shape), 4),
-        scales=np.ascontiguousarray(made.scales),
-        zero_points=None if plain.zero_points is None else _pack(_even(zeros, 4), 4),
-    )
+    return replace(plain, packed=_pack(flat.reshape(levels.shape), 4), scales=np.ascontiguousarray(made.scales))
 
 
-def dequantize(matrix: PackedMatrix) -> NDArray[np.float32]:
+def dequantize(matrix: PackedMatrix) -> Floats:
     """Returns the weights [N, K] as float32."""
-    bits, (rows, blocks) = matrix.spec.bits, matrix.scales.shape
-    zeros: NDArray[np.float32] | np.float32 = np.float32(1 << (bits - 1))
-    if matrix.zero_points is not None:
-        zeros = _unpack(matrix.zero_points, bits)[:, :blocks, None].astype(np.float32)
-    weights = _unpack(matrix.packed, bits).astype(np.float32)
-    weights -= zeros
+    weights = _unpack(matrix.packed, matrix.spec.bits).astype(np.float32)
+    weights -= _half(matrix.spec.bits)
     weights *= matrix.scales[:, :, None]
-    return np.ascontiguousarray(weights.reshape(rows, -1)[:, : matrix.columns])
+    return np.ascontiguousarray(weights.reshape(len(weights), -1)[:, : matrix.columns])
 
 
-def round_rows(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+def round_rows(weight: Floats) -> tuple[NDArray[np.int8], Floats]:
     """Rounds rows [N, K] to signed levels int8 [N, K] from -127 to 127, symmetric, with one scale for each row, float32 [N].
 
     Raises ExportError if a weight is not finite.
@@ -141,27 +129,7 @@ def round_rows(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[n
     return np.rint(weight / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8), scales
 
 
-def unpacked_levels(matrix: PackedMatrix) -> NDArray[np.uint8]:
-    """Returns the levels [N, K], one to a byte."""
-    return np.ascontiguousarray(_unpack(matrix.packed, matrix.spec.bits).reshape(len(matrix.packed), -1)[:, : matrix.columns])
-
-
-def _quantized(piece: NDArray[np.float32], spec: WeightSpec, counts: NDArray[np.float32]) -> Levels:
-    """Quantizes rows of complete blocks; `counts` [block, at least as many blocks] is their importance, as for block_search."""
-    weights = np.ascontiguousarray(piece.reshape(-1, spec.block).T)
-    if spec.bits == 4 and spec.block == BLOCK and spec.symmetric and spec.method == "search":
-        # Weights that were trained for this grid come back exactly; others are searched.
-        grid = find_grid(np.ascontiguousarray(weights.T), half_scales=False)
-        if grid.on_grid.all():
-            levels = np.ascontiguousarray((grid.levels.T + np.int8(8)).astype(np.uint8))
-            return Levels(levels=levels, scales=grid.scales, zeros=np.full(len(grid.scales), 8, np.uint8))
-    if spec.method == "rtn":
-        return round_to_nearest(weights, spec.bits, spec.symmetric)
-    importance = counts[:, : weights.shape[1]]
-    return search(weights, importance, spec.bits, spec.symmetric)
-
-
-def _block_importance(importance: NDArray[np.float32] | None, columns: int, block: int) -> NDArray[np.float32]:
+def _block_importance(importance: Floats | None, columns: int, block: int) -> Floats:
     """Importance of one row's blocks [block, blocks], 1 on average in each; the padding of the last block has importance 0."""
     flat = np.zeros(-(-columns // block) * block)
     flat[:columns] = 1.0
@@ -175,19 +143,15 @@ def _block_importance(importance: NDArray[np.float32] | None, columns: int, bloc
     counts = flat.reshape(-1, block)
     means = counts.sum(axis=1, keepdims=True) / used.sum(axis=1, keepdims=True)
     counts = np.where(means > 0, counts / np.where(means > 0, means, 1), 1.0)
-    result: NDArray[np.float32] = (np.maximum(counts, MIN_IMPORTANCE) * used).T.astype(np.float32)
+    result: Floats = (np.maximum(counts, MIN_IMPORTANCE) * used).T.astype(np.float32)
     return result
 
 
-def _check_finite(piece: NDArray[np.float32], first: int) -> None:
+def _check_finite(piece: Floats, first: int) -> None:
     finite = np.isfinite(piece)
     if not finite.all():
         row, column = np.argwhere(~finite)[0]
         raise ExportError(f"row {first + row}, column {column} of a matrix is {piece[row, column]}; such weights cannot be quantized")
-
-
-def _even(zeros: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    return np.pad(zeros, ((0, 0), (0, zeros.shape[1] % 2))) if bits == 4 else zeros
 
 
 def _pack(levels: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
@@ -202,5 +166,117 @@ def _unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
-def _either(values: tuple[object, ...]) -> str:
-    return " or ".join(map(str, values))
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """Blocks in integers: levels uint8 [block, blocks], scales float32 [blocks]."""
+
+    levels: NDArray[np.uint8]
+    scales: Floats
+
+
+def _quantized(piece: Floats, spec: WeightSpec, counts: Floats) -> Levels:
+    """Quantizes rows of complete blocks; `counts` [block, at least as many blocks] is their importance."""
+    weights = np.ascontiguousarray(piece.reshape(-1, spec.block).T)
+    if spec.method == "rtn":
+        return _rounded(weights, _plain_scales(weights, spec.bits), spec.bits)
+    if spec.bits == 4 and spec.block == BLOCK:
+        # Weights that were trained for this grid come back exactly; others are searched.
+        grid = find_grid(np.ascontiguousarray(weights.T), half_scales=False)
+        if grid.on_grid.all():
+            return Levels(levels=np.ascontiguousarray((grid.levels.T + np.int8(8)).astype(np.uint8)), scales=grid.scales)
+    return search(weights, counts[:, : weights.shape[1]], spec.bits)
+
+
+def search(weights: Floats, importance: Floats, bits: int) -> Levels:
+    """Quantizes [block, blocks] with the least sum of importance * error^2 among the ranges tried; importance has the weights' shape.
+
+    For given levels the best scale is a weighted least squares (llama.cpp's k-quants look for theirs that way). No block is worse than
+    rounding to nearest leaves it.
+    """
+    # Within a block only ratios count: one that is scaled to 1 overflows and underflows nowhere.
+    largest = np.maximum(weights.max(axis=0), -weights.min(axis=0))
+    unit = np.divide(weights, largest, out=np.zeros_like(weights), where=largest > 0)
+    fit = _Fit(unit, importance, bits)
+    scales = plain_scales = _plain_scales(unit, bits)
+    best = fit.scales(plain_scales)[1]
+    for tried in _ranges(plain_scales, bits):
+        fitted, gain = fit.scales(tried)
+        better = gain > best
+        scales, best = np.where(better, fitted, scales), np.where(better, gain, best)
+    for _ in range(_REFINEMENTS):
+        scales = fit.scales(scales)[0]
+    # The stored levels are the nearest under the final scale, in the weights' own unit, so the error is measured on them.
+    searched = _rounded(weights, (scales * largest).astype(np.float32), bits)
+    plain = _rounded(weights, _plain_scales(weights, bits), bits)
+    keep = _error(weights, importance, plain, bits) <= _error(weights, importance, searched, bits)
+    return Levels(levels=np.where(keep, plain.levels, searched.levels), scales=np.where(keep, plain.scales, searched.scales))
+
+
+class _Fit:
+    """Fits scales to blocks [block, blocks]; its scratch arrays are reused."""
+
+    def __init__(self, unit: Floats, importance: Floats, bits: int) -> None:
+        self._unit, self._importance, self._bits = unit, importance, bits
+        self._weighted = unit * importance
+        self._steps, self._products = np.empty_like(unit), np.empty_like(unit)
+
+    def scales(self, scales: Floats) -> tuple[Floats, Floats]:
+        """Returns the best scales [blocks] for the levels that `scales` gives, and by how much they lower the error from that of zeros."""
+        steps = _steps(self._unit, scales, self._bits, self._steps)
+        matched = np.multiply(self._weighted, steps, out=self._products).sum(axis=0)
+        np.multiply(steps, steps, out=self._products)
+        power = np.multiply(self._products, self._importance, out=self._products).sum(axis=0)
+        fitted = np.divide(matched, power, out=scales.copy(), where=power > 0)
+        return fitted, np.where(power > 0, matched * fitted, 0)
+
+
+def _half(bits: int) -> np.float32:
+    """The level that stands for 0."""
+    return np.float32(1 << (bits - 1))
+
+
+def _plain_scales(weights: Floats, bits: int) -> Floats:
+    """Scales [blocks] of rounding to nearest: the weight farthest from 0 gets level 0 (as in llama.cpp's Q4_0), so no level is unused."""
+    low, high = weights.min(axis=0), weights.max(axis=0)
+    farthest: Floats = np.where(-low >= high, low, high)
+    return -farthest / _half(bits)
+
+
+def _ranges(scales: Floats, bits: int) -> Iterator[Floats]:
+    """Yields scales [blocks] to try; the given ones are those of the full range."""
+    for part in _PARTS[bits]:
+        yield scales * np.float32(part)
+    half = 1 << (bits - 1)
+    for part in _TURNED_PARTS[bits]:
+        yield scales * np.float32(-part * half / (half - 1))
+
+
+def _rounded(weights: Floats, scales: Floats, bits: int) -> Levels:
+    levels = _steps(weights, scales, bits, np.empty_like(weights))
+    levels += _half(bits)
+    return Levels(levels=levels.astype(np.uint8), scales=scales)
+
+
+def _steps(weights: Floats, scales: Floats, bits: int, out: Floats) -> Floats:
+    """Puts into `out` how many steps from 0 each weight's nearest level is."""
+    # 1 / scales, and 0 where the scale is 0 (an empty block) or its inverse is beyond float32.
+    inverse = np.zeros_like(scales)
+    np.divide(np.float32(1), scales, out=inverse, where=np.abs(scales) >= np.finfo(np.float32).tiny)
+    np.multiply(weights, inverse, out=out)
+    np.rint(out, out=out)
+    half = _half(bits)
+    return np.clip(out, -half, half - 1, out=out)
+
+
+def _error(weights: Floats, importance: Floats, rounded: Levels, bits: int) -> NDArray[np.float64]:
+    """Sum of importance * error^2 [blocks], each in units of the block's largest weight."""
+    errors = rounded.levels.astype(np.float32)
+    errors -= _half(bits)
+    errors *= rounded.scales
+    errors -= weights
+    largest = np.abs(weights).max(axis=0).astype(np.float64)
+    relative = errors / np.where(largest > 0, largest, 1)
+    relative *= relative
+    relative *= importance
+    total: NDArray[np.float64] = relative.sum(axis=0)
+    return total

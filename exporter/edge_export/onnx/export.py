@@ -14,7 +14,7 @@ from edge_export.checkpoint.published.formats import rounds_activations
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import CONTROL, TOKENIZER_NAME
 from edge_export.gguf.media_encoder import media_architecture, media_inputs
-from edge_export.onnx.graph_builder import OPSET
+from edge_export.onnx.graph_builder import OPSET, PlainGraph
 from edge_export.onnx.graphs.drafter import DrafterWeights, store_drafter, write_drafter
 from edge_export.onnx.graphs.kv import KV_TYPES, fit_scales, store_kv
 from edge_export.onnx.graphs.target import TargetFormats, TargetWeights, store_target, write_target
@@ -22,9 +22,8 @@ from edge_export.onnx.media.export import write_encoders
 from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, encoder_parity, measure_onnx_parity, measure_rows, onnx_why_not
 from edge_export.onnx.request import OnnxFiles, OnnxRequest, check_onnx_sources, reads_rows
 from edge_export.onnx.static.export import STATIC_ROWS, check_static, static_facts, write_calibrated, write_static, write_tables
-from edge_export.onnx.static.weights import PlainGraph, PlainWeightFile
 from edge_export.onnx.weight_formats import head_format, layers_format, quantization_name, table_format, weight_format
-from edge_export.onnx.weights import WeightFile
+from edge_export.onnx.weights import PlainWeightFile, WeightFile
 from edge_export.output.atomic_folder import BundlePart
 from edge_export.parity.reference import reference_of
 from edge_export.quantization.importance import Importance

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +125,11 @@ class GraphBuilder:
         spec = matrix.format.spec
         if spec is None:
             return self.op("FusedMatMul", value, self._float(matrix), domain=CONTRIB, transB=1)
-        inputs = [value, self.weight(matrix.values), *self._scaling(matrix)]
         return self.op(
             "MatMulNBits",
-            *inputs,
+            value,
+            self.weight(matrix.values),
+            self._scales(matrix),
             domain=CONTRIB,
             K=matrix.columns,
             N=matrix.rows,
@@ -147,7 +149,7 @@ class GraphBuilder:
             "GatherBlockQuantized",
             data,
             indices,
-            *self._scaling(matrix),
+            self._scales(matrix),
             domain=CONTRIB,
             bits=spec.bits,
             block_size=spec.block,
@@ -191,9 +193,74 @@ class GraphBuilder:
         # A constant is cast once, when the model is loaded.
         return self.op("Cast", weight, to=TensorProto.FLOAT) if matrix.format.kind == "f16" else weight
 
-    def _scaling(self, matrix: Matrix) -> list[str]:
+    def _scales(self, matrix: Matrix) -> str:
         assert matrix.scales is not None
-        return [self.weight(stored) for stored in (matrix.scales, matrix.zero_points) if stored is not None]
+        return self.weight(matrix.scales)
 
     def _proto(self) -> Any:
         return helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, list(self._initializers.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueRange:
+    """The least and the greatest value of an activation in a calibration text."""
+
+    low: float
+    high: float
+
+    @property
+    def scale(self) -> np.float32:
+        """The step of 16 bits over this range, widened by half for other text; the range includes zero."""
+        return np.float32(max(1.5 * (max(self.high, 0.0) - min(self.low, 0.0)) / 65535, 1e-9))
+
+    @property
+    def zero_point(self) -> np.uint16:
+        """The level that is zero."""
+        return np.uint16(min(round(-1.5 * min(self.low, 0.0) / float(self.scale)), 65535))
+
+
+class PlainGraph(GraphBuilder):
+    """A graph of operators of ONNX opset 21 alone.
+
+    With `with_ranges`, a graph for calibration: it outputs the ranges of each matrix's input and output as `range.NAME` [4].
+    With `ranges` by matrix, inputs and outputs of integer matrices are rounded to 16 bits.
+    """
+
+    opset, ir_version = 21, 10
+
+    def __init__(self, name: str, *, ranges: Mapping[str, tuple[ValueRange, ValueRange]] | None = None, with_ranges: bool = False) -> None:
+        super().__init__(name)
+        self._ranges = ranges or {}
+        self._with_ranges = with_ranges
+
+    def linear(self, value: str, matrix: Matrix) -> str:
+        """value [..., columns] times the matrix: [..., rows]."""
+        name = self.weight(matrix.values)
+        if name not in self._ranges:
+            product = self.op("MatMul", value, self._dense(matrix))
+            if self._with_ranges and matrix.scales is not None:
+                self._output_ranges(name, value, product)
+            return product
+        before, after = self._ranges[name]
+        return self._rounded(self.op("MatMul", self._rounded(value, before), self._dense(matrix)), after)
+
+    def equal_parts(self, value: str, parts: int, each: int) -> list[str]:
+        """The same with explicit sizes, which NPU compilers accept."""
+        return self.ops("Split", [value, self.integers([each] * parts)], parts, axis=-1)
+
+    def _rounded(self, value: str, bounds: ValueRange) -> str:
+        scaling = self.floats(float(bounds.scale)), self._constant(np.asarray(bounds.zero_point))
+        return self.op("DequantizeLinear", self.op("QuantizeLinear", value, *scaling), *scaling)
+
+    def _output_ranges(self, name: str, *values: str) -> None:
+        ends = [self.op(kind, value, keepdims=0) for value in values for kind in ("ReduceMin", "ReduceMax")]
+        apart = [self.op("Reshape", end, self.integers([1])) for end in ends]
+        self.output(self.op("Concat", *apart, axis=0, name=f"range.{name}"), "f32", (4,))
+
+    def _dense(self, matrix: Matrix) -> str:
+        weight = self.weight(matrix.values)
+        if matrix.scales is None:
+            return self.op("Cast", weight, to=1) if matrix.format.kind == "f16" else weight
+        if matrix.format.spec is None:
+            return self.op("DequantizeLinear", weight, self.weight(matrix.scales), axis=1)
+        return self.op("DequantizeLinear", weight, self.weight(matrix.scales), axis=0, block_size=matrix.format.spec.block)

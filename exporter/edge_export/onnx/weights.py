@@ -15,11 +15,12 @@ from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.published.grid import lies_on_grid
 from edge_export.checkpoint.safetensors import StoredTensor, read_codes, read_float_chunks, read_values, row_pieces
 from edge_export.errors import ExportError
-from edge_export.onnx.block_quantization import WeightSpec, quantize_matrix
+from edge_export.onnx.block_quantization import WeightSpec, quantize_matrix, round_rows
 from edge_export.quantization.importance import Importance, Weighing
 
 ValueType = Literal["f32", "f16", "u8", "i32", "i8", "i4"]
 VALUE_BITS: dict[ValueType, int] = {"f32": 32, "f16": 16, "u8": 8, "i32": 32, "i8": 8, "i4": 4}
+_Piece = tuple[NDArray[np.float32], Weighing]
 # Large tensors begin on a page, so that they can be mapped.
 _PAGE, _LINE = 4096, 64
 
@@ -64,7 +65,7 @@ class Stored:
 
     def shaped(self, *shape: int) -> Stored:
         """The same bytes under another shape."""
-        return Stored(type=self.type, shape=shape, location=self.location, offset=self.offset, length=self.length)
+        return replace(self, shape=shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,6 @@ class Matrix:
     format: WeightFormat
     values: Stored
     scales: Stored | None = None
-    zero_points: Stored | None = None
     rounding: tuple[float, float] | None = None
     parts: tuple[Matrix, ...] = ()
 
@@ -95,7 +95,6 @@ class Matrix:
             format=self.format,
             values=self.values.shaped(rows, columns) if not self.format.spec else self.values,
             scales=self.scales.shaped(rows, blocks) if self.scales else None,
-            zero_points=self.zero_points,
         )
 
 
@@ -132,9 +131,7 @@ class WeightFile:
 
     def vector(self, checkpoint: Checkpoint, name: str, factor: float = 1.0) -> Stored:
         """Stores a tensor of the checkpoint as float32, multiplied by `factor`."""
-        pieces = [np.array(piece) for piece in read_float_chunks(checkpoint.tensors[name], "f32")]
-        values: NDArray[np.float32] = np.concatenate(pieces).reshape(checkpoint.tensors[name].shape) * np.float32(factor)
-        return self.array(values, "f32")
+        return self.array(read_values(checkpoint.tensors[name]) * np.float32(factor), "f32")
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str], format: WeightFormat) -> Matrix:
         """Stores tensors [n, columns] of the checkpoint, one below the other, as one matrix."""
@@ -218,23 +215,18 @@ class WeightFile:
         stored = self.pieces(pieces, "f16" if format.kind == "f16" else "f32", (rows, columns))
         return Matrix(rows=rows, columns=columns, format=format, values=stored)
 
-    def _blocks(self, pieces: Iterable[tuple[NDArray[np.float32], Weighing]], rows: int, columns: int, format: WeightFormat) -> Matrix:
+    def _blocks(self, pieces: Iterable[_Piece], rows: int, columns: int, format: WeightFormat) -> Matrix:
         spec = format.spec
         assert spec is not None
         blocks = columns // spec.block
         scales = self._reserve("f32", (rows, blocks))
         values = self._reserve("u8", (rows, blocks, spec.block * spec.bits // 8))
-        zero_points: Stored | None = None
-        at = [0, 0, 0]
+        at = [0, 0]
         for piece, weighing in pieces:
             packed = quantize_matrix(piece, spec, weighing.channels, weighing.factor)
             at[0] += self._write(scales, at[0], packed.scales)
             at[1] += self._write(values, at[1], packed.packed)
-            if packed.zero_points is not None:
-                # Only a quantized piece tells whether the method uses zero points.
-                zero_points = zero_points or self._reserve("u8", (rows, -(-blocks * spec.bits // 8)))
-                at[2] += self._write(zero_points, at[2], packed.zero_points)
-        return Matrix(rows=rows, columns=columns, format=format, values=values, scales=scales, zero_points=zero_points)
+        return Matrix(rows=rows, columns=columns, format=format, values=values, scales=scales)
 
     def _reserve(self, kind: ValueType, shape: tuple[int, ...]) -> Stored:
         length = -(-int(np.prod(shape, dtype=np.int64)) * VALUE_BITS[kind] // 8)
@@ -253,3 +245,75 @@ class WeightFile:
         self._file.write(data)
         self._progress(len(data))
         return len(data)
+
+
+class PlainWeightFile(WeightFile):
+    """External data whose matrices are stored transposed, [columns, rows], except by `gathered`: as plain MatMul needs them.
+
+    As integers they have the format of DequantizeLinear of opset 21: signed and symmetric, with a scale for each block of a column, or for
+    each column. Two 4-bit levels share a byte, the first in the low half (ONNX, onnx.in.proto, INT4).
+    """
+
+    def _plain(self, pieces: Iterable[NDArray[Any]], rows: int, columns: int, format: WeightFormat) -> Matrix:
+        values = self._reserve("f16" if format.kind == "f16" else "f32", (columns, rows))
+        columnwise = self._mapped(values, np.dtype(np.float16 if format.kind == "f16" else np.float32), (columns, rows))
+        at = 0
+        for piece in row_pieces((piece.reshape(-1) for piece in pieces), columns):
+            columnwise[:, at : at + len(piece)] = piece.T
+            at += len(piece)
+            self._progress(piece.size * columnwise.itemsize)
+        return Matrix(rows=rows, columns=columns, format=format, values=values)
+
+    def _blocks(self, pieces: Iterable[_Piece], rows: int, columns: int, format: WeightFormat) -> Matrix:
+        bits = format.spec.bits if format.spec else 8
+        if bits == 4 and rows % 2:
+            raise ExportError(f"a matrix of {rows} rows cannot be stored in 4 bits, two to a byte; take int8")
+        groups = columns // format.spec.block if format.spec else 1
+        scales = self._reserve("f32", (groups, rows) if format.spec else (rows,))
+        values = self._reserve("i4" if bits == 4 else "i8", (columns, rows))
+        scale_view = self._mapped(scales, np.dtype(np.float32), (groups, rows))
+        bytes_of = self._mapped(values, np.dtype(np.uint8), (columns, rows * bits // 8))
+        at = 0
+        for piece, weighing in _even_rows(pieces):
+            levels, factors = _quantized(piece, format, weighing)
+            scale_view[:, at : at + len(piece)] = factors.T
+            packed: NDArray[np.uint8] = levels.T.astype(np.int8).view(np.uint8)
+            if bits == 4:
+                packed = np.bitwise_or(packed[:, 0::2] & 15, np.left_shift(packed[:, 1::2], np.uint8(4)), dtype=np.uint8)
+            begin = at * bits // 8
+            bytes_of[:, begin : begin + packed.shape[1]] = packed
+            at += len(piece)
+            self._progress(packed.size)
+        return Matrix(rows=rows, columns=columns, format=format, values=values, scales=scales)
+
+    def _mapped(self, stored: Stored, kind: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        """A tensor's bytes in the file, mapped as an array: its columns are written in pieces that may be far apart."""
+        self._file.truncate(self._end)
+        self._file.flush()
+        return np.memmap(self.path, kind, "r+", stored.offset, shape)
+
+
+def _quantized(piece: NDArray[np.float32], format: WeightFormat, weighing: Weighing) -> tuple[NDArray[np.int16], NDArray[np.float32]]:
+    """Signed levels [n, columns] and their scales [n, groups]."""
+    if format.spec is not None:
+        packed = quantize_matrix(piece, format.spec, weighing.channels, weighing.factor)
+        return packed.levels().astype(np.int16) - (1 << (format.spec.bits - 1)), packed.scales
+    levels, scales = round_rows(piece)
+    return levels.astype(np.int16), scales[:, None]
+
+
+def _even_rows(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
+    """The same rows in pieces of an even number of rows; each matrix has an even number, but its pieces may not."""
+    left: _Piece | None = None
+    for piece, weighing in pieces:
+        if left is not None:
+            if left[1] is not weighing:
+                raise ExportError("matrices of an odd number of rows cannot be stored together in 4 bits; take int8")
+            piece, left = np.concatenate([left[0], piece]), None
+        even = len(piece) // 2 * 2
+        if even < len(piece):
+            left = piece[even:], weighing
+        if even:
+            yield piece[:even], weighing
+    if left is not None:
+        yield left

@@ -64,8 +64,8 @@ def test_columns_mean_the_weights_that_were_rounded(weights: Any, member_folder:
     from edge_export.checkpoint.checkpoint import open_checkpoint
     from edge_export.checkpoint.safetensors import read_float_chunks
     from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
-    from edge_export.onnx.static.weights import PlainGraph, PlainWeightFile
-    from edge_export.onnx.weights import WeightFormat
+    from edge_export.onnx.graph_builder import PlainGraph
+    from edge_export.onnx.weights import PlainWeightFile, WeightFormat
 
     checkpoint = open_checkpoint(settled(member_folder, "31b"))
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in ("q", "k", "v")]

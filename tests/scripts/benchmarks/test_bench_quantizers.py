@@ -56,7 +56,7 @@ def test_every_way_is_compared(script: Any, tmp_path: Path, monkeypatch: pytest.
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["importance"]["bytes"] == len(text.encode())
     ways = {loss["way"]: loss for loss in found["losses"]}
-    assert len(ways) == 3 + 6 + 6
+    assert len(ways) == 3 + 3 + 6
     for loss in ways.values():
         assert 0 < loss["kl"] < 0.3
         assert 0.5 < loss["greedy_agreement"] <= 1

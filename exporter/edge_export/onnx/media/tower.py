@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.safetensors import read_float_chunks, row_pieces
+from edge_export.checkpoint.safetensors import read_float_chunks, read_values, row_pieces
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.weights import WeightFile, WeightFormat
 
@@ -29,10 +29,7 @@ class Tower:
 
     def values(self, name: str) -> NDArray[np.float32]:
         """Returns a tensor."""
-        tensor = self._checkpoint.others[self._prefix + name]
-        pieces = [np.array(piece) for piece in read_float_chunks(tensor, "f32")]
-        values: NDArray[np.float32] = np.concatenate(pieces).reshape(tensor.shape)
-        return values
+        return read_values(self._checkpoint.others[self._prefix + name])
 
     def stored(self, values: NDArray[np.floating[Any]]) -> str:
         """Puts values into the data file as float32."""

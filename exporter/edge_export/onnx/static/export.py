@@ -13,12 +13,12 @@ from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.safetensors import read_float_chunks, row_pieces
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
+from edge_export.onnx.graph_builder import PlainGraph, ValueRange
 from edge_export.onnx.graphs.drafter import DrafterWeights
 from edge_export.onnx.graphs.target import TargetWeights
 from edge_export.onnx.parity import OnnxPair, measure_ranges
 from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.static.graphs import Shape, write_drafter_graph, write_target_graph
-from edge_export.onnx.static.weights import PlainGraph, ValueRange
 from edge_export.output.atomic_folder import BundlePart
 from edge_runtime.bundle.manifest import CacheLayout, RuntimeSettings, StaticGraphs
 

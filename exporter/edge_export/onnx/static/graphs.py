@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from edge_export.checkpoint.architecture import TextArchitecture
-from edge_export.onnx.graph_builder import GraphBuilder
+from edge_export.onnx.graph_builder import GraphBuilder, PlainGraph
 from edge_export.onnx.graphs.attention import LAYER_KINDS, CacheNames
 from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, per_layer_inputs
 from edge_export.onnx.graphs.drafter import DrafterWeights, step
 from edge_export.onnx.graphs.kv import FLOAT_ROWS
 from edge_export.onnx.graphs.target import TargetWeights, logits
-from edge_export.onnx.static.weights import PlainGraph
 
 
 @dataclass(frozen=True, kw_only=True)
