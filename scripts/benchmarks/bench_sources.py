@@ -264,7 +264,7 @@ def texts_of(session: Session, name: str, schemas: int, files: Path | None, text
         }
         return runs | {"plain": len(runs["all"].tokens) * plain}
 
-    policies = [Profit(curve(name), AcceptanceModel(), longest=8, most=12) for _ in range(2)]
+    policies = [Profit(curve(name), AcceptanceModel(), longest=8, max_rows=12) for _ in range(2)]
     odds = SourceOdds(TEXT_PRIORS)
     folder = files or Path(__file__).parent.parent.parent / "devices" / "edge_devices" / "machine"
     sources = [path for path in sorted(folder.glob("*.py")) if len(path.read_text(encoding="utf-8").splitlines()) > 60][:texts]

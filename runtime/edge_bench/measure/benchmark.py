@@ -27,7 +27,7 @@ from edge_runtime.backends.selection import has_options, usable_backends
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.calibration.cost_probe import TEXT, measure_costs
 from edge_runtime.config.settings import load_settings
-from edge_runtime.drafting.cost_model import LEAST_SECONDS
+from edge_runtime.drafting.cost_model import MIN_SECONDS
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET
@@ -164,7 +164,7 @@ class Benchmark:
             rows = session.settings.longest_draft + 1
             with self._load.waiting(f"costs of {kind} drafts") as report:
                 costs = measure_costs(session.target, session.drafter, max(session.vocabulary.bos, 0), max_rows=rows, report=report)
-            step = costs.mean_step if costs.step > LEAST_SECONDS else None
+            step = costs.mean_step if costs.step > MIN_SECONDS else None
             yield CostRecord(drafter=kind, length=TEXT, verify_seconds=costs.verify[:rows], draft_step_seconds=step)
 
     def _contexts(self, edge_runners: dict[DrafterKind, EdgeRunner], prompts: Sequence[Prompt], lengths: Sequence[int]) -> Iterator[Record]:

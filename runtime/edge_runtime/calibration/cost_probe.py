@@ -10,7 +10,7 @@ import numpy as np
 
 from edge_devices.waiting import Report, no_report
 from edge_runtime.calibration.measured import MeasuredValue
-from edge_runtime.drafting.cost_model import LEAST_SECONDS, MAX_ROWS, MeasuredCosts, extrapolated
+from edge_runtime.drafting.cost_model import MAX_ROWS, MIN_SECONDS, MeasuredCosts, extrapolated
 from edge_runtime.interfaces import Drafter, Target
 
 COSTS = MeasuredValue(kind="costs", value_class=MeasuredCosts, doing="measuring what drafts cost on this machine")
@@ -89,13 +89,13 @@ def overhead_and_step(drafted: Sequence[int], seconds: Sequence[float]) -> tuple
     """Returns the fixed overhead of a draft and the cost per token: a least-squares line through drafts of several lengths."""
     made = [(count, times) for count, times in zip(drafted, seconds, strict=True) if count]
     if not made:
-        return 0.0, LEAST_SECONDS
+        return 0.0, MIN_SECONDS
     counts, times = np.array(made).T
     if len(set(counts)) > 1:
         step, overhead = np.polyfit(counts, times, 1)
         if overhead > 0 and step > 0:
             return float(overhead), float(step)
-    return 0.0, max(float((times / counts).mean()), LEAST_SECONDS)
+    return 0.0, max(float((times / counts).mean()), MIN_SECONDS)
 
 
 def steady(rounds: Sequence[Sequence[float]]) -> list[float]:

@@ -17,7 +17,7 @@ from edge_devices.machine.cpu_affinity import fastest
 from edge_devices.waiting import Report, no_report
 from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.calibration.thread_probe import DRAFTS, MAX_PHASE_SECONDS, VERIFIES, ThreadCounts
-from edge_runtime.drafting.phase_power import MOST_WATTS, PhasePower
+from edge_runtime.drafting.phase_power import MAX_WATTS, PhasePower
 from edge_runtime.interfaces import Drafter, Target
 
 TEXT = 16  # tokens in the cache before a round
@@ -56,7 +56,7 @@ class RoundEnergy:
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be of a round."""
-        fine = 0 < self.seconds < MAX_PHASE_SECONDS and 0 < self.joules < MOST_WATTS * self.seconds and 0 <= self.error < math.inf
+        fine = 0 < self.seconds < MAX_PHASE_SECONDS and 0 < self.joules < MAX_WATTS * self.seconds and 0 <= self.error < math.inf
         if not fine:
             raise ValueError(f"{self.joules!r} J in {self.seconds!r} s is no round")
 

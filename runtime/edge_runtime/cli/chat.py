@@ -244,7 +244,7 @@ class TerminalChat:
         if not name:
             raise RequestError("name a file, for example /image photo.jpg")
         media = read(Path(name).expanduser())
-        rows = self._chat.session.rows_taken(media)
+        rows = self._chat.session.media_rows(media)
         self._media = (*self._media, media)
         self._note(f"{name}: {rows} rows of the context, with your next message")
 

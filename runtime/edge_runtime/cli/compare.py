@@ -197,9 +197,9 @@ def compare_runs(
 
 def _energy_row(comparison: Comparison) -> tuple[str, str, str]:
     energies = (comparison.plain_energy, comparison.drafted_energy)
-    if any(one.joules_per_token is None for one in energies):
+    if any(energy.joules_per_token is None for energy in energies):
         return "energy, J/token", "not measured", "not measured"
-    plain, drafted = (one.figure() for one in energies)
+    plain, drafted = (energy.figure() for energy in energies)
     if energies[0].kind == "estimate":
         return "J/token, an ESTIMATE", plain.partition(" (")[0], drafted.partition(" (")[0]
     scope = f", scope {energies[0].facts.scope}" if energies[0].facts else ""

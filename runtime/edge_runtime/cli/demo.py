@@ -204,10 +204,10 @@ class Demo:
     def _coloured(self, generation: Generation) -> Iterator[str]:
         """Yields the answer's text, in colour where drafts were accepted."""
         parser = ChannelParser(self._session.vocabulary, self._template.stop if self._template else ())
-        for one in generation.rounds():
-            for number, token in enumerate(one.tokens):
+        for round_done in generation.rounds():
+            for number, token in enumerate(round_done.tokens):
                 text = "".join(event.text for event in parser.feed(token) if isinstance(event, Text))
-                yield click.style(text, fg="green") if text and number < one.accepted else text
+                yield click.style(text, fg="green") if text and number < round_done.accepted else text
         yield "".join(event.text for event in parser.finish() if isinstance(event, Text))
 
 

@@ -125,7 +125,7 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
         executable=sys.executable,
         device=detect_device(system),
         backends={kind: ask(kind) if find_spec(card.library) is not None else None for kind, card in CARDS.items()},
-        build_tools={tool: next((found for name in names if (found := shutil.which(name))), None) for tool, names in _COMPILED_BY.items()},
+        build_tools={tool: next((path for name in names if (path := shutil.which(name))), None) for tool, names in _COMPILED_BY.items()},
         extras=tuple(_extra(name, purpose, requirements) for name, purpose in EXTRAS.items()),
         choices=tuple(cached_choices()),
         meters=tuple(find_meters(system)),
@@ -151,9 +151,9 @@ def _extra(name: str, purpose: str, requirements: list[str]) -> Extra:
 
 def _cache_files(folder: Path) -> list[CacheFile]:
     file = cache_file()
-    found = [CacheFile(path=str(file), bytes=file.stat().st_size, entries=len(read_entries(file)))] if file.is_file() else []
+    files = [CacheFile(path=str(file), bytes=file.stat().st_size, entries=len(read_entries(file)))] if file.is_file() else []
     packed = folder / "packed"
     if packed.is_dir():
         sizes = [path.stat().st_size for path in packed.rglob("*") if path.is_file()]
-        found.append(CacheFile(path=str(packed), bytes=sum(sizes), entries=sum(path.is_dir() for path in packed.iterdir())))
-    return found
+        files.append(CacheFile(path=str(packed), bytes=sum(sizes), entries=sum(path.is_dir() for path in packed.iterdir())))
+    return files

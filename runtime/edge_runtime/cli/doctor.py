@@ -54,8 +54,8 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
     from rich.text import Text
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for what, state, found in rows(diagnosis):
-        table.add_row(what, Text(state, style=_COLOURS.get(state, "")), Text(found))
+    for what, state, finding in rows(diagnosis):
+        table.add_row(what, Text(state, style=_COLOURS.get(state, "")), Text(finding))
     return table
 
 

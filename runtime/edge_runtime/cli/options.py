@@ -25,7 +25,7 @@ from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
 # Shell completion looks at no more folders than this, so that it stays fast.
-MOST_FOLDERS = 1000
+MAX_FOLDERS = 1000
 # Fields of LoadOptions that every command takes.
 _LOADING = ("drafter", "backend", "threads", "execution_provider", "context", "kv_type", "memory_limit", "config", "public_key")
 TUNING = ("draft_length", "objective")
@@ -47,7 +47,7 @@ def matching_bundles(incomplete: str) -> list[CompletionItem]:
     parent, _, start = incomplete.rpartition("/")
     folder = parent + "/" if incomplete.startswith("/") or parent else ""
     try:
-        names = sorted(path.name for path, _ in zip(Path(folder or ".").iterdir(), range(MOST_FOLDERS), strict=False))
+        names = sorted(path.name for path, _ in zip(Path(folder or ".").iterdir(), range(MAX_FOLDERS), strict=False))
     except OSError:
         return []
     bundles = [name for name in names if name.startswith(start) and (Path(folder) / name / MANIFEST_NAME).is_file()]
@@ -81,11 +81,11 @@ class Opening:
 
     def options(self, monitoring: MonitorOptions | None = None, *, warn: bool = True) -> LoadOptions:
         """Returns the options of `open_session`; unless `warn`, nothing is printed about rejected drafts."""
-        given = SpeculativeConfig(tuning=self.tuning)
+        tuned = SpeculativeConfig(tuning=self.tuning)
         file = self.load.config
         return replace(
             self.load,
-            config=given if file is None else given.over(expanded(read_config(file))),  # type: ignore[arg-type]
+            config=tuned if file is None else tuned.over(expanded(read_config(file))),  # type: ignore[arg-type]
             power=self.energy.power,
             notify=note,
             waiting=terminal_wait,

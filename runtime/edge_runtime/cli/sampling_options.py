@@ -26,8 +26,8 @@ def takes_sampling(command: Decorated) -> Decorated:
 
 def sampling_of(sampling: SamplingParams, bundle: Bundle) -> SamplingParams:
     """Returns the bundle's sampling where the command line says nothing, and prints what that is."""
-    given = given_options(click.get_current_context())
-    chosen = over_defaults(sampling, given, default_sampling(bundle.manifest.generation, GREEDY_PARAMS))
+    named = given_options(click.get_current_context())
+    chosen = over_defaults(sampling, named, default_sampling(bundle.manifest.generation, GREEDY_PARAMS))
     if chosen != sampling:
         note(f"sampling as the model's generation_config says: {sampling_sentence(chosen)} (--temperature 0 is greedy)")
     return chosen

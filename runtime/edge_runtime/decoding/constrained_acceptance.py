@@ -140,12 +140,12 @@ class GrammarSource:
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
 
-    def guess(self, ahead: Sequence[int], most: int) -> Guess:
+    def guess(self, ahead: Sequence[int], limit: int) -> Guess:
         if self._constraint.valid(ahead) < len(ahead):
             return Guess(_GRAMMAR)
         tokens = self._constraint.forced(ahead)
         bins = [_INNER] * (len(tokens) - 1) + [_LAST] * bool(tokens)
-        return Guess(_GRAMMAR, tuple(tokens[:most]), tuple(bins[:most]))
+        return Guess(_GRAMMAR, tuple(tokens[:limit]), tuple(bins[:limit]))
 
     def add(self, tokens: Sequence[int]) -> None:
         """Does nothing: the constraint has the tokens."""

@@ -35,8 +35,8 @@ class Distribution:
     def of(self, token: int) -> float:
         """Returns the probability of one token."""
         index = int(np.searchsorted(self.tokens, token))
-        found = index < len(self.tokens) and int(self.tokens[index]) == token
-        return float(self.probabilities[index]) if found else 0.0
+        present = index < len(self.tokens) and int(self.tokens[index]) == token
+        return float(self.probabilities[index]) if present else 0.0
 
     def draw(self, uniform: float) -> int:
         """Returns the token at `uniform`, a number in [0, 1), in the cumulative distribution."""
@@ -54,8 +54,8 @@ class Distribution:
     def excess(self, other: Distribution, share: float = 1.0) -> Weights:
         """Returns max(share * self - other, 0) at each of `tokens`, float64 [n], not normalised."""
         left = share * self.probabilities
-        places, found = self._places(other.tokens)
-        left[places] -= other.probabilities[found]
+        places, shared = self._places(other.tokens)
+        left[places] -= other.probabilities[shared]
         return np.maximum(left, 0.0, out=left)
 
     def proportional_to(self, weights: Weights) -> Distribution:
@@ -68,5 +68,5 @@ class Distribution:
             inside = slice(int(np.searchsorted(tokens, len(self.tokens))))
             return tokens[inside], inside
         places = np.minimum(np.searchsorted(self.tokens, tokens), len(self.tokens) - 1)
-        found = np.flatnonzero(self.tokens[places] == tokens)
-        return places[found], found
+        shared = np.flatnonzero(self.tokens[places] == tokens)
+        return places[shared], shared

@@ -23,7 +23,7 @@ from edge_runtime.interfaces import Logits
 
 PENALTY_WINDOW = 64
 # Far above any logit and far below the float32 limit, so that no sum overflows.
-MOST_PENALTY = 1e6
+MAX_PENALTY = 1e6
 
 # Logits per block in the search for the greatest ones.
 _BLOCK = 256
@@ -69,23 +69,23 @@ class SamplingParams:
         _require(_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1, 0 to keep all tokens")
         penalty = self.repetition_penalty
         _require(
-            _number(penalty) and 1 / MOST_PENALTY <= penalty <= MOST_PENALTY,
+            _number(penalty) and 1 / MAX_PENALTY <= penalty <= MAX_PENALTY,
             "repetition_penalty",
             penalty,
-            f"{1 / MOST_PENALTY:g} to {MOST_PENALTY:g}, 1 for none",
+            f"{1 / MAX_PENALTY:g} to {MAX_PENALTY:g}, 1 for none",
         )
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
-            _require(_number(value) and abs(value) <= MOST_PENALTY, name, value, f"{-MOST_PENALTY:g} to {MOST_PENALTY:g}, 0 for none")
-        _require(_whole(self.penalty_window, least=1), "penalty_window", self.penalty_window, "a whole number of tokens, at least 1")
+            _require(_number(value) and abs(value) <= MAX_PENALTY, name, value, f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}, 0 for none")
+        _require(_whole(self.penalty_window, minimum=1), "penalty_window", self.penalty_window, "a whole number of tokens, at least 1")
         _require(self.seed is None or _whole(self.seed), "seed", self.seed, "a whole number, at least 0, or None")
         self._check_bias()
 
     def _check_bias(self) -> None:
         for token, bias in self.logit_bias.items():
             _require(_whole(token), "logit_bias", token, "keyed by token ids, at least 0")
-            fits = bias == -math.inf or (_number(bias) and abs(bias) <= MOST_PENALTY)
-            _require(fits, f"logit_bias[{token}]", bias, f"{-MOST_PENALTY:g} to {MOST_PENALTY:g}, or -inf to ban the token")
+            fits = bias == -math.inf or (_number(bias) and abs(bias) <= MAX_PENALTY)
+            _require(fits, f"logit_bias[{token}]", bias, f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}, or -inf to ban the token")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's own mapping may change later
 
     def to_json(self) -> dict[str, Any]:
@@ -153,20 +153,20 @@ class Sampler:
         if not self.adjusts:
             return ids, logits
         row = logits.copy()
-        places, found = _places(ids, self._biased)
-        row[places] += self._bias[found]
+        places, present = _places(ids, self._biased)
+        row[places] += self._bias[present]
         if self.window:
             self._penalise(row, ids, recent)
         return ids, row
 
     def _penalise(self, row: Logits, ids: Tokens | None, recent: Sequence[int]) -> None:
         # As llama_sampler_penalties_apply in llama.cpp's src/llama-sampler.cpp; the division for positive logits alone is from there too.
-        seen, counts = np.unique(np.array(recent[-self.window :], dtype=np.int64), return_counts=True)
-        places, found = _places(ids, seen)
+        tokens, counts = np.unique(np.array(recent[-self.window :], dtype=np.int64), return_counts=True)
+        places, present = _places(ids, tokens)
         values = row[places]
         penalty = np.float32(self._params.repetition_penalty)
         values = np.where(values > 0, values / penalty, values * penalty)
-        row[places] = values - counts[found] * self._params.frequency_penalty - self._params.presence_penalty
+        row[places] = values - counts[present] * self._params.frequency_penalty - self._params.presence_penalty
 
     def _kept(self, row: Logits, best: float) -> Tokens:
         """Returns ascending indices of the tokens that top-k, top-p and min-p keep.
@@ -209,44 +209,44 @@ def _above_bound(row: Logits, k: int) -> Tokens:
 
 def _nucleus(weights: Weights, share: float) -> Tokens:
     """Returns ascending indices of the fewest of the greatest weights that sum to at least `share` of all (arXiv 1904.09751)."""
-    wanted = share * float(weights.sum())
-    candidates = _heaviest(weights, wanted)
+    mass = share * float(weights.sum())
+    candidates = _heaviest(weights, mass)
     order = candidates[np.argsort(-weights[candidates], kind="stable")]
-    count = int(np.searchsorted(np.cumsum(weights[order]), wanted)) + 1
+    count = int(np.searchsorted(np.cumsum(weights[order]), mass)) + 1
     return np.sort(order[:count])
 
 
-def _heaviest(weights: Weights, wanted: float) -> Tokens:
-    """Returns ascending indices of the greatest weights, at most 1, enough to sum to `wanted`: far fewer to sort than a vocabulary.
+def _heaviest(weights: Weights, mass: float) -> Tokens:
+    """Returns ascending indices of the greatest weights, at most 1, enough to sum to `mass`: far fewer to sort than a vocabulary.
 
     Weights are counted by exponent and first two bits of the mantissa, which are in the order of the weights.
     """
     keys = weights.view(np.int64) >> 50
     sums = np.cumsum(np.bincount(keys, weights)[::-1])
-    bound = sums.size - 1 - int(np.searchsorted(sums, wanted * (1 + _ROUNDING)))
+    bound = sums.size - 1 - int(np.searchsorted(sums, mass * (1 + _ROUNDING)))
     return np.flatnonzero(keys >= bound)
 
 
-def _places(ids: Tokens | None, wanted: Tokens) -> tuple[Tokens, Tokens]:
-    """Returns the positions of the `wanted` tokens in a row, and which of them are in it."""
+def _places(ids: Tokens | None, tokens: Tokens) -> tuple[Tokens, Tokens]:
+    """Returns the positions of `tokens` in a row, and which of them are in it."""
     if ids is None:
-        return wanted, np.arange(len(wanted))
-    places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
-    found = np.flatnonzero(ids[places] == wanted)
-    return places[found], found
+        return tokens, np.arange(len(tokens))
+    places = np.minimum(np.searchsorted(ids, tokens), len(ids) - 1)
+    present = np.flatnonzero(ids[places] == tokens)
+    return places[present], present
 
 
 def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _whole(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _whole(value: object, minimum: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def _require(fine: bool, name: str, value: object, wanted: str) -> None:
+def _require(fine: bool, name: str, value: object, rule: str) -> None:
     if not fine:
-        raise RequestError(f"{name} is {value!r}; it must be {wanted}")
+        raise RequestError(f"{name} is {value!r}; it must be {rule}")
 
 
 # Of a server: as OpenAI's API, the model's own distribution.
@@ -256,19 +256,19 @@ _GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p"
 BUNDLE_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def default_sampling(found: GenerationDefaults | None, otherwise: SamplingParams) -> SamplingParams:
+def default_sampling(held: GenerationDefaults | None, otherwise: SamplingParams) -> SamplingParams:
     """Returns the bundle's sampling; `otherwise` where it says nothing. Raises RequestError for a value out of range."""
-    named = {name: value for name in BUNDLE_NAMES if found is not None and (value := getattr(found, name)) is not None}
+    named = {name: value for name in BUNDLE_NAMES if held is not None and (value := getattr(held, name)) is not None}
     if named.get("temperature", otherwise.temperature) == 0:
         named |= _GREEDY
     return replace(otherwise, **named)
 
 
-def over_defaults(chosen: SamplingParams, given: Collection[str], defaults: SamplingParams) -> SamplingParams:
-    """Returns `chosen`, with the defaults' values of what was not `given`. A given temperature of 0 is greedy."""
-    if "temperature" in given and chosen.temperature == 0:
+def over_defaults(chosen: SamplingParams, named: Collection[str], defaults: SamplingParams) -> SamplingParams:
+    """Returns `chosen`, with the defaults' values of what is not `named`. A named temperature of 0 is greedy."""
+    if "temperature" in named and chosen.temperature == 0:
         return chosen
-    own = {each.name: getattr(chosen, each.name) for each in fields(chosen) if each.name in given or each.name not in BUNDLE_NAMES}
+    own = {each.name: getattr(chosen, each.name) for each in fields(chosen) if each.name in named or each.name not in BUNDLE_NAMES}
     return replace(defaults, **own)
 
 

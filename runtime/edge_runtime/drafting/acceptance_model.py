@@ -130,12 +130,12 @@ class AcceptanceModel:
         }
 
     @classmethod
-    def from_json(cls, data: object, most: float = CACHED_WEIGHT) -> Self | None:
-        """Reads the result of `to_json`, weighted as at most `most` observations of each sort; None for anything else."""
+    def from_json(cls, data: object, max_weight: float = CACHED_WEIGHT) -> Self | None:
+        """Reads the result of `to_json`, weighted as at most `max_weight` observations of each sort; None for anything else."""
         model = cls()
         if not isinstance(data, Mapping):
             return None
-        seen, stood, transition, first = (
+        verified, stood, transition, first = (
             _counts(data.get(name), like)
             for name, like in (
                 ("seen", model._verified),
@@ -144,13 +144,13 @@ class AcceptanceModel:
                 ("first", model._first),
             )
         )
-        if seen is None or stood is None or transition is None or first is None or (stood > seen).any():
+        if verified is None or stood is None or transition is None or first is None or (stood > verified).any():
             return None
-        share = np.minimum(1.0, most / seen)
-        model._verified, model._accepted = seen * share, stood * share
-        model._transition = transition * np.minimum(1.0, most / transition.sum(axis=1, keepdims=True))
+        share = np.minimum(1.0, max_weight / verified)
+        model._verified, model._accepted = verified * share, stood * share
+        model._transition = transition * np.minimum(1.0, max_weight / transition.sum(axis=1, keepdims=True))
         model._first = first
-        model.fade(most)
+        model.fade(max_weight)
         return model
 
 
@@ -172,8 +172,8 @@ class PositionModel:
     def forecast(self, longest: int) -> Forecast:
         """Returns the probabilities by the counts."""
         accept_prob, before = np.empty(len(self._verified)), self._prior
-        for position, (seen, stood) in enumerate(zip(self._verified, self._accepted, strict=True)):
-            before = accept_prob[position] = (stood + before * NEIGHBOUR_WEIGHT) / (seen + NEIGHBOUR_WEIGHT)
+        for position, (verified, stood) in enumerate(zip(self._verified, self._accepted, strict=True)):
+            before = accept_prob[position] = (stood + before * NEIGHBOUR_WEIGHT) / (verified + NEIGHBOUR_WEIGHT)
         first = np.zeros(len(accept_prob))
         first[:1] = 1.0
         return _forecast(accept_prob, np.eye(len(accept_prob), k=1), first, longest)
@@ -186,8 +186,8 @@ class PositionModel:
 
     def fade(self, weight: float) -> None:
         """Limits later positions to one observation: they are tried last when drafting begins again."""
-        for position, seen in enumerate(self._verified):
-            share = min(1.0, (1.0 if position else weight) / max(seen, 1e-9))
+        for position, verified in enumerate(self._verified):
+            share = min(1.0, (1.0 if position else weight) / max(verified, 1e-9))
             self._verified[position] *= share
             self._accepted[position] *= share
 

@@ -21,9 +21,9 @@ BUCKET_SHARE, ROWS_SHARE, DRAFT_SHARE = 0.05, 0.1, 0.2
 # A deviation of a draft of one token is this much more likely due to the fixed overhead than to the cost per token.
 OVERHEAD_VARIANCE = 4.0
 # One timing counts as at most this factor off: the rest is the effect of other processes.
-MOST_OFF = 2.0
-LEAST_SECONDS = 1e-9
-_MOST_SECONDS = 3600.0
+MAX_FACTOR_OFF = 2.0
+MIN_SECONDS = 1e-9
+_MAX_SECONDS = 3600.0
 _GROUP = 4
 
 
@@ -54,8 +54,8 @@ class MeasuredCosts:
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no measurement gives."""
-        times = [*self.verify, self.step, self.overhead or LEAST_SECONDS]
-        if len(self.verify) != MAX_ROWS or not all(0 < seconds < _MOST_SECONDS for seconds in times):
+        times = [*self.verify, self.step, self.overhead or MIN_SECONDS]
+        if len(self.verify) != MAX_ROWS or not all(0 < seconds < _MAX_SECONDS for seconds in times):
             raise ValueError(f"{self} are not the costs of 1 to {MAX_ROWS} rows")
 
     def draft(self, steps: int) -> float:
@@ -81,7 +81,7 @@ class CostCurve:
     def __init__(self, measured: MeasuredCosts) -> None:
         self._verify = list(measured.verify)
         self._drafts = {1: (measured.overhead, measured.step)}  # by requests that draft together
-        self._seen: dict[tuple[str, int], int] = {}
+        self._timings: dict[tuple[str, int], int] = {}
         self._buckets = {0: 1.0}
         self._bucket = 0
 
@@ -116,12 +116,12 @@ class CostCurve:
         weight = OVERHEAD_VARIANCE * requests**2 + steps**2
         self._drafts[requests] = (
             max(overhead + error * OVERHEAD_VARIANCE * requests / weight, 0.0),
-            max(step + error * steps / weight, LEAST_SECONDS),
+            max(step + error * steps / weight, MIN_SECONDS),
         )
 
-    def _share(self, kind: str, number: int, least: float, *, measured: bool) -> float:
-        seen = self._seen[kind, number] = self._seen.get((kind, number), 0) + 1
-        return least if measured else max(least, 1 / seen)
+    def _share(self, kind: str, number: int, minimum: float, *, measured: bool) -> float:
+        count = self._timings[kind, number] = self._timings.get((kind, number), 0) + 1
+        return minimum if measured else max(minimum, 1 / count)
 
     def _enter(self, length: int) -> None:
         bucket = max(0, math.ceil(math.log2(max(length, 1) / FIRST_BUCKET)))
@@ -142,4 +142,4 @@ def extrapolated(known: Sequence[float]) -> float:
 
 
 def _bounded(off: float) -> float:
-    return min(max(off, 1 / MOST_OFF), MOST_OFF)
+    return min(max(off, 1 / MAX_FACTOR_OFF), MAX_FACTOR_OFF)

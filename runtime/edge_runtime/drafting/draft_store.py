@@ -38,9 +38,9 @@ _START = f"{HEADER}\n".encode()
 LOCK_SECONDS = 10.0
 STORE_SIZE = "1MB"
 # The most that a limit may be: all of it is read.
-MOST_STORE_BYTES = 64 << 20
+MAX_STORE_BYTES = 64 << 20
 # Tokens of the newest texts that are held.
-MOST_TOKENS = 1 << 16
+MAX_TOKENS = 1 << 16
 
 
 class DraftStore:
@@ -51,8 +51,8 @@ class DraftStore:
 
         Raises RequestError for a limit out of range.
         """
-        if not 1 << 10 <= limit <= MOST_STORE_BYTES:
-            raise RequestError(f"the draft store's limit is {limit} bytes; give {1 << 10} to {MOST_STORE_BYTES}")
+        if not 1 << 10 <= limit <= MAX_STORE_BYTES:
+            raise RequestError(f"the draft store's limit is {limit} bytes; give {1 << 10} to {MAX_STORE_BYTES}")
         self._path, self._vocabulary, self._limit, self._notify = path, vocabulary, limit, notify
         self._automaton = SuffixAutomaton()
         self._lock = threading.Lock()
@@ -126,7 +126,7 @@ class DraftStore:
     def _learn_more(self, texts: Sequence[str]) -> None:
         for text in texts:
             self._learn(text)
-        if len(self._automaton.tokens) > 2 * MOST_TOKENS:
+        if len(self._automaton.tokens) > 2 * MAX_TOKENS:
             self._relearn()
 
     def _learn(self, text: str) -> None:
@@ -139,7 +139,7 @@ class DraftStore:
         kept, tokens = [], 0
         for text in reversed(self._texts):
             tokens += len(self._vocabulary.encode(text, add_bos=False)) + 1
-            if tokens > MOST_TOKENS:
+            if tokens > MAX_TOKENS:
                 break
             kept.append(text)
         for text in reversed(kept):
@@ -154,10 +154,10 @@ class DraftStoreSource:
         self._place = Place(0, 0)
         self.add(prompt[-LEAD:])
 
-    def guess(self, ahead: Sequence[int], most: int) -> Guess:
+    def guess(self, ahead: Sequence[int], limit: int) -> Guess:
         with self._lock:
             place = self._followed(ahead)
-            copy = self._automaton.copied(place, most) if place.length >= SHORTEST_MATCH else []
+            copy = self._automaton.copied(place, limit) if place.length >= SHORTEST_MATCH else []
         return Guess(SOURCE, tuple(copy), tuple(evidence(place.length + index, SOURCE) for index in range(len(copy))))
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -185,7 +185,7 @@ def read_store(path: Path) -> list[str]:
     if os.name == "posix" and mode & 0o077:
         raise RequestError(f"the draft store {path} may be read by others (mode {mode:o}); chmod 600 it if it is yours")
     try:
-        data = read_regular(path, 2 * MOST_STORE_BYTES)
+        data = read_regular(path, 2 * MAX_STORE_BYTES)
     except FileTooLarge as error:
         raise RequestError(f"{path} is no draft store of edge-mtp ({error})") from error
     except OSError as error:

@@ -38,7 +38,7 @@ def draft_step_seconds(
     target.rollback(0)
     target.prefill([token])
     begin = clock()
-    taken: dict[DrafterKind, list[float]] = {kind: [] for kind in drafters}
+    timings: dict[DrafterKind, list[float]] = {kind: [] for kind in drafters}
     for number in range(MAX_ROUNDS + 1):
         if number > MIN_ROUNDS and clock() - begin > max_seconds:
             break
@@ -46,6 +46,6 @@ def draft_step_seconds(
             start = clock()
             drafter.draft(token, steps)
             if number:
-                taken[kind].append((clock() - start) / steps)
+                timings[kind].append((clock() - start) / steps)
     target.rollback(0)
-    return {kind: statistics.median(seconds) for kind, seconds in taken.items()}
+    return {kind: statistics.median(seconds) for kind, seconds in timings.items()}

@@ -17,7 +17,7 @@ from edge_runtime.drafting.policies import Timing
 from edge_runtime.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
-MOST_WATTS = 10_000.0
+MAX_WATTS = 10_000.0
 # Prices of time that are tried, as multiples of the watts of a forward; the last one all but ignores joules.
 PRICES = np.concatenate(([0.0], np.geomspace(0.02, 500.0, 40)))
 # The price rises by this factor while rounds take longer than promised, and falls by the other while they are this much quicker.
@@ -42,7 +42,7 @@ class PhasePower:
     def __post_init__(self) -> None:
         for phase, watts in asdict(self).items():
             if watts is not None and not _is_power(watts):
-                raise ConfigError(f"{watts!r} W in the phase {phase} is no power; give a number above 0 and at most {MOST_WATTS:g}")
+                raise ConfigError(f"{watts!r} W in the phase {phase} is no power; give a number above 0 and at most {MAX_WATTS:g}")
 
     def forward(self, rows: int) -> float:
         """Watts of a target forward of `rows` rows."""
@@ -88,10 +88,10 @@ class EnergyCosts:
         """Joules of drafting `steps` tokens, for one of `requests` requests that draft together, with the price of its time."""
         return self._seconds.draft(steps, requests) * (self._power.draft + self.price)
 
-    def keep_promise(self, tokens: Sequence[float], requests: int, taken: float | None) -> bool:
+    def keep_promise(self, tokens: Sequence[float], requests: int, seconds_per_token: float | None) -> bool:
         """Sets the price of time so that rounds are at most `slowdown` slower than the fastest; returns whether it changed.
 
-        `tokens`: expected of rounds of 0, 1, ... drafts; `taken`: seconds per token of the newest rounds. A Lagrange multiplier: the least
+        `tokens`: expected of rounds of 0, 1, ... drafts; `seconds_per_token` of the newest rounds. A Lagrange multiplier: the least
         price with which the draft length of fewest joules is fast enough, higher while real rounds are not.
         """
         if self._slowdown is None:
@@ -106,9 +106,9 @@ class EnergyCosts:
         chosen = np.argmin(joules + prices[:, None] * seconds, axis=1)
         fast = seconds[chosen] <= limit
         price = float(prices[int(np.argmax(fast)) if fast.any() else -1])
-        if taken is not None and taken > limit:
+        if seconds_per_token is not None and seconds_per_token > limit:
             price = max(price, self.price * RAISE, float(prices[1]))
-        elif taken is not None and taken > QUICKER * limit:
+        elif seconds_per_token is not None and seconds_per_token > QUICKER * limit:
             price = max(price, self.price)
         else:
             price = max(price, self.price * LOWER if self.price * LOWER >= prices[1] else 0.0)
@@ -127,4 +127,4 @@ _EXAMPLE = '{"draft": 3.1, "verify": 5.2, "plain": 4.4}'
 
 
 def _is_power(watts: object) -> bool:
-    return isinstance(watts, int | float) and not isinstance(watts, bool) and math.isfinite(watts) and 0 < watts <= MOST_WATTS
+    return isinstance(watts, int | float) and not isinstance(watts, bool) and math.isfinite(watts) and 0 < watts <= MAX_WATTS

@@ -81,10 +81,10 @@ class Profit:
         *,
         longest: int = MAX_DRAFT_LENGTH,
         stepwise: bool = True,
-        most: int | None = None,
+        max_rows: int | None = None,
         promise: Promise | None = None,
     ) -> None:
-        """`longest` limits a draft, 0 without a drafter; `most` limits what is verified, drafts and other tokens (None: `longest`).
+        """`longest` limits a draft, 0 without a drafter; `max_rows` limits what is verified, drafts and other tokens (None: `longest`).
 
         `stepwise`: the drafter calls `should_continue` after each draft; otherwise `plan` fixes the length. `promise` may change the costs
         before they are read again, such as `EnergyCosts.keep_promise`.
@@ -92,10 +92,10 @@ class Profit:
         self._costs = costs
         self._promise = promise
         # Seconds and tokens of the newest rounds.
-        self._seconds_taken = self._tokens_taken = 0.0
+        self._measured_seconds = self._measured_tokens = 0.0
         self._model = model
         self._longest = longest
-        self._most = max(longest, most or 0)
+        self._max_rows = max(longest, max_rows or 0)
         self._stepwise = stepwise
         # In plain rounds: the budget of shadow drafts, and the cost of one.
         self._probe_budget = self._probe_cost = 0.0
@@ -105,9 +105,9 @@ class Profit:
         self._until_refresh = 0
         self._stale = True
         self._requests = 1
-        self._rows = np.zeros(self._most + 1, np.intp)
+        self._rows = np.zeros(self._max_rows + 1, np.intp)
         # Costs of verifying n drafts, and of drafting them.
-        self._row_costs: Chances = np.zeros(self._most + 1)
+        self._row_costs: Chances = np.zeros(self._max_rows + 1)
         self._draft_costs: Chances = np.zeros(longest + 1)
         self._tokens_reached = self._cost_reached = 0.0
         self._rate = self._plain_rate = 0.0
@@ -157,7 +157,7 @@ class Profit:
     def _offered(self, offer: Sequence[float]) -> int:
         """Returns how many offered tokens to verify, 0 where a draft or plain decoding is worth more; keeps them as the round's tokens."""
         drafting = self._worth_of_drafting()
-        for chance in offer[: self._most]:
+        for chance in offer[: self._max_rows]:
             self._add(chance, may_leave_out=True)
         if self._verified and self._worth > drafting:
             return self._verified
@@ -179,7 +179,7 @@ class Profit:
         self._all_added = True
         if self._verified < drafted:  # the drafts before them are too doubtful
             return 0
-        for chance in chances[: self._most - drafted]:
+        for chance in chances[: self._max_rows - drafted]:
             self._add(chance, may_leave_out=True)
         return self._verified - drafted
 
@@ -199,14 +199,14 @@ class Profit:
         self._until_refresh -= 1
         if self._until_refresh < 0:
             self._forecast, self._until_refresh = self._model.forecast(self._longest), REFRESH
-            taken = self._seconds_taken / self._tokens_taken if self._tokens_taken > TRUSTED_TOKENS else None
-            if self._promise and self._promise(self._tokens_of_lengths().tolist(), self._requests, taken):
+            seconds_per_token = self._measured_seconds / self._measured_tokens if self._measured_tokens > TRUSTED_TOKENS else None
+            if self._promise and self._promise(self._tokens_of_lengths().tolist(), self._requests, seconds_per_token):
                 self._cost_reached = 0.0  # earlier costs had another price
             self._update_row_costs()
         self._rate = max(self._plain_rate, self._tokens_reached / self._cost_reached)
 
     def _update_row_costs(self) -> None:
-        costs = np.array([self._verify(rows) for rows in range(1, self._most + 2)])
+        costs = np.array([self._verify(rows) for rows in range(1, self._max_rows + 2)])
         # The cheapest of n rows and all larger batches.
         self._row_costs = np.minimum.accumulate(costs[::-1])[::-1]
         self._rows = np.array([n + int(costs[n:].argmin()) for n in range(len(costs))])
@@ -291,8 +291,8 @@ class Profit:
             self._observe_shadow(result.shadow_accepted)
         if (timing := result.timing) is not None:
             self._costs.learn(timing)
-            self._seconds_taken = RATE_DECAY * self._seconds_taken + timing.draft_seconds + timing.verify_seconds
-            self._tokens_taken = RATE_DECAY * self._tokens_taken + result.accepted + 1
+            self._measured_seconds = RATE_DECAY * self._measured_seconds + timing.draft_seconds + timing.verify_seconds
+            self._measured_tokens = RATE_DECAY * self._measured_tokens + result.accepted + 1
             if shadow and timing.verify_seconds > 0:
                 self._probe_cost = min(timing.draft_seconds / timing.verify_seconds, MAX_BUDGET)
         self._verified = verified = result.verified

@@ -32,7 +32,7 @@ class SafetyNet:
         self._limit = limit
         self._window = AcceptanceWindow(window)
         self._probe = AcceptanceWindow(PROBE_TOKENS)
-        self._longest_seen = 0
+        self._longest_draft = 0
         self._stopped = False
         self._wait = FIRST_WAIT
         self._waited = 0
@@ -42,13 +42,13 @@ class SafetyNet:
         if self._stopped:
             return self._observe_stopped(drafted, accepted)
         self._window.add(drafted, accepted)
-        self._longest_seen = max(self._longest_seen, drafted)
+        self._longest_draft = max(self._longest_draft, drafted)
         rejection = self._window.rejection
         if rejection is None or not self._window.full:
             return None
         if rejection > self._limit:
-            self._stopped = self._longest_seen <= 1
-            return self._change("stopped" if self._stopped else "shortened", self._longest_seen // 2, self._window)
+            self._stopped = self._longest_draft <= 1
+            return self._change("stopped" if self._stopped else "shortened", self._longest_draft // 2, self._window)
         if rejection <= self._limit / 2 and self.longest < MAX_DRAFT_LENGTH:
             self._allow(self.longest + 1)
         return None
@@ -76,7 +76,7 @@ class SafetyNet:
 
     def _allow(self, longest: int) -> None:
         self.longest = longest
-        self._waited = self._longest_seen = 0
+        self._waited = self._longest_draft = 0
         self._window.clear()
         self._probe.clear()
 

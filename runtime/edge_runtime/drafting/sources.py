@@ -25,8 +25,8 @@ class Guess(NamedTuple):
 class Source(Protocol):
     """A source of drafts for one request."""
 
-    def guess(self, ahead: Sequence[int], most: int) -> Guess:
-        """Returns at most `most` tokens expected after the emitted ones and `ahead`, none if it expects nothing."""
+    def guess(self, ahead: Sequence[int], limit: int) -> Guess:
+        """Returns at most `limit` tokens expected after the emitted ones and `ahead`, none if it expects nothing."""
 
     def add(self, tokens: Sequence[int]) -> None:
         """Adds emitted tokens."""
@@ -37,17 +37,17 @@ class SourceOdds:
 
     def __init__(self, priors: Mapping[str, float]) -> None:
         self._priors = dict(priors)
-        self._seen: dict[str, float] = {}
+        self._compared: dict[str, float] = {}
         self._right: dict[str, float] = {}
 
     def chance(self, index: str) -> float:
         """Returns the probability of a bin; one without a prior counts as a coin toss."""
         right = self._right.get(index, 0.0) + PRIOR_WEIGHT * self._priors.get(index, 0.5)
-        return right / (self._seen.get(index, 0.0) + PRIOR_WEIGHT)
+        return right / (self._compared.get(index, 0.0) + PRIOR_WEIGHT)
 
     def observe(self, index: str, *, right: bool) -> None:
         """Counts a guess that was compared with an emitted token."""
-        self._seen[index] = self._seen.get(index, 0.0) * DECAY + 1
+        self._compared[index] = self._compared.get(index, 0.0) * DECAY + 1
         self._right[index] = self._right.get(index, 0.0) * DECAY + right
 
 
@@ -78,11 +78,11 @@ class Sources:
         self._odds = odds
         self._pending: list[tuple[tuple[int, ...], Guess]] = []
 
-    def propose(self, ahead: Sequence[int], most: int) -> Proposal:
+    def propose(self, ahead: Sequence[int], limit: int) -> Proposal:
         """Returns the proposal with the most expected tokens after the emitted ones and `ahead`."""
         best = NO_PROPOSAL
-        for source in self._sources if most > 0 else ():
-            guess = source.guess(ahead, most)
+        for source in self._sources if limit > 0 else ():
+            guess = source.guess(ahead, limit)
             if guess.tokens:
                 self._pending.append((tuple(ahead), guess))
                 proposal = Proposal(guess, tuple(self._odds.chance(index) for index in guess.bins))
@@ -94,9 +94,9 @@ class Sources:
         for ahead, guess in self._pending:
             if tuple(emitted[: len(ahead)]) != ahead:
                 continue
-            for token, wanted, index in zip(guess.tokens, emitted[len(ahead) :], guess.bins, strict=False):
-                self._odds.observe(index, right=token == wanted)
-                if token != wanted:
+            for token, emitted_token, index in zip(guess.tokens, emitted[len(ahead) :], guess.bins, strict=False):
+                self._odds.observe(index, right=token == emitted_token)
+                if token != emitted_token:
                     break
         self._pending.clear()
         for source in self._sources:

@@ -25,7 +25,7 @@ SHORTEST_MATCH = 2
 _BOUNDS = (2, 3, 4, 6, 9, 14, 22, 40)
 TEXT_PRIORS = {f"{SOURCE} {bound}": chance for bound, chance in zip(_BOUNDS, (0.25, 0.35, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95), strict=True)}
 # Of a longer prompt only the end is remembered: a token takes about 600 bytes.
-MOST_TOKENS = 32768
+MAX_TOKENS = 32768
 # Characters of a prediction for each token of the context: texts have 3 to 6 of them per token, and no answer repeats what is beyond.
 PREDICTED_CHARACTERS = 16
 # What no text contains; matches and copies end there. Copies end before soft rows of images and sound too, whose ids are negative.
@@ -33,7 +33,7 @@ BORDER = -1
 # The end of the prompt that is put before a predicted answer, so that the answer is guessed to follow it.
 LEAD = 40
 # Where a text repeats itself endlessly, its ends are one another's suffixes; so many of them are updated per token.
-_MOST_SUFFIXES = 32
+_MAX_SUFFIXES = 32
 
 
 class Place(NamedTuple):
@@ -87,7 +87,7 @@ class SuffixAutomaton:
 
     def _touch(self, state: int) -> None:
         """Sets the newest occurrence of the suffixes of the text."""
-        for _ in range(_MOST_SUFFIXES):
+        for _ in range(_MAX_SUFFIXES):
             state = self._link[state]
             if state <= 0:
                 return
@@ -110,9 +110,9 @@ class SuffixAutomaton:
         onward = self._next[state].get(token)
         return Place(0, 0) if onward is None else Place(onward, length + 1)
 
-    def copied(self, place: Place, most: int) -> list[int]:
-        """Returns at most `most` tokens that follow the newest occurrence of a place, up to a border."""
-        return within_text(self.tokens[self._end[place.state] : self._end[place.state] + most])
+    def copied(self, place: Place, limit: int) -> list[int]:
+        """Returns at most `limit` tokens that follow the newest occurrence of a place, up to a border."""
+        return within_text(self.tokens[self._end[place.state] : self._end[place.state] + limit])
 
 
 class TextMemory:
@@ -122,25 +122,25 @@ class TextMemory:
         """`predicted` is what the output is expected to be, or to contain parts of."""
         self._automaton = SuffixAutomaton()
         if predicted:
-            self.add([*tokens[-LEAD:], *predicted[:MOST_TOKENS], BORDER])
-        self.add(tokens[-MOST_TOKENS:])
+            self.add([*tokens[-LEAD:], *predicted[:MAX_TOKENS], BORDER])
+        self.add(tokens[-MAX_TOKENS:])
 
     def add(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._automaton.append(token)
 
-    def guess(self, ahead: Sequence[int], most: int) -> Guess:
+    def guess(self, ahead: Sequence[int], limit: int) -> Guess:
         """A copy that reaches the end of the text repeats itself, so that a loop is guessed as a loop."""
         length, end = self._automaton.longest_repeat(ahead)
         if length < SHORTEST_MATCH:
             return Guess(SOURCE)
-        ends = end + most > len(self._automaton.tokens)
-        copy = self._automaton.tokens[end : end + most] + (list(ahead) if ends else [])
+        ends = end + limit > len(self._automaton.tokens)
+        copy = self._automaton.tokens[end : end + limit] + (list(ahead) if ends else [])
         if copy and min(copy) < 0:
             copy, ends = within_text(copy), False
-        while ends and copy and len(copy) < most:
+        while ends and copy and len(copy) < limit:
             copy += copy
-        return Guess(SOURCE, tuple(copy[:most]), tuple(evidence(length + place) for place in range(len(copy[:most]))))
+        return Guess(SOURCE, tuple(copy[:limit]), tuple(evidence(length + place) for place in range(len(copy[:limit]))))
 
 
 class LookupDrafter:
@@ -178,7 +178,7 @@ class LookupDrafter:
 
 def predicted_tokens(text: str, vocabulary: Vocabulary, context: int) -> list[int]:
     """Returns the tokens of a text that the output is expected to be, as many as it can have; the rest is not tokenized."""
-    room = min(context, MOST_TOKENS)
+    room = min(context, MAX_TOKENS)
     return vocabulary.encode(text[: PREDICTED_CHARACTERS * room], add_bos=False)[:room] if text else []
 
 

@@ -108,10 +108,10 @@ class BatchDecoder:
         waiting, yielded = list(generations), dict.fromkeys(generations, 0)
         while yielded:
             with self._lock.held():
-                taken = {id(generation.target) for generation in self.running}
+                busy = {id(generation.target) for generation in self.running}
                 for generation in list(waiting):
-                    if id(generation.target) not in taken:
-                        taken.add(id(generation.target))
+                    if id(generation.target) not in busy:
+                        busy.add(id(generation.target))
                         waiting.remove(generation)
                         self.add(generation)
                 self.step()
@@ -191,10 +191,10 @@ class BatchDecoder:
 
     def _drafts(self, running: Sequence[Generation]) -> list[list[int]]:
         requests = [generation.decoding.draft_request(self._number(generation), len(running)) for generation in running]
-        wanted = [i for i, request in enumerate(requests) if request.draft_length > 0]
+        drafting = [i for i, request in enumerate(requests) if request.draft_length > 0]
         drafts: list[list[int]] = [[] for _ in running]
-        if wanted:
-            for i, draft in zip(wanted, self._together.draft_all([requests[i] for i in wanted]), strict=True):
+        if drafting:
+            for i, draft in zip(drafting, self._together.draft_all([requests[i] for i in drafting]), strict=True):
                 drafts[i] = draft
         return drafts
 
@@ -223,7 +223,7 @@ class Sessions:
 
     def rows_are_exact(self) -> bool:
         """Whether a row's logits have the same bits alone and in a forward with rows of all sessions: tried once; empties the caches."""
-        count, most = len(self.sessions), self.sessions[0].settings.longest_draft + 1
+        count, width = len(self.sessions), self.sessions[0].settings.longest_draft + 1
         texts = [[token % _TRIED_TOKENS + 4 for token in range(number, number + _TRIED_ROWS)] for number in range(count)]
         with self._lock.held():
             self._lock.require_idle()
@@ -235,7 +235,7 @@ class Sessions:
                     session.target.prefill(text)
                     alone.append(self._together.verify_all([(number, text[:1])])[0].copy())
                     session.target.rollback(len(text))
-                together = self._together.verify_all([(number, text[:most]) for number, text in enumerate(texts)])
+                together = self._together.verify_all([(number, text[:width]) for number, text in enumerate(texts)])
                 return all(np.array_equal(row[0], rows[0]) for row, rows in zip(alone, together, strict=True))
             finally:
                 for session in self.sessions:

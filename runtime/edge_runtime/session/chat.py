@@ -58,13 +58,13 @@ class _Prompt:
     """The history that an answer continues, with its token ids. `dropped` turns were removed to make it fit."""
 
     messages: list[Message]
-    given: list[int] | MediaPrompt
+    content: list[int] | MediaPrompt
     dropped: int
 
     @property
     def ids(self) -> list[int]:
         """The ids; those of soft rows are negative."""
-        return self.given.ids if isinstance(self.given, MediaPrompt) else self.given
+        return self.content.ids if isinstance(self.content, MediaPrompt) else self.content
 
 
 class RequestKeywords(TypedDict, total=False):
@@ -171,8 +171,8 @@ class Answer:
         parser = ChannelParser(self._chat.session.vocabulary, (*settings.stop, *self._chat.template.stop))
         finish: Finish = "interrupted"
         try:
-            for one in self._generation.rounds():
-                for token in one.tokens:
+            for round_done in self._generation.rounds():
+                for token in round_done.tokens:
                     yield from self._record(parser.feed(token))
                 if parser.stopped_by is not None or self._stop_requested:
                     break
@@ -311,7 +311,7 @@ class Chat:
         prompt = self._fitted(messages)
         settings = self.settings
         request: RequestKeywords = {"reuse_prefix": True, **self._request}
-        generation = self.session.generate(prompt.given, max_tokens=settings.max_tokens, sampling=settings.sampling, **request)
+        generation = self.session.generate(prompt.content, max_tokens=settings.max_tokens, sampling=settings.sampling, **request)
         self._answer = Answer(self, prompt, generation)
         return self._answer
 
@@ -328,7 +328,7 @@ class Chat:
         """Returns the prompt of all turns, or of the newest ones that leave room for an answer."""
         context = self.session.target.context
         reserve = min(self.settings.max_tokens, context // 4)
-        whole = _Prompt(messages=messages, given=self._encode(messages), dropped=0)
+        whole = _Prompt(messages=messages, content=self._encode(messages), dropped=0)
         if len(whole.ids) + reserve <= context:
             return whole
         if self.settings.overflow == "stop":
@@ -340,7 +340,7 @@ class Chat:
         starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
         for dropped, start in enumerate(starts[1:], start=1):
             kept = messages[start:]
-            prompt = _Prompt(messages=kept, given=self._encode(kept), dropped=dropped)
+            prompt = _Prompt(messages=kept, content=self._encode(kept), dropped=dropped)
             if len(prompt.ids) + reserve <= context * 3 // 4 or (start == starts[-1] and len(prompt.ids) < context):
                 return prompt
             whole = prompt

@@ -148,7 +148,7 @@ class Generation:
         sources: Sources | None = None,
         draft_store: DraftStore | None = None,
     ) -> None:
-        self.given_prompt = prompt
+        self.prompt_input = prompt
         self._spans = prompt.spans if isinstance(prompt, MediaPrompt) else ()
         ids = prompt.ids if isinstance(prompt, MediaPrompt) else prompt
         self.stats = DecodeStats(prompt_tokens=len(ids))
@@ -161,7 +161,7 @@ class Generation:
         self._draft_store = draft_store
         defaults = pair.generation or GenerationDefaults()
         self._detokenizer = _Detokenizer(pair.vocabulary, options.stop, constraint, defaults.end_tokens)
-        self._taken = 0
+        self._chunk_start = 0
         self._rounds: list[Round] = []
         self._pieces: list[str] = []
         self._text_ended = False
@@ -366,11 +366,11 @@ class Generation:
 
     def _take(self) -> str:
         """Returns the new text once it has `chunk_size` tokens; text that a stop string may still cut is held back."""
-        if len(self.tokens) - self._taken < self.options.chunk_size:
+        if len(self.tokens) - self._chunk_start < self.options.chunk_size:
             return ""
         self._detokenizer.feed_rest(self.tokens)
         if text := self._detokenizer.text.take():
-            self._taken = len(self.tokens)
+            self._chunk_start = len(self.tokens)
         return text
 
     def __repr__(self) -> str:

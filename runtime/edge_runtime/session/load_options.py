@@ -155,7 +155,7 @@ def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
-        named = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        named = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, name, ...), annotation=annotation)
             for name, annotation in inspect.get_annotations(keywords).items()

@@ -75,4 +75,4 @@ def compare_rows(target: Target, longest: int) -> RowEquality:
             differences += [float(np.abs(row - own).max()) for row, own in zip(rows, alone, strict=False)]
     finally:
         target.rollback(0)
-    return RowEquality(compared=len(differences), different=sum(one != 0 for one in differences), largest=max(differences))
+    return RowEquality(compared=len(differences), different=sum(difference != 0 for difference in differences), largest=max(differences))

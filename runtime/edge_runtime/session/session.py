@@ -142,10 +142,10 @@ class Session:
                 policy = policy or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
             elif policy is None:
                 policy = Fixed(self.draft_length_for(draft_length))
-            given = prompt if isinstance(prompt, MediaPrompt) else ids
+            prompt_ids = prompt if isinstance(prompt, MediaPrompt) else ids
             return Generation(
                 self._parts,
-                given,
+                prompt_ids,
                 policy=policy,
                 options=options,
                 monitor=monitor,
@@ -191,7 +191,7 @@ class Session:
         """
         inputs, encoder = self._media_parts()
         for item in media:
-            self.rows_taken(item)
+            self.media_rows(item)
         if isinstance(prompt, str):
             prompt = with_places(self.vocabulary.encode(prompt), media, inputs, self.vocabulary.bos)
         return media_prompt(prompt, media, inputs, encoder)
@@ -200,7 +200,7 @@ class Session:
         """Raises RequestError if the bundle has no encoder for this backend."""
         self._media_parts()
 
-    def rows_taken(self, media: Media) -> int:
+    def media_rows(self, media: Media) -> int:
         """Returns how many rows of the context an image or a sound takes.
 
         Raises RequestError if the bundle has no encoder for it, or if the image is too large for this session.
@@ -225,15 +225,15 @@ class Session:
 
         A drafter whose drafts are masked writes forced text as well (docs/drafting.md), and prompt lookup copies as the memory does.
         """
-        found: list[Source] = []
+        sources: list[Source] = []
         drafts = self.drafter is not None and is_model(self.drafter_kind)
         if drafts or prediction:
-            found.append(TextMemory(prompt, self._predicted_ids(prediction)))
+            sources.append(TextMemory(prompt, self._predicted_ids(prediction)))
         if self._parts.draft_store is not None:
-            found.append(self._parts.draft_store.source(prompt))
+            sources.append(self._parts.draft_store.source(prompt))
         if constraint is not None and not drafts:
-            found.append(GrammarSource(constraint))
-        return Sources(found, self._odds) if found else None
+            sources.append(GrammarSource(constraint))
+        return Sources(sources, self._odds) if sources else None
 
     def _predicted_ids(self, prediction: str | Sequence[int]) -> list[int]:
         if isinstance(prediction, str):
@@ -263,7 +263,7 @@ class Session:
             self.claim.release()
         model = learned if stepwise else PositionModel()
         promise = costs.keep_promise if isinstance(costs, EnergyCosts) else None
-        return Profit(costs, model, longest=longest, stepwise=stepwise, most=self.settings.longest_draft, promise=promise)
+        return Profit(costs, model, longest=longest, stepwise=stepwise, max_rows=self.settings.longest_draft, promise=promise)
 
     def expected_rate(self) -> float:
         """Returns the tokens per second, or per joule, to be expected of the policy's rounds, by the acceptance that was exported.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edge_runtime.cli.terminal.markdown import MarkdownPainter
 from edge_runtime.cli.terminal.screens import short_summary
-from edge_runtime.cli.terminal.typed import MOST_KEPT, History
+from edge_runtime.cli.terminal.typed import MAX_MESSAGES, History
 from edge_runtime.session.stats import DecodeStats
 
 ANSI = re.compile("\x1b\\[[0-9;]*m")
@@ -51,11 +51,11 @@ def test_pieces_do_not_matter_and_no_letter_is_lost(pieces):
 def test_the_history_is_cut_and_survives_a_broken_file(tmp_path):
     history = History(tmp_path / "state" / "history.jsonl")
     assert history.load() == []
-    for number in range(2 * MOST_KEPT + 1):
+    for number in range(2 * MAX_MESSAGES + 1):
         history.add(f"{number}\nline")
-    assert len(history.load()) == MOST_KEPT
-    assert history.load()[-1] == f"{2 * MOST_KEPT}\nline"
-    assert len((tmp_path / "state" / "history.jsonl").read_text().splitlines()) == MOST_KEPT
+    assert len(history.load()) == MAX_MESSAGES
+    assert history.load()[-1] == f"{2 * MAX_MESSAGES}\nline"
+    assert len((tmp_path / "state" / "history.jsonl").read_text().splitlines()) == MAX_MESSAGES
     (tmp_path / "state" / "history.jsonl").write_text("{broken")
     assert history.load() == []
     (tmp_path / "a file").write_text("")

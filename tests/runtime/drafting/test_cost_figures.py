@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from edge_devices.files.typed_json import from_json, to_json
-from edge_runtime.drafting.cost_model import FIRST_BUCKET, LEAST_SECONDS, MAX_ROWS, CostCurve, MeasuredCosts, extrapolated
+from edge_runtime.drafting.cost_model import FIRST_BUCKET, MAX_ROWS, MIN_SECONDS, CostCurve, MeasuredCosts, extrapolated
 from edge_runtime.drafting.policies import Timing
 from simulated_rounds import LINEAR
 
@@ -72,8 +72,8 @@ def test_draft_costs_never_become_negative() -> None:
     curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1e-9, overhead=1e-3))
     for _ in range(200):
         curve.learn(took(steps=12, draft=1e-9))
-    assert curve.draft(1) >= LEAST_SECONDS
-    assert curve.draft(2) - curve.draft(1) >= LEAST_SECONDS * 0.999
+    assert curve.draft(1) >= MIN_SECONDS
+    assert curve.draft(2) - curve.draft(1) >= MIN_SECONDS * 0.999
     steep = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0, overhead=1e-6))
     for _ in range(100):
         steep.learn(took(steps=1, draft=0.3))

@@ -47,7 +47,7 @@ class Oracle:
 
 
 def profit(costs: MeasuredCosts = FLAT, *, longest: int = 4) -> Profit:
-    return Profit(Fixed(costs), AcceptanceModel(), longest=longest, most=12, stepwise=False)
+    return Profit(Fixed(costs), AcceptanceModel(), longest=longest, max_rows=12, stepwise=False)
 
 
 def run(sources: Sources, policy: Profit, *, drafter: bool = True, tokens: int = 60):
@@ -125,7 +125,7 @@ def test_sampled_output_keeps_its_distribution_exactly(longest, monkeypatch):
     def once(choices: Choices) -> tuple[int, ...]:
         target = StochasticTarget(row)
         rule = BlockRule(Sampler(params), [1, 2], choices.uniform)
-        policy = Profit(Fixed(FLAT), AcceptanceModel(), longest=longest, most=3)
+        policy = Profit(Fixed(FLAT), AcceptanceModel(), longest=longest, max_rows=3)
         return written_with_sources(target, rule, policy)
 
     def written_with_sources(target, rule, policy):

@@ -121,7 +121,7 @@ def test_the_server_fills_in_what_a_request_lacks() -> None:
 
     def drawn(**fields: Any) -> SamplingParams:
         choice = read_completion({"prompt": "x", **fields}).choices[0]
-        return over_defaults(choice.sampling, choice.given, defaults)
+        return over_defaults(choice.sampling, choice.sampling_fields, defaults)
 
     assert drawn() == drawn(temperature=None) == defaults
     assert drawn(top_k=0, temperature=0.5) == SamplingParams(temperature=0.5, top_p=0.95)

@@ -220,4 +220,4 @@ def test_sound_without_an_audio_tower_is_refused(session):
     from tiny_media import noise
 
     with pytest.raises(RequestError, match="images only"):
-        session.rows_taken(noise(16_000))
+        session.media_rows(noise(16_000))

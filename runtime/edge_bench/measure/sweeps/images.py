@@ -18,7 +18,7 @@ def check_sizes(session: Session, budgets: Sequence[int]) -> None:
     """Raises RequestError for a budget that images do not have, or that the session does not take."""
     for budget in budgets:
         check_budget(budget)
-        rows = session.rows_taken(square(budget, 0))
+        rows = session.media_rows(square(budget, 0))
         if rows + len(QUESTION) >= session.target.context:
             raise RequestError(f"an image of {rows} rows does not fit the context of {session.target.context}; raise --context")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 PROMPT, MORE = "> ", "... "
 BLOCK = '"""'
 # Messages that are kept; the file is cut to these when it has twice as many.
-MOST_KEPT = 1000
+MAX_MESSAGES = 1000
 _PASTE_SECONDS = 0.02
 
 
@@ -33,10 +33,10 @@ class History:
         messages: list[str] = []
         with contextlib.suppress(OSError, ValueError):
             messages = [text for line in self._path.read_text(encoding="utf-8").splitlines() if isinstance(text := json.loads(line), str)]
-            if len(messages) > 2 * MOST_KEPT:
-                messages = messages[-MOST_KEPT:]
+            if len(messages) > 2 * MAX_MESSAGES:
+                messages = messages[-MAX_MESSAGES:]
                 self._path.write_text("".join(json.dumps(text) + "\n" for text in messages), encoding="utf-8")
-        return messages[-MOST_KEPT:]
+        return messages[-MAX_MESSAGES:]
 
     def add(self, text: str) -> None:
         """Appends a message."""

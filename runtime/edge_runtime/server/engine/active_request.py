@@ -42,7 +42,9 @@ class ActiveRequest:
         self.generation: Generation = session.generate(
             job.prompt,
             max_tokens=request.max_tokens or session.target.context,
-            sampling=over_defaults(request.sampling, request.given, default_sampling(session.bundle.manifest.generation, MODEL_SAMPLING)),
+            sampling=over_defaults(
+                request.sampling, request.sampling_fields, default_sampling(session.bundle.manifest.generation, MODEL_SAMPLING)
+            ),
             # A seed must repeat the answer. Rejection sampling draws depend on the drafts, reused rows may differ in their last bits,
             # and a policy that learned from other requests drafts other lengths: a repeatable request uses none of the three.
             acceptance="match" if repeatable else DEFAULT_ACCEPTANCE,

@@ -91,8 +91,8 @@ class Guard:
         return None
 
     def _has_key(self, authorization: str) -> bool:
-        scheme, _, given = authorization.partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key or b"")
+        scheme, _, key = authorization.partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key or b"")
 
 
 def host_name(host: str) -> str:

@@ -38,4 +38,4 @@ def _read(name: str) -> str:
 
 
 def _hashes(pattern: re.Pattern[str], text: str) -> str:
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()}'" for found in pattern.findall(text))
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()}'" for block in pattern.findall(text))

@@ -82,7 +82,7 @@ class CompletionRequest:
     prompt: Prompt
     max_tokens: int | None
     sampling: SamplingParams
-    given: frozenset[str] = frozenset(BUNDLE_NAMES)
+    sampling_fields: frozenset[str] = frozenset(BUNDLE_NAMES)
     stop: tuple[str, ...]
     constraint: ConstraintSource | None = None
     logprobs: int | None = None
@@ -192,14 +192,14 @@ def _request(
     options.only({"include_usage", "continuous_usage_stats", "draft_spans", "include_obfuscation"})
     draft_length = fields.integer("draft_length", 0, MAX_DRAFT_LENGTH)
     sampling, stop = _sampling(fields), _stops(fields)
-    given = frozenset(name for name in BUNDLE_NAMES if fields.get(name) is not None)
+    sampling_fields = frozenset(name for name in BUNDLE_NAMES if fields.get(name) is not None)
     return ApiRequest(
         choices=tuple(
             CompletionRequest(
                 prompt=prompt,
                 max_tokens=max_tokens,
                 sampling=replace(sampling, seed=_next_seed(sampling.seed, number)),
-                given=given,
+                sampling_fields=sampling_fields,
                 stop=stop,
                 constraint=constraint,
                 logprobs=logprobs,

@@ -40,8 +40,8 @@ def read_part(part: Fields) -> SentMedia:
         inner = part.inner("input_audio")
         inner.choice("format", _SOUNDS)
         return SentMedia("sound", _bytes(inner, "data", inner.text("data") or ""), 0, part.place("input_audio"))
-    given: Any = part.get("image_url")
-    inner = Fields(given if isinstance(given, dict) else {"url": given}, part.place("image_url"))
+    image: Any = part.get("image_url")
+    inner = Fields(image if isinstance(image, dict) else {"url": image}, part.place("image_url"))
     detail = inner.text("detail") or part.text("detail", "auto") or "auto"
     if detail not in _BUDGETS:
         raise inner.wrong("detail", f"is {detail[:40]!r}; it must be one of {', '.join(_BUDGETS)}")

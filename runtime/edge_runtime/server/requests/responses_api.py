@@ -57,10 +57,10 @@ def read_response(body: Json) -> ApiRequest:
 
 
 def _messages(fields: Fields) -> list[Json]:
-    given = fields.get("input")
-    if isinstance(given, str):
-        messages: list[Json] = [{"role": "user", "content": given}]
-    elif isinstance(given, list):
+    content = fields.get("input")
+    if isinstance(content, str):
+        messages: list[Json] = [{"role": "user", "content": content}]
+    elif isinstance(content, list):
         messages = []
         for item in fields.objects("input", MAX_MESSAGES):
             _add_item(messages, item)

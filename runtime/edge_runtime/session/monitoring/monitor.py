@@ -49,11 +49,11 @@ class RequestMonitor:
         self._monitor = monitor
         self._seconds = 0.0
 
-    def record_round(self, one: Round, stats: DecodeStats) -> None:
+    def record_round(self, round_done: Round, stats: DecodeStats) -> None:
         """Counts a round that was already added to `stats`."""
         seconds, self._seconds = stats.decode_seconds - self._seconds, stats.decode_seconds
-        self.latencies.add(seconds, len(one.tokens))
-        warning = self._monitor.record_round(one, seconds)
+        self.latencies.add(seconds, len(round_done.tokens))
+        warning = self._monitor.record_round(round_done, seconds)
         if warning is not None:
             self.events.append(warning)
 
@@ -84,13 +84,13 @@ class Monitor:
         """Returns the monitor of a new request; `settings` go into its record in the log."""
         return RequestMonitor(self, settings)
 
-    def record_round(self, one: Round, seconds: float) -> Event | None:
+    def record_round(self, round_done: Round, seconds: float) -> Event | None:
         """Counts a round; returns the warning that it caused, after `on_event` was called with it."""
         with self._lock:
-            self._totals.update(rounds=1, tokens=len(one.tokens), drafted=one.drafted, accepted=one.accepted)
-            self._token_latencies.add(seconds, len(one.tokens))
-            self._window.add(one.drafted, one.accepted)
-            event = self._alarm.event(self._window) if one.drafted else None
+            self._totals.update(rounds=1, tokens=len(round_done.tokens), drafted=round_done.drafted, accepted=round_done.accepted)
+            self._token_latencies.add(seconds, len(round_done.tokens))
+            self._window.add(round_done.drafted, round_done.accepted)
+            event = self._alarm.event(self._window) if round_done.drafted else None
         if event is not None:
             self.record_event(event)
         return event

@@ -101,9 +101,9 @@ def _read_header(path: Path, file: BinaryIO) -> StateHeader:
         )
     if header.tokens < 1 or header.state_bytes < 1:
         raise RequestError(f"the state {path} holds {header.tokens} tokens in {header.state_bytes} bytes; it is damaged, save it again")
-    wanted = file.tell() + header.tokens * _TOKEN.itemsize + header.state_bytes
-    if size != wanted:
-        raise RequestError(f"the state {path} has {size} bytes, its header says {wanted}; it is damaged, save it again")
+    expected = file.tell() + header.tokens * _TOKEN.itemsize + header.state_bytes
+    if size != expected:
+        raise RequestError(f"the state {path} has {size} bytes, its header says {expected}; it is damaged, save it again")
     return header
 
 

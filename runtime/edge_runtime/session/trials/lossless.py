@@ -46,7 +46,7 @@ def check_lossless(session: Session, generation: Generation) -> LosslessReport:
     if not options.repeatable:
         raise RequestError("sampled tokens differ from run to run; compare at temperature 0, or with acceptance by match and a seed")
     plain = session.generate(
-        generation.given_prompt,
+        generation.prompt_input,
         max_tokens=len(generation.tokens),
         policy=Fixed(0),
         sampling=options.sampling,

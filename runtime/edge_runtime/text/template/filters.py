@@ -19,10 +19,10 @@ def counted(_context: Any, values: Iterable[Any]) -> Iterable[Any]:
     if isinstance(values, Sized):
         BUDGET.get().step(len(values))
         return values
-    return _counted_one_by_one(values)
+    return _counted(values)
 
 
-def _counted_one_by_one(values: Iterable[Any]) -> Iterator[Any]:
+def _counted(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         BUDGET.get().step()
         yield value
@@ -33,7 +33,7 @@ def counting(lazy: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(lazy)
     def count(context: Any, values: Iterable[Any], *arguments: Any, **named: Any) -> Any:
-        return lazy(context, _counted_one_by_one(values), *arguments, **named)
+        return lazy(context, _counted(values), *arguments, **named)
 
     return count
 
@@ -41,7 +41,7 @@ def counting(lazy: Callable[..., Any]) -> Callable[..., Any]:
 def measured_filter(_context: Any, value: Any) -> Any:
     """`measured` as a filter; the items of a lazy filter are counted one by one."""
     BUDGET.get().step()
-    return _counted_one_by_one(value) if isinstance(value, Iterator) else measured(value)
+    return _counted(value) if isinstance(value, Iterator) else measured(value)
 
 
 def emitted(_context: Any, value: Any) -> str:

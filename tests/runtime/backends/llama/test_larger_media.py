@@ -98,14 +98,14 @@ def test_raw_sound_equals_transformers(samples, session, model, folders):
     sound = noise(samples)
     if folders["member"] != "12b":
         with pytest.raises(RequestError, match="takes images only"):
-            session.rows_taken(sound)
+            session.media_rows(sound)
         return
     padded = np.zeros((-(-samples // 640), 640), np.float32)
     padded.ravel()[:samples] = sound.samples
     with torch.no_grad():
         wanted = model.model.get_audio_features(torch.from_numpy(padded)[None]).pooler_output[0].numpy()
     ours = rows_of(session, sound)
-    assert ours.shape == wanted.shape == (session.rows_taken(sound), 64)
+    assert ours.shape == wanted.shape == (session.media_rows(sound), 64)
     assert np.linalg.norm(ours - wanted) / np.linalg.norm(wanted) < 1e-4
 
 
