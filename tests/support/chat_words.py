@@ -31,7 +31,72 @@ CONTROL = (
     "<|tool_response>",
     "<tool_response|>",
     '<|"|>',
+    "<unk>",
+    "<mask>",
+    "[multimodal]",
+    "[@BOS@]",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<start_of_image>",
+    "<image_soft_token>",
+    "<|image>",
+    "<|image|>",
+    "<image|>",
+    "<|audio>",
+    "<|audio|>",
+    "<audio|>",
+    "<|video|>",
 )
+# As long and as winding as published ones: macros, namespaces, tools, calls and their results, thoughts stripped from history.
+GEMMA_LIKE = """
+{%- macro quoted(value) -%}
+  {%- if value is string -%}{{ '<|"|>' + value + '<|"|>' }}
+  {%- elif value is boolean -%}{{ 'true' if value else 'false' }}
+  {%- elif value is mapping -%}
+    {{- '{' }}{% for key, item in value | dictsort %}{{ key }}:{{ quoted(item) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}
+  {%- elif value is sequence -%}
+    {{- '[' }}{% for item in value %}{{ quoted(item) }}{{ ',' if not loop.last }}{% endfor %}{{ ']' }}
+  {%- else -%}{{ value }}{%- endif -%}
+{%- endmacro -%}
+{%- macro without_thoughts(text) -%}
+  {%- set ns = namespace(kept='') -%}
+  {%- for part in text.split('<channel|>') -%}
+    {%- set ns.kept = ns.kept + (part.split('<|channel>')[0] if '<|channel>' in part else part) -%}
+  {%- endfor -%}
+  {{- ns.kept | trim -}}
+{%- endmacro -%}
+{{- bos_token -}}
+{%- set rest = messages -%}
+{%- if enable_thinking or tools or messages[0]['role'] in ['system', 'developer'] -%}
+  {{- '<|turn>system\n' -}}
+  {%- if enable_thinking %}{{ '<|think|>\n' }}{% endif -%}
+  {%- if messages[0]['role'] in ['system', 'developer'] -%}
+    {{- messages[0]['content'] | trim -}}
+    {%- set rest = messages[1:] -%}
+  {%- endif -%}
+  {%- for tool in tools or [] -%}
+    {{- '<|tool>declaration:' + tool['function']['name'] + quoted(tool['function']['parameters']) + '<tool|>' -}}
+  {%- endfor -%}
+  {{- '<turn|>\n' -}}
+{%- endif -%}
+{%- set state = namespace(open=false) -%}
+{%- for message in rest -%}
+  {%- if message.role == 'tool' -%}
+    {{- '<|tool_response>response:' + message.name + '{value:' + quoted(message.content) + '}<tool_response|>' -}}
+  {%- else -%}
+    {{- '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' -}}
+    {%- if message.get('reasoning_content') %}{{ '<|channel>thought\n' + message.reasoning_content + '<channel|>' }}{% endif -%}
+    {{- without_thoughts(message['content']) if message.role == 'assistant' else message['content'] | trim -}}
+    {%- set state.open = false -%}
+    {%- for call in message.get('tool_calls') or [] -%}
+      {{- '<|tool_call>call:' + call['function']['name'] + quoted(call['function']['arguments']) + '<tool_call|>' -}}
+      {%- set state.open = true -%}
+    {%- endfor -%}
+    {%- if not state.open %}{{ '<turn|>\n' }}{% endif -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and not state.open %}{{ '<|turn>model\n' }}{% endif -%}
+"""
 FIRST_BYTE = 100
 CERTAIN = 100.0
 _SPLIT = re.compile("(" + "|".join(map(re.escape, CONTROL)) + ")")

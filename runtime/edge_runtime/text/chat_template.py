@@ -98,8 +98,9 @@ class _ForeignText:
     """Copies foreign values for a template: plain JSON types only, with marks in the control tokens that strings spell."""
 
     def __init__(self, control: Sequence[str]) -> None:
-        self._starts = re.compile("(?=" + "|".join(map(re.escape, control)) + ")")
-        self._prefixes = {text[:n] for text in control for n in range(1, len(text))}
+        # In either case: Gemma 4's template writes the types of parameters in capitals.
+        self._starts = re.compile("(?=" + "|".join(map(re.escape, control)) + ")", re.IGNORECASE)
+        self._prefixes = {text[:n].casefold() for text in control for n in range(1, len(text))}
         self._longest = max(map(len, self._prefixes), default=0)
         self._first = frozenset(text[0] for text in control)
 
@@ -123,7 +124,7 @@ class _ForeignText:
             return text
         # The next text could complete the beginning of a control token at the end of this one; a template may trim blanks between them.
         end = len(text.rstrip())
-        if any(text[max(end - n, 0) : end] in self._prefixes for n in range(1, self._longest + 1)):
+        if any(text[max(end - n, 0) : end].casefold() in self._prefixes for n in range(1, self._longest + 1)):
             text = text[:end] + MARK + text[end:]
         places = [match.start() + 1 for match in self._starts.finditer(text)]
         return MARK.join(text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True))

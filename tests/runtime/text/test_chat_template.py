@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chat_words import CONTROL, ChatWords
+from chat_words import CONTROL, GEMMA_LIKE, ChatWords
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import BundleFile
 from edge_runtime.errors import BundleError, RequestError
@@ -19,56 +19,6 @@ from scripted import MANIFEST
 WORDS = ChatWords()
 SYSTEM = {"role": "system", "content": " Be brief. "}
 TALK = [{"role": "user", "content": "hi "}, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "bye"}]
-# As long and as winding as published ones: macros, namespaces, tools, calls and their results, thoughts stripped from history.
-GEMMA_LIKE = """
-{%- macro quoted(value) -%}
-  {%- if value is string -%}{{ '<|"|>' + value + '<|"|>' }}
-  {%- elif value is boolean -%}{{ 'true' if value else 'false' }}
-  {%- elif value is mapping -%}
-    {{- '{' }}{% for key, item in value | dictsort %}{{ key }}:{{ quoted(item) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}
-  {%- elif value is sequence -%}
-    {{- '[' }}{% for item in value %}{{ quoted(item) }}{{ ',' if not loop.last }}{% endfor %}{{ ']' }}
-  {%- else -%}{{ value }}{%- endif -%}
-{%- endmacro -%}
-{%- macro without_thoughts(text) -%}
-  {%- set ns = namespace(kept='') -%}
-  {%- for part in text.split('<channel|>') -%}
-    {%- set ns.kept = ns.kept + (part.split('<|channel>')[0] if '<|channel>' in part else part) -%}
-  {%- endfor -%}
-  {{- ns.kept | trim -}}
-{%- endmacro -%}
-{{- bos_token -}}
-{%- set rest = messages -%}
-{%- if enable_thinking or tools or messages[0]['role'] in ['system', 'developer'] -%}
-  {{- '<|turn>system\n' -}}
-  {%- if enable_thinking %}{{ '<|think|>\n' }}{% endif -%}
-  {%- if messages[0]['role'] in ['system', 'developer'] -%}
-    {{- messages[0]['content'] | trim -}}
-    {%- set rest = messages[1:] -%}
-  {%- endif -%}
-  {%- for tool in tools or [] -%}
-    {{- '<|tool>declaration:' + tool['function']['name'] + quoted(tool['function']['parameters']) + '<tool|>' -}}
-  {%- endfor -%}
-  {{- '<turn|>\n' -}}
-{%- endif -%}
-{%- set state = namespace(open=false) -%}
-{%- for message in rest -%}
-  {%- if message.role == 'tool' -%}
-    {{- '<|tool_response>response:' + message.name + '{value:' + quoted(message.content) + '}<tool_response|>' -}}
-  {%- else -%}
-    {{- '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' -}}
-    {%- if message.get('reasoning_content') %}{{ '<|channel>thought\n' + message.reasoning_content + '<channel|>' }}{% endif -%}
-    {{- without_thoughts(message['content']) if message.role == 'assistant' else message['content'] | trim -}}
-    {%- set state.open = false -%}
-    {%- for call in message.get('tool_calls') or [] -%}
-      {{- '<|tool_call>call:' + call['function']['name'] + quoted(call['function']['arguments']) + '<tool_call|>' -}}
-      {%- set state.open = true -%}
-    {%- endfor -%}
-    {%- if not state.open %}{{ '<turn|>\n' }}{% endif -%}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt and not state.open %}{{ '<|turn>model\n' }}{% endif -%}
-"""
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}}}
 CALL = {"id": "call_0", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC", "utc": True, "n": [1, None]}}}
 

@@ -55,6 +55,7 @@ class TokenizerVocabulary:
         self.eos = _NO_TOKEN if graphs.eos_token is None else graphs.eos_token
         self._control = frozenset(graphs.control_tokens)
         added = self._tokenizer.get_added_tokens_decoder().items()
+        self._bracketed = {token.content: index for index, token in added if _BRACKETED.fullmatch(token.content)}
         # Marks such as <|channel> are found in any text; the tokenizer itself tells no difference between them and control tokens.
         self._marks = {token.content: index for index, token in added if token.special and index not in self._control}
         longest_first = sorted(self._marks, key=len, reverse=True)
@@ -64,7 +65,7 @@ class TokenizerVocabulary:
     def control_tokens(self) -> Mapping[str, int]:
         """Text -> id of the control tokens: of <|turn> and its like, and of what is visible in output but no text, as <|channel>."""
         hidden = {self._tokenizer.id_to_token(token): token for token in sorted(self._control) if token < self.size}
-        return hidden | {text: token for text, token in self._marks.items() if _BRACKETED.fullmatch(text)}
+        return hidden | self._bracketed
 
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
         """Returns the token ids of `text`; a surrogate that is no half of a pair becomes U+FFFD.

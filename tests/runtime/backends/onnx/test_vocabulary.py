@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,3 +78,15 @@ def test_ids_and_files_that_are_none(both: Both, onnx_pair: Callable[[str], Path
     assert graphs is not None
     with pytest.raises(BundleError, match="is no tokenizer"):
         TokenizerVocabulary(tmp_path / "tokenizer.json", graphs, 10)
+
+
+def test_marks_that_the_file_calls_ordinary_are_kept_out_of_foreign_text_too(onnx_pair: Callable[[str], Path], tmp_path: Path) -> None:
+    """The tokenizer finds them in any text, whatever the file calls them."""
+    bundle = open_bundle(onnx_pair("f32"))
+    assert bundle.manifest.onnx is not None
+    file = json.loads(bundle.path("tokenizer").read_text())
+    for token in file["added_tokens"]:
+        token["special"] = token["special"] and token["content"] != "<|channel>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    own = TokenizerVocabulary(tmp_path / "tokenizer.json", bundle.manifest.onnx, bundle.manifest.architecture.vocab_size)
+    assert own.control_tokens["<|channel>"] in own.encode("a<|channel>b")
