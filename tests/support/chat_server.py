@@ -78,7 +78,7 @@ def scripted_worker(
 
 
 @contextlib.contextmanager
-def scripted_server(*replies: Any, key: str | None = None, origins: Sequence[str] = (), **sessions: Any) -> Iterator[Scripted]:
+def scripted_server(*replies: Any, keys: Sequence[str] = (), origins: Sequence[str] = (), **sessions: Any) -> Iterator[Scripted]:
     """Serves scripted replies on a free port until the block ends."""
     import uvicorn
 
@@ -100,7 +100,7 @@ def scripted_server(*replies: Any, key: str | None = None, origins: Sequence[str
         fingerprint="fp_scripted",
     )
     app = make_app(Api(worker, Monitor(), card))
-    server = uvicorn.Server(server_config(Guard(app, hosts=LOOPBACK_NAMES, key=key, origins=origins), 64))
+    server = uvicorn.Server(server_config(Guard(app, hosts=LOOPBACK_NAMES, keys=keys, origins=origins), 64))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         worker.start()

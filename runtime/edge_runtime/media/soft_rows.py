@@ -60,9 +60,9 @@ class LazyEncoder:
         self._encoder: Encoder | None = None
         self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
 
-    def digest(self, media: Media) -> bytes:
-        """Returns what identifies the media's rows."""
-        digest = hashlib.sha256(f"{type(media).__name__} {self._sha256} ".encode())
+    def digest(self, media: Media, client: int = 0) -> bytes:
+        """Returns what identifies the media's rows for one of a server's clients: nobody else's are faster for having been sent before."""
+        digest = hashlib.sha256(f"{type(media).__name__} {self._sha256} {client or ''}".encode())
         values: NDArray[np.uint8] | NDArray[np.float32] = media.rgb if isinstance(media, Image) else media.samples
         digest.update(str(values.shape).encode())
         digest.update(np.ascontiguousarray(values).data)
@@ -151,7 +151,7 @@ def row_ids(digest: bytes, count: int) -> list[int]:
     return [-1 - int(value) for value in stream >> 1]
 
 
-def media_prompt(ids: Sequence[int], media: Sequence[Media], inputs: MediaInputs, encoder: LazyEncoder) -> MediaPrompt:
+def media_prompt(ids: Sequence[int], media: Sequence[Media], inputs: MediaInputs, encoder: LazyEncoder, client: int = 0) -> MediaPrompt:
     """Replaces each placeholder among `ids` by the begin token, the soft rows of the next media, and the end token.
 
     Raises RequestError unless there is one media of the right kind for each placeholder.
@@ -174,7 +174,7 @@ def media_prompt(ids: Sequence[int], media: Sequence[Media], inputs: MediaInputs
         if not isinstance(item, kind):
             raise RequestError(f"media {len(spans) + 1} is a {type(item).__name__.lower()}, its place is for another kind; exchange them")
         result.append(tokens.begin)
-        digest, count = encoder.digest(item), row_count(item, inputs)
+        digest, count = encoder.digest(item, client), row_count(item, inputs)
         spans.append(Span(len(result), count, partial(encoder.rows, item, digest, count), whole=inputs.bidirectional and kind is Image))
         result += [*row_ids(digest, count), tokens.end]
     return MediaPrompt(result, tuple(spans))

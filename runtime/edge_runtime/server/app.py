@@ -16,6 +16,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import ApiError, to_api_error
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, BodyLimit, parse_json, read_body
+from edge_runtime.server.http.guard import CLIENT
 from edge_runtime.server.http.page import page
 from edge_runtime.server.model_card import OLLAMA_VERSION, ModelCard
 from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize
@@ -124,7 +125,7 @@ class Api:
         return await unless_disconnected(request.receive, result_of(self._worker.read(lambda: read(parse_json(body, limit)))))
 
     async def _answer(self, request: Request, api_request: ApiRequest, form: ResponseFormat) -> Response:
-        pending = PendingResponse(self._worker, api_request, form)
+        pending = PendingResponse(self._worker, api_request, form, request.scope[CLIENT])
         streams = False
         try:
             await unless_disconnected(request.receive, pending.wait_started())

@@ -26,7 +26,14 @@ class ServeOptions:
         help="Answers depend on their request alone, whatever else runs; where rows are not exact, one request runs at a time.",
     )
     waiting: int = option(default=16, low=0, panel="Server", help="Number of requests that may wait; further ones get status 503.")
-    api_key: str | None = option(envvar=KEY_VARIABLE, show_envvar=True, panel="Server", help="API key that clients must send.")
+    api_key: Sequence[str] = option(
+        default=(),
+        metavar="KEY",
+        envvar=KEY_VARIABLE,
+        show_envvar=True,
+        panel="Server",
+        help="API key that clients must send. Repeatable: clients with different keys share no cached prompts.",
+    )
     allow_origin: Sequence[str] = option(
         default=(), metavar="ORIGIN", panel="Server", help="Website whose scripts may use the server; * is all. Repeatable."
     )
@@ -35,8 +42,8 @@ class ServeOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.api_key is not None and not (self.api_key.strip() and self.api_key.isascii()):
-            raise RequestError("--api-key is empty or not ASCII; give a key, such as one from 'openssl rand -hex 16'")
+        if not all(key.isascii() and key.split() == [key] for key in self.api_key):
+            raise RequestError("--api-key is empty, not ASCII or has blanks; give a key, such as one from 'openssl rand -hex 16'")
         for origin in self.allow_origin:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise RequestError(f"--allow-origin {origin!r} is no origin; write scheme and host, such as https://chat.example, or *")

@@ -42,6 +42,8 @@ def serve(
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.http.connections import run_server, server_config
 
+    if len(options.api_key) > 1 and load.draft_store is not None:
+        raise RequestError("--draft-store copies drafts for all clients from one store; leave it out, or give one --api-key")
     sys.setswitchinterval(_SWITCH_SECONDS)
     with _open_socket(options) as listener, open_sessions(folder, options.sessions, load) as sessions:
         first = sessions.sessions[0]
@@ -51,7 +53,7 @@ def serve(
         worker = Worker(sessions, template, waiting=options.waiting, notify=announce, watch=watch, deterministic=options.deterministic)
         api = Api(worker, first.monitor, _model_card(folder, first, options))
         hosts = allowed_hosts(options.host, options.allow_host)
-        guard = Guard(make_app(api), hosts=hosts, key=options.api_key, origins=options.allow_origin)
+        guard = Guard(make_app(api), hosts=hosts, keys=options.api_key, origins=options.allow_origin)
         config = server_config(guard, options.sessions + options.waiting + _EXTRA_CONNECTIONS)
         worker.start()
         try:
@@ -113,7 +115,7 @@ def _open_socket(options: ServeOptions) -> socket.socket:
 
 def _print_address(listener: socket.socket, options: ServeOptions, notify: Callable[[str], None]) -> None:
     host, port = listener.getsockname()[:2]
-    if not is_loopback(options.host) and options.api_key is None:
+    if not is_loopback(options.host) and not options.api_key:
         notify(
             f"warning: anyone who can reach {host} port {port} can use this model; set --api-key or {KEY_VARIABLE}, or serve on 127.0.0.1"
         )

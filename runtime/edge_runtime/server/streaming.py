@@ -22,15 +22,15 @@ class ClientDisconnected(Exception):
 
 
 class PendingResponse:
-    """One submitted request. Call `wait_started`, then either `complete` or `stream` once; always call `cancel` at the end."""
+    """One submitted request of a client. Call `wait_started`, then either `complete` or `stream` once; always call `cancel` at the end."""
 
-    def __init__(self, worker: Worker, request: ApiRequest, form: ResponseFormat) -> None:
+    def __init__(self, worker: Worker, request: ApiRequest, form: ResponseFormat, client: int) -> None:
         """Raises ApiError if the worker's queue is full."""
         self._form = form
         self._choices = len(request.choices)
         self._events: asyncio.Queue[tuple[int, StreamEvent]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._jobs = worker.submit(request.choices, self._deliver)
+        self._jobs = worker.submit(request.choices, self._deliver, client)
 
     @property
     def media_type(self) -> str:

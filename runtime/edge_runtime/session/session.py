@@ -183,18 +183,19 @@ class Session:
             return None
         return grammars_for(self.vocabulary, self.bundle.manifest.architecture.vocab_size).constrain(constraint)
 
-    def media_prompt(self, prompt: str | Sequence[int], media: Sequence[Media]) -> MediaPrompt:
+    def media_prompt(self, prompt: str | Sequence[int], media: Sequence[Media], client: int = 0) -> MediaPrompt:
         """Returns a prompt with images and sound for `generate`; nothing is encoded before the request runs.
 
         In ids, each placeholder of the vocabulary (`<|image|>`, `<|audio|>`) is replaced by the next media; before a text, they are put in
-        order. Raises RequestError without an encoder in the bundle, or for a wrong number of media.
+        order. Encoded rows are kept for the same `client` alone. Raises RequestError without an encoder in the bundle, or for a wrong
+        number of media.
         """
         inputs, encoder = self._media_parts()
         for item in media:
             self.media_rows(item)
         if isinstance(prompt, str):
             prompt = with_places(self.vocabulary.encode(prompt), media, inputs, self.vocabulary.bos)
-        return media_prompt(prompt, media, inputs, encoder)
+        return media_prompt(prompt, media, inputs, encoder, client)
 
     def check_media(self) -> None:
         """Raises RequestError if the bundle has no encoder for this backend."""

@@ -27,7 +27,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Scripted]:
-    with scripted_server("Hello.", key="secret", origins=[ALLOWED]) as running:
+    with scripted_server("Hello.", keys=["secret"], origins=[ALLOWED]) as running:
         yield running
 
 

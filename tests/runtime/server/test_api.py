@@ -250,7 +250,7 @@ def test_other_names_and_websites_are_turned_away(hello):
 
 
 def test_a_key_is_asked_for():
-    with scripted_server("ok", key="secret") as server:
+    with scripted_server("ok", keys=["secret"]) as server:
         assert ask(client_of(server, "secret")).choices[0].message.content == "ok"
         for wrong in ("secre", "secret2", "é"):
             status, headers, _ = send(server, "GET", "/v1/models", Authorization=f"Bearer {wrong}")

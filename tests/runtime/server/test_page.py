@@ -96,7 +96,7 @@ def test_text_is_shown_as_text_and_thoughts_apart(browser: Any) -> None:
 
 
 def test_errors_are_shown_and_a_key_can_be_typed(browser: Any) -> None:
-    with scripted_server("ok", key="secret") as server:
+    with scripted_server("ok", keys=["secret"]) as server:
         fresh(browser, server.url)
         until(browser, lambda: browser.find_element(By.ID, "key").is_displayed())
         say(browser, "hi")
@@ -207,7 +207,7 @@ def test_accepted_drafts_are_marked(browser: Any, several: str) -> None:
 def test_contrast_is_at_least_4_5(browser: Any, theme: str) -> None:
     """Of every text in every state: settings open, an error, a message that is edited, a thought unfolded, drafts marked everywhere."""
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]})
-    with scripted_server("<|channel>thought\nhm<channel|>" + MARKDOWN, key="secret") as server:
+    with scripted_server("<|channel>thought\nhm<channel|>" + MARKDOWN, keys=["secret"]) as server:
         fresh(browser, server.url)
         until(browser, lambda: browser.find_element(By.ID, "key").is_displayed())
         say(browser, "without the key")
@@ -244,7 +244,7 @@ def test_a_screen_reader_hears_an_answer_once(browser: Any) -> None:
 
 def test_every_control_has_a_name_and_one_place_is_live(browser: Any) -> None:
     """By the tree that the browser gives to screen readers."""
-    with scripted_server("yes", key="secret") as server:
+    with scripted_server("yes", keys=["secret"]) as server:
         fresh(browser, server.url)
         browser.find_element(By.ID, "settings-button").click()
         nodes = browser.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]

@@ -19,7 +19,7 @@ from edge_runtime.session.load_options import LoadOptions
 
 
 def options(**values: Any) -> ServeOptions:
-    return ServeOptions(**{"host": "127.0.0.1", "port": 0, "sessions": 1, "waiting": 1, "api_key": None, **values})
+    return ServeOptions(**{"host": "127.0.0.1", "port": 0, "sessions": 1, "waiting": 1, "api_key": (), **values})
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,7 @@ def options(**values: Any) -> ServeOptions:
         (["--temperature", "1"], "No such option"),
         (["--sessions", "0"], "not in the range"),
         (["--api-key", " "], "--api-key is empty"),
+        (["--api-key", "a", "--api-key", "b c"], "or has blanks"),
         (["--allow-origin", "example"], "is no origin"),
     ],
 )
@@ -43,11 +44,11 @@ def test_what_the_command_passes_on(monkeypatch):
     monkeypatch.setattr(serving, "serve", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(energy_options, "find_meters", lambda _: [])
     arguments = ["serve", "bundle", "--sessions", "3", "--context", "256", "--draft-length", "2"]
-    result = CliRunner().invoke(cli.main, arguments, env={"EDGE_MTP_API_KEY": "from the environment"})
+    result = CliRunner().invoke(cli.main, arguments, env={"EDGE_MTP_API_KEY": "first second"})
     assert result.exit_code == 0, result.output
     _, asked, load, _, watch = calls[0]
     assert isinstance(watch, SharedWatch), "without a meter it gives the reason"
-    assert asked == options(port=8080, sessions=3, waiting=16, api_key="from the environment")
+    assert asked == options(port=8080, sessions=3, waiting=16, api_key=("first", "second"))
     assert load.context == 256
     assert load.config.tuning.draft_length == 2
 
@@ -72,10 +73,15 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
         serving.serve(tmp_path, options(), LoadOptions(), lambda _: None)
 
 
-@pytest.mark.parametrize(("host", "key", "warns"), [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False)])
+@pytest.mark.parametrize(("host", "key", "warns"), [("0.0.0.0", (), True), ("0.0.0.0", ("k",), False), ("127.0.0.1", (), False)])
 def test_an_open_address_without_a_key_is_warned_about(host, key, warns):
     notes: list[str] = []
     with socket.create_server((host, 0)) as listener:
         serving._print_address(listener, options(host=host, api_key=key), notes.append)
     assert any("anyone who can reach" in note for note in notes) == warns
     assert notes[-1].startswith(f"serving at http://{host}:")
+
+
+def test_one_store_of_drafts_is_not_for_several_keys(tmp_path):
+    with pytest.raises(RequestError, match="--draft-store copies drafts for all clients"):
+        serving.serve(tmp_path, options(api_key=("a", "b")), LoadOptions(draft_store=tmp_path / "store"), lambda _: None)

@@ -68,12 +68,15 @@ StreamEvent = Started | Output | Finished | Failed
 class Job:
     """A request in the worker's queue. The worker calls `deliver` and sets `prompt`, `prediction` and the compiled `constraint`.
 
-    `children` is what decoding its media may take, shared by all answers to one request.
+    `children` is what decoding its media may take, shared by all answers to one request. `client` is the place of the client's key.
     """
 
-    def __init__(self, request: CompletionRequest, deliver: Callable[[StreamEvent], None], children: ChildBudget | None = None) -> None:
+    def __init__(
+        self, request: CompletionRequest, deliver: Callable[[StreamEvent], None], children: ChildBudget | None = None, client: int = 0
+    ) -> None:
         self.request = request
         self.deliver = deliver
+        self.client = client
         self.prompt: list[int] | MediaPrompt = []
         self.prediction: list[int] = []
         self.constraint: Constraint | None = None

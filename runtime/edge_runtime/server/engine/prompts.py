@@ -71,9 +71,9 @@ class Prompts:
         self._context = session.target.context
         self._template = template
 
-    def with_media(self, ids: Sequence[int], media: Sequence[Media]) -> MediaPrompt:
-        """Returns what `encode` returned, with the soft rows of the conversation's images and sound."""
-        encoded = self._session.media_prompt(ids, media)
+    def with_media(self, ids: Sequence[int], media: Sequence[Media], client: int) -> MediaPrompt:
+        """Returns what `encode` returned, with the soft rows of the conversation's images and sound, kept for this client alone."""
+        encoded = self._session.media_prompt(ids, media, client)
         if len(encoded.ids) >= self._context:
             raise self._too_long(f"{len(encoded.ids)}")
         return encoded

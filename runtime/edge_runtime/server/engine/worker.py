@@ -76,6 +76,7 @@ class Worker:
         self._waiting: list[Job] = []
         self._active: dict[Generation, ActiveRequest] = {}
         self._last_used = [0] * len(self._sessions)
+        self._clients = [0] * len(self._sessions)
         self._clock = 0
         self._thread = threading.Thread(target=self._run, name="edge-mtp worker", daemon=True)
         # Templates and tokenizers have threads of their own, so that a long prompt delays neither rounds nor the short prompts of others.
@@ -121,8 +122,8 @@ class Worker:
         """
         return self._beside(functools.partial(self._prompts.decode, tokens), self._encoder)
 
-    def submit(self, requests: Sequence[CompletionRequest], deliver: Callable[[int, StreamEvent], None]) -> list[Job]:
-        """Accepts requests, all or none; `deliver` gets the place of each among them with its events.
+    def submit(self, requests: Sequence[CompletionRequest], deliver: Callable[[int, StreamEvent], None], client: int = 0) -> list[Job]:
+        """Accepts requests of a client, all or none; `deliver` gets the place of each among them with its events.
 
         Raises ApiError (503) if the queue is full or the server is shutting down; 400 if it will never have room for as many.
         """
@@ -130,7 +131,7 @@ class Worker:
             self._accept(len(requests))
             children = ChildBudget(DECODING_SECONDS)
             self._children.add(children)
-            jobs = [Job(request, functools.partial(deliver, number), children) for number, request in enumerate(requests)]
+            jobs = [Job(request, functools.partial(deliver, number), children, client) for number, request in enumerate(requests)]
             for _, group in itertools.groupby(jobs, lambda job: id(job.request.prompt)):
                 same = list(group)
                 self._encoder_of(same[0].request.prompt, same[0].request.prediction).submit(self._admit, same)
@@ -213,7 +214,7 @@ class Worker:
         """Adds images and sound to the prompt that jobs share, in a thread of its own: hostile ones take as long as they may."""
         with self._or_fail(jobs):
             if self._goes_on(jobs):
-                prompt = self._prompts.with_media(jobs[0].ids, [sent.decoded(jobs[0].children) for sent in media])
+                prompt = self._prompts.with_media(jobs[0].ids, [sent.decoded(jobs[0].children) for sent in media], jobs[0].client)
                 for job in jobs:
                     job.prompt = prompt
             self._encoded(jobs)
@@ -258,13 +259,17 @@ class Worker:
         """Assigns waiting requests to free sessions."""
         used = {active.slot for active in self._active.values()}
         slots = [
-            Slot(number=i, target=session.target, last_used=self._last_used[i]) for i, session in enumerate(self._sessions) if i not in used
+            Slot(number=i, target=session.target, last_used=self._last_used[i], client=self._clients[i])
+            for i, session in enumerate(self._sessions)
+            if i not in used
         ]
         while slots and self._waiting and not (self._alone and self._active):
             slot, job = choose_slot(slots, self._waiting)
             self._waiting.remove(job)
             try:
                 session, repeatable = self._sessions[slot.number], self._deterministic or job.request.repeatable
+                if job.client != slot.client:
+                    self._empty_for(job.client, slot.number)
                 active = ActiveRequest(job, slot.number, session, self._template, self.watch, repeatable=repeatable)
             except EdgeRuntimeError as error:
                 self._fail(job, error)
@@ -273,6 +278,12 @@ class Worker:
             self._active[active.generation] = active
             self._lockstep.join(active.generation)
             active.begin()
+
+    def _empty_for(self, client: int, slot: int) -> None:
+        """Gives a session to another client, at once without the rows of the one before: `cached_tokens` and times would reveal them."""
+        with self._sessions[slot].exclusive():
+            self._sessions[slot].target.rollback(0)
+        self._clients[slot] = client
 
     def _step(self) -> None:
         for generation, newest in self._lockstep.step():
@@ -329,11 +340,12 @@ def _shutting_down() -> ApiError:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A free session: its number, its target, and when it was last used (a growing count; 0 for never)."""
+    """A free session: its number, its target, when it was last used (a growing count; 0 for never), and whose rows it has."""
 
     number: int
     target: Target
     last_used: int
+    client: int = 0
 
 
 def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job]) -> tuple[Slot, Job]:
@@ -353,7 +365,7 @@ def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job]) -> tuple[Slot, Jo
 
 
 def _shared_prefix(slot: Slot, job: Job) -> int:
-    if job.request.repeatable:
+    if job.request.repeatable or job.client != slot.client:
         return 0
     shared = reusable_prefix(slot.target, job.ids[:-1])
     return shared if 2 * shared >= len(job.ids) else 0

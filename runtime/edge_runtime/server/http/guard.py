@@ -8,7 +8,7 @@ from __future__ import annotations
 import hmac
 import json
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from edge_runtime.server.errors import ApiError
@@ -21,6 +21,8 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 # The page asks the user for the key, and health checks have none.
 OPEN_PATHS = frozenset({"/", "/health"})
+# Where the scope of an allowed request has the place of its key among all keys.
+CLIENT = "edge_mtp.client"
 
 
 # What scripts of allowed websites may send; the headers of a preflight are repeated.
@@ -34,15 +36,15 @@ _SEVERAL_ORIGINS = ApiError(403, "the request has several Origin headers; send o
 class Guard:
     """Passes allowed requests on to `app`.
 
-    `hosts` None accepts any Host header; `key` None requires no key. `origins` are the websites (scheme://host:port) whose scripts may
+    `hosts` None accepts any Host header; without `keys` none is required. `origins` are the websites (scheme://host:port) whose scripts may
     use the server; "*" is all of them.
     """
 
-    def __init__(self, app: App, *, hosts: frozenset[str] | None, key: str | None, origins: Collection[str] = ()) -> None:
+    def __init__(self, app: App, *, hosts: frozenset[str] | None, keys: Sequence[str] = (), origins: Collection[str] = ()) -> None:
         self._app = app
         self._hosts = hosts
         self._origins = frozenset(origin.lower().rstrip("/") for origin in origins)
-        self._key = None if key is None else key.encode()
+        self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Responds to refused requests itself."""
@@ -59,7 +61,7 @@ class Guard:
         elif preflight:
             await _permit(sends, headers)
         else:
-            await self._app(scope, receive, sends)
+            await self._app({**scope, CLIENT: self._client(headers.get("authorization", "")) or 0}, receive, sends)
 
     def _permission(self, headers: Mapping[str, str]) -> dict[str, str]:
         """Returns the headers that let a script of an allowed website read the response."""
@@ -86,13 +88,15 @@ class Guard:
                 f"requests from {origin[:80]!r} are refused; allow that website with --allow-origin when you start the server",
                 code="wrong_origin",
             )
-        if self._key is not None and not preflight and path not in OPEN_PATHS and not self._has_key(headers.get("authorization", "")):
+        if self._keys and not preflight and path not in OPEN_PATHS and self._client(headers.get("authorization", "")) is None:
             return ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
         return None
 
-    def _has_key(self, authorization: str) -> bool:
-        scheme, _, key = authorization.partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key or b"")
+    def _client(self, authorization: str) -> int | None:
+        """Returns the place of the key that was sent, None for another; the time does not depend on which it is."""
+        scheme, _, sent = authorization.partition(" ")
+        same = [hmac.compare_digest(sent.strip().encode("latin-1"), key) for key in self._keys]
+        return same.index(True) if scheme.lower() == "bearer" and any(same) else None
 
 
 def host_name(host: str) -> str:
