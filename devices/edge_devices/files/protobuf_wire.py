@@ -57,6 +57,11 @@ def bytes_field(number: int, value: bytes) -> bytes:
     return _encoded(number << 3 | BYTES) + _encoded(len(value)) + value
 
 
+def number_field(number: int, value: int) -> bytes:
+    """Returns a field that holds an integer from 0 on, as `fields_of` reads it."""
+    return _encoded(number << 3 | VARINT) + _encoded(value)
+
+
 def _encoded(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:

@@ -67,6 +67,11 @@ class Stored:
         """The same bytes under another shape."""
         return replace(self, shape=shape)
 
+    def rows_between(self, first: int, end: int) -> Stored:
+        """The rows from `first` to `end`, along the first axis."""
+        each = self.length // self.shape[0]
+        return replace(self, shape=(end - first, *self.shape[1:]), offset=self.offset + first * each, length=(end - first) * each)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
@@ -96,6 +101,13 @@ class Matrix:
             values=self.values.shaped(rows, columns) if not self.format.spec else self.values,
             scales=self.scales.shaped(rows, blocks) if self.scales else None,
         )
+
+    def between(self, first: int, end: int) -> Matrix:
+        """The rows from `first` to `end`, in the same bytes."""
+        if (first, end) == (0, self.rows):
+            return self
+        scales = self.scales and self.scales.rows_between(first, end)
+        return replace(self, rows=end - first, values=self.values.rows_between(first, end), scales=scales)
 
 
 class WeightFile:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from edge_devices.files.protobuf_wire import bytes_field, fields_of, varints, whole_fields_of
+from edge_devices.files.protobuf_wire import bytes_field, fields_of, number_field, varints, whole_fields_of
 
 # Weights are in a file beside the graph, so the graph itself is small: 58 kB for 8 layers; some 8 MB and 900,000 fields for
 # 128 experts in each of 30 layers.
@@ -34,6 +34,8 @@ _OPERATOR, _ATTRIBUTE, _DOMAIN = 4, 5, 7
 _SUBGRAPH = 6
 # Attributes' fields of which one has a value, unless the value is a list of integers.
 _SINGLE = {2, 3, 4, _SUBGRAPH}
+# AttributeProto.AttributeType
+_INTEGER = 2
 _KNOWN = {
     "model": {1, 2, _GRAPH_OF_MODEL, _OPSETS},
     "graph": {_NODE, 2, _TENSOR, _INPUT, _OUTPUT},
@@ -156,6 +158,12 @@ class OnnxGraph:
     def encoded(self) -> bytes:
         """The graph with its nodes as they are now; all else stays as it was read."""
         return _replaced(self.message, _NODE, [node.encoded() for node in self.nodes])
+
+
+def integer_attribute(name: str, value: int) -> Attribute:
+    """An attribute that is an integer from 0 on."""
+    message = bytes_field(1, name.encode()) + number_field(3, value) + number_field(20, _INTEGER)
+    return Attribute(message, name.encode(), value, (value,))
 
 
 def read_graph(model: bytes) -> OnnxGraph:

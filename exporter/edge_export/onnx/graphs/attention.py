@@ -10,7 +10,7 @@ long contexts. The target outputs the new rows, and the host binds the memory be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,48 @@ def cache_shape(model: TextArchitecture, layer: int, rows: str | None) -> tuple[
     return (1, model.kv_heads_of(layer), rows or f"{LAYER_KINDS[model.layer_types[layer]]}_rows", model.head_dim_of(layer))
 
 
+class ReadRows:
+    """The rows of a target's forward that go on behind the last layer with K/V, where nothing else is read: all but the first
+    `skipped_rows`, an input int64 [1]. There may be none."""
+
+    def __init__(self, graph: GraphBuilder) -> None:
+        self._graph = graph
+        self._skipped = graph.input("skipped_rows", "i64", (1,))
+        self._made: dict[str, str] = {}
+
+    @property
+    def positions(self) -> str:
+        """Their positions int64 [1, n]."""
+        return self._once("positions", lambda: self.of("position_ids"))
+
+    def of(self, value: str) -> str:
+        """These rows of value [1, T, width]."""
+        return self._behind(value, self._skipped)
+
+    def attended(self, query: str, width: int, attention: Callable[[str, str], str]) -> str:
+        """Attention of query [1, n, width] and their positions by an operator that takes at least one row."""
+        graph = self._graph
+        none = self._once(f"none_{width}", lambda: self._if_none(graph.floats(np.zeros((1, 1, width), np.float32))))
+        positions = self._once("padded", lambda: graph.op("Concat", self._if_none(self._newest()), self.positions, axis=1))
+        rows = attention(graph.op("Concat", none, query, axis=1), positions)
+        return self._behind(rows, self._once("padding", lambda: graph.op("Shape", none, start=1, end=2)))
+
+    def _newest(self) -> str:
+        return self._behind("position_ids", self._graph.integers([-1]))
+
+    def _if_none(self, row: str) -> str:
+        """A row [1, 1, ...] if no row is read, else none."""
+        return self._behind(row, self._once("count", lambda: self._graph.op("Shape", self.positions, start=1, end=2)))
+
+    def _behind(self, value: str, start: str) -> str:
+        return self._graph.op("Slice", value, start, self._graph.integers([np.iinfo(np.int64).max]), self._graph.integers([1]))
+
+    def _once(self, key: str, make: Callable[[], str]) -> str:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
 class Attention:
     """Emits attention of one model's layers. Takes normed queries [1, T, heads x head_dim], keys and values [1, T, kv_heads x head_dim]."""
 
@@ -111,13 +153,43 @@ class Attention:
         self._own: dict[str, CacheNames] = {}
         # The names of buffers in layers that only read them; see on_buffers.
         self.again: dict[str, int] = {}
+        # The rows whose queries come now; None for all.
+        self.read: ReadRows | None = None
+
+    @property
+    def _positions(self) -> str:
+        """The positions of the queries."""
+        return self.read.positions if self.read else "position_ids"
 
     def on_buffers(
         self, query: str, new: tuple[str, str] | None, layer: int, cache: CacheNames, present: CacheNames | None, window: int
     ) -> str:
         """Attention to the buffers of the layer `cache.owner`. `new` keys and values, if any, are written into them first; the buffers
         are then named `present`."""
-        graph, model, kv = self._graph, self._model, self._kv
+        model, heads = self._model, self._model.heads
+        if self.read is None:
+            return self._grouped((query, heads, "position_ids"), new, layer, (cache, present), window)
+        if new is not None:
+            assert present is not None
+            # The operator writes as many rows as it has queries: here keys, which attend to themselves.
+            self._grouped((new[0], model.kv_heads_of(layer), "position_ids"), new, layer, (cache, present), 1)
+            cache = present
+
+        def attention(rows: str, positions: str) -> str:
+            return self._grouped((rows, heads, positions), None, layer, (cache, None), window)
+
+        return self.read.attended(query, heads * model.head_dim_of(layer), attention)
+
+    def _grouped(
+        self,
+        queries: tuple[str, int, str],
+        new: tuple[str, str] | None,
+        layer: int,
+        caches: tuple[CacheNames, CacheNames | None],
+        window: int,
+    ) -> str:
+        """A GroupQueryAttention of queries, so many heads of them, and their positions; `caches` before it and behind it, with new rows."""
+        graph, model, kv, (query, heads, positions), (cache, present) = self._graph, self._model, self._kv, queries, caches
         inputs, kv_heads = self._inputs[model.layer_types[layer]], model.kv_heads_of(layer)
         key, value = new or (graph.floats(np.empty((1, 0, kv_heads * model.head_dim_of(layer)), np.float32)),) * 2
         rows = [query, key, value]
@@ -136,10 +208,10 @@ class Attention:
                 self.again |= dict.fromkeys(outputs, cache.owner)
         graph.ops(
             "GroupQueryAttention",
-            [*rows, cache.key, cache.value, inputs.last_row, inputs.rows, inputs.cosine, inputs.sine, "position_ids", *scales],
+            [*rows, cache.key, cache.value, inputs.last_row, inputs.rows, inputs.cosine, inputs.sine, positions, *scales],
             [attended, *outputs],
             domain=CONTRIB,
-            num_heads=model.heads,
+            num_heads=heads,
             kv_num_heads=kv_heads,
             scale=1.0,
             local_window_size=window,
@@ -152,7 +224,7 @@ class Attention:
         """Outputs a layer's own keys and values as the new rows `present`."""
         named = self._kv.kind == "f32"
         rows = (
-            self.turned(new[0], layer, 1, present.key if named else None),
+            self._turned(new[0], layer, 1, "position_ids", name=present.key if named else None),
             self._as_rows(new[1], layer, present.value if named else None),
         )
         if not named:
@@ -162,11 +234,11 @@ class Attention:
             )
             self._own[present.key] = CacheNames(key=key, value=value, owner=layer, on_rows=True)
 
-    def turned(self, value: str, layer: int, heads: int, name: str | None = None) -> str:
+    def _turned(self, value: str, layer: int, heads: int, positions: str, *, name: str | None = None) -> str:
         """Rotary embedding of [1, T, heads x head_dim]; returns [1, 1, T x heads, head_dim]."""
         graph, model = self._graph, self._model
         inputs = self._inputs[model.layer_types[layer]]
-        turned = graph.op("RotaryEmbedding", value, "position_ids", inputs.cosine, inputs.sine, domain=CONTRIB, num_heads=heads)
+        turned = graph.op("RotaryEmbedding", value, positions, inputs.cosine, inputs.sine, domain=CONTRIB, num_heads=heads)
         return graph.op("Reshape", turned, graph.integers([1, 1, -1, model.head_dim_of(layer)]), name=name)
 
     def _as_rows(self, value: str, layer: int, name: str | None) -> str:
@@ -176,7 +248,7 @@ class Attention:
     def on_rows(self, query: str, layer: int, past: CacheNames, new: CacheNames | None) -> str:
         """Attention to the rows of `past`, and to those of `new` up to each query's own position."""
         graph, model = self._graph, self._model
-        turned = self.turned(query, layer, model.heads)
+        turned = self._turned(query, layer, model.heads, self._positions)
         scores = graph.op("FusedMatMul", turned, past.key, domain=CONTRIB, transB=1)
         if new is None:
             attended = graph.op("MatMul", graph.op("Softmax", scores, axis=-1), past.value)
@@ -189,15 +261,16 @@ class Attention:
         return graph.op("Reshape", attended, graph.integers([1, -1, model.heads * model.head_dim_of(layer)]))
 
     def _causal(self) -> str:
-        """The causal mask to add to the scores [1, 1, T x heads, T] of a forward's own rows."""
-        if "causal" not in self._made:
+        """The causal mask to add to the scores [1, 1, n x heads, T] of queries to a forward's own rows."""
+        positions = self._positions
+        if positions not in self._made:
             graph, heads = self._graph, self._model.heads
-            queries = graph.op("Reshape", "position_ids", graph.integers([-1, 1, 1]))
+            queries = graph.op("Reshape", positions, graph.integers([-1, 1, 1]))
             visible = graph.op("GreaterOrEqual", queries, graph.op("Reshape", "position_ids", graph.integers([1, 1, -1])))
             mask = graph.op("Where", visible, graph.floats(0.0), graph.floats(float(np.finfo(np.float32).min)))
             apart = graph.op("Expand", mask, graph.integers([1, heads, 1]))
-            self._made["causal"] = graph.op("Flatten", apart, axis=2)
-        return self._made["causal"]
+            self._made[positions] = graph.op("Flatten", apart, axis=2)
+        return self._made[positions]
 
     def _sizes(self, past: CacheNames, new: CacheNames) -> str:
         """How many rows come from the cache and from the forward itself; the same for all full layers."""

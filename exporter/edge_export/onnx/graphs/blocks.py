@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.onnx.graph_builder import GraphBuilder
-from edge_export.onnx.graphs.attention import Attention, AttentionInputs, CacheNames
+from edge_export.onnx.graphs.attention import Attention, AttentionInputs, CacheNames, ReadRows
 from edge_export.onnx.graphs.experts import ExpertWeights, add_experts, store_experts
 from edge_export.onnx.graphs.kv import KvFormat
 from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
@@ -18,13 +18,12 @@ from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 class BlockWeights:
     """A layer's stored weights.
 
-    `key_value`: it has K and V of its own, whose rows are below those of Q in `projection`. V, or a K that is also V, may be stored
-    apart, as `value`.
+    `projections` are those of Q and, where the layer has K and V of its own, of these, one matrix or several with their rows in that order.
+    V, or a K that is also V, may be stored apart; Q is in the last layer with K and V, whose Q is not computed for all rows.
     """
 
     norms: dict[str, Stored]
-    projection: Matrix
-    value: Matrix | None
+    projections: tuple[Matrix, ...]
     key_value: bool
     output: Matrix
     gate_up: Matrix
@@ -53,15 +52,19 @@ def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, format:
         projections.append("v_proj")
     sensitive = format.sensitive or format
     apart = projections.pop() if owns and format.sensitive else None
+    last = layer == model.owning_layers - 1
+    groups = [projections[:1], projections[1:]] if last else [projections]
 
     def matrix(*names: str, format: WeightFormat = format) -> Matrix:
         return weights.matrix(checkpoint, [f"{prefix}{name}.weight" for name in names], format)
 
     return BlockWeights(
         norms={name: weights.vector(checkpoint, f"{prefix}{name}.weight") for name in norms},
-        projection=matrix(*(f"self_attn.{name}" for name in projections)),
+        projections=(
+            *(matrix(*(f"self_attn.{name}" for name in group)) for group in groups if group),
+            *([matrix(f"self_attn.{apart}", format=sensitive)] if apart else []),
+        ),
         key_value=owns,
-        value=matrix(f"self_attn.{apart}", format=sensitive) if apart else None,
         output=matrix("self_attn.o_proj"),
         gate_up=matrix("mlp.gate_proj", "mlp.up_proj"),
         down=matrix("mlp.down_proj"),
@@ -84,19 +87,32 @@ class Blocks:
         return self._graph.op("RMSNormalization", value, weight, axis=-1, epsilon=self._model.norm_epsilon * epsilon_factor)
 
     def block(
-        self, value: str, layer: int, weights: BlockWeights, *, cache: CacheNames, present: CacheNames | None = None, per_layer: str = ""
+        self,
+        value: str,
+        layer: int,
+        weights: BlockWeights,
+        *,
+        cache: CacheNames,
+        present: CacheNames | None = None,
+        per_layer: str = "",
+        read: ReadRows | None = None,
     ) -> str:
         """One decoder layer over value [1, T, hidden_size], which attends to `cache`.
 
         A layer with K/V of its own adds them; they, or the buffers with them, are named `present`. On rows, `present` names a forward's
-        own rows also for layers that share them.
+        own rows also for layers that share them. With `read`, only K and V are of all rows, all else is of the rows that are read.
         """
         graph = self._graph
 
         def weight(name: str) -> str:
             return graph.weight(weights.norms[name])
 
-        attended = self._attention(self.norm(value, weight("input_layernorm")), layer, weights, cache, present)
+        normed = self.norm(value, weight("input_layernorm"))
+        queried = normed
+        if read is not None:
+            value, queried = read.of(value), read.of(normed)
+            self.attends.read = read
+        attended = self._attention((queried, normed), layer, weights, cache, present)
         value = graph.op("Add", value, self.norm(graph.linear(attended, weights.output), weight("post_attention_layernorm")))
         fed = self._gated(graph, self.norm(value, weight("pre_feedforward_layernorm")), weights.gate_up, weights.down)
         if weights.experts is not None:
@@ -108,9 +124,10 @@ class Blocks:
             value = graph.op("Add", value, self.norm(graph.linear(gated, back), weight("post_per_layer_input_norm")))
         return graph.op("Mul", value, graph.weight(weights.layer_scalar))
 
-    def _attention(self, value: str, layer: int, weights: BlockWeights, cache: CacheNames, present: CacheNames | None) -> str:
+    def _attention(self, rows: tuple[str, str], layer: int, weights: BlockWeights, cache: CacheNames, present: CacheNames | None) -> str:
+        """Attention of the first of `rows`, where a layer has its own K/V to those of the second too."""
         attention, head_dim = self.attends, self._model.head_dim_of(layer)
-        query, new = self._projected(value, layer, weights)
+        query, new = self._projected(rows, layer, weights)
         query = self._head_norm(query, self._graph.weight(weights.norms["self_attn.q_norm"]), self._model.heads, head_dim)
         if not cache.on_rows:
             return attention.on_buffers(query, new, layer, cache, present, self.window_of(layer))
@@ -119,20 +136,27 @@ class Blocks:
             attention.keep(new, layer, present)
         return attention.on_rows(query, layer, cache, present)
 
-    def _projected(self, value: str, layer: int, weights: BlockWeights) -> tuple[str, tuple[str, str] | None]:
+    def _projected(self, rows: tuple[str, str], layer: int, weights: BlockWeights) -> tuple[str, tuple[str, str] | None]:
         """Queries, and normed keys and values where the layer has its own."""
         graph, model = self._graph, self._model
-        heads, kv_heads, head_dim = model.heads, model.kv_heads_of(layer), model.head_dim_of(layer)
-        projected = graph.linear(value, weights.projection)
-        if not weights.key_value:
-            return projected, None
-        rows = kv_heads * head_dim
-        together = (weights.projection.rows - heads * head_dim) // rows
-        parts = self._split(graph, projected, [heads * head_dim, *[rows] * together]) if together else [projected]
-        if weights.value is not None:
-            parts.append(graph.linear(value, weights.value))
-        key = self._head_norm(parts[1], graph.weight(weights.norms["self_attn.k_norm"]), kv_heads, head_dim)
-        return parts[0], (key, self._head_norm(parts[-1], graph.floats([1.0] * head_dim), kv_heads, head_dim))
+        kv_heads, head_dim = model.kv_heads_of(layer), model.head_dim_of(layer)
+        query, *own = self._apart(rows, layer, weights)
+        if not own:
+            return query, None
+        key = self._head_norm(own[0], graph.weight(weights.norms["self_attn.k_norm"]), kv_heads, head_dim)
+        return query, (key, self._head_norm(own[-1], graph.floats([1.0] * head_dim), kv_heads, head_dim))
+
+    def _apart(self, rows: tuple[str, str], layer: int, weights: BlockWeights) -> list[str]:
+        """The projections of the first of `rows` to Q, and of the second to K and V, as far as the layer has them."""
+        model, parts = self._model, list[str]()
+        of_query, of_key = (heads * model.head_dim_of(layer) for heads in (model.heads, model.kv_heads_of(layer)))
+        for matrix in weights.projections:
+            sizes = [of_key] * ((matrix.rows - (0 if parts else of_query)) // of_key)
+            if not parts:
+                sizes = [of_query, *sizes]
+            product = self._graph.linear(rows[bool(parts)], matrix)
+            parts += self._split(self._graph, product, sizes) if len(sizes) > 1 else [product]
+        return parts
 
     def window_of(self, layer: int) -> int:
         """How many keys a query of this layer attends to, its own included; -1 for all."""
@@ -182,12 +206,14 @@ def per_layer_inputs(
     projection: Matrix,
     weight: Stored,
 ) -> list[str]:
-    """Splits the per-layer embeddings [1, T, per_layer_size] of every layer out of `identity` plus the projection of `embedded`.
+    """Splits the per-layer embeddings [1, T, per_layer_size] of the layers of `projection` out of `identity` plus `embedded`, projected.
 
     `weight` is the projection norm's, times 1/sqrt(2); `identity` is scaled alike. The projection's own scale 1/sqrt(hidden_size) is in
     the norm's epsilon: a norm does not change when its input and the square root of its epsilon are scaled together.
     """
-    apart = graph.op("Reshape", graph.linear(embedded, projection), graph.integers([0, 0, model.layers, model.per_layer_size]))
+    size = model.per_layer_size
+    layers = projection.rows // size
+    apart = graph.op("Reshape", graph.linear(embedded, projection), graph.integers([0, 0, layers, size]))
     normed = norm(apart, graph.weight(weight), float(model.hidden_size))
-    together = graph.op("Add", graph.op("Reshape", normed, graph.integers([0, 0, model.layers * model.per_layer_size])), identity)
-    return graph.equal_parts(together, model.layers, model.per_layer_size)
+    together = graph.op("Add", graph.op("Reshape", normed, graph.integers([0, 0, layers * size])), identity)
+    return graph.equal_parts(together, layers, size)

@@ -81,7 +81,7 @@ def add_experts(
     tokens = graph.op("Transpose", graph.op("Slice", places, *map(graph.integers, ([1], [2], [0]))), perm=[1, 0])
     nothing = graph.op("Mul", inputs, graph.floats(0))
     summed = graph.op("ScatterND", nothing, tokens, graph.op("Concat", *parts, axis=0), reduction="add")
-    return graph.op("Reshape", summed, graph.op("Shape", value))
+    return graph.op("Reshape", summed, graph.integers([1, -1, model.hidden_size]))
 
 
 def _shares(graph: GraphBuilder, model: TextArchitecture, weights: ExpertWeights, normed: str) -> str:

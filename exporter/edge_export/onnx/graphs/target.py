@@ -9,7 +9,7 @@ from pathlib import Path
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.onnx.graph_builder import GraphBuilder
-from edge_export.onnx.graphs.attention import CacheNames, cache_shape, counted_kinds, declare_attention, declare_caches
+from edge_export.onnx.graphs.attention import CacheNames, ReadRows, cache_shape, counted_kinds, declare_attention, declare_caches
 from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, per_layer_inputs, store_block
 from edge_export.onnx.graphs.kv import FLOAT_ROWS, KvFormat
 from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
@@ -87,7 +87,7 @@ def write_target(target: TargetWeights, path: Path, head_path: Path, formats: Ta
         soft = graph.input("soft_rows", "f32", (1, "soft", model.hidden_size))
         embedded = graph.op("Where", graph.input("is_soft", "bool", (1, 1, 1)), soft, embedded)
     hidden = _layers(graph, target, formats.kv, embedded, ids)
-    graph.output(hidden, "f32", (1, "tokens", model.hidden_size))
+    graph.output(hidden, "f32", (1, "read", model.hidden_size))
     graph.save(path)
     head = GraphBuilder("head")
     rows = head.input("hidden", "f32", (1, "tokens", model.hidden_size))
@@ -101,10 +101,8 @@ def _layers(graph: GraphBuilder, target: TargetWeights, kv: KvFormat, embedded: 
     pasts = declare_caches(graph, model, range(model.owning_layers), kv)
     blocks = Blocks(graph, model, declare_attention(graph, model, "tokens", counted_kinds(model, pasts), kv), kv)
     presents = {layer: _present(layer, past) for layer, past in pasts.items()}
-    per_layer: list[str] = []
-    if target.per_layer is not None and target.per_layer.table is not None:
-        identity = embed(graph, target.per_layer.table, ids, sqrt(model.per_layer_size) / sqrt(2))
-        per_layer = per_layer_inputs(graph, blocks.norm, model, embedded, identity, target.per_layer.projection, target.per_layer.norm)
+    last, read = model.owning_layers - 1, ReadRows(graph)
+    per_layer = _per_layer(graph, target, blocks, embedded, ids, read)
     value = embedded
     for layer, kind in enumerate(model.layer_types):
         owner = layer if layer in pasts else model.last_owner(kind)
@@ -116,6 +114,7 @@ def _layers(graph: GraphBuilder, target: TargetWeights, kv: KvFormat, embedded: 
             cache=pasts[owner] if own else presents[owner],
             present=presents[owner] if own else None,
             per_layer=per_layer[layer] if per_layer else "",
+            read=read if layer == last else None,
         )
     for layer, names in presents.items():
         for name in (names.key, names.value):
@@ -123,6 +122,23 @@ def _layers(graph: GraphBuilder, target: TargetWeights, kv: KvFormat, embedded: 
     for name, owner in blocks.attends.again.items():
         graph.output(name, kv.type, cache_shape(model, owner, None))
     return graph.op("RMSNormalization", value, graph.weight(target.norm), name="hidden", axis=-1, epsilon=model.norm_epsilon)
+
+
+def _per_layer(graph: GraphBuilder, target: TargetWeights, blocks: Blocks, embedded: str, ids: str, read: ReadRows) -> list[str]:
+    """The per-layer embeddings of each layer, from the last one with K/V on of the rows that are read."""
+    model, weights = target.model, target.per_layer
+    if weights is None or weights.table is None:
+        return []
+    looked_up, parts = graph.gather(weights.table, ids), list[str]()
+    owning = model.owning_layers - 1
+    for of, layers in ((str, range(owning)), (read.of, range(owning, model.layers))):
+        if layers:
+            columns = [layers.start * model.per_layer_size, layers.stop * model.per_layer_size]
+            own = graph.op("Slice", of(looked_up), *(graph.integers([number]) for number in (*columns, 2)))
+            identity = graph.op("Mul", own, graph.floats(sqrt(model.per_layer_size) / sqrt(2)))
+            projection = weights.projection.between(*columns)
+            parts += per_layer_inputs(graph, blocks.norm, model, of(embedded), identity, projection, weights.norm)
+    return parts
 
 
 def _present(layer: int, past: CacheNames) -> CacheNames:

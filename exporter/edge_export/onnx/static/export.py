@@ -69,7 +69,7 @@ def write_static(
     sizes = {SLIDING if buffer.kind == "sliding" else FULL: buffer.rows for buffer in layout.buffers}
     for role, count in STATIC_ROWS.items():
         graph, shape = PlainGraph(role, ranges=ranges, with_ranges=with_ranges), Shape(rows=count, buffers=sizes)
-        write_target_graph(target, shape, graph, paths[role], with_logits=role != "target_prefill")
+        write_target_graph(target, shape, graph, paths[role], prefill=role == "target_prefill")
     graph = PlainGraph("drafter", ranges=ranges, with_ranges=with_ranges)
     write_drafter_graph(target.model, layout.drafter_sources, drafter, Shape(rows=1, buffers=sizes), graph, paths["drafter"])
 

@@ -86,25 +86,31 @@ class StaticBlocks(Blocks):
         turned = graph.op("Tanh", graph.op("Mul", inner, graph.floats(sqrt(2 / pi))))
         return graph.op("Mul", graph.op("Mul", value, graph.floats(0.5)), graph.op("Add", turned, graph.floats(1)))
 
-    def _attention(self, value: str, layer: int, weights: BlockWeights, cache: CacheNames, present: CacheNames | None) -> str:
+    def _attention(self, rows: tuple[str, str], layer: int, weights: BlockWeights, cache: CacheNames, present: CacheNames | None) -> str:
         graph, model = self._graph, self._model
-        heads, kv_heads, head_dim = model.heads, model.kv_heads_of(layer), model.head_dim_of(layer)
-        query = graph.linear(value, weights.projection)
-        if weights.key_value:
+        query, *own = self._apart(rows, layer, weights)
+        if own:
             assert present is not None
-            rows = kv_heads * head_dim
-            key_is_value = weights.projection.rows == heads * head_dim + rows
-            parts = self._split(graph, query, [heads * head_dim, *[rows] * (1 if key_is_value else 2)])
-            query = parts[0]
-            key = self.norm(self._apart(parts[1], kv_heads, head_dim), graph.weight(weights.norms["self_attn.k_norm"]))
-            own = self._unweighted_norm(self._apart(parts[-1], kv_heads, head_dim))
-            graph.op("Transpose", self._turned(key, layer), perm=[0, 2, 1, 3], name=present.key)
-            graph.op("Transpose", own, perm=[0, 2, 1, 3], name=present.value)
+            self._keep(own, layer, weights, present)
             self._new_rows[cache.key] = present
-        query = self.norm(self._apart(query, heads, head_dim), graph.weight(weights.norms["self_attn.q_norm"]))
+        apart = self._by_heads(query, model.heads, model.head_dim_of(layer))
+        query = self.norm(apart, graph.weight(weights.norms["self_attn.q_norm"]))
         return self._attended(self._turned(query, layer), layer, cache, self._new_rows.get(cache.key))
 
-    def _apart(self, value: str, heads: int, head_dim: int) -> str:
+    def keys_and_values(self, value: str, layer: int, weights: BlockWeights, present: CacheNames) -> None:
+        """Outputs K and V of a layer's input [1, rows, hidden_size], and nothing else of the layer."""
+        normed = self.norm(value, self._graph.weight(weights.norms["input_layernorm"]))
+        self._keep(self._apart((normed, normed), layer, weights)[1:], layer, weights, present)
+
+    def _keep(self, own: list[str], layer: int, weights: BlockWeights, present: CacheNames) -> None:
+        """Outputs keys and values, or keys that are both, as new rows."""
+        graph, kv_heads, head_dim = self._graph, self._model.kv_heads_of(layer), self._model.head_dim_of(layer)
+        key = self.norm(self._by_heads(own[0], kv_heads, head_dim), graph.weight(weights.norms["self_attn.k_norm"]))
+        value = self._unweighted_norm(self._by_heads(own[-1], kv_heads, head_dim))
+        graph.op("Transpose", self._turned(key, layer), perm=[0, 2, 1, 3], name=present.key)
+        graph.op("Transpose", value, perm=[0, 2, 1, 3], name=present.value)
+
+    def _by_heads(self, value: str, heads: int, head_dim: int) -> str:
         return self._graph.op("Reshape", value, self._graph.integers([1, self._shape.rows, heads, head_dim]))
 
     def _turned(self, value: str, layer: int) -> str:
@@ -142,8 +148,11 @@ class StaticBlocks(Blocks):
         return shaped(apart, 1, rows, heads * head_dim)
 
 
-def write_target_graph(target: TargetWeights, shape: Shape, graph: PlainGraph, path: Path, *, with_logits: bool) -> None:
-    """Writes a graph of `shape.rows` rows; outputs `hidden` [1, rows, hidden_size], the new K/V rows, and `logits` if asked for."""
+def write_target_graph(target: TargetWeights, shape: Shape, graph: PlainGraph, path: Path, *, prefill: bool) -> None:
+    """Writes a graph of `shape.rows` rows; outputs the new K/V rows, `hidden` [1, rows, hidden_size] and `logits`.
+
+    That of a prefill outputs K/V rows only, and so ends in the last layer that has them.
+    """
     model, rows = target.model, shape.rows
     embedded = graph.input("embedded", "f32", (1, rows, model.hidden_size))
     blocks = StaticBlocks(graph, model, shape, declare_static(graph, model, shape, rows))
@@ -154,7 +163,7 @@ def write_target_graph(target: TargetWeights, shape: Shape, graph: PlainGraph, p
     buffers = {layer: declare_buffer(graph, model, shape, layer) for layer in range(model.owning_layers)}
     new_rows = {layer: CacheNames(key=f"new_key.{layer}", value=f"new_value.{layer}", owner=layer) for layer in buffers}
     value = embedded
-    for layer, kind in enumerate(model.layer_types):
+    for layer, kind in enumerate(model.layer_types[: model.owning_layers - 1 if prefill else None]):
         owner = layer if layer in buffers else model.last_owner(kind)
         value = blocks.block(
             value,
@@ -164,12 +173,15 @@ def write_target_graph(target: TargetWeights, shape: Shape, graph: PlainGraph, p
             present=new_rows.get(layer),
             per_layer=per_layer[layer] if per_layer else "",
         )
+    if prefill:
+        last = model.owning_layers - 1
+        blocks.keys_and_values(value, last, target.layers[last], new_rows[last])
     for layer, names in new_rows.items():
         for name in (names.key, names.value):
             graph.output(name, "f32", (1, model.kv_heads_of(layer), rows, model.head_dim_of(layer)))
-    hidden = graph.op("Identity", blocks.norm(value, graph.weight(target.norm)), name="hidden")
-    graph.output(hidden, "f32", (1, rows, model.hidden_size))
-    if with_logits:
+    if not prefill:
+        hidden = graph.op("Identity", blocks.norm(value, graph.weight(target.norm)), name="hidden")
+        graph.output(hidden, "f32", (1, rows, model.hidden_size))
         graph.output(logits(graph, target, hidden), "f32", (1, rows, model.vocab_size))
     graph.save(path)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from edge_runtime.bundle.onnx_file import Node, OnnxGraph, Tensor, read_graph, with_graph
+from edge_runtime.bundle.onnx_file import Node, OnnxGraph, Tensor, integer_attribute, read_graph, with_graph
 from edge_runtime.bundle.onnx_graph import CONTRIB
 
 DOMAIN = "edge.mtp"
@@ -24,6 +24,9 @@ _BITS, _BLOCKS = {2, 4, 8}, {16, 32, 64, 128}
 _INT8_ACTIVATIONS = 4
 # What a GroupQueryAttention may say besides its sizes: no soft cap, no sinks, no rotation of neighbours.
 _SIZES, _FIXED = {b"num_heads", b"kv_num_heads", b"local_window_size"}, {b"do_rotary": 1, b"scale": 1.0}
+_POSITIONS = b"position_ids"
+# The end of a Slice that goes to the end.
+_END = (1 << 63) - 1
 # Outputs of both halves of a gate that a thread computes together.
 _STEP = 128
 
@@ -68,7 +71,7 @@ def _join(graph: OnnxGraph, outer: Mapping[bytes, Tensor]) -> int:
     makers = {name: node for node in graph.nodes for name in node.outputs}
     for node in graph.nodes:
         node.sources = [makers.get(name) for name in node.inputs]
-    joins = [attention_on_rows(node) or attention_on_buffers(node) or gated_rows(node, constants) for node in graph.nodes]
+    joins = [attention_on_rows(node, constants) or attention_on_buffers(node) or gated_rows(node, constants) for node in graph.nodes]
     count = len(joins) - joins.count(None)
     if not count:
         return within
@@ -92,7 +95,7 @@ def attention_on_buffers(node: Node) -> Node | None:
     return Node(WRITER if len(node.outputs) == 3 else READER, node.inputs, node.outputs, sizes, DOMAIN)
 
 
-def attention_on_rows(end: Node) -> Node | None:
+def attention_on_rows(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
     """The operator for attention on rows, if `end` adds up its two products."""
     cached, new = _sources(end, "Add", 2) or (None, None)
     split, _ = _sources(cached, "MatMul", 2) or (None, None)
@@ -102,23 +105,42 @@ def attention_on_rows(end: Node) -> Node | None:
     scores, masked = _sources(joined, "Concat", 2, axis=-1) or (None, None)
     own, mask = _sources(masked, "Add", 2) or (None, None)
     products = [_sources(product, "FusedMatMul", 2, transB=1) for product in (scores, own)]
-    if other is not split or cached is None or new is None or split is None or None in products or not _is_causal(mask):
+    heads = _causal_heads(mask, constants)
+    if other is not split or cached is None or new is None or split is None or None in products or heads is None:
         return None
     assert scores is not None
     assert own is not None
     (queries, past_keys), (same, new_keys) = scores.inputs, own.inputs
     if same != queries or [cached.inputs[0], new.inputs[0]] != split.outputs or not _are_lengths(sizes):
         return None
-    return Node(ATTENTION, [queries, past_keys, cached.inputs[1], new_keys, new.inputs[1]], end.outputs, domain=DOMAIN)
+    inputs = [queries, past_keys, cached.inputs[1], new_keys, new.inputs[1]]
+    return Node(ATTENTION, inputs, end.outputs, [integer_attribute("num_heads", heads)], DOMAIN)
 
 
-def _is_causal(mask: Node | None) -> bool:
-    """Whether this is the mask of the rows of one forward, made from the order of their positions."""
+def _causal_heads(mask: Node | None, constants: Mapping[bytes, Tensor]) -> int | None:
+    """How many query heads this mask is for, if it is that of the last rows of one forward, or of all, by the order of their positions."""
     (spread,) = _sources(mask, "Flatten", 1, axis=2) or (None,)
     where, _ = _sources(spread, "Expand", 2) or (None, None)
-    condition, _, _ = _sources(where, "Where", 3) or (None, None, None)
-    rows = _sources(condition, "GreaterOrEqual", 2) or (None, None)
-    return all(_sources(row, "Reshape", 2) is not None and row is not None and row.inputs[0] == b"position_ids" for row in rows)
+    visible, _, _ = _sources(where, "Where", 3) or (None, None, None)
+    of_queries, of_keys = _sources(visible, "GreaterOrEqual", 2) or (None, None)
+    if _sources(of_queries, "Reshape", 2) is None or _sources(of_keys, "Reshape", 2) is None:
+        return None
+    assert spread is not None
+    assert of_queries is not None
+    assert of_keys is not None
+    repeats = constants.get(spread.inputs[1])
+    own = of_queries.inputs[0] == _POSITIONS or _are_last_positions(of_queries.sources[0], constants)
+    if of_keys.inputs[0] != _POSITIONS or not own or repeats is None or repeats.integers is None or len(repeats.integers) != 3:
+        return None
+    return repeats.integers[1]
+
+
+def _are_last_positions(node: Node | None, constants: Mapping[bytes, Tensor]) -> bool:
+    """Whether these are the positions of a forward's last rows."""
+    if node is None or _sources(node, "Slice", 4) is None or node.inputs[0] != _POSITIONS:
+        return False
+    ends, axes = (constants.get(name) for name in node.inputs[2:])
+    return ends is not None and axes is not None and (ends.integers, axes.integers) == ((_END,), (1,))
 
 
 def _are_lengths(sizes: Node | None) -> bool:

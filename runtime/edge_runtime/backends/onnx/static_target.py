@@ -62,6 +62,8 @@ class StaticOrtTarget(GraphTarget):
         self._static = {rows: _StaticForward(Graph(path, session), path, self, rows) for rows, path in sorted(paths.items())}
         self._graphs = [forward.graph for forward in self._static.values()]
         self._verify_rows = sorted({1, facts.verify_rows})
+        if any(not {"hidden", "logits"} <= self.outputs(rows).keys() for rows in self._verify_rows):
+            raise BundleError(f"{files.target} or {files.static.row} does not give hidden rows and logits; export the bundle again")
         self._per_layer: Embedding | None = None
         if files.static.per_layer_embedding is not None and facts.per_layer_scale is not None:
             width = self._static[1].arrays["per_layer"].shape[2]
@@ -73,6 +75,10 @@ class StaticOrtTarget(GraphTarget):
             if name in arrays:
                 arrays[name][0, :, 0] = table[start : start + arrays[name].shape[1]]
 
+    @property
+    def skips_unread_rows(self) -> bool:
+        return "hidden" not in self.outputs(self._chunk)
+
     def outputs(self, rows: int) -> dict[str, NDArray[np.float32]]:
         """All that the newest forward of the graph of so many rows gave. Views: valid until its next forward."""
         return self._static[rows].outputs
@@ -81,9 +87,21 @@ class StaticOrtTarget(GraphTarget):
         self._static.clear()
         super().close()
 
-    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None = None) -> None:
+    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None, rows_read: int) -> None:
         forward = self._run(ids, list(self._static), soft)
-        self.hidden_rows[0, : len(ids)] = forward.hidden[0, : len(ids)]
+        if rows_read:
+            self.hidden_rows[0, 0] = self._last_hidden(ids[-1:]) if "hidden" not in forward.outputs else forward.hidden[0, len(ids) - 1]
+
+    def _last_hidden(self, last: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The hidden row of the last committed token, which its forward did not give; its K/V rows stay as they are."""
+        forward = self._static[1]
+        self.length -= 1
+        try:
+            forward.run(last, self._per_layer)
+        finally:
+            self.length += 1
+        row: NDArray[np.float32] = forward.hidden[0, 0]
+        return row
 
     def _verify(self, ids: NDArray[np.int64]) -> None:
         """In forwards of the verify graph's rows."""
@@ -116,7 +134,8 @@ class _StaticForward:
         shapes = {name: (1, array.shape[1], rows, array.shape[3]) for name, array in target.rows.arrays.items()}
         if {name: array.shape for name, array in self.new_rows.items()} != shapes:
             raise BundleError(f"{path} does not give the rows that the manifest's buffers hold; export the bundle again")
-        self.hidden, self.logits = outputs["hidden"], outputs.get("logits", outputs["hidden"])
+        nothing = np.zeros((1, 0, 0), np.float32)
+        self.hidden, self.logits = outputs.get("hidden", nothing), outputs.get("logits", nothing)
         inputs = {name: value_over(array) for name, array in self.arrays.items()}
         self._call: Call = graph.bind(inputs | target.rows.values, {name: value_over(array) for name, array in outputs.items()})
 

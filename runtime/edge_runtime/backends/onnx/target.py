@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edge_runtime.backends.committed_tokens import CommittedText
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations
-from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over
+from edge_runtime.backends.onnx.loader import CPU, Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.onnx.static_cache import StaticRows
 from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
 from edge_runtime.bundle.bundle import Bundle
@@ -28,6 +28,8 @@ from edge_runtime.interfaces import Logits
 
 # Tokens per forward of a prefill, and how many times the context they may be: a float32 for each head.
 PREFILL_ROWS, PREFILL_SCORES = 256, 1 << 18
+# The target's input with the number of rows that end behind the last K and V.
+SKIPPED_ROWS = "skipped_rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +89,17 @@ class GraphTarget(CommittedText):
         self.max_rows = MAX_ROWS
         self.hidden_rows = np.zeros((1, max(chunk, MAX_ROWS), files.hidden_size), np.float32)
         self._kv_rows, self._chunk = cache, chunk
+        self._drafts = files.drafter is not None
         self._logits = np.zeros((1, MAX_ROWS, files.vocab_size), np.float32)
         self._graphs: list[Graph] = []
         self.closers: list[Any] = []
 
     @abstractmethod
-    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None = None) -> None:
-        """Appends tokens, or soft rows, and puts their hidden rows into the first of `hidden_rows`."""
+    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None, rows_read: int) -> None:
+        """Appends tokens, or soft rows, and puts the hidden rows of the last `rows_read` into the first of `hidden_rows`.
+
+        Of a prefill that is at most one.
+        """
 
     @abstractmethod
     def _verify(self, ids: NDArray[np.int64]) -> None:
@@ -106,9 +112,10 @@ class GraphTarget(CommittedText):
         """
         if tokens:
             ids = self.checked(tokens)
+            read = rows_read if self._drafts else 0
             with self._appending():
-                newest = self._in_chunks(ids)
-            self.take_hidden(self.hidden_rows[0, newest - rows_read : newest])
+                self._in_chunks(ids, None, read)
+            self.take_hidden(self.hidden_rows[0, :read])
 
     def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32], *, whole: bool = False) -> None:
         """Appends the soft rows [n, hidden size] of an image or sound, which negative `ids` stand for. Raises as `prefill` does."""
@@ -116,7 +123,7 @@ class GraphTarget(CommittedText):
             raise RequestError("the graphs of this bundle let rows attend to earlier ones only; use llama.cpp for its images")
         values = self.checked_soft(ids, rows)
         with self._appending():
-            self._in_chunks(values, rows)
+            self._in_chunks(values, rows, 0)
 
     def verify(self, tokens: Sequence[int]) -> Logits:
         """One verify of at most `max_rows` tokens; returns a view of the float32 logits [len(tokens), vocabulary].
@@ -142,14 +149,12 @@ class GraphTarget(CommittedText):
             self.length = start
             raise
 
-    def _in_chunks(self, ids: NDArray[np.int64], rows: NDArray[np.float32] | None = None) -> int:
-        """Runs a prefill; returns how long its last forward was."""
+    def _in_chunks(self, ids: NDArray[np.int64], rows: NDArray[np.float32] | None, rows_read: int) -> None:
+        """Runs a prefill whose last `rows_read` hidden rows are read."""
         first = 0
-        while True:
+        while first < len(ids):
             piece = slice(first, first + self._chunk_now())
-            self._forward(ids[piece], None if rows is None else rows[piece])
-            if piece.stop >= len(ids):
-                return len(ids) - first
+            self._forward(ids[piece], None if rows is None else rows[piece], rows_read if piece.stop >= len(ids) else 0)
             first = piece.stop
 
     def _chunk_now(self) -> int:
@@ -167,6 +172,11 @@ class GraphTarget(CommittedText):
         self.length = length
         if length == 0:
             self._kv_rows.restart()
+
+    @property
+    @abstractmethod
+    def skips_unread_rows(self) -> bool:
+        """Whether a prefill computes no more than K and V of rows that are not read; older graphs compute all rows."""
 
     @property
     def row_kernels(self) -> bool:
@@ -218,8 +228,14 @@ class OrtTarget(GraphTarget):
         # A drafter is at the position behind the text.
         halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
         self.rotations = Rotations(files.graphs.rotations, options.context + 1, halved=halved)
-        self._forwards: dict[tuple[int, bool], _Forward] = {}
+        self._forwards: dict[tuple[int, int, bool], _Forward] = {}
         self._heads: dict[int, Call] = {}
+        # The CPU's operators take tensors without rows; others were not tried.
+        self._fewest_rows = 0 if session.provider == CPU else 1
+
+    @property
+    def skips_unread_rows(self) -> bool:
+        return SKIPPED_ROWS in self._graphs[0].inputs
 
     def close(self) -> None:
         self._forwards.clear()
@@ -230,19 +246,22 @@ class OrtTarget(GraphTarget):
         """Scores of a full layer, rows times context for each head, take memory."""
         return max(MAX_ROWS, min(self._chunk, PREFILL_SCORES // (self.length + self._chunk)))
 
-    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None = None) -> None:
-        rows, key = len(ids), (len(ids), soft is not None)
+    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None, rows_read: int) -> None:
+        rows, rows_read = len(ids), max(rows_read, self._fewest_rows)
+        key = rows, rows_read, soft is not None
         forward = self._forwards.get(key)
         if forward is None:
-            forward = _Forward(self._graphs[0], self, rows, soft=soft is not None)
+            forward = _Forward(self._graphs[0], self, rows, rows_read, soft=soft is not None)
             if rows <= MAX_ROWS or rows == self._chunk:
                 self._forwards[key] = forward
         self.cache.make_room(self.length, rows)
         forward.run(ids, self.length, soft)
+        if not self.skips_unread_rows:
+            self.hidden_rows[0, :rows_read] = self.hidden_rows[0, rows - rows_read : rows]
         self.append(ids)
 
     def _verify(self, ids: NDArray[np.int64]) -> None:
-        self._forward(ids)
+        self._forward(ids, None, len(ids))
         rows = len(ids)
         if rows not in self._heads:
             inputs = {"hidden": value_over(self.hidden_rows[:, :rows])}
@@ -251,9 +270,9 @@ class OrtTarget(GraphTarget):
 
 
 class _Forward:
-    """A forward of a fixed number of tokens, or of soft rows, bound once."""
+    """A forward of a fixed number of tokens, or of soft rows, bound once; hidden rows are of the last `rows_read`, or of all."""
 
-    def __init__(self, graph: Graph, target: OrtTarget, rows: int, *, soft: bool) -> None:
+    def __init__(self, graph: Graph, target: OrtTarget, rows: int, rows_read: int, *, soft: bool) -> None:
         if soft and "soft_rows" not in graph.inputs:
             raise RequestError("the target's graph takes text only; export the bundle again with --media f16")
         # Graphs for text only have neither.
@@ -263,10 +282,13 @@ class _Forward:
         shared = shared_inputs(target)
         inputs = {"input_ids": value_over(self._ids), "position_ids": value_over(self._positions), **shared, **cache.values}
         inputs |= {"soft_rows": value_over(self._soft), "is_soft": value_over(self._is_soft)}
+        hidden = target.hidden_rows[:, : rows_read if target.skips_unread_rows else rows]
+        self._skipped = np.array([rows - hidden.shape[1]], np.int64)
+        inputs[SKIPPED_ROWS] = value_over(self._skipped)
         outputs = {name: cache.values[buffer] for name, buffer in buffer_outputs(graph).items()}
         self._call = graph.bind(
             {name: value for name, value in inputs.items() if name in graph.inputs},
-            {"hidden": value_over(target.hidden_rows[:, :rows]), **outputs},
+            {"hidden": value_over(hidden) if hidden.size else None, **outputs},
         )
         self._offsets = np.arange(rows)
 

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
+from edge_runtime.backends.onnx.target import OrtTarget
 from edge_runtime.errors import BackendError
 from edge_runtime.media.image import Image
 from edge_runtime.media.sound import Sound
@@ -101,6 +102,27 @@ def test_logits_behind_an_image_equal_transformers(session, model):
             mm_token_type_ids=(ids == MEDIA_IDS["<|image|>"]).long(),
         ).logits[0, -1]
     assert np.abs(ours - wanted.numpy()).max() < 1e-3
+
+
+def test_soft_rows_are_not_computed_behind_the_last_keys(session):
+    """What follows an image, in one piece or two, has the bits of what follows one all of whose rows were computed."""
+    target = session.target
+    if not isinstance(target, OrtTarget):
+        pytest.skip("graphs of fixed shapes have one for prompts, which has no such rows")
+    assert target.skips_unread_rows
+    rows = np.random.default_rng(0).standard_normal((300, target.hidden_size)).astype(np.float32)
+    ids, found = list(range(-300, 0)), []
+    for whole in (False, True):
+        target.rollback(0)
+        target.prefill(TEXT, rows_read=0)
+        for piece in (slice(0, 44), slice(44, 300)):
+            if whole:
+                target._forward(np.array(ids[piece]), rows[piece], len(ids[piece]))
+            else:
+                target.prefill_rows(ids[piece], rows[piece])
+        found.append(target.verify(TEXT).copy())
+    target.rollback(0)
+    assert np.array_equal(*found)
 
 
 def test_int8_rows_are_near(target, model, tmp_path):

@@ -39,7 +39,7 @@ EDGE_EXPORT int edge_rows_attend(const char* name, const float* queries, const f
                                  float* out) {
     const Variant* variant = variant_by_name(name);
     if (!variant || past < 0 || fresh < 1 || heads < 1 || dim < 1 || origin < 0 || window < 0 || at_once < 1 || at_once > kMaxQueries) return 1;
-    const Attention a = {queries, past_keys, past_values, new_keys, new_values, past, fresh, heads, dim, origin, window};
+    const Attention a = {queries, past_keys, past_values, new_keys, new_values, past, fresh, heads, dim, origin, window, 0};
     float* states = static_cast<float*>(malloc(static_cast<size_t>(2 * kMaxQueries * a.state()) * sizeof(float)));
     if (!states) return 1;
     float* next = states + kMaxQueries * a.state();

@@ -97,7 +97,8 @@ using MultiplyTiles = void (*)(const PackedMatrix&, const RoundedRows&, int64_t 
 using RoundRow = void (*)(const float* values, const PackedMatrix&, int64_t first, int64_t last, int64_t row, const RoundedRows& to);
 
 // Attention of query rows [queries, dim] to the keys and values of one K/V head. Its rows are positions from `origin` on: `past` older ones,
-// then `fresh` ones, each with `heads` queries, which attend to what lies up to their own row and, with a window, at most `window` rows back.
+// then `fresh` ones, of which all but the first `skipped` have `heads` queries each, which attend to what lies up to their own row and, with a
+// window, at most `window` rows back.
 // Sums run over spans of kSpan positions, which are merged in order: a query's numbers depend on its position and on what it attends to, on
 // nothing else in its batch.
 constexpr int64_t kSpan = 128;
@@ -105,10 +106,10 @@ constexpr int64_t kMaxQueries = 16;  // of one call
 
 struct Attention {
     const float *queries, *past_keys, *past_values, *new_keys, *new_values;
-    int64_t past, fresh, heads, dim, origin, window;  // a window of 0 is none
+    int64_t past, fresh, heads, dim, origin, window, skipped;  // a window of 0 is none
 
     // Positions that a query attends to.
-    int64_t end(int64_t query) const { return origin + past + query / heads + 1; }
+    int64_t end(int64_t query) const { return origin + past + skipped + query / heads + 1; }
     int64_t begin(int64_t query) const { return window && end(query) - window > origin ? end(query) - window : origin; }
     int64_t first_span(int64_t query) const { return begin(query) / kSpan; }
     int64_t last_span(int64_t query) const { return (end(query) - 1) / kSpan; }

@@ -158,7 +158,7 @@ Status* compute(void* data, KernelContext* context) {
     if (!status) {
         const int64_t past = in.past * in.dim, window = kernel.window > 0 ? kernel.window : 0;
         const Attention first = {queries, in.key_buffer, in.value_buffer, in.key_buffer + past, in.value_buffer + past, in.past, in.tokens, each,
-                                 in.dim, in.position - in.past, window};
+                                 in.dim, in.position - in.past, window, 0};
         const int64_t buffer = in.capacity * in.dim;
         status = attend_all(api, context, kernel.attend, {first, kernel.kv_heads, in.tokens * each * in.dim, buffer, buffer}, static_cast<float*>(to));
     }

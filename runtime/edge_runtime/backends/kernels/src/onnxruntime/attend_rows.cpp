@@ -1,5 +1,5 @@
-// AttendRows(queries [1, 1, tokens x heads, dim], cached keys and values [1, 1, n, dim], new keys and values [1, 1, tokens, dim]): attention of
-// one K/V head to all cached rows, causal among the new ones.
+// AttendRows(queries [1, 1, read x heads, dim], cached keys and values [1, 1, n, dim], new keys and values [1, 1, tokens, dim]): attention of
+// one K/V head to all cached rows, causal among the new ones, of whose last `read` the queries are.
 #include <stdlib.h>
 
 #include "onnxruntime/attention.h"
@@ -13,15 +13,19 @@ using namespace ort;
 struct Kernel {
     Table api;
     Attend attend;
+    int64_t heads;
 };
 
-Status* create(const Op*, Table api, const KernelInfo*, void** out) {
+Status* create(const Op*, Table api, const KernelInfo* info, void** out) {
+    int64_t heads;
+    EDGE_TRY(attribute(api, info, "num_heads", &heads));
+    if (heads < 1) return create_status(api, kFail, "AttendRows: num_heads must be positive");
     Kernel* kernel = static_cast<Kernel*>(malloc(sizeof(Kernel)));
     if (!kernel || !chosen_variant()) {
         free(kernel);
         return create_status(api, kFail, "AttendRows: out of memory, or no kernel for this processor");
     }
-    *kernel = {api, chosen_variant()->attend};
+    *kernel = {api, chosen_variant()->attend, heads};
     *out = kernel;
     return nullptr;
 }
@@ -42,10 +46,11 @@ Status* compute(void* data, KernelContext* context) {
     Value* result = nullptr;
     EDGE_TRY(output(api, context, 0, shapes[0].sizes, 4, &result));
     if (queries == 0) return nullptr;
-    if (fresh < 1 || queries % fresh != 0) return create_status(api, kFail, "AttendRows: each new row must have the same number of queries");
+    const int64_t heads = kernel.heads, skipped = fresh - queries / heads;
+    if (queries % heads != 0 || skipped < 0) return create_status(api, kFail, "AttendRows: num_heads queries for each of the last new rows");
     void* to = nullptr;
     EDGE_TRY(tensor_data(api, result, &to));
-    const Attention first = {at[0], at[1], at[2], at[3], at[4], past, fresh, queries / fresh, dim, 0, 0};
+    const Attention first = {at[0], at[1], at[2], at[3], at[4], past, fresh, heads, dim, 0, 0, skipped};
     return attend_all(api, context, kernel.attend, {first, 1, 0, 0, 0}, static_cast<float*>(to));
 }
 

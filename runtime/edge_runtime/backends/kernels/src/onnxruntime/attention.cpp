@@ -59,7 +59,7 @@ void attend_all_spans(void* data, size_t index) {
 
 ort::Status* attend_all(ort::Table api, ort::KernelContext* context, const Attend& attend, const AllHeads& all, float* out) {
     const Attention& first = all.first;
-    const int64_t queries = first.fresh * first.heads, begin = first.first_span(0);
+    const int64_t queries = (first.fresh - first.skipped) * first.heads, begin = first.first_span(0);
     Job job = {attend, all, queries, (queries + kMaxQueries - 1) / kMaxQueries, begin, first.last_span(queries - 1) - begin + 1, first.state(),
                nullptr, out};
     const size_t state = static_cast<size_t>(job.size) * sizeof(float), tasks = static_cast<size_t>(all.heads * job.groups);

@@ -11,7 +11,7 @@ struct AllHeads {
     int64_t heads, query_stride, past_stride, new_stride;
 };
 
-// out [fresh, heads, queries of a head, dim]. Work is divided by spans of positions, so that keys are read once, or, where there are many
+// out [fresh - skipped, heads, queries of a head, dim]. Work is divided by spans of positions, so that keys are read once, or, where there are many
 // queries, by queries; the numbers are the same.
 ort::Status* attend_all(ort::Table api, ort::KernelContext* context, const Attend& attend, const AllHeads& all, float* out);
 
