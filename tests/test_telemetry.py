@@ -59,7 +59,7 @@ def test_onnxruntime_leaves_a_device_id_by_itself_and_none_through_us(watcher):
 
 def test_a_report_leaves_its_fonts_in_our_cache(watcher):
     pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
-    seen = watcher.run("-c", "from edge_bench.report.svg import draw_svg; draw_svg('a', 'b', lambda axes: None)")
+    seen = watcher.run("-c", "from edge_bench.report.plots import draw_svg; draw_svg('a', 'b', lambda axes: None)")
     assert seen.network == []
     assert [name for name in seen.files if not name.startswith(".cache/edge-mtp/")] == []
 

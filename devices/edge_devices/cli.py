@@ -11,17 +11,15 @@ import click
 from edge_devices.command_line import PanelGroup
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external.clock import with_external_meter
-from edge_devices.energy.external.columns import COLUMNS_HELP, parse_choice
-from edge_devices.energy.external.table import import_csv
+from edge_devices.energy.external.table import COLUMNS_HELP, import_csv, parse_choice
 from edge_devices.energy.protocol import BusyLoad, characterise_meter
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import read_log
 from edge_devices.energy.text import meter_lines, report_lines
 from edge_devices.errors import DeviceError, printable
-from edge_devices.machine.bandwidth import read_bandwidth
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.facts import usable_processors
-from edge_devices.machine.memory import byte_text
+from edge_devices.machine.memory import byte_text, read_bandwidth
 from edge_devices.machine.profiles import Profile, profiles
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter

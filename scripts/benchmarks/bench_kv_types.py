@@ -14,8 +14,7 @@ from pathlib import Path
 import click
 
 from edge_bench.measure.sweeps.kv_types import measure_kv_types
-from edge_bench.report.tables import kv_table
-from edge_bench.report.terminal import print_tables
+from edge_bench.report.tables import kv_table, print_tables
 from edge_devices.command_line import one_sentence_errors
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType
 

@@ -13,8 +13,7 @@ import numpy as np
 from edge_devices.energy.characteristics import characterise
 from edge_devices.energy.run_log import LoggedRun, RunLog
 from edge_devices.meters.android.phone_battery import AMPERES, current_unit
-from edge_devices.meters.base import Kind, MeterFacts, Scope, Unwrapped
-from edge_devices.meters.trace import Trace
+from edge_devices.meters.base import Kind, MeterFacts, Scope, Trace, Unwrapped
 
 COUNTER, SAMPLER, GAUGE = "counter", "fast sampler", "2-second gauge"
 REST_S = 5.0

@@ -9,8 +9,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from edge_devices.errors import MeasurementError
-from edge_devices.meters.base import Kind, MeterFacts
-from edge_devices.meters.trace import Trace
+from edge_devices.meters.base import Kind, MeterFacts, Trace
 
 MIN_CHANGES = 8
 SETTLED_SHARE = 0.9

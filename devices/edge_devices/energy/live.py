@@ -17,9 +17,8 @@ from edge_devices.energy.text import figure_text
 from edge_devices.energy.windows import MIN_UPDATES, fresh_values, measure_window, sampling_error
 from edge_devices.errors import DeviceError, MeasurementError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Kind, Meter, MeterFacts
+from edge_devices.meters.base import Kind, Meter, MeterFacts, Trace
 from edge_devices.meters.search import NO_METER
-from edge_devices.meters.trace import Trace
 
 MIN_REFRESHES = 50
 FAST_S = 0.1

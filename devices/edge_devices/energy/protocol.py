@@ -19,8 +19,7 @@ from edge_devices.machine.detection import environment
 from edge_devices.machine.load import LoadWatch
 from edge_devices.machine.state import read_state, refusals, warnings
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Kind, Meter, Scope
-from edge_devices.meters.trace import Trace
+from edge_devices.meters.base import Kind, Meter, Scope, Trace
 from edge_devices.waiting import Report, no_report
 
 BLOCK = bytes(1 << 20)  # hashing blocks of this size releases the interpreter's lock, so every thread keeps a core busy

@@ -8,8 +8,7 @@ from types import TracebackType
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Kind, Meter
-from edge_devices.meters.trace import Trace
+from edge_devices.meters.base import Kind, Meter, Trace
 
 JITTER = 0.3  # share of the interval; without it the readings could be in step with draft and verify and always fall in the same phase
 

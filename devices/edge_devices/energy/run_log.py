@@ -19,13 +19,12 @@ from typing import Any
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.errors import MeasurementError
-from edge_devices.files.growing_file import GrowingFile
+from edge_devices.files.atomic_write import GrowingFile
 from edge_devices.files.limited_read import lines_at_most
 from edge_devices.files.typed_json import from_json
 from edge_devices.machine.load import MachineLoad
 from edge_devices.machine.state import DeviceState
-from edge_devices.meters.base import MeterFacts, Sample
-from edge_devices.meters.trace import Trace
+from edge_devices.meters.base import MeterFacts, Sample, Trace
 
 SCHEMA = 1
 MAX_LINE_CHARS = 1 << 20

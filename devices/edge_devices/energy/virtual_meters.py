@@ -14,9 +14,8 @@ from edge_devices.errors import MeterError
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.power_supply import batteries
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, Meter, MeterFacts, Sample, Scope
+from edge_devices.meters.base import Finding, Kind, Meter, MeterFacts, Sample, Scope, Trace
 from edge_devices.meters.search import choose_meter
-from edge_devices.meters.trace import Trace
 
 ESTIMATE, REPLAY, EXTERNAL = "estimate", "replay", "external"
 VIRTUAL = "estimate or estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl (a recording)"

@@ -15,8 +15,7 @@ from statistics import fmean, stdev
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.errors import MeasurementError
-from edge_devices.meters.base import Kind
-from edge_devices.meters.trace import Trace
+from edge_devices.meters.base import Kind, Trace
 
 MIN_UPDATES = 8
 FAST = 1000  # a counter with this many updates per window needs no lead-in and no update times

@@ -1,13 +1,26 @@
-"""Size-limited reads: a file or pipe is read only up to the size that such a file may have."""
+"""Size-limited reads, and hashes: a file or pipe is read only up to the size that such a file may have."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
+
+
+def sha256_of(path: Path, length: int | None = None, progress: Callable[[int], None] = lambda _bytes: None) -> str:
+    """Returns the hex sha256 of a file, or of its first `length` bytes; `progress` gets the bytes of each piece. Raises OSError."""
+    digest, left = hashlib.sha256(), length
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE if left is None else min(_PIECE, left)):
+            digest.update(piece)
+            progress(len(piece))
+            left = None if left is None else left - len(piece)
+    return digest.hexdigest()
+
 
 _PIECE = 1 << 20
 # Without O_NONBLOCK, opening a pipe that has no writer would wait.

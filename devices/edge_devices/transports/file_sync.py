@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_devices.errors import LinkError, TransportError
-from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import sha256_of
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import CommandResult
 from edge_devices.transports.base import Transport, last_line, parse_integer, shell

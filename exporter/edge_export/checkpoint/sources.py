@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import sha256_of
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.checkpoint import MAX_CONFIG_BYTES, Checkpoint, check_pair, mismatch, open_checkpoint, planned_checkpoint
 from edge_export.checkpoint.gguf_source import open_gguf, quantization_of

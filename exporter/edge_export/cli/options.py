@@ -10,8 +10,8 @@ import click
 from edge_devices.option_fields import option
 from edge_export.checkpoint.published.hub import with_revision
 from edge_export.checkpoint.published.sizes import published_config
-from edge_runtime.config.presets import expanded, preset_of
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
+from edge_runtime.config.settings import expanded, preset_of
 from edge_runtime.config.yaml_file import read_config
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")

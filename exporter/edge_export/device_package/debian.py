@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import sha256_of
 from edge_export.device_package.inventory import Component, copy_file, keep_licence
 from edge_export.device_package.platforms import PYTHON, Platform
 from edge_export.device_package.subprocesses import program_path, run

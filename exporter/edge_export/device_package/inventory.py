@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import sha256_of
 
 PACKAGE_NAME = "package.json"
 SCHEMA = 2  # 2: the launchers call edge_devices.entry_points

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import sha256_of
 from edge_devices.machine.facts import usable_processors
 from edge_export.device_package.inventory import Component, copy_file, keep_licence
 from edge_export.device_package.platforms import SITE, Platform, Processors

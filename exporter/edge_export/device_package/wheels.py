@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
 
-from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import sha256_of
 from edge_export.device_package.inventory import Component, keep_licence
 from edge_export.device_package.platforms import PYTHON, SITE, Platform
 from edge_export.device_package.subprocesses import pip_download

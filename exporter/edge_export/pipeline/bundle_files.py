@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import sha256_of
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.sources import ResolvedSource, manifest_source, source_files
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
@@ -16,9 +16,8 @@ from edge_export.errors import ExportError
 from edge_export.output.atomic_folder import BundlePart
 from edge_runtime.bundle import signature
 from edge_runtime.bundle.manifest import BundleFile, Manifest, ModelSource
-from edge_runtime.config.presets import expanded
 from edge_runtime.config.schema import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
-from edge_runtime.config.settings import defaults
+from edge_runtime.config.settings import defaults, expanded
 from edge_runtime.errors import EdgeRuntimeError
 
 if TYPE_CHECKING:

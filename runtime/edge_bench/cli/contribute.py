@@ -9,15 +9,14 @@ from pathlib import Path
 import click
 
 from edge_bench.cli.devices import ReachOptions, measure_on
-from edge_bench.contribution.pool import pool_records, pool_tables
-from edge_bench.contribution.record import make_record, write_record
+from edge_bench.contribution import make_record, pool_records, pool_tables, write_record
 from edge_bench.devices.remote_run import device_label
 from edge_bench.devices.results import ENERGY
 from edge_bench.measure.command import measure_joules
 from edge_bench.measure.energy import find_meter
 from edge_bench.measure.progress import note
 from edge_bench.measure.request import BenchRequest, MeterOptions, option_words
-from edge_bench.report.terminal import print_tables
+from edge_bench.report.tables import print_tables
 from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.virtual_meters import ESTIMATE, EXTERNAL
 from edge_devices.meters.base import MeterFacts, Scope

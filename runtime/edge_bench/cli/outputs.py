@@ -10,11 +10,9 @@ from typing import Any
 
 import click
 
-from edge_bench.devices.comparison import comparison_tables
-from edge_bench.devices.results import DeviceResult
+from edge_bench.devices.results import DeviceResult, comparison_tables
 from edge_bench.report.figures import Figures
-from edge_bench.report.tables import TextTable
-from edge_bench.report.terminal import print_report, print_tables
+from edge_bench.report.tables import TextTable, print_report, print_tables
 from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import report_lines
@@ -36,7 +34,7 @@ class Outputs:
     def check(self) -> None:
         """Raises RequestError before anything is measured if the library for a page with plots is missing."""
         if self.html is not None:
-            from edge_bench.report.svg import require_library
+            from edge_bench.report.plots import require_library
 
             require_library()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from edge_bench.devices.package import DevicePackage
 from edge_bench.devices.results import ENERGY, LOG, RUNS, WATCH, DeviceResult, complete_result, note_device
 from edge_devices.errors import LinkError
-from edge_devices.files.growing_file import PARTIAL
+from edge_devices.files.atomic_write import PARTIAL
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.memory import byte_text
 from edge_devices.meters.base import Scope

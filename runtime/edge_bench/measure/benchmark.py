@@ -16,8 +16,7 @@ from edge_bench.measure.memory import measure_memory
 from edge_bench.measure.prompts import Prompt, prepare
 from edge_bench.measure.records import SCHEMA, CostRecord, Header, ModelFile, Note, Record, Run
 from edge_bench.measure.request import BenchRequest
-from edge_bench.measure.runners import EdgeRunner, Runner
-from edge_bench.measure.schedule import DOMAINS_PART, Schedule, context_schedule
+from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedule, context_schedule
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
 from edge_bench.measure.variants import BASELINE, OURS, Variant, edge_variants, peer_variants

@@ -15,8 +15,7 @@ from edge_bench.measure.runners import EdgeRunner
 from edge_bench.measure.variants import BASELINE, PLAIN, Variant
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external.clock import with_external_meter
-from edge_devices.energy.external.columns import parse_choice
-from edge_devices.energy.external.table import import_csv
+from edge_devices.energy.external.table import import_csv, parse_choice
 from edge_devices.energy.phases import PREFILL
 from edge_devices.energy.protocol import (
     BusyLoad,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edge_bench.measure.prompts import Prompt
 from edge_bench.measure.records import Run
-from edge_bench.measure.schedule import DOMAINS_PART
+from edge_bench.measure.runners import DOMAINS_PART
 from edge_bench.measure.variants import FIXED, PLAIN, Variant
 from edge_devices.children.running import run_child
 from edge_runtime.backends.llama.crash_probe import probe_load_options

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from edge_bench.measure.variants import Variant
-from edge_devices.files.growing_file import GrowingFile
+from edge_devices.files.atomic_write import GrowingFile
 from edge_devices.files.typed_json import StructureError, from_json, to_json
 from edge_runtime.errors import RequestError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_bench.measure.records import Concurrency, ImageCost, Memory, Records, Run
-from edge_bench.measure.schedule import CONTEXTS_PART, DOMAINS_PART
+from edge_bench.measure.runners import CONTEXTS_PART, DOMAINS_PART
 from edge_bench.measure.variants import FIXED, OURS, PLAIN, Variant
 from edge_bench.report.ratios import Ratio, paired_logs, ratio
 from edge_devices.energy.report import EnergyReport

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from edge_bench.report.energy_plots import energy_plots
 from edge_bench.report.figures import Figures
-from edge_bench.report.plots import all_plots
-from edge_bench.report.svg import Plot
+from edge_bench.report.plots import Plot, all_plots, energy_plots
 from edge_bench.report.tables import TextTable, all_tables, energy_tables, machine_line, meter_table, notes
 from edge_bench.report.verdict import verdict
 from edge_devices.energy.report import EnergyReport

@@ -1,19 +1,245 @@
-"""The plots of a benchmark's figures."""
+"""The plots of a benchmark's figures and of an energy measurement, as SVG in the page's text colour, readable in dark and light mode.
+
+Those of energy name the meter's scope. The only module that imports matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import importlib.util
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from edge_bench.measure.variants import FIXED, OURS, PLAIN
-from edge_bench.report.energy_plots import energy_plots
 from edge_bench.report.figures import Figures, Row
 from edge_bench.report.ratios import Ratio
-from edge_bench.report.svg import COLOURS, HATCHES, INK, LINES, MARKERS, Plot, draw_svg, label_text, legend, stacked_bars
 from edge_bench.report.tables import PHASES
+from edge_devices.energy.intervals import Interval
+from edge_devices.energy.report import EnergyReport, VariantEnergy, exclusion_reasons
+from edge_devices.energy.run_log import RunLog
+from edge_devices.files.user_cache import cache_folder
+from edge_devices.meters.base import Kind, Trace
+from edge_runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+# Placeholder for the page's text colour; no series uses it.
+INK = "#010203"
+# Okabe and Ito's colours for colour-blind readers, adjusted to a contrast of 3 : 1 on both white and near black.
+COLOURS = ("#0072b2", "#c47f00", "#009e73", "#cc79a7", "#d55e00", "#3c95cf", "#8c8c8c", "#978800")
+LINES = ("-", "--", ":", "-.")
+HATCHES = ("", "//", "..", "xx")
+MARKERS = "os^Dv<>P"
+STYLE = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.labelcolor": INK,
+    "legend.frameon": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "savefig.transparent": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": INK,
+    "grid.alpha": 0.15,
+    "lines.linewidth": 1.8,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """One plot: its name, its title and the SVG element."""
+
+    name: str
+    title: str
+    svg: str
+
+
+def require_library() -> None:
+    """Raises RequestError if the plotting library is missing. Called before the measurement."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RequestError("the HTML report needs matplotlib; install it with: pip install 'edge-mtp[report]'")
+
+
+def draw_svg(name: str, title: str, draw: Callable[[Axes], None]) -> Plot:
+    """Returns the plot that `draw` makes on its axes. Raises RequestError if the plotting library is missing."""
+    require_library()
+    os.environ.setdefault("MPLCONFIGDIR", str(cache_folder() / "matplotlib"))  # its list of fonts, which is read when it is imported
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(8.5, 4.6), layout="constrained")
+        draw(figure.add_subplot())
+        with io.StringIO() as file:
+            figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+            text = file.getvalue()
+    return Plot(name=name, title=title, svg=_inline(text[text.index("<svg") :], name, title))
+
+
+def _inline(svg: str, name: str, title: str) -> str:
+    """Converts an SVG file to an inline element: the page's text colour, unique ids, and a label for screen readers."""
+    svg = svg.replace(INK, "currentColor")
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
+    svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", svg)
+    svg = re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", svg, count=1)
+    svg = re.sub(r'<svg([^>]*?) height="[^"]*"', r"<svg\1", svg, count=1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+
+
+@contextmanager
+def legend(axes: Axes) -> Iterator[None]:
+    """Adds a legend beside the axes if more than one labelled series is drawn within the context."""
+    yield
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def stacked_bars(axes: Axes, labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
+    """Draws a bar for each label from top to bottom: the parts one after the other, by name, with a width for each label."""
+    left = [0.0] * len(labels)
+    with legend(axes):
+        for number, (name, widths) in enumerate(parts.items()):
+            axes.barh(range(len(labels)), widths, left=left, label=label_text(name), color=COLOURS[number % len(COLOURS)])
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    name_rows(axes, labels)
+
+
+def name_rows(axes: Axes, labels: Sequence[str]) -> None:
+    """Names the rows of horizontal bars, the first on top."""
+    axes.set_yticks(range(len(labels)), [label_text(label) for label in labels])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+
+
+def label_text(label: str) -> str:
+    """Escapes a label: matplotlib interprets $ as mathematics and hides labels with a leading underscore."""
+    return label.replace("$", r"\$").replace("_", "\u200a_", 1) if label.startswith("_") else label.replace("$", r"\$")
+
+
+MAX_POINTS = 1500  # per curve: more are not distinguishable on a page
+LONG_S = 600.0  # longer recordings have their time axis in minutes
+IDLE_COLOUR, REFUSED_HATCH = "#8c8c8c", "xx"
+
+
+def energy_plots(report: EnergyReport, log: RunLog | None = None) -> list[Plot]:
+    """Returns all plots that have data; the power plot needs the log."""
+    where = f"scope {report.scope} ({report.meter})"
+    mark = "ESTIMATE, nothing was measured: " if report.estimate else ""
+    tokens = any(variant.joules_per_output_token for variant in report.variants)
+    candidates: list[tuple[str, str, object, Callable[[Axes], None]]] = [
+        *([("power", "Power over time", True, partial(_draw_power, log=log))] if log else []),
+        ("energy", "Joules per emitted token", tokens, partial(_draw_tokens, report=report)),
+        ("energy-phases", "Joules per request by phase", _split(report), partial(_draw_energy_phases, report=report)),
+    ]
+    return [draw_svg(name, f"{mark}{title}, {where}", draw) for name, title, data, draw in candidates if data]
+
+
+def power_curve(trace: Trace, points: int = MAX_POINTS) -> list[tuple[float, float, float]]:
+    """Returns (start, end, mean watts) of spans of at least 1/`points` of the trace, in seconds; for a counter, between new values."""
+    counter = trace.facts.kind is Kind.COUNTER
+    shortest = (trace.times[-1] - trace.times[0]) / points if trace.times else 0.0
+    spans: list[tuple[float, float, float]] = []
+    begin, joules = 0, 0.0
+    for i in range(1, len(trace.times)):
+        joules += trace.values[i] - trace.values[i - 1] if counter else trace.values[i - 1] * (trace.times[i] - trace.times[i - 1])
+        seconds = trace.times[i] - trace.times[begin]
+        if seconds > 0 and seconds >= shortest and not (counter and trace.values[i] == trace.values[i - 1]):
+            spans.append((trace.times[begin], trace.times[i], joules / seconds))
+            begin, joules = i, 0.0
+    return spans
+
+
+def _draw_power(axes: Axes, log: RunLog) -> None:
+    start = log.trace.times[0]
+    long = log.trace.times[-1] - start > LONG_S
+    unit_s = 60.0 if long else 1.0
+
+    def at(seconds: float) -> float:
+        return (seconds - start) / unit_s
+
+    curve = power_curve(log.trace)
+    named: set[str] = set()
+
+    def mark(begin: float, end: float, name: str, colour: str, hatch: str = "") -> None:
+        label = label_text(name) if name not in named else None
+        named.add(name)
+        axes.axvspan(at(begin), at(end), color=colour, alpha=0.3, linewidth=0, label=label)
+        if hatch:
+            axes.axvspan(at(begin), at(end), facecolor="none", edgecolor=colour, hatch=hatch, linewidth=0)
+
+    with legend(axes):
+        for begin, end in log.idles:
+            mark(begin, end, "idle", IDLE_COLOUR)
+        for begin, end in log.loads:
+            mark(begin, end, "load step", IDLE_COLOUR, "//")
+        variants = list(dict.fromkeys(run.variant for run in log.runs))
+        for run in log.runs:
+            colour = COLOURS[variants.index(run.variant) % len(COLOURS)]
+            refused = bool(exclusion_reasons(log, run))
+            mark(run.start_s, run.end_s, f"{run.variant}, refused" if refused else run.variant, colour, REFUSED_HATCH if refused else "")
+        axes.stairs(
+            [w for _, _, w in curve], [at(curve[0][0]), *(at(end) for _, end, _ in curve)] if curve else [0.0], color=INK, linewidth=1
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("minutes" if long else "seconds")
+    axes.set_ylabel(f"W, scope {log.facts.scope}")
+
+
+def _draw_tokens(axes: Axes, report: EnergyReport) -> None:
+    """Draws bars that include idle power, and the part above idle as a second, thinner bar."""
+    variants = [v for v in report.variants if v.joules_per_output_token]
+    with legend(axes):
+        for place, variant in enumerate(variants):
+            for joules, name, height, colour in (
+                (variant.joules_per_output_token, "idle power included", 0.7, COLOURS[0]),
+                (variant.net_joules_per_output_token, "above idle", 0.3, COLOURS[1]),
+            ):
+                if joules is not None:
+                    labelled = name not in axes.get_legend_handles_labels()[1]
+                    axes.barh(place, joules.value, height, color=colour, label=name if labelled else None)
+                    _interval(axes, joules, place + (0.12 if height > 0.5 else -0.05))
+    name_rows(axes, [variant.name for variant in variants])
+    axes.set_xlim(left=min(0.0, axes.get_xlim()[0] if _reaches_below_zero(variants) else 0.0))
+    axes.set_xlabel(f"joules per emitted token with 95 % intervals, scope {report.scope}")
+
+
+def _reaches_below_zero(variants: Sequence[VariantEnergy]) -> bool:
+    every = [joules for v in variants for joules in (v.joules_per_output_token, v.net_joules_per_output_token) if joules is not None]
+    return any(joules.half < float("inf") and joules.value < joules.half for joules in every)
+
+
+def _interval(axes: Axes, joules: Interval, place: float) -> None:
+    if 0 < joules.half < float("inf"):
+        axes.errorbar(joules.value, place, xerr=joules.half, color=INK, linewidth=1, capsize=3)
+
+
+def _split(report: EnergyReport) -> list[VariantEnergy]:
+    return [variant for variant in report.variants if len(variant.phase_joules) > 1]
+
+
+def _draw_energy_phases(axes: Axes, report: EnergyReport) -> None:
+    variants = _split(report)
+    parts = {
+        phase: [variant.phase_joules[phase].value if phase in variant.phase_joules else 0.0 for variant in variants]
+        for phase in dict.fromkeys(phase for variant in variants for phase in variant.phase_joules)
+    }
+    stacked_bars(axes, [f"{variant.name}\n({variant.phase_method.replace('_', ' ')})" for variant in variants], parts)
+    axes.set_xlabel(f"joules per request, scope {report.scope}")
 
 
 # An interval longer than this many times the tallest bar would make the bars unreadable.

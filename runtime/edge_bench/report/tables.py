@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from edge_bench.measure.records import Header, KvTypeCost
 from edge_bench.report.figures import Figures, ImageRow, Level, Row
 from edge_bench.report.ratios import Ratio
+from edge_bench.report.verdict import verdict
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.report import EnergyReport, VariantEnergy
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import figure_text, report_lines
 from edge_devices.energy.text import ratio_text as energy_ratio_text
+from edge_devices.errors import printable
 from edge_devices.meters.base import Kind
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 
 NONE = "-"
 NOT_DETERMINED = "not determined"
@@ -341,3 +348,47 @@ def notes(figures: Figures) -> Sequence[str]:
             " and for several may differ in their last bits; edge-run generate --verify-lossless prints the first difference"
         )
     return remarks
+
+
+def print_report(figures: Figures) -> None:
+    """Prints all tables; in a terminal wide ones are wrapped, in a pipe they are not."""
+    console = _console()
+    console.print(printable(machine_line(figures.records.header)))
+    if sentence := verdict(figures):
+        console.print(printable(sentence))
+    _print_tables(console, all_tables(figures))
+    for text in notes(figures):
+        console.print(printable(f"note: {text}"))
+
+
+def print_tables(tables: Sequence[TextTable]) -> None:
+    """Prints tables without remarks."""
+    _print_tables(_console(), tables)
+
+
+def _console() -> Console:
+    import sys
+
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
+
+
+def _print_tables(console: Console, tables: Sequence[TextTable]) -> None:
+    for table in tables:
+        console.print(_rich(table))
+        if table.note:
+            console.print(printable(table.note))
+        console.print()
+
+
+def _rich(table: TextTable) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(title=Text(printable(table.title), style="bold"), title_justify="left")
+    for number, column in enumerate(table.columns):
+        drawn.add_column(Text(printable(column)), justify="right" if number else "left")
+    for row in table.rows:
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
+    return drawn

@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 from typing import Literal, get_args
 
-from edge_devices.files.hashing import sha256_of
-from edge_devices.files.limited_read import FileTooLarge, read_at_most
+from edge_devices.files.limited_read import FileTooLarge, read_at_most, sha256_of
 from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
 from edge_runtime.errors import BundleError
 

@@ -16,8 +16,8 @@ from edge_devices.command_line import Decorated, takes
 from edge_devices.waiting import terminal_wait
 from edge_runtime.bundle.manifest import MANIFEST_NAME
 from edge_runtime.cli.energy_options import Energy, EnergyOptions
-from edge_runtime.config.presets import expanded
 from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
+from edge_runtime.config.settings import expanded
 from edge_runtime.config.yaml_file import read_config
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.monitoring.monitor import MonitorOptions

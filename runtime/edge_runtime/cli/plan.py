@@ -23,8 +23,7 @@ from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.planning.device_speed import device_speed
-from edge_runtime.planning.ranges import Range, deviation
-from edge_runtime.planning.speed import SpeedPlan, manifest_plan
+from edge_runtime.planning.speed import Range, SpeedPlan, deviation, manifest_plan
 from edge_runtime.session.session import Session
 from edge_runtime.session.trials.image_timing import square, time_image
 

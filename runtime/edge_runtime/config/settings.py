@@ -11,13 +11,45 @@ from typing import Any, TypeVar
 
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, RuntimeSettings
-from edge_runtime.config.presets import expanded, preset_of
-from edge_runtime.config.schema import CacheConfig, SpeculativeConfig, StreamingConfig, TuningConfig
-from edge_runtime.config.validators import bytes_of
+from edge_runtime.config.schema import CacheConfig, SpeculativeConfig, StreamingConfig, TuningConfig, bytes_of
 from edge_runtime.config.yaml_file import CONFIG_NAME, read_bundle_config, read_config
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.policies import DEFAULT_POLICY, WINDOW_ROUNDS, DraftLengthPolicy, PolicyOptions, policy_kind
 from edge_runtime.errors import BundleError, ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A named configuration; `four_bit_target` is whether it is for a 4-bit target, which edge-export then makes."""
+
+    config: SpeculativeConfig
+    four_bit_target: bool = False
+
+
+def _range(start: int, shortest: int, longest: int) -> SpeculativeConfig:
+    return SpeculativeConfig(tuning=TuningConfig(policy="rolling", draft_length=start, min_horizon=shortest, max_horizon=longest))
+
+
+PRESETS = {
+    "code": Preset(config=_range(3, 2, 3)),
+    "chat": Preset(config=_range(6, 5, 8)),
+    "edge": Preset(config=_range(3, 2, 4), four_bit_target=True),
+    "batch": Preset(config=_range(8, 8, 10)),
+}
+
+
+def preset_of(name: str) -> Preset:
+    """Returns the preset with this name. Raises ConfigError if there is none."""
+    if name not in PRESETS:
+        raise ConfigError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def expanded(config: SpeculativeConfig) -> SpeculativeConfig:
+    """Returns the configuration over the preset that it names, if any."""
+    name = config.tuning.preset
+    return config if name is None else config.over(PRESETS[name].config)
+
 
 T = TypeVar("T")
 LONGEST = 8

@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from edge_devices.files.limited_read import FileTooLarge, read_at_most, read_regular
-from edge_runtime.config.schema import BLOCK, OLD_KEYS, SECTIONS, Section, SpeculativeConfig
-from edge_runtime.config.validators import shown
+from edge_runtime.config.schema import BLOCK, OLD_KEYS, SECTIONS, Section, SpeculativeConfig, shown
 from edge_runtime.errors import ConfigError
 
 CONFIG_NAME = "config.yaml"

@@ -6,13 +6,12 @@ import time
 
 import numpy as np
 
-from edge_devices.machine.bandwidth import read_bandwidth
 from edge_devices.machine.detection import detect_device
+from edge_devices.machine.memory import read_bandwidth
 from edge_devices.machine.profiles import profile
 from edge_devices.machine.system import System
 from edge_runtime.errors import RequestError
-from edge_runtime.planning.ranges import Range
-from edge_runtime.planning.speed import DeviceSpeed
+from edge_runtime.planning.speed import DeviceSpeed, Range
 
 # Share of a memory type's peak that a processor is assumed to read at.
 OF_PEAK = (0.35, 0.75)

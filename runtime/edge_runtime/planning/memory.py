@@ -13,7 +13,7 @@ from edge_devices.machine.memory import byte_text
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS, Quantization
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType, row_bytes
 from edge_runtime.bundle.manifest import Architecture, BundleFile, CacheLayout, Manifest
-from edge_runtime.config.validators import SIZE, bytes_of
+from edge_runtime.config.schema import SIZE, bytes_of
 from edge_runtime.errors import RequestError
 
 # llama.cpp pads contexts and sliding caches to this (src/llama-context.cpp, src/llama-kv-cache-iswa.cpp).

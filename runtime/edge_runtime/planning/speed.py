@@ -14,14 +14,99 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from edge_runtime.bundle.kv_types import KvType, check_kv_type, row_bytes
-from edge_runtime.bundle.manifest import Architecture, Manifest
+from edge_runtime.bundle.manifest import MEDIA_ENCODER, Architecture, Manifest, VisionSize
 from edge_runtime.config.settings import LONGEST
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
-from edge_runtime.planning.images import ImagePlan, image_plan
+from edge_runtime.media.image import DEFAULT_BUDGET, PATCH, POOLING, SIDE
+from edge_runtime.planning.encoder_memory import encoder_activation_bytes, encoder_weight_bytes
 from edge_runtime.planning.memory import BATCH, MemoryPlan, MemoryRequest, memory_plan
-from edge_runtime.planning.ranges import Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The lowest, a middle and the highest expected value."""
+
+    low: float
+    middle: float
+    high: float
+
+    @classmethod
+    def between(cls, low: float, high: float) -> Range:
+        """Returns the range whose middle is the geometric mean."""
+        return cls(low=low, middle=math.sqrt(low * high), high=high)
+
+    def plus(self, other: Range) -> Range:
+        """Returns the sum of two values that are low together and high together."""
+        return Range(low=self.low + other.low, middle=self.middle + other.middle, high=self.high + other.high)
+
+    def times(self, factor: float) -> Range:
+        """Returns the range in another unit."""
+        return Range(low=self.low * factor, middle=self.middle * factor, high=self.high * factor)
+
+
+def deviation(measured: float, predicted: Range) -> str:
+    """Returns how far the middle prediction is from the measurement (as a share of it, unless one is 0), and whether it is in the range."""
+    inside = "in range" if predicted.low <= measured <= predicted.high else "OUT OF RANGE"
+    if not measured or not predicted.middle:
+        return f"{predicted.middle - measured:+.2g}, {inside}"
+    return f"{predicted.middle / measured - 1:+.0%}, {inside}"
+
+
+# Of the speed of few rows with quantized weights: a batch of rows computes each in this share of the time at best (as a prefill), and float
+# weights, which encoders have, take longer at worst.
+_FASTER, _SLOWER = 0.4, 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePlan:
+    """An image of `rows` soft rows: seconds of the encode phase and of the prefill, joules of both (None: the watts are not known).
+
+    `encoder_bytes` are those of the loaded encoder and of its activations, which are taken at the first image.
+    """
+
+    rows: int
+    encode_seconds: Range
+    prefill_seconds: Range
+    joules: Range | None
+    encoder_bytes: int
+    derived: str
+
+
+def image_plan(manifest: Manifest, operations: Range, prefill: Range, power: PhasePower | None) -> ImagePlan | None:
+    """Returns the plan of an image; None for a bundle without an encoder in GGUF, or made before its sizes were noted.
+
+    `operations` are those per second of a forward of few rows, `prefill` is in rows per second.
+    """
+    media = manifest.media
+    if media is None or media.vision is None or not any(file.role == MEDIA_ENCODER for file in manifest.files):
+        return None
+    rows = DEFAULT_BUDGET
+    needed = image_operations(media.vision, manifest.architecture.hidden_size, rows)
+    encode = Range.between(needed * _FASTER / operations.high, needed * _SLOWER / operations.low)
+    filled = Range(low=rows / prefill.high, middle=rows / prefill.middle, high=rows / prefill.low)
+    return ImagePlan(
+        rows=rows,
+        encode_seconds=encode,
+        prefill_seconds=filled,
+        joules=encode.plus(filled).times(power.forward(rows)) if power is not None else None,
+        encoder_bytes=encoder_weight_bytes(manifest) + encoder_activation_bytes(manifest, "image", rows),
+        derived=f"estimated: {needed / 1e9:.3g} G operations of the encoder at {_FASTER:g} to {_SLOWER:g} times the seconds of few rows,"
+        f" then the prefill of {rows} rows; joules are "
+        + ("these seconds x the watts of a verify" if power else "not known without watts"),
+    )
+
+
+def image_operations(vision: VisionSize, text_size: int, rows: int) -> float:
+    """Returns the operations of the encoder for an image of `rows` soft rows."""
+    size, out = vision.hidden_size, 2.0 * rows * vision.hidden_size * text_size
+    if vision.layers is None or vision.feed_forward_size is None:
+        return out + 2.0 * rows * 3 * SIDE**2 * size
+    patches = rows * POOLING**2
+    layer = 2.0 * patches * (4 * size**2 + 3 * size * vision.feed_forward_size) + 4.0 * patches**2 * size
+    return out + 2.0 * patches * 3 * PATCH**2 * size + vision.layers * layer
+
 
 # Seconds to start a forward, and seconds per layer for starting its kernels and synchronizing threads: what remains for pairs so small
 # that reading and computing do not matter. Assumed from one small pair on one machine.

@@ -9,8 +9,7 @@ import pytest
 from edge_devices.energy.live import EnergyPool, EnergyWatch, SharedWatch, run_energy
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
-from edge_devices.meters.trace import Trace
+from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope, Trace
 from simulated_session import SimulatedMachine
 
 FAST = 1000.0  # simulated seconds per second; the pauses between readings are real ones

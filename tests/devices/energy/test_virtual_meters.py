@@ -17,8 +17,7 @@ from edge_devices.machine import detection
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.profiles import profile
 from edge_devices.machine.system import System
-from edge_devices.meters.base import MeterFacts
-from edge_devices.meters.trace import Trace
+from edge_devices.meters.base import MeterFacts, Trace
 from recordings import recorded
 
 

@@ -11,8 +11,7 @@ import pytest
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.windows import change_within, fresh_values, measure_window, sampling_error
 from edge_devices.errors import MeasurementError
-from edge_devices.meters.base import Kind, MeterFacts, Scope
-from edge_devices.meters.trace import Trace
+from edge_devices.meters.base import Kind, MeterFacts, Scope, Trace
 
 
 def traced(kind: Kind, times: Sequence[float], values: Sequence[float], resolution: float = 0.6) -> Trace:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import sha256_of
 
 DATA = bytes(range(256)) * 9000  # more than two pieces
 

@@ -18,9 +18,8 @@ from edge_devices.meters import nvml, windows_emi
 from edge_devices.meters.android import power_stats
 from edge_devices.meters.android.perfetto import parse_rails
 from edge_devices.meters.android.power_stats import parse_channels
-from edge_devices.meters.base import Kind, MeterState, Sample
+from edge_devices.meters.base import Kind, MeterState, Sample, Trace
 from edge_devices.meters.recorded_system import RecordedSystem, read_recording, record, write_recording
-from edge_devices.meters.trace import Trace
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

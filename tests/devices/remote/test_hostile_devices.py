@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from edge_bench.measure.progress import note
-from edge_bench.report.tables import TextTable
-from edge_bench.report.terminal import print_tables
+from edge_bench.report.tables import TextTable, print_tables
 from edge_devices.energy.text import meter_lines
 from edge_devices.errors import MeasurementError, one_line, printable
 from edge_devices.meters.base import present

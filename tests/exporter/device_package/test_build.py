@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import sha256_of
 from edge_devices.files.temp_files import locked
 from edge_export.cli.command import main
 from edge_export.device_package import build as making

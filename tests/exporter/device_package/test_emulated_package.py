@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from drafts_of import drafts_of
-from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import sha256_of
 from emulated import ANDROID_TMP, Userland, make_userland, missing_programs, write_cpuinfo
 
 if reason := missing_programs():

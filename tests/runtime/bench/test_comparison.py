@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench_records import whole_benchmark
-from edge_bench.devices.comparison import comparison_tables
-from edge_bench.devices.results import DeviceResult
+from edge_bench.devices.results import DeviceResult, comparison_tables
 from edge_bench.measure.records import collect
 from edge_bench.report.figures import figures
 from edge_devices.energy.intervals import of_error

@@ -18,12 +18,11 @@ from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, write_log
 from edge_devices.energy.virtual_meters import PendingExternalMeter
 from edge_devices.machine.state import DeviceState
-from edge_devices.meters.base import Kind
-from edge_devices.meters.trace import Trace
+from edge_devices.meters.base import Kind, Trace
 from simulated_session import SimulatedMachine, run_protocol
 
 pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
-from edge_bench.report.energy_plots import energy_plots, power_curve
+from edge_bench.report.plots import energy_plots, power_curve
 
 HOSTILE = "</svg><script>alert(1)</script>$\\frac{1}$"
 

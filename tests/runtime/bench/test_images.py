@@ -22,9 +22,7 @@ from edge_runtime.bundle.manifest import VisionSize
 from edge_runtime.cli.plan import measure_plan, plan_lines
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
-from edge_runtime.planning.images import image_operations
-from edge_runtime.planning.ranges import Range
-from edge_runtime.planning.speed import DeviceSpeed, manifest_plan
+from edge_runtime.planning.speed import DeviceSpeed, Range, image_operations, manifest_plan
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 from tiny_media import export_media_pair

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from edge_bench.measure.prompts import DOMAINS, Prompt, long_prompt, prepare, read_prompts, shipped_prompts
-from edge_bench.measure.schedule import Schedule, context_schedule
+from edge_bench.measure.runners import Schedule, context_schedule
 from edge_bench.measure.variants import (
     BASELINE,
     CHOOSING_POLICIES,

@@ -13,8 +13,7 @@ from chat_words import chat_session
 from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterState, Sample, Scope, absent, present, usable
-from edge_devices.meters.trace import Trace
+from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterState, Sample, Scope, Trace, absent, present, usable
 from edge_runtime.cli import energy_options
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli

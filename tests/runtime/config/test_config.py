@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.config.presets import PRESETS, expanded, preset_of
 from edge_runtime.config.schema import (
     BLOCK,
     PRESET_NAMES,
@@ -21,8 +20,9 @@ from edge_runtime.config.schema import (
     StreamingConfig,
     TuningConfig,
     VerifierConfig,
+    bytes_of,
 )
-from edge_runtime.config.validators import bytes_of
+from edge_runtime.config.settings import PRESETS, expanded, preset_of
 from edge_runtime.config.yaml_file import MAX_CONFIG_BYTES, config_text, parse_config, read_config
 from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.errors import ConfigError

@@ -24,8 +24,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.planning import device_speed as device_speed_module
 from edge_runtime.planning.device_speed import device_speed, product_operations
 from edge_runtime.planning.memory import MemoryPlan
-from edge_runtime.planning.ranges import Range, deviation
-from edge_runtime.planning.speed import DeviceSpeed, PairFacts, SpeedPlan, manifest_plan, pair_facts, speed_plan
+from edge_runtime.planning.speed import DeviceSpeed, PairFacts, Range, SpeedPlan, deviation, manifest_plan, pair_facts, speed_plan
 from scripted import MANIFEST
 
 GB, G = 1e9, 1e9

@@ -10,8 +10,7 @@ from itertools import pairwise
 from edge_devices.energy.characteristics import Characteristics, change_times
 from edge_devices.energy.run_log import RunLog
 from edge_devices.errors import MeasurementError
-from edge_devices.meters.base import Kind, Sample
-from edge_devices.meters.trace import Trace
+from edge_devices.meters.base import Kind, Sample, Trace
 
 MIN_FIT = 0.5  # share of the power's variance that the steps must explain
 MAX_RIVAL_SHARE = 0.9  # of the best fit

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import sha256_of
 from edge_devices.files.temp_files import clear_stale, temporary_of
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.facts import cpu_identity
