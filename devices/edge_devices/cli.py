@@ -12,7 +12,7 @@ from edge_devices.command_line import PanelGroup
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.table import COLUMNS_HELP, import_csv, parse_choice
-from edge_devices.energy.protocol import BusyLoad, characterise_meter
+from edge_devices.energy.protocol import busy_load, characterise_meter
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import read_log
 from edge_devices.energy.text import meter_lines, report_lines
@@ -142,7 +142,7 @@ def meters(measure: bool, as_json: bool) -> None:
 def measured_meter(system: System, meter: Meter) -> Characteristics | str:
     """Returns a meter's measured characteristics, or why they could not be measured."""
     try:
-        return characterise_meter(system, meter, lambda: BusyLoad(usable_processors()))
+        return characterise_meter(system, meter, lambda: busy_load(usable_processors()))
     except DeviceError as error:
         return str(error)
 

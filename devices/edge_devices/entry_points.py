@@ -11,6 +11,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, NoReturn
 
     from _typeshed import ReadableBuffer
@@ -18,29 +19,19 @@ if TYPE_CHECKING:
 STOPPED = 130
 
 
-def edge_devices() -> NoReturn:
-    """Runs `edge-devices`."""
-    run("edge_devices.cli", "edge-devices")
+def _command(module: str, name: str) -> Callable[[], NoReturn]:
+    def start() -> NoReturn:
+        run(module, name)
+
+    return start
 
 
-def edge_run() -> NoReturn:
-    """Runs `edge-run`."""
-    run("edge_runtime.cli.run", "edge-run")
-
-
-def edge_bench() -> NoReturn:
-    """Runs `edge-bench`."""
-    run("edge_bench.cli.main", "edge-bench")
-
-
-def edge_bench_on_device() -> NoReturn:
-    """Runs the `edge-bench` of a device package, which has the part that measures alone."""
-    run("edge_bench.measure.command", "edge-bench")
-
-
-def edge_export() -> NoReturn:
-    """Runs `edge-export`."""
-    run("edge_export.cli.start", "edge-export")
+edge_devices = _command("edge_devices.cli", "edge-devices")
+edge_run = _command("edge_runtime.cli.run", "edge-run")
+edge_bench = _command("edge_bench.cli.main", "edge-bench")
+# Of a device package, which has the part that measures alone.
+edge_bench_on_device = _command("edge_bench.measure.command", "edge-bench")
+edge_export = _command("edge_export.cli.start", "edge-export")
 
 
 class StandardOutput(io.FileIO):

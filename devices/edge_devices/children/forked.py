@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from edge_devices.children.commands import Limits
 from edge_devices.children.limited import limit_process
 from edge_devices.errors import DeviceError, EdgeError
 
-# Windows has no fork: there, work is done in this process, within the libraries' own limits.
+# Windows has no fork: there, a job's work is done in a thread of this process, within the libraries' own limits.
 AVAILABLE = hasattr(os, "fork") and hasattr(socket, "send_fds") and hasattr(signal, "setitimer")
 # A limit of processor time holds only while a child runs: one that is stopped, or waits for memory, is given up after this.
 MAX_WAIT_SECONDS = 60.0
@@ -100,11 +101,15 @@ class Host:
         """Raises `failure` if the process cannot start."""
         self._handler, self._setup, self._failure = handler, setup, failure
         self._lock = threading.Lock()
-        self._start()
+        if AVAILABLE:
+            self._start()
 
     def new_child(self) -> Child:
         """Returns a new child; any thread may call. Raises the host's failure if the process is gone and cannot be started again."""
         ours, theirs = socket.socketpair()
+        if not AVAILABLE:
+            threading.Thread(target=self._serve_here, args=(theirs,), daemon=True).start()
+            return Child(ours)
         with theirs, self._lock:
             try:
                 socket.send_fds(self._control, [b"\x00"], [theirs.fileno()])
@@ -113,6 +118,17 @@ class Host:
                 self._start()
                 socket.send_fds(self._control, [b"\x00"], [theirs.fileno()])
         return Child(ours)
+
+    @cached_property
+    def _prepared(self) -> tuple[Handler, Any]:
+        """The handler in this process, and what all jobs share."""
+        handler: Any = import_module(self._handler)
+        return handler, handler.prepare(self._setup)
+
+    def _serve_here(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(Exception):  # its end is the answer, as a child's
+            handler, shared = self._prepared
+            handler.serve(shared, connection)
 
     def _start(self) -> None:
         control, theirs = socket.socketpair()

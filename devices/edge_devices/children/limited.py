@@ -17,17 +17,23 @@ from edge_devices.children.commands import Limits
 _PR_SET_PDEATHSIG = 1
 
 
+_limited = False
+
+
 def limit_step(seconds: float) -> None:
-    """Ends this process if it needs more processor time than this until the next call; 0 ends the limit."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    """Ends this process, if it is a limited one, when it needs more processor time than this until the next call; 0 ends the limit."""
+    if _limited:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_process(limits: Limits) -> None:
     """Limits this process for good; a child also leaves no dump of its memory behind."""
+    global _limited
     try:
         import resource
     except ImportError:
         return
+    _limited = True
     kinds: dict[int, int | None] = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: None if limits.writes_files else 0,

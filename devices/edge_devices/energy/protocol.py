@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean
-from types import TracebackType
 
 from edge_devices.energy.characteristics import Characteristics, characterise
 from edge_devices.energy.recorder import Recorder
@@ -25,26 +24,24 @@ from edge_devices.waiting import Report, no_report
 BLOCK = bytes(1 << 20)  # hashing blocks of this size releases the interpreter's lock, so every thread keeps a core busy
 
 
-class BusyLoad:
+@contextmanager
+def busy_load(threads: int = 1) -> Iterator[None]:
     """Keeps `threads` processors busy inside a with block."""
+    ended = threading.Event()
 
-    def __init__(self, threads: int = 1) -> None:
-        self._ended = threading.Event()
-        self._threads = [threading.Thread(target=self._work, name=f"busy-load-{i}", daemon=True) for i in range(threads)]
-
-    def __enter__(self) -> BusyLoad:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _work(self) -> None:
-        while not self._ended.is_set():
+    def work() -> None:
+        while not ended.is_set():
             hashlib.sha256(BLOCK).digest()
+
+    workers = [threading.Thread(target=work, name=f"busy-load-{i}", daemon=True) for i in range(threads)]
+    for worker in workers:
+        worker.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for worker in workers:
+            worker.join()
 
 
 TOGGLES = 3

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from edge_devices.energy.characteristics import Characteristics
@@ -83,8 +82,8 @@ class RunLog:
     stopped: bool = False  # by Ctrl-C, before the end
 
 
-class LogFile:
-    """A log that is written while it is measured. It is named *.partial until it is closed, and kept after an error or Ctrl-C.
+class LogFile(GrowingFile):
+    """A log that is written while it is measured, and kept after an error or Ctrl-C if it holds a run.
 
     Every `keep` appends what is new, so that a process which is killed leaves all earlier windows.
     """
@@ -95,11 +94,12 @@ class LogFile:
         self._samples = -1  # the header is still to be written
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = GrowingFile(path)
+        super().__init__(path)
 
     def keep(self, log: RunLog, raw: Sequence[str] = ()) -> None:
         """Appends what the log holds since the last call. `raw`: the meter's raw reading at each sample. Raises MeasurementError."""
-        self._file.append(json.dumps(record, ensure_ascii=False) + "\n" for record in self._new(log, raw))
+        self.append(json.dumps(record, ensure_ascii=False) + "\n" for record in self._new(log, raw))
+        self.worth_keeping = bool(log.runs)
 
     def _new(self, log: RunLog, raw: Sequence[str]) -> Iterator[dict[str, Any]]:
         if self._samples < 0:
@@ -114,13 +114,6 @@ class LogFile:
             entries = getattr(log, name)
             yield from map(record, entries[self._written[name] :])
             self._written[name] = len(entries)
-
-    def __enter__(self) -> LogFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Gives the file its name if it holds a run, or no error ended it; else removes it."""
-        self._file.close(keep=kind is None or bool(self._written["runs"]))
 
 
 def write_log(path: Path, log: RunLog) -> None:

@@ -8,6 +8,8 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from edge_devices.errors import EdgeError, MeasurementError
 from edge_devices.files.temp_files import clear_stale, locked, unforeseen_temporary_of
@@ -64,7 +66,12 @@ PARTIAL = ".partial"
 
 
 class GrowingFile:
-    """A file that is named with PARTIAL until it is closed, so that what is written survives the end of the process."""
+    """A file that is named with PARTIAL until its context ends, so that what is written survives the end of the process.
+
+    An error or Ctrl-C keeps it only where it is `worth_keeping`.
+    """
+
+    worth_keeping = False
 
     def __init__(self, path: Path) -> None:
         """Raises MeasurementError if it cannot be written."""
@@ -83,11 +90,13 @@ class GrowingFile:
         except OSError as error:
             raise MeasurementError(f"{self._path} cannot be written ({error.strerror}); free some disk space") from error
 
-    def close(self, *, keep: bool) -> None:
-        """Gives the file its name, or removes it."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
-            if keep:
+            if kind is None or self.worth_keeping:
                 self._partial.replace(self._path)
             else:
                 self._partial.unlink()

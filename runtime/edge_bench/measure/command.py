@@ -89,23 +89,27 @@ def measure_speeds(
 ) -> tuple[list[Record], bool]:
     """Returns all records, then `remark` and how busy the machine was, and whether it was interrupted; records until then are kept."""
     records: list[Record] = []
-    with RecordFile(runs) as file, BenchScreen() as screen:
+    with ExitStack() as stack, BenchScreen() as screen:
+        file = stack.enter_context(RecordFile(runs)) if runs else None
+
+        def keep(record: Record) -> None:
+            records.append(record)
+            if file:
+                file.add(record)
+
         busy, watch = busy_before(screen), LoadWatch()
         try:
             for record in Benchmark(bundle, request, screen.shows(load)).records():
-                file.add(record)
-                records.append(record)
+                keep(record)
             now = watch.load()
             for text in (remark, busy, now.sentence() if now.is_busy else ""):
                 if text:
-                    records.append(Note(text=text))
-                    file.add(records[-1])
+                    keep(Note(text=text))
         except KeyboardInterrupt:
             if not records:
                 raise
-            stopped = Note(text="stopped by Ctrl-C before the end: some figures have fewer repeats, or are missing")
-            file.add(stopped)
-            return [*records, stopped], True
+            keep(Note(text="stopped by Ctrl-C before the end: some figures have fewer repeats, or are missing"))
+            return records, True
     return records, False
 
 

@@ -18,11 +18,11 @@ from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.table import import_csv, parse_choice
 from edge_devices.energy.phases import PREFILL
 from edge_devices.energy.protocol import (
-    BusyLoad,
     PhaseLoop,
     Plan,
     Work,
     Workload,
+    busy_load,
     characterise_meter,
     measure,
     planned_seconds,
@@ -96,7 +96,7 @@ def measure_energy(
     (`RunLog.stopped`). Raises MeasurementError where the machine's state forbids it, or no repeat counts; the log is kept then too.
     """
     system, awaited = system or System(), isinstance(meter, PendingExternalMeter)
-    load = partial(BusyLoad, threads)
+    load = partial(busy_load, threads)
     with waiting("energy") as show:
         characteristics = Characteristics.expected(meter.facts) if awaited else characterise_meter(system, meter, load, show)
     kept: RunLog | None = None

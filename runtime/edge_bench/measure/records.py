@@ -9,8 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from edge_bench.measure.variants import Variant
 from edge_devices.files.atomic_write import GrowingFile
@@ -256,26 +255,10 @@ def _check_numbers(value: Any, where: str) -> None:
         raise StructureError(f"{where} is inconsistent: {value.tokens} tokens of {value.clients} clients in {value.seconds} s")
 
 
-class RecordFile:
-    """A file with one line per record, which is complete after every line; `path` None writes nothing.
-
-    Leaving the context keeps it, also after an error or Ctrl-C, if it has more than the header.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        """Raises MeasurementError if it cannot be written."""
-        self._file = GrowingFile(path) if path is not None else None
-        self._lines = 0
+class RecordFile(GrowingFile):
+    """A file with one line per record, which is complete after every line, and kept after an error if it has more than the header."""
 
     def add(self, record: Record) -> None:
         """Appends a record. Raises MeasurementError if the disk is full."""
-        if self._file is not None:
-            self._file.append([line_of(record)])
-            self._lines += 1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._file is not None:
-            self._file.close(keep=self._lines > 1)
+        self.append([line_of(record)])
+        self.worth_keeping = not isinstance(record, Header)

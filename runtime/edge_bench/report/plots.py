@@ -15,7 +15,7 @@ from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from edge_bench.measure.variants import FIXED, OURS, PLAIN
+from edge_bench.measure.variants import FIXED, OURS, PLAIN, Variant
 from edge_bench.report.figures import Figures, Row
 from edge_bench.report.ratios import Ratio
 from edge_bench.report.tables import PHASES
@@ -323,19 +323,15 @@ def _by_length(rows: Iterable[Row]) -> list[Row]:
 
 def _draw_lengths(axes: Axes, figures: Figures) -> None:
     """Draws one colour per domain, one line style per drafter or program."""
-    rows = _by_length((*figures.by_domain, *figures.overall))
-    with legend(axes):
-        for (who, domain), style in _styles([(_who(row), row.domain or "all domains") for row in rows]).items():
-            own = sorted(
-                (row for row in rows if (_who(row), row.domain or "all domains") == (who, domain)), key=lambda r: r.variant.length or 0
-            )
-            bold = {"linewidth": 3.0, "color": INK} if domain == "all domains" else {}
-            values = [row.speed_up.value for row in own if row.speed_up]
-            axes.plot([row.variant.length for row in own], values, label=label_text(f"{who}, {domain}"), **{**style, **bold})
+    rows = [(_who(row), row.domain or "all domains", row) for row in _by_length((*figures.by_domain, *figures.overall))]
+    series = []
+    for (who, domain), style in _styles([(who, domain) for who, domain, _ in rows]).items():
+        own = sorted((row for *names, row in rows if names == [who, domain]), key=lambda row: row.variant.length or 0)
+        bold = {"linewidth": 3.0, "color": INK} if domain == "all domains" else {}
+        points = [(row.variant.length or 0, row.speed_up.value) for row in own if row.speed_up]
+        series.append((f"{who}, {domain}", points, {**style, **bold}))
+    _lines(axes, series, "draft length", "speed-up over plain")
     axes.axhline(1, color=INK, linewidth=1, alpha=0.5)
-    axes.set_xlabel("draft length")
-    axes.set_ylabel("speed-up over plain")
-    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _who(row: Row) -> str:
@@ -358,29 +354,31 @@ def _longest_fixed(figures: Figures) -> list[Row]:
 
 
 def _draw_acceptance(axes: Axes, figures: Figures) -> None:
-    rows = _longest_fixed(figures)
-    styles = _styles([(row.variant.drafter, row.domain or "") for row in rows])
-    with legend(axes):
-        for row in rows:
-            who, shares = (row.variant.drafter, row.domain or ""), row.acceptance_by_position
-            axes.plot(range(1, len(shares) + 1), [100 * share for share in shares], label=label_text(", ".join(who)), **styles[who])
+    names = [((row.variant.drafter, row.domain or ""), row) for row in _longest_fixed(figures)]
+    styles = _styles([who for who, _ in names])
+    shares = [(who, [(place, 100 * share) for place, share in enumerate(row.acceptance_by_position, start=1)]) for who, row in names]
+    _lines(axes, [(", ".join(who), points, styles[who]) for who, points in shares], "position in the draft", "accepted, %")
     axes.set_ylim(0, 102)
-    axes.set_xlabel("position in the draft")
-    axes.set_ylabel("accepted, %")
-    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _draw_costs(axes: Axes, figures: Figures) -> None:
     with legend(axes):
         for number, curve in enumerate(figures.records.cost_curves):
-            milliseconds = [1000 * seconds for seconds in curve.verify_seconds]
-            axes.plot(range(1, len(milliseconds) + 1), milliseconds, label=label_text(f"verify, with {curve.drafter}"), **_style(number))
+            points = [(rows, 1000 * seconds) for rows, seconds in enumerate(curve.verify_seconds, start=1)]
+            _lines(axes, [(f"verify, with {curve.drafter}", points, _style(number))], "rows", "ms")
             if curve.draft_step_seconds is not None:
                 step = 1000 * curve.draft_step_seconds
                 axes.axhline(step, linestyle="--", color=COLOURS[number % len(COLOURS)], label=label_text(f"draft step, {curve.drafter}"))
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("rows")
-    axes.set_ylabel("ms")
+
+
+def _lines(axes: Axes, series: Iterable[tuple[str, Sequence[tuple[int, float]], Mapping[str, Any]]], x: str, y: str) -> None:
+    """Draws a line for each label, points and style over whole numbers."""
+    with legend(axes):
+        for label, points, style in series:
+            axes.plot([at for at, _ in points], [value for _, value in points], label=label_text(label), **style)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
@@ -391,16 +389,13 @@ def _draw_phases(axes: Axes, figures: Figures) -> None:
 
 
 def _draw_contexts(axes: Axes, figures: Figures) -> None:
-    variants = list(dict.fromkeys(row.variant for row in figures.by_context))
-    with legend(axes):
-        for number, variant in enumerate(variants):
-            rows = [row for row in figures.by_context if row.variant == variant]
-            line = "--" if variant.policy == PLAIN else "-"
-            lengths = [int(row.domain or 0) for row in rows]
-            axes.plot(lengths, [row.tokens_per_second for row in rows], line, label=label_text(variant.label), **_style(number))
+    series: dict[Variant, list[tuple[int, float]]] = {}
+    for row in figures.by_context:
+        series.setdefault(row.variant, []).append((int(row.domain or 0), row.tokens_per_second))
+    styles = [{**_style(number), "linestyle": "--" if variant.policy == PLAIN else "-"} for number, variant in enumerate(series)]
+    lines = zip((variant.label for variant in series), series.values(), styles, strict=True)
+    _lines(axes, lines, "prompt tokens", "tok/s")
     axes.set_xscale("log", base=2)
-    ticks = sorted({int(row.domain or 0) for row in figures.by_context})
+    ticks = sorted({length for points in series.values() for length, _ in points})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("prompt tokens")
-    axes.set_ylabel("tok/s")

@@ -23,14 +23,11 @@ def row_bytes(cache: LayerCache, kv_type: KvType) -> int:
 
 def check_kv_type(layout: CacheLayout, kv_type: str) -> KvType:
     """Returns the type. Raises RequestError if it is unknown, or if its blocks do not divide the heads of this layout."""
-    for known in KV_TYPES:
-        if kv_type != known:
-            continue
-        for name, cache in (("sliding", layout.sliding), ("full", layout.full)):
-            if known != "f16" and cache is not None and cache.head_dim % BLOCK:
-                raise RequestError(
-                    f"KV type {known} stores {BLOCK} values together, but the {name} heads have {cache.head_dim}, not a multiple;"
-                    " choose f16"
-                )
-        return known
-    raise RequestError(f"KV type {kv_type!r} is unknown; choose one of {', '.join(KV_TYPES)}")
+    if kv_type not in KV_TYPES:
+        raise RequestError(f"KV type {kv_type!r} is unknown; choose one of {', '.join(KV_TYPES)}")
+    for name, cache in (("sliding", layout.sliding), ("full", layout.full)):
+        if kv_type != "f16" and cache is not None and cache.head_dim % BLOCK:
+            raise RequestError(
+                f"KV type {kv_type} stores {BLOCK} values together, but the {name} heads have {cache.head_dim}, not a multiple; choose f16"
+            )
+    return kv_type

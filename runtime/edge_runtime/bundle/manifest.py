@@ -277,17 +277,9 @@ class Manifest:
     def to_json(self) -> str:
         """Returns the exact text of manifest.json, with its hash, ending in a newline."""
         data = to_json(self)
-        # Optional parts are left out.
-        if not self.importance:
-            del data["importance"]
+        for name in ("importance", "onnx", "static", "media", "generation", "tuning"):
+            if not data[name]:
+                del data[name]
         if self.onnx is None:
-            del data["onnx"], data["cache_layout"]["buffers"]
-        if self.static is None:
-            del data["static"]
-        if self.media is None:
-            del data["media"]
-        if self.generation is None:
-            del data["generation"]
-        if self.tuning is None:
-            del data["tuning"]
+            del data["cache_layout"]["buffers"]
         return with_hash(data)

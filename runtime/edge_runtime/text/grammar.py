@@ -1,7 +1,6 @@
 """Constraints enforced by llguidance, which computes the tokens that a grammar allows.
 
-A grammar from outside can need minutes and gigabytes, at any step: its matcher is in a child process with limits (`children`), except
-where the system cannot fork."""
+A grammar from outside can need minutes and gigabytes, at any step: its matcher is in a child process with limits (`children`)."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.children import forked
+from edge_devices.children.forked import Host
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text import matcher as matchers
 from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, ToolCalls
 from edge_runtime.text.forced_text import BlankStyle, ForcedText
 from edge_runtime.text.grammar_limits import read_grammar, read_pattern, read_schema
-from edge_runtime.text.matcher import Matcher, RemoteMatcher
+from edge_runtime.text.matcher import Matcher
 from edge_runtime.text.tool_grammar import tool_call_grammar
 
 INSTALL = "pip install 'edge-mtp[grammar]'"
@@ -56,11 +55,7 @@ class Grammars:
         pieces, ends = _pieces(vocabulary, size), sorted(vocabulary.eog_tokens)
         self._vocabulary = weakref.ref(vocabulary)  # which owns this object in `_made`
         self._style = BlankStyle()
-        self._host = self._tokenizer = None
-        if forked.AVAILABLE:
-            self._host = forked.Host(matchers.__name__, matchers.packed_setup(pieces, ends, [_STRING]), BackendError)
-        else:
-            self._tokenizer = matchers.new_tokenizer(self._library, pieces, ends, [_STRING])
+        self._host = Host(matchers.__name__, matchers.packed_setup(pieces, ends, [_STRING]), BackendError)
 
     def constrain(self, source: ConstraintSource) -> Constraint:
         """Returns a constraint in its initial state. Raises RequestError, with the library's reason, if it cannot be compiled."""
@@ -73,10 +68,7 @@ class Grammars:
         return constraint
 
     def _matcher(self, lark: str) -> Matcher:
-        grammar = _HEADER + lark
-        if self._host is not None:
-            return RemoteMatcher(self._host, grammar)
-        return matchers.on_deep_stack(lambda: matchers.new_matcher(self._library, self._tokenizer, grammar))
+        return Matcher(self._host, _HEADER + lark)
 
     def _lark(self, source: ConstraintSource) -> str:
         """Returns the grammar in the library's dialect of Lark."""

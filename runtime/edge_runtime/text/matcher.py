@@ -10,7 +10,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from edge_devices.children.forked import Child, ChildError, Host, receive, send
 from edge_devices.children.limited import limit_step
@@ -29,37 +29,6 @@ _COUNTS = struct.Struct("<III")
 _MEGABYTES = MEMORY_BYTES >> 20
 _TOO_MUCH = f"compiling it takes more than {COMPILE_SECONDS:g} s of processor time or {_MEGABYTES} MB; simplify it"
 _STEP_TOO_MUCH = f"a step of it takes more than {STEP_SECONDS:g} s of processor time, or all of it {_MEGABYTES} MB; simplify it"
-
-
-class Matcher(Protocol):
-    """What the constraint uses of llguidance's matcher. It raises nothing: a failed matcher stays failed, and `get_error` says why."""
-
-    def is_error(self) -> bool:
-        """Whether a call failed."""
-
-    def get_error(self) -> str:
-        """The reason, empty without an error."""
-
-    def is_stopped(self) -> bool:
-        """Whether no text can follow."""
-
-    def is_accepting(self) -> bool:
-        """Whether the text could end here."""
-
-    def compute_bitmask(self) -> bytes:
-        """One bit per token: whether it may follow."""
-
-    def compute_ff_bytes(self) -> bytes:
-        """The bytes that must follow."""
-
-    def validate_tokens(self, tokens: list[int]) -> int:
-        """How many of the tokens, from the first, may follow."""
-
-    def consume_tokens(self, tokens: list[int]) -> bool:
-        """Adds tokens; an invalid one is an error."""
-
-    def rollback(self, count: int) -> bool:
-        """Removes the newest tokens."""
 
 
 def llguidance_module() -> Any:
@@ -104,11 +73,10 @@ def new_tokenizer(llguidance: Any, tokens: list[bytes], ends: list[int], slices:
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(pieces), eos_token=ends, slices=slices)
 
 
-def new_matcher(llguidance: Any, tokenizer: Any, grammar: str) -> Matcher:
+def new_matcher(llguidance: Any, tokenizer: Any, grammar: str) -> Any:
     """Returns the library's matcher for a grammar in its dialect of Lark."""
     limits = llguidance.LLParserLimits(verbose_errors=False)
-    matcher: Matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    return matcher
+    return llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
 def on_deep_stack(work: Callable[[], Result]) -> Result:
@@ -135,7 +103,7 @@ def serve(shared: tuple[Any, Any], connection: socket.socket) -> None:
         _reply(connection, matcher, number, data)
 
 
-def _call(matcher: Matcher, operation: int, body: bytes) -> tuple[int, bytes]:
+def _call(matcher: Any, operation: int, body: bytes) -> tuple[int, bytes]:
     if operation == MASK:
         return 0, matcher.compute_bitmask()
     if operation == FORCED:
@@ -150,7 +118,7 @@ def _call(matcher: Matcher, operation: int, body: bytes) -> tuple[int, bytes]:
     return int(matcher.rollback(numbers[0])), b""
 
 
-def _reply(connection: socket.socket, matcher: Matcher, number: int, data: bytes) -> None:
+def _reply(connection: socket.socket, matcher: Any, number: int, data: bytes) -> None:
     failed = matcher.is_error()
     flags = (FAILED if failed else 0) | (STOPPED if matcher.is_stopped() else 0)
     send(connection, ANSWER.pack(flags, number) + (matcher.get_error().encode("utf-8", "replace")[: 1 << 16] if failed else data))
@@ -169,8 +137,11 @@ class _Pieces:
         raise NotImplementedError
 
 
-class RemoteMatcher:
-    """A matcher in a child: the parent's end."""
+class Matcher:
+    """llguidance's matcher in a child: the parent's end, with the library's methods.
+
+    It raises nothing: a failed matcher stays failed, and `get_error` says why.
+    """
 
     def __init__(self, processes: Host, grammar: str) -> None:
         self._child: Child = processes.new_child()
@@ -185,24 +156,31 @@ class RemoteMatcher:
         return self._error
 
     def is_stopped(self) -> bool:
+        """Whether no text can follow."""
         return self._stopped
 
     def is_accepting(self) -> bool:
+        """Whether the text could end here."""
         return bool(self._ask(ACCEPTING)[0])
 
     def compute_bitmask(self) -> bytes:
+        """One bit per token: whether it may follow."""
         return self._ask(MASK)[1]
 
     def compute_ff_bytes(self) -> bytes:
+        """The bytes that must follow."""
         return self._ask(FORCED)[1]
 
     def validate_tokens(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens, from the first, may follow."""
         return self._ask(VALIDATE, _packed(tokens))[0]
 
     def consume_tokens(self, tokens: Sequence[int]) -> bool:
+        """Adds tokens; an invalid one is an error."""
         return bool(self._ask(CONSUME, _packed(tokens))[0])
 
     def rollback(self, count: int) -> bool:
+        """Removes the newest tokens."""
         return bool(self._ask(ROLL_BACK, _packed([count]))[0])
 
     def _ask(self, operation: int, body: bytes = b"", otherwise: str = _STEP_TOO_MUCH) -> tuple[int, bytes]:

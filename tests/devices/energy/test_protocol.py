@@ -16,7 +16,7 @@ from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.phases import PhaseWatts, share_out
-from edge_devices.energy.protocol import BusyLoad, PhaseLoop, Plan, characterise_meter, measure, planned_seconds
+from edge_devices.energy.protocol import PhaseLoop, Plan, busy_load, characterise_meter, measure, planned_seconds
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, read_log, write_log
@@ -233,7 +233,7 @@ def test_recorder_runs_beside_the_work_and_keeps_faults():
             return SimulatedMachine().read()
 
     recorder = Recorder(System(), Flaky(), interval_s=0.005)
-    with recorder, BusyLoad():
+    with recorder, busy_load():
         System().sleep(0.1)
     assert [reason for _, reason in recorder.faults] == ["gone"]
     assert len(recorder.trace.times) >= 3

@@ -1,4 +1,4 @@
-"""Renders a chat template in a limited child process; in this process where the system cannot fork.
+"""Renders a chat template in a limited child process.
 
 The sandbox counts steps and sizes, but a comparison or a slice of long lists, or a parser, works behind its counter: there the child's
 limits hold. Both ends of their messages are here; jinja2 is loaded in the child only.
@@ -41,17 +41,10 @@ class Renderer:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._idle: list[forked.Child] = []  # as many as threads have rendered at the same time
-        self._local: Callable[[dict[str, Any]], str] | None = None
-        if forked.AVAILABLE:
-            self._idle.append(self._new_child())
-        else:
-            self._local = _in_this_process(source)
+        self._idle = [self._new_child()]  # as many as threads have rendered at the same time
 
     def render(self, variables: dict[str, Any]) -> str:
         """Returns the text for variables that are plain JSON values. Raises TemplateError. Any thread may call it."""
-        if self._local is not None:
-            return self._local(variables)
         try:
             message = json.dumps(variables).encode()
         except (ValueError, RecursionError) as error:
@@ -121,20 +114,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
-
-
-def _in_this_process(source: str) -> Callable[[dict[str, Any]], str]:
-    from edge_runtime.text.template import sandbox
-
-    def guarded(work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except sandbox.FAILURES as error:
-            raise TemplateError(_reason(error)) from error
-
-    render = guarded(lambda: sandbox.compile_template(source))
-
-    def rendered(variables: dict[str, Any]) -> str:
-        return str(guarded(lambda: render(variables)))
-
-    return rendered
