@@ -12,9 +12,8 @@ import click
 
 from edge_devices.option_fields import option
 from edge_runtime.errors import RequestError
-from edge_runtime.media.messages import user_message, without_media
 from edge_runtime.media.reading import read_image, read_sound
-from edge_runtime.media.soft_rows import Media, MediaPrompt
+from edge_runtime.media.soft_rows import Media, MediaPrompt, user_message, without_media
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 from edge_runtime.text.channels import ChannelParser, Event, Text

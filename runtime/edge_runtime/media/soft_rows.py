@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,3 +201,24 @@ def pieces(first: int, end: int, spans: Sequence[Span], longest: int) -> Iterato
                 stop_at = limit if inside is not None and inside.whole else min(at + longest, limit)
                 yield at, stop_at, inside
                 at = stop_at
+
+
+MEDIA = "media"
+
+
+def user_message(text: str, media: Sequence[Media] = ()) -> dict[str, Any]:
+    """Returns a user's message: the media, then the text."""
+    if not media:
+        return {"role": "user", "content": text}
+    return {"role": "user", "content": [*map(part_of, media), {"type": "text", "text": text}], MEDIA: tuple(media)}
+
+
+def part_of(media: Media) -> dict[str, str]:
+    """Returns the part of a message's content for which templates write the placeholder."""
+    return {"type": "image" if isinstance(media, Image) else "audio"}
+
+
+def without_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Media]]:
+    """Returns the messages as templates take them, and the media of all in order."""
+    sent = [{key: value for key, value in message.items() if key != MEDIA} for message in messages]
+    return sent, [media for message in messages for media in message.get(MEDIA, ())]

@@ -1,20 +1,109 @@
-"""How much memory a loaded bundle will take, computed from its manifest, and the check that it fits.
+"""How much memory a loaded bundle and its encoder of images and sound will take, computed from its manifest, and the check that it fits.
 
 K/V rows and logits are exact for llama.cpp. Activations are estimated from the widest block, because llama.cpp reuses their memory.
 Weights are mapped: unlike the rest, the system can drop them and read them again.
-"""
+
+The encoder is checked before its first use: libmtmd copies its file into memory, onnxruntime computes float16 weights as float32, and
+activations, estimated from the towers' sizes as measured (docs/media.md), stay allocated for the largest media so far."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from edge_devices.machine.memory import byte_text
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS, Quantization
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType, row_bytes
-from edge_runtime.bundle.manifest import Architecture, BundleFile, CacheLayout, Manifest
+from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER, Architecture, BundleFile, CacheLayout, Manifest
 from edge_runtime.config.schema import SIZE, bytes_of
 from edge_runtime.errors import RequestError
+from edge_runtime.media.image import POOLING, Image
+from edge_runtime.media.soft_rows import Media, row_count
+
+_FLOAT = 4
+# Float32 vectors of a patch that live at once: of the feed-forward's width, and of the tower's.
+_WIDE_VECTORS, _VECTORS = 3, 10
+# Of the audio tower's first convolutions, whose shapes every member has, per soft row.
+_SOUND_ROW_BYTES = 160_000
+_GROWTH = {"f16": 2.0}
+Kind = Literal["image", "sound"]
+
+
+def encoder_weight_bytes(manifest: Manifest, kind: Kind | None = None) -> int:
+    """Returns the bytes of the loaded weights that encode an image or a sound; None: of the one GGUF file that holds both encoders."""
+    if kind is None:
+        return sum(file.bytes for file in manifest.files if file.role == MEDIA_ENCODER)
+    role = {"image": VISION_ENCODER, "sound": AUDIO_ENCODER}[kind]
+    files = [file for file in manifest.files if file.role.removesuffix("_data") == role]
+    return int(sum(file.bytes * _GROWTH.get(file.quantization or "", 1.0) for file in files))
+
+
+def encoder_activation_bytes(manifest: Manifest, kind: Kind, rows: int) -> int:
+    """Returns the bytes of activations for an image or a sound of so many soft rows; 0 where a projection takes the tower's place."""
+    inputs = manifest.media
+    if inputs is None:
+        return 0
+    if kind == "sound":
+        return 0 if inputs.samples_per_row is not None else rows * _SOUND_ROW_BYTES
+    size = inputs.vision
+    if size is None or size.feed_forward_size is None:
+        return 0
+    return rows * POOLING**2 * _FLOAT * (_WIDE_VECTORS * size.feed_forward_size + _VECTORS * size.hidden_size)
+
+
+class EncoderMemory:
+    """What a session's encoder has taken, and whether the next media fits.
+
+    `one_file` holds the encoders of images and of sound; otherwise each is loaded when it is needed. `limit` is for the whole process, of
+    which the bundle takes `beside`; without one, `available` says what is free.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        available: Callable[[], int | None],
+        *,
+        one_file: bool,
+        limit: int | None = None,
+        beside: int = 0,
+    ) -> None:
+        self._manifest, self._one_file, self._available = manifest, one_file, available
+        self._limit, self._beside = limit, beside
+        self._weights: dict[Kind | None, int] = {}
+        self._activations = 0
+
+    def admit(self, media: Media) -> None:
+        """Counts an image or a sound that is to be encoded. Raises RequestError if there is no memory for it."""
+        inputs = self._manifest.media
+        assert inputs is not None  # media come with their inputs
+        kind: Kind = "image" if isinstance(media, Image) else "sound"
+        loaded = None if self._one_file else kind
+        weights = self._weights | {loaded: encoder_weight_bytes(self._manifest, loaded)}
+        activations = max(self._activations, encoder_activation_bytes(self._manifest, kind, row_count(media, inputs)))
+        total = sum(weights.values()) + activations
+        needed, fits, where = self._bounds(total)
+        if fits is not None and needed > fits:
+            raise RequestError(
+                f"the encoder needs {byte_text(needed)} of memory for this {kind}, but {where}; ask for less detail, free some memory,"
+                f" or leave the {kind} out"
+            )
+        self._weights, self._activations = weights, activations
+
+    def forget(self) -> None:
+        self._weights, self._activations = {}, 0
+
+    def _bounds(self, total: int) -> tuple[int, int | None, str]:
+        """Returns the bytes needed, those there are, and a clause about them."""
+        if self._limit is not None:
+            return (
+                total,
+                self._limit - self._beside,
+                f"the limit of {byte_text(self._limit)} leaves {byte_text(max(0, self._limit - self._beside))}",
+            )
+        used, available = sum(self._weights.values()) + self._activations, self._available()
+        return total - used, available, "" if available is None else f"{byte_text(available)} are available"
+
 
 # llama.cpp pads contexts and sliding caches to this (src/llama-context.cpp, src/llama-kv-cache-iswa.cpp).
 CELL_STEP = 256
@@ -95,30 +184,22 @@ def cache_bytes(layout: CacheLayout, request: MemoryRequest) -> int:
     return total
 
 
-def largest_context(manifest: Manifest, request: MemoryRequest, fits: int, *, reserved_only: bool) -> int | None:
-    """Returns the largest context, in steps of CELL_STEP and at most the requested one, that needs at most `fits` bytes; else None."""
-
-    def needed(context: int) -> int:
-        plan = memory_plan(manifest, replace(request, context=context))
-        return plan.reserved if reserved_only else plan.total
-
+def largest_context(manifest: Manifest, request: MemoryRequest, fits: Callable[[MemoryPlan], bool]) -> int | None:
+    """Returns the largest context, in steps of CELL_STEP and at most the requested one, whose plan fits; else None."""
     low, high = 0, -(-request.context // CELL_STEP)
     while low < high:
         middle = (low + high + 1) // 2
-        if needed(middle * CELL_STEP) <= fits:
+        if fits(memory_plan(manifest, replace(request, context=middle * CELL_STEP))):
             low = middle
         else:
             high = middle - 1
     return min(low * CELL_STEP, request.context) if low else None
 
 
-def smaller_kv_type(manifest: Manifest, request: MemoryRequest, fits: int, *, reserved_only: bool) -> KvType | None:
-    """Returns the best KV type below the requested one with which the bundle takes at most `fits` bytes; None if none does."""
-    for kv_type in KV_TYPES[KV_TYPES.index(request.kv_type) + 1 :]:
-        plan = memory_plan(manifest, replace(request, kv_type=kv_type))
-        if (plan.reserved if reserved_only else plan.total) <= fits:
-            return kv_type
-    return None
+def smaller_kv_type(manifest: Manifest, request: MemoryRequest, fits: Callable[[MemoryPlan], bool]) -> KvType | None:
+    """Returns the best KV type below the requested one whose plan fits; None if none does."""
+    below = KV_TYPES[KV_TYPES.index(request.kv_type) + 1 :]
+    return next((kind for kind in below if fits(memory_plan(manifest, replace(request, kv_type=kind)))), None)
 
 
 def memory_bytes(limit: str | int) -> int:
@@ -142,11 +223,11 @@ def check_memory(
                 notify(f"{file.path} is of the unknown type {file.quantization!r}: a repacked copy is planned as large as the file.")
     if limit is not None:
         if plan.total > limit:
-            raise RequestError(_refusal(manifest, request, plan.total, limit, f"the limit is {byte_text(limit)}", reserved_only=False))
+            raise RequestError(_refusal(manifest, request, lambda plan: plan.total, limit, f"the limit is {byte_text(limit)}"))
     elif available is not None:
         if plan.reserved > available:
             where = f"{byte_text(available)} are available"
-            raise RequestError(_refusal(manifest, request, plan.reserved, available, where, reserved_only=True))
+            raise RequestError(_refusal(manifest, request, lambda plan: plan.reserved, available, where))
         if plan.total > available:
             notify(
                 f"The bundle takes {byte_text(plan.total)}, but {byte_text(available)} are available: weights will be "
@@ -241,9 +322,10 @@ def _logits(own: Architecture, rows: int, vocabulary: int) -> int:
     return rows * (2 * vocabulary + own.hidden_size) * _FLOAT
 
 
-def _refusal(manifest: Manifest, request: MemoryRequest, needed: int, fits: int, where: str, *, reserved_only: bool) -> str:
-    context = largest_context(manifest, request, fits, reserved_only=reserved_only)
-    kv_type = smaller_kv_type(manifest, request, fits, reserved_only=reserved_only)
+def _refusal(manifest: Manifest, request: MemoryRequest, size: Callable[[MemoryPlan], int], room: int, where: str) -> str:
+    context = largest_context(manifest, request, lambda plan: size(plan) <= room)
+    kv_type = smaller_kv_type(manifest, request, lambda plan: size(plan) <= room)
+    needed = size(memory_plan(manifest, request))
     changes = [f"a context of at most {context}"] if context is not None else []
     changes += [f"KV type {kv_type}"] if kv_type is not None else []
     advice = f"ask for {' or '.join(changes)}" if changes else "no context is small enough: use a smaller bundle, or give it more memory"

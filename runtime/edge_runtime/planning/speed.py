@@ -20,8 +20,7 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET, PATCH, POOLING, SIDE
-from edge_runtime.planning.encoder_memory import encoder_activation_bytes, encoder_weight_bytes
-from edge_runtime.planning.memory import BATCH, MemoryPlan, MemoryRequest, memory_plan
+from edge_runtime.planning.memory import BATCH, MemoryPlan, MemoryRequest, encoder_activation_bytes, encoder_weight_bytes, memory_plan
 
 
 @dataclass(frozen=True, kw_only=True)

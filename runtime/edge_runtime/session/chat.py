@@ -14,8 +14,7 @@ from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.errors import RequestError
-from edge_runtime.media.messages import MEDIA, user_message, without_media
-from edge_runtime.media.soft_rows import Media, MediaPrompt
+from edge_runtime.media.soft_rows import MEDIA, Media, MediaPrompt, user_message, without_media
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation
 from edge_runtime.session.load_options import with_keywords
 from edge_runtime.session.saved import chat_file

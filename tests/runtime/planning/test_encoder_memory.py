@@ -18,7 +18,7 @@ from edge_runtime.bundle.manifest import (
     VisionSize,
 )
 from edge_runtime.errors import RequestError
-from edge_runtime.planning.encoder_memory import EncoderMemory, encoder_activation_bytes, encoder_weight_bytes
+from edge_runtime.planning.memory import EncoderMemory, encoder_activation_bytes, encoder_weight_bytes
 from scripted import MANIFEST
 from tiny_media import noise, picture
 

@@ -123,10 +123,10 @@ def test_a_refusal_names_what_fits() -> None:
 def test_a_smaller_kv_type_is_named_where_it_helps() -> None:
     asked = request(context=65536)
     fits = memory_plan(MEMBER, replace(asked, kv_type="q8_0")).total
-    assert smaller_kv_type(MEMBER, asked, fits, reserved_only=False) == "q8_0"
+    assert smaller_kv_type(MEMBER, asked, lambda plan: plan.total <= fits) == "q8_0"
     with pytest.raises(RequestError, match=r"or KV type q8_0$"):
         check_memory(MEMBER, asked, fits, None)
-    assert largest_context(MEMBER, asked, 1000, reserved_only=False) is None
+    assert largest_context(MEMBER, asked, lambda plan: plan.total <= 1000) is None
     with pytest.raises(RequestError, match="use a smaller bundle"):
         check_memory(MEMBER, asked, 1000, None)
 

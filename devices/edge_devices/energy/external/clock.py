@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edge_devices.energy.characteristics import Characteristics, change_times
 from edge_devices.energy.run_log import RunLog
@@ -16,6 +18,7 @@ MIN_FIT = 0.5  # share of the power's variance that the steps must explain
 MAX_RIVAL_SHARE = 0.9  # of the best fit
 MAX_RECORDING_S = 6 * 3600.0
 Span = tuple[float, float]  # seconds
+Figures = NDArray[np.float64]
 
 
 def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
@@ -29,64 +32,56 @@ def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
     between = [(a[1], b[0]) for a, b in pairwise(loads)]
     margin = min(end - start for start, end in between)
     rests = [(loads[0][0] - margin, loads[0][0]), *between, (loads[-1][1], loads[-1][1] + margin)]
-    curves = _Integrals(trace)
     width = min(end - start for start, end in [*loads, *rests])
     coarse = max(width / 8, (search[1] - search[0]) / 200_000)
-    tried = [search[0] + i * coarse for i in range(int((search[1] - search[0]) / coarse) + 1)]
-    scored = [(curves.fit(loads, rests, offset), offset) for offset in tried]
-    fit, best = max(scored)
+    tried = np.arange(search[0], search[1] + coarse / 2, coarse)
+    scores = _fits(trace, loads, rests, tried)
+    fit, best = float(scores.max()), float(tried[scores.argmax()])
     if fit < MIN_FIT:
         raise MeasurementError(
             f"no load step is visible in the meter's recording (fit {fit:.2f} of 1); make the steps longer or the load heavier"
         )
-    rival = max((s for s, offset in scored if abs(offset - best) > width), default=0.0)
-    if rival > MAX_RIVAL_SHARE * fit:
+    if scores[np.abs(tried - best) > width].max(initial=0.0) > MAX_RIVAL_SHARE * fit:
         raise MeasurementError("the load steps fit the meter's recording at two places; make steps and rests of different lengths")
     step = coarse
     while step > 1e-3:
         step /= 2
-        fit, best = max((curves.fit(loads, rests, offset), offset) for offset in (best - step, best, best + step))
+        near = np.array([best - step, best, best + step])
+        best = float(near[_fits(trace, loads, rests, near).argmax()])
     return best
+
+
+def _fits(trace: Trace, loads: Sequence[Span], rests: Sequence[Span], offsets: Figures) -> Figures:
+    """Returns the share of variance that the two levels explain, for each offset; 0 where the power under load is not higher.
+
+    From integrals of power and of its square up to each reading; power is constant between readings.
+    """
+    times, values = np.array(trace.times), np.array(trace.values)
+    seconds = np.diff(times)
+    joules = np.diff(values) if trace.facts.kind is Kind.COUNTER else values[:-1] * seconds
+    squares = np.divide(joules**2, seconds, out=np.zeros_like(joules), where=seconds > 0)
+    first, second = (np.concatenate([[0.0], np.cumsum(parts)]) for parts in (joules, squares))
+
+    def integral(curve: Figures, spans: Sequence[Span]) -> Figures:
+        total = np.zeros_like(offsets)
+        for start, end in spans:
+            total += np.interp(end - offsets, times, curve) - np.interp(start - offsets, times, curve)
+        return total
+
+    load_s, rest_s = (sum(e - s for s, e in spans) for spans in (loads, rests))
+    load, rest = integral(first, loads), integral(first, rests)
+    total_s = load_s + rest_s
+    variance = integral(second, [*loads, *rests]) - (load + rest) ** 2 / total_s
+    contrast = load / load_s - rest / rest_s
+    inside = (rests[0][0] - offsets >= times[0]) & (rests[-1][1] - offsets <= times[-1])
+    known = inside & (variance > 1e-12) & (contrast > 0)
+    fits: Figures = np.divide(contrast**2 * load_s * rest_s / total_s, variance, out=np.zeros_like(variance), where=known)
+    return fits
 
 
 def shifted(trace: Trace, offset_s: float) -> Trace:
     """Returns the trace with its times moved by an offset in seconds."""
     return Trace.of(trace.facts, (Sample(t + offset_s, v) for t, v in zip(trace.times, trace.values, strict=True)))
-
-
-class _Integrals:
-    """Integrals of power and of its square up to each reading; power is constant between readings."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._times = trace.times
-        self._first, self._second = [0.0], [0.0]
-        counter = trace.facts.kind is Kind.COUNTER
-        for i in range(1, len(trace.times)):
-            seconds = trace.times[i] - trace.times[i - 1]
-            joules = trace.values[i] - trace.values[i - 1] if counter else trace.values[i - 1] * seconds
-            self._first.append(self._first[-1] + joules)
-            self._second.append(self._second[-1] + (joules * joules / seconds if seconds > 0 else 0.0))
-
-    def fit(self, loads: Sequence[Span], rests: Sequence[Span], offset: float) -> float:
-        """Returns the share of variance that the two levels explain; 0 if the power under load is not higher."""
-        if rests[0][0] - offset < self._times[0] or rests[-1][1] - offset > self._times[-1]:
-            return 0.0
-        load_s, rest_s = (sum(e - s for s, e in spans) for spans in (loads, rests))
-        load, rest = (self._integral(self._first, spans, offset) for spans in (loads, rests))
-        total_s, total = load_s + rest_s, load + rest
-        variance = self._integral(self._second, [*loads, *rests], offset) - total * total / total_s
-        contrast = load / load_s - rest / rest_s
-        return contrast**2 * load_s * rest_s / total_s / variance if variance > 1e-12 and contrast > 0 else 0.0
-
-    def _integral(self, curve: Sequence[float], spans: Sequence[Span], offset: float) -> float:
-        return sum(self._at(curve, e - offset) - self._at(curve, s - offset) for s, e in spans)
-
-    def _at(self, curve: Sequence[float], time: float) -> float:
-        i = bisect_right(self._times, time)
-        if i == 0 or i == len(self._times):
-            return curve[min(i, len(self._times) - 1)]
-        share = (time - self._times[i - 1]) / (self._times[i] - self._times[i - 1])
-        return curve[i - 1] + share * (curve[i] - curve[i - 1])
 
 
 def with_external_meter(log: RunLog, table: Trace) -> RunLog:

@@ -16,8 +16,7 @@ from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, check_kv_type
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.drafting.drafter_kinds import is_model
 from edge_runtime.media.image import check_budget
-from edge_runtime.planning.encoder_memory import EncoderMemory
-from edge_runtime.planning.memory import BATCH, MemoryRequest, check_memory_without_copies, memory_plan
+from edge_runtime.planning.memory import BATCH, EncoderMemory, MemoryRequest, check_memory_without_copies, memory_plan
 
 
 class LlamaBackend:

@@ -36,7 +36,7 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.text_memory import LookupDrafter
 from edge_runtime.errors import BackendError, BundleError
 from edge_runtime.interfaces import Drafter
-from edge_runtime.planning.encoder_memory import EncoderMemory
+from edge_runtime.planning.memory import EncoderMemory
 
 # How many times fewer multiplications of a prompt are worth a sentence: 12B and larger members, without shared K/V, gain 1.02 times.
 _WORTH_EXPORTING = 1.1

@@ -8,8 +8,7 @@ from typing import Any
 
 from edge_runtime.drafting.text_memory import predicted_tokens
 from edge_runtime.errors import RequestError
-from edge_runtime.media.messages import MEDIA, without_media
-from edge_runtime.media.soft_rows import Media, MediaPrompt
+from edge_runtime.media.soft_rows import MEDIA, Media, MediaPrompt, without_media
 from edge_runtime.server.errors import ApiError, invalid
 from edge_runtime.server.requests.completions import Prompt
 from edge_runtime.server.requests.media import SentMedia

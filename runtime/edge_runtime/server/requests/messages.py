@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edge_runtime.media.messages import MEDIA
+from edge_runtime.media.soft_rows import MEDIA
 from edge_runtime.server.errors import invalid
 from edge_runtime.server.json_text import MAX_VALUES, count_values, parse_object
 from edge_runtime.server.requests.fields import Fields
