@@ -21,6 +21,7 @@ from edge_runtime.cli.energy_options import unwatched
 from edge_runtime.cli.messages import MessageOptions, printable, read_prompt, sent_prompt
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
 from edge_runtime.media.soft_rows import MediaPrompt
+from edge_runtime.session.generation import Generation
 from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
@@ -72,34 +73,87 @@ def compare(bundle: Path, prompt: str, runs: RunOptions, message: MessageOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Statistics of the runs of each kind; run i of the one kind followed run i of the other.
+class PairedRuns:
+    """Statistics of the runs of one prompt; run i with drafts followed run i without. `same_tokens`: all runs had the same output."""
 
-    `drafting` describes the draft lengths; `draft_length` is None if a policy chose them. `same_tokens`: all runs had the same output.
-    The energy of a kind is that of all its runs together. `load_before` is the load right before the first run, `load` that meanwhile.
-    """
-
-    drafting: str
-    draft_length: int | None
     plain: tuple[DecodeStats, ...]
     drafted: tuple[DecodeStats, ...]
     same_tokens: bool
-    rows: RowEquality
-    peak_memory: int
-    load_before: MachineLoad
-    load: MachineLoad
-    plain_energy: RunEnergy
-    drafted_energy: RunEnergy
+
+    @property
+    def ratios(self) -> list[float]:
+        """Tokens per second with drafts / without, per pair of neighbouring runs: a machine's speed drifts."""
+        return [drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in zip(self.drafted, self.plain, strict=True)]
 
     @property
     def speed_up(self) -> float:
         """Median of `ratios`."""
         return statistics.median(self.ratios)
 
-    @property
-    def ratios(self) -> list[float]:
-        """Tokens per second with drafts / without, per pair of neighbouring runs: a machine's speed drifts."""
-        return [drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in zip(self.drafted, self.plain, strict=True)]
+    def runs_json(self) -> dict[str, Any]:
+        """Returns plain values under stable keys."""
+        plain, drafted = ([stats.to_json() for stats in runs] for runs in (self.plain, self.drafted))
+        return {"speed_up": self.speed_up, "same_tokens": self.same_tokens, "plain": plain, "drafted": drafted}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """The energy of all runs without and with drafts, and the load by other programs right before the first run and meanwhile."""
+
+    plain_energy: RunEnergy
+    drafted_energy: RunEnergy
+    load_before: MachineLoad
+    load: MachineLoad
+
+    def conditions_json(self) -> dict[str, Any]:
+        """Returns plain values under stable keys."""
+        energy = {"plain": self.plain_energy.to_json(), "drafted": self.drafted_energy.to_json()}
+        return {"energy": energy, "machine_load_before": self.load_before.to_json(), "machine_load": self.load.to_json()}
+
+
+class RunsInTurn:
+    """Runs requests without and with drafts, and keeps what they took; `watch` returns the energy measurement of one run.
+
+    `show` gets a sentence if the machine is busy before the first run.
+    """
+
+    def __init__(self, watch: Callable[[], EnergyWatch], show: Callable[[str], None]) -> None:
+        self._watch, self._pools = watch, (EnergyPool(), EnergyPool())
+        self._before, self._load = load_now(), LoadWatch()
+        self._stats: tuple[list[DecodeStats], list[DecodeStats]] = [], []
+        self._outputs: list[list[int]] = []
+        if self._before.is_busy:
+            show(f"before the first run, {self._before.sentence()}\n")
+
+    def run(self, generation: Generation, *, drafting: bool, show: Callable[[str], None] = lambda _: None) -> None:
+        """Runs a request; `show` gets its text."""
+        with self._watch() as energy:
+            for piece in generation:
+                show(piece)
+        energy.add_to(self._pools[drafting], generation.stats.tokens)
+        self._stats[drafting].append(generation.stats)
+        self._outputs.append(generation.tokens)
+
+    def paired(self) -> PairedRuns:
+        """Returns the runs since the last call."""
+        (plain, drafted), outputs = self._stats, self._outputs
+        self._stats, self._outputs = ([], []), []
+        return PairedRuns(plain=tuple(plain), drafted=tuple(drafted), same_tokens=all(tokens == outputs[0] for tokens in outputs))
+
+    def conditions(self) -> Conditions:
+        """Returns what all runs until now took."""
+        plain, drafted = (pool.energy() for pool in self._pools)
+        return Conditions(plain_energy=plain, drafted_energy=drafted, load_before=self._before, load=self._load.load())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(PairedRuns, Conditions):
+    """The runs of one prompt. `drafting` describes the draft lengths; `draft_length` is None if a policy chose them."""
+
+    drafting: str
+    draft_length: int | None
+    rows: RowEquality
+    peak_memory: int
 
     @property
     def drafted_tokens(self) -> int:
@@ -117,19 +171,14 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values under stable keys; `speed_up` is None if nothing was drafted."""
-        return {
+        record = self.runs_json() | self.conditions_json()
+        return record | {
+            "speed_up": self.speed_up if self.drafted_tokens else None,
             "drafted_tokens": self.drafted_tokens,
-            "machine_load_before": self.load_before.to_json(),
-            "machine_load": self.load.to_json(),
             "drafting": self.drafting,
             "draft_length": self.draft_length,
-            "speed_up": self.speed_up if self.drafted_tokens else None,
-            "same_tokens": self.same_tokens,
             "rows": self.rows.to_json(),
             "peak_memory_bytes": self.peak_memory,
-            "plain": [s.to_json() for s in self.plain],
-            "drafted": [s.to_json() for s in self.drafted],
-            "energy": {"plain": self.plain_energy.to_json(), "drafted": self.drafted_energy.to_json()},
         }
 
 
@@ -147,51 +196,33 @@ def compare_runs(
 ) -> Comparison:
     """Runs without and with drafts alternately, `repeats` times each; `show` gets the text of the first run of each kind.
 
-    `draft_length` None leaves it to the session's settings; `watch` returns the energy measurement of one run. Before the first run it is
-    said if the machine is busy.
+    `draft_length` None leaves it to the session's settings; `watch` returns the energy measurement of one run.
     """
     drafting = f"policy {session.settings.policy}" if draft_length is None else f"drafts of {draft_length}"
-    runs: dict[int, list[DecodeStats]] = {0: [], 1: []}
-    outputs: list[list[int]] = []
-    pools = EnergyPool(), EnergyPool()
-
-    def run(drafting_on: int, shown: Callable[[str], None]) -> None:
-        shown(f"\n--- {drafting if drafting_on else 'plain'} ---\n{shown_prompt}")
-        generation = session.generate(prompt, max_tokens=max_tokens, draft_length=draft_length if drafting_on else 0)
-        with watch() as energy:
-            for piece in generation:
-                shown(piece)
-        energy.add_to(pools[drafting_on], generation.stats.tokens)
-        runs[drafting_on].append(generation.stats)
-        outputs.append(generation.tokens)
-
     # Both are measured on first use, before anything is shown.
     rows = session.row_equality(waiting=waiting)
     if draft_length is None:
         session.profit()
-    before = load_now()
-    if before.is_busy:
-        show(f"before the first run, {before.sentence()}\n")
-    load = LoadWatch()
-    for drafting_on in (0, 1):
-        run(drafting_on, show)
+    runs = RunsInTurn(watch, show)
+
+    def request(number: int) -> Generation:
+        return session.generate(prompt, max_tokens=max_tokens, draft_length=draft_length if number % 2 else 0)
+
+    for number, heading in enumerate(("plain", drafting)):
+        show(f"\n--- {heading} ---\n{shown_prompt}")
+        runs.run(request(number), drafting=bool(number), show=show)
     show("\n\n")
     with waiting(f"the same again, {repeats - 1} times without and with drafts in turn") as report:
-        for done in range(2, 2 * repeats):
-            report((done - 2) / (2 * repeats - 2))
-            run(done % 2, lambda _: None)
+        for number in range(2, 2 * repeats):
+            report((number - 2) / (2 * repeats - 2))
+            runs.run(request(number), drafting=number % 2 == 1)
     return Comparison(
+        **vars(runs.paired()),
+        **vars(runs.conditions()),
         drafting=drafting,
         draft_length=draft_length,
-        plain=tuple(runs[0]),
-        drafted=tuple(runs[1]),
-        same_tokens=all(o == outputs[0] for o in outputs),
         rows=rows,
         peak_memory=peak_memory_bytes(),
-        load_before=before,
-        load=load.load(),
-        plain_energy=pools[0].energy(),
-        drafted_energy=pools[1].energy(),
     )
 
 

@@ -12,16 +12,14 @@ from typing import Any
 import click
 
 from edge_devices.command_line import PanelCommand, takes
-from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
-from edge_devices.machine.load import LoadWatch, MachineLoad, load_now
+from edge_devices.energy.live import EnergyWatch
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
-from edge_runtime.cli.compare import RunOptions
+from edge_runtime.cli.compare import Conditions, PairedRuns, RunOptions, RunsInTurn
 from edge_runtime.cli.messages import is_instruction_tuned
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
-from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import ChannelParser, Text
 from edge_runtime.text.chat_template import bundle_template
 
@@ -61,30 +59,17 @@ TOKENS = 72
 
 
 @dataclass(frozen=True, kw_only=True)
-class KindResult:
-    """The runs of one kind of text; run i with drafts stands beside run i without. `same`: all runs had the same tokens."""
+class KindResult(PairedRuns):
+    """The runs of one kind of text."""
 
     name: str
-    plain: tuple[DecodeStats, ...]
-    drafted: tuple[DecodeStats, ...]
-    same: bool
-
-    @property
-    def speed_up(self) -> float:
-        """Tokens per second with drafts / without: the median over the pairs of runs."""
-        runs = zip(self.drafted, self.plain, strict=True)
-        return statistics.median(drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in runs)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoResult:
-    """All kinds of text, the energy of all runs without and with drafts, and the load by other programs before and meanwhile."""
+class DemoResult(Conditions):
+    """All kinds of text."""
 
     kinds: tuple[KindResult, ...]
-    plain_energy: RunEnergy
-    drafted_energy: RunEnergy
-    load_before: MachineLoad
-    load: MachineLoad
 
     @property
     def speed_up(self) -> float:
@@ -94,7 +79,7 @@ class DemoResult:
     def sentence(self) -> str:
         """Returns the result in one sentence: how many times as fast, whether the output was the same, joules per token."""
         ratios = sorted(kind.speed_up for kind in self.kinds)
-        same = sum(kind.same for kind in self.kinds)
+        same = sum(kind.same_tokens for kind in self.kinds)
         equal = "the same output" if same == len(self.kinds) else f"the same output for {same} of {len(self.kinds)} kinds of text"
         words = f"{self.speed_up:.2f} times as fast as without drafts ({ratios[0]:.2f} to {ratios[-1]:.2f} by kind of text), {equal}"
         return f"{words}; {self._energy()}"
@@ -116,20 +101,9 @@ class DemoResult:
         """Returns plain values under stable keys."""
         return {
             "speed_up": self.speed_up,
-            "same_tokens": all(kind.same for kind in self.kinds),
-            "kinds": [
-                {
-                    "name": kind.name,
-                    "speed_up": kind.speed_up,
-                    "same_tokens": kind.same,
-                    "plain": [stats.to_json() for stats in kind.plain],
-                    "drafted": [stats.to_json() for stats in kind.drafted],
-                }
-                for kind in self.kinds
-            ],
-            "energy": {"plain": self.plain_energy.to_json(), "drafted": self.drafted_energy.to_json()},
-            "machine_load_before": self.load_before.to_json(),
-            "machine_load": self.load.to_json(),
+            "same_tokens": all(kind.same_tokens for kind in self.kinds),
+            "kinds": [{"name": kind.name, **kind.runs_json()} for kind in self.kinds],
+            **self.conditions_json(),
             "sentence": self.sentence(),
         }
 
@@ -149,51 +123,28 @@ class Demo:
     ) -> None:
         self._session, self._max_tokens, self._repeats = session, max_tokens, repeats
         self._write, self._watch, self._waiting = write, watch, waiting
-        self._pools = {True: EnergyPool(), False: EnergyPool()}
         self._template = bundle_template(session.bundle, session.vocabulary) if is_instruction_tuned(session) else None
 
     def run(self) -> DemoResult:
         """Streams each kind once with drafts, then measures it without and with drafts in turn."""
         self._session.profit()  # measures on first use, before anything is shown
-        before = load_now()
-        if before.is_busy:
-            self._write(f"Before the first run, {before.sentence()}.\n")
-        load = LoadWatch()
-        architecture = self._session.bundle.manifest.architecture
-        self._write(
-            f"{architecture.parameters / 1e6:.0f} million weights. {click.style('Green', fg='green')}: drafts that were accepted.\n"
-        )
-        kinds = tuple(self._kind(name, prompt) for name, prompt in (TEXTS if self._template is None else MESSAGES).items())
-        return DemoResult(
-            kinds=kinds,
-            plain_energy=self._pools[False].energy(),
-            drafted_energy=self._pools[True].energy(),
-            load_before=before,
-            load=load.load(),
-        )
+        runs = RunsInTurn(self._watch, self._write)
+        weights = self._session.bundle.manifest.architecture.parameters
+        self._write(f"{weights / 1e6:.0f} million weights. {click.style('Green', fg='green')}: drafts that were accepted.\n")
+        kinds = tuple(self._kind(runs, name, prompt) for name, prompt in (TEXTS if self._template is None else MESSAGES).items())
+        return DemoResult(kinds=kinds, **vars(runs.conditions()))
 
-    def _kind(self, name: str, prompt: str) -> KindResult:
+    def _kind(self, runs: RunsInTurn, name: str, prompt: str) -> KindResult:
         sent: str | list[int] = prompt if self._template is None else self._template.encode([{"role": "user", "content": prompt}])
         self._write(click.style(f"\n--- {name} ---\n", bold=True) + click.style(prompt, dim=True) + "\n" * (self._template is not None))
-        shown = self._generation(sent, drafting=True)
-        for piece in self._coloured(shown):
+        for piece in self._coloured(self._generation(sent, drafting=True)):
             self._write(piece)
-        runs: dict[bool, list[DecodeStats]] = {True: [], False: []}
-        outputs = [shown.tokens]
         self._write("\n")
         with self._waiting("the same again, without and with drafts in turn") as report:
             for done in range(2 * self._repeats):
                 report(done / (2 * self._repeats))
-                drafting = done % 2 == 1
-                generation = self._generation(sent, drafting=drafting)
-                with self._watch() as energy:
-                    generation.text()
-                energy.add_to(self._pools[drafting], generation.stats.tokens)
-                runs[drafting].append(generation.stats)
-                outputs.append(generation.tokens)
-        result = KindResult(
-            name=name, plain=tuple(runs[False]), drafted=tuple(runs[True]), same=all(tokens == outputs[0] for tokens in outputs)
-        )
+                runs.run(self._generation(sent, drafting=done % 2 == 1), drafting=done % 2 == 1)
+        result = KindResult(name=name, **vars(runs.paired()))
         self._write(f"{_line(result)}\n")
         return result
 
@@ -214,7 +165,7 @@ class Demo:
 def _line(kind: KindResult) -> str:
     plain, drafted = (statistics.median(stats.tokens_per_second for stats in runs) for runs in (kind.plain, kind.drafted))
     length = kind.drafted[0].mean_acceptance_length
-    equal = "the same output" if kind.same else "ANOTHER output"
+    equal = "the same output" if kind.same_tokens else "ANOTHER output"
     return f"{kind.speed_up:.2f} times as fast: {drafted:.1f} instead of {plain:.1f} tok/s, {length:.1f} tokens per verify, {equal}"
 
 

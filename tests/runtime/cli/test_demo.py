@@ -60,7 +60,7 @@ def test_accepted_drafts_are_green():
 
 def test_another_output_is_said():
     one = result()
-    kinds = (replace(one.kinds[0], same=False), *one.kinds[1:])
+    kinds = (replace(one.kinds[0], same_tokens=False), *one.kinds[1:])
     assert f"the same output for {len(kinds) - 1} of {len(kinds)} kinds of text" in replace(one, kinds=kinds).sentence()
 
 
