@@ -7,8 +7,7 @@ from html import escape
 
 from edge_bench.report.figures import Figures
 from edge_bench.report.plots import Plot, all_plots, energy_plots
-from edge_bench.report.tables import TextTable, all_tables, energy_tables, machine_line, meter_table, notes
-from edge_bench.report.verdict import verdict
+from edge_bench.report.tables import TextTable, all_tables, energy_tables, machine_line, meter_table, notes, verdict
 from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import report_lines

@@ -20,10 +20,17 @@ from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
 from edge_devices.errors import EdgeError
 from edge_devices.option_fields import option
-from edge_runtime.cli.energy_options import energy_record, unwatched
 from edge_runtime.cli.messages import MAX_INPUT, MessageOptions, printable
-from edge_runtime.cli.options import BundlePath, Opening, opens_bundle
-from edge_runtime.cli.sampling_options import refuse_greedy_filters, sampling_of, takes_sampling
+from edge_runtime.cli.options import (
+    BundlePath,
+    Opening,
+    energy_record,
+    opens_bundle,
+    refuse_greedy_filters,
+    sampling_of,
+    takes_sampling,
+    unwatched,
+)
 from edge_runtime.cli.terminal.markdown import MarkdownPainter
 from edge_runtime.cli.terminal.screens import greeting, short_summary, summary
 from edge_runtime.cli.terminal.typed import History, TypedInput, history_file

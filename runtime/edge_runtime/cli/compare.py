@@ -17,9 +17,8 @@ from edge_devices.machine.load import LoadWatch, MachineLoad, load_now
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
-from edge_runtime.cli.energy_options import unwatched
 from edge_runtime.cli.messages import MessageOptions, printable, read_prompt, sent_prompt
-from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
+from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, unwatched
 from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.row_equality import RowEquality

@@ -3,21 +3,169 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import platform
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from packaging.requirements import Requirement
 
 from edge_devices.command_line import PanelCommand
+from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, read_entries
+from edge_devices.machine.detection import Device, detect_device
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
-from edge_devices.meters.base import MeterState
-from edge_runtime.backends.selection import BACKENDS, CARDS, load_backend
-from edge_runtime.cli.diagnosis import Diagnosis, diagnose
+from edge_devices.meters.base import Finding, MeterState
+from edge_devices.meters.search import find_meters
+from edge_runtime.backends.installed import ask_backend
+from edge_runtime.backends.selection import BACKENDS, CARDS, BackendKind, BackendRates, cached_choices, load_backend
+from edge_runtime.calibration.measured import cache_file
+from edge_runtime.errors import BackendError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+DISTRIBUTION = "edge-mtp"
+# The extras for users and their purposes; the other extras are for developers of edge-mtp.
+EXTRAS = {
+    **{kind: f"runs {card.format.upper()} bundles" for kind, card in CARDS.items()},
+    "grammar": "JSON schemas, grammars, regular expressions",
+    "serve": "edge-run serve",
+    "media": "images and sound",
+    "export-onnx": "edge-export to ONNX graphs",
+    "export": "edge-export to GGUF files",
+    "package": "packages for devices",
+    "sign": "signed bundles",
+    "fleet": "edge-bench devices --fleet",
+    "verify": "parity check of an export",
+    "optimum": "optimum-cli export edge",
+    "report": "plots of edge-bench run --html",
+}
+_COMPILED_BY = {"cmake": ("cmake",), "a C++ compiler": ("c++", "g++", "clang++")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """An extra of the package: versions of its installed packages, and its missing requirements."""
+
+    name: str
+    purpose: str
+    installed: dict[str, str]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFile:
+    """A file or folder in the cache: its path, total bytes and number of entries."""
+
+    path: str
+    bytes: int
+    entries: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The findings. `backends`: what `ask_backend` returned, None if the library is not installed; `build_tools`: path or None; `choices`:
+    which backend is faster for bundles of both formats."""
+
+    version: str
+    python: str
+    executable: str
+    device: Device
+    backends: Mapping[BackendKind, dict[str, Any] | None]
+    build_tools: Mapping[str, str | None]
+    extras: tuple[Extra, ...]
+    choices: tuple[BackendRates, ...]
+    meters: tuple[Finding, ...]
+    cache: str
+    cache_variable: str
+    cache_files: tuple[CacheFile, ...]
+
+    @property
+    def ready(self) -> bool:
+        """Returns whether some backend can run bundles."""
+        return any(answer is not None and "error" not in answer for answer in self.backends.values())
+
+    @property
+    def install(self) -> str | None:
+        """Returns the line that installs all extras with something missing; None if nothing is."""
+        missing = [extra.name for extra in self.extras if extra.missing]
+        if "export" in missing and "export-onnx" in missing:
+            missing.remove("export-onnx")  # a part of it
+        return f"{shlex.quote(self.executable)} -m pip install '{DISTRIBUTION}[{','.join(missing)}]'" if missing else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under stable keys."""
+        return {
+            "ready": self.ready,
+            "version": self.version,
+            "python": self.python,
+            "executable": self.executable,
+            "machine": self.device.to_json(),
+            "backends": dict(self.backends),
+            "build_tools": dict(self.build_tools),
+            "extras": [asdict(extra) for extra in self.extras],
+            "faster_backends": [asdict(choice) for choice in self.choices],
+            "meters": [finding.to_json() for finding in self.meters],
+            "cache": {"folder": self.cache, "variable": self.cache_variable, "files": [asdict(file) for file in self.cache_files]},
+            "install": self.install,
+        }
+
+
+def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_backend) -> Diagnosis:
+    """Examines Python, packages, backends (in child processes), meters, machine and caches; changes nothing. Raises BackendError."""
+    try:
+        version, requirements = metadata.version(DISTRIBUTION), metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        raise BackendError(f"{DISTRIBUTION} is not installed for {sys.executable}; run: pip install . in its checkout") from None
+    folder = cache_folder()
+    return Diagnosis(
+        version=version,
+        python=platform.python_version(),
+        executable=sys.executable,
+        device=detect_device(system),
+        backends={kind: ask(kind) if find_spec(card.library) is not None else None for kind, card in CARDS.items()},
+        build_tools={tool: next((path for name in names if (path := shutil.which(name))), None) for tool, names in _COMPILED_BY.items()},
+        extras=tuple(_extra(name, purpose, requirements) for name, purpose in EXTRAS.items()),
+        choices=tuple(cached_choices()),
+        meters=tuple(find_meters(system)),
+        cache=str(folder),
+        cache_variable=CACHE_VARIABLE,
+        cache_files=tuple(_cache_files(folder)),
+    )
+
+
+def _extra(name: str, purpose: str, requirements: list[str]) -> Extra:
+    installed: dict[str, str] = {}
+    missing = []
+    for line in requirements:
+        requirement = Requirement(line)
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": name}):
+            continue
+        try:
+            installed[requirement.name] = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            missing.append(line.partition(";")[0].strip())
+    return Extra(name=name, purpose=purpose, installed=installed, missing=tuple(missing))
+
+
+def _cache_files(folder: Path) -> list[CacheFile]:
+    file = cache_file()
+    files = [CacheFile(path=str(file), bytes=file.stat().st_size, entries=len(read_entries(file)))] if file.is_file() else []
+    packed = folder / "packed"
+    if packed.is_dir():
+        sizes = [path.stat().st_size for path in packed.rglob("*") if path.is_file()]
+        files.append(CacheFile(path=str(packed), bytes=sum(sizes), entries=sum(path.is_dir() for path in packed.iterdir())))
+    return files
+
 
 Row = tuple[str, str, str]
 _COLOURS = {"ok": "green", "missing": "yellow", "broken": "red", "denied": "yellow"}

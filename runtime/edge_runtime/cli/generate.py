@@ -15,10 +15,18 @@ from edge_devices.energy.live import RunEnergy
 from edge_devices.option_fields import option
 from edge_devices.waiting import terminal_wait
 from edge_runtime.cli.compare import NOTHING_DRAFTED
-from edge_runtime.cli.energy_options import energy_record
 from edge_runtime.cli.messages import MediaFiles, MessageOptions, printable, read_prompt, sent_prompt
-from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
-from edge_runtime.cli.sampling_options import TextLimits, refuse_greedy_filters, sampling_of, takes_sampling
+from edge_runtime.cli.options import (
+    BundlePath,
+    Opening,
+    TextLimits,
+    energy_record,
+    note,
+    opens_bundle,
+    refuse_greedy_filters,
+    sampling_of,
+    takes_sampling,
+)
 from edge_runtime.cli.terminal.screens import Explain, remarks, summary
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.sampling import SamplingParams

@@ -1,4 +1,4 @@
-"""What the commands of edge-run share: the bundle, how it is opened, and the energy of what runs on it."""
+"""What the commands of edge-run share: the bundle and how it is opened, the energy of what runs on it, and sampling."""
 
 from __future__ import annotations
 
@@ -12,17 +12,103 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from edge_devices.command_line import Decorated, takes
+from edge_devices.command_line import Decorated, given_options, takes
+from edge_devices.energy.live import EnergyWatch, RunEnergy, SharedWatch
+from edge_devices.energy.virtual_meters import ESTIMATE, VIRTUAL, requested_meter, virtual_meter
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import System
+from edge_devices.meters.base import Meter
+from edge_devices.meters.search import find_meters, no_meter_reason
+from edge_devices.option_fields import option
 from edge_devices.waiting import terminal_wait
+from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME
-from edge_runtime.cli.energy_options import Energy, EnergyOptions
+from edge_runtime.calibration.placement import PowerSource
+from edge_runtime.calibration.power_probe import PowerProbe
 from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
 from edge_runtime.config.settings import expanded
 from edge_runtime.config.yaml_file import read_config
+from edge_runtime.decoding.sampling import SamplingParams, default_sampling, over_defaults, sampling_sentence
+from edge_runtime.drafting.phase_power import PhasePower, read_phase_power
+from edge_runtime.errors import RequestError
+from edge_runtime.session.generation import GREEDY_PARAMS
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.monitoring.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
+from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema
+from edge_runtime.text.grammar_limits import MAX_SCHEMA_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Energy:
+    """The meter of a command's runs. `power` is the watts per phase for the objective energy; None if unknown."""
+
+    system: System
+    meter: Meter | None
+    power: PhasePower | PowerSource | None
+    reason: str = ""  # why there is no meter
+
+    def or_estimate(self) -> Energy:
+        """Returns the same with the power model of the device's profile where there is no meter; without one, the reason says why."""
+        if self.meter is not None:
+            return self
+        try:
+            return replace(self, meter=virtual_meter(self.system, ESTIMATE))
+        except MeterError as error:
+            return replace(self, reason=f"{self.reason}, and no estimate: {error} (--meter)")
+
+    def watch(self) -> EnergyWatch:
+        """Returns the energy measurement of one run."""
+        return EnergyWatch(self.system, self.meter, self.reason)
+
+    def shared_watch(self) -> SharedWatch:
+        """Returns the energy measurement of concurrent requests."""
+        return SharedWatch(self.system, self.meter, self.reason)
+
+
+def unwatched() -> EnergyWatch:
+    """Returns an energy measurement without a meter."""
+    return EnergyWatch(System(), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnergyOptions:
+    """The options of commands that name a meter or the watts of a machine."""
+
+    meter: str | None = option(
+        metavar="NAME",
+        panel="Energy",
+        help=f"Energy meter to read: a name from edge-devices meters, or {VIRTUAL}.  [default: the best usable meter, if any]",
+    )
+    phase_power: Path | None = option(
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        metavar="FILE",
+        panel="Energy",
+        help="JSON file with the watts of draft, verify and plain, for joules per token.  [default: measured on first use]",
+    )
+
+    def open(self, notify: Callable[[str], None], tuning: TuningConfig) -> Energy:
+        """Opens the meter. Raises MeterError if the named one cannot be used, and a usage error for watts that nothing needs."""
+        if self.phase_power is not None and tuning.objective == "time":
+            raise click.UsageError("--phase-power is for --objective energy; leave one of them out")
+        system = System()
+        findings = find_meters(system)
+        meter = requested_meter(system, findings, self.meter)
+        power: PhasePower | PowerSource | None = None
+        if self.phase_power is not None:
+            power = read_phase_power(self.phase_power)
+        elif meter is not None and not meter.facts.is_estimate:
+            power = PowerProbe(system=system, meter=meter, notify=notify, waiting=terminal_wait)
+        return Energy(system=system, meter=meter, power=power, reason="" if meter else no_meter_reason(findings))
+
+
+def energy_record(energy: RunEnergy) -> dict[str, Any]:
+    """Returns the energy part of a run's JSON: null and the reason if there is no figure per token."""
+    if energy.joules_per_token is None:
+        return {"energy": None, "energy_reason": energy.sentence()}
+    return {"energy": energy.to_json()}
+
 
 # Shell completion looks at no more folders than this, so that it stays fast.
 MAX_FOLDERS = 1000
@@ -128,3 +214,49 @@ def with_policy(tuning: TuningConfig) -> TuningConfig:
     if tuning.objective == "energy":
         raise click.UsageError("--objective energy chooses draft lengths itself; leave --draft-length out")
     return replace(tuning, policy="fixed")
+
+
+def takes_sampling(command: Decorated) -> Decorated:
+    """Adds the options of sampling to a command, whose body receives `SamplingParams`."""
+    return takes("sampling", GREEDY_PARAMS, panel="Sampling")(command)
+
+
+def sampling_of(sampling: SamplingParams, bundle: Bundle) -> SamplingParams:
+    """Returns the bundle's sampling where the command line says nothing, and prints what that is."""
+    named = given_options(click.get_current_context())
+    chosen = over_defaults(sampling, named, default_sampling(bundle.manifest.generation, GREEDY_PARAMS))
+    if chosen != sampling:
+        note(f"sampling as the model's generation_config says: {sampling_sentence(chosen)} (--temperature 0 is greedy)")
+    return chosen
+
+
+def refuse_greedy_filters(sampling: SamplingParams) -> None:
+    """Raises a usage error for options that only matter where tokens are drawn."""
+    if sampling.temperature == 0 and (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0):
+        raise click.UsageError("--top-k, --top-p and --min-p have no effect at temperature 0; give --temperature too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLimits:
+    """What the text may be, and where it ends."""
+
+    json_schema: str | None = option(metavar="FILE|JSON", panel="Text", help="Generate only JSON that matches this schema.")
+    grammar: Path | None = option(metavar="FILE", panel="Text", help="Generate only text that this GBNF grammar allows.")
+    stop: Sequence[str] = option(default=(), panel="Text", help="Stop before this text; it is not printed. Repeatable.")
+
+    def constraint(self) -> ConstraintSource | None:
+        """Returns the requested constraint. Raises a usage error for two, RequestError for a file that cannot be read."""
+        if self.json_schema is not None and self.grammar is not None:
+            raise click.UsageError("--json-schema and --grammar exclude each other; give one of them")
+        if self.json_schema is not None:
+            inline = self.json_schema.lstrip().startswith("{")
+            return JsonSchema(self.json_schema if inline else _read(Path(self.json_schema)))
+        return None if self.grammar is None else Gbnf(_read(self.grammar))
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_SCHEMA_BYTES + 1).decode()  # the constraint's parser refuses texts above MAX_SCHEMA_BYTES
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read: {error}") from None

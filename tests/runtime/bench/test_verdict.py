@@ -14,8 +14,7 @@ from edge_bench.measure.records import Record, collect
 from edge_bench.measure.variants import BASELINE, OURS, Variant
 from edge_bench.report.figures import figures
 from edge_bench.report.ratios import Ratio
-from edge_bench.report.tables import ratio_text
-from edge_bench.report.verdict import verdict
+from edge_bench.report.tables import ratio_text, verdict
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.text import ratio_text as energy_ratio
 

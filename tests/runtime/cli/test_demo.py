@@ -18,7 +18,7 @@ from edge_devices.meters.base import Scope
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.cli.demo import TEXTS, Demo, DemoResult
-from edge_runtime.cli.energy_options import unwatched
+from edge_runtime.cli.options import unwatched
 from scripted import make_session
 
 

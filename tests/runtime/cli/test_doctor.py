@@ -21,9 +21,8 @@ from edge_devices.machine.system import System
 from edge_devices.meters.recorded_system import RecordedSystem, read_recording
 from edge_runtime.backends.installed import ask_backend
 from edge_runtime.backends.llama import crash_probe as probe
-from edge_runtime.cli import diagnosis as doctor
-from edge_runtime.cli import doctor as doctor_screen
-from edge_runtime.cli.diagnosis import Diagnosis, diagnose
+from edge_runtime.cli import doctor
+from edge_runtime.cli.doctor import Diagnosis, diagnose
 from edge_runtime.cli.run import main
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +52,7 @@ def diagnosis(monkeypatch: pytest.MonkeyPatch, *, fixture: str = "rapl-denied", 
 
 def screen(found: Diagnosis, width: int = 500) -> str:
     console = Console(width=width, file=io.StringIO())
-    console.print(doctor_screen.diagnosis_table(found))
+    console.print(doctor.diagnosis_table(found))
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
@@ -84,7 +83,7 @@ def test_without_a_backend_nothing_runs_and_the_line_to_install_it_is_there(monk
 def test_without_llama_cpp_onnx_graphs_can_be_exported_and_the_screen_says_so(monkeypatch):
     there = {"edge-mtp": "9.9", "gguf": "1", "onnx": "2", "tokenizers": "3", "huggingface_hub": "4"}
     monkeypatch.setattr(doctor.metadata, "version", only(**there))
-    states = {name: state for name, state, _ in doctor_screen.rows(diagnosis(monkeypatch, onnx=ONNX))}
+    states = {name: state for name, state, _ in doctor.rows(diagnosis(monkeypatch, onnx=ONNX))}
     assert (states["export-onnx"], states["export"]) == ("ok", "missing")
 
 
@@ -109,14 +108,14 @@ def test_one_missing_extra_is_named_alone(monkeypatch):
 
 
 def test_a_denied_meter_comes_with_its_remedy(monkeypatch):
-    row = next(row for row in doctor_screen.rows(diagnosis(monkeypatch)) if row[1] == "denied")
+    row = next(row for row in doctor.rows(diagnosis(monkeypatch)) if row[1] == "denied")
     assert "rapl" in row[2]
     assert "; " in row[2]
 
 
 def test_a_usable_meter_says_its_scope(monkeypatch):
     found = diagnosis(monkeypatch, fixture="rapl-laptop")
-    assert ("energy meter", "ok") in [row[:2] for row in doctor_screen.rows(found)]
+    assert ("energy meter", "ok") in [row[:2] for row in doctor.rows(found)]
     assert "scope package" in screen(found)
 
 
@@ -135,7 +134,7 @@ def test_a_library_that_fails_when_loaded_is_broken(monkeypatch, script, sentenc
     answer = ask_backend("llama", [sys.executable, "-c", script], timeout_seconds=1.0 if "sleep" in script else 30.0)
     found = diagnosis(monkeypatch, llama=answer)
     assert not found.ready
-    row = next(row for row in doctor_screen.rows(found) if row[0] == "llama.cpp")
+    row = next(row for row in doctor.rows(found) if row[0] == "llama.cpp")
     assert row[1] == "broken"
     assert row[2].startswith(sentence)
 
@@ -168,7 +167,7 @@ def test_onnxruntime_answers_for_itself(monkeypatch):
 
 
 def test_the_command_needs_no_bundle_and_prints_one_object(monkeypatch):
-    monkeypatch.setattr(doctor_screen, "diagnose", lambda _: diagnosis(monkeypatch, llama=LLAMA))
+    monkeypatch.setattr(doctor, "diagnose", lambda _: diagnosis(monkeypatch, llama=LLAMA))
     result = CliRunner().invoke(main, ["doctor", "--json"])
     assert result.exit_code == 0
     record = json.loads(result.stdout)
@@ -178,7 +177,7 @@ def test_the_command_needs_no_bundle_and_prints_one_object(monkeypatch):
 
 
 def test_the_command_fits_on_a_screen(monkeypatch):
-    monkeypatch.setattr(doctor_screen, "diagnose", lambda _: diagnosis(monkeypatch, onnx=ONNX))
+    monkeypatch.setattr(doctor, "diagnose", lambda _: diagnosis(monkeypatch, onnx=ONNX))
     result = CliRunner().invoke(main, ["doctor"], env={"COLUMNS": "100"})
     assert result.exit_code == 0
     assert "bundles can run here" in result.stdout

@@ -14,8 +14,8 @@ from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterState, Sample, Scope, Trace, absent, present, usable
-from edge_runtime.cli import energy_options
 from edge_runtime.cli import options as cli_options
+from edge_runtime.cli import options as energy_options
 from edge_runtime.cli import run as cli
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.session.session import Session, SessionParts

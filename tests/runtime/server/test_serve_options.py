@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from edge_devices.energy.live import SharedWatch
-from edge_runtime.cli import energy_options
+from edge_runtime.cli import options as energy_options
 from edge_runtime.cli import run as cli
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server import serve as serving

@@ -104,7 +104,7 @@ HOSTILE = {
 def test_hostile_templates_end_soon_in_one_sentence(source, monkeypatch):
     """The sandbox alone, without the limits of a child process."""
     monkeypatch.setattr(forked, "AVAILABLE", False)
-    monkeypatch.setattr("edge_runtime.text.template.limits.MAX_SECONDS", 0.5)
+    monkeypatch.setattr("edge_runtime.text.template.filters.MAX_SECONDS", 0.5)
     tracemalloc.start()
     begin = time.monotonic()
     try:

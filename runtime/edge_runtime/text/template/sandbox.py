@@ -18,7 +18,7 @@ from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
 from edge_runtime.text.template import filters as template_filters
-from edge_runtime.text.template.limits import BUDGET, LimitError, budget, measured
+from edge_runtime.text.template.filters import BUDGET, LimitError, budget, measured
 
 FILTERS = (
     "abs",
