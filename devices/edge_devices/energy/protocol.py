@@ -191,7 +191,8 @@ def measure(
             log.runs.append(_run(system, recorder, name, repeat, workloads[name], window_s, log))
             keep(log)
             system.sleep(plan.rest_s)
-        if names and all(_failed(log, run) for run in log.runs[-len(names) :]):
+        windows = [(run.start_s, run.end_s) for run in log.runs[-len(names) :]]
+        if names and all(any(start_s <= time_s <= end_s for time_s, _ in log.faults) for start_s, end_s in windows):
             log.warnings.append(f"stopped after {repeat + 1} of {plan.repeats} repeats: {log.faults[-1][1]}")
             keep(log)
             return log
@@ -200,10 +201,6 @@ def measure(
     log.others.append(load.load())
     keep(log)
     return log
-
-
-def _failed(log: RunLog, run: LoggedRun) -> bool:
-    return any(run.start_s <= time_s <= run.end_s for time_s, _ in log.faults)
 
 
 def _load(system: System, load_step: Load, seconds: float) -> tuple[float, float]:

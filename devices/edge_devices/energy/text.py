@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from edge_devices.energy.characteristics import Characteristics
@@ -111,10 +112,6 @@ def figure_text(interval: Interval, *, basis: str = "") -> str:
     """Returns a figure with as many digits as its interval supports: two of the half width. `basis`: of other intervals than repeats'."""
     if not 0 < interval.half < float("inf"):
         return f"{interval.value:.3g} (n={interval.n}, no interval)"
-    digits = max(0, -_exponent(interval.half) + 1)
+    digits = max(0, 1 - math.floor(math.log10(interval.half)))
     basis = basis or (f"n={interval.n}" if interval.n > 1 else "n=1: the reading's error alone, not how runs differ")
     return f"{interval.value:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}] ({basis})"
-
-
-def _exponent(value: float) -> int:
-    return int(f"{value:e}".partition("e")[2])

@@ -16,59 +16,40 @@ from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter,
 
 NAME = "nvml"
 LIBRARIES = {"win32": ("nvml.dll",), "linux": ("libnvidia-ml.so.1", "libnvidia-ml.so")}
+ENERGY, POWER = "nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage"
 NOT_SUPPORTED = 3
 Loader = Callable[[str], Any]
 
 
-class Nvml:
-    """The NVML calls that the meter uses. Raises MeterError with the library's code if one fails."""
-
-    def __init__(self, library: Any) -> None:
-        self._library = library
-        self._call("nvmlInit_v2")
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code != 0:
-            raise MeterError(f"{name} failed with code {code}; check with nvidia-smi that the NVIDIA driver is running")
-
-    def _number(self, name: str, kind: type[Any], *arguments: Any) -> Any:
-        number = kind()
-        self._call(name, *arguments, ctypes.byref(number))
-        return number
-
-    def count(self) -> int:
-        """Returns how many boards there are."""
-        return int(self._number("nvmlDeviceGetCount_v2", ctypes.c_uint).value)
-
-    def device(self, index: int) -> Any:
-        """Returns the handle of a board."""
-        return self._number("nvmlDeviceGetHandleByIndex_v2", ctypes.c_void_p, ctypes.c_uint(index))
-
-    def counts_energy(self, device: Any) -> bool:
-        """Returns whether the board has a counter of its energy."""
-        return bool(self._library.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(ctypes.c_ulonglong())) != NOT_SUPPORTED)
-
-    def millijoules(self, device: Any) -> int:
-        """Returns the energy since the driver was loaded."""
-        return int(self._number("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong, device).value)
-
-    def milliwatts(self, device: Any) -> int:
-        """Returns the board's power now."""
-        return int(self._number("nvmlDeviceGetPowerUsage", ctypes.c_uint, device).value)
+def _call(library: Any, name: str, *arguments: Any) -> None:
+    """Calls a function of NVML. Raises MeterError with the library's code if it fails."""
+    code = getattr(library, name)(*arguments)
+    if code != 0:
+        raise MeterError(f"{name} failed with code {code}; check with nvidia-smi that the NVIDIA driver is running")
 
 
-def board_meter(system: System, nvml: Nvml, index: int) -> SumMeter:
+def _answer(library: Any, name: str, kind: type[Any], *arguments: Any) -> Any:
+    """Returns what a function of NVML writes to its last argument, a `kind` of ctypes. Raises MeterError."""
+    answer = kind()
+    _call(library, name, *arguments, ctypes.byref(answer))
+    return answer
+
+
+def board_meter(system: System, library: Any, index: int) -> SumMeter:
     """Returns the meter of one graphics board with its memory: joules if it has a counter, else watts. Raises MeterError without either."""
-    device = nvml.device(index)
-    counts = nvml.counts_energy(device)
-    figure = nvml.millijoules if counts else nvml.milliwatts
-    figure(device)
+    device = _answer(library, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_void_p, ctypes.c_uint(index))
+    counts = getattr(library, ENERGY)(device, ctypes.byref(ctypes.c_ulonglong())) != NOT_SUPPORTED
+    function, kind = (ENERGY, ctypes.c_ulonglong) if counts else (POWER, ctypes.c_uint)
+
+    def read() -> list[tuple[str, float]]:
+        return [(f"board {index}", _answer(library, function, kind, device).value)]
+
+    read()
     facts = MeterFacts(
         name=f"nvml:{index}",
         kind=Kind.COUNTER if counts else Kind.SAMPLER,
         scope=Scope.GPU,
-        source="nvmlDeviceGetTotalEnergyConsumption" if counts else "nvmlDeviceGetPowerUsage",
+        source=function,
         refresh_s=0.1,
         resolution=0.001,
         poll_s=0.1,
@@ -76,7 +57,7 @@ def board_meter(system: System, nvml: Nvml, index: int) -> SumMeter:
         systematic="about 5 % (the board's sensor)",
         notes=("the graphics board alone, without the processor that feeds it",),
     )
-    return SumMeter(system, facts, lambda: [(f"board {index}", figure(device))], scale=1e-3)
+    return SumMeter(system, facts, read, scale=1e-3)
 
 
 def find(system: System, load: Loader = ctypes.CDLL) -> list[Finding]:
@@ -91,14 +72,15 @@ def find(system: System, load: Loader = ctypes.CDLL) -> list[Finding]:
     if library is None:
         return [absent(NAME, "no NVIDIA driver library on this machine")]
     try:
-        nvml = Nvml(library)
-        return [_finding(system, nvml, i) for i in range(nvml.count())] or [absent(NAME, "the NVIDIA driver lists no board")]
+        _call(library, "nvmlInit_v2")
+        count = _answer(library, "nvmlDeviceGetCount_v2", ctypes.c_uint).value
+        return [_finding(system, library, i) for i in range(count)] or [absent(NAME, "the NVIDIA driver lists no board")]
     except (MeterError, AttributeError) as error:
         return [present(NAME, str(error), "start or update the NVIDIA driver")]
 
 
-def _finding(system: System, nvml: Nvml, index: int) -> Finding:
+def _finding(system: System, library: Any, index: int) -> Finding:
     try:
-        return usable(board_meter(system, nvml, index))
+        return usable(board_meter(system, library, index))
     except MeterError as error:
         return present(f"nvml:{index}", str(error))

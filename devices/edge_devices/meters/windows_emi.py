@@ -9,7 +9,7 @@ import ctypes
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
@@ -89,14 +89,6 @@ LARGEST_METADATA, MAX_CHANNELS = 1 << 16, 256
 NAME_BYTES = 32  # EMI_NAME_MAX characters of two bytes
 
 
-class Port(Protocol):
-    """An open device that accepts control codes."""
-
-    def control(self, code: int, size: int) -> bytes:
-        """Returns at most `size` bytes; raises MeterError if the device refuses."""
-        ...
-
-
 def parse_metadata(version: int, metadata: bytes) -> list[str]:
     """Reads EMI_METADATA_V1 or _V2: the channels' names. Raises MeterError for anything cut off or of another unit."""
     try:
@@ -131,7 +123,7 @@ def parse_measurement(measurement: bytes, channels: int) -> list[int]:
     return [struct.unpack_from("<Q", measurement, 16 * i)[0] for i in range(channels)]
 
 
-def channel_meter(system: System, port: Port, channels: Sequence[str], index: int) -> SumMeter:
+def channel_meter(system: System, port: WindowsPort, channels: Sequence[str], index: int) -> SumMeter:
     """Returns the meter of one channel, in joules."""
     name = channels[index]
     facts = MeterFacts(
@@ -151,7 +143,7 @@ def channel_meter(system: System, port: Port, channels: Sequence[str], index: in
     return SumMeter(system, facts, read, scale=JOULES_PER_PICOWATT_HOUR)
 
 
-def find(system: System, ports: Callable[[], Sequence[Port]] = open_ports) -> list[Finding]:
+def find(system: System, ports: Callable[[], Sequence[WindowsPort]] = open_ports) -> list[Finding]:
     """Returns one finding per channel; an empty list without Windows."""
     if system.platform != "win32":
         return []

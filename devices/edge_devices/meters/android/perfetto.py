@@ -51,24 +51,14 @@ def parse_rails(trace: bytes) -> dict[str, int]:
     """Reads a trace: rail -> its last microjoules. Raises MeterError for a damaged one."""
     names: dict[int, str] = {}
     latest: dict[int, int] = {}
-    for rails in _packets(trace, POWER_RAILS):
-        _read_rails(rails, names, latest)
-    return {names.get(i, f"rail{i}"): energy for i, energy in latest.items()}
-
-
-def _read_rails(rails: bytes, names: dict[int, str], latest: dict[int, int]) -> None:
-    for kind, message in _fields(rails):
-        if kind not in (DESCRIPTOR, ENERGY) or not isinstance(message, bytes):
-            continue
-        fields = dict(_fields(message))
-        index = fields.get(1, 0)
-        name, energy = fields.get(2), fields.get(3, 0)
-        if not isinstance(index, int):
-            continue
-        if kind == DESCRIPTOR and isinstance(name, bytes):
+    for kind, message in (field for rails in _packets(trace, POWER_RAILS) for field in _fields(rails)):
+        fields = dict(_fields(message)) if isinstance(message, bytes) else {}
+        index, name, energy = fields.get(1, 0), fields.get(2), fields.get(3, 0)
+        if kind == DESCRIPTOR and isinstance(index, int) and isinstance(name, bytes):
             names[index] = name.decode("utf-8", "replace")
-        elif kind == ENERGY and isinstance(energy, int):
+        elif kind == ENERGY and fields and isinstance(index, int) and isinstance(energy, int):
             latest[index] = max(energy, latest.get(index, 0))
+    return {names.get(i, f"rail{i}"): energy for i, energy in latest.items()}
 
 
 def only_rails(trace: bytes) -> bytes:
@@ -77,12 +67,9 @@ def only_rails(trace: bytes) -> bytes:
 
 
 def _packets(trace: bytes, kind: int) -> Iterator[bytes]:
-    for packet in _messages(trace, PACKET):
-        yield from _messages(packet, kind)
-
-
-def _messages(message: bytes, number: int) -> Iterator[bytes]:
-    yield from (value for field, value in _fields(message) if field == number and isinstance(value, bytes))
+    for number, packet in _fields(trace):
+        if number == PACKET and isinstance(packet, bytes):
+            yield from (value for field, value in _fields(packet) if field == kind and isinstance(value, bytes))
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:

@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -91,11 +91,8 @@ def serve(sandbox: Any, connection: socket.socket) -> None:
     render = _answered(sandbox, connection, lambda: sandbox.compile_template(source), lambda _: "")
     while render is not None:
         limit_step(0)
-        _answered(sandbox, connection, partial(_rendered, render, receive(connection)), str)
-
-
-def _rendered(render: Callable[[dict[str, Any]], str], message: bytes) -> str:
-    return render(json.loads(message))
+        message = receive(connection)
+        _answered(sandbox, connection, lambda: render(json.loads(message)), str)  # noqa: B023 - called at once
 
 
 def _answered(sandbox: Any, connection: socket.socket, work: Callable[[], Any], text: Callable[[Any], str]) -> Any:
