@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_bench.contribution import check_record
+from edge_bench.contribution.energy_records import check_record
 from edge_bench.devices.package import read_package
 from edge_bench.devices.results import read_result
 from edge_bench.measure.records import read_records

@@ -22,7 +22,7 @@ from device_power import DevicePower, pmic, rails
 from edge_bench.cli.contribute import PROTOCOL, Contribution
 from edge_bench.cli.devices import ReachOptions
 from edge_bench.cli.main import main
-from edge_bench.contribution import check_record, invalid
+from edge_bench.contribution.energy_records import check_record, invalid
 from edge_bench.devices import remote_run
 from edge_bench.measure.request import MeterOptions
 from edge_runtime.session.load_options import LoadOptions

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from edge_bench.cli.devices import ReachOptions, measure_on
-from edge_bench.contribution import make_record, pool_records, pool_tables, write_record
+from edge_bench.contribution.energy_records import make_record, pool_records, pool_tables, write_record
 from edge_bench.devices.remote_run import device_label
 from edge_bench.devices.results import ENERGY
 from edge_bench.measure.command import measure_joules

@@ -18,9 +18,9 @@ import pytest
 from click.testing import Result
 
 from device_runs import bench
-from edge_bench import contribution as pool
 from edge_bench.cli import contribute as command
 from edge_bench.cli.contribute import steps
+from edge_bench.contribution import energy_records as pool
 from edge_bench.devices import remote_run
 from edge_bench.devices.package import DevicePackage
 from edge_bench.devices.remote_run import RemoteRequest

@@ -18,7 +18,7 @@ MIN_FIT = 0.5  # share of the power's variance that the steps must explain
 MAX_RIVAL_SHARE = 0.9  # of the best fit
 MAX_RECORDING_S = 6 * 3600.0
 Span = tuple[float, float]  # seconds
-Figures = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 
 def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
@@ -51,7 +51,7 @@ def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
     return best
 
 
-def _fits(trace: Trace, loads: Sequence[Span], rests: Sequence[Span], offsets: Figures) -> Figures:
+def _fits(trace: Trace, loads: Sequence[Span], rests: Sequence[Span], offsets: FloatArray) -> FloatArray:
     """Returns the share of variance that the two levels explain, for each offset; 0 where the power under load is not higher.
 
     From integrals of power and of its square up to each reading; power is constant between readings.
@@ -62,7 +62,7 @@ def _fits(trace: Trace, loads: Sequence[Span], rests: Sequence[Span], offsets: F
     squares = np.divide(joules**2, seconds, out=np.zeros_like(joules), where=seconds > 0)
     first, second = (np.concatenate([[0.0], np.cumsum(parts)]) for parts in (joules, squares))
 
-    def integral(curve: Figures, spans: Sequence[Span]) -> Figures:
+    def integral(curve: FloatArray, spans: Sequence[Span]) -> FloatArray:
         total = np.zeros_like(offsets)
         for start, end in spans:
             total += np.interp(end - offsets, times, curve) - np.interp(start - offsets, times, curve)
@@ -75,7 +75,7 @@ def _fits(trace: Trace, loads: Sequence[Span], rests: Sequence[Span], offsets: F
     contrast = load / load_s - rest / rest_s
     inside = (rests[0][0] - offsets >= times[0]) & (rests[-1][1] - offsets <= times[-1])
     known = inside & (variance > 1e-12) & (contrast > 0)
-    fits: Figures = np.divide(contrast**2 * load_s * rest_s / total_s, variance, out=np.zeros_like(variance), where=known)
+    fits: FloatArray = np.divide(contrast**2 * load_s * rest_s / total_s, variance, out=np.zeros_like(variance), where=known)
     return fits
 
 
