@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean, median, pvariance
 
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, MeterFacts, Trace
@@ -90,7 +90,7 @@ def _lag(trace: Trace, before: float, step: float, after: float) -> float | None
     new = [trace.values[i] for i in trace.span((step + after) / 2, after)]
     if len(old) < 2 or len(new) < 2:
         return None
-    noise = math.sqrt((_variance(old) + _variance(new)) / 2)
+    noise = math.sqrt((pvariance(old) + pvariance(new)) / 2)
     height = fmean(new) - fmean(old)
     if abs(height) < 4 * noise or not height:
         return None
@@ -98,8 +98,3 @@ def _lag(trace: Trace, before: float, step: float, after: float) -> float | None
         if (trace.values[i] - fmean(old)) / height >= SETTLED_SHARE:
             return trace.times[i] - step
     return after - step
-
-
-def _variance(values: Sequence[float]) -> float:
-    mean = fmean(values)
-    return fmean((v - mean) ** 2 for v in values)

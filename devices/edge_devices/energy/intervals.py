@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import Any
 
 from edge_devices.errors import MeasurementError
@@ -56,14 +56,10 @@ def mean_interval(values: Sequence[float], times: Sequence[float], *, resolution
     n = len(values)
     if n < 2:
         raise MeasurementError(f"{n} repeat gives no interval; run at least 2, better 5")
-    mean = fmean(values)
-    slope = 0.0
-    freedom = n - 1
-    middle = fmean(times)
-    spread = sum((t - middle) ** 2 for t in times)
-    if n >= MIN_TO_DETREND and spread > 0:
-        slope = sum((t - middle) * (v - mean) for t, v in zip(times, values, strict=True)) / spread
-        freedom = n - 2
+    mean, middle = fmean(values), fmean(times)
+    slope, freedom = 0.0, n - 1
+    if n >= MIN_TO_DETREND and max(times) > min(times):
+        slope, freedom = linear_regression(times, values).slope, n - 2
     squares = sum((v - mean - slope * (t - middle)) ** 2 for t, v in zip(times, values, strict=True))
     scatter = math.sqrt(squares / freedom)
     if scatter < resolution / 3:

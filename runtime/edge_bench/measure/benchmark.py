@@ -23,7 +23,7 @@ from edge_bench.measure.variants import BASELINE, OURS, Variant, edge_variants, 
 from edge_devices.energy.protocol import Workload
 from edge_devices.machine.facts import read_machine
 from edge_runtime.backends.selection import has_options, usable_backends
-from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.calibration.cost_probe import TEXT, measure_costs
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.cost_model import MIN_SECONDS
@@ -99,7 +99,10 @@ class Benchmark:
             created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             bundle=self._folder.resolve().name,
             target=PurePath(source.origin).name if source else "",
-            files=_files(self._bundle),
+            files=tuple(
+                ModelFile(role=file.role, format=file.format, quantization=file.quantization, bytes=file.bytes)
+                for file in self._bundle.manifest.files
+            ),
             machine=asdict(read_machine()),
             settings={
                 "threads": self._threads,
@@ -251,7 +254,3 @@ def _middle(lengths: Sequence[int]) -> int:
 def _few(lengths: Sequence[int], policies: Sequence[str]) -> Sequence[int]:
     """Returns no fixed length if policies are measured, else only the middle one."""
     return () if policies or not lengths else (_middle(lengths),)
-
-
-def _files(bundle: Bundle) -> tuple[ModelFile, ...]:
-    return tuple(ModelFile(role=f.role, format=f.format, quantization=f.quantization, bytes=f.bytes) for f in bundle.manifest.files)

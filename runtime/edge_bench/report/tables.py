@@ -33,14 +33,10 @@ def verdict(figures: Figures) -> str:
     if not rows:
         return ""
     defaults = [row for row in rows if row.variant.policy == DEFAULT_POLICY]
-    judged = max(defaults or rows, key=_speed_up)
+    judged = max(defaults or rows, key=lambda row: row.speed_up.value if row.speed_up else 0.0)
     others = len(defaults or rows)
     chosen = "" if others == 1 else f", the fastest of {others} measured,"
     return f"{judged.variant.label}{chosen} {_speed(judged)}{_output(judged)}{_joules(judged, figures.energy)}."
-
-
-def _speed_up(row: Row) -> float:
-    return row.speed_up.value if row.speed_up else 0.0
 
 
 def _speed(row: Row) -> str:

@@ -83,23 +83,23 @@ AUTOMATIC = Choice()
 
 def parse_choice(text: str) -> Choice:
     """Parses `time=NAME,current=NAME,unit=mA,volts=5.1`. Raises MeterError for anything else."""
-    names, unit, time_unit, volts = {}, "", "", None
+    names: dict[str, str] = {}
+    units = {"unit": "", "time_unit": ""}
+    volts = None
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or not value:
+        if not equals or not value or key not in (*UNITS, *units, "volts"):
             raise MeterError(f"--columns {part!r} is not KEY=NAME; keys are {', '.join(UNITS)}, unit, time_unit and volts")
         if key in UNITS:
             names[key] = value
-        elif key in ("unit", "time_unit"):
-            known = [name for quantity, units in UNITS.items() for name in units if (quantity == "time") == (key == "time_unit")]
-            if simple(value) not in known:
-                raise MeterError(f"{key}={value} is not a unit that a column can have; use one of {', '.join(known)}")
-            unit, time_unit = (simple(value), time_unit) if key == "unit" else (unit, simple(value))
         elif key == "volts":
             volts = _volts(value)
         else:
-            raise MeterError(f"--columns has no key {key!r}; keys are {', '.join(UNITS)}, unit, time_unit and volts")
-    return Choice(names=names, unit=unit, time_unit=time_unit, volts=volts)
+            known = [name for quantity, own in UNITS.items() for name in own if (quantity == "time") == (key == "time_unit")]
+            if (unit := simple(value)) not in known:
+                raise MeterError(f"{key}={value} is not a unit that a column can have; use one of {', '.join(known)}")
+            units[key] = unit
+    return Choice(names=names, volts=volts, **units)
 
 
 def _volts(text: str) -> float:
