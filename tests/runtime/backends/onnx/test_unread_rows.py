@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
-from edge_devices.files.hashing import sha256_of
+from edge_devices.files.limited_read import sha256_of
 from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.static import export as static_export
 from edge_export.pipeline.export import export_pair
