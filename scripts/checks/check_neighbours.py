@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -73,6 +73,10 @@ def attacks() -> dict[str, list[Request]]:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["a"] * 65_000}}}
     many = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["a"] * 116_000}}}
     turns = [{"role": "user", "content": "<|turn" * 20}, {"role": "assistant", "content": "b"}] * 1024
+    angles = {"type": "function", "function": {"name": "f", "description": "<" * (15 << 20)}}
+    call = {"function": {"name": "f", "arguments": {}}}
+    calls = [{"role": "assistant", "content": "", "tool_calls": [call] * 120}] * 250
+    results = [{"role": "tool", "tool_name": "f", "content": "x"}] * 1000
     schema = {"type": "object", "properties": {f"p{number}": True for number in range(20_000)}}
     return {
         "images of 100 scans": [chat([image(jpeg(100))] * 16)],
@@ -81,6 +85,9 @@ def attacks() -> dict[str, list[Request]]:
         "template: texts of tools": [chat("hi", tools=[tool])],
         "template: too many texts": [chat("hi", tools=[many])],
         "template: 2048 messages": [(CHAT, {"messages": turns, "max_tokens": 1})],
+        "template: 15 MB of <": [chat("hi", tools=[angles])],
+        "texts: 2000 pieces of an answer": [("/v1/responses", {"input": [{"role": "assistant", "content": "x" * 7000}] * 2000})],
+        "calls: 30,000 and their results": [("/api/chat", {"messages": [*calls, *results]})],
         "grammar: 20,000 properties": [chat("hi", response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})],
         "tokens: a long prompt": [chat("word " * 400_000), chat("<" * 60_000), ("/tokenize", {"content": "a b" * 20_000})],
         "tokens: a prediction": [chat("hi", prediction={"type": "content", "content": "predicted " * 800_000})],
@@ -164,15 +171,11 @@ def measure(address: str, seconds: float, report: Callable[[dict[str, Any]], Non
     return largest
 
 
-@click.command(context_settings={"show_default": True})
-@click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--seconds", type=click.FloatRange(1, 60), default=10.0, help="How long each attack lasts.")
-@click.option("--limit", type=float, default=0.25, help="Largest 99th percentile of the delay, in seconds.")
-@click.argument("options", nargs=-1, type=click.UNPROCESSED)
-def main(bundle: Path, seconds: float, limit: float, options: tuple[str, ...]) -> None:
-    """Serve BUNDLE, attack it, and print the delay of others as JSON lines. OPTIONS after -- go to `edge-run serve`."""
+@contextlib.contextmanager
+def served(bundle: Path, *options: str) -> Iterator[tuple[str, int]]:
+    """Serves a bundle in a child process; yields the address and the process's id."""
     code = "from edge_runtime.cli.run import main; main()"
-    command = [sys.executable, "-c", code, "serve", str(bundle), "--port", "0", "--sessions", "4", "--waiting", "16", *options]
+    command = [sys.executable, "-c", code, "serve", str(bundle), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
         assert server.stdout is not None
         try:
@@ -181,11 +184,22 @@ def main(bundle: Path, seconds: float, limit: float, options: tuple[str, ...]) -
                 raise click.ClickException("the server did not start")
             reader = threading.Thread(target=lambda: [None for _ in server.stdout or ()], daemon=True)
             reader.start()
-            largest = measure(address.group(), seconds, lambda line: click.echo(json.dumps(line)))
+            yield address.group(), server.pid
         finally:
             with contextlib.suppress(ProcessLookupError):
                 server.terminate()
             server.wait(30)
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--seconds", type=click.FloatRange(1, 60), default=10.0, help="How long each attack lasts.")
+@click.option("--limit", type=float, default=0.25, help="Largest 99th percentile of the delay, in seconds.")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def main(bundle: Path, seconds: float, limit: float, options: tuple[str, ...]) -> None:
+    """Serve BUNDLE, attack it, and print the delay of others as JSON lines. OPTIONS after -- go to `edge-run serve`."""
+    with served(bundle, "--sessions", "4", "--waiting", "16", *options) as (address, _):
+        largest = measure(address, seconds, lambda line: click.echo(json.dumps(line)))
     if largest > limit:
         raise click.ClickException(f"the 99th percentile of a delay was {largest:.3f} s; at most {limit:g} s are allowed")
 

@@ -9,7 +9,7 @@ the pieces between the marks.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from edge_runtime.bundle.bundle import Bundle
@@ -24,6 +24,8 @@ MAX_TEMPLATE_BYTES = 1 << 20
 MAX_NESTING = 64
 # A noncharacter: Unicode reserves it for internal use.
 MARK = "\ufdd0"
+# Characters that are searched at a time: a search holds the interpreter's lock.
+_SLICE = 1 << 13
 TURN_TOKENS = ("<|turn>", "<turn|>")
 # For bundles without a template. The first writes Gemma 4's turns, the second needs no control token.
 TURNS_TEMPLATE = """{{ bos_token }}
@@ -98,11 +100,10 @@ class _ForeignText:
     """Copies foreign values for a template: plain JSON types only, with marks in the control tokens that strings spell."""
 
     def __init__(self, control: Sequence[str]) -> None:
-        # In either case: Gemma 4's template writes the types of parameters in capitals.
-        self._starts = re.compile("(?=" + "|".join(map(re.escape, control)) + ")", re.IGNORECASE)
+        self._starts = re.compile("|".join(map(_anywhere, control)))
         self._prefixes = {text[:n].casefold() for text in control for n in range(1, len(text))}
         self._longest = max(map(len, self._prefixes), default=0)
-        self._first = frozenset(text[0] for text in control)
+        self._first = frozenset(letter for text in control for letter in (text[0].lower(), text[0].upper()))
 
     def guard(self, value: Any, depth: int = 0) -> Any:
         """Returns the guarded copy. Raises RequestError for anything but JSON values."""
@@ -120,14 +121,26 @@ class _ForeignText:
 
     def _marked(self, text: str) -> str:
         text = text.replace(MARK, "\ufffd")
-        if self._first.isdisjoint(text):  # as almost all texts
+        if not any(first in text for first in self._first):  # as almost all texts
             return text
         # The next text could complete the beginning of a control token at the end of this one; a template may trim blanks between them.
         end = len(text.rstrip())
         if any(text[max(end - n, 0) : end].casefold() in self._prefixes for n in range(1, self._longest + 1)):
             text = text[:end] + MARK + text[end:]
-        places = [match.start() + 1 for match in self._starts.finditer(text)]
+        places = [place for start in range(0, len(text), _SLICE) for place in self._places(text, start)]
         return MARK.join(text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True))
+
+    def _places(self, text: str, start: int) -> Iterator[int]:
+        """Yields the places behind the first characters of control tokens that begin in a slice, between which other threads go on."""
+        for match in self._starts.finditer(text, start, start + _SLICE + self._longest):
+            if match.start() < start + _SLICE:
+                yield match.end()
+
+
+def _anywhere(control: str) -> str:
+    """Returns the pattern of a control token's first character, in either case: Gemma 4 writes the types of parameters in capitals."""
+    first = f"(?i:{re.escape(control[0])})" if control[0].isalpha() else re.escape(control[0])
+    return f"{first}(?=(?i:{re.escape(control[1:])}))"
 
 
 def bundle_template(bundle: Bundle, vocabulary: Vocabulary) -> ChatTemplate:

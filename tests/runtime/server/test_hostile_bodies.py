@@ -14,10 +14,13 @@ import pytest
 
 from chat_server import scripted_server, send
 from edge_runtime.server import app
+from edge_runtime.server.engine.prompts import MAX_CHARACTERS
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, parse_json
 from edge_runtime.server.json_text import MAX_VALUES, count_values
 from edge_runtime.server.requests.completions import read_chat, read_completion
+from edge_runtime.server.requests.ollama import read_ollama_chat
+from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import ChatTemplate
 
@@ -103,6 +106,38 @@ def test_texts_of_tools_are_counted_before_they_are_copied_for_the_template(monk
         status, _, body = send(server, "POST", "/v1/chat/completions", HI | {"tools": [tool]})
     assert (status, body["error"]["param"]) == (400, "tools")
     assert "texts; at most 65536 are allowed" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools"])
+def test_more_text_than_a_template_may_write_is_not_searched(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(ChatTemplate, "render", lambda *_, **__: pytest.fail("it was rendered"))
+    text = "<" * (MAX_CHARACTERS // 2)
+    tool = {"type": "function", "function": {"name": "f", "description": text, "parameters": {text: text}}}
+    thoughts = {"role": "assistant", "content": "", "reasoning_content": text}
+    fields = {"tools": [tool]} if name == "tools" else {"messages": [thoughts] * 3}
+    with scripted_server("Hello.") as server:
+        status, _, body = send(server, "POST", "/v1/chat/completions", HI | fields)
+    assert (status, body["error"]["param"]) == (400, name)
+    assert f"characters; at most {MAX_CHARACTERS} are allowed" in body["error"]["message"]
+
+
+def test_pieces_of_an_answer_are_joined_once() -> None:
+    """Adding each to the text before copied 16 GB of a body of 16 MB."""
+    items = [{"type": "message", "role": "assistant", "content": f"{number} "} for number in range(2000)]
+    request = read_response({"input": [*items, {"type": "message", "role": "user", "content": "hi"}]})
+    messages = request.choices[0].prompt.messages  # type: ignore[union-attr]
+    assert [message["content"] for message in messages] == ["".join(f"{number} " for number in range(2000)), "hi"]
+
+
+def test_results_find_their_calls_by_name_or_in_order() -> None:
+    calls = [{"function": {"name": name, "arguments": {}}} for name in "aabbc"]
+    results = [{"role": "tool", "content": "x"} | ({"tool_name": name} if name else {}) for name in ("b", None, "a", "c", None)]
+    request = read_ollama_chat({"messages": [{"role": "assistant", "content": "", "tool_calls": calls}, *results]})
+    messages = request.choices[0].prompt.messages  # type: ignore[union-attr]
+    assert [message["tool_call_id"][-1] for message in messages[1:]] == ["2", "0", "1", "4", "3"]
+    for further in (None, "a", "z"):
+        with pytest.raises(ApiError, match="is the result of no call"):
+            read_ollama_chat({"messages": [{"role": "assistant", "tool_calls": calls}, *results, results[1] | {"tool_name": further}]})
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:

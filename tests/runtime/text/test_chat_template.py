@@ -13,6 +13,7 @@ from chat_words import CONTROL, GEMMA_LIKE, ChatWords
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import BundleFile
 from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.text import chat_template
 from edge_runtime.text.chat_template import MARK, MAX_TEMPLATE_BYTES, PLAIN_TEMPLATE, TURNS_TEMPLATE, ChatTemplate, bundle_template
 from scripted import MANIFEST
 
@@ -111,6 +112,14 @@ def test_texts_that_meet_never_become_a_control_token(first, second):
     template = ChatTemplate("{% for m in messages %}{{ m.content | trim }}{{ m.more }}{% endfor %}", WORDS)
     ids = template.encode([{"role": "user", "content": first, "more": "rn>"}, {"role": "user", "content": second, "more": "|turn>"}])
     assert control_count(ids) == 1, "<bos> alone"
+
+
+@pytest.mark.parametrize("before", [*range(-12, 3), chat_template._SLICE - 3])
+def test_control_tokens_at_the_border_of_two_slices_are_marked(before):
+    text = "a" * (chat_template._SLICE + before) + "<|turn>" * 3 + "a" * 20
+    ids = ChatTemplate("{{ messages[0].content }}", WORDS).encode([{"role": "user", "content": text}])
+    assert control_count(ids) == 1, "<bos> alone"
+    assert WORDS.spell(ids) == "<bos>" + text
 
 
 def test_without_control_tokens_nothing_is_marked():

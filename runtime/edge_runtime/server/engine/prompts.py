@@ -20,6 +20,8 @@ from edge_runtime.text.chat_template import MARK, ChatTemplate
 _SURELY_FAST = 1 << 16
 # What a conversation and its tools may have: each is copied, under the interpreter's lock, before the template's own limits hold.
 MAX_TEXTS = 1 << 16
+# As many as a template may write.
+MAX_CHARACTERS = 1 << 22
 # A prompt of fewer characters and JSON values takes some hundredths of a second at most.
 _SHORT_CHARACTERS, _SHORT_VALUES = 1 << 15, 1 << 10
 
@@ -44,9 +46,11 @@ def is_short(prompt: Prompt, prediction: str = "") -> bool:
 
 def _check_values(conversation: Conversation) -> None:
     for name, part in (("messages", conversation.messages), ("tools", conversation.tools)):
-        texts = sum(isinstance(value, str) for value in _values_of([part]))
-        if texts > MAX_TEXTS:
-            raise invalid(f"{name} has {texts} texts; at most {MAX_TEXTS} are allowed", name)
+        texts = [len(value) for value in _values_of([part]) if isinstance(value, str)]
+        if len(texts) > MAX_TEXTS:
+            raise invalid(f"{name} has {len(texts)} texts; at most {MAX_TEXTS} are allowed", name)
+        if sum(texts) > MAX_CHARACTERS:
+            raise invalid(f"{name} has texts of {sum(texts)} characters; at most {MAX_CHARACTERS} are allowed", name)
 
 
 def _values_of(waiting: list[Any]) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict, deque
 from dataclasses import replace
 from typing import Any
 
@@ -83,7 +84,7 @@ def _common(fields: Fields) -> Json:
 def _messages(fields: Fields) -> list[Json]:
     """Returns the messages; calls get ids, and results those of the calls they answer, by their names or in their order."""
     messages: list[Json] = []
-    unanswered: list[tuple[str, str]] = []
+    unanswered = _Unanswered()
     for i, message in enumerate(fields.objects("messages", MAX_MESSAGES)):
         role = message.text("role") or ""
         converted: Json = {"role": role, "content": _content(message, "content")}
@@ -91,16 +92,38 @@ def _messages(fields: Fields) -> list[Json]:
             converted["reasoning_content"] = message.text("thinking")
             if calls := [_call(call) for call in message.objects("tool_calls", MAX_CALLS)]:
                 converted["tool_calls"] = [call | {"id": f"call_{i}_{number}"} for number, call in enumerate(calls)]
-                unanswered += [(call["function"]["name"], call["id"]) for call in converted["tool_calls"]]
+                for call in converted["tool_calls"]:
+                    unanswered.add(call["function"]["name"], call["id"])
         elif role == "tool":
             name = message.text("tool_name") or message.text("name")
-            answered = next((pair for pair in unanswered if name in (None, pair[0])), None)
-            if answered is None:
+            converted["tool_call_id"] = unanswered.take(name)
+            if converted["tool_call_id"] is None:
                 raise invalid(f"messages[{i}] is the result of no call; send the assistant's message with the call before it", "messages")
-            unanswered.remove(answered)
-            converted["tool_call_id"] = answered[1]
         messages.append(converted)
     return messages
+
+
+class _Unanswered:
+    """The calls without a result so far: each is found at once, however many there are."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, str] = OrderedDict()
+        self._ids: dict[str, deque[str]] = {}
+
+    def add(self, name: str, number: str) -> None:
+        """Adds a call with its id."""
+        self._names[number] = name
+        self._ids.setdefault(name, deque()).append(number)
+
+    def take(self, name: str | None) -> str | None:
+        """Removes the first call of that name, of any if it is None, and returns its id; None if there is none."""
+        if name is None and self._names:
+            name = next(iter(self._names.values()))
+        if name is None or not self._ids.get(name):
+            return None
+        number = self._ids[name].popleft()
+        del self._names[number]
+        return number
 
 
 def _content(fields: Fields, name: str) -> str | list[Json]:

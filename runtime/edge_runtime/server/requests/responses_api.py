@@ -67,7 +67,8 @@ def _messages(fields: Fields) -> list[Json]:
     else:
         raise invalid("input must be a string or a list of items", "input")
     for message in messages:
-        message.pop("open", None)
+        if message.pop("open", None):
+            message["content"] = "".join(message["content"])
     if instructions := fields.text("instructions"):
         first = messages[0] if messages else {}
         if first.get("role") in ("system", "developer"):  # templates take one system message, at the beginning
@@ -83,7 +84,7 @@ def _add_item(messages: list[Json], item: Fields) -> None:
     if kind == "message":
         message = {"role": item.text("role") or "", "content": _text_or_parts(item)}
         if message["role"] == "assistant":
-            _answer(messages)["content"] += message["content"]
+            _answer(messages)["content"].append(_text(item, "content"))
         else:
             messages.append(message)
     elif kind == "reasoning":
@@ -102,7 +103,7 @@ def _add_item(messages: list[Json], item: Fields) -> None:
 def _answer(messages: list[Json]) -> Json:
     """Returns the assistant message that the last items make up."""
     if not (messages and messages[-1].get("open")):
-        messages.append({"role": "assistant", "content": "", "open": True})
+        messages.append({"role": "assistant", "content": [], "open": True})
     return messages[-1]
 
 
