@@ -5,7 +5,7 @@
     python scripts/checks/fuzz.py manifest --seed 1 --show 4711 > input
 
 Every input must be read, or refused with an error of the package, within 10 seconds and in memory proportional to its size. No file outside
-the folder may be opened and no code run. Figures and limits: docs/security.md. Linux only (fork).
+the folder may be opened and no code run. Figures: docs/security-results.md. Linux only (fork).
 """
 
 from __future__ import annotations
