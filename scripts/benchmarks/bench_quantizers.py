@@ -26,21 +26,21 @@ import torch
 from numpy.typing import NDArray
 
 from edge_devices.command_line import one_sentence_errors
+from edge_export.checkpoint.architecture import text_name
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from edge_export.checkpoint.shipped_pair import reference_pair
-from edge_export.checkpoint.tensor_names import text_name
+from edge_export.checkpoint.sources import ResolvedSource
+from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
 from edge_export.gguf.writer import write_gguf
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
 from edge_export.onnx.request import OnnxRequest
-from edge_export.onnx.weight_formats import table_format, weight_format
-from edge_export.parity.divergence import divergence
-from edge_export.parity.reference import load_reference
+from edge_export.onnx.weights import table_format, weight_format
+from edge_export.parity.reference import Reference, divergence, load_reference
 from edge_export.quantization.calibration import CalibrationRequest, calibrate
 from edge_export.quantization.compensated_gguf import compensate_gguf
-from edge_export.quantization.importance import Importance, fitted
+from edge_export.quantization.importance import Importance, SecondMoments, fitted
 from edge_export.quantization.llama_quantize import quantize_gguf
-from edge_export.quantization.moments import SecondMoments
 
 Weights = dict[str, NDArray[np.float32]]
 TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
@@ -205,19 +205,10 @@ def standard_library(without: list[str]) -> str:
 
 def measured_importance(folder: Path, text: Path, checkpoint: Checkpoint, scratch: Path, threads: int) -> Importance:
     """Importance of the target's channels on this text, with second moments in the folder `scratch`."""
-    model, moments = checkpoint.architecture, SecondMoments(scratch)
-    request = CalibrationRequest(
-        target_folder=folder,
-        drafter_folder=folder,
-        tokenizer_folder=folder,
-        text=text,
-        with_drafter=False,
-        parameters=checkpoint.parameters,
-        window=model.window,
-        context=model.context,
-        threads=threads,
-        moments={"target": moments},
-    )
+    moments = SecondMoments(scratch)
+    source = ResolvedSource(role="target", origin=str(folder), checkpoint=checkpoint, tokenizer=read_vocabulary(folder))
+    reference = Reference(target=source, drafter=source, threads=threads)
+    request = CalibrationRequest(reference=reference, text=text, with_drafter=False, moments={"target": moments})
     made = calibrate(request)
     return replace(fitted(made.target, checkpoint, made.source), moments=moments)
 

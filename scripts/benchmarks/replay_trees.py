@@ -44,7 +44,7 @@ def record(output: Path, texts: int) -> None:
     from edge_export.checkpoint.shipped_pair import reference_pair
     from edge_export.parity.reference import load_reference
     from edge_export.tuning.texts import written_after
-    from edge_export.tuning.unrolled import Segment, draft_states, target_rows
+    from edge_export.tuning.training import Segment, draft_states, target_rows
 
     folders = reference_pair()
     target, drafter = (load_reference(folder) for folder in folders)

@@ -18,10 +18,9 @@ from typing import Any, BinaryIO
 import click
 import numpy as np
 
-from edge_export.checkpoint.architecture import parse_architecture
+from edge_export.checkpoint.architecture import TOKEN_ORDERING, Shapes, needed_shapes, parse_architecture
 from edge_export.checkpoint.safetensors import to_bfloat16
 from edge_export.checkpoint.shipped_pair import reference_pair
-from edge_export.checkpoint.tensor_names import TOKEN_ORDERING, Shapes, needed_shapes
 from refpair.grow import write_grown_tokenizer
 
 BLOCK = 8 << 20

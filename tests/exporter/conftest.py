@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ def member_folder() -> Callable[[str], Path]:
     from tiny_members import write_member
 
     return lambda name: kept("member", {"name": name}, lambda folder: write_member(name, folder))
+
+
+@pytest.fixture
+def copy(member_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """Returns a function from a member's name to a copy of its folder that the test may damage."""
+    return lambda name: Path(shutil.copytree(member_folder(name), tmp_path / name, dirs_exist_ok=True))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from kept import PAIR, kept
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferencePair:
+class Reference:
     """Folders of the two checkpoints, the float16 GGUF files made from them, and the split drafter's two files."""
 
     target_checkpoint: Path
@@ -23,11 +23,11 @@ class ReferencePair:
 
 
 @pytest.fixture(scope="session")
-def reference_pair() -> ReferencePair:
+def reference_pair() -> Reference:
     pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
     pytest.importorskip("gguf", reason="needs edge-mtp[export]")
     folder = kept("gguf", {}, _write_pair)
-    return ReferencePair(
+    return Reference(
         target_checkpoint=PAIR / "target",
         drafter_checkpoint=PAIR / "drafter",
         target=folder / "target.gguf",

@@ -1,4 +1,7 @@
-"""The facts in a Gemma 4 config.json, checked. Field names and defaults: transformers, models/gemma4/configuration_gemma4.py."""
+"""The facts in a Gemma 4 config.json, checked, and the tensors of the text model that follow from them.
+
+Field names and defaults: transformers, models/gemma4/configuration_gemma4.py; shapes: modeling_gemma4.py.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,21 @@ TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 MAX_LAYERS = 1024
 _LAYER_DIGITS = 9
+Shapes = dict[str, tuple[int, ...]]
+SPARSE_HEAD = "masked_embedding"
+CENTROIDS = f"{SPARSE_HEAD}.centroids.weight"
+TOKEN_ORDERING = f"{SPARSE_HEAD}.token_ordering"
+# In this order: longer ones first. Old spellings of transformers, Unsloth and MLX; the last one is Google's.
+_PREFIXES = {
+    "model.language_model.model.": "model.",
+    "model.language_model.lm_head.": "lm_head.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.",
+    "model.language_model.": "model.",
+}
+# The text model's own tensors; other tensors of a multimodal checkpoint belong to its towers.
+_TEXT = ("model.layers.", "model.embed_tokens", "model.norm.", "model.per_layer_", "lm_head.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,24 +115,6 @@ class AssistantArchitecture(TextArchitecture):
     top_centroids: int
 
 
-class _Config(CheckedValues):
-    """An object of a config.json."""
-
-    def __init__(self, values: dict[str, Any], path: Path, where: str = "") -> None:
-        super().__init__(values, path, where, "use an unmodified Gemma 4 config")
-        self.values, self._place = values, where
-
-    def section(self, key: str) -> _Config:
-        value = self.get(key)
-        if not isinstance(value, dict):
-            raise self.wrong(key, "an object")
-        return _Config(value, Path(self.path), f"{self._place}{key}.")
-
-    def demand(self, key: str, allowed: tuple[Any, ...]) -> None:
-        if self.values.get(key, allowed[0]) not in allowed:
-            raise self.wrong(key, " or ".join(repr(value) for value in allowed))
-
-
 def parse_architecture(config: dict[str, Any], path: Path) -> TextArchitecture:
     """Reads a parsed config.json (`path` is for messages), in the published format or with transformers' per_layer_config.
 
@@ -124,7 +124,7 @@ def parse_architecture(config: dict[str, Any], path: Path) -> TextArchitecture:
     if kind not in TARGET_TYPES + ASSISTANT_TYPES:
         known = ", ".join(TARGET_TYPES + ASSISTANT_TYPES)
         raise CheckpointError(f"{path}: model_type is {kind!r}, not one of {known}; give a Gemma 4 checkpoint or its assistant")
-    outer = _Config(config, path)
+    outer = CheckedValues(config, path, "", "use an unmodified Gemma 4 config")
     refuse_quantized(config, path)
     text = outer if str(kind).endswith("_text") else outer.section("text_config")
     if kind not in ASSISTANT_TYPES:
@@ -140,10 +140,10 @@ def parse_architecture(config: dict[str, Any], path: Path) -> TextArchitecture:
     )
 
 
-def _text_fields(text: _Config, *, tied: bool) -> dict[str, Any]:
-    text.demand("hidden_activation", ("gelu_pytorch_tanh",))
-    text.demand("attention_bias", (False, None))
-    text.demand("use_bidirectional_attention", (None, "vision"))
+def _text_fields(text: CheckedValues, *, tied: bool) -> dict[str, Any]:
+    text.demand("hidden_activation", "gelu_pytorch_tanh")
+    text.demand("attention_bias", False, None)
+    text.demand("use_bidirectional_attention", None, "vision")
     layer_types = _layer_types(text)
     shared = text.integer("num_kv_shared_layers", 0, len(layer_types), default=0)
     k_eq_v = text.flag("attention_k_eq_v", False)
@@ -185,7 +185,7 @@ def _text_fields(text: _Config, *, tied: bool) -> dict[str, Any]:
     )
 
 
-def _per_layer_rows(text: _Config) -> int:
+def _per_layer_rows(text: CheckedValues) -> int:
     """Rows of the per-layer table. llama.cpp loads one of the vocabulary's size only, and a smaller one lacks rows that tokens need."""
     rows, tokens = text.integer("vocab_size_per_layer_input", default=262_144), text.integer("vocab_size")
     if rows != tokens:
@@ -193,7 +193,7 @@ def _per_layer_rows(text: _Config) -> int:
     return rows
 
 
-def _layer_types(text: _Config) -> tuple[str, ...]:
+def _layer_types(text: CheckedValues) -> tuple[str, ...]:
     layers = text.integer("num_hidden_layers", high=MAX_LAYERS)
     kinds = text.get("layer_types")
     if kinds is None:
@@ -205,7 +205,7 @@ def _layer_types(text: _Config) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def _full_layers(text: _Config, layer_types: tuple[str, ...], k_eq_v: bool) -> tuple[int, int | None]:
+def _full_layers(text: CheckedValues, layer_types: tuple[str, ...], k_eq_v: bool) -> tuple[int, int | None]:
     """Head dimension and K/V heads (None: as sliding layers) of full layers, from either config format."""
     if text.get("per_layer_config") is None:
         head_dim = text.integer("global_head_dim", default=512)
@@ -226,7 +226,7 @@ def _full_layers(text: _Config, layer_types: tuple[str, ...], k_eq_v: bool) -> t
     return head_dim, None if count is None else sections[0].integer("num_key_value_heads")
 
 
-def _experts(text: _Config) -> dict[str, int]:
+def _experts(text: CheckedValues) -> dict[str, int]:
     if not text.flag("enable_moe_block", False):
         return {"experts": 0, "experts_used": 0, "expert_size": 0}
     experts = text.integer("num_experts")
@@ -236,15 +236,15 @@ def _experts(text: _Config) -> dict[str, int]:
     return {"experts": experts, "experts_used": used, "expert_size": text.integer(size)}
 
 
-def _rope(text: _Config) -> dict[str, float]:
+def _rope(text: CheckedValues) -> dict[str, float]:
     if text.get("rope_parameters") is None:
         return {"full_rope_base": 1e6, "sliding_rope_base": 1e4, "full_rotary_share": 0.25}
     rope = text.section("rope_parameters")
     full, sliding = rope.section(FULL), rope.section(SLIDING)
-    full.demand("rope_type", ("proportional",))
-    sliding.demand("rope_type", ("default",))
+    full.demand("rope_type", "proportional")
+    sliding.demand("rope_type", "default")
     for part in (full, sliding):
-        part.demand("factor", (None, 1, 1.0))
+        part.demand("factor", None, 1, 1.0)
     share = full.number("partial_rotary_factor", 1.0)
     if share > 1:
         raise full.wrong("partial_rotary_factor", "at most 1")
@@ -252,9 +252,87 @@ def _rope(text: _Config) -> dict[str, float]:
     return bases | {"full_rotary_share": share}
 
 
-def _check_assistant(text: _Config, fields: dict[str, Any]) -> None:
+def _check_assistant(text: CheckedValues, fields: dict[str, Any]) -> None:
     """The rules of transformers' Gemma4AssistantConfig.validate_architecture, and tied embeddings, which llama.cpp assumes."""
     if fields["per_layer_size"] or fields["experts"] or fields["double_wide"] or not fields["tied"]:
         raise CheckpointError(f"{text.path}: an assistant has tied embeddings and no per-layer embeddings, experts or double-wide MLP")
     if fields["kv_shared_layers"] not in (0, len(fields["layer_types"])):
         raise text.wrong("num_kv_shared_layers", "the number of layers (an assistant owns no K/V)")
+
+
+def needed_shapes(model: TextArchitecture) -> Shapes:
+    """Names and shapes [out, in] of the required tensors."""
+    shapes: Shapes = {"model.embed_tokens.weight": (model.vocab_size, model.hidden_size), "model.norm.weight": (model.hidden_size,)}
+    if not model.tied:
+        shapes["lm_head.weight"] = (model.vocab_size, model.hidden_size)
+    if model.per_layer_size:
+        width = model.layers * model.per_layer_size
+        shapes["model.embed_tokens_per_layer.weight"] = (model.per_layer_vocab_size, width)
+        shapes["model.per_layer_model_projection.weight"] = (width, model.hidden_size)
+        shapes["model.per_layer_projection_norm.weight"] = (model.per_layer_size,)
+    if isinstance(model, AssistantArchitecture):
+        shapes["pre_projection.weight"] = (model.hidden_size, 2 * model.target_hidden_size)
+        shapes["post_projection.weight"] = (model.target_hidden_size, model.hidden_size)
+        if model.ordered_embeddings:
+            shapes[CENTROIDS] = (model.centroids, model.hidden_size)
+            shapes[TOKEN_ORDERING] = (model.vocab_size,)
+    for layer in range(model.layers):
+        inner = _block(model, layer) | (_key_value(model, layer) if layer < model.owning_layers else {})
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in inner.items()}
+    return shapes
+
+
+def allowed_shapes(model: TextArchitecture) -> Shapes:
+    """Names and shapes of the optional tensors: a copy of the tied head, and K/V weights of layers that share them."""
+    if isinstance(model, AssistantArchitecture):
+        return {}
+    shapes: Shapes = {"lm_head.weight": (model.vocab_size, model.hidden_size)}
+    for layer in range(model.owning_layers, model.layers):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _key_value(model, layer).items()}
+    return shapes
+
+
+def _block(model: TextArchitecture, layer: int) -> Shapes:
+    hidden, head_dim, feed_forward = model.hidden_size, model.head_dim_of(layer), model.feed_forward_of(layer)
+    shapes: Shapes = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (model.heads * head_dim, hidden),
+        "self_attn.q_norm.weight": (head_dim,),
+        "self_attn.o_proj.weight": (hidden, model.heads * head_dim),
+        "post_attention_layernorm.weight": (hidden,),
+        "pre_feedforward_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (feed_forward, hidden),
+        "mlp.up_proj.weight": (feed_forward, hidden),
+        "mlp.down_proj.weight": (hidden, feed_forward),
+        "post_feedforward_layernorm.weight": (hidden,),
+        "layer_scalar": (1,),
+    }
+    if model.per_layer_size:
+        shapes["per_layer_input_gate.weight"] = (model.per_layer_size, hidden)
+        shapes["per_layer_projection.weight"] = (hidden, model.per_layer_size)
+        shapes["post_per_layer_input_norm.weight"] = (hidden,)
+    if model.experts:
+        shapes["router.proj.weight"] = (model.experts, hidden)
+        shapes["router.scale"] = (hidden,)
+        shapes["router.per_expert_scale"] = (model.experts,)
+        shapes["experts.gate_up_proj"] = (model.experts, 2 * model.expert_size, hidden)
+        shapes["experts.down_proj"] = (model.experts, hidden, model.expert_size)
+        for norm in ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"):
+            shapes[f"{norm}.weight"] = (hidden,)
+    return shapes
+
+
+def _key_value(model: TextArchitecture, layer: int) -> Shapes:
+    rows = model.kv_heads_of(layer) * model.head_dim_of(layer)
+    shapes: Shapes = {"self_attn.k_proj.weight": (rows, model.hidden_size), "self_attn.k_norm.weight": (model.head_dim_of(layer),)}
+    if not (model.k_eq_v and not model.is_sliding(layer)):
+        shapes["self_attn.v_proj.weight"] = (rows, model.hidden_size)
+    return shapes
+
+
+def text_name(name: str, *, multimodal: bool) -> str | None:
+    """Returns a tensor's name in a text-only checkpoint; None if it belongs to another part of a multimodal one."""
+    for prefix, short in _PREFIXES.items():
+        if name.startswith(prefix):
+            return short + name[len(prefix) :]
+    return name if not multimodal or name.startswith(_TEXT) else None

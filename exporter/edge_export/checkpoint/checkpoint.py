@@ -12,12 +12,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_export.checkpoint.architecture import ASSISTANT_TYPES, FULL, SLIDING, AssistantArchitecture, TextArchitecture, parse_architecture
+from edge_export.checkpoint.architecture import (
+    ASSISTANT_TYPES,
+    FULL,
+    SLIDING,
+    TOKEN_ORDERING,
+    AssistantArchitecture,
+    Shapes,
+    TextArchitecture,
+    allowed_shapes,
+    needed_shapes,
+    parse_architecture,
+    text_name,
+)
 from edge_export.checkpoint.json_file import read_json_object
 from edge_export.checkpoint.published.formats import refuse_adapter, rounds_activations
 from edge_export.checkpoint.published.packed_weights import Rounding, is_mobile, with_codes, with_matrices
 from edge_export.checkpoint.safetensors import READABLE, SOURCE_TYPE, StoredTensor, read_values, stored_tensors, widen
-from edge_export.checkpoint.tensor_names import TOKEN_ORDERING, Shapes, allowed_shapes, needed_shapes, text_name
 from edge_export.errors import CheckpointError
 
 MAX_CONFIG_BYTES = 8 << 20

@@ -41,12 +41,17 @@ def open_gguf(path: Path) -> tuple[Checkpoint, GgufHeader]:
     header = read_gguf_header(path)
     name = header.architecture
     _check_architecture(path, name)
-    keys = _Keys(header, name)
+    below = f"{name}."
+    own = {key.removeprefix(below): value for key, value in header.keys.items() if key.startswith(below)}
+    keys = CheckedValues(own, path, below, "convert the checkpoint again")
     parts = header.keys.get("split.count")
     if type(parts) is int and parts > 1:
         raise CheckpointError(f"{path} is one part of a split GGUF; join the parts first with llama-gguf-split --merge")
     tensors = {tensor.name: tensor for tensor in header.tensors}
-    fields = _fields(keys, tensors)
+    pieces = header.keys.get("tokenizer.ggml.tokens")
+    if not isinstance(pieces, LongArray):
+        raise CheckpointError(f"{path} holds no vocabulary (tokenizer.ggml.tokens); convert the checkpoint again")
+    fields = _fields(keys, tensors, pieces.length)
     made: TextArchitecture
     if name == TARGET_ARCHITECTURE:
         made = TextArchitecture(**fields)
@@ -88,23 +93,22 @@ def _check_architecture(path: Path, name: str) -> None:
         )
 
 
-def _fields(keys: _Keys, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
+def _fields(keys: CheckedValues, tensors: dict[str, TensorInfo], vocabulary: int) -> dict[str, Any]:
     layers = keys.integer("block_count", high=MAX_LAYERS)
     sliding = keys.array("attention.sliding_window_pattern", layers)
     kinds = tuple(SLIDING if flag else FULL for flag in sliding)
     if kinds[-1] != FULL:
         raise keys.wrong("attention.sliding_window_pattern", "a pattern that ends in a full-attention layer")
-    kv_heads = keys.per_layer("attention.head_count_kv", layers)
-    feed_forward = keys.per_layer("feed_forward_length", layers)
+    kv_heads = _per_layer(keys, "attention.head_count_kv", layers)
+    feed_forward = _per_layer(keys, "feed_forward_length", layers)
     last_full, first_sliding = layers - 1, kinds.index(SLIDING) if SLIDING in kinds else layers - 1
     full_head_dim = keys.integer("attention.key_length")
     experts = keys.integer("expert_count", low=0, default=0)
-    vocabulary = keys.vocabulary_size()
     per_layer_size = keys.integer("embedding_length_per_layer_input", low=0, default=0)
     return {
         "hidden_size": keys.integer("embedding_length"),
         "layer_types": kinds,
-        "heads": keys.per_layer("attention.head_count", layers)[0],
+        "heads": _per_layer(keys, "attention.head_count", layers)[0],
         "kv_heads": kv_heads[first_sliding],
         "full_kv_heads": kv_heads[last_full],
         "head_dim": keys.integer("attention.key_length_swa"),
@@ -130,34 +134,20 @@ def _fields(keys: _Keys, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
     }
 
 
-def _rotary_share(keys: _Keys, factors: TensorInfo | None, head_dim: int) -> float:
+def _rotary_share(keys: CheckedValues, factors: TensorInfo | None, head_dim: int) -> float:
     """The rotated fraction of a full layer's head: the share of frequency factors [head_dim / 2] that are not huge."""
     if factors is None or factors.type != TYPE_NUMBERS["f32"] or factors.shape != (head_dim // 2,):
         raise CheckpointError(f"{keys.path} has no float32 tensor rope_freqs.weight [{head_dim // 2}]; convert the checkpoint again")
-    with keys.file.open("rb") as file:
+    with keys.path.open("rb") as file:
         file.seek(factors.offset)
         values = np.frombuffer(file.read(factors.bytes), dtype="<f4")
     return float((values < _TURNS_BELOW).sum()) * 2 / head_dim
 
 
-class _Keys(CheckedValues):
-    """The keys of a header below its architecture's name."""
-
-    def __init__(self, header: GgufHeader, architecture: str) -> None:
-        self.file, below = header.path, f"{architecture}."
-        own = {key.removeprefix(below): value for key, value in header.keys.items() if key.startswith(below)}
-        super().__init__(own, header.path, below, "convert the checkpoint again")
-        self._tokens = header.keys.get("tokenizer.ggml.tokens")
-
-    def per_layer(self, key: str, layers: int) -> list[int]:
-        if type(self.get(key)) is int:
-            return [self.integer(key)] * layers
-        values = self.array(key, layers)
-        if not all(type(value) is int and 1 <= value <= MAX_SIZE for value in values):
-            raise self.wrong(key, f"an integer from 1 to {MAX_SIZE} per layer")
-        return values
-
-    def vocabulary_size(self) -> int:
-        if not isinstance(self._tokens, LongArray):
-            raise CheckpointError(f"{self.path} holds no vocabulary (tokenizer.ggml.tokens); convert the checkpoint again")
-        return self._tokens.length
+def _per_layer(keys: CheckedValues, key: str, layers: int) -> list[int]:
+    if type(keys.get(key)) is int:
+        return [keys.integer(key)] * layers
+    values = keys.array(key, layers)
+    if not all(type(value) is int and 1 <= value <= MAX_SIZE for value in values):
+        raise keys.wrong(key, f"an integer from 1 to {MAX_SIZE} per layer")
+    return values

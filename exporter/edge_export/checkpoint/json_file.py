@@ -48,17 +48,17 @@ def read_optional_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> di
 class CheckedValues:
     """Takes checked values out of a mapping. An error names the file and the key, which begins with `where`, and ends in `advice`."""
 
-    def __init__(self, values: Mapping[str, Any], path: Path | str, where: str, advice: str) -> None:
-        self.path = path
-        self._values, self._where, self._advice = values, where, advice
+    def __init__(self, values: Mapping[str, Any], path: Path, where: str, advice: str) -> None:
+        self.values, self.path = values, path
+        self.where, self._advice = where, advice
 
     def get(self, key: str) -> Any:
         """Returns the value as it is, None without one."""
-        return self._values.get(key)
+        return self.values.get(key)
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
         """Returns the error for a value; `expected` is what it should be."""
-        return CheckpointError(f"{self.path}: {self._where}{key} is {repr(self.get(key))[:200]}, not {expected}; {self._advice}")
+        return CheckpointError(f"{self.path}: {self.where}{key} is {repr(self.get(key))[:200]}, not {expected}; {self._advice}")
 
     def integer(self, key: str, low: int = 1, high: int = MAX_SIZE, default: int | None = None) -> int:
         """Returns an integer within these limits."""
@@ -71,7 +71,7 @@ class CheckedValues:
 
     def number(self, key: str, default: float | None = None) -> float:
         """Returns a positive number."""
-        value = self._values.get(key, default)
+        value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
             raise self.wrong(key, f"a positive number of at most {MAX_NUMBER:g}")
         return float(value)
@@ -89,3 +89,15 @@ class CheckedValues:
         if not isinstance(value, list) or len(value) != length:
             raise self.wrong(key, f"an array of {length} values")
         return value
+
+    def section(self, key: str) -> CheckedValues:
+        """Returns the values of an object."""
+        value = self.get(key)
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return CheckedValues(value, self.path, f"{self.where}{key}.", self._advice)
+
+    def demand(self, key: str, *allowed: Any) -> None:
+        """Raises CheckpointError for another value than these, the first of which is the default."""
+        if self.values.get(key, allowed[0]) not in allowed:
+            raise self.wrong(key, " or ".join(repr(value) for value in allowed))

@@ -8,10 +8,11 @@ has built in (tools/mtmd/models/gemma4*.cpp) must be in the config too.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from edge_export.checkpoint.architecture import Shapes
 from edge_export.checkpoint.json_file import CheckedValues
-from edge_export.checkpoint.tensor_names import Shapes
 from edge_export.errors import CheckpointError
 
 VISION, AUDIO = "model.vision_tower.", "model.audio_tower."
@@ -102,93 +103,85 @@ class MediaArchitecture:
         return shapes
 
 
-def parse_media(config: dict[str, Any], where: str, text_size: int, vocab_size: int) -> MediaArchitecture:
+def parse_media(config: dict[str, Any], path: Path, text_size: int, vocab_size: int) -> MediaArchitecture:
     """Reads a checkpoint's config. Raises CheckpointError if it takes no images, or in a way that llama.cpp would compute differently."""
-    vision, audio = config.get("vision_config"), config.get("audio_config")
-    text, kind = config.get("text_config"), config.get("model_type")
-    if not isinstance(vision, dict) or not isinstance(text, dict) or kind not in ("gemma4", _UNIFIED):
-        raise CheckpointError(f"{where} has no vision tower of a Gemma 4 member; leave --media out")
+    outer, kind = CheckedValues(config, path, "", "use an unmodified config"), config.get("model_type")
+    text = config.get("text_config")
+    if not isinstance(config.get("vision_config"), dict) or not isinstance(text, dict) or kind not in ("gemma4", _UNIFIED):
+        raise CheckpointError(f"{path} has no vision tower of a Gemma 4 member; leave --media out")
+    vision = outer.section("vision_config")
+    _check_built_in(vision, _PATCHES)
     architecture = MediaArchitecture(
-        vision=_embedder(vision, where) if kind == _UNIFIED else _vision(vision, where),
+        vision=_embedder(vision) if kind == _UNIFIED else _vision(vision),
         audio=None,
         text_size=text_size,
         bidirectional=text.get("use_bidirectional_attention") == "vision",
-        image_tokens=_tokens(config, "image", where, vocab_size),
+        image_tokens=_tokens(outer, "image", vocab_size),
         audio_tokens=None,
     )
-    if not isinstance(audio, dict):
+    if not isinstance(config.get("audio_config"), dict):
         return architecture
-    encoder = _raw_sound(audio, where) if kind == _UNIFIED else _audio(audio, where)
-    return replace(architecture, audio=encoder, audio_tokens=_tokens(config, "audio", where, vocab_size))
+    audio = outer.section("audio_config")
+    _check_built_in(audio, _RAW_SOUND if kind == _UNIFIED else _AUDIO_BUILT_IN)
+    encoder = RawSound(samples=_RAW_SOUND["audio_embed_dim"]) if kind == _UNIFIED else _audio(audio)
+    return replace(architecture, audio=encoder, audio_tokens=_tokens(outer, "audio", vocab_size))
 
 
-def _embedder(config: dict[str, Any], where: str) -> VisionEmbedder:
-    values = _values(config, where, "vision_config")
-    _check_built_in(config, _PATCHES, f"{where}: vision_config")
-    return VisionEmbedder(
-        hidden_size=values.integer("mm_embed_dim", high=_LARGEST), positions=values.integer("mm_posemb_size", high=_LARGEST)
-    )
+def _size(values: CheckedValues, key: str) -> int:
+    return values.integer(key, high=_LARGEST)
 
 
-def _raw_sound(config: dict[str, Any], where: str) -> RawSound:
-    _check_built_in(config, _RAW_SOUND, f"{where}: audio_config")
-    return RawSound(samples=_RAW_SOUND["audio_embed_dim"])
+def _embedder(values: CheckedValues) -> VisionEmbedder:
+    return VisionEmbedder(hidden_size=_size(values, "mm_embed_dim"), positions=_size(values, "mm_posemb_size"))
 
 
-def _vision(config: dict[str, Any], where: str) -> VisionTower:
-    values, where = _values(config, where, "vision_config"), f"{where}: vision_config"
-    _check_built_in(config, _PATCHES, where)
-    rope = config.get("rope_parameters") or {}
+def _vision(values: CheckedValues) -> VisionTower:
+    rope = values.get("rope_parameters") or {}
     if isinstance(rope, dict) and rope.get("rope_theta", 100.0) != 100.0:
-        raise CheckpointError(f"{where} has rope_theta {rope['rope_theta']!r}, llama.cpp computes with 100; leave --media out")
+        raise _differs(values, f"rope_theta {rope['rope_theta']!r}, llama.cpp computes with 100")
     tower = VisionTower(
-        hidden_size=values.integer("hidden_size", high=_LARGEST),
-        feed_forward=values.integer("intermediate_size", high=_LARGEST),
-        layers=values.integer("num_hidden_layers", high=_LARGEST),
-        heads=values.integer("num_attention_heads", high=_LARGEST),
-        positions=values.integer("position_embedding_size", high=_LARGEST),
-        clipped=config.get("use_clipped_linears") is True,
-        standardized=config.get("standardize") is True,
+        hidden_size=_size(values, "hidden_size"),
+        feed_forward=_size(values, "intermediate_size"),
+        layers=_size(values, "num_hidden_layers"),
+        heads=_size(values, "num_attention_heads"),
+        positions=_size(values, "position_embedding_size"),
+        clipped=values.get("use_clipped_linears") is True,
+        standardized=values.get("standardize") is True,
     )
-    if config.get("num_key_value_heads") != tower.heads or config.get("head_dim") != tower.hidden_size / tower.heads:
-        raise CheckpointError(f"{where} has heads that do not share hidden_size evenly; leave --media out")
+    if values.get("num_key_value_heads") != tower.heads or values.get("head_dim") != tower.hidden_size / tower.heads:
+        raise _differs(values, "heads that do not share hidden_size evenly")
     return tower
 
 
-def _audio(config: dict[str, Any], where: str) -> AudioTower:
-    values, where = _values(config, where, "audio_config"), f"{where}: audio_config"
-    _check_built_in(config, _AUDIO_BUILT_IN, where)
-    channels = config.get("subsampling_conv_channels")
-    if not (isinstance(channels, list) and len(channels) == 2 and all(type(n) is int and 0 < n <= _LARGEST for n in channels)):
-        raise CheckpointError(f"{where} has subsampling_conv_channels {str(channels)[:40]}, not two counts; use an unmodified config")
+def _audio(values: CheckedValues) -> AudioTower:
+    channels = values.array("subsampling_conv_channels", 2)
+    if not all(type(count) is int and 0 < count <= _LARGEST for count in channels):
+        raise values.wrong("subsampling_conv_channels", "two counts")
     tower = AudioTower(
-        hidden_size=values.integer("hidden_size", high=_LARGEST),
-        layers=values.integer("num_hidden_layers", high=_LARGEST),
-        heads=values.integer("num_attention_heads", high=_LARGEST),
+        hidden_size=_size(values, "hidden_size"),
+        layers=_size(values, "num_hidden_layers"),
+        heads=_size(values, "num_attention_heads"),
         channels=(channels[0], channels[1]),
-        output_size=values.integer("output_proj_dims", high=_LARGEST),
-        clipped=config.get("use_clipped_linears") is True,
+        output_size=_size(values, "output_proj_dims"),
+        clipped=values.get("use_clipped_linears") is True,
     )
     if tower.hidden_size % tower.heads:
-        raise CheckpointError(f"{where} has heads that do not share hidden_size evenly; leave --media out")
+        raise _differs(values, "heads that do not share hidden_size evenly")
     return tower
 
 
-def _values(config: dict[str, Any], path: str, section: str) -> CheckedValues:
-    return CheckedValues(config, path, f"{section}.", "use an unmodified config")
-
-
-def _check_built_in(config: dict[str, Any], built_in: dict[str, Any], where: str) -> None:
+def _check_built_in(values: CheckedValues, built_in: dict[str, Any]) -> None:
     for key, value in built_in.items():
-        if config.get(key, value) != value:
-            raise CheckpointError(f"{where} has {key} {str(config[key])[:40]}, llama.cpp computes with {value}; leave --media out")
+        if values.values.get(key, value) != value:
+            raise _differs(values, f"{key} {str(values.get(key))[:40]}, llama.cpp computes with {value}")
 
 
-def _tokens(config: dict[str, Any], kind: str, where: str, vocab_size: int) -> tuple[int, int, int]:
-    tokens = [config.get(key) for key in _TOKEN_KEYS[kind]]
-    if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
-        raise CheckpointError(f"{where}: {', '.join(_TOKEN_KEYS[kind])} are {tokens}, not ids of the vocabulary; use an unmodified config")
-    begin, placeholder, end = (int(str(token)) for token in tokens)
+def _differs(values: CheckedValues, what: str) -> CheckpointError:
+    return CheckpointError(f"{values.path}: {values.where.rstrip('.')} has {what}; leave --media out")
+
+
+def _tokens(values: CheckedValues, kind: str, vocab_size: int) -> tuple[int, int, int]:
+    begin, placeholder, end = (values.integer(key, low=0, high=vocab_size - 1) for key in _TOKEN_KEYS[kind])
     return begin, placeholder, end
 
 

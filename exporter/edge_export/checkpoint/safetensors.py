@@ -297,3 +297,8 @@ def row_pieces(chunks: Iterable[NDArray[np.float32]], columns: int) -> Iterator[
         for begin in range(0, complete, rows * columns):
             yield left[begin : min(begin + rows * columns, complete)].reshape(-1, columns)
         left = left[complete:]
+
+
+def read_rows(tensor: StoredTensor) -> Iterator[NDArray[np.float32]]:
+    """Yields a matrix as float32 in pieces of complete rows [n, columns]; see `read_float_chunks`."""
+    return row_pieces(read_float_chunks(tensor, "f32"), tensor.shape[1])

@@ -14,8 +14,8 @@ from edge_devices.waiting import Progress
 from edge_export.checkpoint.checkpoint import MAX_CONFIG_BYTES, Checkpoint, check_pair, mismatch, open_checkpoint, planned_checkpoint
 from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
 from edge_export.checkpoint.json_file import read_json_object
+from edge_export.checkpoint.published.formats import published_config
 from edge_export.checkpoint.published.hub import PATTERNS, fetch, fetch_config, hub_name
-from edge_export.checkpoint.published.sizes import published_config
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, GgufVocabulary, TokenTable, read_table, read_vocabulary
 from edge_export.errors import CheckpointError
@@ -54,11 +54,6 @@ class ResolvedSource:
     def path(self) -> Path:
         """The checkpoint folder, or the GGUF file."""
         return self.checkpoint.folder
-
-    @property
-    def tokenizer_folder(self) -> Path | None:
-        """The folder of tokenizer.json; None for a GGUF."""
-        return None if self.tokenizer is None else self.tokenizer.folder
 
     @property
     def quantization(self) -> str | None:
@@ -123,11 +118,14 @@ def _resolved(target: str, drafter: str, progress: Progress | None) -> tuple[Res
             f"{drafter} is a {second.checkpoint.model_type} model, not an MTP assistant; give its assistant as the drafter"
         )
     check_pair(first.checkpoint, second.checkpoint)
-    tables = [_table(first), _table(second)]
-    if tables[0] is not None and tables[1] is not None:
-        _check_tables(first, second, tables[0], tables[1])
-    first = _with_tokenizer(first, None, tables[1])
-    second = _with_tokenizer(second, first.tokenizer, tables[0])
+    theirs, own = _table(first), _table(second)
+    if theirs is not None and own is not None:
+        _check_tables(first, second, theirs, own)
+    first = _with_tokenizer(first, theirs, own)
+    if own is None and second.gguf is None and first.tokenizer is not None:
+        second = replace(second, tokenizer=first.tokenizer)
+    else:
+        second = _with_tokenizer(second, own, theirs)
     _check_vocabularies(first, second)
     return first, second
 
@@ -201,15 +199,13 @@ def _table(source: ResolvedSource) -> TokenTable | None:
     return read_table(source.path) if source.gguf is None and (source.path / TOKENIZER_NAME).is_file() else None
 
 
-def _with_tokenizer(source: ResolvedSource, of_target: GgufVocabulary | None, other: TokenTable | None) -> ResolvedSource:
-    """Reads the tokenizer; added tokens that only the `other` half has are part of it too."""
+def _with_tokenizer(source: ResolvedSource, table: TokenTable | None, other: TokenTable | None) -> ResolvedSource:
+    """Reads the vocabulary; added tokens that only the `other` half has are part of it too."""
     if source.gguf is not None:
         return source
-    if (source.path / TOKENIZER_NAME).is_file():
-        return replace(source, tokenizer=read_vocabulary(source.path, other.added if other is not None else None))
-    if of_target is not None:
-        return replace(source, tokenizer=of_target)
-    raise CheckpointError(f"{source.path} has no {TOKENIZER_NAME}; download the checkpoint again, with all its files")
+    if table is None:
+        raise CheckpointError(f"{source.path} has no {TOKENIZER_NAME}; download the checkpoint again, with all its files")
+    return replace(source, tokenizer=read_vocabulary(table, other.added if other is not None else None))
 
 
 def _check_vocabularies(target: ResolvedSource, drafter: ResolvedSource) -> None:

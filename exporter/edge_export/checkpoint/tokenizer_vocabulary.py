@@ -54,8 +54,10 @@ class AddedToken:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTable:
-    """All pieces of a tokenizer.json with their ids, holes allowed, and those of them that were added to its vocabulary."""
+    """A folder's tokenizer.json: all its pieces with their ids, holes allowed, and those of them that were added to its vocabulary."""
 
+    folder: Path
+    tokenizer: dict[str, Any]
     ids: dict[str, int]
     added: dict[str, AddedToken]
 
@@ -65,20 +67,20 @@ def read_table(folder: Path) -> TokenTable:
     path = folder / TOKENIZER_NAME
     tokenizer = read_json_object(path)
     added = {token["content"]: AddedToken(id=token["id"], special=token.get("special") is True) for token in _added(tokenizer, path)}
-    return TokenTable(ids=_pieces(tokenizer, path), added=added)
+    return TokenTable(folder=folder, tokenizer=tokenizer, ids=_pieces(tokenizer, path), added=added)
 
 
-def read_vocabulary(folder: Path, others: Mapping[str, AddedToken] | None = None) -> GgufVocabulary:
-    """Reads the tokenizer of a checkpoint folder. `others` are added tokens of the pair's other half, which this half may lack.
+def read_vocabulary(source: Path | TokenTable, others: Mapping[str, AddedToken] | None = None) -> GgufVocabulary:
+    """Reads the tokenizer of a checkpoint folder, or what is read of it already.
 
-    Raises CheckpointError if it is not a Gemma-style BPE tokenizer or has holes.
+    `others` are added tokens of the pair's other half, which this half may lack. Raises CheckpointError if it is not a Gemma-style BPE
+    tokenizer or has holes.
     """
-    path = folder / TOKENIZER_NAME
-    tokenizer = read_json_object(path)
-    settings = _settings(folder)
-    ids = _pieces(tokenizer, path)
-    lacking = {piece: token for piece, token in (others or {}).items() if piece not in ids}
-    pieces = _by_id(ids | {piece: token.id for piece, token in lacking.items()}, path)
+    table = read_table(source) if isinstance(source, Path) else source
+    folder, tokenizer, path = table.folder, table.tokenizer, table.folder / TOKENIZER_NAME
+    settings = read_optional_json_object(folder / "tokenizer_config.json")
+    lacking = {piece: token for piece, token in (others or {}).items() if piece not in table.ids}
+    pieces = _by_id(table.ids | {piece: token.id for piece, token in lacking.items()}, path)
     base = len(tokenizer["model"]["vocab"]) + len(lacking)
     special = _special_pieces(folder, settings) | {piece for piece, token in lacking.items() if token.special}
     return GgufVocabulary(
@@ -86,14 +88,10 @@ def read_vocabulary(folder: Path, others: Mapping[str, AddedToken] | None = None
         pieces=pieces,
         types=tuple(_type_of(piece, index, base, special) for index, piece in enumerate(pieces)),
         merges=_merges(tokenizer["model"].get("merges"), path),
-        special_ids=_special_ids(folder, settings, tokenizer),
+        special_ids=_special_ids(table, settings),
         added_at_ends=_added_at_ends(tokenizer.get("post_processor"), settings),
         chat_template=_chat_template(folder, settings),
     )
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    return read_optional_json_object(folder / "tokenizer_config.json")
 
 
 def _pieces(tokenizer: dict[str, Any], path: Path) -> dict[str, int]:
@@ -168,22 +166,19 @@ def _merges(merges: Any, path: Path) -> tuple[str, ...]:
     return tuple(" ".join(part.replace(" ", "Ġ") for part in merge) for merge in merges)
 
 
-def _special_ids(folder: Path, settings: dict[str, Any], tokenizer: dict[str, Any]) -> dict[str, int]:
+def _special_ids(table: TokenTable, settings: dict[str, Any]) -> dict[str, int]:
     """bos, eos, ... -> id: from tokenizer_config.json where the text is an added token, else from config.json. Lists are not ids."""
     ids_by_text: dict[str, int] = {}
-    for token in _added(tokenizer, folder / TOKENIZER_NAME):
+    for token in _added(table.tokenizer, table.folder / TOKENIZER_NAME):
         ids_by_text.setdefault(token["content"], token["id"])
-    special: dict[str, int] = {}
-    for kind in SPECIAL_KINDS:
-        text = _content(settings.get(f"{kind}_token"))
-        if text is not None and text in ids_by_text:
-            special[kind] = ids_by_text[text]
-    config = read_optional_json_object(folder / "config.json")
+    texts = {kind: _content(settings.get(f"{kind}_token")) for kind in SPECIAL_KINDS}
+    special = {kind: ids_by_text[text] for kind, text in texts.items() if text is not None and text in ids_by_text}
+    config = read_optional_json_object(table.folder / "config.json")
     inner = config.get("text_config")
-    for kind in SPECIAL_KINDS:
-        value = config.get(f"{kind}_token_id")
+    for key, kind in ((f"{kind}_token_id", kind) for kind in SPECIAL_KINDS):
+        value = config.get(key)
         if value is None and isinstance(inner, dict):
-            value = inner.get(f"{kind}_token_id")
+            value = inner.get(key)
         if type(value) is int and value >= 0:
             special.setdefault(kind, value)
     return special

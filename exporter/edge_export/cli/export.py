@@ -1,11 +1,11 @@
-"""`edge-export pair` and `edge-export reference`: checkpoints to a bundle."""
+"""`edge-export pair` and `edge-export reference`: checkpoints to a bundle; and the options that several commands share."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,24 @@ import click
 from rich.console import Console
 
 from edge_devices.command_line import PanelCommand, given_options, one_sentence_errors, option_group, takes
+from edge_devices.option_fields import option
+from edge_export.checkpoint.published.formats import published_config
+from edge_export.checkpoint.published.hub import with_revision
 from edge_export.checkpoint.shipped_pair import reference_pair, widened_target
 from edge_export.cli.display import Display, show
-from edge_export.cli.options import Models, as_json, drafter_name, target_name
 from edge_export.onnx.request import DEVICE_WEIGHTS, OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization.importance_sources import ImportanceSources
-from edge_runtime.config.schema import SpeculativeConfig
+from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
+from edge_runtime.config.settings import expanded, preset_of
+from edge_runtime.config.yaml_file import read_config
 from edge_runtime.errors import OUT_OF_MEMORY
 
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+# Not called like fields of requests, which are options too.
+target_name = click.argument("target_name", metavar="[TARGET]", required=False)
+drafter_name = click.argument("drafter_name", metavar="[DRAFTER]", required=False)
 REQUEST = ExportRequest(target="", drafter="", output=Path())
 _export_options = option_group(
     click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Folder to write the bundle to."),
@@ -33,6 +41,42 @@ _export_options = option_group(
     as_json,
     panel="Bundle",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The revisions of the models named on the command line, and the configuration, which may name them instead."""
+
+    revision: str | None = option(
+        metavar="REV", help="Branch, tag or commit of TARGET's hub repository; as OWNER/NAME@REV.  [default: main]", panel="Bundle"
+    )
+    drafter_revision: str | None = option(metavar="REV", help="The same for DRAFTER's repository.", panel="Bundle")
+    config_path: Path | None = option(
+        "--config",
+        panel="Configuration",
+        help="YAML file with models, precisions and context; options on the command line override it."
+        " Its other settings go into the bundle's config.yaml.",
+    )
+    preset: str | None = option(
+        choices=PRESET_NAMES, panel="Configuration", help="Run settings for this kind of work, for the bundle's config.yaml."
+    )
+
+    def config(self) -> SpeculativeConfig:
+        """Returns the configuration file over the preset. Raises ConfigError."""
+        config = SpeculativeConfig() if self.config_path is None else expanded(read_config(self.config_path))
+        return config if self.preset is None else config.over(preset_of(self.preset).config)
+
+    def names(self, config: SpeculativeConfig, target: str | None, drafter: str | None, *, planning: bool = False) -> tuple[str, str]:
+        """Returns target and drafter, as given or from `config`. Raises ExportError, or a usage error if there are none.
+
+        A plan of a built-in size has its own drafter.
+        """
+        target, drafter = target or config.verifier.model, drafter or config.drafter.model
+        if planning and target and not drafter and published_config(target, assistant=True):
+            drafter = target
+        if not (target and drafter):
+            raise click.UsageError("give TARGET and DRAFTER, or a --config that names both models")
+        return with_revision(target, self.revision), with_revision(drafter, self.drafter_revision)
 
 
 @contextlib.contextmanager

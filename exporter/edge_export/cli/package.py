@@ -12,8 +12,7 @@ from rich.table import Table
 
 from edge_devices.command_line import PanelCommand, takes
 from edge_devices.machine.memory import byte_text
-from edge_export.cli.export import export_errors
-from edge_export.cli.options import as_json
+from edge_export.cli.export import as_json, export_errors
 from edge_export.device_package.build import BACKENDS, PackageRequest, make_package
 from edge_export.device_package.inventory import Inventory
 from edge_export.device_package.platforms import PLATFORMS

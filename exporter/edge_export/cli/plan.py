@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from edge_devices.command_line import PanelCommand, takes
-from edge_export.cli.export import REQUEST
-from edge_export.cli.options import Models, drafter_name, target_name
+from edge_export.cli.export import REQUEST, Models, drafter_name, target_name
 from edge_export.pipeline.dry_run import planned_manifest
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.cli.plan import PlanOptions, show_plan

@@ -13,8 +13,7 @@ from edge_devices.files.temp_files import locked
 from edge_devices.files.user_cache import cache_folder
 from edge_devices.option_fields import option
 from edge_export.device_package.debian import add_python
-from edge_export.device_package.elf import check_pages
-from edge_export.device_package.inventory import PACKAGE_NAME, Inventory, take_inventory
+from edge_export.device_package.inventory import PACKAGE_NAME, Inventory, check_pages, take_inventory
 from edge_export.device_package.llama_build import add_llama, add_tools, open_toolchain
 from edge_export.device_package.own_code import add_own_code, write_launchers
 from edge_export.device_package.platforms import PLATFORMS

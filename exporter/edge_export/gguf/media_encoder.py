@@ -51,7 +51,7 @@ _ALWAYS_FLOAT32 = ("v.position_embd.weight", "a.input_projection.weight", "a.con
 def media_architecture(checkpoint: Checkpoint) -> MediaArchitecture:
     """Returns the vision and audio parts of a target, whose tensors are all there and fit. Raises CheckpointError."""
     model = checkpoint.architecture
-    media = parse_media(checkpoint.config, str(checkpoint.folder / "config.json"), model.hidden_size, model.vocab_size)
+    media = parse_media(checkpoint.config, checkpoint.folder / "config.json", model.hidden_size, model.vocab_size)
     shapes = media.shapes()
     for name, shape in shapes.items():
         stored = checkpoint.others.get(name)

@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_export.checkpoint.architecture import AssistantArchitecture
+from edge_export.checkpoint.architecture import CENTROIDS, TOKEN_ORDERING, AssistantArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.checkpoint.safetensors import read_values
-from edge_export.checkpoint.tensor_names import CENTROIDS, TOKEN_ORDERING
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.gguf.keys import Entry, architecture_entries, architecture_name
 from edge_export.gguf.writer import GgufTensor, array_tensor, write_raw_gguf

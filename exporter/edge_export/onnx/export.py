@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.published.formats import rounds_activations
 from edge_export.checkpoint.sources import ResolvedSource
-from edge_export.checkpoint.tokenizer_vocabulary import CONTROL, TOKENIZER_NAME
-from edge_export.gguf.media_encoder import media_architecture, media_inputs
+from edge_export.checkpoint.tokenizer_vocabulary import CONTROL
 from edge_export.onnx.graph_builder import OPSET, PlainGraph
 from edge_export.onnx.graphs.drafter import DrafterWeights, store_drafter, write_drafter
 from edge_export.onnx.graphs.kv import KV_TYPES, fit_scales, store_kv
 from edge_export.onnx.graphs.target import TargetFormats, TargetWeights, store_target, write_target
 from edge_export.onnx.media.export import write_encoders
-from edge_export.onnx.parity import OnnxPair, OnnxParityRequest, encoder_parity, measure_onnx_parity, measure_rows, onnx_why_not
-from edge_export.onnx.request import OnnxFiles, OnnxRequest, check_onnx_sources, reads_rows
-from edge_export.onnx.static.export import STATIC_ROWS, check_static, static_facts, write_calibrated, write_static, write_tables
-from edge_export.onnx.weight_formats import head_format, layers_format, quantization_name, table_format, weight_format
-from edge_export.onnx.weights import PlainWeightFile, WeightFile
+from edge_export.onnx.parity import encoder_parity, measure_onnx_parity, measure_rows
+from edge_export.onnx.request import OnnxFiles, OnnxRequest, reads_rows
+from edge_export.onnx.static.export import STATIC_ROWS, static_facts, write_calibrated, write_static, write_tables
+from edge_export.onnx.weights import PlainWeightFile, WeightFile, head_format, layers_format, quantization_name, table_format, weight_format
 from edge_export.output.atomic_folder import BundlePart
-from edge_export.parity.reference import reference_of
+from edge_export.parity.reference import Reference, why_not
 from edge_export.quantization.importance import Importance
-from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, OnnxGraphs, Rotation
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, MediaInputs, OnnxGraphs, Rotation
 
 # Spare rows of a sliding buffer: they hold the longest forward, and the more there are, the more rarely rows move to the front.
 SPARE_ROWS = 256
@@ -49,10 +47,7 @@ def write_onnx(
 
     Raises ExportError, CheckpointError.
     """
-    check_onnx_sources(target, drafter, request)
     first, static = target.checkpoint, request.device is not None
-    if static:
-        check_static(target, request)
     paths = {
         role: folder / _file_name(role, request, "onnx") for role in [*(STATIC_ROWS if static else ("target", "target_head")), "drafter"]
     }
@@ -69,7 +64,7 @@ def write_onnx(
     with store(data["drafter"], progress, importance.get("drafter")) as weights:
         sparse = drafter.checkpoint.assistant.ordered_embeddings
         drafting = store_drafter(drafter.checkpoint, weights, weight_format(request.drafter, request), head_format(request, sparse=sparse))
-    layout = dataclasses.replace(layout, buffers=_buffers(first.architecture, layout, request))
+    layout = replace(layout, buffers=_buffers(first.architecture, layout, request))
     contrib_ops = set() if static else _write_dynamic(stored, drafting, formats, layout, paths)
     encoders, encoder_ops = write_encoders(first, request.media, folder, progress) if request.media is not None else ((), set())
     files = OnnxFiles(
@@ -84,11 +79,11 @@ def write_onnx(
         static=static_facts(first.architecture, request),
     )
     if request.device == "qnn" and request.importance_roles:
-        write_calibrated(stored, drafting, layout, onnx_pair(target, files))
+        write_calibrated(stored, drafting, target, files)
     elif static:
         write_static(stored, drafting, layout, paths)
     elif request.kv == "int8":
-        rows = measure_rows(onnx_pair(target, files))
+        rows = measure_rows(target, files)
         fit_scales(formats.kv, data["target"], layout.buffers, files.graphs.rotations, rows)
     return files
 
@@ -110,31 +105,14 @@ def _part(role: str, path: Path, kind: str, request: OnnxRequest) -> BundlePart:
     return BundlePart(role=role, path=path, format=kind, quantization=quantization_name(role, request))
 
 
-def onnx_pair(target: ResolvedSource, files: OnnxFiles) -> OnnxPair:
-    """Written graphs with what is needed to run them."""
-    assert target.tokenizer is not None
-    model = target.checkpoint.architecture
-    return OnnxPair(
-        files=files.paths,
-        layout=files.layout,
-        graphs=files.graphs,
-        static=files.static,
-        tokenizer=target.tokenizer.folder / TOKENIZER_NAME,
-        hidden_size=model.hidden_size,
-        vocab_size=model.vocab_size,
-    )
-
-
-def compare(
-    target: ResolvedSource, drafter: ResolvedSource, files: OnnxFiles, request: OnnxRequest, *, folder: Path, threads: int
-) -> dict[str, Any]:
+def compare(reference: Reference, files: OnnxFiles, request: OnnxRequest, inputs: MediaInputs | None, folder: Path) -> dict[str, Any]:
     """Compares written graphs with the reference. If their weights are not float32, float32 graphs are written, compared and removed too.
 
-    Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
+    `inputs` are those of the encoders. Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
     """
-    model, reference = target.checkpoint.architecture, reference_of(target, drafter, threads)
+    target = reference.target
     exact = (request.target, request.drafter, request.embedding, request.kv) == ("f32", "f32", None, "f32")
-    reason = onnx_why_not(reference)
+    reason = why_not(reference, "onnxruntime", "onnx")
     rounded = rounds_activations(target.checkpoint.config)
     if rounded == "compressed-tensors":
         reason = "the reference does not round activations of compressed-tensors checkpoints here"
@@ -146,30 +124,15 @@ def compare(
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         plain = files
         if not exact:
-            plain_request = OnnxRequest(target="f32", drafter="f32", device="static" if request.device else None)
-            plain = write_onnx(
-                target, drafter, plain_request, layout=files.layout, importance={}, folder=Path(scratch), progress=lambda _: None
+            of_plain = OnnxRequest(target="f32", drafter="f32", device="static" if request.device else None)
+            written = write_onnx(
+                target, reference.drafter, of_plain, layout=files.layout, importance={}, folder=Path(scratch), progress=lambda _: None
             )
-        figures = measure_onnx_parity(
-            OnnxParityRequest(
-                **vars(reference),
-                plain=plain.paths,
-                exported=files.paths,
-                layout=files.layout,
-                plain_layout=plain.layout,
-                graphs=files.graphs,
-                static=files.static,
-                hidden_size=model.hidden_size,
-                vocab_size=model.vocab_size,
-                weights=request.target,
-                kv=request.kv,
-                rounded=rounded is not None,
-            )
-        )
-    if request.media is None:
+            plain = replace(files, parts=written.parts, layout=written.layout)
+        figures = measure_onnx_parity(reference, plain, files, request.target, request.kv, rounded=rounded is not None)
+    if request.media is None or inputs is None:
         return figures
-    inputs = media_inputs(media_architecture(target.checkpoint))
-    return figures | {"media": encoder_parity(reference, files.paths, request.media, inputs, model.hidden_size)}
+    return figures | {"media": encoder_parity(reference, files.paths, request.media, inputs, reference.architecture.hidden_size)}
 
 
 def onnx_facts(target: ResolvedSource, contrib_ops: set[str], opset: int) -> OnnxGraphs:

@@ -6,7 +6,6 @@ Here the reference's assistant runs unchanged: with its sparse head, if it has o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
-from edge_export.onnx.request import WEIGHT_TYPES, KvKind, MediaWeights, OnnxWeights
+from edge_export.onnx.request import WEIGHT_TYPES, KvKind, MediaWeights, OnnxFiles, OnnxWeights
 from edge_export.parity.comparison import ROOM, Judgement, ParityLimits, check_tokenizer, compare_export, export_rowset
-from edge_export.parity.media import Rows, measure_media_parity
-from edge_export.parity.reference import MIN_CONTEXT, TEXT, ReferenceRequest, Rowset, why_not
-from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER, CacheLayout, MediaInputs, OnnxGraphs, StaticGraphs
+from edge_export.parity.media import measure_media_parity
+from edge_export.parity.reference import TEXT, Reference, Rows, Rowset
+from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER, MediaInputs
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.media.soft_rows import Media
 
@@ -33,50 +33,28 @@ ROUNDED_LIMITS = ParityLimits(max_abs_difference=2.0, mean_kl=0.02, greedy_agree
 ENCODER_LIMITS: dict[MediaWeights, float] = {"f32": 1e-3, "f16": 1e-3, "int8": 0.1}
 
 
-@dataclass(frozen=True, kw_only=True)
-class OnnxParityRequest(ReferenceRequest):
-    """What is compared: `exported` are the bundle's files by role, `plain` the same with float32 weights (or the same files)."""
+def measure_onnx_parity(
+    reference: Reference, plain: OnnxFiles, exported: OnnxFiles, weights: OnnxWeights, kv: KvKind, *, rounded: bool
+) -> dict[str, Any]:
+    """Compares graphs of these `weights` and K/V rows, and `plain` ones with float32 weights (or the same).
 
-    plain: dict[str, Path]
-    exported: dict[str, Path]
-    layout: CacheLayout
-    plain_layout: CacheLayout
-    graphs: OnnxGraphs
-    static: StaticGraphs | None = None
-    hidden_size: int
-    vocab_size: int
-    weights: OnnxWeights
-    kv: KvKind = "f32"
-    rounded: bool = False
-
-
-def onnx_why_not(request: ReferenceRequest) -> str | None:
-    """Returns the reason why parity cannot be measured here, or None if it can."""
-    if request.context < MIN_CONTEXT:
-        return f"the comparison takes {MIN_CONTEXT} tokens, the target's context is {request.context}"
-    return why_not(request.parameters, "onnxruntime", "onnx")
-
-
-def measure_onnx_parity(request: OnnxParityRequest) -> dict[str, Any]:
-    """Returns the figures for the manifest.
-
-    Raises ParityError, naming the figure, the limit and --no-verify, if one is beyond its limit, or if the graphs do not run.
+    `rounded`: activations are rounded to int8. Returns the figures for the manifest. Raises ParityError, naming the figure, the limit and
+    --no-verify, if one is beyond its limit, or if the graphs do not run.
     """
     judgement = Judgement(
         library="onnxruntime",
         noun="graph",
         weight_type="f32",
-        quantization=request.weights,
-        limits=ROUNDED_LIMITS if request.rounded else LIMITS,
-        kl_limit=max(WEIGHT_TYPES[name].mean_kl for name in (request.weights, request.kv)),
+        quantization=weights,
+        limits=ROUNDED_LIMITS if rounded else LIMITS,
+        kl_limit=max(WEIGHT_TYPES[name].mean_kl for name in (weights, kv)),
     )
-    plain = partial(_rows, request, request.plain, request.plain_layout)
-    final = None if request.plain == request.exported else partial(_rows, request, request.exported, request.layout)
-    return compare_export(request, plain, final, judgement, as_llama=False)
+    final = None if plain == exported else partial(_rows, reference, exported)
+    return compare_export(reference, partial(_rows, reference, plain), final, judgement, as_llama=False)
 
 
 def encoder_parity(
-    reference: ReferenceRequest, files: Mapping[str, Path], weights: MediaWeights, inputs: MediaInputs, hidden_size: int
+    reference: Reference, files: Mapping[str, Path], weights: MediaWeights, inputs: MediaInputs, hidden_size: int
 ) -> dict[str, Any]:
     """Returns the figures of the encoders' graphs. Raises ParityError."""
 
@@ -90,39 +68,27 @@ def encoder_parity(
     return measure_media_parity(reference, encode, inputs, quantization=weights, limit=ENCODER_LIMITS[weights])
 
 
-@dataclass(frozen=True, kw_only=True)
-class OnnxPair:
-    """Written graphs, by role, and the facts needed to run them."""
-
-    files: dict[str, Path]
-    layout: CacheLayout
-    graphs: OnnxGraphs
-    static: StaticGraphs | None
-    tokenizer: Path
-    hidden_size: int
-    vocab_size: int
-
-
-def measure_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
+def measure_ranges(target: ResolvedSource, files: OnnxFiles) -> dict[str, NDArray[np.float32]]:
     """Runs static graphs that output their ranges over the test text; returns per matrix the least and greatest input and output, [4].
 
     Raises ParityError.
     """
     try:
-        return _value_ranges(pair)
+        return _value_ranges(target, files)
     except EdgeRuntimeError as error:
         raise ParityError(f"the graphs to calibrate with do not run in onnxruntime: {error}; choose another --device") from error
 
 
-def measure_rows(pair: OnnxPair) -> dict[str, NDArray[Any]]:
+def measure_rows(source: ResolvedSource, files: OnnxFiles) -> dict[str, NDArray[Any]]:
     """Runs the target over the test text, as much of it as a window holds; returns its K/V rows [kv_heads, n, head_dim] by buffer.
 
     Raises ParityError.
     """
-    window = pair.layout.sliding.window if pair.layout.sliding else None
-    context = min(pair.layout.full.capacity, window or pair.layout.full.capacity)
+    layout = files.layout
+    window = layout.sliding.window if layout.sliding else None
+    context = min(layout.full.capacity, window or layout.full.capacity)
     try:
-        target, _ = _opened(pair, context, 1)
+        target, _ = _opened(source, files, context, 1)
         with target:
             tokens = target.vocabulary.encode(TEXT)[:context]
             target.prefill(tokens)
@@ -131,16 +97,16 @@ def measure_rows(pair: OnnxPair) -> dict[str, NDArray[Any]]:
         raise ParityError(f"the graphs to calibrate with do not run in onnxruntime: {error}; choose another --onnx-kv") from error
 
 
-def _value_ranges(pair: OnnxPair) -> dict[str, NDArray[np.float32]]:
+def _value_ranges(source: ResolvedSource, files: OnnxFiles) -> dict[str, NDArray[np.float32]]:
     from edge_runtime.backends.onnx.static_target import StaticOrtTarget
 
-    context = pair.layout.full.capacity
-    target, drafter = _opened(pair, context, 1)
+    context = files.layout.full.capacity
+    target, drafter = _opened(source, files, context, 1)
     ranges: dict[str, NDArray[np.float32]] = {}
     assert isinstance(target, StaticOrtTarget)
-    assert pair.static is not None
+    assert files.static is not None
     assert drafter is not None
-    rows = pair.static.verify_rows
+    rows = files.static.verify_rows
     with target:
         tokens = target.vocabulary.encode(TEXT)[:context]
         for end in range(rows, len(tokens), rows):
@@ -160,43 +126,36 @@ def _widen(ranges: dict[str, NDArray[np.float32]], outputs: dict[str, NDArray[An
             known[1::2] = np.maximum(known[1::2], ends[1::2])
 
 
-def _opened(pair: OnnxPair, context: int, threads: int) -> tuple[Any, Any]:
+def _opened(source: ResolvedSource, files: OnnxFiles, context: int, threads: int) -> tuple[Any, Any]:
+    """Opens written graphs of this target."""
     from edge_runtime.backends.onnx.open import OrtOptions, PairFiles, StaticParts, open_pair
 
-    static, files = None, pair.files
-    if pair.static is not None:
+    static, paths, model = None, files.paths, source.checkpoint.architecture
+    if files.static is not None:
         static = StaticParts(
-            facts=pair.static,
-            prefill=files["target_prefill"],
-            row=files["target_row"],
-            embedding=files["embedding"],
-            per_layer_embedding=files.get("per_layer_embedding"),
+            facts=files.static,
+            prefill=paths["target_prefill"],
+            row=paths["target_row"],
+            embedding=paths["embedding"],
+            per_layer_embedding=paths.get("per_layer_embedding"),
         )
+    assert source.tokenizer is not None  # only a GGUF has none
     opened = PairFiles(
-        target=files["target"],
-        target_head=files.get("target_head"),
-        drafter=files["drafter"],
-        tokenizer=pair.tokenizer,
-        layout=pair.layout,
-        graphs=pair.graphs,
-        hidden_size=pair.hidden_size,
-        vocab_size=pair.vocab_size,
+        target=paths["target"],
+        target_head=paths.get("target_head"),
+        drafter=paths["drafter"],
+        tokenizer=source.tokenizer.folder / TOKENIZER_NAME,
+        layout=files.layout,
+        graphs=files.graphs,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
         static=static,
     )
     return open_pair(opened, OrtOptions(context=context, threads=threads))
 
 
-def _rows(request: OnnxParityRequest, files: dict[str, Path], layout: CacheLayout, tokens: list[int]) -> Rowset:
-    pair = OnnxPair(
-        files=files,
-        layout=layout,
-        graphs=request.graphs,
-        static=request.static,
-        hidden_size=request.hidden_size,
-        vocab_size=request.vocab_size,
-        tokenizer=request.tokenizer_folder / TOKENIZER_NAME,
-    )
-    target, drafter = _opened(pair, min(len(tokens) + ROOM, layout.full.capacity), request.threads)
+def _rows(reference: Reference, files: OnnxFiles, tokens: list[int]) -> Rowset:
+    target, drafter = _opened(reference.target, files, min(len(tokens) + ROOM, files.layout.full.capacity), reference.threads)
     with target:
-        check_tokenizer(request, target.vocabulary.encode(TEXT, add_bos=False), "the runtime")
+        check_tokenizer(reference, target.vocabulary.encode(TEXT, add_bos=False), "the runtime")
         return export_rowset(target, drafter, tokens)

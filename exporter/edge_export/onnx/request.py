@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from edge_devices.option_fields import option
 from edge_export.checkpoint.architecture import TextArchitecture
+from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.media_architecture import AudioTower, MediaArchitecture, VisionTower
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
@@ -102,15 +103,12 @@ class OnnxRequest:
         return {role: weights == "int4" for role, weights in roles if WEIGHT_TYPES[weights].kind == "blocks"}
 
 
-def expected_onnx_bytes(weight_count: int, weights: OnnxWeights) -> int:
-    """Returns about how many bytes so many weights take."""
-    return int(weight_count * WEIGHT_TYPES[weights].bytes)
-
-
-def table_bytes(model: TextArchitecture, weights: OnnxWeights) -> int:
-    """Returns how many bytes the embeddings take that a host looks up: float32 for f32 weights, otherwise float16."""
-    per_layer = model.per_layer_vocab_size * model.layers * model.per_layer_size
-    return (model.vocab_size * model.hidden_size + per_layer) * (4 if weights == "f32" else 2)
+def expected_onnx_bytes(target: Checkpoint, drafter: Checkpoint, request: OnnxRequest) -> int:
+    """Returns about how many bytes the graphs' data take, and the embeddings that a host looks up: float32 for f32, else float16."""
+    pair = ((target, request.target), (drafter, request.drafter))
+    weights = sum(int(half.parameters * WEIGHT_TYPES[kind].bytes) for half, kind in pair)
+    looked_up = 0 if request.device is None else target.architecture.table_weights
+    return weights + looked_up * (4 if (request.embedding or request.target) == "f32" else 2)
 
 
 def reads_rows(target: TextArchitecture, layer: int, *, drafter: bool = False) -> bool:
@@ -133,6 +131,19 @@ def _check_heads(target: ResolvedSource) -> None:
             )
 
 
+def _check_static(target: ResolvedSource, request: OnnxRequest) -> None:
+    """Raises ExportError if there are no such graphs of this target, or with these weights."""
+    model = target.checkpoint.architecture
+    if model.experts:
+        raise ExportError(f"{target.origin} is a mixture of experts, which graphs of fixed shapes cannot route; leave --device out")
+    if request.device == "qnn" and "int4" in (request.target, request.drafter, request.embedding):
+        raise ExportError("QNN computes wrong products with int4 weights of one scale per channel; take f16 or int8 for --device qnn")
+    if request.device == "qnn" and model.per_layer_size and "int8" in (request.target, request.embedding):
+        raise ExportError(
+            f"QNN's compiler fails on integer weights beside per-layer embeddings, which {target.origin} has; take f16 for --onnx-target"
+        )
+
+
 def check_onnx_sources(target: ResolvedSource, drafter: ResolvedSource, request: OnnxRequest) -> None:
     """Raises ExportError if the pair cannot be exported to ONNX."""
     for source in (target, drafter):
@@ -140,6 +151,8 @@ def check_onnx_sources(target: ResolvedSource, drafter: ResolvedSource, request:
             raise ExportError(f"{source.origin} is a GGUF; ONNX graphs are made from a checkpoint, give its folder or hub id")
     if request.device is None:
         _check_heads(target)
+    else:
+        _check_static(target, request)
     assert target.tokenizer is not None  # only a GGUF has none
     try:
         check_file(target.tokenizer.folder / TOKENIZER_NAME)

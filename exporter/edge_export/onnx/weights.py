@@ -1,4 +1,8 @@
-"""Weights of ONNX graphs in one external data file, written piece by piece as the graphs that name them are built."""
+"""Weights of ONNX graphs: the format of each of a pair's matrices, and data files, written piece by piece as the graphs are built.
+
+int4 is mixed unless a block is asked for: most weights are in blocks of 128, the fastest to multiply with. The few weights that lose most
+by it are stored more exactly. Figures: docs/onnx.md, from scripts/benchmarks/bench_quantizers.py.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,22 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.published.grid import lies_on_grid
-from edge_export.checkpoint.safetensors import StoredTensor, read_codes, read_float_chunks, read_values, row_pieces
+from edge_export.checkpoint.safetensors import StoredTensor, read_codes, read_float_chunks, read_rows, read_values, row_pieces
 from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import WeightSpec, quantize_matrix, round_rows
+from edge_export.onnx.request import WEIGHT_TYPES, OnnxRequest, OnnxWeights
 from edge_export.quantization.importance import Importance, Weighing
 
 ValueType = Literal["f32", "f16", "u8", "i32", "i8", "i4"]
 VALUE_BITS: dict[ValueType, int] = {"f32": 32, "f16": 16, "u8": 8, "i32": 32, "i8": 8, "i4": 4}
+_FLOATS: dict[str, type[np.floating[Any]]] = {"f32": np.float32, "f16": np.float16}
 _Piece = tuple[NDArray[np.float32], Weighing]
 # Large tensors begin on a page, so that they can be mapped.
 _PAGE, _LINE = 4096, 64
+# The token embedding, which is also the head, loses more than any other matrix.
+_MIXED_TABLE_BLOCK = 64
+# QNN multiplies with integers of one scale for each channel.
+_CHANNELS = "qnn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +47,11 @@ class WeightFormat:
     spec: WeightSpec | None = None
     sensitive: WeightFormat | None = None
     off_grid: WeightFormat | None = None
+
+    @property
+    def float_type(self) -> Literal["f32", "f16"]:
+        """The type of a matrix that is stored as floats."""
+        return "f16" if self.kind == "f16" else "f32"
 
     def for_tensors(self, tensors: Sequence[StoredTensor]) -> WeightFormat:
         """The format of a matrix made of these tensors. Raises CheckpointError if one cannot be read."""
@@ -156,12 +171,13 @@ class WeightFile:
         rows, columns = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
         format = format.for_tensors(tensors).for_columns(columns)
         if format.kind != "blocks":
-            float_type: Literal["f32", "f16"] = "f16" if format.kind == "f16" else "f32"
-            return self._plain((piece for tensor in tensors for piece in read_float_chunks(tensor, float_type)), rows, columns, format)
+            return self._plain(
+                (piece for tensor in tensors for piece in read_float_chunks(tensor, format.float_type)), rows, columns, format
+            )
         pieces = (
             (piece, weighing)
             for weighing, tensor in ((self._weighing(name, tensor), tensor) for name, tensor in zip(names, tensors, strict=True))
-            for piece in row_pieces(read_float_chunks(tensor, "f32"), columns)
+            for piece in read_rows(tensor)
         )
         return self._blocks(pieces, rows, columns, format)
 
@@ -173,7 +189,7 @@ class WeightFile:
             made = self.codes(tensor) if format.kind == "blocks" and tensor.bits else None
             if made is None:
                 rows, columns = tensor.shape
-                kind: Literal["f32", "f16"] = "f16" if format.kind == "f16" else "f32"
+                kind = format.float_type
                 made = self._plain(read_float_chunks(tensor, kind), rows, columns, WeightFormat(kind=kind))
             parts.append(replace(made, rounding=checkpoint.rounding.get(name)))
         if len(parts) == 1:
@@ -196,8 +212,7 @@ class WeightFile:
     def matrix_in(self, tensor: StoredTensor, name: str, index: int, format: WeightFormat) -> Matrix:
         """Stores one matrix [rows, columns] of a tensor that holds several: number `index` of the tensor `name`."""
         rows, columns = tensor.shape
-        pieces = row_pieces(read_float_chunks(tensor, "f32"), columns)
-        return self.matrix_of(pieces, name, rows, columns, format.for_tensors([tensor]), index)
+        return self.matrix_of(read_rows(tensor), name, rows, columns, format.for_tensors([tensor]), index)
 
     def matrix_of(
         self, pieces: Iterable[NDArray[np.float32]], name: str, rows: int, columns: int, format: WeightFormat, index: int = 0
@@ -205,15 +220,14 @@ class WeightFile:
         """Stores a matrix given in float32 pieces of complete rows, the rows of the tensor `name` in any order."""
         format = format.for_columns(columns)
         if format.kind != "blocks":
-            kind = np.float16 if format.kind == "f16" else np.float32
-            return self._plain((piece.astype(kind, copy=False) for piece in pieces), rows, columns, format)
+            return self._plain((piece.astype(_FLOATS[format.float_type], copy=False) for piece in pieces), rows, columns, format)
         weighing = self._weighing(name, index=index)
         return self._blocks(((piece, weighing) for piece in pieces), rows, columns, format)
 
     def gathered(self, pieces: Iterable[NDArray[np.float32]], rows: int, columns: int, format: WeightFormat) -> Matrix:
         """Stores float rows that a graph gathers: as they are in every kind of file."""
-        kind = np.float16 if format.kind == "f16" else np.float32
-        return WeightFile._plain(self, (piece.astype(kind, copy=False) for piece in pieces), rows, columns, format)
+        floats = (piece.astype(_FLOATS[format.float_type], copy=False) for piece in pieces)
+        return WeightFile._plain(self, floats, rows, columns, format)
 
     def _weighing(self, name: str, tensor: StoredTensor | None = None, index: int = 0) -> Weighing:
         """How the errors of a tensor count, or of one of the matrices in it; without the tensor they are not compensated."""
@@ -224,7 +238,7 @@ class WeightFile:
         return Weighing(channels=None if channels is None else channels[index], factor=factor)
 
     def _plain(self, pieces: Iterator[NDArray[Any]], rows: int, columns: int, format: WeightFormat) -> Matrix:
-        stored = self.pieces(pieces, "f16" if format.kind == "f16" else "f32", (rows, columns))
+        stored = self.pieces(pieces, format.float_type, (rows, columns))
         return Matrix(rows=rows, columns=columns, format=format, values=stored)
 
     def _blocks(self, pieces: Iterable[_Piece], rows: int, columns: int, format: WeightFormat) -> Matrix:
@@ -267,8 +281,8 @@ class PlainWeightFile(WeightFile):
     """
 
     def _plain(self, pieces: Iterable[NDArray[Any]], rows: int, columns: int, format: WeightFormat) -> Matrix:
-        values = self._reserve("f16" if format.kind == "f16" else "f32", (columns, rows))
-        columnwise = self._mapped(values, np.dtype(np.float16 if format.kind == "f16" else np.float32), (columns, rows))
+        values = self._reserve(format.float_type, (columns, rows))
+        columnwise = self._mapped(values, np.dtype(_FLOATS[format.float_type]), (columns, rows))
         at = 0
         for piece in row_pieces((piece.reshape(-1) for piece in pieces), columns):
             columnwise[:, at : at + len(piece)] = piece.T
@@ -329,3 +343,51 @@ def _even_rows(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
             yield piece[:even], weighing
     if left is not None:
         yield left
+
+
+def weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
+    """The format of a model's layers with these weights."""
+    form = WEIGHT_TYPES[weights]
+    if form.kind != "blocks" or request.device == _CHANNELS:
+        return WeightFormat(kind=form.kind)
+    format = WeightFormat(kind="blocks", spec=WeightSpec(bits=form.bits, block=request.block_size))
+    if not request.mixed(weights):
+        return format
+    return replace(format, sensitive=WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=request.block_size)))
+
+
+def layers_format(request: OnnxRequest) -> WeightFormat:
+    """The format of the target's layers."""
+    return _target_format(request.target, request)
+
+
+def table_format(request: OnnxRequest) -> WeightFormat:
+    """The format of the target's token embedding."""
+    weights = request.embedding or request.target
+    if request.mixed(weights):
+        return WeightFormat(kind="blocks", spec=WeightSpec(bits=4, block=_MIXED_TABLE_BLOCK))
+    return _target_format(weights, request)
+
+
+def _target_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
+    format = weight_format(weights, request)
+    return replace(format, off_grid=weight_format("int8", request)) if request.on_grid and weights == "int4" else format
+
+
+def head_format(request: OnnxRequest, *, sparse: bool) -> WeightFormat:
+    """The format of the drafter's output rows, at least 8 bits: they are few, and a wrong row is a wrong draft.
+
+    Those of a sparse head, which are gathered, are floats in graphs of fixed shapes.
+    """
+    format = weight_format("int8" if request.drafter == "int4" else request.drafter, request)
+    return WeightFormat(kind="f16") if sparse and request.device is not None and format.kind == "blocks" else format
+
+
+def quantization_name(role: str, request: OnnxRequest) -> str:
+    """Returns the manifest's name for the weights of the file with this role."""
+    weights = request.drafter if role.startswith("drafter") else request.target
+    if WEIGHT_TYPES[weights].kind != "blocks":
+        return weights
+    if request.device == _CHANNELS:
+        return f"{weights}-channel"
+    return f"{weights}-mixed" if request.mixed(weights) else f"{weights}-b{request.block_size}"

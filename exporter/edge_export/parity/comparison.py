@@ -10,17 +10,18 @@ import numpy as np
 
 from edge_devices.machine.facts import installed_version
 from edge_export.errors import ParityError
-from edge_export.parity.divergence import Divergence, Rows, divergence
 from edge_export.parity.reference import (
     DRAFT_LENGTH,
     REFUSED,
     ROWS,
     TEXT,
-    ReferenceRequest,
+    Divergence,
+    Reference,
+    Rows,
     Rowset,
+    divergence,
     parity_tokens,
     reference_rows,
-    reference_tokenizer,
 )
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
@@ -92,20 +93,20 @@ class Judgement:
 Run = Callable[[list[int]], Rowset]
 
 
-def compare_export(request: ReferenceRequest, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool) -> dict[str, Any]:
+def compare_export(reference: Reference, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool) -> dict[str, Any]:
     """Runs the unquantized and the final export (None: the same) over the tokens and returns the figures for the manifest.
 
     `as_llama`: as of `reference_rows`. Raises ParityError, naming the figure, the limit and --no-verify, if a figure is beyond its limit,
     or if the export does not run.
     """
-    tokens = parity_tokens(request)
+    tokens = parity_tokens(reference)
     try:
         first = plain(tokens)
         last = first if final is None else final(tokens)
     except EdgeRuntimeError as error:
         library = judgement.library.removesuffix("-python").replace("llama-cpp", "llama.cpp")
         raise ParityError(f"the export does not run in {library}: {error}; correct that, or export with --no-verify") from error
-    logits, agreements = reference_rows(request, tokens, [first, last], as_llama=as_llama)
+    logits, agreements = reference_rows(reference, tokens, [first, last], as_llama=as_llama)
     plain_difference, final_difference = (divergence(logits, rows.logits) for rows in (first, last))
     figures = judgement.figures(len(tokens), plain_difference, final_difference, agreements, first.contexts)
     figures["drafts"]["confidence"] = last.confidence
@@ -134,9 +135,9 @@ def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int]) ->
     return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts), confidence=confidence)
 
 
-def check_tokenizer(request: ReferenceRequest, tokens: list[int], whose: str) -> None:
+def check_tokenizer(reference: Reference, tokens: list[int], whose: str) -> None:
     """Raises ParityError if `tokens`, those of TEXT, are not those of the checkpoint's own tokenizer."""
-    expected = reference_tokenizer(request).encode(TEXT, add_special_tokens=False)
+    expected = reference.tokenizer().encode(TEXT, add_special_tokens=False)
     if tokens != expected:
         first = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), min(len(tokens), len(expected)))
         raise ParityError(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from edge_export.checkpoint.safetensors import FloatType
 from edge_export.parity.comparison import ROOM, Judgement, ParityLimits, check_tokenizer, compare_export, export_rowset
-from edge_export.parity.media import Rows, measure_media_parity
-from edge_export.parity.reference import MIN_CONTEXT, TEXT, ReferenceRequest, Rowset, why_not
+from edge_export.parity.media import measure_media_parity
+from edge_export.parity.reference import MIN_CONTEXT, TEXT, Reference, Rows, Rowset, why_not
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MediaInputs
 from edge_runtime.media.soft_rows import Media
@@ -41,65 +41,66 @@ ENCODER_LIMITS = {"f32": 5e-3, "f16": 5e-3, "bf16": 0.04, "q8_0": 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityRequest(ReferenceRequest):
-    """The files to compare. `exported_*` are the bundle's files, `unquantized_*` what they were quantized from (or the same).
+class ComparedModel:
+    """A half's files: `exported` is the bundle's, `unquantized` what it was quantized from, or the same."""
 
-    `weight_types` are those of the unquantized target and drafter; `experts` counts those of a layer of the target, 0 for a dense one.
-    """
-
-    unquantized_target: Path
-    unquantized_drafter: Path
-    exported_target: Path
-    exported_drafter: Path
-    weight_types: tuple[str, str]
-    quantizations: tuple[str, str]
-    experts: int = 0
+    quantization: str
+    weight_type: FloatType
+    unquantized: Path
+    exported: Path
 
 
-def measure_parity(request: ParityRequest, notify: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Returns the figures for the manifest, or {"skipped": reason}.
+Compared = tuple[ComparedModel, ComparedModel]
+
+
+def measure_parity(reference: Reference, models: Compared, notify: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Compares target and drafter; returns the figures for the manifest, or {"skipped": reason}.
 
     Raises ParityError, naming the figure, the limit and --no-verify, if one is beyond its limit, or if the export does not run.
     """
-    reason = why_not(request.parameters)
-    if request.context < MIN_CONTEXT:
-        reason = f"the comparison takes {MIN_CONTEXT} tokens, the target's context is {request.context}"
-    if reason is not None:
+    if (reason := why_not(reference, "llama-cpp-python", "llama")) is not None:
         return {"skipped": reason}
-    plain = partial(_export_rows, request, request.unquantized_target, request.unquantized_drafter, request.weight_types, notify)
-    final = partial(_export_rows, request, request.exported_target, request.exported_drafter, request.quantizations, notify)
-    same = request.unquantized_target == request.exported_target and request.unquantized_drafter == request.exported_drafter
-    return compare_export(request, plain, None if same else final, judgement_of(request), as_llama=True)
+    target, drafter = models
+
+    def plain(tokens: list[int]) -> Rowset:
+        return _export_rows(reference, target.unquantized, drafter.unquantized, [model.weight_type for model in models], tokens, notify)
+
+    def final(tokens: list[int]) -> Rowset:
+        return _export_rows(reference, target.exported, drafter.exported, [model.quantization for model in models], tokens, notify)
+
+    same = all(model.unquantized == model.exported for model in models)
+    judgement = judgement_of(models, reference.architecture.experts)
+    return compare_export(reference, plain, None if same else final, judgement, as_llama=True)
 
 
-def encoder_parity(request: ParityRequest, encoder: Path, quantization: str, inputs: MediaInputs) -> dict[str, Any]:
+def encoder_parity(reference: Reference, target: Path, encoder: Path, quantization: str, inputs: MediaInputs) -> dict[str, Any]:
     """Returns the figures of an encoder's file, which runs beside the exported target. Raises ParityError."""
 
     def encode(media: Sequence[Media]) -> list[Rows]:
         from edge_runtime.backends.llama.context import LlamaOptions
         from edge_runtime.backends.llama.target import LlamaTarget
 
-        options = LlamaOptions(context=MIN_CONTEXT, threads=request.threads, use_extra_bufts=False, draft=False)
-        with LlamaTarget(request.exported_target, options) as target:
-            opened = target.shared.open_encoder(encoder)
-            return [opened.encode(each) for each in media]
+        options = LlamaOptions(context=MIN_CONTEXT, threads=reference.threads, use_extra_bufts=False, draft=False)
+        with LlamaTarget(target, options) as opened:
+            file = opened.shared.open_encoder(encoder)
+            return [file.encode(each) for each in media]
 
-    return measure_media_parity(request, encode, inputs, quantization=quantization, limit=ENCODER_LIMITS[quantization])
+    return measure_media_parity(reference, encode, inputs, quantization=quantization, limit=ENCODER_LIMITS[quantization])
 
 
-def judgement_of(request: ParityRequest) -> Judgement:
-    """Returns the limits for these files."""
-    weight_type, quantization = request.weight_types[0], request.quantizations[0]
-    limits = unquantized_limits(weight_type, request.experts)
-    drafts = min(unquantized_limits(kind, request.experts).draft_agreement for kind in request.weight_types)
+def judgement_of(models: Compared, experts: int) -> Judgement:
+    """Returns the limits for these files; `experts` counts those of a layer of the target, 0 for a dense one."""
+    target, _ = models
+    limits = unquantized_limits(target.weight_type, experts)
+    drafts = min(unquantized_limits(model.weight_type, experts).draft_agreement for model in models)
     return Judgement(
         library="llama-cpp-python",
         noun="export",
-        weight_type=weight_type,
-        quantization=quantization,
+        weight_type=target.weight_type,
+        quantization=target.quantization,
         limits=replace(limits, draft_agreement=drafts),
-        kl_limit=max(QUANTIZATIONS[quantization].kl_limit or 0.0, limits.mean_kl),
-        median_kl=UNQUANTIZED_LIMITS[weight_type].mean_kl if request.experts else float("inf"),
+        kl_limit=max(QUANTIZATIONS[target.quantization].kl_limit or 0.0, limits.mean_kl),
+        median_kl=UNQUANTIZED_LIMITS[target.weight_type].mean_kl if experts else float("inf"),
     )
 
 
@@ -110,23 +111,17 @@ def unquantized_limits(weight_type: str, experts: int) -> ParityLimits:
 
 
 def _export_rows(
-    request: ParityRequest,
-    target_path: Path,
-    drafter_path: Path,
-    quantizations: tuple[str, str],
-    notify: Callable[[str], None],
-    tokens: list[int],
+    reference: Reference, target_path: Path, drafter_path: Path, types: Sequence[str], tokens: list[int], notify: Callable[[str], None]
 ) -> Rowset:
     """Runs one pair of files in llama.cpp. Raises EdgeRuntimeError, ParityError."""
     from edge_runtime.backends.llama.context import LlamaOptions
     from edge_runtime.backends.llama.crash_probe import probe_load_options
     from edge_runtime.backends.llama.pair import open_pair
 
-    answer = probe_load_options(target_path, drafter_path, list(quantizations), notify=notify)
-    options = LlamaOptions(
-        context=min(len(tokens) + ROOM, request.context), threads=request.threads, use_extra_bufts=answer.use_extra_bufts
-    )
+    answer = probe_load_options(target_path, drafter_path, list(types), notify=notify)
+    context = min(len(tokens) + ROOM, reference.architecture.context)
+    options = LlamaOptions(context=context, threads=reference.threads, use_extra_bufts=answer.use_extra_bufts)
     target, drafter = open_pair(target_path, drafter_path, options)
     with target:
-        check_tokenizer(request, target.vocabulary.encode(TEXT, add_bos=False), "llama.cpp")
+        check_tokenizer(reference, target.vocabulary.encode(TEXT, add_bos=False), "llama.cpp")
         return export_rowset(target, drafter, tokens)

@@ -10,20 +10,19 @@ from numpy.typing import NDArray
 
 from edge_export.errors import ParityError
 from edge_export.parity.comparison import demand
-from edge_export.parity.reference import SEED, ReferenceRequest, inference, load_reference
+from edge_export.parity.reference import SEED, Reference, Rows, inference, load_reference
 from edge_runtime.bundle.manifest import MediaInputs
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.media.image import SIDE, Image
 from edge_runtime.media.soft_rows import Media
 from edge_runtime.media.sound import RATE, Sound
 
-Rows = NDArray[np.float32]
 # Sides in soft rows.
 _SIDES = ((2, 3), (7, 9))
 
 
 def measure_media_parity(
-    reference: ReferenceRequest, encode: Callable[[Sequence[Media]], list[Rows]], inputs: MediaInputs, *, quantization: str, limit: float
+    reference: Reference, encode: Callable[[Sequence[Media]], list[Rows]], inputs: MediaInputs, *, quantization: str, limit: float
 ) -> dict[str, Any]:
     """Returns the figures for the manifest: the largest distance of an image's and of a sound's rows, as shares of their norm.
 
@@ -36,7 +35,7 @@ def measure_media_parity(
     except EdgeRuntimeError as error:
         raise ParityError(f"the encoder of images and sound does not run: {error}; correct that, or export with --no-verify") from error
     with inference(reference.threads):
-        model = load_reference(reference.target_folder).model
+        model = load_reference(reference.target.path).model
         expected = [_rows_of(model, each, inputs) for each in media]
     distances = [distance(*rows) for rows in zip(exported, expected, strict=True)]
     figures: dict[str, Any] = {"quantization": quantization, "limit": limit}

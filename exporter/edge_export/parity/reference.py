@@ -1,4 +1,4 @@
-"""The reference that an export is compared with: transformers in float32, run on the checkpoint itself.
+"""The reference that an export is compared with: transformers in float32, run on the checkpoint itself; and how far logits are from it.
 
 With media.py and quantization/calibration.py the only module that imports torch and transformers.
 """
@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 
 from edge_devices.machine.facts import installed_version
 from edge_devices.machine.memory import available_memory_bytes
+from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
-from edge_export.parity.divergence import Rows, agrees
 
+Rows = NDArray[np.float32]
+# A token counts as the reference's own choice when the reference rates it this close to its best, in standard deviations of the row.
+TIE = 0.02
 # transformers 5.19 added the assistant; 5.23.0 cannot build it ("cache-producing layer types").
 FIRST_TRANSFORMERS, END_TRANSFORMERS = (5, 19), (5, 23)
 SEED = 20260101
@@ -54,45 +57,37 @@ Weights = Mapping[str, Callable[[], NDArray[Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceRequest:
-    """What transformers runs. `parameters` counts both models; `window` and `context` are the target's, in tokens.
+class Reference:
+    """A pair of checkpoints as transformers runs it, in float32 on so many threads."""
 
-    `target_weights` and `drafter_weights` are those of a text model, where transformers cannot read the folder's own.
-    """
-
-    target_folder: Path
-    drafter_folder: Path
-    tokenizer_folder: Path
-    parameters: int
-    window: int
-    context: int
+    target: ResolvedSource
+    drafter: ResolvedSource
     threads: int
-    target_weights: Weights | None = None
-    drafter_weights: Weights | None = None
 
+    @property
+    def parameters(self) -> int:
+        """Weights of both models."""
+        return self.target.checkpoint.parameters + self.drafter.checkpoint.parameters
 
-def reference_of(target: ResolvedSource, drafter: ResolvedSource, threads: int) -> ReferenceRequest:
-    """Returns what transformers runs of a pair of checkpoints."""
-    model, tokenizer = target.checkpoint, target.tokenizer
-    assert tokenizer is not None  # only a GGUF has none
-    return ReferenceRequest(
-        target_folder=target.path,
-        drafter_folder=drafter.path,
-        tokenizer_folder=tokenizer.folder,
-        parameters=model.parameters + drafter.checkpoint.parameters,
-        window=model.architecture.window,
-        context=model.architecture.context,
-        threads=threads,
-        target_weights=model.weights,
-        drafter_weights=drafter.checkpoint.weights,
-    )
+    @property
+    def architecture(self) -> TextArchitecture:
+        """The target's."""
+        return self.target.checkpoint.architecture
 
+    def tokenizer(self) -> Any:
+        """Returns the target's own tokenizer, run by transformers."""
+        from transformers import PreTrainedTokenizerFast
 
-def reference_tokenizer(request: ReferenceRequest) -> Any:
-    """Returns the checkpoint's own tokenizer, run by transformers."""
-    from transformers import PreTrainedTokenizerFast
+        assert self.target.tokenizer is not None  # only a GGUF has none
+        return PreTrainedTokenizerFast(tokenizer_file=str(self.target.tokenizer.folder / TOKENIZER_NAME))
 
-    return PreTrainedTokenizerFast(tokenizer_file=str(request.tokenizer_folder / TOKENIZER_NAME))
+    def load_target(self) -> Any:
+        """Loads the target; see `load_reference`."""
+        return load_reference(self.target.path, self.target.checkpoint.weights)
+
+    def load_drafter(self) -> Any:
+        """Loads the drafter; see `load_reference`."""
+        return load_reference(self.drafter.path, self.drafter.checkpoint.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +103,14 @@ class Rowset:
     confidence: dict[str, Any] | None = None
 
 
-def why_not(parameters: int, library: str = "llama-cpp-python", extra: str = "llama") -> str | None:
+def why_not(reference: Reference, library: str, extra: str) -> str | None:
     """Returns the reason why parity cannot be measured here, or None if it can. Imports nothing heavy.
 
     `library` runs the export, `extra` installs it.
     """
-    reason = why_no_reference(parameters)
+    if reference.architecture.context < MIN_CONTEXT:
+        return f"the comparison takes {MIN_CONTEXT} tokens, the target's context is {reference.architecture.context}"
+    reason = why_no_reference(reference.parameters)
     if reason is None and installed_version(library) is None:
         return f"{library} is not installed; pip install 'edge-mtp[{extra}]' to run the export"
     return reason
@@ -133,26 +130,26 @@ def why_no_reference(parameters: int) -> str | None:
     return None
 
 
-def parity_tokens(request: ReferenceRequest) -> list[int]:
+def parity_tokens(reference: Reference) -> list[int]:
     """TEXT as the reference tokenizes it, after a seeded shuffle of its own tokens that is as long as the window."""
-    tokenizer = reference_tokenizer(request)
+    tokenizer, model = reference.tokenizer(), reference.architecture
     ids: list[int] = tokenizer.encode(TEXT, add_special_tokens=False)
     begin: list[int] = tokenizer.encode("", add_special_tokens=True)
     text = [ids[i % len(ids)] for i in range(ROWS + 1)]
-    shuffled = min(request.window, MAX_WINDOW, request.context - len(begin) - len(text))
+    shuffled = min(model.window, MAX_WINDOW, model.context - len(begin) - len(text))
     chosen = np.random.default_rng(SEED).integers(len(ids), size=shuffled)
     return [*begin, *(ids[i] for i in chosen), *text]
 
 
-def reference_rows(request: ReferenceRequest, tokens: list[int], rowsets: list[Rowset], *, as_llama: bool) -> tuple[Rows, list[float]]:
+def reference_rows(reference: Reference, tokens: list[int], rowsets: list[Rowset], *, as_llama: bool) -> tuple[Rows, list[float]]:
     """Returns the reference's logits [ROWS, vocabulary], and for each row set the share of its drafts that the assistant agrees with.
 
     `as_llama` makes the assistant compute what llama.cpp computes: the dense head, and two rows less of the window.
     """
-    with inference(request.threads):
-        target = load_reference(request.target_folder, request.target_weights)
-        logits, rows = run_target(target, tokens[:-1], ROWS, request.window - 1 if as_llama else len(tokens))
-        assistant = load_reference(request.drafter_folder, request.drafter_weights)
+    with inference(reference.threads):
+        window = reference.architecture.window - 1 if as_llama else len(tokens)
+        logits, rows = run_target(reference.load_target(), tokens[:-1], ROWS, window)
+        assistant = reference.load_drafter()
         if as_llama:
             assistant.config.use_ordered_embeddings = False
         agreements = [_agreement(assistant, rows, tokens, rowset) for rowset in rowsets]
@@ -283,3 +280,46 @@ def _filled(folder: Path, weights: Weights) -> tuple[Any, list[str]]:
             if name in state:
                 state[name].copy_(torch.from_numpy(read()))
     return model, [name for name in state if name not in weights]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Export against reference over all rows: largest absolute logit difference, mean and median KL(reference || export) in nats,
+    greedy agreement.
+
+    Greedy agreement is the share of rows whose likeliest token is the reference's own (`agrees`).
+    """
+
+    max_abs_difference: float
+    mean_kl: float
+    median_kl: float
+    greedy_agreement: float
+
+
+def divergence(reference: Rows, export: Rows) -> Divergence:
+    """Compares logits [rows, vocabulary], row by row so that no float64 copy of all rows is made. A NaN or infinity gives infinity."""
+    if not np.isfinite(export).all():
+        return Divergence(max_abs_difference=float("inf"), mean_kl=float("inf"), median_kl=float("inf"), greedy_agreement=0.0)
+    divergences = [_kl(expected, actual) for expected, actual in zip(reference, export, strict=True)]
+    return Divergence(
+        max_abs_difference=float(np.abs(reference - export).max()),
+        mean_kl=float(np.mean(divergences)),
+        median_kl=float(np.median(divergences)),
+        greedy_agreement=float(np.mean([agrees(row, int(own.argmax())) for row, own in zip(reference, export, strict=True)])),
+    )
+
+
+def agrees(reference: Rows, token: int) -> bool:
+    """Whether `token` is the greedy choice of the reference's logits [vocabulary], or within TIE of it."""
+    return bool(reference.max() - reference[token] <= TIE * reference.std())
+
+
+def _kl(reference: Rows, export: Rows) -> float:
+    expected, actual = _log_softmax(reference), _log_softmax(export)
+    return float(np.sum(np.exp(expected) * (expected - actual)))
+
+
+def _log_softmax(row: Rows) -> NDArray[np.float64]:
+    shifted = row.astype(np.float64) - row.max()
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result

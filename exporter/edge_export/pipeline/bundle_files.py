@@ -1,21 +1,35 @@
-"""The bundle's files beside the models: tokenizer, chat template, manifest entries, config.yaml, signature."""
+"""What a bundle holds beside its models: the manifest's facts, tokenizer, chat template, config.yaml, signature."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Callable
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edge_devices.files.limited_read import sha256_of
 from edge_devices.waiting import Progress
+from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
+from edge_export.checkpoint.checkpoint import Checkpoint, check_pair
+from edge_export.checkpoint.published.formats import SIZES
 from edge_export.checkpoint.sources import ResolvedSource, manifest_source, source_files
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
-from edge_export.errors import ExportError
+from edge_export.errors import CheckpointError, ExportError
+from edge_export.gguf.keys import GENERATION_NAME, read_generation
 from edge_export.output.atomic_folder import BundlePart
 from edge_runtime.bundle import signature
-from edge_runtime.bundle.manifest import BundleFile, Manifest, ModelSource
+from edge_runtime.bundle.manifest import (
+    MAX_DRAFT_LENGTH,
+    Architecture,
+    BundleFile,
+    CacheLayout,
+    GenerationDefaults,
+    LayerCache,
+    Manifest,
+    ModelSource,
+)
 from edge_runtime.config.schema import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
 from edge_runtime.config.settings import defaults, expanded
 from edge_runtime.errors import EdgeRuntimeError
@@ -25,6 +39,131 @@ if TYPE_CHECKING:
 
 _CHAT_TEMPLATE = "chat_template.jinja"
 _PIECE_BYTES = 4 << 20
+CACHE_DTYPE = "f16"
+# llama.cpp rounds its caches up to this many rows (src/llama-kv-cache-iswa.cpp).
+ROW_STEP = 256
+# Our names and those of generation_config.json -> the keys that llama.cpp's converter writes for them.
+_NUMBERS = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+_TOP_K, _SUPPRESSED = "general.sampling.top_k", "tokenizer.ggml.suppress_tokens"
+# (least, most): SamplingParams refuses others.
+_RANGES = {"temperature": (0.0, 100.0), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-6, 1e6)}
+
+
+def cache_layout(target: Checkpoint, drafter: Checkpoint, context: int) -> CacheLayout:
+    """The K/V rows a loop over `context` tokens keeps: who owns them, who reads them, how many there are.
+
+    Raises CheckpointError if the two are no pair or `context` is not in 1..max_position_embeddings.
+    """
+    check_pair(target, drafter)
+    model = target.architecture
+    if not 1 <= context <= model.context:
+        raise CheckpointError(f"context {context} is not in 1..{model.context}, what {target.folder} was made for; choose another")
+    owners = tuple(layer if layer < model.owning_layers else model.last_owner(kind) for layer, kind in enumerate(model.layer_types))
+    sliding = None
+    if SLIDING in model.layer_types:
+        rows = -(-(model.window + MAX_DRAFT_LENGTH) // ROW_STEP) * ROW_STEP
+        sliding = _layer_cache(model, SLIDING, min(rows, context), model.window)
+    return CacheLayout(
+        sliding=sliding,
+        full=_layer_cache(model, FULL, context, None),
+        layer_owners=owners,
+        drafter_sources=tuple(model.last_owner(kind) for kind in drafter.architecture.layer_types),
+        rewind_slack=MAX_DRAFT_LENGTH,
+    )
+
+
+def _layer_cache(model: TextArchitecture, kind: str, capacity: int, window: int | None) -> LayerCache:
+    owners = tuple(layer for layer in range(model.owning_layers) if model.layer_types[layer] == kind)
+    return LayerCache(
+        kv_heads=model.kv_heads_of(owners[0]),
+        head_dim=model.head_dim_of(owners[0]),
+        dtype=CACHE_DTYPE,
+        capacity=capacity,
+        window=window,
+        owner_layers=owners,
+    )
+
+
+def architecture(target: Checkpoint, drafter: Checkpoint, context: int) -> Architecture:
+    """Facts of the pair for the manifest; `context` is the context length the bundle is made for."""
+    model, assistant = target.architecture, drafter.assistant
+    return Architecture(
+        family=SIZES.get((model.layers, model.hidden_size), "custom"),
+        hidden_size=model.hidden_size,
+        layers=model.layers,
+        vocab_size=model.vocab_size,
+        context_length=context,
+        parameters=target.parameters,
+        drafter_hidden_size=assistant.hidden_size,
+        drafter_layers=assistant.layers,
+        drafter_parameters=drafter.parameters,
+        ordered_embeddings=assistant.ordered_embeddings,
+        feed_forward_size=_widest_feed_forward(model),
+        per_layer_size=model.per_layer_size,
+        drafter_feed_forward_size=_widest_feed_forward(assistant),
+    )
+
+
+def _widest_feed_forward(model: TextArchitecture) -> int:
+    """The most values per token that a feed-forward block computes at once: the dense width and that of the experts in use."""
+    return max(model.feed_forward_of(layer) for layer in range(model.layers)) + model.experts_used * model.expert_size
+
+
+def generation_defaults(target: ResolvedSource) -> GenerationDefaults | None:
+    """Returns what the target says; None for nothing. Raises CheckpointError for values that cannot be."""
+    size = target.checkpoint.architecture.vocab_size
+    if target.gguf is None:
+        path, values = target.path / GENERATION_NAME, dict(read_generation(target.path))
+        if values.get("do_sample") is not True:
+            values = {key: value for key, value in values.items() if key not in (*_NUMBERS, "top_k")}
+            values |= {"temperature": 0.0} if "do_sample" in values else {}
+    else:
+        path, keys = target.path, target.gguf.keys
+        values = {name: keys.get(key) for name, key in _NUMBERS.items()}
+        # Greedy decoding is not written there; a temperature is written only where it is set.
+        values |= {"top_k": keys.get(_TOP_K), "suppress_tokens": keys.get(_SUPPRESSED)}
+    defaults = GenerationDefaults(
+        **{name: _number(values, name, path) for name in _NUMBERS},
+        top_k=_top_k(values, path),
+        end_tokens=_tokens(values, "eos_token_id", size, path),
+        suppress_tokens=_tokens(values, "suppress_tokens", size, path),
+    )
+    plain = (defaults.temperature, defaults.top_k, defaults.suppress_tokens) == (None, None, ()) and len(defaults.end_tokens) <= 1
+    return None if plain else defaults
+
+
+def _number(values: dict[str, Any], name: str, path: Path) -> float | None:
+    value = values.get(name)
+    if value is None:
+        return None
+    minimum, maximum = _RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or not minimum <= value <= maximum:
+        raise _wrong(path, name, value, f"a number from {minimum:g} to {maximum:g}")
+    return float(value)
+
+
+def _top_k(values: dict[str, Any], path: Path) -> int | None:
+    value = values.get("top_k")
+    if value is not None and (type(value) is not int or not 0 <= value < 1 << 31):
+        raise _wrong(path, "top_k", value, "a number of tokens")
+    return value
+
+
+def _tokens(values: dict[str, Any], name: str, size: int, path: Path) -> tuple[int, ...]:
+    value = values.get(name)
+    tokens = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(token) is int and 0 <= token < size for token in tokens):
+        raise _wrong(path, name, value, f"ids of tokens below {size}")
+    return tuple(dict.fromkeys(tokens))
+
+
+def _wrong(path: Path, name: str, value: object, expected: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {name} is {str(value)[:60]!r}, not {expected}; correct it")
 
 
 def copy_file(source: Path, destination: Path, progress: Callable[[int], None] = lambda _: None) -> None:

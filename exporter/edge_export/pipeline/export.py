@@ -3,64 +3,44 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from edge_devices.waiting import Progress, ProgressLines
+from edge_export.checkpoint.architecture import SPARSE_HEAD
 from edge_export.checkpoint.sources import ResolvedSource, mixed_training, resolve_pair
-from edge_export.checkpoint.tensor_names import SPARSE_HEAD
 from edge_export.errors import ExportError
 from edge_export.gguf.media_encoder import TOWERS, media_architecture, media_inputs
 from edge_export.gguf.split_drafter import can_split
 from edge_export.gguf.writer import trained_for_q4
-from edge_export.onnx.request import ONNX_MEDIA, OnnxFiles, check_onnx_sources, check_towers
-from edge_export.output.atomic_folder import BundlePart, check_output, check_outside, partial_folder, sync_files
-from edge_export.pipeline.bundle_files import bundle_config, copy_texts, hash_parts, hash_source, read_signing_key, sign_manifest
-from edge_export.pipeline.cache_layout import architecture, cache_layout
-from edge_export.pipeline.generation_defaults import generation_defaults
-from edge_export.pipeline.gguf_step import GgufPair, make_gguf, plan_pair
-from edge_export.pipeline.onnx_step import check_onnx_space, make_onnx, onnx_parity
-from edge_export.pipeline.request import DEFAULT_CONTEXT, ExportRequest
-from edge_export.pipeline.tuning_step import clear_tuning, tuned_drafter
+from edge_export.onnx.request import ONNX_MEDIA, OnnxFiles, OnnxRequest, check_onnx_sources, check_towers, expected_onnx_bytes
+from edge_export.output.atomic_folder import check_output, check_outside, partial_folder, sync_files
+from edge_export.parity.reference import Reference
+from edge_export.pipeline.bundle_files import (
+    architecture,
+    bundle_config,
+    cache_layout,
+    copy_texts,
+    generation_defaults,
+    hash_parts,
+    hash_source,
+    read_signing_key,
+    sign_manifest,
+)
+from edge_export.pipeline.gguf_step import GgufFiles, make_gguf, plan_pair
+from edge_export.pipeline.request import DEFAULT_CONTEXT, SWITCHED_OFF, ExportJob, ExportRequest
+from edge_export.pipeline.tuning_step import clear_tuning, with_tuned_drafter
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.importance_sources import importance_of_pair
 from edge_export.quantization.llama_quantize import check_quantization
 from edge_runtime.bundle.bundle import Bundle, open_bundle
-from edge_runtime.bundle.manifest import (
-    MANIFEST_NAME,
-    SCHEMA_VERSION,
-    CacheLayout,
-    DrafterTuning,
-    GenerationDefaults,
-    Manifest,
-    MediaInputs,
-    RuntimeSettings,
-)
+from edge_runtime.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings
 from edge_runtime.config.yaml_file import CONFIG_NAME, config_text
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """A checked request: the opened pair, and what follows from both. `split`: a split drafter is written too."""
-
-    request: ExportRequest
-    pair: tuple[ResolvedSource, ResolvedSource]
-    context: int
-    layout: CacheLayout
-    split: bool
-    left_out: tuple[tuple[str, str], ...]
-    media: MediaInputs | None
-    generation: GenerationDefaults | None
-    tuning: DrafterTuning | None = None
-
-    @property
-    def banned(self) -> tuple[int, ...]:
-        """Tokens that end a text."""
-        return () if self.generation is None else self.generation.end_tokens
 
 
 def export_pair(request: ExportRequest, progress: Progress | Callable[[str], None] | None = None) -> Bundle:
@@ -72,28 +52,27 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
     """
     if not isinstance(progress, Progress):
         progress = ProgressLines() if progress is None else ProgressLines(progress)
-    _check_quantizations(request)
+    for quantization in (request.target_quantization, request.drafter_quantization):
+        if quantization is not None:
+            check_quantization(quantization)
     key = read_signing_key(request.sign) if request.sign is not None else None
     check_output(request.output, request.force)
     progress.step("Open the checkpoints", None)
     job = _open_job(request, progress)
     if (sentence := mixed_training(*job.pair)) is not None:
         progress.note(sentence)
-    tuned = tuned_drafter(request, job.pair, job.banned, progress)
-    if tuned is not None:
-        job = replace(job, pair=(job.pair[0], tuned.drafter), tuning=tuned.record)
+    job = with_tuned_drafter(job)
     for role, name in job.left_out:
         progress.note(f"Left out of the {role}: {name}.")
     with partial_folder(request.output, request.force) as folder:
-        gguf = plan_pair(request, job.pair, split=job.split, folder=folder) if request.gguf else None
-        if request.onnx is not None:
-            check_onnx_space(job.pair, request.onnx, folder)
+        gguf = plan_pair(job, folder) if request.gguf else None
+        _check_onnx_space(job, folder)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            importance = _importance(job, gguf, Path(scratch), progress)
-            onnx, onnx_figures = _make_onnx(job, importance, folder, progress)
-            gguf_parts, gguf_figures = make_gguf(gguf, request, importance, progress) if gguf is not None else ([], {})
+            importance = _importance(job, gguf, Path(scratch))
+            onnx, onnx_figures = _make_onnx(job, importance, folder)
+            gguf_parts, gguf_figures = make_gguf(gguf, job, importance) if gguf is not None else ([], {})
         parts = [*gguf_parts, *(onnx.parts if onnx is not None else ()), *copy_texts(job.pair[0], folder, progress)]
-        manifest = _manifest(job, parts, onnx, parity=gguf_figures | onnx_figures, importance=importance, folder=folder, progress=progress)
+        manifest = _manifest(job, hash_parts(parts, folder, progress), onnx, parity=gguf_figures | onnx_figures, importance=importance)
         (folder / MANIFEST_NAME).write_bytes(manifest.to_json().encode())
         if key is not None:
             sign_manifest(folder, manifest.to_json().encode(), key)
@@ -107,13 +86,7 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
     return Bundle(request.output, manifest)
 
 
-def _check_quantizations(request: ExportRequest) -> None:
-    for quantization in (request.target_quantization, request.drafter_quantization):
-        if quantization is not None:
-            check_quantization(quantization)
-
-
-def _open_job(request: ExportRequest, progress: Progress) -> _Job:
+def _open_job(request: ExportRequest, progress: Progress) -> ExportJob:
     """Opens the pair and checks the request against it. Raises ExportError."""
     pair = target, drafter = resolve_pair(request.target, request.drafter, progress)
     check_outside(request.output, [part.path for part in pair])
@@ -138,65 +111,77 @@ def _open_job(request: ExportRequest, progress: Progress) -> _Job:
     media = None if request.media is None else media_architecture(target.checkpoint)
     if media is not None and request.onnx is not None:
         check_towers(media)
-    left_out = ((part.role, name) for part in pair for name in part.checkpoint.left_out)
-    return _Job(
+    written = (*((SPARSE_HEAD,) if sparse else ()), *(TOWERS if media is not None else ()))
+    return ExportJob(
         request=request,
-        pair=pair,
+        progress=progress,
+        reference=Reference(target=target, drafter=drafter, threads=request.thread_count),
         context=context,
         layout=layout,
         split=split,
-        left_out=tuple(
-            (role, name)
-            for role, name in left_out
-            if not (sparse and name.startswith(SPARSE_HEAD)) and not (media is not None and name.startswith(TOWERS))
-        ),
+        left_out=tuple((part.role, name) for part in pair for name in part.checkpoint.left_out if not name.startswith(written)),
         media=None if media is None else media_inputs(media),
         generation=generation_defaults(target),
     )
 
 
-def _importance(job: _Job, gguf: GgufPair | None, scratch: Path, progress: Progress) -> dict[str, Importance]:
+def _check_onnx_space(job: ExportJob, folder: Path) -> None:
+    """Raises ExportError if the disk has no room for the ONNX graphs."""
+    if job.request.onnx is None:
+        return
+    needed, free = _onnx_bytes(job, job.request.onnx), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ExportError(
+            f"{folder.parent} has {free} bytes free, the ONNX graphs need about {needed}; free some space or choose another disk"
+        )
+
+
+def _onnx_bytes(job: ExportJob, request: OnnxRequest) -> int:
+    target, drafter = job.pair
+    return expected_onnx_bytes(target.checkpoint, drafter.checkpoint, request)
+
+
+def _importance(job: ExportJob, gguf: GgufFiles | None, scratch: Path) -> dict[str, Importance]:
     """The importance by role; `scratch` gets second moments."""
     sources, onnx = job.request.importance, job.request.onnx
     if not sources.are_given:
         return {}
     text = sources.calibrate
     title = f"Calibrate on {text.name}" if text else "Read the importance matrix"
-    progress.step(title, text.stat().st_size if text and text.is_file() else None)
+    job.progress.step(title, text.stat().st_size if text and text.is_file() else None)
     roles = dict(onnx.importance_roles) if onnx is not None else {}
     # llama.cpp's types that take account of importance all gain by compensation.
     roles |= dict.fromkeys(gguf.importance_roles, True) if gguf is not None else {}
-    models = {part.role: part for part in job.pair}
-    threads = job.request.thread_count
-    return importance_of_pair(sources, models, roles, scratch=scratch, threads=threads, progress=progress.advance)
+    return importance_of_pair(sources, job.reference, roles, scratch=scratch, progress=job.progress.advance)
 
 
-def _make_onnx(job: _Job, importance: dict[str, Importance], folder: Path, progress: Progress) -> tuple[OnnxFiles | None, dict[str, Any]]:
+def _make_onnx(job: ExportJob, importance: dict[str, Importance], folder: Path) -> tuple[OnnxFiles | None, dict[str, Any]]:
     """The ONNX files, and their part of the manifest's `parity`; nothing if no graphs are asked for."""
-    request = job.request.onnx
+    request, progress = job.request.onnx, job.progress
     if request is None:
         return None, {}
-    files = make_onnx(job.pair, request, layout=job.layout, importance=importance, folder=folder, progress=progress)
-    return files, {"onnx": onnx_parity(job.pair, files, job.request, request, folder, progress)}
+    try:  # onnx is needed only where graphs are asked for
+        from edge_export.onnx.export import compare, write_onnx
+    except ImportError as error:
+        raise ExportError(f"onnx is not installed ({error}); pip install 'edge-mtp[export]' to write ONNX graphs") from error
+    progress.step("Write the ONNX graphs", _onnx_bytes(job, request))
+    files = write_onnx(*job.pair, request, layout=job.layout, importance=importance, folder=folder, progress=progress.advance)
+    if not job.request.verify:
+        return files, {"onnx": dict(SWITCHED_OFF)}
+    progress.step("Compare the ONNX graphs with the reference", None)
+    return files, {"onnx": compare(job.reference, files, request, job.media, folder)}
 
 
 def _manifest(
-    job: _Job,
-    parts: list[BundlePart],
-    onnx: OnnxFiles | None,
-    *,
-    parity: dict[str, Any],
-    importance: dict[str, Importance],
-    folder: Path,
-    progress: Progress,
+    job: ExportJob, files: tuple[BundleFile, ...], onnx: OnnxFiles | None, *, parity: dict[str, Any], importance: dict[str, Importance]
 ) -> Manifest:
     target, drafter = job.pair
     return Manifest(
         schema_version=SCHEMA_VERSION,
         created_by=f"edge-mtp {version('edge-mtp')}",
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        files=hash_parts(parts, folder, progress),
-        sources={part.role: hash_source(part, progress) for part in job.pair},
+        files=files,
+        sources={part.role: hash_source(part, job.progress) for part in job.pair},
         architecture=architecture(target.checkpoint, drafter.checkpoint, job.context),
         cache_layout=job.layout if onnx is None else onnx.layout,
         left_out=tuple(f"{role}: {name}" for role, name in job.left_out),

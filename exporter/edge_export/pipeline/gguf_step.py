@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from edge_devices.waiting import Progress
-from edge_export.checkpoint.safetensors import FloatType
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
 from edge_export.gguf.keys import architecture_name
-from edge_export.gguf.media_encoder import EncoderType, media_architecture, media_inputs, plan_encoder
+from edge_export.gguf.media_encoder import plan_encoder
 from edge_export.gguf.split_drafter import head_bytes, output_rows, write_body, write_head
 from edge_export.gguf.writer import ExactReport, GgufPlan, plan_exact, plan_gguf, trained_for_q4
 from edge_export.output.atomic_folder import BundlePart
-from edge_export.parity.gguf import ParityRequest, encoder_parity, measure_parity
-from edge_export.parity.reference import reference_of
+from edge_export.parity.gguf import ComparedModel, encoder_parity, measure_parity
 from edge_export.pipeline.bundle_files import copy_file
-from edge_export.pipeline.request import DRAFTER_QUANTIZATION, TARGET_QUANTIZATION, ExportRequest
+from edge_export.pipeline.request import DRAFTER_QUANTIZATION, SWITCHED_OFF, TARGET_QUANTIZATION, ExportJob
 from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.llama_quantize import DIRECT, library_version, quantize_gguf
@@ -35,7 +33,7 @@ _SMALL_FILES_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class GgufModel:
+class GgufModel(ComparedModel):
     """One half on its way into the bundle. `unquantized` is written first, by `plan`; `exported` is the bundle's file.
 
     Both are the same file for a weight type that our converter writes itself. `plan` is None for an existing GGUF, which is copied.
@@ -43,18 +41,9 @@ class GgufModel:
     """
 
     source: ResolvedSource
-    quantization: str
-    weight_type: FloatType
     plan: GgufPlan | None
-    unquantized: Path
-    exported: Path
     exact: GgufPlan | None = None
     report: ExactReport | None = None
-
-    @property
-    def role(self) -> str:
-        """Its role in the bundle."""
-        return self.source.role
 
     @property
     def direct(self) -> bool:
@@ -74,40 +63,36 @@ class GgufModel:
         checkpoint = self.source.checkpoint
         return QUANTIZATIONS[self.quantization].file_bytes(checkpoint.parameters, checkpoint.architecture.table_weights)
 
+    def part(self, role: str, path: Path) -> BundlePart:
+        """A file of the bundle with these weights."""
+        return BundlePart(role=role, path=path, format="gguf", quantization=self.quantization)
+
 
 @dataclass(frozen=True, kw_only=True)
-class GgufPair:
-    """The two GGUF files of a bundle; `split` adds a split drafter, `encoder` that of images and sound."""
+class GgufFiles:
+    """The GGUF files of a bundle: those of target and drafter, a split drafter if the job asks for one, the encoder of images and sound."""
 
-    target: GgufModel
-    drafter: GgufModel
-    split: bool
+    models: tuple[GgufModel, GgufModel]
     encoder: GgufPlan | None = None
-
-    @property
-    def models(self) -> tuple[GgufModel, GgufModel]:
-        """Target and drafter."""
-        return self.target, self.drafter
 
     @property
     def importance_roles(self) -> set[str]:
         """The roles whose quantization takes account of importance."""
-        return {
-            model.role
-            for model in self.models
-            if model.plan is not None and model.exact is None and QUANTIZATIONS[model.quantization].weighed
-        }
+        quantized = [model for model in self.models if model.plan is not None and model.exact is None]
+        return {model.source.role for model in quantized if QUANTIZATIONS[model.quantization].weighed}
 
 
-def plan_pair(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], *, split: bool, folder: Path) -> GgufPair:
+def plan_pair(job: ExportJob, folder: Path) -> GgufFiles:
     """Plans the GGUF files. Raises ExportError if a quantization cannot be had, or if the disk has no room."""
-    planned = GgufPair(
-        target=_plan(pair[0], request.target_quantization, TARGET_QUANTIZATION, folder),
-        drafter=_plan(pair[1], request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
-        split=split,
-        encoder=None if request.media is None else plan_encoder(pair[0].checkpoint, request.media),
+    request, (target, drafter) = job.request, job.pair
+    planned = GgufFiles(
+        models=(
+            _plan(target, request.target_quantization, TARGET_QUANTIZATION, folder),
+            _plan(drafter, request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
+        ),
+        encoder=None if request.media is None else plan_encoder(target.checkpoint, request.media),
     )
-    check_space(planned, folder)
+    check_space(planned, job.split, folder)
     return planned
 
 
@@ -156,14 +141,15 @@ def _plan(source: ResolvedSource, requested: str | None, default: str, folder: P
     )
 
 
-def check_space(pair: GgufPair, folder: Path) -> None:
+def check_space(files: GgufFiles, split: bool, folder: Path) -> None:
     """Raises ExportError if the disk has no room for the unquantized files and the bundle together."""
-    needed = _SMALL_FILES_BYTES + sum(model.needed_bytes for model in pair.models)
-    needed += pair.encoder.bytes if pair.encoder is not None else 0
-    if pair.split:
-        checkpoint = pair.drafter.source.checkpoint
-        hidden = checkpoint.assistant.hidden_size
-        needed += head_bytes(checkpoint, QUANTIZATIONS[pair.drafter.quantization].file_bytes(hidden, hidden)) + pair.drafter.exported_bytes
+    needed = _SMALL_FILES_BYTES + sum(model.needed_bytes for model in files.models)
+    needed += files.encoder.bytes if files.encoder is not None else 0
+    if split:
+        drafter = files.models[1]
+        hidden = drafter.source.checkpoint.assistant.hidden_size
+        row_bytes = QUANTIZATIONS[drafter.quantization].file_bytes(hidden, hidden)
+        needed += head_bytes(drafter.source.checkpoint, row_bytes) + drafter.exported_bytes
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ExportError(
@@ -172,28 +158,26 @@ def check_space(pair: GgufPair, folder: Path) -> None:
         )
 
 
-def make_gguf(
-    pair: GgufPair, request: ExportRequest, importance: Mapping[str, Importance], progress: Progress
-) -> tuple[list[BundlePart], dict[str, Any]]:
+def make_gguf(files: GgufFiles, job: ExportJob, importance: Mapping[str, Importance]) -> tuple[list[BundlePart], dict[str, Any]]:
     """Writes the GGUF files; returns them, and the manifest's `parity`. Raises ExportError."""
-    for model in pair.models:
-        _make_model(model, request.thread_count, importance.get(model.role), progress)
-    parts = [_part(model.role, model.exported, model) for model in pair.models]
-    if pair.split:
-        parts += _make_split(pair.drafter, progress)
+    request, progress, (target, drafter) = job.request, job.progress, files.models
+    for model in files.models:
+        _make_model(model, request.thread_count, importance.get(model.source.role), progress)
+    parts = [model.part(model.source.role, model.exported) for model in files.models]
+    if job.split:
+        parts += _make_split(drafter, progress)
     encoder = None
-    if pair.encoder is not None and request.media is not None:
-        encoder = _make_encoder(pair, pair.encoder, request.media, progress)
+    if files.encoder is not None and request.media is not None:
+        path = target.exported.parent / f"media-encoder-{request.media}.gguf"
+        progress.step(f"Convert the media encoder to {request.media}", files.encoder.bytes)
+        files.encoder.write(path, progress.advance)
+        encoder = BundlePart(role=MEDIA_ENCODER, path=path, format="gguf", quantization=request.media)
         parts.append(encoder)
-    parity = _parity(pair, encoder, request, progress)
-    for model in pair.models:
+    parity = _parity(files, encoder, job)
+    for model in files.models:
         if not model.direct:
             model.unquantized.unlink(missing_ok=True)
     return parts, parity
-
-
-def _part(role: str, path: Path, model: GgufModel) -> BundlePart:
-    return BundlePart(role=role, path=path, format="gguf", quantization=model.quantization)
 
 
 def _make_model(model: GgufModel, threads: int, importance: Importance | None, progress: Progress) -> None:
@@ -226,36 +210,17 @@ def _make_split(drafter: GgufModel, progress: Progress) -> list[BundlePart]:
     rows = output_rows(drafter.exported)
     progress.step("Write the split drafter's head", head_bytes(checkpoint, rows.bytes // rows.shape[1]))
     write_head(checkpoint, drafter.exported, head, progress.advance)
-    return [_part("drafter_body", body, drafter), _part("drafter_head", head, drafter)]
+    return [drafter.part("drafter_body", body), drafter.part("drafter_head", head)]
 
 
-def _make_encoder(pair: GgufPair, plan: GgufPlan, weight_type: EncoderType, progress: Progress) -> BundlePart:
-    path = pair.target.exported.parent / f"media-encoder-{weight_type}.gguf"
-    progress.step(f"Convert the media encoder to {weight_type}", plan.bytes)
-    plan.write(path, progress.advance)
-    return BundlePart(role=MEDIA_ENCODER, path=path, format="gguf", quantization=weight_type)
-
-
-def _parity(pair: GgufPair, encoder: BundlePart | None, request: ExportRequest, progress: Progress) -> dict[str, Any]:
-    if not request.verify:
-        return {"skipped": "it was switched off with --no-verify"}
-    target, drafter = pair.models
-    if target.plan is None or drafter.plan is None:
-        existing = " and ".join(model.role for model in pair.models if model.plan is None)
-        return {"skipped": f"the {existing} came as GGUF, without a checkpoint to compare with"}
-    progress.step("Compare with the reference", None)
-    compared = ParityRequest(
-        **vars(reference_of(target.source, drafter.source, request.thread_count)),
-        unquantized_target=target.unquantized,
-        unquantized_drafter=drafter.unquantized,
-        exported_target=target.exported,
-        exported_drafter=drafter.exported,
-        weight_types=(target.weight_type, drafter.weight_type),
-        quantizations=(target.quantization, drafter.quantization),
-        experts=target.source.checkpoint.architecture.experts,
-    )
-    figures = measure_parity(compared, progress.note)
-    if encoder is None or "skipped" in figures:
+def _parity(files: GgufFiles, encoder: BundlePart | None, job: ExportJob) -> dict[str, Any]:
+    if not job.request.verify:
+        return dict(SWITCHED_OFF)
+    if existing := [model.source.role for model in files.models if model.plan is None]:
+        return {"skipped": f"the {' and '.join(existing)} came as GGUF, without a checkpoint to compare with"}
+    job.progress.step("Compare with the reference", None)
+    figures = measure_parity(job.reference, files.models, job.progress.note)
+    if encoder is None or job.media is None or "skipped" in figures:
         return figures
-    inputs = media_inputs(media_architecture(target.source.checkpoint))
-    return figures | {"media": encoder_parity(compared, encoder.path, encoder.quantization or "", inputs)}
+    target = files.models[0].exported
+    return figures | {"media": encoder_parity(job.reference, target, encoder.path, encoder.quantization or "", job.media)}

@@ -1,4 +1,4 @@
-"""What an export is asked for."""
+"""What an export is asked for, and what it makes of that once its sources are open."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from pathlib import Path
 
 from edge_devices.machine.facts import usable_processors
 from edge_devices.option_fields import option
+from edge_devices.waiting import Progress
+from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.gguf.media_encoder import ENCODER_TYPES, EncoderType
 from edge_export.onnx.request import OnnxRequest
+from edge_export.parity.reference import Reference
 from edge_export.quantization.importance_sources import ImportanceSources
 from edge_runtime.bundle.gguf_types import OFFERED
+from edge_runtime.bundle.manifest import CacheLayout, DrafterTuning, GenerationDefaults, MediaInputs
 from edge_runtime.config.schema import SpeculativeConfig
 
 DEFAULT_CONTEXT = 4096
 TARGET_QUANTIZATION, DRAFTER_QUANTIZATION = "q4_0", "q8_0"
+# The manifest's `parity` without a comparison.
+SWITCHED_OFF = {"skipped": "it was switched off with --no-verify"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +88,27 @@ class ExportRequest:
     def thread_count(self) -> int:
         """How many threads to use."""
         return self.threads or usable_processors()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportJob:
+    """A checked request, with the opened pair and what follows from both. `split`: a split drafter is written too.
+
+    `left_out` are groups of tensors that are not exported, each with its half's role.
+    """
+
+    request: ExportRequest
+    progress: Progress
+    reference: Reference
+    context: int
+    layout: CacheLayout
+    split: bool
+    left_out: tuple[tuple[str, str], ...]
+    media: MediaInputs | None
+    generation: GenerationDefaults | None
+    tuning: DrafterTuning | None = None
+
+    @property
+    def pair(self) -> tuple[ResolvedSource, ResolvedSource]:
+        """Target and drafter."""
+        return self.reference.target, self.reference.drafter

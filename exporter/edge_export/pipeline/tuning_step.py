@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from edge_devices.waiting import Progress
-from edge_export.checkpoint.sources import ResolvedSource, resolve_pair
+from edge_export.checkpoint.sources import resolve_pair
 from edge_export.errors import ExportError
-from edge_export.parity.reference import reference_of, why_no_reference
-from edge_export.pipeline.request import ExportRequest
-from edge_runtime.bundle.manifest import DrafterTuning
+from edge_export.parity.reference import why_no_reference
+from edge_export.pipeline.request import ExportJob, ExportRequest
 
 
-@dataclass(frozen=True, kw_only=True)
-class TunedDrafter:
-    """The drafter to export, and how it came about."""
-
-    drafter: ResolvedSource
-    record: DrafterTuning
-
-
-def tuned_drafter(
-    request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource], banned: Sequence[int], progress: Progress
-) -> TunedDrafter | None:
-    """Returns the tuned drafter; None if no tuning is asked for, or if the original is as good. Raises ExportError.
+def with_tuned_drafter(job: ExportJob) -> ExportJob:
+    """Returns the job with the tuned drafter; as it is if no tuning is asked for, or if the original is as good. Raises ExportError.
 
     The state is in a folder beside the output, so that a stopped call goes on where it was.
     """
+    request, progress, (target, drafter) = job.request, job.progress, job.pair
     if request.tune_drafter is None:
-        return None
-    target, drafter = pair
-    if target.gguf is not None or drafter.gguf is not None or target.tokenizer_folder is None:
+        return job
+    if target.gguf is not None or drafter.gguf is not None:
         named = target if target.gguf is not None else drafter
         raise ExportError(f"tuning trains the drafter in transformers, and {named.origin} is a GGUF; give its checkpoint")
     parameters = target.checkpoint.parameters + 4 * drafter.checkpoint.parameters  # gradients and the optimizer's two sums
@@ -44,11 +31,11 @@ def tuned_drafter(
 
     progress.step(f"Tune the drafter on {request.tune_drafter.name}", None)
     tuning = TuningRequest(
-        **vars(reference_of(target, drafter, request.thread_count)),
+        reference=job.reference,
         text=request.tune_drafter,
         folder=tuning_folder(request),
         minutes=request.tune_minutes,
-        banned=tuple(banned),
+        banned=() if job.generation is None else job.generation.end_tokens,
     )
     try:
         record = tune(tuning, progress.note)
@@ -56,9 +43,9 @@ def tuned_drafter(
         progress.note(f"Tuning stopped; its state is in {tuning.folder}, and the same command goes on from there.")
         raise
     if record is None:
-        return None
-    tuned = resolve_pair(str(target.path), str(tuning.result))[1]
-    return TunedDrafter(drafter=replace(tuned, origin=drafter.origin), record=record)
+        return job
+    tuned = replace(resolve_pair(str(target.path), str(tuning.result))[1], origin=drafter.origin)
+    return replace(job, reference=replace(job.reference, drafter=tuned), tuning=record)
 
 
 def tuning_folder(request: ExportRequest) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.files.limited_read import read_at_most
-from edge_export.checkpoint.tensor_names import text_name
+from edge_export.checkpoint.architecture import text_name
 from edge_export.errors import ExportError, ParityError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
 from edge_export.parity.reference import (
     DRAFT_LENGTH,
-    ReferenceRequest,
+    Reference,
     ReferenceRows,
     draft_steps,
     inference,
-    load_reference,
-    reference_tokenizer,
     run_target,
     why_no_reference,
 )
-from edge_export.quantization.importance import ChannelSums
-from edge_export.quantization.moments import MAX_CHANNELS, SecondMoments, shared_name
+from edge_export.quantization.importance import MAX_CHANNELS, ChannelSums, SecondMoments, shared_name
 from edge_runtime.bundle.manifest import ImportanceSource
 
 MAX_TEXT_BYTES = 64 << 20
@@ -47,11 +44,12 @@ _HEAD = "token_embd.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationRequest(ReferenceRequest):
+class CalibrationRequest:
     """The pair and the text. `with_drafter`: it is measured too. `moments` get the second moments of the inputs of the models that it
     names, target or drafter.
     """
 
+    reference: Reference
     text: Path
     with_drafter: bool = True
     moments: Mapping[str, SecondMoments] = field(default_factory=dict)
@@ -91,18 +89,18 @@ def calibrate(request: CalibrationRequest, progress: Callable[[int], None] = lam
     Raises ExportError if the text is unusable or too short, or if torch, transformers or the memory for the pair is missing.
     """
     text, source = read_text(request.text)
-    reason = why_no_reference(request.parameters)
+    reference = request.reference
+    reason = why_no_reference(reference.parameters if request.with_drafter else reference.target.checkpoint.parameters)
     if reason is not None:
         raise ExportError(f"calibration runs the checkpoint in transformers, but {reason}; make an importance matrix elsewhere (--imatrix)")
     chunks = _chunks(request, text)
     try:
-        with inference(request.threads):
+        with inference(reference.threads):
             sums = _run(request, chunks, lambda index, parts: progress(_share(source.bytes, index, parts)))
     except ParityError as error:
         raise ExportError(f"calibration failed: {error}") from error
     tokens = sum(len(chunk) for chunk in chunks)
-    made = ImportanceSource(kind=source.kind, name=source.name, bytes=source.bytes, sha256=source.sha256, tokens=tokens)
-    return Calibration(source=made, target=sums[0].entries(), drafter=sums[1].entries(), chunk=len(chunks[0]))
+    return Calibration(source=replace(source, tokens=tokens), target=sums[0].entries(), drafter=sums[1].entries(), chunk=len(chunks[0]))
 
 
 def _share(total: int, index: int, parts: int) -> int:
@@ -112,10 +110,10 @@ def _share(total: int, index: int, parts: int) -> int:
 
 def _chunks(request: CalibrationRequest, text: str) -> list[list[int]]:
     """The text's tokens in pieces of equal length, each after the tokenizer's start tokens."""
-    tokenizer = reference_tokenizer(request)
+    tokenizer = request.reference.tokenizer()
     begin: list[int] = tokenizer.encode("", add_special_tokens=True)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    length = min(CHUNK, request.context) - len(begin)
+    length = min(CHUNK, request.reference.architecture.context) - len(begin)
     if len(tokens) < length:
         raise ExportError(f"the calibration text {request.text} has {len(tokens)} tokens, at least {length} are needed; give a longer one")
     count = min(len(tokens) // length, MAX_CHUNKS)
@@ -125,9 +123,9 @@ def _chunks(request: CalibrationRequest, text: str) -> list[list[int]]:
 
 def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[int, int], None]) -> tuple[_Sums, _Sums]:
     """Runs the pair; `done` gets the number of every piece of work that is done, and how many there are."""
-    target, drafter = load_reference(request.target_folder, request.target_weights), None
+    target, drafter = request.reference.load_target(), None
     if request.with_drafter:
-        drafter = load_reference(request.drafter_folder, request.drafter_weights)
+        drafter = request.reference.load_drafter()
         # The dense head has the same input row as the sparse one.
         drafter.config.use_ordered_embeddings = False
     runs = _runs(target, request.moments.get("target"), MOMENT_BYTES)
@@ -136,7 +134,7 @@ def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[i
     sums = _Sums(runs[0]), _Sums(_runs(drafter, request.moments.get("drafter"), None)[0])
     for index, tokens in enumerate(chunks):
         with _collecting(target, sums[0]), _collecting(drafter, sums[1]):
-            rows = _rows(target, tokens, request.window, sums[0])
+            rows = _rows(target, tokens, request.reference.architecture.window, sums[0])
             if drafter is not None:
                 _draft(drafter, rows, tokens)
         done(index, parts)
@@ -146,7 +144,7 @@ def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[i
         more = _Sums(names)
         with _collecting(target, more):
             for index, tokens in enumerate(chunks):
-                _rows(target, tokens, request.window, more)
+                _rows(target, tokens, request.reference.architecture.window, more)
                 done(run * len(chunks) + index, parts)
         more.move_moments(request.moments["target"])
     return sums

@@ -9,7 +9,7 @@ import numpy as np
 
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.gguf_source import read_gguf_header
-from edge_export.checkpoint.safetensors import StoredTensor, read_float_chunks, row_pieces
+from edge_export.checkpoint.safetensors import StoredTensor, read_rows
 from edge_export.gguf.block_levels import BLOCK_TYPES, Bytes, read_levels, read_scales, with_levels
 from edge_export.gguf.tensor_names import gguf_name
 from edge_export.quantization.compensation import Factor, Floats, Rounded, compensated
@@ -37,7 +37,7 @@ def _rewrite(path: Path, info: TensorInfo, tensor: StoredTensor, factor: Factor)
     type = BLOCK_TYPES[info.type]
     blocks = np.memmap(path, np.uint8, "r+", info.offset, (rows, columns // type.weights, type.bytes))
     at = 0
-    for weights in row_pieces(read_float_chunks(tensor, "f32"), columns):
+    for weights in read_rows(tensor):
         here = blocks[at : at + len(weights)]
         here[:] = _levels_anew(info.type, np.array(here).reshape(-1, type.bytes), weights, factor).reshape(here.shape)
         at += len(weights)

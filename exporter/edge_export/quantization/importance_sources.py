@@ -1,20 +1,38 @@
-"""The sources of an export's importance: imatrix files of llama.cpp, or a calibration text on which the pair is run."""
+"""The sources of an export's importance: imatrix files of llama.cpp, or a calibration text on which the pair is run.
+
+Both formats of llama.cpp's files are read, with checks; the newer is written. Source of the facts: llama.cpp, common/imatrix-loader.cpp and
+tools/imatrix/imatrix.cpp. The newer is a GGUF with two float32 tensors per matrix, NAME.in_sum2 (squares of the inputs, summed) and
+NAME.counts (over how many rows, for all experts or each). The older is int32 count, then per entry int32 length, name, int32 calls,
+int32 values, float32 values; they are means times calls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_devices.files.limited_read import read_at_most
 from edge_devices.option_fields import option
-from edge_export.checkpoint.sources import ResolvedSource
-from edge_export.errors import ExportError
-from edge_export.parity.reference import reference_of
-from edge_export.quantization.imatrix_file import read_imatrix, write_imatrix
-from edge_export.quantization.importance import Importance, fitted
-from edge_export.quantization.moments import SecondMoments
+from edge_export.checkpoint.gguf_source import read_gguf_header
+from edge_export.errors import CheckpointError, ExportError
+from edge_export.parity.reference import Reference
+from edge_export.quantization.importance import ChannelSums, Importance, SecondMoments, fitted
+from edge_runtime.bundle.gguf_header import TensorInfo
+from edge_runtime.bundle.manifest import ImportanceSource
 
 SAVED = {"target": "target.imatrix.gguf", "drafter": "drafter.imatrix.gguf"}
+MAX_BYTES = 256 << 20
+_MAX_NAME = 1 << 10
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+_F32 = 0
+_Entries = dict[str, ChannelSums]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +58,12 @@ class ImportanceSources:
 
 
 def importance_of_pair(
-    sources: ImportanceSources,
-    models: Mapping[str, ResolvedSource],
-    roles: Mapping[str, bool],
-    *,
-    scratch: Path,
-    threads: int,
-    progress: Callable[[int], None],
+    sources: ImportanceSources, reference: Reference, roles: Mapping[str, bool], *, scratch: Path, progress: Callable[[int], None]
 ) -> dict[str, Importance]:
     """Returns the importance by role, of the roles in `roles` only: those whose quantization uses it, and whether it uses moments too.
 
-    `models` are target and drafter; `scratch` is a folder for the second moments that a calibration computes, and has to stay as long
-    as the importance is used; `progress` gets the bytes of calibration text done. Raises ExportError if no quantization uses it, or if
-    it does not fit the model.
+    `scratch` is a folder for the second moments that a calibration computes, and has to stay as long as the importance is used;
+    `progress` gets the bytes of calibration text done. Raises ExportError if no quantization uses it, or if it does not fit the model.
     """
     files = {"target": sources.imatrix, "drafter": sources.drafter_imatrix}
     for role in [role for role, path in files.items() if path is not None and role not in roles]:
@@ -61,50 +72,111 @@ def importance_of_pair(
         )
     if sources.calibrate is not None and not roles:
         raise ExportError("neither model is quantized here in a way that importance changes; leave --calibrate out, or choose e.g. q4_0")
+    models = {"target": reference.target.checkpoint, "drafter": reference.drafter.checkpoint}
     importance = {}
     for role, path in files.items():
         if path is not None:
             entries, source = read_imatrix(path)
-            importance[role] = fitted(entries, models[role].checkpoint, source)
-    if sources.calibrate is not None:
-        moments = {role: SecondMoments(scratch / role) for role, used in roles.items() if used}
-        made = _calibrated(sources, sources.calibrate, models, roles, moments, threads=threads, progress=progress)
-        importance |= {role: replace(made[role], moments=moments.get(role)) for role in roles}
-    return importance
-
-
-def _calibrated(
-    sources: ImportanceSources,
-    text: Path,
-    models: Mapping[str, ResolvedSource],
-    roles: Collection[str],
-    moments: Mapping[str, SecondMoments],
-    *,
-    threads: int,
-    progress: Callable[[int], None],
-) -> dict[str, Importance]:
+            importance[role] = fitted(entries, models[role], source)
+    if sources.calibrate is None:
+        return importance
     # Imported here, as only a calibration needs torch.
     from edge_export.quantization.calibration import CalibrationRequest, calibrate
 
-    target, drafter = models["target"], models["drafter"]
-    if target.gguf is not None or target.tokenizer_folder is None:
+    target, drafter = reference.target, reference.drafter
+    if target.gguf is not None or target.tokenizer is None:
         raise ExportError(f"calibration runs the target in transformers, and {target.origin} is a GGUF; give its checkpoint")
     with_drafter = drafter.gguf is None and ("drafter" in roles or sources.save is not None)
-    model, reference = target.checkpoint, reference_of(target, drafter, threads)
-    made = calibrate(
-        CalibrationRequest(
-            **vars(reference) | {"parameters": model.parameters + (drafter.checkpoint.parameters if with_drafter else 0)},
-            text=text,
-            with_drafter=with_drafter,
-            moments=moments,
-        ),
-        progress,
-    )
-    importance = {"target": fitted(made.target, model, made.source)}
-    if with_drafter:
-        importance["drafter"] = fitted(made.drafter, drafter.checkpoint, made.source)
-    if sources.save is not None:
-        for role, entries in (("target", made.target), ("drafter", made.drafter)):
-            if entries:
-                write_imatrix(sources.save / SAVED[role], entries, text.name, made.source.tokens or 0, made.chunk)
+    moments = {role: SecondMoments(scratch / role) for role, used in roles.items() if used}
+    request = CalibrationRequest(reference=reference, text=sources.calibrate, with_drafter=with_drafter, moments=moments)
+    made = calibrate(request, progress)
+    for role, entries in (("target", made.target), ("drafter", made.drafter)):
+        if role in roles:
+            importance[role] = replace(fitted(entries, models[role], made.source), moments=moments.get(role))
+        if sources.save is not None and entries:
+            write_imatrix(sources.save / SAVED[role], entries, sources.calibrate.name, made.source.tokens or 0, made.chunk)
     return importance
+
+
+def read_imatrix(path: Path) -> tuple[_Entries, ImportanceSource]:
+    """Returns the sums by GGUF tensor name, and the file's entry for the manifest. Raises ExportError if it is not one, or is damaged."""
+    try:
+        data = read_at_most(path, MAX_BYTES)
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read ({error.strerror or error}); give an importance matrix made by llama-imatrix") from error
+    entries = _read_gguf(path, data) if data[:4] == b"GGUF" else _read_older(path, data)
+    digest = hashlib.sha256(data).hexdigest()
+    return entries, ImportanceSource(kind="imatrix", name=path.name, bytes=len(data), sha256=digest, tokens=None)
+
+
+def write_imatrix(path: Path, entries: _Entries, dataset: str, tokens: int, chunk: int) -> None:
+    """Writes the newer format, which llama-imatrix and llama-quantize read too; `chunk` is the tokens per piece of text."""
+    # Imported here, as only writing needs gguf.
+    from edge_export.gguf.writer import array_tensor, write_raw_gguf
+
+    tensors = []
+    for name, entry in sorted(entries.items()):
+        rows = entry.counts.size
+        for ending, values in ((_SUMS, entry.sums), (_COUNTS, entry.counts)):
+            tensors.append(array_tensor(name + ending, (rows, values.size // rows), "f32", partial(values.astype, "<f4")))
+    keys: list[Any] = [
+        ("general.type", "string", "imatrix"),
+        ("imatrix.datasets", "array", [dataset]),
+        ("imatrix.chunk_count", "uint32", max(1, tokens // chunk)),
+        ("imatrix.chunk_size", "uint32", chunk),
+    ]
+    write_raw_gguf(path, "imatrix", keys, tensors, lambda _: None)
+
+
+def _read_gguf(path: Path, data: bytes) -> _Entries:
+    try:
+        header = read_gguf_header(path)
+    except CheckpointError as error:
+        raise ExportError(f"{error} (it was given as an importance matrix)") from error
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    names = sorted({name.removesuffix(_SUMS) for name in tensors if name.endswith(_SUMS)})
+    if not names:
+        raise ExportError(f"{path} is a GGUF without importance ({_SUMS} tensors); give one made by llama-imatrix")
+    entries = {}
+    for name in names:
+        sums, counts = tensors[name + _SUMS], tensors.get(name + _COUNTS)
+        if counts is None or sums.type != _F32 or counts.type != _F32:
+            raise ExportError(f"{path} is damaged: {name} has no {_COUNTS}, or values that are not float32; make the file again")
+        entries[name] = ChannelSums(sums=_values(data, sums), counts=_values(data, counts))
+    return entries
+
+
+def _values(data: bytes, tensor: TensorInfo) -> NDArray[np.float64]:
+    return np.frombuffer(data, "<f4", count=tensor.bytes // 4, offset=tensor.offset).astype(np.float64)
+
+
+def _read_older(path: Path, data: bytes) -> _Entries:
+    """Fields are never read past the end; data after the entries is ignored."""
+    at = 0
+
+    def wrong(what: str) -> ExportError:
+        return ExportError(f"{path} is no importance matrix of llama.cpp, or is damaged: {what}; make it again with llama-imatrix")
+
+    def read(count: int) -> bytes:
+        nonlocal at
+        if count > len(data) - at:
+            raise wrong(f"it ends at byte {len(data)}, {at + count} are announced")
+        at += count
+        return data[at - count : at]
+
+    def number(what: str, maximum: int, minimum: int = 1) -> int:
+        value = int.from_bytes(read(4), "little", signed=True)
+        if not minimum <= value <= maximum:
+            raise wrong(f"it claims {value} {what}")
+        return value
+
+    entries: _Entries = {}
+    for _ in range(number("entries", len(data) // 16)):
+        name = read(number("letters of a name", _MAX_NAME)).decode("utf-8", "replace")
+        # Older files have 0 here.
+        calls = number("calls", (1 << 31) - 1, minimum=0)
+        values = np.frombuffer(read(4 * number("values", len(data) // 4)), "<f4").astype(np.float64)
+        if name in entries:
+            raise ExportError(f"{path} is damaged: {name} comes twice; make the file again")
+        entries[name] = ChannelSums(sums=values, counts=np.array([max(calls, 1)], np.float64))
+    return entries

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from edge_export.errors import ExportError, ParityError
-from edge_export.parity.reference import ReferenceRequest, load_reference, reference_tokenizer, torch_threads
+from edge_export.parity.reference import Reference, load_reference, torch_threads
 from edge_export.quantization.calibration import read_text
 from edge_export.tuning.texts import Tokens, parts_of, prompts_from, written_after
-from edge_export.tuning.training import Recipe, train
-from edge_export.tuning.unrolled import Accepted, acceptance, gain
+from edge_export.tuning.training import Accepted, Recipe, acceptance, gain, train
 from edge_runtime.bundle.manifest import DrafterTuning
 
 # Tokens of a prompt and of a whole text; texts to train on, to judge by, and written at once.
@@ -38,9 +37,10 @@ _SEED = 20261122
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningRequest(ReferenceRequest):
+class TuningRequest:
     """The pair, the text, and the folder of the state. `banned` tokens are never written: those that end a text."""
 
+    reference: Reference
     text: Path
     folder: Path
     minutes: float
@@ -59,10 +59,10 @@ def tune(request: TuningRequest, notify: Callable[[str], None]) -> DrafterTuning
     """
     text, source = read_text(request.text, "text to tune on")
     _prepare(request, source.sha256)
-    with torch_threads(request.threads):
+    with torch_threads(request.reference.threads):
         try:
-            target = load_reference(request.target_folder, request.target_weights).requires_grad_(False)
-            drafter = load_reference(request.drafter_folder, request.drafter_weights)
+            target = request.reference.load_target().requires_grad_(False)
+            drafter = request.reference.load_drafter()
         except ParityError as error:
             raise ExportError(f"tuning failed: {error}") from error
         texts, held = _texts(request, target, text, notify)
@@ -101,7 +101,7 @@ def _judge(target: Any, drafter: Any, held: Tokens) -> Accepted:
 def _prepare(request: TuningRequest, text: str) -> None:
     """Makes the folder of the state, or takes the one of an earlier call with the same pair, text and recipe."""
     folder = request.folder
-    files = [path for part in (request.target_folder, request.drafter_folder) for path in sorted(part.glob("*.safetensors"))]
+    files = [path for part in (request.reference.target, request.reference.drafter) for path in sorted(part.path.glob("*.safetensors"))]
     stated = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     digest = hashlib.sha256(repr((text, stated, asdict(Recipe(minutes=request.minutes)), TEXTS, LENGTH)).encode()).hexdigest()
     if folder.exists():
@@ -118,8 +118,8 @@ def _prepare(request: TuningRequest, text: str) -> None:
 
 def _texts(request: TuningRequest, target: Any, text: str, notify: Callable[[str], None]) -> tuple[Tokens, Tokens]:
     """Returns the texts to train on and those to judge by. Writing takes at most as long as the training."""
-    tokenizer = reference_tokenizer(request)
-    length = min(LENGTH, request.context)
+    tokenizer = request.reference.tokenizer()
+    length = min(LENGTH, request.reference.architecture.context)
     parts, held_parts = parts_of(text)
     begin = monotonic()
     end = target.config.get_text_config().eos_token_id
@@ -147,10 +147,11 @@ def _texts(request: TuningRequest, target: Any, text: str, notify: Callable[[str
 
 def _save(drafter: Any, request: TuningRequest) -> None:
     """Writes the drafter as a checkpoint, in the type of the original and with its other files."""
-    config = json.loads((request.drafter_folder / "config.json").read_text(encoding="utf-8"))
+    original = request.reference.drafter.path
+    config = json.loads((original / "config.json").read_text(encoding="utf-8"))
     kind = getattr(torch, str(config.get("dtype", config.get("torch_dtype", "bfloat16"))), torch.bfloat16)
     drafter.to(kind).save_pretrained(request.result)
     drafter.to(torch.float32)
-    for path in sorted(request.drafter_folder.iterdir()):
+    for path in sorted(original.iterdir()):
         if path.suffix in (".json", ".jinja", ".md") and not path.name.endswith(".index.json"):
             shutil.copy(path, request.result / path.name)

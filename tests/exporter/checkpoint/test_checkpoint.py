@@ -17,16 +17,10 @@ from edge_export.checkpoint.checkpoint import check_pair, open_checkpoint
 from edge_export.checkpoint.safetensors import StoredTensor, read_values
 from edge_export.checkpoint.sources import resolve_pair
 from edge_export.errors import CheckpointError
-from edge_export.pipeline.cache_layout import architecture, cache_layout
+from edge_export.pipeline.bundle_files import architecture, cache_layout
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 
 Folders = Callable[[str], Path]
-
-
-@pytest.fixture
-def copy(member_folder: Folders, tmp_path: Path) -> Folders:
-    """A copy of a member that the test may damage."""
-    return lambda name: Path(shutil.copytree(member_folder(name), tmp_path / name))
 
 
 def edit_config(folder: Path, *, text: bool = False, **changes: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,19 +29,17 @@ from published_formats import packed_codes, to_mobile
 Folders = Callable[[str], Path]
 
 
+Mobile = Callable[[bool], tuple[Path, dict[str, np.ndarray]]]
+
+
 @pytest.fixture
-def mobile(member_folder: Folders, tmp_path: Path) -> Callable[[bool], tuple[Path, dict[str, np.ndarray]]]:
+def mobile(copy: Folders) -> Mobile:
     """Writes a member in either layout; returns its folder and the weights that its matrices stand for, by their text-only names."""
-
-    def write(compressed: bool) -> tuple[Path, dict[str, np.ndarray]]:
-        folder = Path(shutil.copytree(member_folder("e2b"), tmp_path / f"mobile{compressed}"))
-        return folder, to_mobile(folder, compressed=compressed)
-
-    return write
+    return lambda compressed: (copy("e2b"), to_mobile(copy("e2b"), compressed=compressed))
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_weights_are_read_bit_for_bit(mobile: Callable[[bool], tuple[Path, dict[str, np.ndarray]]], compressed: bool) -> None:
+def test_weights_are_read_bit_for_bit(mobile: Mobile, compressed: bool) -> None:
     folder, values = mobile(compressed)
     checkpoint = open_checkpoint(folder)
     assert len(values) > 40
@@ -85,9 +82,7 @@ def test_a_product_rounds_as_transformers_does(bits: int, tmp_path: Path) -> Non
     assert with_row_kernels((tmp_path / "product.onnx").read_bytes())[1] == 0, "the kernels round activations by other scales"
 
 
-def test_graphs_equal_transformers(
-    mobile: Callable[[bool], tuple[Path, dict[str, np.ndarray]]], member_folder: Folders, tmp_path: Path
-) -> None:
+def test_graphs_equal_transformers(mobile: Mobile, member_folder: Folders, tmp_path: Path) -> None:
     """Only feed-forward activations are rounded: a random model makes chaos of levels that flip in all its layers."""
     from safetensors.torch import load_file, save_file
 
@@ -104,16 +99,14 @@ def test_graphs_equal_transformers(
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_other_formats_are_refused(
-    mobile: Callable[[bool], tuple[Path, dict[str, np.ndarray]]], compressed: bool, member_folder: Folders, tmp_path: Path
-) -> None:
+def test_other_formats_are_refused(mobile: Mobile, compressed: bool, member_folder: Folders, tmp_path: Path) -> None:
     folder, drafter = str(mobile(compressed)[0]), str(member_folder("e2b-assistant"))
     for formats in ({"gguf": True}, {"gguf": False, "onnx": OnnxRequest(device="static")}):
         with pytest.raises(ExportError, match="rounds its activations too"):
             export_pair(ExportRequest(target=folder, drafter=drafter, output=tmp_path / "bundle", **formats))
 
 
-def test_codes_without_fitting_scales_are_refused(mobile: Callable[[bool], tuple[Path, dict[str, np.ndarray]]]) -> None:
+def test_codes_without_fitting_scales_are_refused(mobile: Mobile) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,6 @@ from published_formats import edit_json, put_tensors, take_tensors
 from tiny_members import FULL, SLIDING, write_member
 
 Folders = Callable[[str], Path]
-
-
-@pytest.fixture
-def copy(member_folder: Folders, tmp_path: Path) -> Folders:
-    return lambda name: Path(shutil.copytree(member_folder(name), tmp_path / name, dirs_exist_ok=True))
 
 
 def renamed(folder: Path, rename: Callable[[str], str]) -> None:

@@ -19,7 +19,7 @@ from edge_export.checkpoint.gguf_source import open_gguf, read_gguf_header
 from edge_export.checkpoint.sources import manifest_source, resolve_pair
 from edge_export.errors import CheckpointError
 from edge_export.gguf.writer import write_gguf
-from edge_export.pipeline.cache_layout import architecture, cache_layout
+from edge_export.pipeline.bundle_files import architecture, cache_layout
 from tiny_members import MEMBERS, TARGETS
 
 Folders = Callable[[str], Path]
@@ -75,15 +75,15 @@ def test_halves_of_any_kind_make_a_pair(member_folder: Folders, gguf_of: Folders
     assert resolve_pair(folder, drafter)[0].stored_type == "bf16"
 
 
-def test_a_drafter_without_a_tokenizer_takes_the_targets(member_folder: Folders, tmp_path: Path) -> None:
-    bare = shutil.copytree(member_folder("e2b-assistant"), tmp_path / "bare")
+def test_a_drafter_without_a_tokenizer_takes_the_targets(member_folder: Folders, copy: Folders) -> None:
+    bare = copy("e2b-assistant")
     (bare / "tokenizer.json").unlink()
-    assert resolve_pair(str(member_folder("e2b")), str(bare))[1].tokenizer_folder == member_folder("e2b")
+    assert resolve_pair(str(member_folder("e2b")), str(bare))[1].tokenizer.folder == member_folder("e2b")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", ""])
-def test_a_source_that_may_not_be_read_is_named(name: str, member_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(shutil.copytree(member_folder("e2b-text"), tmp_path / "target"))
+def test_a_source_that_may_not_be_read_is_named(name: str, member_folder: Folders, copy: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copy("e2b-text")
     forbidden, is_file, opened = folder / name, Path.is_file, Path.open
 
     def denied(path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_source_that_may_not_be_read_is_named(name: str, member_folder: Folder
     monkeypatch.setattr(Path, "open", open_denied)
     monkeypatch.setattr(Path, "is_file", is_file_denied)
     with pytest.raises(
-        CheckpointError, match=rf"target/{name or 'config.json'} cannot be read \(Permission denied\); check the checkpoint"
+        CheckpointError, match=rf"e2b-text/{name or 'config.json'} cannot be read \(Permission denied\); check the checkpoint"
     ):
         resolve_pair(str(folder), str(member_folder("e2b-assistant")))
 

@@ -23,8 +23,7 @@ from edge_devices.files.temp_files import locked
 from edge_export.cli.command import main
 from edge_export.device_package import build as making
 from edge_export.device_package import debian, llama_build, wheels
-from edge_export.device_package.elf import check_pages
-from edge_export.device_package.inventory import take_inventory
+from edge_export.device_package.inventory import check_pages, take_inventory
 from edge_export.device_package.own_code import add_own_code, write_launchers
 from edge_export.device_package.platforms import PLATFORMS, SITE
 from edge_export.errors import ExportError, PackageError

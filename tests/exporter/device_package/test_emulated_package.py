@@ -25,7 +25,7 @@ if reason := missing_programs():
     pytest.skip(reason, allow_module_level=True)
 
 from edge_export.device_package.build import PackageRequest, make_package
-from edge_export.device_package.elf import check_pages
+from edge_export.device_package.inventory import check_pages
 from edge_export.device_package.own_code import add_own_code
 from edge_export.device_package.platforms import PLATFORMS, SITE
 from edge_export.errors import PackageError

@@ -85,9 +85,9 @@ def test_tokens_and_towers_are_read(folders):
         ("vision_config", "num_hidden_layers", 1, "is no tensor of the parts"),
         ("vision_config", "hidden_size", "x", "vision_config.hidden_size is 'x', not an integer"),
         ("audio_config", "conv_kernel_size", 7, "conv_kernel_size 7"),
-        ("audio_config", "subsampling_conv_channels", [1, 2, 3], "not two counts"),
+        ("audio_config", "subsampling_conv_channels", [1, 2, 3], "not an array of 2 values"),
         ("text_config", "use_bidirectional_attention", "all", "use_bidirectional_attention is 'all'"),
-        (None, "image_token_id", 512, "not ids of the vocabulary"),
+        (None, "image_token_id", 512, "not an integer from 0 to 511"),
         (None, "vision_config", None, "no vision tower"),
     ],
 )

@@ -19,10 +19,9 @@ from tiny_members import write_tokenizer
 pytest.importorskip("gguf")
 
 from edge_export.checkpoint import safetensors as safetensors_file
-from edge_export.checkpoint.architecture import parse_architecture
+from edge_export.checkpoint.architecture import needed_shapes, parse_architecture
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.safetensors import StoredTensor, read_chunks, read_float_chunks, to_bfloat16
-from edge_export.checkpoint.tensor_names import needed_shapes
 from edge_export.errors import CheckpointError
 from edge_export.gguf.keys import read_card
 from edge_export.gguf.writer import write_gguf

@@ -20,8 +20,8 @@ from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import ParityError
 from edge_export.gguf.writer import GgufPlan
 from edge_export.parity import reference
-from edge_export.parity.divergence import Divergence, agrees, divergence
-from edge_export.parity.gguf import judgement_of, unquantized_limits
+from edge_export.parity.gguf import ComparedModel, judgement_of, unquantized_limits
+from edge_export.parity.reference import Divergence, agrees, divergence
 from edge_export.pipeline import gguf_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
@@ -133,18 +133,19 @@ def test_a_broken_quantization_refuses_the_bundle(
 def test_what_is_missing_is_the_reason_to_skip(package: str, found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0", "transformers": "5.22.2", "llama-cpp-python": "0.3.36"}
     monkeypatch.setattr(reference, "installed_version", lambda name: (versions | {package: found})[name])
-    assert (reference.why_not(1000) or "").startswith(reason)
+    pair = cast(Any, SimpleNamespace(parameters=1000, architecture=SimpleNamespace(context=1024)))
+    assert (reference.why_not(pair, "llama-cpp-python", "llama") or "").startswith(reason)
     monkeypatch.setattr(reference, "installed_version", lambda name: versions[name])
-    assert reference.why_not(1000) is None
+    assert reference.why_not(pair, "llama-cpp-python", "llama") is None
 
 
 def test_a_reference_that_does_not_fit_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "installed_version", lambda name: "5.22.2")
     monkeypatch.setattr(reference, "available_memory_bytes", lambda: 4_000_000)
-    assert reference.why_not(1_000_000) == "the float32 reference needs 4800000 bytes of memory, 4000000 are available"
-    assert reference.why_not(500_000) is None
+    assert reference.why_no_reference(1_000_000) == "the float32 reference needs 4800000 bytes of memory, 4000000 are available"
+    assert reference.why_no_reference(500_000) is None
     monkeypatch.setattr(reference, "available_memory_bytes", lambda: None)
-    assert reference.why_not(1 << 60) is None
+    assert reference.why_no_reference(1 << 60) is None
 
 
 def test_experts_that_rounding_exchanges_move_single_rows_and_drafts() -> None:
@@ -157,10 +158,10 @@ def test_experts_that_rounding_exchanges_move_single_rows_and_drafts() -> None:
 @pytest.mark.parametrize(("experts", "refused"), [(0, False), (128, True)])
 def test_with_experts_the_median_of_the_rows_is_judged(experts: int, refused: bool) -> None:
     """A mean within the limit of few rows is refused where it is that of most rows."""
-    request = cast(Any, SimpleNamespace(weight_types=("f16", "f16"), quantizations=("f16", "f16"), experts=experts))
+    model = ComparedModel(quantization="f16", weight_type="f16", unquantized=Path("a"), exported=Path("a"))
     found = Divergence(max_abs_difference=0.1, mean_kl=0.0049, median_kl=0.0051, greedy_agreement=1.0)
     with pytest.raises(ParityError, match=r"the median KL of the f16 export is 0\.0051") if refused else nullcontext():
-        judgement_of(request).figures(80, found, found, [1.0, 1.0], (16,))
+        judgement_of((model, model), experts).figures(80, found, found, [1.0, 1.0], (16,))
 
 
 def test_divergence_figures() -> None:

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from edge_devices.machine.profiles import profiles
 from edge_export.checkpoint.checkpoint import planned_checkpoint
 from edge_export.checkpoint.published import hub
-from edge_export.checkpoint.published.sizes import SIZES, published_config
+from edge_export.checkpoint.published.formats import SIZES, published_config
 from edge_export.cli.command import main
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.pipeline.dry_run import planned_manifest

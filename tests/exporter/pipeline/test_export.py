@@ -88,6 +88,8 @@ def test_the_bundle_opens_and_says_where_it_came_from(export: Export, tmp_path: 
     weights = [f.name for f in bundle.manifest.sources["target"].files if f.name.endswith(".safetensors")]
     assert len(weights) > 1, "every shard is named"
     assert any("vision_tower" in name for name in bundle.manifest.left_out)
+    assert not any("masked_embedding" in name for name in bundle.manifest.left_out), "the drafter's head carries it"
+    assert '"media"' not in (tmp_path / "out" / MANIFEST_NAME).read_text()
     assert any("vision_tower" in sentence for sentence in log.messages)
     assert bundle.manifest.parity == {"skipped": "it was switched off with --no-verify"}
     assert read_gguf_header(bundle.path("target")).keys["general.file_type"] == 2
@@ -110,6 +112,7 @@ def test_a_gguf_is_taken_as_it_is(export: Export, tmp_path: Path) -> None:
     for role in ("target", "drafter"):
         assert second.file(role).sha256 == first.file(role).sha256
         assert second.file(role).quantization == first.file(role).quantization
+    assert not second.has("drafter_head"), "a GGUF has no head to take"
     assert second.manifest.cache_layout == first.manifest.cache_layout
     assert second.manifest.architecture.parameters == first.manifest.architecture.parameters
     assert second.path("chat_template").read_bytes() == first.path("chat_template").read_bytes()

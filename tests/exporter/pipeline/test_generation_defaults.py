@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.sources import ResolvedSource, resolve_pair
 from edge_export.errors import CheckpointError
 from edge_export.gguf.writer import write_gguf
-from edge_export.pipeline.generation_defaults import generation_defaults
+from edge_export.pipeline.bundle_files import generation_defaults
 from edge_runtime.bundle.manifest import GenerationDefaults
 
 Folders = Callable[[str], Path]
@@ -48,8 +47,8 @@ def test_the_published_form(member_folder: Folders, tmp_path: Path) -> None:
         ({"do_sample": True, "repetition_penalty": 1.5}, None),
     ],
 )
-def test_other_forms(config: dict[str, Any] | None, found: GenerationDefaults | None, member_folder: Folders, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(member_folder("31b"), tmp_path / "31b"))
+def test_other_forms(config: dict[str, Any] | None, found: GenerationDefaults | None, copy: Folders) -> None:
+    folder = copy("31b")
     if config is not None:
         (folder / "generation_config.json").write_text(json.dumps(config))
     assert generation_defaults(source_of(folder)) == found
@@ -66,8 +65,8 @@ def test_other_forms(config: dict[str, Any] | None, found: GenerationDefaults | 
         {"do_sample": True, "top_k": 1.5},
     ],
 )
-def test_values_that_cannot_be_are_named(config: dict[str, Any], member_folder: Folders, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(member_folder("31b"), tmp_path / "31b"))
+def test_values_that_cannot_be_are_named(config: dict[str, Any], copy: Folders) -> None:
+    folder = copy("31b")
     (folder / "generation_config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"generation_config\.json: \w+ is .*correct it"):
         generation_defaults(source_of(folder))

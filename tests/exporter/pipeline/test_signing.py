@@ -114,19 +114,8 @@ def test_openssl_makes_keys_and_checks_the_signature(signed: tuple[Path, Path], 
         pytest.skip("there is no openssl to compare with")
     bundle, public = signed
     (tmp_path / "sig").write_bytes(base64.b64decode((bundle / "manifest.json.sig").read_bytes()))
-    command = [
-        "openssl",
-        "pkeyutl",
-        "-verify",
-        "-pubin",
-        "-inkey",
-        public,
-        "-rawin",
-        "-in",
-        bundle / "manifest.json",
-        "-sigfile",
-        tmp_path / "sig",
-    ]
+    command = ["openssl", *["pkeyutl", "-verify", "-pubin", "-rawin", "-inkey"], public, "-in", bundle / "manifest.json", "-sigfile"]
+    command.append(tmp_path / "sig")
     assert b"Success" in subprocess.run(command, capture_output=True, check=True).stdout
     subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", tmp_path / "own.pem"], check=True)
     assert read_signing_key(tmp_path / "own.pem").sign(b"x")

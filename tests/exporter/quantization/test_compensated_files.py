@@ -21,9 +21,8 @@ from edge_export.gguf.writer import write_gguf
 from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.weights import WeightFile, WeightFormat
 from edge_export.quantization.compensated_gguf import compensate_gguf
-from edge_export.quantization.importance import Importance
+from edge_export.quantization.importance import Importance, SecondMoments
 from edge_export.quantization.llama_quantize import quantize_gguf
-from edge_export.quantization.moments import SecondMoments
 from edge_runtime.bundle.manifest import ImportanceSource
 
 Folders = Callable[[str], Path]
@@ -33,11 +32,11 @@ SOURCE = ImportanceSource(kind="calibration", name="made", bytes=1, sha256="0")
 
 
 @pytest.fixture
-def checkpoint(member_folder: Folders, tmp_path: Path) -> Checkpoint:
+def checkpoint(copy: Folders) -> Checkpoint:
     """A member with one matrix whose weights are levels times 2^-6, in blocks of 32."""
     from safetensors.torch import load_file, save_file
 
-    folder = Path(shutil.copytree(member_folder("e2b-text"), tmp_path / "target"))
+    folder = copy("e2b-text")
     path = folder / "model.safetensors"
     tensors = load_file(path)
     levels = np.random.default_rng(0).integers(-8, 8, tuple(tensors[ON_GRID].shape))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +18,7 @@ from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.gguf.writer import ExactReport, matrices, plan_exact, trained_for_q4
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
 from edge_export.onnx.request import OnnxRequest
-from edge_export.onnx.weight_formats import layers_format
-from edge_export.onnx.weights import WeightFile
+from edge_export.onnx.weights import WeightFile, layers_format
 from published_formats import bfloat16, grid_blocks, to_q4_grid
 
 Folders = Callable[[str], Path]
@@ -74,9 +72,9 @@ def test_blocks_of_onnx_are_exact() -> None:
 
 
 @pytest.fixture
-def trained(member_folder: Folders, tmp_path: Path) -> Path:
+def trained(copy: Folders) -> Path:
     """A member whose matrices lie on grids, all but one."""
-    folder = Path(shutil.copytree(member_folder("31b"), tmp_path / "trained"))
+    folder = copy("31b")
     to_q4_grid(folder, off_grid="layers.2.mlp.up_proj")
     return folder
 

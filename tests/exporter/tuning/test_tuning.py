@@ -13,16 +13,26 @@ pytest.importorskip("transformers", reason="tuning runs transformers")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.sources import resolve_pair
 from edge_export.errors import ExportError
-from edge_export.parity.reference import ReferenceRows, load_reference
+from edge_export.parity.reference import Reference, ReferenceRows, load_reference
 from edge_export.pipeline import export, tuning_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
-from edge_export.tuning import training, tune, unrolled
-from edge_export.tuning.texts import parts_of, prompts_from, written_after
-from edge_export.tuning.training import Recipe, train
-from edge_export.tuning.tune import TuningRequest
-from edge_export.tuning.unrolled import Accepted, Segment, acceptance, distillation_loss, draft_states, gain, greedy_choice, target_rows
+from edge_export.tuning import training, tune
+from edge_export.tuning.training import (
+    Accepted,
+    Recipe,
+    Segment,
+    acceptance,
+    distillation_loss,
+    draft_states,
+    gain,
+    greedy_choice,
+    target_rows,
+    train,
+)
+from edge_export.tuning.tune import TuningRequest, parts_of, prompts_from, written_after
 
 TEXT = "".join(f"def step_{number}(value):\n    return value + {number}\n\n" for number in range(400))
 
@@ -92,8 +102,8 @@ def test_texts_have_no_end_tokens_and_are_greedy_at_zero(models):
 def test_acceptance_walks_rounds(models, monkeypatch):
     """Drafts that are right at their first place only: every round of three drafts accepts one and moves on by two."""
 
-    monkeypatch.setattr(unrolled, "draft_states", lambda _drafter, _rows, segment: iter(range(segment.steps)))
-    monkeypatch.setattr(unrolled, "greedy_choice", lambda _, step: torch.full((2, 15), 7 if step == 0 else 8))
+    monkeypatch.setattr(training, "draft_states", lambda _drafter, _rows, segment: iter(range(segment.steps)))
+    monkeypatch.setattr(training, "greedy_choice", lambda _, step: torch.full((2, 15), 7 if step == 0 else 8))
     found = acceptance(models[0], None, np.full((2, 21), 7), prompt=4, length=3, batch=2)
     assert (found.accepted.tolist(), found.drafted.tolist()) == ([8, 8], [24, 24])
     low, high = gain(found, Accepted(drafted=found.drafted, accepted=found.accepted * 2))
@@ -207,19 +217,8 @@ def test_what_is_in_the_way_is_left_alone(quick):
 
 def test_the_tuned_drafter_is_a_checkpoint_of_the_same_type(models, tmp_path):
     target, drafter = reference_pair()
-    request = TuningRequest(
-        target_folder=target,
-        drafter_folder=drafter,
-        tokenizer_folder=target,
-        text=tmp_path / "text",
-        folder=tmp_path,
-        minutes=1,
-        parameters=1,
-        window=1,
-        context=4096,
-        threads=1,
-        banned=(),
-    )
+    reference = Reference(**dict(zip(("target", "drafter"), resolve_pair(str(target), str(drafter)), strict=True)), threads=1)
+    request = TuningRequest(reference=reference, text=tmp_path / "text", folder=tmp_path, minutes=1, banned=())
     tune._save(models[1], request)
     made, shipped = open_checkpoint(request.result), open_checkpoint(drafter)
     assert {name: (one.shape, one.dtype) for name, one in made.tensors.items()} == {

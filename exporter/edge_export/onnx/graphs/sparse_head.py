@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_export.checkpoint.architecture import CENTROIDS
 from edge_export.checkpoint.checkpoint import Checkpoint, cluster_rows
-from edge_export.checkpoint.tensor_names import CENTROIDS
 from edge_export.gguf.split_drafter import token_order
 from edge_export.onnx.block_quantization import round_rows
 from edge_export.onnx.graph_builder import GraphBuilder

@@ -13,8 +13,7 @@ from edge_export.onnx.media.audio import build_audio
 from edge_export.onnx.media.tower import Tower
 from edge_export.onnx.media.vision import build_vision
 from edge_export.onnx.request import Block, MediaWeights, OnnxRequest, check_towers
-from edge_export.onnx.weight_formats import weight_format
-from edge_export.onnx.weights import WeightFile
+from edge_export.onnx.weights import WeightFile, weight_format
 from edge_export.output.atomic_folder import BundlePart
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.safetensors import read_float_chunks, read_values, row_pieces
+from edge_export.checkpoint.safetensors import read_rows, read_values
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.weights import WeightFile, WeightFormat
 
@@ -44,8 +44,8 @@ class Tower:
         full = name if outer else f"{self._prefix}{name}"
         tensor = self._checkpoint.others[full]
         rows, columns = tensor.shape
-        pieces = row_pieces(read_float_chunks(tensor, "f32"), columns)
-        return self.graph.linear(value, self._weights.matrix_of(pieces, full, rows, columns, self._outer if outer else self._format))
+        matrix = self._weights.matrix_of(read_rows(tensor), full, rows, columns, self._outer if outer else self._format)
+        return self.graph.linear(value, matrix)
 
     def clipped(self, value: str, name: str) -> str:
         """A product whose input and output are clipped, if the checkpoint has bounds."""

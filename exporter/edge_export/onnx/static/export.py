@@ -10,14 +10,13 @@ import numpy as np
 
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.safetensors import read_float_chunks, row_pieces
+from edge_export.checkpoint.safetensors import read_rows
 from edge_export.checkpoint.sources import ResolvedSource
-from edge_export.errors import ExportError
 from edge_export.onnx.graph_builder import PlainGraph, ValueRange
 from edge_export.onnx.graphs.drafter import DrafterWeights
 from edge_export.onnx.graphs.target import TargetWeights
-from edge_export.onnx.parity import OnnxPair, measure_ranges
-from edge_export.onnx.request import OnnxRequest
+from edge_export.onnx.parity import measure_ranges
+from edge_export.onnx.request import OnnxFiles, OnnxRequest
 from edge_export.onnx.static.graphs import Shape, write_drafter_graph, write_target_graph
 from edge_export.output.atomic_folder import BundlePart
 from edge_runtime.bundle.manifest import CacheLayout, RuntimeSettings, StaticGraphs
@@ -28,19 +27,6 @@ VERIFY_ROWS = RuntimeSettings().draft_length + 1
 # Rows of the target's graphs.
 STATIC_ROWS = {"target_prefill": PREFILL_ROWS, "target": VERIFY_ROWS, "target_row": 1}
 _TABLES = {"embedding": "model.embed_tokens.weight", "per_layer_embedding": "model.embed_tokens_per_layer.weight"}
-
-
-def check_static(target: ResolvedSource, request: OnnxRequest) -> None:
-    """Raises ExportError if there are no such graphs of this target, or with these weights."""
-    model = target.checkpoint.architecture
-    if model.experts:
-        raise ExportError(f"{target.origin} is a mixture of experts, which graphs of fixed shapes cannot route; leave --device out")
-    if request.device == "qnn" and "int4" in (request.target, request.drafter, request.embedding):
-        raise ExportError("QNN computes wrong products with int4 weights of one scale per channel; take f16 or int8 for --device qnn")
-    if request.device == "qnn" and model.per_layer_size and "int8" in (request.target, request.embedding):
-        raise ExportError(
-            f"QNN's compiler fails on integer weights beside per-layer embeddings, which {target.origin} has; take f16 for --onnx-target"
-        )
 
 
 def static_facts(model: TextArchitecture, request: OnnxRequest) -> StaticGraphs | None:
@@ -74,12 +60,12 @@ def write_static(
     write_drafter_graph(target.model, layout.drafter_sources, drafter, Shape(rows=1, buffers=sizes), graph, paths["drafter"])
 
 
-def write_calibrated(target: TargetWeights, drafter: DrafterWeights, layout: CacheLayout, pair: OnnxPair) -> None:
-    """Writes the graphs of `pair` twice: first they output the ranges of each matrix's input and output, then they round to them."""
-    write_static(target, drafter, layout, pair.files, with_ranges=True)
-    ends = measure_ranges(pair)
+def write_calibrated(target: TargetWeights, drafter: DrafterWeights, source: ResolvedSource, files: OnnxFiles) -> None:
+    """Writes the graphs of `files` twice: first they output the ranges of each matrix's input and output, then they round to them."""
+    write_static(target, drafter, files.layout, files.paths, with_ranges=True)
+    ends = measure_ranges(source, files)
     ranges = {name: (ValueRange(low=end[0], high=end[1]), ValueRange(low=end[2], high=end[3])) for name, end in ends.items()}
-    write_static(target, drafter, layout, pair.files, ranges=ranges)
+    write_static(target, drafter, files.layout, files.paths, ranges=ranges)
 
 
 def write_tables(checkpoint: Checkpoint, request: OnnxRequest, folder: Path, progress: Callable[[int], None]) -> list[BundlePart]:
@@ -92,7 +78,7 @@ def write_tables(checkpoint: Checkpoint, request: OnnxRequest, folder: Path, pro
             continue
         tensor, path, at = checkpoint.tensors[name], folder / f"{role.replace('_', '-')}-{word}.npy", 0
         table = np.lib.format.open_memmap(path, "w+", kind, (tensor.shape[0], tensor.shape[1]))
-        for piece in row_pieces(read_float_chunks(tensor, "f32"), tensor.shape[1]):
+        for piece in read_rows(tensor):
             table[at : at + len(piece)] = piece
             at += len(piece)
             progress(len(piece) * table.strides[0])
