@@ -26,21 +26,8 @@ def optimum(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_optimum_exports_the_pair_with_our_options(tmp_path: Path) -> None:
     output = tmp_path / "out"
     folders = map(str, reference_pair())
-    result = optimum(
-        *folders,
-        "-o",
-        str(output),
-        "--format",
-        "onnx",
-        "--onnx-target",
-        "int8",
-        "--onnx-block",
-        "64",
-        "--context",
-        "512",
-        "--no-verify",
-        "--json",
-    )
+    options = "--format onnx --onnx-target int8 --onnx-block 64 --context 512 --no-verify --json"
+    result = optimum(*folders, "-o", str(output), *options.split())
     assert result.returncode == 0, result.stderr
     bundle = open_bundle(output)
     assert json.loads(result.stdout)["bundle"] == str(output)

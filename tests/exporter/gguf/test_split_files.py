@@ -1,4 +1,4 @@
-"""The two files of the split drafter: the body keeps the drafter's blocks, the head follows its formulas, and bundles have both or none."""
+"""The two files of the split drafter: the body keeps the drafter's blocks, the head follows its formulas."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.gguf.split_drafter import head_bytes, write_body, write_head
 from edge_export.gguf.writer import write_gguf
-from edge_export.pipeline.export import export_pair
-from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization.llama_quantize import quantize_gguf
 
 Folders = Callable[[str], Path]
@@ -140,34 +138,3 @@ def test_a_body_of_something_else_is_refused_and_leaves_nothing(member_folder: F
     with pytest.raises(ExportError, match=r"lacks nextn.post_projection.weight, nextn.pre_projection.weight"):
         write_body(finished[0], folder / "target.gguf", folder / "body.gguf")
     assert not (folder / "body.gguf").exists()
-
-
-def exported(member_folder: Folders, tmp_path: Path, target: str, drafter: str) -> Any:
-    request = ExportRequest(
-        target=str(member_folder(target)),
-        drafter=drafter,
-        output=tmp_path / "out",
-        target_quantization="bf16",
-        verify=False,
-        drafter_quantization="bf16" if Path(drafter).is_dir() else None,
-    )
-    return export_pair(request)
-
-
-def test_a_bundle_of_a_pair_with_ordered_embeddings_has_both(member_folder: Folders, tmp_path: Path) -> None:
-    bundle = exported(member_folder, tmp_path, "e2b", str(member_folder("e2b-assistant")))
-    found = {file.role: (file.format, file.quantization) for file in bundle.manifest.files}
-    assert found["drafter_body"] == ("gguf", "bf16")
-    assert found["drafter_head"] == ("gguf", "bf16")
-    assert not any("masked_embedding" in name for name in bundle.manifest.left_out), "the head carries it"
-
-
-def test_a_bundle_without_ordered_embeddings_has_none(member_folder: Folders, tmp_path: Path) -> None:
-    bundle = exported(member_folder, tmp_path, "31b", str(member_folder("31b-assistant")))
-    assert not bundle.has("drafter_body")
-    assert not bundle.has("drafter_head")
-
-
-def test_a_drafter_that_came_as_gguf_has_no_head_to_take(member_folder: Folders, tmp_path: Path, finished: tuple[Checkpoint, Path]) -> None:
-    bundle = exported(member_folder, tmp_path, "e2b", str(finished[1]))
-    assert not bundle.has("drafter_head")

@@ -23,11 +23,11 @@ from edge_export.gguf.split_drafter import token_order
 from edge_export.onnx.block_quantization import WeightSpec, round_rows
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.sparse_head import sparse_head
+from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.weights import WeightFile, WeightFormat
-from tiny_members import settled
+from edge_runtime.bundle.bundle import Bundle
 
 Bundles = Callable[..., Path]
-Folders = Callable[[str], Path]
 
 
 def forms_of(graph: Path) -> Counter[tuple[int, int, int]]:
@@ -53,27 +53,10 @@ def test_int4_is_mixed_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
     assert head == {(4096, 4, 64): 1}
 
 
-def test_where_the_keys_are_the_values_they_stand_apart_too(member_folder: Folders, tmp_path: Path) -> None:
-
-    from edge_export.onnx.request import OnnxRequest
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
-
-    pair = [str(settled(member_folder, name)) for name in ("12b", "12b-assistant")]
+def test_where_the_keys_are_the_values_they_stand_apart_too(exported: Callable[..., Bundle], tmp_path: Path) -> None:
     parities: list[dict[str, Any]] = []
-    for asked in ({}, {"block": 32}):
-        request = ExportRequest(
-            target=pair[0],
-            drafter=pair[1],
-            output=tmp_path / str(asked),
-            gguf=False,
-            threads=1,
-            context=512,
-            onnx=OnnxRequest(target="int4", drafter="int8", **asked),
-        )
-        parity = export_pair(request).manifest.parity
-        assert parity is not None
-        parities.append(parity["onnx"])
+    for asked in (OnnxRequest(), OnnxRequest(block=32)):
+        parities.append((exported("12b", onnx=asked, output=tmp_path / str(asked.block)).manifest.parity or {})["onnx"])
     assert all(parity["unquantized"]["max_abs_difference"] < 1e-4 for parity in parities)
     assert 0 < parities[0]["quantized"]["mean_kl"] < 0.5
 
