@@ -39,11 +39,11 @@ _QUICK_BUNDLE = ("-k", "not every_flipped_bit and not any_json and not any_flipp
 MODULES: dict[str, tuple[str, Sequence[str]]] = {
     "acceptance": (
         "edge_runtime.decoding.acceptance",
-        (f"{_RUNTIME}/decoding/test_acceptance.py", f"{_RUNTIME}/decoding/test_block_verification.py"),
+        (f"{_RUNTIME}/decoding/test_acceptance.py", f"{_RUNTIME}/decoding/test_exact_distributions.py"),
     ),
     "acceptance_rules": (
         "edge_runtime.decoding.acceptance_rules",
-        (f"{_RUNTIME}/decoding/test_acceptance_rules.py", f"{_RUNTIME}/decoding/test_block_verification.py"),
+        (f"{_RUNTIME}/decoding/test_acceptance_rules.py", f"{_RUNTIME}/decoding/test_exact_distributions.py"),
     ),
     "distribution": (
         "edge_runtime.decoding.distribution",
@@ -64,7 +64,7 @@ MODULES: dict[str, tuple[str, Sequence[str]]] = {
     "transports": ("edge_devices.transports.base", (f"{_DEVICES}/transports/test_exit_codes.py",)),
     "cost_model": (
         "edge_runtime.drafting.cost_model",
-        (f"{_RUNTIME}/drafting/test_cost_figures.py", f"{_RUNTIME}/drafting/test_cost_model.py"),
+        (f"{_RUNTIME}/drafting/test_cost_figures.py",),
     ),
     "graph_memory": (
         "edge_runtime.backends.onnx.graph_memory",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from edge_runtime.drafting.cost_model import extrapolated
+from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts, extrapolated
 from edge_runtime.drafting.policies import DraftLengthPolicy, RoundResult, Timing
 
 # Verify of 1 to 13 rows in milliseconds. The first eight were measured on real machines, the rest goes on in their manner.
@@ -34,6 +34,18 @@ class ExactCosts:
 
     def learn(self, timing: Timing) -> None:
         """Exact costs have nothing to learn."""
+
+
+class SettledCosts(CostCurve):
+    """Costs that no timing changes, whatever the clock says."""
+
+    def learn(self, timing: Timing) -> None:
+        """Does nothing."""
+
+
+def flat_costs(*, step: float = 0.2, overhead: float = 0.3) -> SettledCosts:
+    """Rows cost nearly nothing."""
+    return SettledCosts(MeasuredCosts(verify=tuple(10 + 0.1 * rows for rows in range(13)), step=step, overhead=overhead))
 
 
 def rate(

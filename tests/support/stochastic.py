@@ -85,6 +85,17 @@ class CertainDrafter(StochasticDrafter):
         return super().draft(last, draft_length)
 
 
+def drafters(row: Row, size: int) -> dict[str, Callable[[StochasticTarget], StochasticDrafter]]:
+    """Drafters for a target of these rows, from always right to always wrong, sparse ones and one that samples nothing."""
+    return {
+        "right": lambda target: StochasticDrafter(target, row),
+        "wrong": lambda target: StochasticDrafter(target, lambda context: -row(context)),
+        "random": lambda target: StochasticDrafter(target, random_rows(2, size)),
+        "sparse": lambda target: StochasticDrafter(target, random_rows(3, size), lambda c: [(c[-1] + 2) % size, (c[-1] + 1) % size]),
+        "certain": lambda target: CertainDrafter(target, random_rows(4, size)),
+    }
+
+
 def write(
     target: StochasticTarget,
     drafter: StochasticDrafter | None,
@@ -121,6 +132,11 @@ def exact(row: Row, params: SamplingParams, prompt: Sequence[int], tokens: int) 
                 longer[(*sequence, token)] = probability * share
         sequences = longer
     return sequences
+
+
+def largest_difference(one: dict[tuple[int, ...], float], other: dict[tuple[int, ...], float]) -> float:
+    """The largest difference of an outcome's probabilities."""
+    return max(abs(one.get(outcome, 0.0) - other.get(outcome, 0.0)) for outcome in {*one, *other})
 
 
 def chi_square_p(observed: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:

@@ -29,6 +29,7 @@ def test_an_unknown_method_is_named_with_those_there_are() -> None:
 @pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
 def test_temperature_zero_is_greedy_unless_something_changes_the_likeliest_token(method: str) -> None:
     assert acceptance_rule(SamplingParams(temperature=0, top_k=3), method, PROMPT) is GREEDY
+    assert GREEDY.sampler is None
     assert type(acceptance_rule(SamplingParams(temperature=0.1), method, PROMPT)) is not type(GREEDY)
     biased = SamplingParams(temperature=0, logit_bias={4: -np.inf}, **PENALTIES)
     assert acceptance_rule(biased, method, PROMPT) is not GREEDY
@@ -53,7 +54,7 @@ def test_a_seed_fixes_the_text_and_none_does_not(method: str) -> None:
 def test_by_match_a_seed_gives_the_same_text_with_any_drafts(options: dict[str, float]) -> None:
     params = SamplingParams(seed=9, **options)  # type: ignore[arg-type]
     plain = written(params, "match")
-    assert {written(params, "match", drafter_seed=seed, length=length) for seed in (1, 2) for length in (1, 4)} == {plain}
+    assert {written(params, "match", drafter_seed=seed, length=length) for seed in (1, 2) for length in (1, 2, 5)} == {plain}
 
 
 def test_which_drafts_may_be_left_unverified() -> None:
@@ -88,7 +89,7 @@ def test_a_round_leaves_no_drafts_to_the_next(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["block", "rejection"])
 def test_a_drafter_that_hides_what_it_drew_is_refused(method: str) -> None:
-    for hide in (lambda drafts: [], lambda drafts: drafts[::-1], lambda drafts: drafts[1:]):
+    for hide in (lambda drafts: [], lambda drafts: drafts[::-1], lambda drafts: drafts[1:], lambda drafts: drafts[:-1]):
         rule = acceptance_rule(SamplingParams(temperature=0.01, presence_penalty=1.0, seed=1), method, PROMPT)
         assert rule.sampler is not None
         first = rule.sampler(np.array([0.0, 1.0, 2.0, 9.0, 0.0, 0.0], np.float32))
@@ -113,13 +114,6 @@ def test_a_drafter_whose_every_candidate_is_banned_ends_its_draft(method: str) -
     rule = acceptance_rule(SamplingParams(logit_bias={3: -np.inf}), method, PROMPT)
     assert rule.sampler is not None
     assert rule.sampler(np.zeros(1, np.float32), np.array([3])) is None
-
-
-def test_greedy_accepts_what_the_target_would_have_chosen() -> None:
-    rows = np.eye(3, dtype=np.float32)  # 0, 1, 2 are the likeliest, in turn
-    found = GREEDY.accept([0, 2], rows)
-    assert (found.accepted, found.next_token) == (1, 1)
-    assert GREEDY.sampler is None
 
 
 @pytest.mark.parametrize("method", ACCEPTANCE_METHODS)

@@ -10,7 +10,7 @@ from edge_runtime.decoding.acceptance_rules import BlockRule, MatchRule, Rejecti
 from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from enumeration import Choices, distribution_of
-from stochastic import CertainDrafter, StochasticDrafter, StochasticTarget, exact, random_rows, write
+from stochastic import StochasticDrafter, StochasticTarget, drafters, exact, largest_difference, random_rows, write
 
 SIZE, PROMPT = 3, [1, 2]
 TARGET = random_rows(1, SIZE)
@@ -37,16 +37,6 @@ def overconfident(context):
     return logits
 
 
-DRAFTERS = {
-    "right": lambda target: StochasticDrafter(target, TARGET),
-    "wrong": lambda target: StochasticDrafter(target, lambda context: -TARGET(context)),
-    "random": lambda target: StochasticDrafter(target, random_rows(2, SIZE)),
-    "overconfident": lambda target: StochasticDrafter(target, overconfident),
-    "sparse": lambda target: StochasticDrafter(target, random_rows(3, SIZE), support=lambda c: [(c[-1] + 2) % SIZE, (c[-1] + 1) % SIZE]),
-    "certain": lambda target: CertainDrafter(target, random_rows(4, SIZE)),
-}
-
-
 class StoppingDrafter(StochasticDrafter):
     """Ends a draft after any token 0: how long a draft is depends on what was drawn."""
 
@@ -63,8 +53,12 @@ class ExtendedDrafter(StochasticDrafter):
         return [*drafts, (sum(drafts) + last) % SIZE]
 
 
-DRAFTERS["stopping"] = lambda target: StoppingDrafter(target, random_rows(5, SIZE))
-DRAFTERS["extended"] = lambda target: ExtendedDrafter(target, random_rows(6, SIZE))
+DRAFTERS = {
+    **drafters(TARGET, SIZE),
+    "overconfident": lambda target: StochasticDrafter(target, overconfident),
+    "stopping": lambda target: StoppingDrafter(target, random_rows(5, SIZE)),
+    "extended": lambda target: ExtendedDrafter(target, random_rows(6, SIZE)),
+}
 
 
 def written(monkeypatch, rule, drafter, params, *, length, tokens):
@@ -74,10 +68,6 @@ def written(monkeypatch, rule, drafter, params, *, length, tokens):
         return write(target, opened, PROMPT, rule(Sampler(params), PROMPT, choices.uniform), length=length, tokens=tokens)
 
     return distribution_of(run, monkeypatch)
-
-
-def largest_difference(found, wanted) -> float:
-    return max(abs(found.get(outcome, 0.0) - wanted.get(outcome, 0.0)) for outcome in {*found, *wanted})
 
 
 @pytest.mark.parametrize("rule", RULES)

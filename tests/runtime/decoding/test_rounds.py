@@ -233,16 +233,6 @@ def test_suppressed_tokens_are_never_written() -> None:
     assert (done.accepted, usual in done.tokens) == (0, False)
 
 
-def test_no_drafter_is_asked_for_no_draft() -> None:
-    target = ScriptedTarget()
-    target.prefill([1, 2])
-    drafter = ScriptedDrafter(target, lambda context, _: next_token(context))
-    rounds = list(decode(target, drafter, Decoding(target, 3, Planned(RoundPlan(0), RoundPlan(2)), max_tokens=4)))
-    assert [len(one.tokens) for one in rounds] == [1, 3]
-    assert drafter.lengths == [2]
-    assert all(one.draft_seconds >= 0 and one.verify_seconds >= 0 for one in rounds)
-
-
 def sourced(policy: Any, *, tokens: int = 3, wrong_from: int = 99, **options: Any) -> tuple[ScriptedTarget, Decoding, Expecting]:
     target = ScriptedTarget(context=options.pop("context", 64))
     target.prefill([1, 2])

@@ -116,18 +116,11 @@ def nucleus_by_sorting(row: np.ndarray, share: float) -> list[int]:
 @pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 4.0, 300.0])
 def test_a_nucleus_is_that_of_sorting_all_tokens(scale):
     random = np.random.default_rng(7)
-    for size in (1, 2, 63, 5000):
+    for size in (1, 2, 63, 5000, 50_000):
         row = np.round(random.standard_normal(size) * scale, 2).astype(np.float32)
         row[random.random(size) < 0.2] -= 500  # far below, some without any weight
         for share in (0.1, 0.9, 0.999):
             assert Sampler(SamplingParams(top_p=share))(row).tokens.tolist() == nucleus_by_sorting(row, share)
-
-
-def test_the_nucleus_of_a_large_flat_vocabulary_is_exact():
-    row = np.random.default_rng(1).normal(0, 1, 50_000).astype(np.float32)
-    weights = np.sort(np.exp(row.astype(np.float64)))[::-1]
-    wanted = int(np.searchsorted(np.cumsum(weights), 0.9 * weights.sum())) + 1
-    assert len(Sampler(SamplingParams(top_p=0.9))(row).tokens) == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The arithmetic of costs: what one round changes, by hand, and which cached figures are read."""
+"""Costs of drafts and verifies: measured, extrapolated, corrected by real rounds, and which cached figures are read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from edge_devices.files.typed_json import from_json, to_json
+from edge_runtime.calibration.cost_probe import measure_costs, overhead_and_step, steady
 from edge_runtime.drafting.cost_model import FIRST_BUCKET, MAX_ROWS, MIN_SECONDS, CostCurve, MeasuredCosts, extrapolated
 from edge_runtime.drafting.policies import Timing
+from scripted import ScriptedDrafter, ScriptedTarget
 from simulated_rounds import LINEAR
 
 COSTS = MeasuredCosts(verify=LINEAR, step=1.0, overhead=0.5)
@@ -139,6 +141,17 @@ def test_the_next_number_of_rows(known: list[float], following: float) -> None:
     assert extrapolated(known) == following
 
 
+def test_overhead_and_cost_of_a_step_are_told_apart() -> None:
+    curve = CostCurve(MeasuredCosts(verify=LINEAR, step=1.0))
+    for _ in range(100):
+        for steps in (1, 3, 8):
+            curve.learn(took(steps=steps, draft=2.0 + 0.5 * steps))
+    assert [curve.draft(n) for n in (0, 1, 8)] == [0.0, pytest.approx(2.5, rel=0.05), pytest.approx(6.0, rel=0.05)]
+    assert overhead_and_step([0, 1, 2, 3], [9.0, 2.5, 3.0, 3.5]) == (pytest.approx(2.0), pytest.approx(0.5))
+    assert overhead_and_step([0, 1, 2], [0.0, 0.4, 0.8]) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.4))
+    assert overhead_and_step([0, 0], [1.0, 1.0])[1] < 1e-6, "a drafter that drafts nothing costs nothing"
+
+
 def test_what_was_written_is_read() -> None:
     assert from_json(MeasuredCosts, to_json(COSTS), "costs") == COSTS
     whole = from_json(MeasuredCosts, {"verify": [1] * MAX_ROWS, "step": 3599.9, "overhead": 0}, "costs")
@@ -159,3 +172,27 @@ def test_what_was_written_is_read() -> None:
 def test_anything_else_is_not(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="costs"):
         from_json(MeasuredCosts, to_json(COSTS) | change, "costs")
+
+
+def test_measuring_asks_for_every_number_of_rows_and_leaves_nothing_behind() -> None:
+    target = ScriptedTarget()
+    costs = measure_costs(target, ScriptedDrafter(target, lambda c, _: 0), 1, max_seconds=0.0)
+    assert len(costs.verify) == MAX_ROWS
+    assert costs.step > 0
+    assert sorted(set(target.rows)) == list(range(1, 13)), "the slack of 12 bounds it"
+    assert target.length == 0
+
+
+def test_a_machine_that_is_now_faster_and_now_slower_is_measured_by_shares() -> None:
+    speeds, truth = (1.0, 1.3, 0.9, 1.1, 2.5), (10.0, 18.0, 1.0)
+    rounds = [[speed * one for one in truth] for speed in speeds]
+    rounds[1][0] *= 5  # another process, for a moment
+    figures = steady(rounds)
+    assert [figure / figures[0] for figure in figures] == pytest.approx([1.0, 1.8, 0.1])
+    assert sum(figures) == pytest.approx(0.9 * sum(truth))
+
+
+def test_of_two_measurements_the_quicker_one_counts() -> None:
+    costs = MeasuredCosts(verify=LINEAR, step=0.5)
+    busy = MeasuredCosts(verify=tuple(2 * v if n else v / 2 for n, v in enumerate(LINEAR)), step=0.1)
+    assert costs.combined(busy) == busy.combined(costs) == costs

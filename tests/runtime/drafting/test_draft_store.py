@@ -14,12 +14,11 @@ from draft_store_stress import kept_texts, resurrected_texts
 from edge_devices.files.temp_files import locked
 from edge_runtime.cli.run import main
 from edge_runtime.drafting import draft_store
-from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.drafting.draft_store import HEADER, DraftStore, read_store
-from edge_runtime.drafting.policies import Timing
 from edge_runtime.errors import RequestError
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
+from simulated_rounds import flat_costs
 
 posix = pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX's")
 
@@ -230,16 +229,8 @@ def test_limits_out_of_range_are_refused(tmp_path, limit):
         store_at(tmp_path / "memory", limit=limit)
 
 
-class FlatCosts(CostCurve):
-    """Rows cost nearly nothing, whatever the clock says."""
-
-    def learn(self, timing: Timing) -> None:
-        """Does nothing."""
-
-
 def with_flat_costs(session: Session) -> Session:
-    costs = MeasuredCosts(verify=tuple(10 + 0.1 * rows for rows in range(13)), step=1.0, overhead=1.0)
-    parts = replace(session._parts, costs=lambda: FlatCosts(costs), acceptance_cache=None)
+    parts = replace(session._parts, costs=lambda: flat_costs(step=1.0, overhead=1.0), acceptance_cache=None)
     return Session(replace(parts, settings=session.settings, monitor=None))
 
 

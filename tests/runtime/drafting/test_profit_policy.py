@@ -57,9 +57,11 @@ def test_once_it_has_seen_200_tokens_it_regrets_next_to_nothing() -> None:
             rates.append(rate(costs, policy, lambda _: p, 600, seed))
         return statistics.mean(rates) / max(static_rates(curve, step, p))
 
-    ratios = [settled(*point) for point in GRID]
+    # Every second one, as on a chessboard: each curve, step and acceptance is met with half of the others.
+    points = [point for number, point in enumerate(GRID) if (number + number // 6) % 2 == 0]
+    ratios = [settled(*point) for point in points]
     assert statistics.geometric_mean(ratios) > 1.0
-    assert sum(ratio > 0.98 for ratio in ratios) >= 0.95 * len(GRID)
+    assert sum(ratio > 0.98 for ratio in ratios) >= 0.95 * len(points)
     assert min(ratios) > 0.97
 
 

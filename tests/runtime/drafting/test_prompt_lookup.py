@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.drafting.text_memory import SHORTEST_MATCH, LookupDrafter
-from scripted import VOCABULARY, ScriptedTarget, plain_greedy
+from scripted import ScriptedTarget
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -35,25 +35,6 @@ def slow_draft(text: list[int], length: int) -> list[int]:
 @given(text=TEXTS, length=st.integers(1, 12))
 def test_drafts_are_those_of_the_definition(text, length):
     assert draft(text, length) == slow_draft(text, length)
-
-
-def test_examples():
-    assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], 2) == [4, 5]
-    assert draft([1, 2, 7, 1, 2, 8, 1, 2], 1) == [8], "the latest occurrence counts"
-    assert draft([5, 1, 2, 7, 9, 1, 2, 8, 5, 1, 2], 1) == [7], "a longer match counts more"
-    assert draft([1, 2, 3, 4], 5) == []
-    assert draft([1, 2, 1], 5) == [], "one token is no match"
-    assert draft([4, 4, 4], 5) == [4, 4, 4, 4, 4]
-    assert draft([4], 5) == []
-
-
-@settings(max_examples=100, deadline=None)
-@given(prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30), length=st.integers(0, 12), max_tokens=st.integers(1, 60))
-def test_any_prompt_gives_the_plain_output(prompt, length, max_tokens):
-    target = ScriptedTarget()
-    target.prefill(prompt[:-1])
-    rounds = decode(target, LookupDrafter(target), Decoding(target, prompt[-1], Fixed(length), max_tokens=max_tokens))
-    assert [token for one in rounds for token in one.tokens] == plain_greedy(prompt, max_tokens)
 
 
 def test_a_text_that_repeats_itself_saves_forwards():

@@ -10,23 +10,17 @@ from edge_runtime.decoding.acceptance_rules import BlockRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
-from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
+from edge_runtime.drafting.cost_model import MeasuredCosts
 from edge_runtime.drafting.policies import RoundResult
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.drafting.sources import Guess, SourceOdds, Sources
 from enumeration import Choices, distribution_of
 from scripted import ScriptedDrafter, ScriptedTarget, next_token, plain_greedy
-from stochastic import StochasticDrafter, StochasticTarget, exact, random_rows
+from simulated_rounds import SettledCosts
+from stochastic import StochasticDrafter, StochasticTarget, exact, largest_difference, random_rows
 
 FLAT = MeasuredCosts(verify=tuple(10.0 + 0.1 * rows for rows in range(13)), step=0.2, overhead=0.4)
 STEEP = MeasuredCosts(verify=tuple(10.0 * (1 + rows) for rows in range(13)), step=0.2, overhead=0.4)
-
-
-class Fixed(CostCurve):
-    """Costs that no timing changes."""
-
-    def learn(self, timing) -> None:
-        """Does nothing."""
 
 
 class Oracle:
@@ -47,7 +41,7 @@ class Oracle:
 
 
 def profit(costs: MeasuredCosts = FLAT, *, longest: int = 4) -> Profit:
-    return Profit(Fixed(costs), AcceptanceModel(), longest=longest, max_rows=12, stepwise=False)
+    return Profit(SettledCosts(costs), AcceptanceModel(), longest=longest, max_rows=12, stepwise=False)
 
 
 def run(sources: Sources, policy: Profit, *, drafter: bool = True, tokens: int = 60):
@@ -125,7 +119,7 @@ def test_sampled_output_keeps_its_distribution_exactly(longest, monkeypatch):
     def once(choices: Choices) -> tuple[int, ...]:
         target = StochasticTarget(row)
         rule = BlockRule(Sampler(params), [1, 2], choices.uniform)
-        policy = Profit(Fixed(FLAT), AcceptanceModel(), longest=longest, max_rows=3)
+        policy = Profit(SettledCosts(FLAT), AcceptanceModel(), longest=longest, max_rows=3)
         return written_with_sources(target, rule, policy)
 
     def written_with_sources(target, rule, policy):
@@ -137,5 +131,4 @@ def test_sampled_output_keeps_its_distribution_exactly(longest, monkeypatch):
             emitted += one.tokens
         return tuple(emitted)
 
-    found, wanted = distribution_of(once, monkeypatch), exact(row, params, [1, 2], 3)
-    assert max(abs(found.get(outcome, 0.0) - wanted.get(outcome, 0.0)) for outcome in {*found, *wanted}) < 1e-12
+    assert largest_difference(distribution_of(once, monkeypatch), exact(row, params, [1, 2], 3)) < 1e-12
