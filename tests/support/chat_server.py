@@ -30,11 +30,14 @@ from edge_runtime.interfaces import DraftRequest, Logits
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.session.batch import Sessions
 from edge_runtime.text.chat_template import bundle_template
+from polling import wait
 
 MAIN = "from edge_runtime.cli.run import main; main()"
 
 
 HI: Any = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
 clients: list[Any] = []
 
 
@@ -113,15 +116,47 @@ def scripted_server(*replies: Any, keys: Sequence[str] = (), origins: Sequence[s
             thread.join()
 
 
-def send(server: Scripted, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
-    """Sends a request, with a body as bytes or as JSON; returns status, headers and the parsed response."""
+class Held:
+    """A method of an object that waits for `going` where `holds` its first argument; `begun` is set when it does."""
+
+    def __init__(self, owner: Any, name: str, holds: Callable[[Any], bool] = lambda _: True) -> None:
+        self.begun, self.going = threading.Event(), threading.Event()
+        self.arguments: list[Any] = []
+        self.threads: set[str] = set()
+        method = getattr(owner, name)
+
+        def held(argument: Any, **options: Any) -> Any:
+            self.arguments.append(argument)
+            self.threads.add(threading.current_thread().name.partition("_")[0])
+            if holds(argument):
+                self.begun.set()
+                self.going.wait(30)
+            return method(argument, **options)
+
+        setattr(owner, name, held)
+
+
+def settled(server: Scripted) -> None:
+    """Waits until no request runs or waits."""
+    assert wait(lambda: server.worker.load() == (0, 0))
+
+
+def asked(server: Scripted, body: Any, path: str = CHAT) -> http.client.HTTPConnection:
+    """Sends a request whose answer nobody has read yet."""
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    connection.request("POST", path, json.dumps(body).encode())
+    return connection
+
+
+def send(server: Scripted | Child, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
+    """Sends a request, with a body as bytes or as JSON; returns status, headers and the response, parsed where it is JSON."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
     try:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
         response = connection.getresponse()
-        text = response.read()
-        return response.status, {name.lower(): value for name, value in response.getheaders()}, json.loads(text) if text else None
+        text, found = response.read(), {name.lower(): value for name, value in response.getheaders()}
+        return response.status, found, json.loads(text) if "json" in found.get("content-type", "") else text or None
     finally:
         connection.close()
 

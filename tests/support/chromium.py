@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,28 @@ FLAGS = (
     "--disable-sync",
     "--disable-dev-shm-usage",
 )
+
+
+def shown(page: Any, selector: str) -> list[str]:
+    """The texts of the visible elements that a CSS selector names."""
+    texts: list[str] = page.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].filter((e) => e.checkVisibility()).map((e) => e.innerText)", selector
+    )
+    return texts
+
+
+def until(page: Any, condition: Callable[[], Any]) -> None:
+    """Waits until a condition holds, a minute at most."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    WebDriverWait(page, 60, poll_frequency=0.05).until(lambda _: condition())
+
+
+def fresh(page: Any, url: str) -> None:
+    """Opens a page without a talk or settings of other tests."""
+    page.get(url)
+    page.execute_script("sessionStorage.clear(); localStorage.clear()")
+    page.refresh()
 
 
 @contextmanager

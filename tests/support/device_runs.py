@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from click.testing import CliRunner, Result
 from edge_bench.cli.main import main
 from edge_devices.transports.adb import AdbTransport
 from fake_adbd import FakeAdbd
+from polling import wait
 
 
 def bench(*arguments: str | Path) -> Result:
@@ -34,10 +34,8 @@ def in_background(work: Callable[[], object]) -> threading.Thread:
 
 def until_seen(daemon: FakeAdbd, words: str, times: int = 1) -> None:
     """Waits until the watch on the phone has written something."""
-    folder, end = daemon.phone.path(f"{AdbTransport.FOLDER}/runs"), time.monotonic() + 30
-    while not any(path.read_text().count(words) >= times for path in folder.glob("*/watch.jsonl")):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    folder = daemon.phone.path(f"{AdbTransport.FOLDER}/runs")
+    assert wait(lambda: any(path.read_text().count(words) >= times for path in folder.glob("*/watch.jsonl")))
 
 
 def when_running(daemon: FakeAdbd, then: Callable[[], object]) -> threading.Thread:

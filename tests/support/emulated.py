@@ -44,24 +44,12 @@ class Userland:
 
     def command(self, words: Sequence[str], folder: str | None = None) -> list[str]:
         """The command of this machine that runs `words`, a program of the device and its arguments, in a folder of the device."""
-        binds = [word for place, path in self.shared.items() for word in ("-b", f"{path}:{place}")]
-        return [
-            shutil.which(PROOT) or PROOT,
-            "-r",
-            str(self.root),
-            "-q",
-            shutil.which(QEMU) or QEMU,
-            "-b",
-            "/proc",
-            "-b",
-            f"{self.root}/cpuinfo:/proc/cpuinfo",
-            "-b",
-            "/dev",
-            *binds,
-            "-w",
-            folder or self.home,
-            *words,
-        ]
+        seen = {"/proc": "", f"{self.root}/cpuinfo": "/proc/cpuinfo", "/dev": ""} | {
+            str(path): place for place, path in self.shared.items()
+        }
+        binds = [word for path, place in seen.items() for word in ("-b", f"{path}:{place}" if place else path)]
+        proot, qemu = shutil.which(PROOT) or PROOT, shutil.which(QEMU) or QEMU
+        return [proot, "-r", str(self.root), "-q", qemu, *binds, "-w", folder or self.home, *words]
 
     def environment(self) -> dict[str, str]:
         """What programs of the device find in their environment, and what qemu itself reads from it."""

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from emulated import write_cpuinfo
+
 ANSWER = """#!/system/bin/sh
 f="/system/says/${0##*/} $*"
 test -f "$f" || { echo "$0: no answer to $*" >&2; exit 1; }
@@ -34,10 +36,6 @@ BATTERY = """Current Battery Service state:
 """
 
 
-CORES = {
-    "cortex-a76": ("0xd0b", "fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"),
-    "cortex-a72": ("0xd08", "fp asimd crc32 cpuid"),
-}
 PI = "Raspberry Pi 5 Model B Rev 1.0"
 
 
@@ -76,12 +74,7 @@ class FakePhone:
 
     def _processor(self, cpu: str) -> None:
         """What the kernel says must be what qemu emulates: libraries choose their code by it."""
-        part, features = CORES[cpu]
-        block = (
-            f"processor\t: {{}}\nFeatures\t: {features}\nCPU implementer\t: 0x41\nCPU architecture: 8\n"
-            f"CPU variant\t: 0x4\nCPU part\t: {part}\nCPU revision\t: 1\n\n"
-        )
-        (self.root / "proc/cpuinfo").write_text("".join(block.format(n) for n in range(4)))
+        write_cpuinfo(self.root / "proc/cpuinfo", cpu, processors=4)
         for name in ("possible", "present"):
             self.write(f"/sys/devices/system/cpu/{name}", "0-3\n")
         self.says("uname -m", "aarch64\n")

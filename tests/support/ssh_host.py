@@ -6,10 +6,10 @@ import getpass
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 from phones import free_port
+from polling import wait
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 NEEDS = (
@@ -52,11 +52,8 @@ class SshHost:
             self._daemon = subprocess.Popen(
                 [SSHD, "-D", "-e", "-f", str(self._folder / "sshd_config")], stderr=log, stdin=subprocess.DEVNULL
             )
-        for _ in range(100):
-            if "Server listening" in (self._folder / "log").read_text():
-                return
-            time.sleep(0.05)
-        raise RuntimeError((self._folder / "log").read_text())
+        if not wait(lambda: "Server listening" in (self._folder / "log").read_text()):
+            raise RuntimeError((self._folder / "log").read_text())
 
     def stop(self) -> None:
         """Ends the daemon."""

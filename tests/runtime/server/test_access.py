@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from chat_server import Scripted, scripted_server, send
+from chat_server import CHAT, Held, Scripted, asked, scripted_server, send
 from chat_words import chat_session
 from edge_runtime.server.engine.prompts import Prompts
 from edge_runtime.server.errors import ApiError
@@ -20,6 +19,7 @@ from edge_runtime.server.http.guard import host_name
 from edge_runtime.server.requests.messages import Conversation
 from edge_runtime.server.serve import allowed_hosts
 from edge_runtime.text.chat_template import ChatTemplate
+from polling import wait
 
 ALLOWED = "https://chat.example"
 HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
@@ -109,17 +109,14 @@ def test_tokens_and_model_details() -> None:
 
 def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenized() -> None:
     with scripted_server("Hello.", count=2) as server:
-        vocabulary = server.worker._sessions[0].vocabulary
-        texts: list[int] = []
-        encode = vocabulary.encode
-        vocabulary.encode = lambda text, **options: (texts.append(len(text)), encode(text, **options))[1]  # type: ignore[method-assign]
+        encoded = Held(server.worker._sessions[0].vocabulary, "encode", lambda _: False)
         for path, body in {
             "/v1/completions": {"prompt": "word " * 400_000},
-            "/v1/chat/completions": {"messages": [{"role": "user", "content": "word " * 400_000}]},
+            CHAT: {"messages": [{"role": "user", "content": "word " * 400_000}]},
         }.items():
             status, _, found = send(server, "POST", path, body)
             assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
-        assert max(texts, default=0) < 100_000
+        assert max(map(len, encoded.arguments), default=0) < 100_000
 
 
 def test_what_a_template_writes_besides_the_messages_is_measured_too() -> None:
@@ -139,57 +136,34 @@ def test_what_a_template_writes_besides_the_messages_is_measured_too() -> None:
 
 def test_abandoned_texts_are_not_tokenized_and_count_in_the_limit() -> None:
     with scripted_server("Hello.", waiting=2) as server:
-        vocabulary = server.worker._sessions[0].vocabulary
-        encode, begun, going, texts = vocabulary.encode, threading.Event(), threading.Event(), []
-
-        def wait(text: str, **options: Any) -> list[int]:
-            texts.append(text)
-            begun.set()
-            going.wait(30)
-            return encode(text, **options)
-
-        vocabulary.encode = wait  # type: ignore[method-assign]
-        gone = [http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30) for _ in range(3)]
-        for number, connection in enumerate(gone):
-            connection.request("POST", "/tokenize", json.dumps({"content": str(number)}))
-        begun.wait(30)
-        while server.worker.load() != (0, 3):
-            time.sleep(0.001)
+        encoded = Held(server.worker._sessions[0].vocabulary, "encode")
+        gone = [asked(server, {"content": str(number)}, "/tokenize") for number in range(3)]
+        assert encoded.begun.wait(30)
+        assert wait(lambda: server.worker.load() == (0, 3))
         status, headers, _ = send(server, "POST", "/tokenize", {"content": "one more"})
         assert (status, headers["retry-after"]) == (503, "2")
         for connection in gone:
             connection.close()
-        while server.worker.load() != (0, 1):  # the one that began cannot be stopped
-            time.sleep(0.001)
-        going.set()
-        assert send(server, "POST", "/v1/chat/completions", HI)[0] == 200
-        assert sum(text in ("0", "1", "2") for text in texts) == 1
+        assert wait(lambda: server.worker.load() == (0, 1)), "the one that began cannot be stopped"
+        encoded.going.set()
+        assert send(server, "POST", CHAT, HI)[0] == 200
+        assert sum(text in ("0", "1", "2") for text in encoded.arguments) == 1
         assert server.worker.load() == (0, 0)
         assert not server.notes
 
 
 def test_a_slow_tokenizer_delays_nobodys_rounds() -> None:
     with scripted_server("x" * 300, count=2) as server:
-        vocabulary = server.worker._sessions[0].vocabulary
-        encode, slow, going = vocabulary.encode, threading.Event(), threading.Event()
-
-        def wait(text: str, **options: Any) -> list[int]:
-            if "slow" in text:
-                slow.set()
-                going.wait(30)
-            return encode(text, **options)
-
-        vocabulary.encode = wait  # type: ignore[method-assign]
+        encoded = Held(server.worker._sessions[0].vocabulary, "encode", lambda text: "slow" in text)
         server.together.before_forward = lambda: time.sleep(0.002)
         done: list[int] = []
-        first = threading.Thread(target=lambda: done.append(send(server, "POST", "/v1/chat/completions", HI)[0]))
+        first = threading.Thread(target=lambda: done.append(send(server, "POST", CHAT, HI)[0]))
         first.start()
-        while server.worker.load()[0] == 0:
-            time.sleep(0.001)
+        assert wait(lambda: server.worker.load()[0] > 0)
         second = threading.Thread(target=lambda: send(server, "POST", "/v1/completions", {"prompt": "slow"}))
         second.start()
-        slow.wait(30)
+        assert encoded.begun.wait(30)
         first.join()
         assert done == [200], "it ended while the other prompt was being tokenized"
-        going.set()
+        encoded.going.set()
         second.join()

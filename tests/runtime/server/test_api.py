@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,38 +15,20 @@ import pytest
 
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
-from chat_server import HI, Scripted, ask, client_of, scripted_server
+from chat_server import CALL, HI, Scripted, ask, asked, client_of, scripted_server, send, settled
 from edge_runtime.errors import BackendError
 from edge_runtime.server.http.body import MEDIA_BODY, TEXT_BODY
 from edge_runtime.server.json_text import MAX_DEPTH
 from edge_runtime.server.requests.messages import MAX_MESSAGES
+from polling import wait
 
-CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
 TOOLS: Any = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def send(server: Scripted, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
-    try:
-        connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
-        response = connection.getresponse()
-        return response.status, dict(response.getheaders()), response.read()
-    finally:
-        connection.close()
-
-
 def refused(server: Scripted, value: Any, path: str = "/v1/chat/completions") -> dict[str, Any]:
-    status, _, body = send(server, "POST", path, value if isinstance(value, bytes) else json.dumps(value).encode())
+    status, _, body = send(server, "POST", path, value)
     assert status == 400, body
-    return json.loads(body)["error"]
-
-
-def settled(server: Scripted) -> None:
-    """Waits until no request runs or waits."""
-    deadline = time.monotonic() + 20
-    while server.worker.load() != (0, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    return body["error"]
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +116,12 @@ def test_text_and_its_places(hello):
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert not [mark for mark in (b"://", b"src=", b"href=", b"@import", b"url(") if mark in body], "the page loads nothing else"
     assert "default-src 'none'" in headers["content-security-policy"]
-    assert json.loads(send(hello, "GET", "/health")[2])["status"] == "ok"
+    assert send(hello, "GET", "/health")[2]["status"] == "ok"
     assert client_of(hello).models.list().data[0].id == "scripted"
     assert client_of(hello).models.retrieve("scripted").created > 0
     with pytest.raises(openai.NotFoundError, match="no such model"):
         client_of(hello).models.retrieve("other")
-    assert json.loads(send(hello, "GET", "/v2/none")[2])["error"]["type"] == "invalid_request_error"
+    assert send(hello, "GET", "/v2/none")[2]["error"]["type"] == "invalid_request_error"
     assert send(hello, "GET", "/v1/completions")[0] == 405
 
 
@@ -226,7 +207,7 @@ def test_bodies_that_are_no_requests(hello, body, says):
 def test_sizes_are_limited(hello):
     for path, limit in (("/v1/completions", TEXT_BODY), ("/v1/chat/completions", MEDIA_BODY)):
         status, _, body = send(hello, "POST", path, b" " * (limit.size + 1))
-        assert (status, json.loads(body)["error"]["type"]) == (413, "invalid_request_error")
+        assert (status, body["error"]["type"]) == (413, "invalid_request_error")
     chunked = iter([b" " * 65536] * (TEXT_BODY.size // 65536 + 1))  # no length is announced
     connection = http.client.HTTPConnection(urlsplit(hello.url).netloc, timeout=30)
     connection.request("POST", "/v1/completions", chunked, encode_chunked=True, headers={"Transfer-Encoding": "chunked"})
@@ -242,9 +223,9 @@ def test_other_names_and_websites_are_turned_away(hello):
     assert send(hello, "GET", "/health", Host="localhost:1")[0] == 200
     assert send(hello, "GET", "/health", Host="[::1]:8080")[0] == 200
     status, _, body = send(hello, "GET", "/health", Host="rebound.example")
-    assert (status, json.loads(body)["error"]["code"]) == (403, "wrong_host")
+    assert (status, body["error"]["code"]) == (403, "wrong_host")
     status, headers, body = send(hello, "POST", "/v1/chat/completions", b"{}", Origin="https://site.example")
-    assert (status, json.loads(body)["error"]["code"]) == (403, "wrong_origin")
+    assert (status, body["error"]["code"]) == (403, "wrong_origin")
     assert not [name for name in headers if name.lower().startswith("access-control")]
     assert send(hello, "GET", "/health", Origin=hello.url)[0] == 200
 
@@ -271,10 +252,9 @@ def test_the_queue_is_bounded_and_waiting_clients_may_leave():
         try:
             for i, thread in enumerate(threads):
                 thread.start()
-                while sum(server.worker.load()) != i + 1:
-                    time.sleep(0.01)
-            status, headers, body = send(server, "POST", "/v1/chat/completions", json.dumps({"messages": HI}).encode())
-            assert (status, json.loads(body)["error"]["code"]) == (503, "queue_full")
+                assert wait(lambda count=i + 1: sum(server.worker.load()) == count)
+            status, headers, body = send(server, "POST", "/v1/chat/completions", {"messages": HI})
+            assert (status, body["error"]["code"]) == (503, "queue_full")
             assert int(headers["retry-after"]) > 0
         finally:
             going.set()
@@ -291,19 +271,13 @@ def test_a_client_that_leaves_frees_its_session_and_disturbs_nobody():
         beside: list[Any] = []
         thread = threading.Thread(target=lambda: beside.append(ask(client_of(server))))
         thread.start()
-        while server.worker.load()[0] == 0:  # a busy machine may be long in starting a thread
-            time.sleep(0.001)
+        assert wait(lambda: server.worker.load()[0] == 1)
         with ask(client_of(server), messages=much, stream=True) as stream:
             for _ in range(5):
                 next(stream)
             assert server.worker.load() == (2, 0)
-        deadline = time.monotonic() + 2
-        while server.worker.load()[0] == 2:
-            assert time.monotonic() < deadline, "the session is free long before 1900 tokens are out"
-            time.sleep(0.005)
-        leaving = socket.create_connection(("127.0.0.1", urlsplit(server.url).port))
-        body = json.dumps({"messages": much, "temperature": 0}).encode()
-        leaving.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert wait(lambda: server.worker.load()[0] < 2)
+        leaving = asked(server, {"messages": much, "temperature": 0})
         time.sleep(0.1)
         leaving.close()
         thread.join()

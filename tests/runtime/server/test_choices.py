@@ -10,7 +10,7 @@ import pytest
 
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
-from chat_server import HI, ask, client_of, scripted_server
+from chat_server import ask, client_of, scripted_server
 
 
 def test_n_answers_have_their_numbers_and_one_prompt() -> None:
@@ -101,17 +101,3 @@ def test_log_probabilities_of_the_pair(several: str) -> None:
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert logprob == max(top.values()) == top[token], "greedy takes the likeliest"
         assert sum(math.exp(value) for value in top.values()) <= 1 + 1e-6
-
-
-def test_a_demanded_call_of_the_pair(several: str) -> None:
-    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
-    client = client_of(several)
-    parameters = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["ok"]}
-    tools: Any = [{"type": "function", "function": {"name": "count", "parameters": parameters}}]
-    for drawing in ({"temperature": 0}, {"temperature": 1, "seed": 1}):
-        answer = client.chat.completions.create(
-            model="any", messages=HI, tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=100, **drawing
-        )
-        arguments = json.loads(answer.choices[0].message.tool_calls[0].function.arguments)
-        assert type(arguments["ok"]) is bool
-        assert set(arguments) <= {"n", "ok"}

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from chat_server import scripted_server
-
-CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
+from chat_server import CALL, scripted_server
 
 
 def test_langchain_chats_streams_calls_and_reads_json() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import http.client
-import json
 import os
 import sys
 import time
@@ -14,16 +12,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
-from chat_server import HI, Scripted, scripted_server, send
+from chat_server import HI, Scripted, asked, scripted_server, send, settled
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server.engine.jobs import Job
 from edge_runtime.server.requests.completions import CompletionRequest
 from edge_runtime.server.requests.messages import Conversation
 from edge_runtime.session.generation import Generation
+from polling import wait
 
 PREDICTION = {"type": "content", "content": "predicted " * 1000}
 CHAT: dict[str, Any] = {"messages": HI, "temperature": 0, "prediction": PREDICTION}
@@ -142,25 +140,6 @@ ENDS: tuple[Callable[[Scripted], None], ...] = (
     refused_tokens,
     refused_with_a_large_body,
 )
-
-
-def asked(server: Scripted, body: dict[str, Any]) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
-    connection.request("POST", "/v1/chat/completions", json.dumps(body).encode())
-    return connection
-
-
-def settled(server: Scripted) -> None:
-    wait(lambda: server.worker.load() == (0, 0))
-
-
-def wait(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @pytest.fixture

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import threading
-import time
 import weakref
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
-from chat_server import scripted_server, send
+from chat_server import CHAT, Held, asked, scripted_server, send
 from edge_runtime.server import app
 from edge_runtime.server.engine.prompts import MAX_CHARACTERS
 from edge_runtime.server.errors import ApiError
@@ -23,6 +20,7 @@ from edge_runtime.server.requests.ollama import read_ollama_chat
 from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import ChatTemplate
+from polling import wait
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 
@@ -48,26 +46,16 @@ def test_a_prediction_is_cut_and_tokenized_in_the_thread_for_prompts(monkeypatch
 
 def test_ids_are_decoded_in_the_thread_for_prompts_and_count_as_waiting() -> None:
     with scripted_server("Hello.", waiting=0) as server:
-        vocabulary = server.worker._sessions[0].vocabulary
-        piece, begun, going = vocabulary.piece, threading.Event(), threading.Event()
-
-        def wait(token: int, **options: Any) -> bytes:
-            threads.add(threading.current_thread().name.partition("_")[0])
-            begun.set()
-            going.wait(30)
-            return piece(token, **options)
-
-        vocabulary.piece = wait  # type: ignore[method-assign]
-        threads: set[str] = set()
+        decoded = Held(server.worker._sessions[0].vocabulary, "piece")
         found: list[Any] = []
         asking = threading.Thread(target=lambda: found.append(send(server, "POST", "/detokenize", {"tokens": [100 + ord("a")]})))
         asking.start()
-        begun.wait(30)
+        assert decoded.begun.wait(30)
         assert send(server, "GET", "/health")[2]["waiting"] == 1
         assert send(server, "POST", "/detokenize", {"tokens": [2]})[0] == 503
-        going.set()
+        decoded.going.set()
         asking.join()
-        assert (found[0][0], found[0][2]["content"], threads) == (200, "a", {"edge-mtp prompts"})
+        assert (found[0][0], found[0][2]["content"], decoded.threads) == (200, "a", {"edge-mtp prompts"})
 
 
 def test_ids_beyond_the_context_are_refused() -> None:
@@ -79,24 +67,18 @@ def test_ids_beyond_the_context_are_refused() -> None:
 
 def test_ids_of_a_client_that_left_are_not_decoded() -> None:
     with scripted_server("Hello.") as server:
-        begun, going, decoded = threading.Event(), threading.Event(), []
-        encode, decode = server.worker._prompts.encode, server.worker._prompts.decode
-        server.worker._prompts.encode = lambda prompt: (begun.set(), going.wait(30), encode(prompt))[2]  # type: ignore[method-assign]
-        server.worker._prompts.decode = lambda tokens: (decoded.append(tokens), decode(tokens))[1]  # type: ignore[method-assign]
+        encoded, decoded = Held(server.worker._prompts, "encode"), Held(server.worker._prompts, "decode", lambda _: False)
         first = threading.Thread(target=lambda: send(server, "POST", "/tokenize", {"content": "a"}))
         first.start()
-        begun.wait(30)
-        gone = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
-        gone.request("POST", "/detokenize", b'{"tokens": [2]}')
-        while server.worker.load() != (0, 2):
-            time.sleep(0.001)
+        assert encoded.begun.wait(30)
+        gone = asked(server, {"tokens": [2]}, "/detokenize")
+        assert wait(lambda: server.worker.load() == (0, 2))
         gone.close()
-        while server.worker.load() != (0, 1):
-            time.sleep(0.001)
-        going.set()
+        assert wait(lambda: server.worker.load() == (0, 1))
+        encoded.going.set()
         first.join()
         assert send(server, "POST", "/detokenize", {"tokens": [3]})[0] == 200
-        assert decoded == [[3]]
+        assert decoded.arguments == [[3]]
 
 
 def test_texts_of_tools_are_counted_before_they_are_copied_for_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,32 +124,22 @@ def test_results_find_their_calls_by_name_or_in_order() -> None:
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     with scripted_server("Hello.") as server:
-        begun, going = threading.Event(), threading.Event()
-        encode = server.worker._prompts.encode
-
-        def slow(prompt: Any) -> list[int]:
-            if len(str(prompt)) > 50_000:
-                begun.set()
-                going.wait(30)
-            return encode(prompt)
-
-        server.worker._prompts.encode = slow  # type: ignore[method-assign]
+        encoded = Held(server.worker._prompts, "encode", lambda prompt: len(str(prompt)) > 50_000)
         long = HI | {"messages": [{"role": "user", "content": "a" * 60_000}]}
-        hostile = threading.Thread(target=lambda: send(server, "POST", "/v1/chat/completions", long))
+        hostile = threading.Thread(target=lambda: send(server, "POST", CHAT, long))
         hostile.start()
-        begun.wait(30)
-        assert send(server, "POST", "/v1/chat/completions", HI)[0] == 200
+        assert encoded.begun.wait(30)
+        assert send(server, "POST", CHAT, HI)[0] == 200
         assert hostile.is_alive()
-        going.set()
+        encoded.going.set()
         hostile.join()
 
 
-def test_answers_to_one_prompt_encode_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_to_one_prompt_encode_it_once() -> None:
     with scripted_server("Hello.", count=2) as server:
-        encode, encoded = server.worker._prompts.encode, []
-        server.worker._prompts.encode = lambda prompt: (encoded.append(prompt), encode(prompt))[1]  # type: ignore[method-assign]
-        assert send(server, "POST", "/v1/chat/completions", HI | {"n": 3})[0] == 200
-        assert len(encoded) == 1
+        encoded = Held(server.worker._prompts, "encode", lambda _: False)
+        assert send(server, "POST", CHAT, HI | {"n": 3})[0] == 200
+        assert len(encoded.arguments) == 1
 
 
 class Kept(dict[str, Any]):

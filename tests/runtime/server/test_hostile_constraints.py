@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import threading
-import urllib.error
-import urllib.request
 from typing import Any
 
 import pytest
@@ -13,25 +10,19 @@ import pytest
 for needed in ("uvicorn", "starlette", "llguidance"):
     pytest.importorskip(needed, reason="needs edge-mtp[serve,grammar]")
 
-from chat_server import scripted_server
+from chat_server import CHAT, HI, Scripted, scripted_server, send
 from edge_runtime.errors import RequestError
 from edge_runtime.session.session import Session
 
 WAIT_S = 60.0
 
 
-def ask(url: str, schema: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
+def ask(server: Scripted, schema: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    fields: dict[str, Any] = {"messages": HI, "max_tokens": 8, "temperature": 0}
     if schema is not None:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(fields).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=WAIT_S) as response:
-            return response.status, json.load(response)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
+    status, _, body = send(server, "POST", CHAT, fields)
+    return status, body
 
 
 def test_others_are_served_while_a_constraint_is_compiled(monkeypatch):
@@ -46,9 +37,9 @@ def test_others_are_served_while_a_constraint_is_compiled(monkeypatch):
     monkeypatch.setattr(Session, "compile_constraint", slow)
     answers: list[tuple[int, dict[str, Any]]] = []
     with scripted_server("hello there") as server:
-        hostile = threading.Thread(target=lambda: answers.append(ask(server.url, {"type": "string", "maxLength": 10**9})))
+        hostile = threading.Thread(target=lambda: answers.append(ask(server, {"type": "string", "maxLength": 10**9})))
         hostile.start()
-        assert [ask(server.url)[0] for _ in range(3)] == [200, 200, 200]
+        assert [ask(server)[0] for _ in range(3)] == [200, 200, 200]
         served.set()
         hostile.join()
     assert answers[0][0] == 200
@@ -60,7 +51,7 @@ def test_a_constraint_beyond_the_limits_is_the_clients_error(monkeypatch):
 
     monkeypatch.setattr(Session, "compile_constraint", fail)
     with scripted_server("hello there") as server:
-        status, answer = ask(server.url, {"type": "string"})
+        status, answer = ask(server, {"type": "string"})
         assert status == 400
         assert "more than 5 s" in answer["error"]["message"]
         assert server.worker.load() == (0, 0)
@@ -72,12 +63,12 @@ def test_others_are_served_beside_a_real_bomb():
     bomb = {"type": "object", "properties": {f"p{number}": True for number in range(20000)}}
     answers: list[tuple[int, dict[str, Any]]] = []
     with scripted_server("hello there") as server:
-        ask(server.url, {"type": "string"})  # starts the host
-        hostile = threading.Thread(target=lambda: answers.append(ask(server.url, bomb)))
+        ask(server, {"type": "string"})  # starts the host
+        hostile = threading.Thread(target=lambda: answers.append(ask(server, bomb)))
         hostile.start()
         count = 0
         while hostile.is_alive() and count < 20:
-            assert ask(server.url)[0] == 200
+            assert ask(server)[0] == 200
             count += hostile.is_alive()
         hostile.join()
     assert count > 3

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import base64
-import http.client
-import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
-from chat_server import HI, Scripted, scripted_server, send
+from chat_server import HI, asked, scripted_server, send
 from edge_devices.children import running
 from edge_runtime.media import reading
 from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.server.engine import worker as engine
 from edge_runtime.session.session import Session
+from polling import wait
 
 SPIN = "import time\nwhile time.process_time() < 60: pass"
 PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(100)).decode()}}
@@ -57,30 +55,17 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[list[floa
     return replace
 
 
-def wait(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def asked(server: Scripted, body: dict[str, Any]) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
-    connection.request("POST", "/v1/chat/completions", json.dumps(body).encode())
-    return connection
-
-
 def test_text_does_not_wait_for_images_and_these_end_with_their_client(decoding: Any) -> None:
     _, processes = decoding(SPIN)
     with scripted_server("Hello.") as server:
         hostile = [asked(server, chat(*[PART] * 3)) for _ in range(3)]
-        wait(lambda: len(processes) == engine.DECODERS)
+        assert wait(lambda: len(processes) == engine.DECODERS)
         begin = time.monotonic()
         assert send(server, "POST", "/v1/chat/completions", {"messages": HI})[0] == 200
         assert time.monotonic() - begin < 10
         for connection in hostile:
             connection.close()
-        wait(lambda: server.worker.load() == (0, 0))
+        assert wait(lambda: server.worker.load() == (0, 0))
         assert all(process.returncode is not None for process in processes)
         assert len(processes) <= 3  # no second image of any request was begun
 
@@ -110,7 +95,7 @@ def test_a_server_that_stops_ends_the_decoding(decoding: Any) -> None:
     with scripted_server("Hello.") as server:
         asking = threading.Thread(target=lambda: answers.append(send(server, "POST", "/v1/chat/completions", chat(PART))[0]))
         asking.start()
-        wait(lambda: processes)
+        assert wait(lambda: processes)
         begin = time.monotonic()
         server.worker.close()
         assert time.monotonic() - begin < 10

@@ -9,11 +9,8 @@ import pytest
 
 ollama = pytest.importorskip("ollama", reason="needs edge-mtp[dev]")
 
-from chat_server import scripted_server
+from chat_server import CALL, HI, scripted_server
 from edge_runtime.server.requests.ollama import read_ollama_generate
-
-HI: Any = [{"role": "user", "content": "hi"}]
-CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
 
 
 @pytest.fixture(scope="module")

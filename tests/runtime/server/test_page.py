@@ -13,10 +13,9 @@ import pytest
 pytest.importorskip("selenium", reason="needs edge-mtp[dev]")
 
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.wait import WebDriverWait
 
 from chat_server import scripted_server
-from chromium import chromium
+from chromium import chromium, fresh, shown, until
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +27,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def say(browser: Any, text: str) -> None:
     browser.find_element(By.ID, "text").send_keys(text)
     browser.find_element(By.ID, "send").click()
-
-
-def shown(browser: Any, selector: str) -> list[str]:
-    texts: list[str] = browser.execute_script("return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText)", selector)
-    return texts
-
-
-def fresh(browser: Any, url: str) -> None:
-    """Opens the page without a talk or settings of other tests."""
-    browser.get(url)
-    browser.execute_script("sessionStorage.clear(); localStorage.clear()")
-    browser.refresh()
-
-
-def until(browser: Any, condition: Any) -> None:
-    WebDriverWait(browser, 60, poll_frequency=0.05).until(lambda _: condition())
 
 
 def idle(browser: Any) -> bool:

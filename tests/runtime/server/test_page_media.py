@@ -13,10 +13,9 @@ for library in ("uvicorn", "starlette", "selenium", "llama_cpp", "gguf", "PIL"):
     pytest.importorskip(library)
 
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.wait import WebDriverWait
 
 from chat_server import Child
-from chromium import chromium
+from chromium import chromium, fresh, shown, until
 from pictures import SCENES, colours, photo, picture_bundle
 
 QUESTION = "What is this?"
@@ -46,23 +45,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, server: str) -> Any:
-    browser.get(server)
-    browser.execute_script("sessionStorage.clear(); localStorage.clear()")
-    browser.refresh()
+    fresh(browser, server)
     browser.find_element(By.ID, "settings-button").click()
     browser.find_element(By.ID, "temperature").send_keys("0")
     return browser
-
-
-def shown(page: Any, selector: str) -> list[str]:
-    texts: list[str] = page.execute_script(
-        "return [...document.querySelectorAll(arguments[0])].filter((e) => e.checkVisibility()).map((e) => e.innerText)", selector
-    )
-    return texts
-
-
-def until(page: Any, condition: Any) -> None:
-    WebDriverWait(page, 60, poll_frequency=0.05).until(lambda _: condition())
 
 
 def give(page: Any, kind: str, *files: tuple[str, str, bytes]) -> bool:

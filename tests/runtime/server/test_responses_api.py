@@ -9,9 +9,8 @@ import pytest
 
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
-from chat_server import Scripted, client_of, scripted_server
+from chat_server import CALL, Scripted, client_of, scripted_server
 
-CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
 IMAGE: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 TOOLS: Any = [{"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}]
 

@@ -147,36 +147,6 @@ def test_an_answer_is_the_json_that_was_asked_for(several: str) -> None:
         chat(client, "hi", response_format={"type": "json_object"}, tools=tools)
 
 
-def test_leaving_in_mid_stream_disturbs_nobody(several: str) -> None:
-    client = client_of(several)
-    alone = complete(client, PROMPTS[0], max_tokens=200).choices[0].text
-    with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(complete, client, PROMPTS[0], max_tokens=200)
-        for prompt in PROMPTS:
-            with complete(client, prompt, max_tokens=400, stream=True) as stream:
-                next(stream)
-        assert beside.result().choices[0].text == alone
-    deadline = time.monotonic() + 20
-    while json.loads(get(f"{several}/health"))["running"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_errors_are_the_clients_own_kinds(several: str) -> None:
-    client = client_of(several)
-    with pytest.raises(openai.BadRequestError) as caught:
-        complete(client, "x y " * 1000)
-    assert caught.value.code == "context_length_exceeded"
-    assert "a context of 512" in str(caught.value)
-    with pytest.raises(openai.BadRequestError, match="1 to 32") as caught:
-        chat(client, "hi", n=99)
-    assert caught.value.param == "n"
-    with pytest.raises(openai.BadRequestError, match="vocabulary ends at"):
-        chat(client, "hi", logit_bias={"999999999": 1})
-    with pytest.raises(urllib.error.HTTPError, match="405"):
-        get(f"{several}/v1/completions")
-
-
 def test_metrics_are_prometheus_text(several: str) -> None:
     parser = pytest.importorskip("prometheus_client.parser", reason="needs edge-mtp[dev]")
 

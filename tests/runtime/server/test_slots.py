@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.server.engine.jobs import Job
 from edge_runtime.server.engine.worker import MAX_PASSED_OVER, Slot, choose_slot
@@ -30,27 +32,25 @@ def chosen(slots: Sequence[Slot], waiting: Sequence[Job]) -> tuple[int, int]:
     return one.number, waiting.index(other)
 
 
-def test_the_longest_common_prefix_wins():
-    slots = [slot(0, [1, 2, 3, 4]), slot(1, [1, 2, 3, 4, 5, 6]), slot(2, [9])]
-    assert chosen(slots, [job(1, 2, 3, 4, 5, 6, 7)]) == (1, 0)
-    assert chosen(slots, [job(8), job(1, 2, 3, 4, 5, 6, 7)]) == (1, 1)
+LONG = list(range(1, 60))  # the scripted target goes back 12 rows at most
 
 
-def test_a_few_tokens_in_common_do_not_cost_a_conversation_its_rows():
-    assert chosen([slot(0, [1, 2, 3, 4], last_used=7), slot(1, [5], last_used=3)], [job(1, 6, 7, 8)]) == (1, 0)
-
-
-def test_without_a_prefix_the_first_come_gets_the_session_used_longest_ago():
-    assert chosen([slot(0, [], last_used=2), slot(1, [], last_used=1)], [job(1, 2), job(3, 4)]) == (1, 0)
-
-
-def test_rows_that_cannot_be_gone_back_to_do_not_count():
-    long = list(range(1, 60))  # the scripted target goes back 12 rows at most
-    assert chosen([slot(0, long, last_used=1), slot(1, [])], [job(*long[:30], 77)]) == (1, 0)
-
-
-def test_a_seed_leaves_the_caches_alone():
-    assert chosen([slot(0, [1, 2, 3], last_used=1), slot(1, [])], [job(1, 2, 3, 4, seed=1)]) == (1, 0)
+@pytest.mark.parametrize(
+    ("caches", "waiting", "choice"),
+    [
+        ([[1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [9]], [job(1, 2, 3, 4, 5, 6, 7)], (1, 0)),
+        ([[1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [9]], [job(8), job(1, 2, 3, 4, 5, 6, 7)], (1, 1)),
+        ([[1, 2, 3, 4], [5]], [job(1, 6, 7, 8)], (1, 0)),
+        ([[], []], [job(1, 2), job(3, 4)], (1, 0)),
+        ([LONG, []], [job(*LONG[:30], 77)], (1, 0)),
+        ([[1, 2, 3], []], [job(1, 2, 3, 4, seed=1)], (1, 0)),
+    ],
+    ids=["the longest prefix", "before the first come", "a short prefix", "no prefix", "rows that are gone", "a seed"],
+)
+def test_the_longest_prefix_wins_or_the_session_used_longest_ago(caches, waiting, choice):
+    """The first session was used last."""
+    slots = [slot(number, cache, last_used=9 - number) for number, cache in enumerate(caches)]
+    assert chosen(slots, waiting) == choice
 
 
 def test_nobody_is_passed_over_for_ever():

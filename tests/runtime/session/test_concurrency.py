@@ -1,22 +1,19 @@
 """Cancelling one of several sessions never disturbs another: whatever joins, leaves, fails or overflows, and whenever.
 
+test_interleaving.py has the same on both backends.
+
 The loop and the lockstep are Python on one thread; what runs beside it is the server's worker, which hands over through queues and locks
 of the standard library. There is no C of ours, so there is nothing of ours for a thread sanitiser to look at.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation
-from edge_runtime.session.open import open_session, open_sessions
 from scripted import VOCABULARY, plain_greedy, scripted_sessions
 
 COUNT = 3
@@ -67,54 +64,3 @@ def test_every_output_is_a_prefix_of_its_own_text_alone(acts) -> None:
         assert generation.tokens == alone[: len(generation.tokens)]
         if generation.finish_reason == "length":
             assert generation.tokens == alone
-
-
-@pytest.fixture(scope="module")
-def several(exported_pair: Path, probe_memory: None) -> Iterator[Sessions]:
-    pytest.importorskip("llama_cpp")
-    with open_sessions(exported_pair, COUNT, context=256, threads=1) as sessions:
-        yield sessions
-
-
-PROMPTS = ("class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown fox")
-MOST = 40
-
-
-@pytest.fixture(scope="module")
-def alone(exported_pair: Path, probe_memory: None) -> dict[str, list[int]]:
-    """What each prompt gives by itself."""
-    pytest.importorskip("llama_cpp")
-    texts = {}
-    with open_session(exported_pair, context=256, threads=1) as session:
-        for prompt in PROMPTS:
-            generation = session.generate(prompt, max_tokens=MOST, draft_length=0)
-            generation.text()
-            texts[prompt] = generation.tokens
-    return texts
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_cancelled_requests_leave_the_others_alone_on_llama_cpp(several: Sessions, alone: dict[str, list[int]], seed: int) -> None:
-    chance, step = random.Random(seed), several.decoder
-    step.clear()
-    seen: list[tuple[Generation, str]] = []
-    cancelled = 0
-    for _ in range(60):
-        free = [s for s in several.sessions if all(one.target is not s.target for one in step.running)]
-        if free and chance.random() < 0.5:
-            prompt = chance.choice(PROMPTS)
-            generation = chance.choice(free).generate(prompt, max_tokens=MOST, draft_length=chance.randint(0, 6))
-            (step.add if chance.random() < 0.5 else step.join)(generation)
-            seen.append((generation, prompt))
-        elif step.running and chance.random() < 0.2:
-            step.remove(chance.choice(step.running))
-            cancelled += 1
-        step.step()
-        for one in has_begun(step.running):
-            assert one.target.tokens.tolist() == [*one.prompt, *one.tokens][: one.target.length]
-    while step.running:
-        step.step()
-    assert cancelled
-    for generation, prompt in seen:
-        assert generation.tokens == alone[prompt][: len(generation.tokens)]
-        assert generation.finish_reason in ("length", "stop", None)

@@ -25,6 +25,8 @@ ACTS = (
     *("generate", "piece", "text") * 3,
     *("event", "round", "batch", "say", "event", "read", "reset", "profit", "forget"),
 )
+# Of a worker that has the decoder to itself.
+STEPS = ("join", "step", "step", "remove")
 
 
 REFUSALS = ("another request began", "is closed", "the chat went on", "cannot share a sequence", "was removed")
@@ -95,6 +97,17 @@ class World:
             if self.chance.random() < 0.2:
                 return
 
+    def _join(self) -> None:
+        if self.requests:
+            self.sessions.decoder.join(self.chance.choice(self.requests[-4:])[1])
+
+    def _step(self) -> None:
+        self.sessions.decoder.step()
+
+    def _remove(self) -> None:
+        if running := self.sessions.decoder.running:
+            self.sessions.decoder.remove(self.chance.choice(running))
+
     def _say(self) -> None:
         message = self.chance.choice(MESSAGES)
         chat = self.chance.choice(self.chats)
@@ -158,8 +171,8 @@ def test_calls_in_any_order(opened: Opened, seed: int) -> None:
     sessions, alone = opened()
     chance = random.Random(seed)
     world = World(sessions, chance, alone, [chat_on(chance.choice(sessions.sessions)) for _ in range(2)])
-    for _ in range(60):
-        world.act(chance.choice(ACTS))
+    for _ in range(80):
+        world.act(chance.choice(ACTS + STEPS))
     world.check()
     sessions.close()
     for act in ACTS[:-1]:  # after the end nothing runs, and nothing crashes

@@ -27,17 +27,23 @@ def text(length: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def session(exported_pair: Path, probe_memory: None) -> Iterator[Session]:
-    with open_session(exported_pair, threads=1, drafter="dense") as opened:
-        opened.profit()  # the first load_state measures costs, which empties the cache; here it is done before any test
-        yield opened
+def sessions_apart(exported_pair: Path, probe_memory: None) -> Iterator[list[Session]]:
+    opened = [open_session(exported_pair, threads=1, drafter="dense") for _ in range(2)]
+    for session in opened:
+        session.profit()  # the first load_state measures costs, which empties the cache; here it is done before any test
+    yield opened
+    for session in opened:
+        session.close()
 
 
-@pytest.fixture(scope="module")
-def other(exported_pair: Path, probe_memory: None) -> Iterator[Session]:
-    with open_session(exported_pair, threads=1, drafter="dense") as opened:
-        opened.profit()
-        yield opened
+@pytest.fixture
+def session(sessions_apart: list[Session]) -> Session:
+    return sessions_apart[0]
+
+
+@pytest.fixture
+def other(sessions_apart: list[Session]) -> Session:
+    return sessions_apart[1]
 
 
 def write(session: Session, prompt: list[int], tokens: int, *, reuse: bool = False) -> tuple[list[int], int, int]:

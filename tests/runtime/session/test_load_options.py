@@ -13,9 +13,11 @@ from edge_runtime.errors import RequestError
 from edge_runtime.session.open import faster_backend, open_sessions
 
 
-def test_the_fields_are_shown_as_keywords() -> None:
-    shown = inspect.signature(open_session).parameters
-    assert [*shown] == ["folder", "options", *(field.name for field in fields(LoadOptions))]
+@pytest.mark.parametrize("function", [open_session, open_sessions])
+def test_the_fields_are_shown_as_keywords(function) -> None:
+    shown = inspect.signature(function).parameters
+    own = ["folder", "count", "options"] if function is open_sessions else ["folder", "options"]
+    assert [*shown] == [*own, *(field.name for field in fields(LoadOptions))]
     assert all(shown[field.name].default == getattr(LoadOptions, field.name) for field in fields(LoadOptions))
 
 
@@ -33,5 +35,5 @@ def test_an_unknown_keyword_is_named_with_the_nearest(function) -> None:
 
 
 def test_options_are_checked_either_way() -> None:
-    with pytest.raises(RequestError, match="drafter 'fast' is unknown"):
+    with pytest.raises(RequestError, match="drafter 'fast' is unknown; choose one of dense, split, lookup, none"):
         open_session("nowhere", LoadOptions(drafter="fast"))  # type: ignore[arg-type]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -146,28 +143,26 @@ def test_the_chat_takes_files(session, tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module", params=["llama", "onnx"])
-def server(request, bundle, probe_memory) -> str:
+def server(request, bundle, probe_memory) -> Any:
     pytest.importorskip("uvicorn")
     pytest.importorskip("starlette")
     from chat_server import Child
 
     child = Child(bundle, "--backend", request.param, "--context", "512")
-    yield child.url
+    yield child
     assert child.end() == 0, child.lines
 
 
-def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.load(response)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+def post(server: Any, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    from chat_server import send
+
+    status, _, found = send(server, "POST", path, body)
+    return status, found
 
 
-def ask(url: str, *parts: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def ask(server: Any, *parts: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     message = {"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}
-    return post(url, "/v1/chat/completions", {"model": "m", "messages": [message], "temperature": 0, "max_tokens": 48})
+    return post(server, "/v1/chat/completions", {"model": "m", "messages": [message], "temperature": 0, "max_tokens": 48})
 
 
 def image_part(data: bytes, kind: str = "png", detail: str = "low") -> dict[str, Any]:

@@ -73,11 +73,6 @@ def test_pieces_and_answers_come_with_async_for() -> None:
 
 
 def test_help_shows_the_options() -> None:
-    for function in (edge_runtime.open_session, edge_runtime.open_sessions):
-        parameters = inspect.signature(function).parameters
-        assert {"threads", "context", "drafter", "preset", "kv_type"} < parameters.keys()
-        assert parameters["check"].default == "fast"
-        assert "keywords" not in parameters
     assert "memory_limit" in pydoc.render_doc(edge_runtime.open_session)
     assert "draft_length" in pydoc.render_doc(edge_runtime.Chat)
     accepted = inspect.signature(edge_runtime.Session.generate).parameters
@@ -114,22 +109,6 @@ def test_a_closed_session_refuses_everything_and_closes_again() -> None:
     for call in (lambda: session.generate([1]), generation.text, session.profit, lambda: session.save_state("x"), session.__enter__):
         with pytest.raises(RequestError, match="the session is closed; open the bundle again"):
             call()
-
-
-@pytest.mark.parametrize("backend", ["llama", "onnx"])
-def test_what_a_closed_session_holds_refuses_too(backend: str, request: pytest.FixtureRequest, probe_memory: None) -> None:
-    """Its target, drafter and vocabulary are attributes that anybody may keep."""
-    folder = request.getfixturevalue("exported_pair") if backend == "llama" else request.getfixturevalue("onnx_pair")("f32")
-    session = edge_runtime.open_session(folder, backend=backend, context=128, threads=1)
-    session.close()
-    target, drafter = session.target, session.drafter
-    for call in (lambda: target.verify([1]), lambda: target.prefill([1]), lambda: target.rollback(0), lambda: drafter.draft(1, 1)):
-        with pytest.raises(RequestError, match="is closed; open the bundle again"):
-            call()
-    if backend == "llama":
-        for call in (lambda: session.vocabulary.encode("x"), lambda: target.state(), lambda: target.rollback_floor):
-            with pytest.raises(RequestError, match="is closed; open the bundle again"):
-                call()
 
 
 def test_a_callback_cannot_use_the_session_inside_of_a_forward() -> None:

@@ -78,19 +78,13 @@ def test_refusals_say_what_to_do(prompt, options, words):
         make_session().generate(prompt, **options)
 
 
-def test_lossless_report_says_equal():
+def test_lossless_report_says_equal_or_names_the_first_divergence():
     session = make_session()
     generation = session.generate([1, 2], max_tokens=20)
     generation.text()
     report = check_lossless(session, generation)
     assert report.equal
     assert "all 20 tokens" in report.sentence()
-
-
-def test_lossless_report_names_the_first_divergence():
-    session = make_session()
-    generation = session.generate([1, 2], max_tokens=20)
-    generation.text()
     honest = generation.tokens[7]
     generation.tokens[7] = (honest + 1) % 17
     report = check_lossless(session, generation)
@@ -159,15 +153,6 @@ def test_a_stop_string_that_never_comes_changes_nothing():
     assert generation.stopped_by is None
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 10))
-def test_drafts_never_count_against_max_tokens(max_tokens):
-    for guess, length in ((lambda *_: 1, 3), (lambda *_: 2, 8), (None, 3), (None, 8)):
-        generation = make_session(guess=guess).generate([1], max_tokens=max_tokens, draft_length=length)
-        generation.text()
-        assert generation.tokens == plain_greedy([1], max_tokens)
-        assert generation.finish_reason == "length"
-
-
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 100])
 def test_pieces_have_at_least_the_asked_tokens(chunk_size):
     generation = make_session().generate([1, 2, 3], max_tokens=30, draft_length=2, chunk_size=chunk_size)
@@ -195,17 +180,6 @@ def test_a_policy_is_told_what_happened():
     assert rounds[:3] == [2, 6, 6]
 
 
-@pytest.mark.parametrize("acceptance", ["block", "rejection", "match"])
-def test_a_seed_repeats_a_sampled_run(acceptance):
-    # The scripted logits are one against zeros: a flat distribution, so two seeds agree by no chance worth naming.
-    def run(seed: int) -> list[int]:
-        generation = make_session().generate([1, 2], max_tokens=40, sampling=SamplingParams(seed=seed), acceptance=acceptance)
-        generation.text()
-        return generation.tokens
-
-    assert run(3) == run(3) != run(4)
-
-
 def test_losslessness_of_a_seeded_match_is_checked_token_by_token():
     session = make_session()
     generation = session.generate([1, 2], max_tokens=20, sampling=SamplingParams(seed=3), acceptance="match")
@@ -214,14 +188,3 @@ def test_losslessness_of_a_seeded_match_is_checked_token_by_token():
     other = session.generate([1, 2], max_tokens=20, sampling=SamplingParams(seed=3), acceptance="rejection")
     with pytest.raises(RequestError, match="differ from run to run"):
         check_lossless(session, other)
-
-
-def test_greedy_with_a_ban_is_plain_greedy_with_that_ban():
-    banned = SamplingParams(temperature=0, logit_bias={plain_greedy([1, 2], 3)[2]: float("-inf")})
-    outputs = []
-    for length in (0, 4):
-        generation = make_session().generate([1, 2], max_tokens=30, sampling=banned, draft_length=length)
-        generation.text()
-        outputs.append(generation.tokens)
-    assert outputs[0] == outputs[1]
-    assert not set(banned.logit_bias) & set(outputs[0])
