@@ -19,12 +19,11 @@ jsonschema = pytest.importorskip("jsonschema", reason="needs edge-mtp[dev]")
 
 from edge_runtime import Gbnf, JsonSchema, Regex, RequestError, SamplingParams, Session, open_session
 from edge_runtime.cli.run import main
-from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
-from edge_runtime.drafting.policies import Timing
 from edge_runtime.session.chat import Chat
 from edge_runtime.session.open import open_sessions
 from edge_runtime.session.trials.lossless import check_lossless
 from edge_runtime.text.channels import Text
+from simulated_rounds import flat_costs
 
 SCHEMA = {
     "type": "object",
@@ -163,17 +162,6 @@ def test_an_answer_of_a_chat_keeps_to_the_constraint() -> None:
         answer = chat.say("Yes?")
         assert "".join(event.text for event in answer if isinstance(event, Text)) == "no"
         assert answer.finish == "stop"
-
-
-class FlatCosts(CostCurve):
-    """Rows cost nearly nothing, whatever the clock says."""
-
-    def learn(self, timing: Timing) -> None:
-        """Does nothing."""
-
-
-def flat_costs() -> FlatCosts:
-    return FlatCosts(MeasuredCosts(verify=tuple(10 + 0.1 * rows for rows in range(13)), step=0.2, overhead=0.3))
 
 
 @pytest.mark.parametrize("drafting", [True, False])

@@ -10,7 +10,7 @@ import pytest
 
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, STEPS
-from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.errors import BundleError
 from edge_runtime.session.open import open_session
 from edge_runtime.session.trials.lossless import check_lossless
 
@@ -86,8 +86,3 @@ def test_a_bundle_without_a_drafter_runs_without_one(folder: Path, kind: Any, mo
         assert len(session.generate(PROMPT, max_tokens=8).text()) > 0
     with pytest.raises(BundleError, match="has no gguf drafter"):
         open_session(folder, threads=1)
-
-
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(RequestError, match="drafter 'fast' is unknown; choose one of dense, split, lookup, none"):
-        open_session("nowhere", drafter="fast")  # type: ignore[arg-type]

@@ -14,12 +14,9 @@ import pytest
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from edge_runtime.session.trials.lossless import check_lossless
 
 PAIR = Path(__file__).parent.parent / "exporter" / "edge_export" / "reference_pair"
 MAX_PAIR_BYTES = 30_000_000
-# A near-tie: two float16 paths that sum in another order may differ by this much.
-NEAR_TIE = 0.05
 
 
 def prompts(kind: str) -> list[str]:
@@ -77,15 +74,6 @@ def test_held_out_prompts_accept_most_drafts(session: Session, kind: str, least:
     assert accepted / drafted >= least
 
 
-@pytest.mark.parametrize("length", [1, 3, 8])
-def test_drafts_leave_the_output_as_it_is(session: Session, length: int):
-    for prompt in [*prompts("code")[:2], *prompts("prose")[:2]]:
-        generation = session.generate(prompt, max_tokens=100, policy=Fixed(length))
-        generation.text()
-        report = check_lossless(session, generation)
-        assert report.equal or abs(report.logit_gap or 0.0) < NEAR_TIE, report.sentence()
-
-
 def on_all_processors() -> None:
     """A worker of the tests may be kept on one."""
     if hasattr(os, "sched_setaffinity"):
@@ -116,30 +104,9 @@ def test_llama_cpps_own_tool_runs_the_pair_and_accepts_as_much(exported_pair: Pa
         generation.text()
         counts["ours"][0] += generation.stats.accepted
         counts["ours"][1] += generation.stats.drafted
-        command = [
-            str(Path(folder) / "llama-speculative-simple"),
-            "-m",
-            str(exported_pair / "target-f16.gguf"),
-            "-md",
-            str(exported_pair / "drafter-f16.gguf"),
-            "--spec-type",
-            "draft-mtp",
-            "--spec-draft-n-max",
-            "3",
-            "--temp",
-            "0",
-            "-n",
-            "119",
-            "-c",
-            "1024",
-            "-ngl",
-            "0",
-            "--no-escape",
-            "-t",
-            "2",
-            "-p",
-            prompt,
-        ]
+        models = "-m", str(exported_pair / "target-f16.gguf"), "-md", str(exported_pair / "drafter-f16.gguf")
+        options = "--spec-type draft-mtp --spec-draft-n-max 3 --temp 0 -n 119 -c 1024 -ngl 0 --no-escape -t 2"
+        command = [str(Path(folder) / "llama-speculative-simple"), *models, *options.split(), "-p", prompt]
         found = peer_counts(command)
         counts["peer"][0] += int(found["accept"])
         counts["peer"][1] += int(found["drafted"])

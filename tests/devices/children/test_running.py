@@ -14,6 +14,7 @@ import pytest
 from edge_devices.children.commands import Limits, import_paths, limited_command
 from edge_devices.children.running import ChildBudget, run_child
 from edge_devices.errors import DeviceError
+from polling import wait
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits")
 
@@ -89,14 +90,14 @@ def test_children_of_a_limited_child_end_with_it(tmp_path: Path) -> None:
     with pytest.raises(InterruptedError):
         run_child(limited_command("outer"), environment=paths(tmp_path), each_poll=interrupt)
     status = Path(f"/proc/{noted.read_text()}/stat")
-    for _ in range(500):
+
+    def ended() -> bool:
         try:
-            if status.read_text().rpartition(")")[2].split()[0] == "Z":
-                return
+            return status.read_text().rpartition(")")[2].split()[0] == "Z"
         except (FileNotFoundError, ProcessLookupError):
-            return
-        time.sleep(0.01)
-    raise AssertionError("the grandchild still runs")
+            return True
+
+    assert wait(ended), "the grandchild still runs"
 
 
 def test_calls_share_a_budget_of_processor_time() -> None:

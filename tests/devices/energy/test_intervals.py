@@ -20,35 +20,12 @@ from edge_devices.energy.text import figure_text
 from edge_devices.errors import MeasurementError
 
 
-def test_student_t():
-    for freedom, value in [(1, 12.7062), (2, 4.3027), (8, 2.3060), (30, 2.0423), (math.inf, 1.9600)]:
-        assert t_quantile(freedom) == pytest.approx(value, abs=1e-4)
-    assert t_quantile(0) == math.inf
-
-
 def test_mean_interval_by_hand():
     interval = mean_interval([1.0, 2.0, 3.0], [0, 1, 2])
     assert (interval.value, interval.freedom) == (2.0, 2)
     assert interval.half == pytest.approx(4.3027 / math.sqrt(3), abs=1e-3)
-    drifting = mean_interval([1.0, 2.1, 2.9, 4.0, 5.0], [0, 1, 2, 3, 4])
-    assert drifting.value == pytest.approx(3.0)
-    assert drifting.half < 0.15  # the drift is not scatter
-    assert mean_interval([1.0, 1.0], [0, 1], resolution=0.1).half > 0.1
     with pytest.raises(MeasurementError, match="1 repeat"):
         mean_interval([1.0], [0])
-
-
-def test_ratio_interval_by_hand():
-    interval = ratio_interval([1.0, 2.0, 4.0], [2.0, 4.0, 8.0])
-    assert (interval.value, interval.low, interval.high) == pytest.approx((0.5, 0.5, 0.5))
-    with pytest.raises(MeasurementError, match="no pairs"):
-        ratio_interval([1.0], [1.0])
-
-
-def test_errors_combine():
-    assert combined([(3.0, 5), (4.0, 5)])[0] == 5.0
-    assert combined([(3.0, 5)]) == pytest.approx((3.0, 5.0))
-    assert combined([(0.0, 7)]) == (0.0, 7)
 
 
 def test_no_more_digits_than_the_interval_supports():
@@ -69,7 +46,7 @@ def test_student_t_where_it_has_a_closed_form(probability: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("freedom", "value"), [(3, 3.182446305), (5, 2.570581836), (10, 2.228138852), (30, 2.042272456), (120, 1.979930405)]
+    ("freedom", "value"), [(3, 3.182446305), (5, 2.570581836), (8, 2.306004135), (10, 2.228138852), (30, 2.042272456), (120, 1.979930405)]
 )
 def test_student_t_of_printed_tables(freedom: float, value: float) -> None:
     assert t_quantile(freedom) == pytest.approx(value, rel=1e-9)
@@ -77,6 +54,7 @@ def test_student_t_of_printed_tables(freedom: float, value: float) -> None:
 
 def test_student_t_at_its_ends() -> None:
     normal = 1.959963985
+    assert t_quantile(0) == math.inf
     assert t_quantile(math.inf) == t_quantile(1e9) == pytest.approx(normal, rel=1e-6)
     assert t_quantile(1e5) == pytest.approx(normal, rel=1e-4)
     assert t_quantile(1e5) > t_quantile(1e6) > t_quantile(1e7)
@@ -151,6 +129,7 @@ def test_ratios_are_a_geometric_mean_with_shared_errors() -> None:
 
 def test_no_errors_add_up_to_none() -> None:
     assert combined([]) == (0.0, 1.0)
+    assert combined([(3.0, 5)]) == pytest.approx((3.0, 5.0))
     assert combined([(0.0, 2), (0.0, 7)]) == (0.0, 7)
     assert combined([(0.0, 2), (3.0, math.inf)]) == (3.0, math.inf)
     assert combined([(1.0, 4), (0.0, 2)]) == (1.0, pytest.approx(4))

@@ -22,7 +22,6 @@ from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, read_log, write_log
 from edge_devices.energy.text import report_lines
 from edge_devices.energy.virtual_meters import PendingExternalMeter
-from edge_devices.energy.windows import measure_window
 from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.load import MachineLoad
 from edge_devices.machine.state import DeviceState
@@ -172,21 +171,25 @@ def test_a_machine_that_never_settles_is_noted():
     assert any("were not steady" in text for text in log.warnings)
 
 
+class Tapped(SimulatedMachine):
+    """Another meter in the line, with a clock of its own: 3 W more at all times, 20 readings a second."""
+
+    def __init__(self, offset_s: float) -> None:
+        self.rows, self._offset_s = ["time_s;power_W"], offset_s
+        super().__init__()
+
+    def _advance(self, to: float) -> None:
+        t = math.ceil(self.now * 20) / 20
+        while t < to:
+            self.rows.append(f"{t + self._offset_s:.3f};{self.watts + 3 + 0.001 * (len(self.rows) % 3 - 1):.4f}")
+            t += 0.05
+        super()._advance(to)
+
+
 def test_an_external_meter_finds_its_own_clock(tmp_path):
-    """Another clock, another meter in the line: 3 W more at all times, 20 readings a second."""
-    rows = ["time_s;power_W"]
-
-    class Tap(SimulatedMachine):
-        def _advance(self, to: float) -> None:
-            t = math.ceil(self.now * 20) / 20
-            while t < to:
-                rows.append(f"{t + 5000.25:.3f};{self.watts + 3 + 0.001 * (len(rows) % 3 - 1):.4f}")
-                t += 0.05
-            super()._advance(to)
-
-    tap = Tap()
+    tap = Tapped(5000.25)
     recorded = run_protocol(tap, {"plain": tap.workload(12.0)}, replace(PLAN, soak=False), tap.load)
-    (tmp_path / "meter.csv").write_text("\n".join(rows))
+    (tmp_path / "meter.csv").write_text("\n".join(tap.rows))
     table = import_csv(tmp_path / "meter.csv")
     seen = with_external_meter(recorded, table)
     assert seen.trace.times[0] - table.times[0] == pytest.approx(-5000.25, abs=0.06)
@@ -197,23 +200,13 @@ def test_an_external_meter_finds_its_own_clock(tmp_path):
 
 def test_an_external_meter_alone_is_measured_with_and_read_afterwards(tmp_path):
     """No meter of its own, as on a Raspberry Pi 4: the log has marks, the table has the readings."""
-    rows = ["time_s;power_W"]
-
-    class Tap(SimulatedMachine):
-        def _advance(self, to: float) -> None:
-            t = math.ceil(self.now * 20) / 20
-            while t < to:
-                rows.append(f"{t - 77:.3f};{self.watts + 3 + 0.001 * (len(rows) % 3 - 1):.4f}")
-                t += 0.05
-            super()._advance(to)
-
-    tap, meter = Tap(), PendingExternalMeter()
+    tap, meter = Tapped(-77.0), PendingExternalMeter()
     tap.recorder = Recorder(tap.system, meter)
     waiting = measure(tap.system, tap.recorder, {"plain": tap.workload(12.0)}, Characteristics.expected(meter.facts), PLAN, tap.load)
     write_log(tmp_path / "energy.jsonl", waiting)
     with pytest.raises(MeasurementError, match="give that meter's table with --external"):
         make_report(read_log(tmp_path / "energy.jsonl"))
-    (tmp_path / "meter.csv").write_text("\n".join(rows))
+    (tmp_path / "meter.csv").write_text("\n".join(tap.rows))
     result = CliRunner().invoke(main, ["energy", str(tmp_path / "energy.jsonl"), "--external", str(tmp_path / "meter.csv"), "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
@@ -238,14 +231,6 @@ def test_recorder_runs_beside_the_work_and_keeps_faults():
     assert [reason for _, reason in recorder.faults] == ["gone"]
     assert len(recorder.trace.times) >= 3
     assert recorder.reads == len(recorder.trace.times) + 1
-
-
-def test_windows_outside_the_recording_are_refused(log):
-    characteristics = log.characteristics
-    with pytest.raises(MeasurementError, match="no length"):
-        measure_window(log.trace, 5.0, 5.0, characteristics)
-    with pytest.raises(MeasurementError, match="0 new values"):
-        measure_window(log.trace, 1e6, 1e6 + 10, characteristics)
 
 
 def test_every_step_is_reported_with_its_length_and_the_share_that_is_over():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from edge_devices.transports.file_sync import free_bytes
 from edge_devices.transports.jobs import JobState, poll_job, start_job, stop_job
 from edge_devices.transports.ssh import PREFIX, _clear_old_sockets
 from local_transport import LocalTransport
+from polling import wait
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07Pixel\x9b1m"
 
@@ -41,10 +41,7 @@ def test_stopping_a_job_ends_its_children_too(tmp_path: Path) -> None:
     group = int((Path(job) / "pid").read_text())
     assert running(group)
     stop_job(transport, job)
-    end = time.monotonic() + 10
-    while running(group) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not running(group)
+    assert wait(lambda: not running(group))
     assert poll_job(transport, job, "res").state is JobState.DIED
 
 

@@ -13,6 +13,7 @@ from edge_devices.transports.base import prepare_folder, shell
 from edge_devices.transports.jobs import JobState, poll_job, start_job
 from fake_adbd import FakeAdbd
 from phones import Desk
+from polling import wait
 
 
 @pytest.fixture
@@ -120,17 +121,15 @@ def test_a_job_survives_unplugging(desk: Desk, daemon: FakeAdbd, phone: AdbTrans
     start_job(phone, job, ["sh", "-c", "sleep 0.5; echo done > res"])
     daemon.unplug()
     desk.connect(daemon)
+    assert wait(lambda: poll_job(phone, job, "res").state is not JobState.RUNNING)
     status = poll_job(phone, job, "res")
-    while status.state is JobState.RUNNING:
-        status = poll_job(phone, job, "res")
     assert (status.state, status.exit_code, status.records) == (JobState.FINISHED, 0, 1)
 
 
 def test_a_reboot_is_named(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:
     job = f"{prepare_folder(phone)}/runs/two"
     start_job(phone, job, ["sh", "-c", "echo one > res; sleep 60"])
-    while poll_job(phone, job, "res").records < 1:
-        pass
+    assert wait(lambda: poll_job(phone, job, "res").records == 1)
     daemon.reboot()
     desk.connect(daemon)
     status = poll_job(phone, job, "res")

@@ -50,14 +50,8 @@ def scheduler(desks: list[phones.Desk], tmp_path_factory: pytest.TempPathFactory
         address = cluster.scheduler_address
         workers = []
         for number, desk in enumerate(desks):
-            words = [
-                "--nthreads",
-                "2",
-                "--no-nanny",
-                "--no-dashboard",
-                "--local-directory",
-                str(tmp_path_factory.mktemp(f"worker{number}")),
-            ]
+            scratch = str(tmp_path_factory.mktemp(f"worker{number}"))
+            words = ["--nthreads", "2", "--no-nanny", "--no-dashboard", "--local-directory", scratch]
             environment = os.environ | {"ANDROID_ADB_SERVER_PORT": str(desk.port), "PYTHONPATH": floors}
             silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             command = [sys.executable, "-c", WORKER, address, *words]

@@ -13,6 +13,7 @@ onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export-onnx]")
 
 from onnx import TensorProto, helper, numpy_helper
 
+from edge_devices.files.protobuf_wire import bytes_field
 from edge_runtime.bundle import onnx_file
 from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES
 from edge_runtime.bundle.onnx_graph import LOOP_INPUT, check_onnx
@@ -111,14 +112,6 @@ def test_functions_and_sparse_or_empty_tensors_are_refused(tmp_path: Path) -> No
         check(graph_of([], [TensorProto(name="t", data_type=FLOAT, dims=[3_000_000_000])]), tmp_path)
 
 
-def message(tag: int, data: bytes) -> bytes:
-    """A field of bytes, as protobuf writes it."""
-    size, length = len(data), b""
-    while size > 127:
-        length, size = length + bytes([size & 127 | 128]), size >> 7
-    return bytes([tag]) + length + bytes([size]) + data
-
-
 @pytest.mark.parametrize("kind", ["opsets", "names", "inputs", "nodes", "names of a node"])
 def test_fields_without_end_are_refused_and_take_little(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two bytes are the least a field has; as many as are allowed take some 3 seconds."""
@@ -126,9 +119,9 @@ def test_fields_without_end_are_refused_and_take_little(kind: str, tmp_path: Pat
     pieces = {"opsets": b"\x42\0", "names": b"\x12\0", "inputs": b"\x5a\0", "nodes": b"\x0a\x05\x22\x03Add", "names of a node": b"\x0a\0"}
     data = pieces[kind] * ((2 << 20) // len(pieces[kind]))
     if kind == "names of a node":
-        data = message(0x0A, data)
+        data = bytes_field(1, data)
     path = tmp_path / "model.onnx"
-    path.write_bytes(data if kind == "opsets" else message(0x3A, data))
+    path.write_bytes(data if kind == "opsets" else bytes_field(7, data))
     size = path.stat().st_size
     tracemalloc.start()
     with pytest.raises(BundleError, match=r"more than \d+ fields"):
@@ -138,19 +131,21 @@ def test_fields_without_end_are_refused_and_take_little(kind: str, tmp_path: Pat
     assert most < size + (2 << 20)
 
 
-def field(number: int, value: bytes) -> bytes:
-    return message(number << 3 | 2, value)
-
-
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (field(7, b"") * 2, "more than one graph"),
-        (field(7, field(1, field(4, b"If") + field(5, field(6, b"") * 2))), "an attribute holds more than one value"),
-        (field(7, field(1, field(4, b"Add") + field(5, b"\x18\x01\x18\x02"))), "an attribute holds more than one value"),
-        (field(7, field(1, field(4, b"Add") + field(5, field(8, b"\1" * 5000)))), "more than 4096 integers"),
-        (field(7, field(11, field(2, b"\x0a\x7f"))), "cut off"),
-        (field(7, b"\x08\x01"), "a number stands where"),
+        (bytes_field(7, b"") * 2, "more than one graph"),
+        (
+            bytes_field(7, bytes_field(1, bytes_field(4, b"If") + bytes_field(5, bytes_field(6, b"") * 2))),
+            "an attribute holds more than one value",
+        ),
+        (
+            bytes_field(7, bytes_field(1, bytes_field(4, b"Add") + bytes_field(5, b"\x18\x01\x18\x02"))),
+            "an attribute holds more than one value",
+        ),
+        (bytes_field(7, bytes_field(1, bytes_field(4, b"Add") + bytes_field(5, bytes_field(8, b"\1" * 5000)))), "more than 4096 integers"),
+        (bytes_field(7, bytes_field(11, bytes_field(2, b"\x0a\x7f"))), "cut off"),
+        (bytes_field(7, b"\x08\x01"), "a number stands where"),
     ],
 )
 def test_what_readers_could_take_in_two_ways_is_refused(data: bytes, said: str, tmp_path: Path) -> None:

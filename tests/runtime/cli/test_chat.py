@@ -264,21 +264,10 @@ def test_ctrl_c_without_a_terminal_exits_130(run, monkeypatch):
 
 
 def test_the_reference_pair_at_a_terminal(exported_pair, environment):
-    command = [
-        sys.executable,
-        "-c",
-        "from edge_runtime.cli.run import main; main()",
-        "chat",
-        str(exported_pair),
-        "--context",
-        "4096",
-        "--max-tokens",
-        "3900",
-        "--threads",
-        "1",
-        "--draft-length",  # so that no costs are measured, which Ctrl-C would interrupt
-        "3",
-    ]
+    program = "from edge_runtime.cli.run import main; main()"
+    # A draft length, so that no costs are measured, which Ctrl-C would interrupt.
+    options = "--context 4096 --max-tokens 3900 --threads 1 --draft-length 3"
+    command = [sys.executable, "-c", program, "chat", str(exported_pair), *options.split()]
     with Terminal(command, environment) as terminal:
         terminal.wait_for(r"8,498,\d+ parameters.*/help lists the commands")
         terminal.wait_for("> ")

@@ -41,16 +41,8 @@ def test_every_way_is_compared(script: Any, tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "prompts.json").write_text(json.dumps(["def area(width, height):\n    return width * height\n"]))
     text = Path(json.__file__).read_text()
     (tmp_path / "text.txt").write_text(text)
-    arguments = [
-        "--prompts",
-        tmp_path / "prompts.json",
-        "--text",
-        tmp_path / "text.txt",
-        "--continuation",
-        8,
-        "--json",
-        tmp_path / "out.json",
-    ]
+    files = "--prompts", tmp_path / "prompts.json", "--text", tmp_path / "text.txt", "--json", tmp_path / "out.json"
+    arguments = [*files, "--continuation", 8]
     result = CliRunner().invoke(script.main, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "out.json").read_text())

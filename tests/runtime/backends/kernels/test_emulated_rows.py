@@ -48,18 +48,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     objects = compile_objects(
         TARGET, folder, without=("onnxruntime/", "ggml/attention", "ggml/elementwise", "ggml/multiply", "ggml/register")
     )
-    flags = [
-        "-target",
-        TARGET,
-        "-mcpu=cortex_a53",
-        "-std=c++20",
-        "-O1",
-        "-ffreestanding",
-        "-fno-sanitize=all",
-        "-static",
-        "-nostdlib",
-        "-s",
-    ]
+    flags = f"-target {TARGET} -mcpu=cortex_a53 -std=c++20 -O1 -ffreestanding -fno-sanitize=all -static -nostdlib -s".split()
     run_compiler([*flags, str(DRIVER), *objects, "-o", str(folder / "driver")], folder)
     return folder / "driver"
 

@@ -20,7 +20,6 @@ from edge_runtime.session.generation import Generation
 from edge_runtime.session.open import open_session, open_sessions
 from edge_runtime.session.session import Session
 
-PAIR = Path(__file__).parents[4] / "exporter" / "edge_export" / "reference_pair"
 pytestmark = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")
 PROMPTS = [
     "class Stack:\n    def push(",

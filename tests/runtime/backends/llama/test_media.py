@@ -220,17 +220,8 @@ def test_the_command_answers_about_an_image(folders, tmp_path, probe_memory):
     texts = []
     for seed in (1, 2):
         pillow.fromarray(picture(96, 96, seed).rgb).save(tmp_path / "photo.png")
-        arguments = [
-            "generate",
-            str(folders["bundle"]),
-            "--image",
-            str(tmp_path / "photo.png"),
-            "--image-rows",
-            "70",
-            "--max-tokens",
-            "12",
-            "--json",
-        ]
+        options = "--image-rows 70 --max-tokens 12 --json"
+        arguments = ["generate", str(folders["bundle"]), "--image", str(tmp_path / "photo.png"), *options.split()]
         done = CliRunner().invoke(main, [*arguments, "--drafter", "dense", "--verify-lossless", "what is this"])
         assert done.exit_code == 0, done.output
         record = json.loads(done.stdout.splitlines()[-1])

@@ -23,7 +23,6 @@ from edge_runtime.backends.llama.target import LlamaTarget
 from row_calls import GGUF_BLOCKS, Q4_0, Q4_K, Q6_K, Q8_0
 
 KERNELS = load_library()
-PAIR = Path(__file__).parents[4] / "exporter" / "edge_export" / "reference_pair"
 built = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")
 # enum ggml_type, and the bytes of a block of that many weights (ggml/src/ggml-common.h)
 F32, F16, BF16, Q5_K = 0, 1, 30, 13

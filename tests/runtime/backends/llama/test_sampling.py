@@ -80,13 +80,6 @@ def test_a_chosen_draft_leads_the_next_step(pair: tuple[LlamaTarget, LlamaDrafte
     assert not np.array_equal(second_rows(300), second_rows(301))
 
 
-@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
-def test_a_seed_repeats_a_run(pair: tuple[LlamaTarget, LlamaDrafter], method: str) -> None:
-    prompt = pair[0].vocabulary.encode(PROMPT)
-    first = write(*pair, prompt, method, 3, seed=1, tokens=40)
-    assert first == write(*pair, prompt, method, 3, seed=1, tokens=40) != write(*pair, prompt, method, 3, seed=2, tokens=40)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
 def test_with_drafts_tokens_come_as_often_as_without(pair: tuple[LlamaTarget, LlamaDrafter], method: str) -> None:
