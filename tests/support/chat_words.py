@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.interfaces import Logits
-from edge_runtime.session.session import Session, SessionParts
-from scripted import MANIFEST, ScriptedDrafter, ScriptedTarget
+from edge_runtime.session.session import Session
+from scripted import MANIFEST, ScriptedDrafter, ScriptedTarget, make_session, one_hot
 
 CONTROL = (
     "<pad>",
@@ -154,15 +152,8 @@ class SpeakingTarget(ScriptedTarget):
             return CONTROL.index("<pad>")  # after a wrong draft; anywhere else it shows that the cache is wrong
         return reply[len(answer)] if len(answer) < len(reply) else CONTROL.index("<turn|>")
 
-    def verify(self, tokens: Sequence[int]) -> Logits:
-        start = len(self.cache)
-        self._append(tokens)
-        self.rows.append(len(tokens))
-        logits = np.zeros((len(tokens), ChatWords.size), dtype=np.float32)
-        logits[-1, self.next_token(self.cache)] = CERTAIN
-        for i in range(len(tokens) - 1):
-            logits[i, self.next_token(self.cache[: start + i + 1])] = CERTAIN
-        return logits
+    def row(self, context: Sequence[int]) -> Logits:
+        return one_hot(self.next_token(context), ChatWords.size, CERTAIN)
 
 
 def chat_session(*replies: str | Callable[[int, str], str], context: int = 2048, drafts: bool = False) -> Session:
@@ -175,4 +166,4 @@ def chat_session(*replies: str | Callable[[int, str], str], context: int = 2048,
     target = SpeakingTarget(reply, context)
     drafter = ScriptedDrafter(target, lambda *_: FIRST_BYTE + ord(" ")) if drafts else None
     manifest = replace(MANIFEST, architecture=replace(MANIFEST.architecture, vocab_size=ChatWords.size))
-    return Session(SessionParts(bundle=Bundle(Path("nowhere"), manifest), target=target, drafter=drafter, vocabulary=target.vocabulary))
+    return make_session(bundle=Bundle(Path("nowhere"), manifest), target=target, drafter=drafter, vocabulary=target.vocabulary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +26,25 @@ def next_token(context: Sequence[int]) -> int:
     return state % VOCABULARY
 
 
+def one_hot(token: int, size: int, logit: float = 1.0) -> Logits:
+    """A row that says `token`."""
+    row = np.zeros(size, dtype=np.float32)
+    row[token] = logit
+    return row
+
+
 class ScriptedTarget:
-    """A target whose greedy choice is `next_token` of everything in its cache. Records the rows it computed."""
+    """A target whose greedy choice is `next_token` of everything in its cache. Records the rows it computed.
+
+    Each verify overwrites the last one's logits, as real ones do.
+    """
 
     def __init__(self, context: int = 512, rewind_slack: int = 12) -> None:
         self.context = context
         self.rewind_slack = rewind_slack
         self.cache: list[int] = []
         self.rows: list[int] = []
-        self._batch_start = 0
+        self._logits = np.zeros((0, 0), dtype=np.float32)
         self.closed = False
 
     @property
@@ -54,13 +64,16 @@ class ScriptedTarget:
 
     def verify(self, tokens: Sequence[int]) -> Logits:
         assert tokens, "verify needs a row"
+        self._logits.fill(np.nan)
         start = len(self.cache)
         self._append(tokens)
         self.rows.append(len(tokens))
-        logits = np.zeros((len(tokens), VOCABULARY), dtype=np.float32)
-        for i in range(len(tokens)):
-            logits[i, next_token(self.cache[: start + i + 1])] = 1.0
-        return logits
+        self._logits = np.stack([self.row(self.cache[: start + i + 1]) for i in range(len(tokens))])
+        return self._logits
+
+    def row(self, context: Sequence[int]) -> Logits:
+        """The logits behind `context`."""
+        return one_hot(next_token(context), VOCABULARY)
 
     def rollback(self, length: int) -> None:
         assert 0 <= length <= len(self.cache)
@@ -72,7 +85,6 @@ class ScriptedTarget:
 
     def _append(self, tokens: Sequence[int]) -> None:
         assert len(self.cache) + len(tokens) <= self.context, "wrote past the context"
-        self._batch_start = len(self.cache)
         self.cache.extend(tokens)
 
 
@@ -99,6 +111,39 @@ class ScriptedDrafter:
 
     def close(self) -> None:
         self.closed = True
+
+
+Spend = Callable[[str, int], None]
+
+
+class TimedTarget(ScriptedTarget):
+    """Tells each phase and its rows to `spend`, which moves a clock."""
+
+    def __init__(self, spend: Spend) -> None:
+        super().__init__()
+        self._spend = spend
+
+    def prefill(self, tokens: Sequence[int], *, rows_read: int = 1) -> None:
+        self._spend("prefill", len(tokens))
+        super().prefill(tokens, rows_read=rows_read)
+
+    def verify(self, tokens: Sequence[int]) -> Logits:
+        self._spend("verify", len(tokens))
+        return super().verify(tokens)
+
+
+class TimedDrafter(ScriptedDrafter):
+    """Tells each draft and its length to `spend`."""
+
+    def __init__(self, target: ScriptedTarget, spend: Spend) -> None:
+        super().__init__(target, lambda context, _: next_token(context))
+        self._spend = spend
+
+    def draft(
+        self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
+    ) -> list[int]:
+        self._spend("draft", draft_length)
+        return super().draft(last, draft_length, sampler, should_continue)
 
 
 def plain_greedy(prompt: Sequence[int], max_tokens: int, stop: frozenset[int] = frozenset()) -> list[int]:
@@ -152,11 +197,14 @@ MANIFEST = Manifest(
 )
 
 
-def make_session(guess: Callable[[list[int], int], int] | None = None, eog: frozenset[int] = frozenset(), context: int = 512) -> Session:
-    """A session over scripted models; the drafter is always right unless told otherwise."""
+def make_session(
+    guess: Callable[[list[int], int], int] | None = None, eog: frozenset[int] = frozenset(), context: int = 512, **parts: Any
+) -> Session:
+    """A session over scripted models; the drafter is always right unless told otherwise. `parts` go over its own."""
     target = ScriptedTarget(context=context)
     drafter = ScriptedDrafter(target, guess or (lambda c, _: next_token(c)))
-    return Session(SessionParts(bundle=Bundle(Path("nowhere"), MANIFEST), target=target, drafter=drafter, vocabulary=LetterVocabulary(eog)))
+    own = {"bundle": Bundle(Path("nowhere"), MANIFEST), "target": target, "drafter": drafter, "vocabulary": LetterVocabulary(eog)}
+    return Session(SessionParts(**own | parts))
 
 
 class ScriptedBatch:
@@ -181,9 +229,5 @@ class ScriptedBatch:
 
 def scripted_sessions(count: int, context: int = 512) -> tuple[ScriptedBatch, Sessions]:
     together = ScriptedBatch(count, context)
-    bundle = Bundle(Path("nowhere"), MANIFEST)
     own = zip(together.targets, together.drafters, strict=True)
-    return together, Sessions(
-        [Session(SessionParts(bundle=bundle, target=target, drafter=drafter, vocabulary=LetterVocabulary())) for target, drafter in own],
-        together,
-    )
+    return together, Sessions([make_session(target=target, drafter=drafter) for target, drafter in own], together)

@@ -13,7 +13,7 @@ import numpy as np
 
 from edge_runtime.calibration.placement import Placement, RoundEnergy
 from edge_runtime.calibration.thread_probe import ThreadCounts
-from scripted import ScriptedDrafter, ScriptedTarget
+from scripted import TimedDrafter, TimedTarget
 
 WINDOW_S = 10.0
 
@@ -75,16 +75,19 @@ class Bench:
         self.cores, self.now, self.joules, self.windows = cores, 0.0, 0.0, 0
         self.noise, self.jitter, self.random = noise, jitter, np.random.default_rng(seed)
         self.placement = Placement(processors=(0,), threads=ThreadCounts.same(1))
-        self.target = _Target(self)
-        self.drafter = _Drafter(self.target)
+        self.target = TimedTarget(self.spend)
+        self.drafter = TimedDrafter(self.target, self.spend)
 
     def use(self, placement: Placement) -> None:
         """Moves the work."""
         self.placement = placement
 
-    def spend(self, rows: int, threads: int, size: float = 1.0) -> None:
-        """Runs a batch."""
-        seconds, joules = self.cores.batch(rows, self.placement.processors, threads, size)
+    def spend(self, phase: str, rows: int) -> None:
+        """Runs a batch of a draft or a verify."""
+        if phase == "prefill":
+            return
+        size = self.cores.draft if phase == "draft" else 1.0
+        seconds, joules = self.cores.batch(rows, self.placement.processors, getattr(self.placement.threads, phase), size)
         self.now += seconds * (1 + self.jitter * abs(self.random.standard_normal()))
         self.joules += joules
 
@@ -99,26 +102,6 @@ class Bench:
         self.windows += 1
         error = 1 + self.noise * self.random.standard_normal()
         return RoundEnergy(joules=(self.joules - joules) * error, seconds=self.now - begin, error=self.noise)
-
-
-class _Target(ScriptedTarget):
-    def __init__(self, bench: Bench) -> None:
-        super().__init__()
-        self.bench = bench
-
-    def verify(self, tokens):
-        self.bench.spend(len(tokens), self.bench.placement.threads.verify)
-        return super().verify(tokens)
-
-
-class _Drafter(ScriptedDrafter):
-    def __init__(self, target: _Target) -> None:
-        super().__init__(target, lambda _c, _n: 0)
-        self._bench = target.bench
-
-    def draft(self, last, draft_length, *arguments):
-        self._bench.spend(draft_length, self._bench.placement.threads.draft, self._bench.cores.draft)
-        return super().draft(last, draft_length, *arguments)
 
 
 def draw_cores(seed: int) -> Cores:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from edge_devices.energy.characteristics import characterise
+from edge_devices.energy.characteristics import Characteristics, characterise
 from edge_devices.energy.run_log import LoggedRun, RunLog
 from edge_devices.meters.android.phone_battery import AMPERES, current_unit
 from edge_devices.meters.base import Kind, MeterFacts, Scope, Trace, Unwrapped
@@ -238,26 +238,33 @@ def facts_of(s: Scenario) -> MeterFacts:
     )
 
 
-def simulate(scenario: Scenario) -> tuple[RunLog, Block]:
-    """Runs the whole protocol on a simulated device; returns what was recorded, and the truth."""
-    s, facts = scenario, facts_of(scenario)
-    r = np.random.default_rng([s.seed, 2])
-    read = {COUNTER: read_counter, SAMPLER: read_sampler, GAUGE: read_gauge}[s.meter]
+def characterised(s: Scenario, r: np.random.Generator) -> Characteristics:
+    """What a load that is switched on and off five times tells of the meter."""
+    facts = facts_of(s)
     half_s = max(20 * s.refresh_s if s.meter == COUNTER else 3.0, 5 * facts.refresh_s, 2 * facts.lag_s)
-    steps = [half_s * i for i in range(1, 6)]
     toggled = Device(s, [(half_s * i, half_s * (i + 1), s.load_watts) for i in (1, 3, 5)], 6 * half_s, 3)
     polls = poll_times(0.0, 6 * half_s, facts.refresh_s / 8, r)
-    measured = characterise(read(s, toggled, polls, r), steps, reads=len(polls), read_s=0.0)
+    return characterise(READ[s.meter](s, toggled, polls, r), [half_s * i for i in range(1, 6)], reads=len(polls), read_s=0.0)
 
+
+def recorded(s: Scenario, device: Device, spans: list[tuple[float, float]], r: np.random.Generator) -> Trace:
+    """What a recorder reads that also reads at every mark."""
+    marks = np.array(spans).ravel()
+    polls = np.sort(np.concatenate([poll_times(0.0, device.end_s, facts_of(s).poll_s, r), marks]))
+    return READ[s.meter](s, device, polls, r)
+
+
+def simulate(scenario: Scenario) -> tuple[RunLog, Block]:
+    """Runs the whole protocol on a simulated device; returns what was recorded, and the truth."""
+    s, r = scenario, np.random.default_rng([scenario.seed, 2])
+    measured = characterised(s, r)
     block = plan_block(s, measured.shortest_window_s * s.window_share, measured.shortest_idle_s)
     end_s = block.idles[1][1] + REST_S
     device = Device(s, [(a, b, w) for (a, b), w in zip(block.runs, block.watts, strict=True)], end_s, 4)
-    marks = np.array([t for span in (*block.idles, *block.runs) for t in span])
-    polls = np.sort(np.concatenate([poll_times(0.0, end_s, facts.poll_s, r), marks]))
     runs = [LoggedRun(variant="decode", repeat=i, start_s=a, end_s=b, emitted_tokens=block.tokens) for i, (a, b) in enumerate(block.runs)]
-    trace = read(s, device, polls, r)
+    trace = recorded(s, device, [*block.idles, *block.runs], r)
     block.run_joules.extend(float(np.diff(device.joules(np.array(span)))[0]) for span in block.runs)
-    return RunLog(facts=facts, characteristics=measured, trace=trace, idles=block.idles, runs=runs), block
+    return RunLog(facts=facts_of(s), characteristics=measured, trace=trace, idles=block.idles, runs=runs), block
 
 
 def read_counter(s: Scenario, device: Device, polls: np.ndarray, r: np.random.Generator) -> Trace:
@@ -293,3 +300,6 @@ def read_gauge(s: Scenario, device: Device, polls: np.ndarray, r: np.random.Gene
     unit = current_unit(int(s.sign * s.idle_watts / volts / s.unit_amperes), volts)
     said = raw != 0
     return Trace(facts=facts_of(s), times=polls[said].tolist(), values=(np.abs(raw[said]) * AMPERES[unit] * volts).tolist())
+
+
+READ = {COUNTER: read_counter, SAMPLER: read_sampler, GAUGE: read_gauge}

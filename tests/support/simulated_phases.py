@@ -11,25 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edge_devices.energy.characteristics import characterise
 from edge_devices.energy.run_log import LoggedRun, RunLog
-from simulated_meter import (
-    COUNTER,
-    GAUGE,
-    REST_S,
-    SAMPLER,
-    Device,
-    Scenario,
-    draw,
-    facts_of,
-    poll_times,
-    read_counter,
-    read_gauge,
-    read_sampler,
-)
+from simulated_meter import REST_S, Device, Scenario, characterised, draw, facts_of, recorded
 
 PHASES = ("prefill", "draft", "verify")
-READ = {COUNTER: read_counter, SAMPLER: read_sampler, GAUGE: read_gauge}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,14 +144,9 @@ class Timeline:
 
 def simulate_phased(scenario: Phased) -> tuple[RunLog, Truth]:
     """Runs the whole protocol on a simulated device; returns what was recorded, and the truth."""
-    s, facts = scenario.base, facts_of(scenario.base)
+    s = scenario.base
     r = np.random.default_rng([s.seed, 6])
-    half_s = max(20 * s.refresh_s if s.meter == COUNTER else 3.0, 5 * facts.refresh_s, 2 * facts.lag_s)
-    toggled = Device(s, [(half_s * i, half_s * (i + 1), s.load_watts) for i in (1, 3, 5)], 6 * half_s, 3)
-    polls = poll_times(0.0, 6 * half_s, facts.refresh_s / 8, r)
-    steps = [half_s * i for i in range(1, 6)]
-    measured = characterise(READ[s.meter](s, toggled, polls, r), steps, reads=len(polls), read_s=0.0)
-
+    measured = characterised(s, r)
     window_s = measured.shortest_window_s * max(s.window_share, 1.2)
     total_s = s.repeats * 4 * (window_s + REST_S) + 2 * measured.shortest_idle_s
     line, runs = Timeline(scenario, measured.shortest_idle_s, total_s), []
@@ -179,6 +159,5 @@ def simulate_phased(scenario: Phased) -> tuple[RunLog, Truth]:
     line.rest(measured.shortest_idle_s + REST_S)
 
     device = Device(s, line.loads, line.at, 4)
-    marks = np.array([t for span in (*line.idles, *((run.start_s, run.end_s) for run in runs)) for t in span])
-    polls = np.sort(np.concatenate([poll_times(0.0, line.at, facts.poll_s, r), marks]))
-    return RunLog(facts=facts, characteristics=measured, trace=READ[s.meter](s, device, polls, r), idles=line.idles, runs=runs), line.truth
+    trace = recorded(s, device, [*line.idles, *((run.start_s, run.end_s) for run in runs)], r)
+    return RunLog(facts=facts_of(s), characteristics=measured, trace=trace, idles=line.idles, runs=runs), line.truth

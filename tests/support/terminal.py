@@ -39,6 +39,17 @@ class Terminal:
         self._read_to = found.end()
         return text
 
+    def type_until(self, text: bytes, pattern: str) -> None:
+        """Types again every second until `pattern` was written."""
+        for _ in range(60):
+            self.type(text)
+            again = time.monotonic() + 1
+            while time.monotonic() < again and self._read(again):
+                if re.compile(pattern).search(self.seen, self._read_to):
+                    self.wait_for(pattern)
+                    return
+        raise AssertionError(f"no {pattern!r} in {self.seen[self._read_to :]!r}")
+
     def exit_code(self, seconds: float = 60.0) -> int:
         """Waits for its end."""
         deadline = time.monotonic() + seconds

@@ -114,6 +114,7 @@ def test_a_model_s_error_is_the_half_width(value: float) -> None:
 
 
 def test_ratios_are_a_geometric_mean_with_shared_errors() -> None:
+    assert ratio_interval([1.0, 2.0, 4.0], [2.0, 4.0, 8.0]).value == pytest.approx(0.5)
     values, baselines = [2.0, 8.0], [1.0, 1.0]
     found = ratio_interval(values, baselines)
     logs = mean_interval([math.log(2), math.log(8)], [0, 1])

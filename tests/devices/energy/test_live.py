@@ -23,9 +23,10 @@ class Steady:
     facts = MeterFacts(name="steady", kind=Kind.COUNTER, scope=Scope.RAILS, source="test", refresh_s=0.05, resolution=1e-6, poll_s=0.001)
     fails = False
     reads = 0
+    stands: float | None = None
 
     def __init__(self) -> None:
-        self.system = System(clock=lambda: time.perf_counter() * FAST)
+        self.system = System(clock=lambda: self.stands or time.perf_counter() * FAST)
 
     def read(self) -> Sample:
         self.reads += 1
@@ -33,6 +34,12 @@ class Steady:
             raise MeterError("gone")
         now = self.system.clock()
         return Sample(now, WATTS * now)
+
+
+def look(meter: Steady, count: int = 30) -> None:
+    """Lets the watch read the meter so many times."""
+    until = meter.reads + count
+    assert wait(lambda: meter.reads >= until)
 
 
 @pytest.fixture
@@ -47,22 +54,22 @@ def watch(meter):
     watch.close()
 
 
-def test_a_request_alone_has_joules_per_token(watch):
+def test_a_request_alone_has_joules_per_token(watch, meter):
     for _ in range(2):  # one after the other is not together
         share = watch.begin()
-        time.sleep(0.05)
+        look(meter)
         energy = watch.end(share, 100)
         assert energy.shared_with == 0
         assert energy.joules.value == pytest.approx(WATTS * energy.seconds, rel=0.01)
         assert energy.joules_per_token.value == pytest.approx(energy.joules.value / 100)
-        assert energy.seconds > 0.05 * FAST
+        assert energy.seconds > 0.02 * FAST
 
 
-def test_joules_of_requests_that_ran_together_are_not_split(watch):
+def test_joules_of_requests_that_ran_together_are_not_split(watch, meter):
     first = watch.begin()
-    time.sleep(0.02)
+    look(meter)
     second = watch.begin()
-    time.sleep(0.03)
+    look(meter)
     one, other = watch.end(second, 10), watch.end(first, 50)
     for energy in (one, other):
         assert energy.shared_with == 1
@@ -72,26 +79,26 @@ def test_joules_of_requests_that_ran_together_are_not_split(watch):
     assert other.joules.value > one.joules.value
 
 
-def test_a_request_too_short_for_the_meter_says_so(watch):
+def test_a_request_too_short_for_the_meter_says_so(watch, meter):
+    meter.stands = meter.system.clock()
     assert "too short" in watch.end(watch.begin(), 5).reason
 
 
 def test_a_meter_that_fails_spoils_only_what_it_saw(watch, meter):
     meter.fails = True
     share = watch.begin()
-    time.sleep(0.02)
+    look(meter)
     assert "the meter failed: gone" in watch.end(share, 5).reason
     meter.fails = False
-    time.sleep(0.01)
     share = watch.begin()
-    time.sleep(0.05)
+    look(meter)
     assert watch.end(share, 5).joules_per_token is not None
 
 
 def test_nothing_is_read_while_nothing_runs_and_old_readings_are_dropped(watch, meter):
     for _ in range(5):
-        share, before = watch.begin(), meter.reads
-        assert wait(lambda count=before + 3: meter.reads >= count)
+        share = watch.begin()
+        look(meter, 3)
         watch.end(share, 5)
     time.sleep(0.02)
     reads = meter.reads

@@ -11,7 +11,6 @@ from edge_bench.measure.runners import EdgeRunner, digest
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.variants import BASELINE, OURS, Variant
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
-from edge_runtime.session.session import Session, SessionParts
 from scripted import make_session, next_token, plain_greedy, scripted_sessions
 
 PROMPT = Prompt(domain="d", number=0, ids=(1, 2, 3), text="")
@@ -61,18 +60,7 @@ def test_profit_learns_from_run_to_run():
         asked.append(1)
         return CostCurve(MeasuredCosts(verify=(1.0,) * 13, step=0.01))
 
-    opened = make_session()
-    session = Session(
-        SessionParts(
-            bundle=opened.bundle,
-            target=opened.target,
-            drafter=opened.drafter,
-            vocabulary=opened.vocabulary,
-            settings=opened.settings,
-            costs=costs,
-        )
-    )
-    runner = EdgeRunner(session)
+    runner = EdgeRunner(make_session(costs=costs))
     first, second = (runner.run(PROFIT, PROMPT, 60) for _ in range(2))
     assert first.output == second.output == digest(plain_greedy([1, 2, 3], 60))
     assert second.tokens / len(second.round_tokens) >= first.tokens / len(first.round_tokens) > 2

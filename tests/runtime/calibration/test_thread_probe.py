@@ -16,7 +16,7 @@ from edge_devices.files.typed_json import from_json, to_json
 from edge_devices.machine import cpu_affinity as processors
 from edge_devices.machine.cpu_affinity import clusters, fastest, keep_to_fastest
 from edge_runtime.calibration.thread_probe import PHASES, ThreadCounts, ThreadTimes, candidates, measure_threads
-from scripted import ScriptedDrafter, ScriptedTarget
+from scripted import TimedDrafter, TimedTarget
 
 # A Pixel 8: one, four and four cores; an RK3588 without capacities; a Pi 5.
 PHONE = {0: 160, 1: 160, 2: 160, 3: 160, 4: 498, 5: 498, 6: 498, 7: 498, 8: 1024}
@@ -82,34 +82,14 @@ class Machine:
     def use(self, counts: ThreadCounts) -> None:
         self.used.append(counts)
 
-    def spend(self, phase: str) -> None:
+    def spend(self, phase: str, _rows: int) -> None:
         self.now += self.seconds[phase][getattr(self.used[-1], phase)]
-
-
-class TimedTarget(ScriptedTarget):
-    def __init__(self, machine: Machine) -> None:
-        super().__init__()
-        self.machine = machine
-
-    def prefill(self, tokens, *, rows_read=1) -> None:
-        self.machine.spend("prefill")
-        super().prefill(tokens, rows_read=rows_read)
-
-    def verify(self, tokens):
-        self.machine.spend("verify")
-        return super().verify(tokens)
-
-
-class TimedDrafter(ScriptedDrafter):
-    def draft(self, *arguments, **more):
-        self._target.machine.spend("draft")  # type: ignore[attr-defined]
-        return super().draft(*arguments, **more)
 
 
 def chosen(seconds: dict[str, dict[int, float]], groups: list[list[int]], *, drafter: bool = True) -> tuple[ThreadCounts, Machine]:
     machine = Machine(seconds)
-    target = TimedTarget(machine)
-    pair = TimedDrafter(target, lambda _c, _n: 0) if drafter else None
+    target = TimedTarget(machine.spend)
+    pair = TimedDrafter(target, machine.spend) if drafter else None
     times = measure_threads(target, pair, machine.use, candidates(groups), 1, clock=lambda: machine.now)
     assert target.length == 0
     return times.best(), machine

@@ -188,9 +188,8 @@ def test_a_talk_at_a_terminal(slow):
     slow.wait_for("> ")
     slow.type("go on\n")
     slow.wait_for(r"still here[^>]*tok/s[^>]*> ")
-    time.sleep(0.3)  # CPython's readline hears nothing of a signal that comes between its prompt and its wait
-    slow.type(CTRL_C)
-    slow.wait_for("Ctrl-D or /exit ends the chat")
+    # CPython's readline hears nothing of a signal that comes between its prompt and its wait.
+    slow.type_until(CTRL_C, "Ctrl-D or /exit ends the chat")
     slow.type("/stats\n")
     slow.wait_for(r"all 3 answers[^>]*> ")
     slow.type(CTRL_D)
@@ -237,7 +236,7 @@ run.main()
 
 
 def test_a_second_ctrl_c_does_not_wait(environment):
-    stuck = SLOW.replace("time.sleep(0.01)", "print('busy', flush=True), [time.sleep(0.05) for _ in range(400)]")
+    stuck = SLOW.replace("time.sleep(0.01)", "print('busy', flush=True), [time.sleep(0.05) for _ in range(4000)]")
     with Terminal([sys.executable, "-c", stuck, "chat", "bundle"], environment) as terminal:
         terminal.wait_for("> ")
         terminal.type("hi\n")
@@ -246,7 +245,7 @@ def test_a_second_ctrl_c_does_not_wait(environment):
             terminal.type(CTRL_C)
             terminal.wait_for(r"\^C")
             time.sleep(0.5)  # two signals that wait together are one
-        terminal.wait_for("stopped at once", 9)
+        terminal.wait_for("stopped at once")
         terminal.wait_for("> ")
         terminal.type("/save .\n")
         terminal.wait_for("Error: the conversation cannot be saved")

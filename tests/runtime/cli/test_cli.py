@@ -15,7 +15,7 @@ from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.monitoring.monitor import Monitor
-from edge_runtime.session.session import Session, SessionParts
+from edge_runtime.session.session import Session
 from scripted import LetterVocabulary, make_session, next_token
 
 
@@ -161,16 +161,7 @@ def opened_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Resul
 
     def open_session(_: object, options: LoadOptions) -> Session:
         opened.append(options)
-        session = make_session(guess=lambda context, _: (next_token(context) + 1) % 17)
-        return Session(
-            SessionParts(
-                bundle=session.bundle,
-                target=session.target,
-                drafter=session.drafter,
-                vocabulary=session.vocabulary,
-                monitor=Monitor(options.monitoring),
-            )
-        )
+        return make_session(guess=lambda context, _: (next_token(context) + 1) % 17, monitor=Monitor(options.monitoring))
 
     monkeypatch.setattr(cli_options, "open_session", open_session)
     return CliRunner().invoke(cli.main, ["generate", "bundle", "abc", *arguments]), opened[0]

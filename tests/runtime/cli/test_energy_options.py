@@ -18,7 +18,7 @@ from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import options as energy_options
 from edge_runtime.cli import run as cli
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
-from edge_runtime.session.session import Session, SessionParts
+from edge_runtime.session.session import Session
 from scripted import make_session
 
 FAST = 1000.0  # simulated seconds per second; the recorder's own pauses are real ones
@@ -126,14 +126,8 @@ def test_contradictions_are_usage_errors(run: Any, arguments: tuple[str, ...]) -
 
 
 def profiting() -> Session:
-    session = make_session()
-    session.drafter.stepwise = False  # type: ignore[union-attr]
     costs = CostCurve(MeasuredCosts(verify=tuple(0.01 + 0.001 * n for n in range(MAX_ROWS)), step=0.0005))
-    return Session(
-        SessionParts(
-            bundle=session.bundle, target=session.target, drafter=session.drafter, vocabulary=session.vocabulary, costs=lambda: costs
-        )
-    )
+    return make_session(costs=lambda: costs)
 
 
 def test_explain_says_a_line_about_each_round(run: Any) -> None:

@@ -16,8 +16,8 @@ from edge_runtime.config.settings import load_settings, resolve_settings
 from edge_runtime.config.yaml_file import CONFIG_NAME, config_text
 from edge_runtime.drafting.policies import Fixed, Rolling, RoundResult, Stepped
 from edge_runtime.errors import BundleError, ConfigError, RequestError
-from edge_runtime.session.session import Session, SessionParts
-from scripted import MANIFEST, LetterVocabulary, ScriptedDrafter, ScriptedTarget, next_token, plain_greedy
+from edge_runtime.session.session import Session
+from scripted import MANIFEST, make_session, plain_greedy
 
 
 @pytest.fixture
@@ -144,13 +144,7 @@ def test_a_manifest_that_recommends_nonsense_is_the_bundles_fault(bundle):
 
 
 def opened(bundle: Bundle, config: SpeculativeConfig) -> Session:
-    target = ScriptedTarget()
-    drafter = ScriptedDrafter(target, lambda context, _: next_token(context))
-    return Session(
-        SessionParts(
-            bundle=bundle, target=target, drafter=drafter, vocabulary=LetterVocabulary(), settings=load_settings(bundle, config=config)
-        )
-    )
+    return make_session(bundle=bundle, settings=load_settings(bundle, config=config))
 
 
 def test_a_session_runs_as_configured(bundle):

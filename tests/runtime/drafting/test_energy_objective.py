@@ -22,7 +22,7 @@ from edge_runtime.drafting.policies import Fixed, RoundPlan, RoundResult, Timing
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.session.open import open_session
-from scripted import ScriptedDrafter, ScriptedTarget, next_token
+from scripted import TimedDrafter, TimedTarget
 from simulated_rounds import CURVES, FLAT, LINEAR, ExactCosts, rate
 
 
@@ -134,6 +134,12 @@ class Loaded:
     def now(self) -> float:
         return self.state.time_s
 
+    def spend(self, phase: str, rows: int) -> None:
+        if phase == "draft":
+            self.work(0.01, 2.5)
+        elif phase == "verify":
+            self.work(0.05, 4.0 if rows == 1 else 9.0)
+
     def work(self, seconds: float, watts: float) -> None:
         self.state = Sample(self.now + seconds, self.state.value + seconds * watts)
         time.sleep(0.0005)  # the recorder's pauses are real ones
@@ -142,32 +148,12 @@ class Loaded:
         return self.state
 
 
-class LoadedTarget(ScriptedTarget):
-    def __init__(self, meter: Loaded) -> None:
-        super().__init__()
-        self._meter = meter
-
-    def verify(self, tokens):
-        self._meter.work(0.05, 4.0 if len(tokens) == 1 else 9.0)
-        return super().verify(tokens)
-
-
-class LoadedDrafter(ScriptedDrafter):
-    def __init__(self, target: ScriptedTarget, meter: Loaded) -> None:
-        super().__init__(target, lambda c, _: next_token(c))
-        self._meter = meter
-
-    def draft(self, *arguments):
-        self._meter.work(0.01, 2.5)
-        return super().draft(*arguments)
-
-
 def test_power_is_measured_in_loops_of_each_phase_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path))
     meter, said = Loaded(), []
-    target = LoadedTarget(meter)
+    target = TimedTarget(meter.spend)
     probe = PowerProbe(system=System(clock=lambda: meter.now), meter=meter, notify=said.append)
-    power = probe.phases(target, LoadedDrafter(target, meter), 1, 13, "key")
+    power = probe.phases(target, TimedDrafter(target, meter.spend), 1, 13, "key")
     assert power.to_json() == pytest.approx({"draft": 2.5, "verify": 9.0, "plain": 4.0}, rel=0.02)
     assert target.length == 0
     assert "measuring the power of each phase with made-up, about 33 s" in said[0]

@@ -12,6 +12,7 @@ import pytest
 
 from chat_server import Scripted, scripted_server
 from edge_runtime.server.http import body, connections
+from polling import wait
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
@@ -27,19 +28,26 @@ def server(monkeypatch):
 
 def connected(server: Scripted) -> socket.socket:
     address = urlsplit(server.url)
-    return socket.create_connection((address.hostname, address.port), timeout=10)
+    return socket.create_connection((address.hostname, address.port), timeout=60)
+
+
+def broken_off(connection: socket.socket, data: bytes, pause: float = 0.05) -> bool:
+    """Whether the server ends the connection while more and more is sent."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            connection.sendall(data)
+        except ConnectionError:
+            return True
+        except TimeoutError:
+            continue
+        time.sleep(pause)
+    return False
 
 
 def test_the_end_of_a_head_is_not_waited_for(server):
     with connected(server) as silent, connected(server) as slow:
-        started = time.monotonic()
-        while time.monotonic() < started + 5:  # a byte now and then does not put it off
-            try:
-                slow.sendall(b"G")
-                time.sleep(0.05)
-            except OSError:
-                break
-        assert time.monotonic() < started + 3
+        assert broken_off(slow, b"G"), "a byte now and then does not put it off"
         assert silent.recv(1) == b""
 
 
@@ -58,11 +66,7 @@ def test_a_body_that_nobody_asked_for_is_not_waited_for(server):
     with connected(server) as one:
         one.sendall(HEALTH + b"Content-Length: 1000\r\n\r\n")
         assert one.recv(4096).startswith(b"HTTP/1.1 200")
-        started = time.monotonic()
-        with pytest.raises(OSError, match=r"reset|pipe"):  # noqa: PT012 - the reset comes with some byte
-            while time.monotonic() < started + 5:
-                one.sendall(b"x")
-                time.sleep(0.05)
+        assert broken_off(one, b"x")
 
 
 def test_a_slow_body_is_refused(server):
@@ -74,17 +78,11 @@ def test_a_slow_body_is_refused(server):
 def test_who_does_not_read_is_not_waited_for(server):
     with connected(server) as one:
         one.settimeout(0.1)
-        page = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-        started = time.monotonic()
-        with pytest.raises((ConnectionResetError, BrokenPipeError)):  # noqa: PT012 - the reset comes with some request
-            while time.monotonic() < started + 10:
-                try:
-                    one.sendall(page * 100)
-                except TimeoutError:
-                    continue
+        assert broken_off(one, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 100, pause=0)
 
 
-def test_a_connection_is_kept_for_requests_that_come_in_time(server):
+def test_a_connection_is_kept_for_requests_that_come_in_time(server, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 1.5)
     with connected(server) as one:
         for _ in range(4):
             one.sendall(HEALTH + b"\r\n")
@@ -93,7 +91,7 @@ def test_a_connection_is_kept_for_requests_that_come_in_time(server):
                 piece = one.recv(4096)
                 assert piece, "the connection was broken off"
                 answer += piece
-            time.sleep(0.1)
+            time.sleep(0.4)
 
 
 def test_bodies_that_do_not_arrive_are_limited_together_and_small_ones_have_room(server, monkeypatch):
@@ -105,12 +103,9 @@ def test_bodies_that_do_not_arrive_are_limited_together_and_small_ones_have_room
     with contextlib.ExitStack() as held:
         large = [held.enter_context(connected(server)) for _ in range(6)]
         for connection in large:
-            others = list(body._arriving)
+            others = set(body._arriving)
             connection.sendall(head % (1 << 20) + b" " * (400 << 10))
-            deadline = time.monotonic() + 30
-            while not any(size == 400 << 10 for timeout, size in list(body._arriving.items()) if timeout not in others):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            assert wait(lambda known=others: any(size == 400 << 10 for who, size in list(body._arriving.items()) if who not in known))
         assert sum(body._arriving.values()) <= 1 << 20
         for connection in large[:4]:
             assert connection.recv(4096).startswith(b"HTTP/1.1 408")

@@ -44,7 +44,8 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[list[floa
         class Noted(subprocess.Popen[bytes]):
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 super().__init__(*arguments, **options)
-                processes.append(self)
+                if code in self.args:  # the renderer of templates has a process too
+                    processes.append(self)
 
         monkeypatch.setattr(reading, "_command", command)
         monkeypatch.setattr(running.subprocess, "Popen", Noted)
@@ -60,13 +61,12 @@ def test_text_does_not_wait_for_images_and_these_end_with_their_client(decoding:
     with scripted_server("Hello.") as server:
         hostile = [asked(server, chat(*[PART] * 3)) for _ in range(3)]
         assert wait(lambda: len(processes) == engine.DECODERS)
-        begin = time.monotonic()
         assert send(server, "POST", "/v1/chat/completions", {"messages": HI})[0] == 200
-        assert time.monotonic() - begin < 10
+        assert [process.returncode for process in processes] == [None] * engine.DECODERS
         for connection in hostile:
             connection.close()
         assert wait(lambda: server.worker.load() == (0, 0))
-        assert all(process.returncode is not None for process in processes)
+        assert wait(lambda: all(process.returncode is not None for process in processes))
         assert len(processes) <= 3  # no second image of any request was begun
 
 
@@ -98,7 +98,7 @@ def test_a_server_that_stops_ends_the_decoding(decoding: Any) -> None:
         assert wait(lambda: processes)
         begin = time.monotonic()
         server.worker.close()
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 25  # the processor time of a decoding alone is 30 s
         asking.join()
     assert processes[0].returncode is not None
     assert answers

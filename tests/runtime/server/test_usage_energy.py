@@ -14,6 +14,7 @@ from chat_server import ask, client_of, scripted_server
 from edge_devices.energy.live import SharedWatch
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
+from polling import wait
 
 FAST, WATTS = 1000.0, 5.0
 FACTS = MeterFacts(name="steady", kind=Kind.COUNTER, scope=Scope.PACKAGE, source="test", refresh_s=0.05, resolution=1e-6, poll_s=0.001)
@@ -54,8 +55,16 @@ def test_a_request_alone_has_joules_per_token_with_interval_scope_and_meter(watc
 
 def test_requests_at_once_have_the_machines_joules_and_say_so(watch) -> None:
     answers: list[Any] = []
+    met = threading.Event()
     with scripted_server("a long answer " * 10, count=2, watch=watch) as server:
-        server.together.before_forward = lambda: time.sleep(0.003)
+
+        def forward() -> None:
+            if not met.is_set():
+                assert wait(lambda: sum(server.worker.load()) == 2)
+                met.set()
+            time.sleep(0.003)
+
+        server.together.before_forward = forward
         threads = [threading.Thread(target=lambda: answers.append(ask(client_of(server)))) for _ in range(2)]
         for thread in threads:
             thread.start()

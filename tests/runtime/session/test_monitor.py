@@ -16,9 +16,9 @@ from edge_runtime.drafting.acceptance_window import AcceptanceWindow, Event, Rej
 from edge_runtime.errors import RequestError
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
 from edge_runtime.session.monitoring.prometheus import Metric, Point, exposition
-from edge_runtime.session.session import Session, SessionParts
+from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats, Latencies
-from scripted import LetterVocabulary, ScriptedDrafter, ScriptedTarget, make_session, next_token
+from scripted import make_session, next_token
 
 rounds = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda pair: (max(pair), min(pair))), max_size=80)
 
@@ -79,12 +79,7 @@ def test_latencies_forget_what_is_old_but_keep_their_sums():
 
 
 def watched(options: MonitorOptions, wrong: bool) -> Session:
-    target = ScriptedTarget()
-    drafter = ScriptedDrafter(target, lambda context, _: (next_token(context) + wrong) % 17)
-    session = make_session()
-    return Session(
-        SessionParts(bundle=session.bundle, target=target, drafter=drafter, vocabulary=LetterVocabulary(), monitor=Monitor(options))
-    )
+    return make_session(lambda context, _: (next_token(context) + wrong) % 17, monitor=Monitor(options))
 
 
 def test_a_request_is_told_in_one_line(tmp_path: Path):
