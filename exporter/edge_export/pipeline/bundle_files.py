@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 from dataclasses import replace
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +106,28 @@ def architecture(target: Checkpoint, drafter: Checkpoint, context: int) -> Archi
         feed_forward_size=_widest_feed_forward(model),
         per_layer_size=model.per_layer_size,
         drafter_feed_forward_size=_widest_feed_forward(assistant),
+        prompt_parameters=_prompt_parameters(target),
     )
+
+
+def _prompt_parameters(target: Checkpoint) -> int:
+    """The weights that a token of a prompt is multiplied with for its K/V rows: of the last layer with such rows K's and V's alone.
+
+    Of experts those in use are counted, of the projection to per-layer embeddings those layers' part.
+    """
+    model, needed = target.architecture, 0
+    last = model.owning_layers - 1
+    for name, tensor in target.tensors.items():
+        _, _, place = name.partition("model.layers.")
+        layer, _, part = place.partition(".")
+        count = prod(tensor.shape) if len(tensor.shape) > 1 else 0
+        if layer.isdecimal() and int(layer) < last:
+            needed += count * model.experts_used // model.experts if ".experts." in name else count
+        elif layer == str(last) and part.startswith(("self_attn.k_proj.", "self_attn.v_proj.")):
+            needed += count
+        elif name == "model.per_layer_model_projection.weight":
+            needed += count * last // model.layers
+    return needed
 
 
 def _widest_feed_forward(model: TextArchitecture) -> int:

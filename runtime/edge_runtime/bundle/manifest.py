@@ -178,8 +178,8 @@ class StaticGraphs:
 class Architecture:
     """Facts of the pair that a reader may need before it loads a model.
 
-    `feed_forward_size` is the width of the widest feed-forward block, `per_layer_size` that of a per-layer embedding (0: none); older
-    bundles do not have them.
+    `feed_forward_size` is the width of the widest feed-forward block, `per_layer_size` that of a per-layer embedding (0: none).
+    `prompt_parameters` are the weights that a token is multiplied with for its K/V rows. Older bundles do not have them.
     """
 
     family: str
@@ -195,6 +195,7 @@ class Architecture:
     feed_forward_size: int | None = None
     per_layer_size: int | None = None
     drafter_feed_forward_size: int | None = None
+    prompt_parameters: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,12 +136,14 @@ class DeviceSpeed:
 @dataclass(frozen=True, kw_only=True)
 class PairFacts:
     """Sizes of a pair: bytes that a forward and a draft step read, weights that a row is multiplied with (and how many of them are the
-    head's, which a prefill leaves out), layers, and bytes of K/V rows that a row attends to when the context is full."""
+    head's, which a prefill leaves out), those of them that a prompt's row needs for K and V, layers, and bytes of K/V rows that a row
+    attends to when the context is full."""
 
     target_bytes: float
     step_bytes: float
     parameters: float
     head_parameters: float
+    prompt_parameters: float
     drafter_parameters: float
     layers: int
     drafter_layers: int
@@ -196,7 +198,8 @@ def pair_facts(manifest: Manifest, drafter: str, context: int, kv_type: KvType) 
         target_bytes=sizes.get("target", 0) * min(1.0, read / max(1, own.parameters)),
         step_bytes=step,
         parameters=read,
-        head_parameters=min(read, own.vocab_size * own.hidden_size),
+        head_parameters=(head_weights := min(read, own.vocab_size * own.hidden_size)),
+        prompt_parameters=min(read - head_weights, own.prompt_parameters or read),
         drafter_parameters=own.drafter_parameters * min(1.0, step / max(1, sizes.get("drafter", step))),
         layers=own.layers,
         drafter_layers=own.drafter_layers,
@@ -282,6 +285,8 @@ class _Scene:
         bandwidth, start, layer = pick(device.bandwidth), pick_seconds(FORWARD_SECONDS), pick_seconds(LAYER_SECONDS)
         kv = facts.kv_bytes * (1.0, 0.5, 0.0)[number]
         row, step_row = (2 * weights / pick(device.operations) for weights in (facts.parameters, facts.drafter_parameters))
+        # Stock kernels of llama.cpp compute all layers of a prompt's rows.
+        prompt = facts.prompt_parameters if number else facts.parameters - facts.head_parameters
         reading, step_reading = (facts.target_bytes + kv) / bandwidth, facts.step_bytes / bandwidth
         if number == 2:  # reading and the first row's arithmetic at the same time
             reading, step_reading = max(reading - row, 0.0), max(step_reading - step_row, 0.0)
@@ -289,9 +294,7 @@ class _Scene:
             base=start + facts.layers * layer + reading,
             row=row,
             step=start + facts.drafter_layers * layer + step_reading + step_row,
-            prefill_row=row
-            * max(0.05, 1 - facts.head_parameters / max(1, facts.parameters))
-            * (1.0, math.sqrt(PREFILL_SHARE), PREFILL_SHARE)[number],
+            prefill_row=row * max(0.01, prompt / max(1, facts.parameters)) * (1.0, math.sqrt(PREFILL_SHARE), PREFILL_SHARE)[number],
             acceptance=(ACCEPTANCE[0], sum(ACCEPTANCE) / 2, ACCEPTANCE[1])[number if accept is None else accept],
         )
 
@@ -337,7 +340,8 @@ def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, 
     return {
         "memory": "file sizes and cache layout; from what the system cannot reclaim to all pages touched plus a tenth",
         "enough": "each weight once, mapped or repacked; from those that a token reads (of experts those in use) to all pages touched",
-        "prefill": f"{rows}; batches compute a row in {PREFILL_SHARE:.0%} to 100% of that",
+        "prefill": f"{rows}, of which K and V need {facts.prompt_parameters / max(1, facts.parameters):.0%}, at worst all but the head;"
+        f" batches compute a row in {PREFILL_SHARE:.0%} to 100% of that",
         "plain": f"{facts.target_bytes / 1e6:.4g} MB of weights and up to {facts.kv_bytes / 1e6:.3g} MB of K/V rows"
         f" read per token at {band}, {layers}",
         "drafted": f"the best length of each case: {accepted}; {rows}",

@@ -19,6 +19,7 @@ from edge_export.checkpoint.sources import resolve_pair
 from edge_export.errors import CheckpointError
 from edge_export.pipeline.bundle_files import architecture, cache_layout
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
+from kept import PAIR
 
 Folders = Callable[[str], Path]
 
@@ -265,6 +266,19 @@ def test_cache_layout(target: str, drafter: str, member_folder: Folders) -> None
     facts = architecture(*pair, context=512)
     assert (facts.family, facts.hidden_size, facts.drafter_hidden_size, facts.drafter_layers) == ("custom", 64, 48, 4)
     assert facts.ordered_embeddings is (target in ("e2b", "e4b"))
+
+
+def test_prompt_parameters_are_those_that_keys_and_values_need(member_folder: Folders) -> None:
+    """By hand: three layers of the shipped target, K and V of the fourth, which the other four read, and 3/8 of the joint projection."""
+    pair = (open_checkpoint(PAIR / half) for half in ("target", "drafter"))
+    attention, feed_forward, per_layer = 2 * 256 * 4 * 64 + 2 * 256 * 64, 3 * 256 * 512, 2 * 256 * 32
+    needed = 3 * (attention + feed_forward + per_layer) + 2 * 256 * 128 + 256 * 8 * 32 * 3 // 8
+    assert architecture(*pair, context=512).prompt_parameters == needed
+    target, drafter = open_checkpoint(member_folder("26b-a4b")), open_checkpoint(member_folder("26b-a4b-assistant"))
+    sizes = {name: int(np.prod(tensor.shape)) for name, tensor in target.tensors.items() if len(tensor.shape) > 1}
+    counted = sum(size for name, size in sizes.items() if re.search(r"layers\.([0-4]\.|5\.self_attn\.[kv]_proj)", name))
+    unused = 5 * 2 * 3 * 64 * 24  # in each of 5 layers 2 of 4 experts, of 3 matrices each
+    assert architecture(target, drafter, context=512).prompt_parameters == counted - unused
 
 
 def test_context_must_fit(member_folder: Folders) -> None:

@@ -33,6 +33,7 @@ FACTS = PairFacts(
     step_bytes=12e6,
     parameters=1.9e9,
     head_parameters=0.4e9,
+    prompt_parameters=0.5e9,
     drafter_parameters=12e6,
     layers=35,
     drafter_layers=4,
@@ -88,9 +89,13 @@ def test_few_bytes_per_weight_make_a_row_dear_beside_reading() -> None:
     assert shape(1.1 * GB) > shape(3.8 * GB) > 1
 
 
-def test_a_prefill_leaves_the_head_out() -> None:
-    with_head = replace(FACTS, head_parameters=0.0)
-    assert plan().prefill.middle / plan(facts=with_head).prefill.middle == pytest.approx(1.9 / 1.5, rel=0.01)
+def test_a_prefill_computes_what_keys_and_values_need_and_at_worst_all_but_the_head() -> None:
+    every_layer = replace(FACTS, prompt_parameters=FACTS.parameters - FACTS.head_parameters)
+    with_head = replace(every_layer, head_parameters=0.0)
+    assert plan().prefill.middle / plan(facts=every_layer).prefill.middle == pytest.approx(1.5 / 0.5, rel=0.01)
+    assert plan().prefill.low == plan(facts=every_layer).prefill.low
+    assert plan().prefill.low / plan(facts=with_head).prefill.low == pytest.approx(1.9 / 1.5, rel=0.01)
+    assert "of which K and V need 26%, at worst all but the head" in plan().derived["prefill"]
 
 
 @given(
@@ -104,7 +109,15 @@ def test_a_prefill_leaves_the_head_out() -> None:
 def test_ranges_are_in_order_and_drafts_never_make_the_plan_slower(
     gb: float, operations: float, size: float, parameters: float, step: float, layers: int
 ) -> None:
-    facts = replace(FACTS, target_bytes=size, parameters=parameters, step_bytes=step, layers=layers, head_parameters=parameters / 5)
+    facts = replace(
+        FACTS,
+        target_bytes=size,
+        parameters=parameters,
+        step_bytes=step,
+        layers=layers,
+        head_parameters=parameters / 5,
+        prompt_parameters=parameters / 3,
+    )
     found = plan(gb, operations, facts, PhasePower(draft=2.0, verify=5.0))
     for value in (found.plain, found.drafted, found.prefill, found.step_seconds, found.joules_per_token):
         assert value is not None
@@ -150,6 +163,9 @@ def test_tables_that_rows_are_looked_up_in_are_not_read_and_of_experts_only_thos
     facts = pair_facts(manifest, "dense", 1024, "f16")
     assert facts.parameters == 4_600_000_000 - 262144 * 35 * 256
     assert facts.target_bytes == pytest.approx(3e9 * facts.parameters / 4.6e9)
+    assert facts.prompt_parameters == facts.parameters - facts.head_parameters, "older bundles do not have it"
+    newer = replace(manifest, architecture=replace(own, prompt_parameters=528_000_000))
+    assert pair_facts(newer, "dense", 1024, "f16").prompt_parameters == 528_000_000
     experts = replace(
         own, family="26B-A4B", hidden_size=2816, layers=30, parameters=25_800_000_000, feed_forward_size=7744, per_layer_size=0
     )
