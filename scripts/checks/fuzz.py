@@ -3,6 +3,7 @@
     python scripts/checks/fuzz.py manifest config --inputs 100000 --seed 1
     python scripts/checks/fuzz.py all --inputs 1000 --bundle my-bundle
     python scripts/checks/fuzz.py manifest --seed 1 --show 4711 > input
+    python scripts/checks/fuzz.py gguf-model gguf-weights --bundle my-bundle --sanitize build/kernels --first 100000
 
 Every input must be read, or refused with an error of the package, within 10 seconds and in memory proportional to its size. No file outside
 the folder may be opened and no code run. Figures: docs/security-results.md. Linux only (fork).
@@ -17,7 +18,10 @@ from pathlib import Path
 
 import click
 
+from edge_runtime.backends.kernels import loader
+from edge_runtime.backends.kernels.build import build, host_target
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
+from fuzz_kernels import SANITIZERS
 from fuzzing.campaign import Report, make_input, run_campaign
 from fuzzing.model_readers import opened_bundle
 from fuzzing.readers import Reader
@@ -38,6 +42,14 @@ def chosen(names: tuple[str, ...], bundle: Path | None) -> list[Reader]:
     return [readers[name] for name in names]
 
 
+def sanitize(folder: Path) -> None:
+    """Has this process and its children run row kernels that trap undefined behaviour; they are built in `folder`, which takes minutes."""
+    target = host_target()
+    if target is None:
+        raise click.UsageError("there are no row kernels for this machine; leave --sanitize out")
+    loader.FOLDER = build(target, folder, SANITIZERS).parent
+
+
 def sentence(report: Report) -> str:
     """Returns a summary in one line."""
     return (
@@ -50,22 +62,33 @@ def sentence(report: Report) -> str:
 @click.argument("names", nargs=-1, required=True, metavar="READER...")
 @click.option("--inputs", type=click.IntRange(min=1), default=100_000, help="Inputs per reader.")
 @click.option("--seed", default=1)
+@click.option("--first", default=0, help="Number of the first input, to continue a campaign.")
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="A bundle of GGUF files, for the readers that need a model.",
 )
 @click.option("--show", type=int, help="Only write the input of this number to standard output.")
+@click.option(
+    "--sanitize",
+    "kernels",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Build the row kernels in this folder so that undefined behaviour ends the process.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
-def main(names: tuple[str, ...], inputs: int, seed: int, bundle: Path | None, show: int | None, as_json: bool) -> None:
+def main(
+    names: tuple[str, ...], inputs: int, seed: int, first: int, bundle: Path | None, kernels: Path | None, show: int | None, as_json: bool
+) -> None:
     """Fuzz each READER, or all of them with "all". Exit code 1 if any input failed."""
     failed = False
+    if kernels is not None:
+        sanitize(kernels)
     for reader in chosen(names, bundle):
         if show is not None:
             with tempfile.TemporaryDirectory() as folder:
                 sys.stdout.buffer.write(make_input(reader.open(Path(folder) / "work", bundle), seed, show))
             return
-        report = run_campaign(reader, inputs, seed, bundle)
+        report = run_campaign(reader, inputs, seed, bundle, first=first)
         click.echo(json.dumps(report.to_json()) if as_json else sentence(report))
         for failure in () if as_json else report.failures[:10]:
             click.echo(f"  input {failure.number}: {failure.kind}: {failure.what}")

@@ -28,13 +28,14 @@ NEEDS = {
     "gguf-model": "llama_cpp",
     "gguf-drafter": "llama_cpp",
     "gguf-body": "llama_cpp",
+    "gguf-weights": "llama_cpp",
     "gguf-encoder": "llama_cpp",
     "kv-state": "llama_cpp",
     "prompt": "llama_cpp",
     "onnx-model": "onnxruntime",
     "tokenizer-library": "tokenizers",
 }
-FEW = {"gguf-model": 60, "gguf-drafter": 60, "gguf-body": 60, "gguf-encoder": 150, "onnx-model": 150, "config": 150}
+FEW = {"gguf-model": 60, "gguf-drafter": 60, "gguf-body": 60, "gguf-weights": 10, "gguf-encoder": 150, "onnx-model": 150, "config": 150}
 READERS = all_readers()
 
 

@@ -139,6 +139,7 @@ class _Reader:
         self._path = path
         self._file = file
         self._size = size
+        self._place = 0  # in the file
         self._element = _STRING  # of the array that was read last
 
     def header(self) -> GgufHeader:
@@ -164,7 +165,7 @@ class _Reader:
         if type(alignment) is not int or alignment < 8 or alignment % 8:
             raise self._corrupt(f"its alignment is {alignment!r}")
         infos = [self._tensor(alignment) for _ in range(tensor_count)]
-        start = -(-self._file.tell() // alignment) * alignment
+        start = -(-self._place // alignment) * alignment
         tensors = tuple(replace(info, offset=start + info.offset) for info in infos)
         for info in tensors:
             if info.offset + info.bytes > self._size:
@@ -213,7 +214,7 @@ class _Reader:
             sha256 = self._skip_strings(length, texts)
             return LongArray(length=length, sha256=sha256, doubles=0 if texts is None else texts.doubles())
         if length <= _MAX_KEPT:
-            return [self._number(_SCALARS[kind]) for _ in range(length)]
+            return list(struct.unpack(f"<{length}{_SCALARS[kind]}", self._take(length * width)))
         digest = hashlib.sha256()
         for first in range(0, length * width, _PIECE_BYTES):
             digest.update(self._take(min(_PIECE_BYTES, length * width - first)))
@@ -223,7 +224,6 @@ class _Reader:
         """Reads past `count` strings, many at a time, since a vocabulary has hundreds of thousands; returns the sha256 of their bytes."""
         digest = hashlib.sha256()
         while count:
-            start = self._file.tell()
             piece = self._file.read(_PIECE_BYTES)
             passed, at = 0, 0
             while passed < count and at + 8 <= len(piece):
@@ -234,7 +234,8 @@ class _Reader:
                     texts.add(piece[at + 8 : end])
                 passed, at = passed + 1, end
             digest.update(memoryview(piece)[:at])
-            self._file.seek(start + at)
+            self._place += at
+            self._file.seek(self._place)
             if not passed:  # longer than a piece, or past the end of the file
                 text = self._take(self._number("Q", maximum=_MAX_STRING_BYTES))
                 digest.update(_counted(text))
@@ -254,7 +255,7 @@ class _Reader:
         return value
 
     def _room(self, count: int) -> None:
-        if count > self._size - self._file.tell():
+        if count > self._size - self._place:
             raise GgufError(f"{self._path} is truncated or corrupt: its header ends after the end of the file; fetch it again")
 
     def _take(self, count: int) -> bytes:
@@ -262,6 +263,7 @@ class _Reader:
         data = self._file.read(count)
         if len(data) != count:
             raise GgufError(f"{self._path} became shorter while it was read; fetch it again")
+        self._place += count
         return data
 
     def _corrupt(self, what: str) -> GgufError:

@@ -89,17 +89,17 @@ class _Shared:
         self._cells[self.NAMES.index(name)] = value
 
 
-def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = None) -> Report:
-    """Runs inputs 0 to `inputs` - 1 of a seed; stops after _MAX_FAILURES failures."""
+def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = None, *, first: int = 0) -> Report:
+    """Runs so many inputs of a seed, from number `first` on; stops after _MAX_FAILURES failures."""
     shared, failures, begin = _Shared(), [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as name:
         folder = Path(name)
         opened = reader.open(folder / "work", bundle)
         found = folder / "failures.jsonl"
         found.touch()
-        number = 0
-        while number < inputs and len(failures) < _MAX_FAILURES:
-            last = min(number + _PER_CHILD, inputs)
+        number, end = first, first + inputs
+        while number < end and len(failures) < _MAX_FAILURES:
+            last = min(number + _PER_CHILD, end)
             shared["number"] = number
             child = os.fork()
             if child == 0:
@@ -116,7 +116,7 @@ def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = N
                 break
     return Report(
         reader=reader.name,
-        inputs=number,
+        inputs=number - first,
         seed=seed,
         read=shared["read"],
         refused=shared["refused"],

@@ -1,20 +1,51 @@
-"""Readers of whole GGUF models: hostile headers before sound weights, opened by llama.cpp where our own checks let them through."""
+"""Readers of whole GGUF models: hostile headers before sound weights, and hostile weights behind a sound header.
+
+llama.cpp opens them where our own checks let them through, and multiplies with the row kernels.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from edge_runtime.bundle.gguf_header import GgufHeader, read_gguf_header
+from edge_runtime.bundle.gguf_types import TENSOR_TYPES
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.media.image import Image
 from fuzzing.model_readers import TEXTS, opened_bundle
 from fuzzing.readers import Read, Reader, data_start
 
+if TYPE_CHECKING:
+    from edge_runtime.backends.llama.context import LlamaOptions
+
 _PROMPT = (2, 5, 6, 7)
+# One change of weights: tensor, first block, how many blocks, the byte in each, and the bytes that are written there, at most 8.
+_CHANGE = struct.Struct("<HIHBB8s")
+_HALVES = (0x7C00, 0xFC00, 0x7E00, 0x7BFF, 0x0001, 0x8000)
+_FLOATS = (float("inf"), float("nan"), 3.4e38, -3.4e38, 1e-45, -0.0)
+
+
+@cache
+def _options() -> LlamaOptions:
+    """Weights are packed by the row kernels or not at all: of ggml's own packing, AMX ends the process where a machine only claims it."""
+    from edge_runtime.backends.llama.context import LlamaOptions
+    from edge_runtime.backends.llama.loader import llama_library
+
+    library = llama_library()
+    if library.row_kernels is not None:
+        types = library.api._lib._Z39ggml_backend_cpu_get_extra_buffer_typesv
+        types.restype = ctypes.POINTER(ctypes.c_void_p * 3)
+        vector = types().contents
+        vector[1] = (vector[0] or 0) + ctypes.sizeof(ctypes.c_void_p)  # the kernels' own type is the first
+    return LlamaOptions(context=64, threads=1, batch=64, use_extra_bufts=library.row_kernels is not None)
 
 
 def gguf_places(data: bytes) -> list[tuple[int, int]]:
@@ -79,37 +110,34 @@ def _body_file(bundle: Path) -> Path:
 
 def _model(folder: Path, bundle: Path | None) -> Read:
     """The target, opened and used for texts and one token."""
-    from edge_runtime.backends.llama.context import LlamaOptions
     from edge_runtime.backends.llama.target import LlamaTarget
 
     assert bundle is not None
     put = _file_with_header(folder, _target_file(bundle))
-    options = LlamaOptions(context=64, threads=1, batch=64, use_extra_bufts=False)
 
     def read(data: bytes) -> None:
-        with LlamaTarget(put(data), options) as target:
+        with LlamaTarget(put(data), _options()) as target:
             for text in TEXTS:
                 for token in target.vocabulary.encode(text):
                     target.vocabulary.piece(token, special=True)
             target.verify([1])
+            target.verify([1, 2, 3])
 
     return read
 
 
 def _drafter(folder: Path, bundle: Path | None) -> Read:
     """The dense drafter on a sound target's cache, opened and used for a draft."""
-    from edge_runtime.backends.llama.context import LlamaOptions
     from edge_runtime.backends.llama.drafter import LlamaDrafter
     from edge_runtime.backends.llama.target import LlamaTarget
 
     assert bundle is not None
     put = _file_with_header(folder, _drafter_file(bundle))
-    options = LlamaOptions(context=64, threads=1, batch=64, use_extra_bufts=False)
-    target = LlamaTarget(_target_file(bundle), options)
+    target = LlamaTarget(_target_file(bundle), _options())
     target.verify(list(_PROMPT))
 
     def read(data: bytes) -> None:
-        with LlamaDrafter(put(data), target, options) as drafter:
+        with LlamaDrafter(put(data), target, _options()) as drafter:
             drafter.draft(8, 3)
 
     return read
@@ -117,19 +145,17 @@ def _drafter(folder: Path, bundle: Path | None) -> Read:
 
 def _body(folder: Path, bundle: Path | None) -> Read:
     """The split drafter's body with its sound head, likewise."""
-    from edge_runtime.backends.llama.context import LlamaOptions
     from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
     from edge_runtime.backends.llama.target import LlamaTarget
 
     assert bundle is not None
     put = _file_with_header(folder, _body_file(bundle))
     head, target_file = (Path(shutil.copy(path, folder)) for path in (opened_bundle(bundle).path("drafter_head"), _target_file(bundle)))
-    options = LlamaOptions(context=64, threads=1, batch=64, use_extra_bufts=False)
-    target = LlamaTarget(target_file, options)
+    target = LlamaTarget(target_file, _options())
     target.verify(list(_PROMPT))
 
     def read(data: bytes) -> None:
-        with LlamaSplitDrafter(put(data), head, target, target_file, options) as drafter:
+        with LlamaSplitDrafter(put(data), head, target, target_file, _options()) as drafter:
             drafter.draft(8, 3)
 
     return read
@@ -141,13 +167,12 @@ def _encoder_file(bundle: Path) -> Path:
 
 def _encoder(folder: Path, bundle: Path | None) -> Read:
     """The encoder of images on a sound target, opened and used for an image."""
-    from edge_runtime.backends.llama.context import LlamaOptions
     from edge_runtime.backends.llama.target import LlamaTarget
 
     assert bundle is not None
     put = _file_with_header(folder, _encoder_file(bundle))
     image = Image(np.random.default_rng(1).integers(0, 256, (96, 144, 3), dtype=np.uint8))
-    shared = LlamaTarget(_target_file(bundle), LlamaOptions(context=64, threads=1, batch=64, use_extra_bufts=False)).shared
+    shared = LlamaTarget(_target_file(bundle), _options()).shared
 
     def read(data: bytes) -> None:
         shared.open_encoder(put(data)).encode(image)
@@ -156,9 +181,55 @@ def _encoder(folder: Path, bundle: Path | None) -> Read:
     return read
 
 
+def _weights(folder: Path, bundle: Path | None) -> Read:
+    """Target and drafter with changed weights: verifies of one row and of several, and a draft. An input is a list of _CHANGE."""
+    from edge_runtime.backends.llama.drafter import LlamaDrafter
+    from edge_runtime.backends.llama.target import LlamaTarget
+
+    assert bundle is not None
+    sources = _target_file(bundle), _drafter_file(bundle)
+    headers, originals = [read_gguf_header(path) for path in sources], [path.read_bytes() for path in sources]
+    paths = [folder / path.name for path in sources]
+
+    def read(data: bytes) -> None:
+        changes = [_CHANGE.unpack_from(data, at) for at in range(0, len(data) - _CHANGE.size + 1, _CHANGE.size)]
+        for path, header, original in zip(paths, headers, originals, strict=True):
+            path.write_bytes(_changed_weights(header, original, changes))
+        with LlamaTarget(paths[0], _options()) as target, LlamaDrafter(paths[1], target, _options()) as drafter:
+            target.verify(list(_PROMPT))
+            target.verify([1])
+            drafter.draft(8, 3)
+
+    return read
+
+
+def _changed_weights(header: GgufHeader, original: bytes, changes: Sequence[tuple[int, int, int, int, int, bytes]]) -> bytes:
+    data = bytearray(original)
+    for tensor, first, count, place, width, value in changes:
+        info = header.tensors[tensor % len(header.tensors)]
+        size = TENSOR_TYPES[info.type].bytes
+        blocks = np.frombuffer(data, np.uint8, info.bytes, info.offset).reshape(-1, size)
+        to = blocks[first % len(blocks) :][:count, place % size :][:, : width % 8 + 1]
+        to[:] = np.frombuffer(value, np.uint8)[: to.shape[1]]
+    return bytes(data)
+
+
+def _weight_seeds(_: Path) -> Sequence[bytes]:
+    """Changes of scales: those of a block of ggml are halves at its beginning or its end, those of norms are floats."""
+    halves = [(place, struct.pack("<H", half)) for half in _HALVES for place in (0, 2, 208)]
+    floats = [(0, struct.pack("<f", number)) for number in _FLOATS]
+    changes = [_CHANGE.pack(7 * i, 11 * i, 1 + 99 * (i % 3), *_of(*pair)) for i, pair in enumerate([*halves, *floats])]
+    return [b"".join(changes[at : at + 3]) for at in range(0, len(changes), 3)]
+
+
+def _of(place: int, value: bytes) -> tuple[int, int, bytes]:
+    return place, len(value) - 1, value
+
+
 READERS = (
     Reader(name="gguf-encoder", make=_encoder, needs_bundle=True, needs_encoder=True, header_of=_encoder_file, focus=gguf_places),
     Reader(name="gguf-model", make=_model, needs_bundle=True, header_of=_target_file, focus=gguf_places),
     Reader(name="gguf-drafter", make=_drafter, needs_bundle=True, header_of=_drafter_file, focus=gguf_places),
+    Reader(name="gguf-weights", make=_weights, needs_bundle=True, seeds=_weight_seeds, memory_factor=math.inf),
     Reader(name="gguf-body", make=_body, needs_bundle=True, header_of=_body_file, focus=gguf_places),
 )
