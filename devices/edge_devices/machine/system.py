@@ -11,6 +11,7 @@ from pathlib import Path
 from edge_devices.children.running import run_child
 from edge_devices.errors import DeviceError
 
+MOVED_S, DRIFT = 5.0, 1e-3  # what a clock that is set shows, and at most a clock that is steered (adjtimex(2): 500 ppm)
 LONGEST_TEXT = 1 << 20  # bytes kept of a file or a command's output; the longest in practice, dumpsys, has a few kilobytes
 
 
@@ -102,3 +103,18 @@ class System:
     def is_android(self) -> bool:
         """Returns whether this is Android (AOSP: /system/build.prop and the zygote's program)."""
         return self.exists("system/build.prop") or self.exists("system/bin/app_process")
+
+
+class WallClock:
+    """Watches the time of day, which may be set while a program runs, against a clock that only goes on, which durations are taken from."""
+
+    def __init__(self, now: Callable[[], float] | None = None, clock: Callable[[], float] | None = None) -> None:
+        self._now, self._clock = now or time.time, clock or time.monotonic
+        self._began = self._now(), self._clock()
+
+    def moved_by(self) -> float:
+        """Returns by how many seconds the time of day was set forward since this was made, less than 0 if back; a machine that slept shows
+        the same. 0 for what a clock that is steered may differ by.
+        """
+        wall, steady = self._now() - self._began[0], self._clock() - self._began[1]
+        return wall - steady if abs(wall - steady) > MOVED_S + DRIFT * steady else 0.0

@@ -22,6 +22,7 @@ from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measu
 from edge_bench.measure.variants import BASELINE, OURS, Variant, edge_variants, peer_variants
 from edge_devices.energy.protocol import Workload
 from edge_devices.machine.facts import read_machine
+from edge_devices.machine.system import WallClock
 from edge_runtime.backends.selection import has_options, usable_backends
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.calibration.cost_probe import TEXT, measure_costs
@@ -68,6 +69,7 @@ class Benchmark:
         request, longest = self._request, self._settings.longest_draft
         drafters = request.drafters or (self._default_drafter(),)
         lengths = tuple(length for length in request.lengths if length <= longest)
+        wall_clock = WallClock()
         yield self._header(drafters, lengths)
         for length in request.lengths:
             if length > longest:
@@ -86,6 +88,11 @@ class Benchmark:
             yield from self._images(first)
         yield from self._concurrency(drafters[0], prompts, lengths)
         yield from self._kv_types(lengths)
+        if moved := wall_clock.moved_by():
+            yield Note(
+                text=f"the time of day moved by {moved:+.0f} s while this ran (it was set, or the machine slept):"
+                " seconds here are of another clock, but times in other logs may not fit"
+            )
 
     def _default_drafter(self) -> DrafterKind:
         with open_session(self._folder, self._load) as session:

@@ -139,6 +139,44 @@ def test_a_counter_that_begins_again_is_continued(tmp_path):
     assert "began again 1 times" in trace.facts.notes[0]
 
 
+DAY, BEGIN = 86400, 1_700_000_000
+
+
+def rows_of(stamps):
+    return "time,W\n" + "".join(f"{stamp},{5 + number % 2}\n" for number, stamp in enumerate(stamps))
+
+
+@pytest.mark.parametrize("jump", [DAY, -DAY, -DAY - 2, -DAY + 2, -3600, -61, 7 * DAY, -7 * DAY, DAY - 30 * 60])
+def test_a_meter_whose_clock_is_set_goes_on(tmp_path, jump):
+    """A day either way, the end of daylight saving time, a correction of a minute: no reading is lost, and the note says so."""
+    trace = read(tmp_path, rows_of([BEGIN + 0.5 * i + jump * (i >= 30) for i in range(100)]))
+    assert [time - trace.times[0] for time in trace.times] == pytest.approx([0.5 * i for i in range(100)])
+    assert len(trace.facts.notes) == 1
+    assert trace.facts.notes[0].startswith("the meter's clock was set 1 times (")
+
+
+def test_a_clock_that_is_set_forth_and_back_goes_on(tmp_path):
+    stamps = [BEGIN + i + DAY * (20 <= i < 40) + DAY * (60 <= i < 80) for i in range(100)]
+    trace = read(tmp_path, rows_of(stamps))
+    assert [time - trace.times[0] for time in trace.times] == pytest.approx(list(range(100)))
+    assert "was set 4 times (+86401 s, -86399 s, +86401 s)" in trace.facts.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("stamps", "expected"),
+    [
+        (["23:59:58", "23:59:59", "00:00:00", "00:00:01", "00:00:02"], [0, 1, 2, 3, 4]),
+        (["22:00:00", "23:00:00", "00:00:00", "10:00:00", "21:00:00", "02:00:00"], [0, 3600, 7200, 43200, 82800, 100800]),
+        ([0, 1, 0.9, 0.95, 2], [0, 1, 1, 1, 2]),
+        ([0, 1, 3601, 3602], [0, 1, 3601, 3602]),
+    ],
+)
+def test_midnight_packets_and_pauses_are_no_jumps(tmp_path, stamps, expected):
+    trace = read(tmp_path, rows_of(stamps))
+    assert [time - trace.times[0] for time in trace.times] == pytest.approx(expected)
+    assert trace.facts.notes == ()
+
+
 @pytest.mark.parametrize("columns", ["time", "colour=red", "unit=parsec", "volts=230000", "volts=x", "power=nothing"])
 def test_wrong_columns(tmp_path, columns):
     with pytest.raises(MeterError):

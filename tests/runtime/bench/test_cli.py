@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -205,3 +207,19 @@ def test_a_page_is_refused_before_measuring_where_its_library_is_missing(monkeyp
 def test_help_has_examples():
     assert "edge-bench report run.jsonl" in bench("--help").stdout
     assert "--against" in bench("run", "--help").stdout
+
+
+@pytest.mark.parametrize("moved", [86400.0, -86400.0, 0.0])
+def test_a_jump_of_the_time_of_day_is_noted_and_changes_no_figure(moved, exported_pair, probe_memory, tmp_path, monkeypatch):
+    """The time of day goes a day on or back with each look at it."""
+    looks, now = itertools.count(), time.time
+    monkeypatch.setattr("time.time", lambda: now() + moved * next(looks))
+    what = "--domains code --lengths 1 --policies stepped --drafters lookup --repeats 1 --max-tokens 4 --contexts 32"
+    how = "--threads 1 --check none"
+    result = bench("run", exported_pair, *what.split(), *how.split(), "--runs", tmp_path / "run.jsonl")
+    assert result.exit_code == 0, result.output
+    records = read_records(tmp_path / "run.jsonl")
+    notes = [note for note in records.notes if "time of day" in note]
+    assert len(notes) == (moved != 0)
+    assert all(note.startswith(f"the time of day moved by {'+' if moved > 0 else '-'}") for note in notes)
+    assert all(0 < run.seconds < 100 for run in records.runs)

@@ -175,6 +175,9 @@ RESTART_SHARE = 0.1  # a counter that falls below this share of its value began 
 
 
 DAY_S = 86400.0
+JUMPS_NAMED = 3
+DATED_S = 1e7  # times from here on are dates; clock times are below, of which dates that are not ISO 8601 keep the hours alone
+HELD_S = 60.0  # a logger that stamps packets is behind by less
 EPOCHS = ((1e17, 1e-9), (1e14, 1e-6), (1e11, 1e-3))  # numbers from here on are an epoch in nano-, micro- or milliseconds
 CLOCK = re.compile(r"(\d{1,3}):(\d{2})(?::(\d{2}(?:[.,:]\d{1,9})?))?\s*([ap]m)?", re.IGNORECASE)
 
@@ -219,7 +222,7 @@ def number(text: str) -> float | None:
 def seconds_of(text: str, factor: float, unit: str) -> float | None:
     """Returns the seconds of a time cell, of which only differences count: a number, an epoch, ISO 8601, or a clock time.
 
-    None for anything else. Of a date that is not ISO 8601 the clock time is read alone; `continued` counts the days.
+    None for anything else. Of a date that is not ISO 8601 the clock time is read alone; `Timeline` counts the days.
     """
     plain = number(text)
     if plain is not None:
@@ -235,45 +238,74 @@ def seconds_of(text: str, factor: float, unit: str) -> float | None:
     return hours * 3600.0 + int(clock[2]) * 60 + (float(re.sub("[,:]", ".", clock[3])) if clock[3] else 0.0)
 
 
-def continued(seconds: float, before: float | None) -> float:
-    """Returns a clock time after midnight as later than the one before it; a time a little in the past is held (packets)."""
-    if before is None or seconds >= before:
-        return seconds
-    if before - seconds > DAY_S / 2:
-        return seconds + DAY_S * -(-(before - seconds) // DAY_S)
-    return before
+class Timeline:
+    """Makes the times of a table's rows go on: past midnight, over packets with one stamp, and where the meter's clock was set.
+
+    `jumps` are the seconds by which it was set, forward above 0.
+    """
+
+    def __init__(self) -> None:
+        self.jumps: list[float] = []
+        self._added = self._spacing = 0.0
+        self._last: float | None = None
+
+    def time_of(self, seconds: float) -> float:
+        """Returns the time of the next row, whose cell has these seconds: never before the last one's.
+
+        A time a little in the past is held (packets), a clock time after midnight is the next day's. No measurement pauses for half a day,
+        and nothing goes back by a minute: then the clock was set, and the row comes as long after the last one as that came.
+        """
+        if self._last is None:
+            self._last = seconds
+            return seconds
+        step = seconds + self._added - self._last
+        if step < -DAY_S / 2 and seconds < DATED_S:
+            self._added, step = self._added + DAY_S, step + DAY_S
+        if not -HELD_S <= step <= DAY_S / 2:
+            self.jumps.append(step)
+            self._added, step = self._added + self._spacing - step, self._spacing
+        if step > 0:
+            self._spacing = step
+            self._last += step
+        return self._last
 
 
 def import_csv(path: Path, choice: Choice = AUTOMATIC, *, scope: Scope = Scope.EXTERNAL) -> Trace:
     """Reads a table separated by commas, semicolons, tabs or blanks. Watts are preferred to V × A, joules to watts, watt-hours come last.
 
-    Times that go back a little (loggers that stamp whole packets) are held. A counter that begins again is continued. Raises MeterError for
-    missing columns, and for a mean power that no supply of such a device has: a unit is wrong then.
+    Times that go back a little (loggers that stamp whole packets) are held; where the meter's clock was set they go on, and a note says so.
+    A counter that begins again is continued. Raises MeterError for missing columns, and for a mean power that no supply of such a device
+    has: a unit is wrong then.
     """
     rows = _rows(path)
     first = list(islice(rows, PREAMBLE))
     layout, skipped = _layout(path, first, choice)
     samples: list[Sample] = []
-    restarts, base, last_time, last_value = 0, 0.0, None, -math.inf
+    restarts, base, last_value = 0, 0.0, -math.inf
+    timeline = Timeline()
     for at, row in enumerate(chain(first[skipped:], rows), start=skipped + 1):
         if at > MAX_ROWS:
             raise MeterError(f"{path} has more than {MAX_ROWS} rows; cut it to the measured part")
         figures = layout.row(path, at, row)
         if figures is None:
             continue
-        last_time, value = continued(figures[0], last_time), figures[1]
+        time, value = timeline.time_of(figures[0]), figures[1]
         if layout.counter and value < last_value:
             if value > RESTART_SHARE * last_value:
                 raise MeterError(f"{path}: row {at} has less energy than the row before ({value:g} after {last_value:g} J)")
             base, restarts = base + last_value, restarts + 1
         last_value = value
-        samples.append(Sample(last_time, base + value if layout.counter else abs(value)))
+        samples.append(Sample(time, base + value if layout.counter else abs(value)))
     if len(samples) < 2:
         raise MeterError(f"{path} has {len(samples)} rows of figures; at least 2 are needed")
     _check_power(path, samples, layout)
     gaps = sorted(b.time_s - a.time_s for a, b in pairwise(samples) if b.time_s > a.time_s)
     spacing = gaps[len(gaps) // 2] if gaps else 1.0
-    notes = (f"the counter began again {restarts} times and was continued",) if restarts else ()
+    notes: tuple[str, ...] = (f"the counter began again {restarts} times and was continued",) if restarts else ()
+    if timeline.jumps:
+        jumps = ", ".join(f"{jump:+.0f} s" for jump in timeline.jumps[:JUMPS_NAMED])
+        count = len(timeline.jumps)
+        notes += (f"the meter's clock was set {count} times ({jumps}); the times after it go on from before",)
     facts = MeterFacts(
         name=f"csv:{path.name}",
         kind=Kind.COUNTER if layout.counter else Kind.SAMPLER,
