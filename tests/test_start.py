@@ -56,6 +56,20 @@ def test_a_closed_output_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_memory_for_modules_is_one_sentence(command):
+    before = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("edge_devices.cli", "edge_runtime", "edge_bench", "edge_export"):
+            raise MemoryError
+sys.meta_path.insert(0, Finder())"""
+    done = start(command, "--help", before=before)
+    sentence = "Error: there is not enough memory to start; close other programs, or raise the limit (ulimit -v)\n"
+    assert (done.returncode, done.stderr) == (1, sentence)
+
+
 def test_other_faults_are_not_taken_for_the_outputs():
     done = start(
         "edge-devices",

@@ -60,6 +60,8 @@ def run(module: str, name: str) -> NoReturn:
         _ignore_interrupts()
         print("stopped", file=sys.stderr)
         code = STOPPED
+    except MemoryError:  # also while modules load
+        code = _print_error("there is not enough memory to start; close other programs, or raise the limit (ulimit -v)")
     except OSError:
         if output is not None and output.error is not None:
             code = _output_failed(output.error)
