@@ -60,6 +60,11 @@ def switch(enabled: bool) -> None:
         kernels.edge_ggml_switch(int(enabled))
 
 
+def failure_check() -> Any:
+    """The C function (ggml_abort_callback) that returns whether an operation failed since its last call; None without the kernels."""
+    return getattr(_kernels(), "edge_ggml_failed", None)
+
+
 def _kernels() -> Any:
     """The library; None where there is none, or one of an earlier build, which would take other functions."""
     kernels = load_library()

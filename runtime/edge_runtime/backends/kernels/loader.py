@@ -13,6 +13,11 @@ VARIABLE = "EDGE_MTP_KERNELS"
 FOLDER = Path(__file__).parent / "lib"
 NAME = "libedge_rows.dylib" if sys.platform == "darwin" else "libedge_rows.so"
 _NAMES_BYTES = 256
+# Kept: C holds its address.
+_LOST_FILE = ctypes.c_char_p(
+    b"Error: a file of the model became shorter, or its disk failed, while it was in use; do not write to files of a bundle that runs,"
+    b" put new ones in their place\n"
+)
 
 
 def kernels_path() -> Path | None:
@@ -48,3 +53,13 @@ def load_library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path)) if path.is_file() else None
     except OSError:  # built for another processor or C library
         return None
+
+
+def end_on_lost_files() -> None:
+    """Ends this process with one sentence, where it would die of SIGBUS because a mapped file was cut or its disk failed.
+
+    Not where the program handles that signal itself, nor where no kernels were built.
+    """
+    library = load_library()
+    if library is not None and hasattr(library, "edge_end_on_lost_file"):  # an earlier build has it not
+        library.edge_end_on_lost_file(_LOST_FILE)

@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_runtime.backends.kernels.ggml import failure_check
 from edge_runtime.backends.llama.loader import LlamaLibrary, llama_library
 from edge_runtime.bundle.gguf_gemma4 import check_model
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
@@ -28,7 +29,7 @@ MAX_SEQUENCES = 32
 # include/llama.h, llama_decode
 _DECODE_CODES = {
     1: "no room in the KV cache for the batch",
-    2: "the computation was aborted",
+    2: "an operation of the row kernels had no work memory",  # nothing else aborts a computation (open_context)
     -1: "the batch was refused as invalid",
     -2: "out of memory",
     -3: "the computation failed",
@@ -187,6 +188,8 @@ def open_context(library: LlamaLibrary, model: Any, params: Any, path: Path) -> 
     context = library.api.llama_init_from_model(model, params)
     if not context:
         raise BackendError(f"llama.cpp could not open {path.name} with a context of {params.n_ctx}{library.quoted_error()}; try less")
+    if (check := failure_check()) is not None:
+        library.api.llama_set_abort_callback(context, ctypes.cast(check, library.api.ggml_abort_callback), None)
     return context
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 from collections import deque
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edge_runtime.backends.kernels import ggml
-from edge_runtime.backends.kernels.loader import variant
+from edge_runtime.backends.kernels.loader import end_on_lost_files, variant
 from edge_runtime.errors import BackendError
 
 INSTALL = "pip install 'edge-mtp[llama]'"
@@ -99,14 +100,16 @@ def llama_library() -> LlamaLibrary:
     except (ImportError, AttributeError) as error:
         raise BackendError(f"llama-cpp-python {llama_cpp.__version__} has no MTP interface ({error}); run: {INSTALL}") from error
     check_symbols(staging, llama_cpp.__version__)
-    log = LogRing()
+    log, base = LogRing(), _beside(api, "ggml-base")
     callback = _route_log(api, log)
+    _route_aborts(api._lib, base)
+    end_on_lost_files()
     api.llama_backend_init()
     reason = ggml.register(api._lib)
     return LlamaLibrary(
         api=api,
         staging=staging,
-        ggml=_beside(api, "ggml-base"),
+        ggml=base,
         devices=_beside(api, "ggml"),
         version=str(llama_cpp.__version__),
         log=log,
@@ -182,3 +185,23 @@ def _route_log(api: Any, log: LogRing) -> Any:
     callback = api.llama_log_callback(keep)
     api.llama_log_set(callback, ctypes.c_void_p(0))
     return callback
+
+
+def _route_aborts(*libraries: Any) -> None:
+    """Has a failed check of ggml end the process with one sentence and exit code 1, instead of a debugger's output and SIGABRT."""
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # for C++ exceptions that nothing catches, such as std::bad_alloc
+    # A wheel has copies where the build had links: what libllama depends on may be another ggml than the one that lies beside it.
+    for library in libraries:
+        if hasattr(library, "ggml_set_abort_callback"):
+            library.ggml_set_abort_callback.restype = ctypes.c_void_p
+            library.ggml_set_abort_callback(_ABORT_CALLBACK)
+
+
+def _end_process(message: bytes) -> None:
+    text = message.decode("utf-8", "replace").rpartition("/")[2]
+    os.write(2, f"Error: llama.cpp cannot go on ({text}); free some memory, or export the bundle again\n".encode())
+    os._exit(1)
+
+
+# C keeps the address of this object.
+_ABORT_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_end_process)

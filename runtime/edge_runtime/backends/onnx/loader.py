@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels.loader import kernels_path
+from edge_runtime.backends.kernels.loader import end_on_lost_files, kernels_path
 from edge_runtime.backends.onnx.prepacked import PackingPlace, packed_graph, well_placed
 from edge_runtime.backends.onnx.row_kernels import with_row_kernels
 from edge_runtime.errors import BackendError, RequestError
@@ -57,6 +57,7 @@ def onnxruntime_module() -> Any:
         import onnxruntime
     except ImportError as error:
         raise BackendError(f"onnxruntime is not installed ({error}); pip install 'edge-mtp[onnx]'") from error
+    end_on_lost_files()
     onnxruntime.set_default_logger_severity(_SEVERITY)
     onnxruntime.disable_telemetry_events()  # for a program that imported onnxruntime before us: then nothing more is collected
     return onnxruntime

@@ -7,9 +7,11 @@ quicker, and memory is shared and given back under pressure. It is right for one
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shutil
+import stat
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -62,14 +64,16 @@ class PackingPlace:
 def packed_graph(path: Path, data_bytes: int, place: PackingPlace, version: str, save: Callable[[Path, str], bool]) -> Path:
     """Returns the packed form of the graph at `path`, made by `save(path, name of its data file)` if there is none that fits this machine.
 
-    One that was packed on another CPU, by another onnxruntime or of other weights, or that has changed since, is not used but replaced.
+    One that was packed on another CPU, by another onnxruntime or of other weights, that has changed since, or that others may write, is not
+    used but replaced.
     Where it cannot be kept, or `save` says that it would not be read right, `notify` hears why and `path` itself is returned. So it is
     where nothing is packed and the pair's files were not checked: other weights would be kept under the hash. `data_bytes` is the most
     its weights can have.
     """
     home = place.folder / path.stem
     record = PackedRecord(weights=place.weights, onnxruntime=version, system=platform.machine(), cpu=cpu_identity())
-    stored = _read(home / RECORD_NAME)
+    private = all(map(_is_private, (place.folder, home, home / RECORD_NAME)))
+    stored = _read(home / RECORD_NAME) if private else None
     hashes = {} if stored is None else stored.pop("files", {})
     current = asdict(record)
     del current["files"]
@@ -84,6 +88,8 @@ def packed_graph(path: Path, data_bytes: int, place: PackingPlace, version: str,
         differing = ", ".join(key for key, value in current.items() if stored.get(key) != value)
         reason = f"not for this machine or bundle ({differing})" if differing else "damaged"
         place.notify(f"The packed weights in {home} are {reason}; they are packed anew.")
+    elif not private and home.exists():
+        place.notify(f"The packed weights in {home} are another user's, or others may write them; they are packed anew.")
     try:
         return _pack(path, home, data_bytes, record, place, save)
     except (OSError, BackendError) as error:
@@ -92,7 +98,10 @@ def packed_graph(path: Path, data_bytes: int, place: PackingPlace, version: str,
 
 
 def _pack(path: Path, home: Path, data_bytes: int, record: PackedRecord, place: PackingPlace, save: Callable[[Path, str], bool]) -> Path:
+    if place.folder.exists() and not _is_private(place.folder):
+        shutil.rmtree(place.folder)  # whoever could write it may have put anything there
     place.folder.mkdir(parents=True, exist_ok=True)
+    place.folder.chmod(0o700)
     needed, free = int(data_bytes * SIZE_FACTOR), shutil.disk_usage(place.folder).free
     if needed > free:
         raise BackendError(f"{needed} bytes are needed, {free} are free")
@@ -102,6 +111,7 @@ def _pack(path: Path, home: Path, data_bytes: int, record: PackedRecord, place: 
     try:
         partial = scratch / path.stem
         partial.mkdir(parents=True)
+        partial.chmod(0o700)
         if not save(partial / path.name, _data_name(path)):
             place.notify(f"onnxruntime would misread the packed weights of {path.name} from a file; they are packed anew each time.")
             record = replace(record, usable=False)
@@ -109,6 +119,8 @@ def _pack(path: Path, home: Path, data_bytes: int, record: PackedRecord, place: 
                 file.unlink()
         record = replace(record, files={file.name: sha256_of(file) for file in partial.iterdir()})
         (partial / RECORD_NAME).write_text(json.dumps(asdict(record)), encoding="utf-8")
+        for file in partial.iterdir():
+            file.chmod(0o600)
         if home.exists():
             home.rename(scratch / "replaced")
         partial.rename(home)
@@ -126,9 +138,19 @@ def _are_intact(home: Path, names: set[str], hashes: object, check: CheckMode) -
     if not isinstance(hashes, dict) or hashes.keys() != names:
         return False
     try:
-        return all(is_intact(home / name, str(hashes[name]), check) for name in names)
+        return all(_is_private(home / name) and is_intact(home / name, str(hashes[name]), check) for name in names)
     except OSError:
         return False
+
+
+def _is_private(path: Path) -> bool:
+    """Whether it is there, no link, this user's own, and for nobody else to write: another file than the checked one could be mapped."""
+    try:
+        state = path.lstat()
+    except OSError:
+        return False
+    own = os.name != "posix" or (state.st_uid == os.geteuid() and not state.st_mode & 0o022)
+    return own and not stat.S_ISLNK(state.st_mode)
 
 
 def well_placed(graph: bytes) -> bool:

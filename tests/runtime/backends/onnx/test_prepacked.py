@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,37 @@ def test_packed_weights_that_have_changed_are_packed_anew(change: Callable[[byte
     again: list[str] = []
     assert tokens_of(onnx_pair("int4"), again) == wanted
     assert again == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs the permissions of POSIX")
+@pytest.mark.parametrize("place", ["", "target-int4-mixed", "target-int4-mixed/record.json", "target-int4-mixed/target-int4-mixed.packed"])
+def test_packed_weights_that_others_may_write_are_packed_anew(place: str, onnx_pair: Bundles, cache: Path) -> None:
+    """Who may write them could put others in their place between the check and the mapping, or cut them while they are mapped."""
+    wanted = tokens_of(onnx_pair("int4"), [])
+    (bundle,) = cache.iterdir()
+    assert [path for path in (bundle, *bundle.rglob("*")) if path.stat().st_mode & 0o077] == []
+    (bundle / place).chmod((bundle / place).stat().st_mode | 0o020)
+    said: list[str] = []
+    assert tokens_of(onnx_pair("int4"), said) == wanted
+    assert sum("packed anew" in sentence for sentence in said) == 1
+    assert sum("for this CPU, once" in sentence for sentence in said) == (1 if place else 3)
+    assert [path for path in (bundle, *bundle.rglob("*")) if path.stat().st_mode & 0o077] == []
+    again: list[str] = []
+    assert tokens_of(onnx_pair("int4"), again) == wanted
+    assert again == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs links")
+def test_packed_weights_behind_a_link_are_packed_anew(onnx_pair: Bundles, cache: Path, tmp_path: Path) -> None:
+    wanted = tokens_of(onnx_pair("int4"), [])
+    packed = next(cache.glob("*/*/target-int4-mixed.packed"))
+    packed.rename(tmp_path / "elsewhere")
+    packed.symlink_to(tmp_path / "elsewhere")
+    said: list[str] = []
+    assert tokens_of(onnx_pair("int4"), said) == wanted
+    assert sum("packed anew" in sentence for sentence in said) == 1
+    assert not packed.is_symlink()
+    assert (tmp_path / "elsewhere").is_file()
 
 
 def test_weights_that_nobody_checked_are_not_kept(onnx_pair: Bundles, cache: Path) -> None:

@@ -56,16 +56,27 @@ size_t tensor_size(BufferType*, const Tensor* tensor) {
 
 bool is_ours(const Tensor* tensor);
 
+bool failed = false;
+
+// Where work memory does not suffice, an operation's result is no number, and the graph ends after it. ggml has no other way to fail.
+void fail(const Work& work, const Tensor& op) {
+    if (work.thread != 0) return;
+    for (int64_t row = 0; row < op.ne[1] * op.ne[2] * op.ne[3]; row++) {
+        const size_t at = static_cast<size_t>(row % op.ne[1]) * op.nb[1] + static_cast<size_t>(row / op.ne[1] % op.ne[2]) * op.nb[2] +
+                          static_cast<size_t>(row / op.ne[1] / op.ne[2]) * op.nb[3];
+        float* values = reinterpret_cast<float*>(static_cast<char*>(op.data) + at);
+        for (int64_t i = 0; i < op.ne[0]; i++) values[i] = __builtin_nanf("");
+    }
+    __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
+}
+
 struct Multiplication final : Operation {
     bool work_size(int, const Tensor* op, size_t& size) override {
         size = multiply_memory(*op);
         return true;
     }
     bool compute(Work* work, Tensor* op) override {
-        if (!multiply(functions, *variant, *work, *op)) {
-            fprintf(stderr, "edge-mtp: no work memory for %s\n", op->name);
-            abort();
-        }
+        if (!multiply(functions, *variant, *work, *op)) fail(*work, *op);
         return true;
     }
 };
@@ -87,10 +98,7 @@ struct Attention final : Operation {
         return true;
     }
     bool compute(Work* work, Tensor* op) override {
-        if (!attend(functions, *variant, *work, *op)) {
-            fprintf(stderr, "edge-mtp: no work memory for %s\n", op->name);
-            abort();
-        }
+        if (!attend(functions, *variant, *work, *op)) fail(*work, *op);
         return true;
     }
 };
@@ -177,6 +185,9 @@ EDGE_EXPORT const char* edge_ggml_register(const Functions* given, void* (*make)
 
 // Whether models that are loaded from now on use it.
 EDGE_EXPORT void edge_ggml_switch(int on) { enabled = on && variant; }
+
+// Whether an operation failed since the last call: what ggml asks after each operation of a graph, to end it (ggml_abort_callback).
+EDGE_EXPORT bool edge_ggml_failed(void*) { return __atomic_load_n(&failed, __ATOMIC_RELAXED) && __atomic_exchange_n(&failed, false, __ATOMIC_RELAXED); }
 
 // The bytes that weights of such a type and shape are packed into; 0 where they stay as they are.
 EDGE_EXPORT size_t edge_ggml_packed_bytes(const Tensor* tensor) { return packs(*tensor) ? packed_bytes(*tensor) : 0; }
