@@ -6,8 +6,9 @@ import ctypes
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 BLOCK = 64 << 20  # per thread; larger than the caches of the machines this is for
@@ -58,6 +59,12 @@ def _round_seconds(search: Any, blocks: list[ctypes.Array[ctypes.c_char]]) -> fl
 
 
 _NO_LIMIT = 1 << 60
+_M_ARENA_MAX = -8  # mallopt(3), malloc.h
+# Control groups' mounts, and their files: limits, use, what of it are files (Linux, admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst).
+_GROUPS = (
+    ("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
+    ("sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+)
 
 
 def peak_memory_bytes() -> int:
@@ -71,10 +78,31 @@ def peak_memory_bytes() -> int:
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
     """Returns how many bytes this process may still take; None where the kernel does not report it.
 
-    MemAvailable of /proc/meminfo (proc(5)), or less where the process's control group has a limit (cgroup v2, memory.max).
+    MemAvailable of /proc/meminfo (proc(5)), or less where the process's control group, or one that this is in, has a limit (cgroup v1: the
+    limit, v2: memory.max, and memory.high, above which processes are slowed down until they give memory back).
     """
-    free = [size for size in (mem_available("\n".join(_lines(root / "proc/meminfo"))), _group_available(root)) if size is not None]
-    return min(free) if free else None
+    whole = mem_available("\n".join(_lines(root / "proc/meminfo")))
+    return min([*_groups_available(root), *([] if whole is None else [whole])], default=None)
+
+
+def address_space_left(root: Path = Path("/")) -> int | None:
+    """Returns how many bytes this process may still map, files included, under RLIMIT_AS (setrlimit(2), `ulimit -v`).
+
+    None without such a limit, and where the kernel does not report what is mapped.
+    """
+    try:
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    except (ImportError, OSError, ValueError):  # Windows has none
+        return None
+    mapped = mapped_bytes(root)
+    return None if limit == resource.RLIM_INFINITY or mapped is None else max(0, limit - mapped)
+
+
+def mapped_bytes(root: Path = Path("/")) -> int | None:
+    """Returns VmSize of /proc/self/status, all that this process has mapped; None where there is none."""
+    return _status_bytes(root, ("VmSize",)).get("VmSize")
 
 
 def mem_available(meminfo: str) -> int | None:
@@ -93,6 +121,14 @@ def return_freed_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+def share_one_arena() -> None:
+    """Has all threads allocate from one arena of the C library, where glibc would reserve 64 MiB of address space for each thread."""
+    if sys.platform == "linux":
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        if set_option is not None:
+            set_option(_M_ARENA_MAX, 1)
 
 
 def byte_text(count: int) -> str:
@@ -115,22 +151,45 @@ class Resident:
 
 def resident_bytes(root: Path = Path("/")) -> Resident | None:
     """Returns VmRSS and RssAnon of /proc/self/status (proc(5)), or None where there is none."""
-    pairs = (line.partition(":") for line in _lines(root / "proc/self/status"))
-    sizes = {name: int(value.split()[0]) * 1024 for name, _, value in pairs if name in ("VmRSS", "RssAnon")}
+    sizes = _status_bytes(root, ("VmRSS", "RssAnon"))
     return Resident(total=sizes["VmRSS"], anonymous=sizes["RssAnon"]) if len(sizes) == 2 else None
 
 
-def _group_available(root: Path) -> int | None:
-    """Returns the bytes left in the process's own control group. Pages of mapped files can be dropped, so they count as free."""
-    group = next((line[3:] for line in _lines(root / "proc/self/cgroup") if line.startswith("0::/")), None)
-    if group is None:
-        return None
-    folder = root / "sys/fs/cgroup" / group.lstrip("/")
-    limit, used = (" ".join(_lines(folder / name)) for name in ("memory.max", "memory.current"))
-    if not limit.isdecimal() or not used.isdecimal() or int(limit) >= _NO_LIMIT:
-        return None
-    files = next((line.split()[1] for line in _lines(folder / "memory.stat") if line.startswith("file ")), "0")
-    return max(0, int(limit) - int(used) + int(files))
+def _status_bytes(root: Path, names: tuple[str, ...]) -> dict[str, int]:
+    pairs = (line.partition(":") for line in _lines(root / "proc/self/status"))
+    return {name: int(value.split()[0]) * 1024 for name, _, value in pairs if name in names}
+
+
+def _groups_available(root: Path) -> Iterator[int]:
+    """Yields the bytes left in each control group that limits this process. Pages of files can be dropped, so they count as free."""
+    groups = dict(_own_groups(root))
+    for (mount, limits, use, files), group in ((kind, groups.get(kind[0])) for kind in _GROUPS):
+        # In a container the path may be the host's, of which only the mount itself is there; the limits of all groups above hold as well.
+        for path in () if group is None else (group, *group.parents):
+            folder = root / mount / path
+            used = _number(folder / use)
+            reached = [limit for limit in (_number(folder / name) for name in limits) if limit is not None and limit < _NO_LIMIT]
+            if used is not None and reached:
+                stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
+                droppable = sum(int(stat[name]) for name in files if stat.get(name, "").isdecimal())
+                yield max(0, min(reached) - used + droppable)
+
+
+def _own_groups(root: Path) -> Iterator[tuple[str, PurePosixPath]]:
+    """Yields the mount of each hierarchy with the process's group in it, as /proc/self/cgroup lists them (cgroups(7))."""
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        group = PurePosixPath(*(part for part in path.split("/") if part not in ("", ".", "..")))
+        if (number, controllers) == ("0", ""):
+            yield _GROUPS[0][0], group
+        elif "memory" in controllers.split(","):
+            yield _GROUPS[1][0], group
+
+
+def _number(path: Path) -> int | None:
+    text = " ".join(_lines(path))
+    return int(text) if text.isdecimal() and text.isascii() and len(text) <= 20 else None
 
 
 def _lines(path: Path) -> list[str]:

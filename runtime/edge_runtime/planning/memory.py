@@ -208,51 +208,78 @@ def memory_bytes(limit: str | int) -> int:
     return bytes_of(limit)
 
 
-def check_memory(
-    manifest: Manifest, request: MemoryRequest, limit: int | None, available: int | None, notify: Callable[[str], None] = lambda _: None
-) -> MemoryPlan:
-    """Returns the plan. Raises RequestError if its total exceeds `limit` or, without one, if its reserved bytes exceed `available`.
+@dataclass(frozen=True, kw_only=True)
+class MemoryRoom:
+    """Bytes there are for a bundle: a limit that the user set for the process, or else what the machine has available, and what the system
+    lets this process map beside what it has mapped (`address_space`). None: not limited, or not known.
+    """
 
-    Mapped weights count against a limit, which is for the whole process. They do not count against the available memory, because the
-    system may drop them and read them again; if they will not all stay in memory, `notify` gets a warning, since that is slow.
+    limit: int | None = None
+    available: int | None = None
+    address_space: int | None = None
+
+
+def check_memory(
+    manifest: Manifest, request: MemoryRequest, room: MemoryRoom, notify: Callable[[str], None] = lambda _: None
+) -> MemoryPlan:
+    """Returns the plan. Raises RequestError if its total exceeds a limit or the address space or, without a limit, if its reserved bytes
+    exceed the available memory.
+
+    Mapped weights count against limits and address space, which are for all that is mapped. They do not count against the available
+    memory, because the system may drop them and read them again; if they will not all stay in memory, `notify` gets a warning, since that
+    is slow.
     """
     plan = memory_plan(manifest, request)
     if request.repack:
         for file in _models(_files(manifest.files, request.drafters)):
             if _known_mix(file) is None:
                 notify(f"{file.path} is of the unknown type {file.quantization!r}: a repacked copy is planned as large as the file.")
-    if limit is not None:
-        if plan.total > limit:
-            raise RequestError(_refusal(manifest, request, lambda plan: plan.total, limit, f"the limit is {byte_text(limit)}"))
-    elif available is not None:
-        if plan.reserved > available:
-            where = f"{byte_text(available)} are available"
-            raise RequestError(_refusal(manifest, request, lambda plan: plan.reserved, available, where))
-        if plan.total > available:
+    if room.address_space is not None:
+        fits = room.address_space + plan.process  # which is mapped already
+        if plan.total > fits:
+            where = f"{byte_text(fits)} of address space are left for it (ulimit -v)"
+            raise RequestError(_refusal(manifest, request, lambda plan: plan.total, fits, where))
+    if room.limit is not None:
+        if plan.total > room.limit:
+            where = f"the limit is {byte_text(room.limit)}"
+            raise RequestError(_refusal(manifest, request, lambda plan: plan.total, room.limit, where))
+    elif room.available is not None:
+        if plan.reserved > room.available:
+            where = f"{byte_text(room.available)} are available"
+            raise RequestError(_refusal(manifest, request, lambda plan: plan.reserved, room.available, where))
+        if plan.total > room.available:
             notify(
-                f"The bundle takes {byte_text(plan.total)}, but {byte_text(available)} are available: weights will be "
+                f"The bundle takes {byte_text(plan.total)}, but {byte_text(room.available)} are available: weights will be "
                 "read from disk again and again."
             )
     return plan
 
 
 def check_memory_without_copies(
-    manifest: Manifest, request: MemoryRequest, limit: int | None, available: int | None, notify: Callable[[str], None] = lambda _: None
+    manifest: Manifest, request: MemoryRequest, room: MemoryRoom, notify: Callable[[str], None] = lambda _: None
 ) -> bool:
-    """Checks as `check_memory`; where only repacked copies of the weights do not fit into the available memory, checks without them.
+    """Checks as `check_memory`; where only repacked copies of the weights do not fit into what the machine has, checks without them.
 
     Returns whether there may be copies.
     """
     try:
-        check_memory(manifest, request, limit, available, notify)
+        check_memory(manifest, request, room, notify)
     except RequestError:
         plain = replace(request, repack=False)
-        if not request.repack or available is None or memory_plan(manifest, plain).reserved > available:
+        if not request.repack or room.limit is not None or not _fits(manifest, plain, room):
             raise
         notify("There is no memory for repacked copies of the weights, which are quicker; the mapped files are used.")
-        check_memory(manifest, plain, limit, available, notify)
+        check_memory(manifest, plain, room, notify)
         return False
     return request.repack
+
+
+def _fits(manifest: Manifest, request: MemoryRequest, room: MemoryRoom) -> bool:
+    try:
+        check_memory(manifest, request, room)
+    except RequestError:
+        return False
+    return True
 
 
 def _cells(layout: CacheLayout, request: MemoryRequest) -> tuple[int, int]:

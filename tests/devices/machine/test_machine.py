@@ -100,20 +100,80 @@ def test_resident_memory_without_proc_is_not_known(tmp_path):
     assert resident_bytes(tmp_path) is None
 
 
-def test_available_memory_heeds_the_control_group(tmp_path: Path) -> None:
+@pytest.fixture
+def machine_root(tmp_path: Path) -> Path:
+    """A root with 8,000 kB available, and a process without a control group."""
+    write(tmp_path, {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n", "proc/self/cgroup": ""})
+    return tmp_path
+
+
+def write(root: Path, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def v2(folder: str, limit: str, **more: str) -> dict[str, str]:
+    """Files of a group in which 700,000 bytes are used, 200,000 of them pages of files."""
+    stat = "anon 400000\nfile 300000\nshmem 100000\ninactive_file 150000\nactive_file 50000\n"
+    files = {"memory.max": limit, "memory.current": "700000", "memory.stat": stat, **{f"memory.{key}": text for key, text in more.items()}}
+    return {f"sys/fs/cgroup/{folder}/{name}": f"{text}\n" for name, text in files.items()}
+
+
+def v1(folder: str, limit: str) -> dict[str, str]:
+    stat = "cache 1\ninactive_file 1\ntotal_inactive_file 150000\ntotal_active_file 50000\n"
+    files = {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": "700000", "memory.stat": stat}
+    return {f"sys/fs/cgroup/memory/{folder}/{name}": f"{text}\n" for name, text in files.items()}
+
+
+V1 = "9:name=systemd:/\n4:cpu,memory:/box/inner\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "available"),
+    [
+        ("", {}, 8000 * 1024),
+        ("0::/box\n", v2("box", "max"), 8000 * 1024),
+        ("0::/box\n", v2("box", "1000000"), 500000),
+        ("0::/box\n", v2("box", "max", high="900000"), 400000),
+        ("0::/box\n", v2("box", "1000000", high="max"), 500000),
+        ("0::/box\n", v2("box", "not a number"), 8000 * 1024),
+        ("0::/box\n", v2("box", "600000"), 100000),
+        ("0::/box\n", v2("box", "100000"), 0),
+        ("0::/slice/box\n", v2("slice/box", "max") | v2("slice", "1000000"), 500000),
+        ("0::/slice/box\n", v2("slice/box", "900000") | v2("slice", "1000000"), 400000),
+        ("0::/host/path\n", v2(".", "1000000"), 500000),  # a container that has its own group as the mount
+        ("0::/../../etc\n", v2(".", "1000000") | {"etc/memory.max": "5", "etc/memory.current": "1"}, 500000),
+        (V1, v1("box/inner", "1000000"), 500000),
+        (V1, v1("box/inner", "9223372036854771712"), 8000 * 1024),
+        (V1, v1("box/inner", "9223372036854771712") | v1("box", "1000000"), 500000),
+        (V1, v1(".", "1000000"), 500000),
+        ("4:memory:/box\n0::/other\n", v1("box", "1000000") | v2("other", "900000"), 400000),
+    ],
+)
+def test_available_memory_heeds_the_control_groups(group: str, files: dict[str, str], available: int, machine_root: Path) -> None:
+    write(machine_root, {**files, "proc/self/cgroup": group})
+    assert available_memory_bytes(machine_root) == available
+
+
+def test_available_memory_is_not_known_without_proc(tmp_path: Path) -> None:
     assert available_memory_bytes(tmp_path) is None
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
-    assert available_memory_bytes(tmp_path) == 8000 * 1024
-    group = tmp_path / "sys/fs/cgroup/box"
-    group.mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
-    (group / "memory.max").write_text("max\n")
-    (group / "memory.current").write_text("700000\n")
-    assert available_memory_bytes(tmp_path) == 8000 * 1024
-    (group / "memory.max").write_text("1000000\n")
-    (group / "memory.stat").write_text("anon 500000\nfile 200000\n")
-    assert available_memory_bytes(tmp_path) == 500000
+
+
+LIMITED = """
+import resource, sys
+from edge_devices.machine.memory import address_space_left, mapped_bytes
+assert address_space_left() is None
+resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + int(sys.argv[1]),) * 2)
+print(address_space_left())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_limit_of_address_space_leaves_what_is_not_mapped_yet() -> None:
+    command = [sys.executable, "-c", LIMITED, str(50 << 20)]
+    left = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert 45 << 20 < left <= 50 << 20
 
 
 @pytest.mark.parametrize(

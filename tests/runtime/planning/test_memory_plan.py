@@ -18,6 +18,7 @@ from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.planning.memory import (
     MemoryPlan,
     MemoryRequest,
+    MemoryRoom,
     check_memory,
     check_memory_without_copies,
     largest_context,
@@ -112,7 +113,7 @@ def test_a_refusal_names_what_fits() -> None:
     asked = request(context=65536)
     fits = memory_plan(MEMBER, replace(asked, context=20000)).total
     with pytest.raises(RequestError) as caught:
-        check_memory(MEMBER, asked, fits, None)
+        check_memory(MEMBER, asked, MemoryRoom(limit=fits))
     context = int(re.search(r"a context of at most (\d+)", str(caught.value))[1])  # type: ignore[index]
     assert context == 20224  # 20000 in steps of 256
     assert memory_plan(MEMBER, replace(asked, context=context)).total <= fits
@@ -125,10 +126,10 @@ def test_a_smaller_kv_type_is_named_where_it_helps() -> None:
     fits = memory_plan(MEMBER, replace(asked, kv_type="q8_0")).total
     assert smaller_kv_type(MEMBER, asked, lambda plan: plan.total <= fits) == "q8_0"
     with pytest.raises(RequestError, match=r"or KV type q8_0$"):
-        check_memory(MEMBER, asked, fits, None)
+        check_memory(MEMBER, asked, MemoryRoom(limit=fits))
     assert largest_context(MEMBER, asked, lambda plan: plan.total <= 1000) is None
     with pytest.raises(RequestError, match="use a smaller bundle"):
-        check_memory(MEMBER, asked, 1000, None)
+        check_memory(MEMBER, asked, MemoryRoom(limit=1000))
 
 
 def test_mapped_weights_count_against_a_limit_but_not_against_the_machine(exported_pair: Path) -> None:
@@ -136,15 +137,27 @@ def test_mapped_weights_count_against_a_limit_but_not_against_the_machine(export
     plan = memory_plan(manifest, request())
     assert plan.weights > 20_000_000
     said: list[str] = []
-    assert check_memory(manifest, request(), None, plan.reserved, said.append) == plan
+    assert check_memory(manifest, request(), MemoryRoom(available=plan.reserved), said.append) == plan
     assert len(said) == 1
     assert "read from disk again and again" in said[0]
-    assert check_memory(manifest, request(), None, plan.total, said.append) == plan
+    assert check_memory(manifest, request(), MemoryRoom(available=plan.total), said.append) == plan
     assert len(said) == 1
     with pytest.raises(RequestError, match="are available"):
-        check_memory(manifest, request(), None, plan.reserved - 1)
+        check_memory(manifest, request(), MemoryRoom(available=plan.reserved - 1))
     with pytest.raises(RequestError, match="the limit is"):
-        check_memory(manifest, request(), plan.total - 1, None)
+        check_memory(manifest, request(), MemoryRoom(limit=plan.total - 1))
+
+
+def test_mapped_weights_take_address_space(exported_pair: Path) -> None:
+    manifest = open_bundle(exported_pair, check="none").manifest
+    plan = memory_plan(manifest, request())
+    left = plan.total - plan.process
+    assert check_memory(manifest, request(), MemoryRoom(address_space=left)) == plan
+    with pytest.raises(RequestError, match=r"of address space are left for it \(ulimit -v\)"):
+        check_memory(manifest, request(), MemoryRoom(address_space=left - 1))
+    # Whichever is tighter holds.
+    with pytest.raises(RequestError, match="the limit is"):
+        check_memory(manifest, request(), MemoryRoom(limit=plan.total - 1, address_space=left))
 
 
 def test_nothing_is_opened_beyond_the_limit(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,13 +191,15 @@ def test_copies_of_weights_are_left_out_where_only_they_do_not_fit(exported_pair
     asked = request()
     copies, plain = memory_plan(manifest, asked), memory_plan(manifest, replace(asked, repack=False))
     assert copies.reserved > plain.reserved
-    assert check_memory_without_copies(manifest, asked, None, copies.total)
-    assert not check_memory_without_copies(manifest, asked, None, copies.reserved - 1, said.append)
+    assert check_memory_without_copies(manifest, asked, MemoryRoom(available=copies.total))
+    assert not check_memory_without_copies(manifest, asked, MemoryRoom(available=copies.reserved - 1), said.append)
     assert "no memory for repacked copies" in said[0]
+    space = MemoryRoom(address_space=copies.total - copies.process - 1)
+    assert not check_memory_without_copies(manifest, asked, space, said.append)
     with pytest.raises(RequestError, match="needs"):
-        check_memory_without_copies(manifest, asked, None, plain.reserved - 1)
+        check_memory_without_copies(manifest, asked, MemoryRoom(available=plain.reserved - 1))
     with pytest.raises(RequestError, match="the limit is"):
-        check_memory_without_copies(manifest, asked, copies.total - 1, None)
+        check_memory_without_copies(manifest, asked, MemoryRoom(limit=copies.total - 1))
 
 
 @pytest.mark.parametrize(("quantization", "share"), [("mixed", 1), ("iq4_xs", 1), (None, 1), ("f16", 0)])
@@ -192,5 +207,5 @@ def test_a_copy_of_unknown_types_is_planned_as_large_as_the_file(quantization: s
     manifest, said = open_bundle(exported_pair, check="none").manifest, []
     manifest = replace(manifest, files=tuple(replace(file, quantization=quantization) for file in manifest.files))
     size = sum(file.bytes for file in manifest.files if file.role in ("target", "drafter"))
-    assert check_memory(manifest, request(), None, None, said.append).repacked == share * size
+    assert check_memory(manifest, request(), MemoryRoom(), said.append).repacked == share * size
     assert [f"is of the unknown type {quantization!r}" in line for line in said] == [True, True] * share

@@ -98,7 +98,7 @@ def map_gguf(library: LlamaLibrary, path: Path, tensors: Sequence[str], numbers:
     if not header:
         raise BackendError(f"ggml cannot read {path}; export the bundle again")
     try:
-        mapped = np.memmap(path, np.uint8, "r")
+        mapped = _mapped(path)
         places = {name: ggml.gguf_find_tensor(header, name.encode()) for name in tensors}
         mapped_tensors = {name: _tensor(ggml, header, path, mapped, place) for name, place in places.items() if place >= 0}
         keys = {name: ggml.gguf_find_key(header, name.encode()) for name in numbers}
@@ -106,6 +106,13 @@ def map_gguf(library: LlamaLibrary, path: Path, tensors: Sequence[str], numbers:
         return MappedGguf(path=path, tensors=mapped_tensors, numbers=read)
     finally:
         ggml.gguf_free(header)
+
+
+def _mapped(path: Path) -> NDArray[np.uint8]:
+    try:
+        return np.memmap(path, np.uint8, "r")
+    except OSError as error:  # also where address space lacks
+        raise BackendError(f"{path} cannot be mapped ({error.strerror or error}); check the file, or free some memory") from error
 
 
 def _stripped(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,17 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from edge_devices.machine.memory import available_memory_bytes
+from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
 from edge_runtime.backends.interface import OpenedPair, OpenRequest, kernel_finding, lazy_encoder
 from edge_runtime.backends.llama.context import MAX_SEQUENCES, LlamaOptions
 from edge_runtime.backends.llama.crash_probe import cached_probes, probe_load_options, workaround
 from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
+from edge_runtime.backends.llama.memory_trial import try_in_child
 from edge_runtime.backends.llama.pair import LlamaSequenceBatch, drafters_opened, open_with_drafter
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, check_kv_type
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.drafting.drafter_kinds import is_model
+from edge_runtime.errors import BackendError
 from edge_runtime.media.image import check_budget
-from edge_runtime.planning.memory import BATCH, EncoderMemory, MemoryRequest, check_memory_without_copies, memory_plan
+from edge_runtime.planning.memory import BATCH, EncoderMemory, MemoryRequest, MemoryRoom, check_memory_without_copies, memory_plan
 
 
 class LlamaBackend:
@@ -36,8 +38,12 @@ class LlamaBackend:
         quantizations = [file.quantization or "unknown" for file in probed]
         plan, room_for_copies = _checked_memory(request)
         paths = [bundle.folder / file.path for file in probed]
-        probe = probe_load_options(paths[0], paths[1] if paths[1:] else None, quantizations, notify=request.notify, waiting=request.waiting)
-        repack = probe.use_extra_bufts and room_for_copies
+        if (left := address_space_left()) is not None:
+            repack = _repacks_in_trial(request, plan, left, room_for_copies)
+        else:
+            drafter_path = paths[1] if paths[1:] else None
+            probe = probe_load_options(paths[0], drafter_path, quantizations, notify=request.notify, waiting=request.waiting)
+            repack = probe.use_extra_bufts and room_for_copies
         options = _options(request, plan, repack=repack)
         target, drafter, kind = open_with_drafter(bundle, options, request.drafter)
         together = LlamaSequenceBatch(target, drafter)
@@ -104,6 +110,9 @@ def _checked_memory(request: OpenRequest) -> tuple[MemoryRequest, bool]:
 
     Repacked weights are counted, because what decides on repacking runs later.
     """
+    if address_space_left() is not None:
+        share_one_arena()
+        llama_library()  # what it maps is no longer left
     media, settings, limit = request.bundle.manifest.media, request.settings, request.memory_limit
     check_budget(request.image_rows)
     plan = MemoryRequest(
@@ -115,8 +124,25 @@ def _checked_memory(request: OpenRequest) -> tuple[MemoryRequest, bool]:
         drafters=drafters_opened(request.bundle, request.drafter),
         repack=True,
     )
-    available = available_memory_bytes() if limit is None else None
-    return plan, check_memory_without_copies(request.bundle.manifest, plan, limit, available, request.notify)
+    room = MemoryRoom(limit=limit, available=available_memory_bytes() if limit is None else None, address_space=address_space_left())
+    return plan, check_memory_without_copies(request.bundle.manifest, plan, room, request.notify)
+
+
+def _repacks_in_trial(request: OpenRequest, plan: MemoryRequest, left: int, room_for_copies: bool) -> bool:
+    """Returns whether the bundle runs with repacked weights in as much address space; a crash probe could not say why its child died.
+
+    Raises BackendError if it does not run without them either.
+    """
+    for repack in (True, False) if room_for_copies else (False,):
+        try:
+            try_in_child(request.bundle.folder, _options(request, plan, repack=repack), request.drafter, left)
+        except BackendError:
+            if not repack:
+                raise
+            request.notify("There is no address space for repacked copies of the weights, which are quicker; the mapped files are used.")
+        else:
+            return repack
+    raise AssertionError("a trial without copies returns or raises")
 
 
 def _options(request: OpenRequest, plan: MemoryRequest, *, repack: bool) -> LlamaOptions:

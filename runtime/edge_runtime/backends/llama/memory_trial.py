@@ -1,0 +1,79 @@
+"""Opens a bundle in a child process first where this process may map only so much more (`ulimit -v`).
+
+llama.cpp and ggml end the process where some of their allocations fail, and which ones do cannot be foreseen. The child has as much
+address space as this process has left, opens the bundle as this process would, and computes its largest forwards.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+from edge_devices.children.commands import Limits, limited_command
+from edge_devices.children.limited import limit_process
+from edge_devices.children.running import run_child
+from edge_devices.machine.memory import byte_text, mapped_bytes, share_one_arena
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.loader import llama_library
+from edge_runtime.backends.llama.pair import open_with_drafter
+from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.errors import BackendError, EdgeRuntimeError
+
+TIMEOUT_SECONDS = 300.0
+CHILD_COMMAND = limited_command("edge_runtime.backends.llama.memory_trial")
+# What this process may map between the trial and its own forwards: stacks of threads, buffers of text.
+_KEPT_BYTES = 32 << 20
+
+
+def try_in_child(folder: Path, options: LlamaOptions, drafter: DrafterKind | None, left: int) -> None:
+    """Returns if a child that may map `left` bytes, less some for this process's own work, opened the bundle so and computed.
+
+    Raises BackendError with its reason otherwise.
+    """
+    setup = {"folder": str(folder.resolve()), "options": asdict(options), "drafter": drafter, "bytes": max(0, left - _KEPT_BYTES)}
+    child = run_child([*CHILD_COMMAND, json.dumps(setup)], seconds=TIMEOUT_SECONDS, failure=BackendError)
+    if child.answer.get("alive") is not True:
+        reason = child.answer.get("error") or child.reason or f"a trial in a child process {child.end or 'gave no answer'}"
+        raise BackendError(
+            f"{byte_text(left)} of address space are left (ulimit -v), with which this bundle does not run: {reason};"
+            " raise that limit or ask for a smaller context"
+        )
+
+
+def open_and_compute(bundle: Bundle, options: LlamaOptions, drafter_kind: DrafterKind | None) -> None:
+    """Runs in the child: opens a bundle, decodes a row, a whole batch, the rows of a longest verify, and drafts. BackendError, or dies."""
+    target, drafter, _ = open_with_drafter(bundle, options, drafter_kind)
+    with target:
+        first = max(target.vocabulary.bos, 0)
+        rows = options.max_draft_length + 1
+        target.verify([first])
+        target.prefill([first] * max(1, min(options.batch, options.context - rows - 2)))
+        if options.context > rows + 2:
+            target.verify([first] * rows)
+        if drafter is not None:
+            drafter.draft(first, 1)
+
+
+def main() -> None:
+    """Prints {"alive": true}, or {"error": "..."}."""
+    answer: dict[str, object] = {"alive": True}
+    try:
+        setup: dict[str, Any] = json.loads(sys.argv[1])
+        share_one_arena()
+        llama_library()  # its mapping is not counted, as it is not in the process that asks
+        limit_process(Limits(memory_bytes=(mapped_bytes() or 0) + setup["bytes"]))
+        bundle = open_bundle(setup["folder"], check="none")
+        open_and_compute(bundle, LlamaOptions(**setup["options"]), cast("DrafterKind | None", setup["drafter"]))
+    except MemoryError:
+        answer = {"error": "there is not enough memory"}
+    except EdgeRuntimeError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
