@@ -8,6 +8,7 @@ import numpy as np
 
 from edge_bench.measure.records import SCHEMA, Concurrency, CostRecord, Header, KvTypeCost, Memory, ModelFile, Note, Record, Run
 from edge_bench.measure.variants import BASELINE, FIXED, LLAMA_CPP, OURS, PLAIN, Variant
+from edge_runtime.session.row_equality import RowEquality
 
 # Options of edge-bench for a run of seconds: one domain, one draft length, each request once; tests add their own --max-tokens.
 ONE_OF_EACH = (
@@ -116,6 +117,7 @@ def whole_benchmark(domains: Sequence[str] = ("code", "prose")) -> list[Record]:
         KvTypeCost(
             kv_type="q8_0", cache_bytes=1000, tokens=9, acceptance_rate=0.5, tokens_per_second=10, kl_mean=1e-5, kl_max=1e-4, same_best=1
         ),
+        RowEquality(compared=13, different=2, largest=0.25),
         Note(text="something was left out"),
     ]
     return records

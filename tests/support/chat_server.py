@@ -29,6 +29,7 @@ from edge_devices.energy.live import SharedWatch
 from edge_runtime.interfaces import DraftRequest, Logits
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.session.batch import Sessions
+from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.text.chat_template import bundle_template
 from polling import wait
 
@@ -100,6 +101,7 @@ def scripted_server(*replies: Any, keys: Sequence[str] = (), origins: Sequence[s
         files_format="gguf",
         template="",
         manifest=worker._sessions[0].bundle.manifest,
+        rows=RowEquality(compared=13, different=0, largest=0.0),
         fingerprint="fp_scripted",
     )
     app = make_app(Api(worker, Monitor(), card))

@@ -145,6 +145,8 @@ class SpeakingTarget(ScriptedTarget):
     def next_token(self, cache: Sequence[int]) -> int:
         begins = self.vocabulary.encode(_ANSWER_BEGINS, add_bos=False, parse_special=True)
         turns = [i for i in range(len(cache)) if list(cache[i : i + len(begins)]) == begins]
+        if not turns:  # no conversation: rows that are compared
+            return CONTROL.index("<pad>")
         said = self.vocabulary.spell(cache[: turns[-1]])
         reply = self.vocabulary.encode(self._replies(len(turns) - 1, said), add_bos=False, parse_special=True)
         answer = list(cache[turns[-1] + len(begins) :])

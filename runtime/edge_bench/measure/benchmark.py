@@ -81,6 +81,7 @@ class Benchmark:
             }
             first = next(iter(edge_runners.values()))
             check_sizes(first.session, request.image_sizes)
+            yield first.session.row_equality(self._load.notify, self._load.waiting)
             prompts = prepare(request.prompts(), first.session)
             yield from self._compare(edge_runners, prompts, lengths)
             yield from self._costs(edge_runners)

@@ -15,6 +15,7 @@ from edge_bench.measure.variants import Variant
 from edge_devices.files.atomic_write import GrowingFile
 from edge_devices.files.typed_json import StructureError, from_json, to_json
 from edge_runtime.errors import RequestError
+from edge_runtime.session.row_equality import RowEquality
 
 SCHEMA = 1
 LONGEST_LINE = 16 << 20
@@ -159,14 +160,15 @@ KINDS: dict[str, type[Any]] = {
     "kv_type": KvTypeCost,
     "concurrency": Concurrency,
     "image": ImageCost,
+    "rows": RowEquality,
     "note": Note,
 }
-Record = Header | Run | CostRecord | Memory | KvTypeCost | Concurrency | ImageCost | Note
+Record = Header | Run | CostRecord | Memory | KvTypeCost | Concurrency | ImageCost | RowEquality | Note
 
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """All records of one benchmark."""
+    """All records of one benchmark; `rows` is None in files of earlier versions, which did not compare them."""
 
     header: Header
     runs: tuple[Run, ...] = ()
@@ -175,6 +177,7 @@ class Records:
     kv_types: tuple[KvTypeCost, ...] = ()
     concurrency: tuple[Concurrency, ...] = ()
     images: tuple[ImageCost, ...] = ()
+    rows: RowEquality | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -190,6 +193,7 @@ def collect(records: Sequence[Record]) -> Records:
         kv_types=tuple(r for r in records if isinstance(r, KvTypeCost)),
         concurrency=tuple(r for r in records if isinstance(r, Concurrency)),
         images=tuple(r for r in records if isinstance(r, ImageCost)),
+        rows=next((r for r in records if isinstance(r, RowEquality)), None),
         notes=tuple(r.text for r in records if isinstance(r, Note)),
     )
 

@@ -107,6 +107,7 @@ class Figures:
             "kv_types": to_json(self.records.kv_types),
             "images": to_json(self.images),
             "energy": self.energy.to_json() if self.energy else None,
+            "rows": self.records.rows.to_json() if self.records.rows else None,
             "notes": list(self.records.notes),
         }
 

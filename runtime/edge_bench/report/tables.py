@@ -389,13 +389,15 @@ def meter_table(log: RunLog) -> TextTable:
 
 
 def notes(figures: Figures) -> Sequence[str]:
-    """Returns remarks to the tables: what was left out, and how many outputs differ."""
-    remarks = list(figures.records.notes)
+    """Returns remarks to the tables: what was left out, whether drafts can change text, and how many outputs differ."""
+    remarks, rows = list(figures.records.notes), figures.records.rows
+    if rows is not None:
+        remarks.append(rows.sentence())
     differing = sum(row.compared - row.equal for row in figures.overall)
     if differing:
         remarks.append(
-            f"{differing} of {sum(row.compared for row in figures.overall)} outputs differ from plain decoding: kernels for one row"
-            " and for several may differ in their last bits; edge-run generate --verify-lossless prints the first difference"
+            f"{differing} of {sum(row.compared for row in figures.overall)} outputs differ from plain decoding;"
+            " edge-run generate --verify-lossless prints the first difference"
         )
     return remarks
 

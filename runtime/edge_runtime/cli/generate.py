@@ -168,7 +168,7 @@ def figures(session: Session, generation: Generation, energy: RunEnergy, lossles
         record["whole"] = generation.complete
     if lossless:
         record["lossless"] = lossless.to_json() | {"drafted_tokens": generation.stats.drafted}
-        record["rows"] = session.row_equality().to_json()
+    record["rows"] = session.row_equality(waiting=terminal_wait).to_json()
     return record
 
 

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from edge_runtime.bundle.manifest import Manifest
+from edge_runtime.session.row_equality import RowEquality
 
 Json = dict[str, Any]
 # The release of Ollama whose API is spoken; clients read it to learn what they may send.
@@ -18,7 +19,8 @@ _LATEST = ":latest"
 class ModelCard:
     """`name` is the model's id for clients, `context` its tokens per request, `sessions` how many requests run at once.
 
-    `fingerprint` is the `system_fingerprint` of responses.
+    `rows`: whether drafts and other requests can change greedy text, as compared at the start. `fingerprint` is the
+    `system_fingerprint` of responses.
     """
 
     name: str
@@ -28,6 +30,7 @@ class ModelCard:
     files_format: str
     template: str
     manifest: Manifest
+    rows: RowEquality
     fingerprint: str
 
     def is_called(self, name: object) -> bool:
@@ -43,6 +46,7 @@ class ModelCard:
             "n_vocab": facts.vocab_size,
             "n_embd": facts.hidden_size,
             "n_params": facts.parameters,
+            "rows": self.rows.to_json(),
         }
         created = int(self._created.timestamp())
         return {
@@ -63,6 +67,7 @@ class ModelCard:
             "chat_template": self.template,
             "modalities": {"vision": False, "audio": False},
             "drafter": self.drafter,
+            "rows": self.rows.to_json(),
             "system_fingerprint": self.fingerprint,
         }
 
@@ -95,6 +100,7 @@ class ModelCard:
                 "gemma4.context_length": self.context,
                 "gemma4.embedding_length": facts.hidden_size,
                 "gemma4.block_count": facts.layers,
+                "edge_mtp.rows": self.rows.verdict,
             },
             "capabilities": ["completion", "tools", "thinking"],
         }

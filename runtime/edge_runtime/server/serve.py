@@ -19,6 +19,7 @@ from edge_runtime.server.model_card import ModelCard
 from edge_runtime.server.options import KEY_VARIABLE, ServeOptions
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import open_sessions
+from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import ROLE, bundle_template
 
@@ -49,9 +50,21 @@ def serve(
         first = sessions.sessions[0]
         for session in sessions.sessions:
             session.profit()  # measures costs on first use, before any client waits
+        rows = sessions.row_equality(announce, load.waiting)
+        alone = options.deterministic and options.sessions > 1 and not rows.exact
+        if not rows.exact:
+            announce(rows.sentence() + ("; deterministic: one request runs at a time" if alone else ""))
         template = bundle_template(first.bundle, first.vocabulary)
-        worker = Worker(sessions, template, waiting=options.waiting, notify=announce, watch=watch, deterministic=options.deterministic)
-        api = Api(worker, first.monitor, _model_card(folder, first, options))
+        worker = Worker(
+            sessions,
+            template,
+            waiting=options.waiting,
+            notify=announce,
+            watch=watch,
+            deterministic=options.deterministic,
+            alone=alone,
+        )
+        api = Api(worker, first.monitor, _model_card(folder, first, options, rows))
         hosts = allowed_hosts(options.host, options.allow_host)
         guard = Guard(make_app(api), hosts=hosts, keys=options.api_key, origins=options.allow_origin)
         config = server_config(guard, options.sessions + options.waiting + _EXTRA_CONNECTIONS)
@@ -87,7 +100,7 @@ def is_loopback(host: str) -> bool:
         return host_name(host).lower() == "localhost"
 
 
-def _model_card(folder: Path, session: Session, options: ServeOptions) -> ModelCard:
+def _model_card(folder: Path, session: Session, options: ServeOptions, rows: RowEquality) -> ModelCard:
     bundle = session.bundle
     formats = [file for file in bundle.manifest.files if file.role == "target"]
     return ModelCard(
@@ -98,6 +111,7 @@ def _model_card(folder: Path, session: Session, options: ServeOptions) -> ModelC
         files_format=formats[0].format if formats else "",
         template=bundle.path(ROLE).read_text(encoding="utf-8") if bundle.has(ROLE) else "",
         manifest=bundle.manifest,
+        rows=rows,
         fingerprint=f"fp_{hashlib.sha256(f'{session.fingerprint} {options.sessions} {options.deterministic}'.encode()).hexdigest()[:16]}",
     )
 

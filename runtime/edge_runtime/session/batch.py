@@ -10,18 +10,17 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
+from edge_devices.waiting import Waiting, silent_wait
+from edge_runtime.calibration.measured import Notify
 from edge_runtime.decoding.loop import Round
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import SequenceBatch
 from edge_runtime.session.cache_claim import PairLock
 from edge_runtime.session.generation import Generation
+from edge_runtime.session.row_equality import RowEquality, known_row_equality
 from edge_runtime.session.session import Session
 
 _END = object()
-# Texts with which exact rows are tried: their length, and how many different tokens they have.
-_TRIED_ROWS, _TRIED_TOKENS = 40, 200
 
 
 class BatchDecoder:
@@ -221,25 +220,15 @@ class Sessions:
         """Runs requests of these sessions to their ends, those of different sessions at once; yields their rounds."""
         return self.decoder.run(generations)
 
-    def rows_are_exact(self) -> bool:
-        """Whether a row's logits have the same bits alone and in a forward with rows of all sessions: tried once; empties the caches."""
-        count, width = len(self.sessions), self.sessions[0].settings.longest_draft + 1
-        texts = [[token % _TRIED_TOKENS + 4 for token in range(number, number + _TRIED_ROWS)] for number in range(count)]
+    def row_equality(self, notify: Notify = lambda _: None, waiting: Waiting = silent_wait) -> RowEquality:
+        """As `Session.row_equality`, for rows of all sessions in one verify; ends all requests if they are compared now."""
+        first = self.sessions[0]
         with self._lock.held():
+            self._lock.require_open()
             self._lock.require_idle()
-            try:
-                alone = []
-                for number, (session, text) in enumerate(zip(self.sessions, texts, strict=True)):
-                    session.claim.release()
-                    session.target.rollback(0)
-                    session.target.prefill(text)
-                    alone.append(self._together.verify_all([(number, text[:1])])[0].copy())
-                    session.target.rollback(len(text))
-                together = self._together.verify_all([(number, text[:width]) for number, text in enumerate(texts)])
-                return all(np.array_equal(row[0], rows[0]) for row, rows in zip(alone, together, strict=True))
-            finally:
-                for session in self.sessions:
-                    session.target.rollback(0)
+            for session in self.sessions:
+                session.claim.release()
+            return known_row_equality(first.fingerprint, self._together, first.settings.longest_draft + 1, notify, waiting)
 
     def close(self) -> None:
         """Saves the acceptance models, frees the pair and ends all sessions. Can be called twice."""

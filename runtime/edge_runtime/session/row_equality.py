@@ -1,19 +1,24 @@
-"""Whether drafts can change greedy text: rows of logits computed alone beside the same rows of a verify, on this machine."""
+"""Whether drafts, and requests beside, can change greedy text: rows of logits alone and in verifies, compared on this machine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.calibration.measured import MeasuredValue, Notify
-from edge_runtime.interfaces import Target
+from edge_runtime.interfaces import SequenceBatch
 
-# Attention over a longer text is added up in parts, by some kernels in other parts for one row than for several.
-_TEXT, _ALONE = 300, 4
+# Attention over a longer text is added up in parts, by some kernels in other parts for one row than for several. Sequences behind the first
+# have a short text: their rows share its forwards, and a start must not take long.
+_TEXT, _TEXT_BESIDE = 300, 40
 _WIDTHS = (2, 4, 8, 13)
+# Rows of a verify that are compared: the first ones, each computed alone too.
+_COMPARED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +38,13 @@ class RowEquality:
         """Whether drafts leave greedy text as it is: every row has the same bits alone and in a verify."""
         return self.different == 0
 
+    @property
+    def verdict(self) -> str:
+        """What it means for a text, in a few words."""
+        return "exact" if self.exact else "near ties may differ"
+
     def sentence(self) -> str:
-        """What it means for a text."""
+        """What it means for a text, in one sentence."""
         if self.exact:
             return (
                 f"drafts leave greedy text as it is here: {self.compared} of {self.compared} rows have the same bits alone and in a verify"
@@ -46,7 +56,13 @@ class RowEquality:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values under stable keys."""
-        return {"exact": self.exact, "compared": self.compared, "different": self.different, "largest_difference": self.largest}
+        return {
+            "exact": self.exact,
+            "verdict": self.verdict,
+            "compared": self.compared,
+            "different": self.different,
+            "largest_difference": self.largest,
+        }
 
 
 _KNOWN = MeasuredValue(
@@ -54,25 +70,49 @@ _KNOWN = MeasuredValue(
 )
 
 
-def known_row_equality(fingerprint: str, target: Target, longest: int, notify: Notify, waiting: Waiting = silent_wait) -> RowEquality:
-    """Returns what is kept for a session's fingerprint, else compares, which empties the cache. A verify has at most `longest` rows."""
-    return _KNOWN.known_or_measured(fingerprint, lambda *_: compare_rows(target, longest), notify, waiting=waiting)
+def known_row_equality(fingerprint: str, batch: SequenceBatch, longest: int, notify: Notify, waiting: Waiting = silent_wait) -> RowEquality:
+    """Returns what is kept for a context of this fingerprint, else compares, which empties the caches; without a fingerprint always.
+
+    A verify has at most `longest` rows of each sequence.
+    """
+    if not fingerprint:
+        return compare_rows(batch, longest)
+    key = f"{fingerprint} {len(batch.targets)} {longest}"
+    return _KNOWN.known_or_measured(key, lambda *_: compare_rows(batch, longest), notify, waiting=waiting)
 
 
-def compare_rows(target: Target, longest: int) -> RowEquality:
-    """Compares rows behind a text of up to 300 tokens in verifies of 2 to `longest` rows; empties the cache."""
-    widths = [min(width, longest) for width in _WIDTHS if width <= longest] or [longest]
-    length = max(1, min(_TEXT, target.context - longest - 1))
-    tokens = [token % 100 + 4 for token in range(length + longest)]
+def compare_rows(batch: SequenceBatch, longest: int) -> RowEquality:
+    """Compares rows alone with those of verifies of 2 to `longest` rows of each sequence, of several sequences with one row each too.
+
+    The first sequence has a text of up to 300 tokens. Empties the caches.
+    """
+    widths = sorted({min(width, longest) for width in _WIDTHS} | ({1} if len(batch.targets) > 1 else set()))
+    texts = [_text(number, target.context - longest - 1, longest) for number, target in enumerate(batch.targets)]
+    differences: list[float] = []
     try:
-        target.rollback(0)
-        target.prefill(tokens[:length])
-        alone = [target.verify(tokens[length + row : length + row + 1])[0].copy() for row in range(min(_ALONE, longest))]
-        differences = []
+        for target in batch.targets:
+            target.rollback(0)
+        alone = [_rows_alone(batch, number, *text) for number, text in enumerate(texts)]
         for width in widths:
-            target.rollback(length)
-            rows = target.verify(tokens[length : length + width])
-            differences += [float(np.abs(row - own).max()) for row, own in zip(rows, alone, strict=False)]
+            for target, (prompt, _) in zip(batch.targets, texts, strict=True):
+                target.rollback(len(prompt))
+            verified = batch.verify_all([(number, following[:width]) for number, (_, following) in enumerate(texts)])
+            for rows, own_rows in zip(verified, alone, strict=True):
+                differences += [float(np.abs(row - own).max()) for row, own in zip(rows, own_rows, strict=False)]
     finally:
-        target.rollback(0)
+        for target in batch.targets:
+            target.rollback(0)
     return RowEquality(compared=len(differences), different=sum(difference != 0 for difference in differences), largest=max(differences))
+
+
+def _text(number: int, room: int, longest: int) -> tuple[list[int], list[int]]:
+    """Returns the tokens of a sequence's prompt, at most `room`, and `longest` that follow."""
+    length = max(1, min(_TEXT_BESIDE if number else _TEXT, room))
+    tokens = [(number + index) % 100 + 4 for index in range(length + longest)]
+    return tokens[:length], tokens[length:]
+
+
+def _rows_alone(batch: SequenceBatch, number: int, prompt: Sequence[int], following: Sequence[int]) -> list[NDArray[np.float32]]:
+    """Prefills a sequence, whose cache is empty, and returns its first rows, each of a forward of its own."""
+    batch.targets[number].prefill(prompt)
+    return [batch.verify_all([(number, [token])])[0][0].copy() for token in following[:_COMPARED]]

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from edge_devices.waiting import Waiting, silent_wait
+from edge_runtime.backends.interface import SingleSequence
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, MediaInputs
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache, exported_counts
@@ -34,7 +35,7 @@ from edge_runtime.interfaces import MediaTarget
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
-from edge_runtime.session.row_equality import RowEquality, compare_rows, known_row_equality
+from edge_runtime.session.row_equality import RowEquality, known_row_equality
 from edge_runtime.session.saved.kv_state_file import load_state, save_state
 from edge_runtime.text.constraints import Constraint, ConstraintSource
 from edge_runtime.text.grammar import grammars_for
@@ -282,12 +283,10 @@ class Session:
 
     def row_equality(self, notify: Callable[[str], None] = lambda _: None, waiting: Waiting = silent_wait) -> RowEquality:
         """Returns whether rows have the same bits alone and in a verify, compared on first use and kept; comparing empties the cache."""
-        longest = self.settings.longest_draft + 1
         with self._open():
             self.claim.release()
-            if not self.fingerprint:
-                return compare_rows(self.target, longest)
-            return known_row_equality(self.fingerprint, self.target, longest, notify, waiting)
+            sequence = SingleSequence(self.target, self.drafter)
+            return known_row_equality(self.fingerprint, sequence, self.settings.longest_draft + 1, notify, waiting)
 
     def with_policy(self, name: str) -> Session:
         """Returns a session on the same loaded pair that drafts by another policy, with its own safety net and monitor."""

@@ -49,6 +49,8 @@ def test_json_is_one_object(run):
     assert record["prompt"] == "abc"
     assert record["stats"]["tokens"] == 9
     assert record["lossless"]["equal"] is True
+    assert record["rows"]["verdict"] == "exact"
+    assert json.loads(run("generate", "bundle", "abc", "--json", "--max-tokens", "9").stdout)["rows"] == record["rows"]
 
 
 def test_compare_ends_in_a_table(run):

@@ -104,7 +104,10 @@ def test_tokens_and_model_details() -> None:
         assert chat["count"] == usage["prompt_tokens"]
         assert send(server, "POST", "/detokenize", {"tokens": [10**6]})[0] == 400
         assert send(server, "GET", "/props")[2]["default_generation_settings"]["n_ctx"] == 2048
-        assert send(server, "GET", "/v1/models")[2]["data"][0]["max_model_len"] == 2048
+        model = send(server, "GET", "/v1/models")[2]["data"][0]
+        assert (model["max_model_len"], model["meta"]["rows"]["verdict"]) == (2048, "exact")
+        assert send(server, "GET", "/props")[2]["rows"] == model["meta"]["rows"]
+        assert send(server, "POST", "/api/show", {"model": "scripted"})[2]["model_info"]["edge_mtp.rows"] == "exact"
 
 
 def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenized() -> None:

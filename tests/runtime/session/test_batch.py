@@ -13,6 +13,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import PREFILL_ROWS
 from edge_runtime.session.open import open_session, open_sessions
+from edge_runtime.session.row_equality import compare_rows
 from scripted import plain_greedy, scripted_sessions
 
 PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]
@@ -162,9 +163,9 @@ def test_long_texts_beside_each_other_slide_their_windows(several: Sessions) -> 
 
 
 @pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
-def test_rows_are_exact_where_the_kernels_run(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_several_sessions_are_exact_where_the_kernels_run(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_sessions(exported_pair, 3, threads=2) as sessions:
-        assert sessions.rows_are_exact()
+        assert sessions.row_equality().exact
         verify = sessions._together.verify_all
-        monkeypatch.setattr(sessions._together, "verify_all", lambda rows: [logits + 1e-6 * len(rows) for logits in verify(rows)])
-        assert not sessions.rows_are_exact()
+        monkeypatch.setattr(sessions._together, "verify_all", lambda rows: [logits + 1e-3 * len(rows) for logits in verify(rows)])
+        assert not compare_rows(sessions._together, 4).exact

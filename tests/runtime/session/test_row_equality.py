@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,57 +10,109 @@ import pytest
 from numpy.typing import NDArray
 
 from edge_devices.files.user_cache import CACHE_VARIABLE
+from edge_runtime.errors import RequestError
 from edge_runtime.session import row_equality
-from edge_runtime.session.open import open_session
+from edge_runtime.session.open import open_session, open_sessions
 from edge_runtime.session.row_equality import RowEquality, compare_rows, known_row_equality
 
 
-class Target:
-    """Rows of a batch of a size in `other` are moved by a thousandth."""
+class Together:
+    """Sequences of `context` rows each; rows of a forward with a number of rows in `other`, of all sequences, are moved by a thousandth."""
 
-    def __init__(self, context: int, other: tuple[int, ...] = ()) -> None:
-        self.context, self.length, self.other, self.forwards = context, 0, other, 0
+    def __init__(self, context: int, other: tuple[int, ...] = (), *, count: int = 1) -> None:
+        self.targets = [Target(context, self, number) for number in range(count)]
+        self.other, self.forwards, self.longest_text = other, 0, [0] * count
+
+    def draft_all(self, requests: Sequence[object]) -> list[list[int]]:
+        raise AssertionError(requests)
+
+    def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[NDArray[np.float32]]:
+        self.forwards += 1
+        moved = np.float32(1 / 1024) * (sum(len(tokens) for _, tokens in batches) in self.other)
+        return [self.targets[number].appended(len(tokens)) + moved for number, tokens in batches]
+
+    def close(self) -> None:
+        raise AssertionError
+
+
+class Target:
+    """Rows that depend on their sequence and position alone."""
+
+    def __init__(self, context: int, together: Together, number: int) -> None:
+        self.context, self.length, self._together, self._number = context, 0, together, number
 
     def rollback(self, length: int) -> None:
+        assert 0 <= length <= self.length
         self.length = length
 
-    def prefill(self, tokens: list[int]) -> None:
-        assert self.length + len(tokens) <= self.context
-        self.length += len(tokens)
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self.appended(len(tokens))
+        self._together.longest_text[self._number] = self.length
 
-    def verify(self, tokens: list[int]) -> NDArray[np.float32]:
-        self.forwards += 1
-        rows = np.arange(self.length, self.length + len(tokens), dtype=np.float32)[:, None] * np.ones(5, np.float32)
-        assert rows[-1, 0] < self.context
-        self.length += len(tokens)
-        return rows + np.float32(1 / 1024) * (len(tokens) in self.other)
+    def verify(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        (rows,) = self._together.verify_all([(self._number, tokens)])
+        return rows
+
+    def appended(self, count: int) -> NDArray[np.float32]:
+        begin, self.length = self.length, self.length + count
+        assert self.length <= self.context
+        return (100.0 * self._number + np.arange(begin, self.length, dtype=np.float32))[:, None] * np.ones(5, np.float32)
 
 
+def compared(context: int, longest: int, other: tuple[int, ...] = (), *, count: int = 1) -> tuple[RowEquality, Together]:
+    together = Together(context, other, count=count)
+    return compare_rows(together, longest), together  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(("context", "longest"), [(16, 13), (64, 1), (4096, 13), (400, 5)])
-def test_rows_of_every_width_are_compared_within_any_context(context: int, longest: int) -> None:
-    target = Target(context)
-    equality = compare_rows(target, longest)  # type: ignore[arg-type]
-    assert (equality.exact, equality.different, target.length) == (True, 0, 0)
-    assert equality.compared >= min(longest, 4)
+def test_rows_of_every_width_are_compared_within_any_context(context: int, longest: int, count: int) -> None:
+    equality, together = compared(context, longest, count=count)
+    assert (equality.exact, equality.different, equality.verdict) == (True, 0, "exact")
+    assert [target.length for target in together.targets] == [0] * count
+    assert equality.compared >= count * min(longest, 4)
 
 
-@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize("width", [1, 4, 8, 13])
 def test_rows_that_depend_on_their_number_are_found(width: int) -> None:
-    equality = compare_rows(Target(1000, (width,)), 13)  # type: ignore[arg-type]
+    equality, _ = compared(1000, 13, (width,))
     assert not equality.exact
     assert equality.largest == 1 / 1024
     assert "drafts may change near ties here" in equality.sentence()
+    assert equality.to_json()["verdict"] == "near ties may differ"
+
+
+def test_the_longest_verify_is_compared_whatever_it_is() -> None:
+    assert not compared(1000, 6, (6,))[0].exact
+
+
+@pytest.mark.parametrize("rows", [3, 6, 39])
+def test_rows_that_depend_on_the_requests_beside_are_found(rows: int) -> None:
+    """Three sequences with a row each, with two each, and with all rows of the longest verifies."""
+    assert not compared(1000, 13, (rows,), count=3)[0].exact
+
+
+def test_only_the_first_of_several_sequences_has_a_long_text() -> None:
+    _, together = compared(4096, 13, count=4)
+    assert together.longest_text == [300, 40, 40, 40]
 
 
 def test_the_result_is_kept_for_the_session_s_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    target = Target(1000)
-    first = known_row_equality("files, code, processor", target, 13, print)  # type: ignore[arg-type]
-    forwards = target.forwards
-    assert known_row_equality("files, code, processor", target, 13, print) == first  # type: ignore[arg-type]
-    assert target.forwards == forwards
-    known_row_equality("others", target, 13, print)  # type: ignore[arg-type]
-    assert target.forwards > forwards
+    several = Together(1000, count=2)
+    known_row_equality("files, code, processor", several, 13, print)  # type: ignore[arg-type]
+
+    def forwards(fingerprint: str, together: Together, longest: int) -> int:
+        before = together.forwards
+        known_row_equality(fingerprint, together, longest, print)  # type: ignore[arg-type]
+        return together.forwards - before
+
+    assert forwards("files, code, processor", several, 13) == 0
+    # Another file, kernel or K/V type; longer verifies; another number of sequences; and nothing known about what an answer depends on.
+    assert forwards("others", several, 13) > 0
+    assert forwards("files, code, processor", several, 16) > 0
+    assert forwards("files, code, processor", Together(1000), 13) > 0
+    assert forwards("", several, 13) == forwards("", several, 13) > 0
 
 
 def test_a_damaged_result_is_refused() -> None:
@@ -75,3 +128,13 @@ def test_a_session_says_it_and_goes_on(exported_pair: Path, monkeypatch: pytest.
         monkeypatch.setattr(row_equality, "compare_rows", lambda *_: pytest.fail("it is known"))
         session.row_equality()
         assert session.generate("abc", max_tokens=8).text() == before
+
+
+def test_sessions_release_their_requests_when_they_compare(exported_pair: Path) -> None:
+    with open_sessions(exported_pair, 2, threads=1) as sessions:
+        generation = sessions.sessions[1].generate("abc", max_tokens=8)
+        next(generation.rounds())
+        assert sessions.row_equality().compared > sessions.sessions[0].row_equality().compared
+        with pytest.raises(RequestError, match="another request began"):
+            list(generation.rounds())
+        assert sessions.sessions[1].generate("abc", max_tokens=8).text()

@@ -55,12 +55,10 @@ class Worker:
         notify: Callable[[str], None],
         watch: SharedWatch | None = None,
         deterministic: bool = False,
+        alone: bool = False,
     ) -> None:
-        """With `deterministic`, no answer depends on other requests: requests run alone where rows in a batch differ from rows alone."""
-        self._deterministic = deterministic
-        self._alone = deterministic and len(sessions.sessions) > 1 and not sessions.rows_are_exact()
-        if self._alone:
-            notify("deterministic: rows of this model differ between batches, so one request runs at a time")
+        """With `deterministic`, no answer depends on what other requests left in the caches; with `alone`, one request runs at a time."""
+        self._deterministic, self._alone = deterministic, alone
         self._sessions = sessions.sessions
         self._lockstep = sessions.decoder
         self._template = template
