@@ -23,8 +23,10 @@ NAMED_FILE = re.compile(r"`((?:docs|examples|scripts|tests|devices|exporter|runt
 NAMED_OBJECT = re.compile(r"`(edge_(?:devices|export|runtime)(?:\.\w+)+)")
 COMMANDS = {"run": "edge_runtime.cli.run", "bench": "edge_bench.cli.main", "export": "edge_export.cli.command"}
 COMMAND = re.compile(r"(?:`|^[ \t]*(?:\$ |\.venv/bin/)?)edge-(run|bench|export) +([^\s`]+)", re.MULTILINE)
-# A command with its options, to the end of the line, of the quotation or of the command.
-WITH_OPTIONS = re.compile(r"\bedge-(run|bench|export) +(\w+)\b([^`\n#;|]*)")
+# A command with its options, to the end of the line, of the quotation or of the command, or to the next one.
+WITH_OPTIONS = re.compile(r"\bedge-(run|bench|export) +(\w+)\b((?:(?!\bedge-)[^`\n#;|])*)")
+# An option where the command belongs.
+WITHOUT_COMMAND = re.compile(r"\bedge-(run|bench|export) +(?:BUNDLE +)?(--[a-z][\w-]*)")
 # A passage about an earlier version.
 OLDER = re.compile(r"^The other two are of an earlier.*?^## ", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
@@ -76,11 +78,38 @@ def test_commands_are_written_with_their_sub_command(page):
     for name, word in COMMAND.findall(text):
         first = re.split(r"[|,.]", word)[0]
         assert first in (*commands(name), "BUNDLE") or word.startswith(("-", "edge-")), f"edge-{name} {word}"
+    check_options(text)
+    if page.name != "CHANGELOG.md":  # it names what was dropped
+        check_no_command_is_an_option(text)
+
+
+def check_options(text: str) -> None:
+    """Asserts that each option behind a command is one of that command."""
     for name, command, rest in WITH_OPTIONS.findall(text):
         if command in commands(name):
             known = {flag for each in commands(name)[command].params for flag in (*each.opts, *each.secondary_opts)} | {"--help"}
             named = set(re.findall(r"(?<!\S)--[a-z][\w-]*", rest))
             assert named <= known, f"edge-{name} {command}: {named - known}"
+
+
+def check_no_command_is_an_option(text: str) -> None:
+    assert {option for _, option in WITHOUT_COMMAND.findall(text)} <= {"--help", "--version"}
+
+
+def test_commands_in_the_sources_exist():
+    """Errors, help texts and docstrings."""
+    paths = [
+        path
+        for folder in ("devices", "runtime", "exporter", "scripts", "examples", "tests", ".github", ".ci")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".sh", ".yml", ".html", ".js", ""} and path.is_file()
+    ]
+    assert len(paths) > 400
+    for path in (*paths, ROOT / "Makefile", ROOT / "Dockerfile"):
+        if path != Path(__file__):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            check_options(text)
+            check_no_command_is_an_option(text)
 
 
 def test_there_are_links_to_check():

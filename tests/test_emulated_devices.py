@@ -142,7 +142,9 @@ def test_a_phone_holds_the_tools_of_its_package_against_ours(
     monkeypatch.setattr(remote, "POLL_SECONDS", 1.0)
     folder = package("android-arm64")
     if not (folder / "tools").is_dir():
-        pytest.skip("EDGE_MTP_PACKAGES names no android-arm64 with tools: make it with edge-export --package --with-llama-tools")
+        pytest.skip(
+            "EDGE_MTP_PACKAGES names no android-arm64 with tools: make it with edge-export package android-arm64 --with-llama-tools"
+        )
     phone = desk.phone(cpu="cortex-a76")
     where = ("--adb", phone.serial, "--package", folder, "--results", tmp_path / "results", "--run", "one")
     result = bench("devices", pair_of_both, *WHAT, *where, "--device-folder", tmp_path / "device", "--against", "llama.cpp=package")

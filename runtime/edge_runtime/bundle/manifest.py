@@ -63,7 +63,7 @@ class ImportanceSource:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterTuning:
-    """How a tuned drafter came about (`edge-export --tune-drafter`): the user's text, and what the target wrote after parts of it.
+    """How a tuned drafter came about (`edge-export pair --tune-drafter`): the user's text, and what the target wrote after parts of it.
 
     Acceptance is that of drafts of `draft_length` on text that tuning did not see, of the original drafter and of the tuned one.
     """

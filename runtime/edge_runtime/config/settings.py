@@ -144,7 +144,7 @@ def load_settings(
         layers.append(chosen.config)
         made = bundle.file("target").quantization or "of unknown precision"
         if chosen.four_bit_target and not made.startswith("q4"):
-            notify(f"preset {preset} is meant for a 4-bit target, this one is {made}; edge-export --preset {preset} makes one")
+            notify(f"preset {preset} is meant for a 4-bit target, this one is {made}; edge-export pair --preset {preset} makes one")
     if os.path.lexists(bundle.folder / CONFIG_NAME):
         layers.append(read_bundle_config(bundle.folder / CONFIG_NAME))
     return resolve_settings(layers, bundle)

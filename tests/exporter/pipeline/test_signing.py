@@ -1,4 +1,4 @@
-"""Signed bundles: made by edge-export --sign, demanded by edge-run --verify-key, and readable by openssl."""
+"""Signed bundles: made by edge-export pair --sign, demanded by edge-run generate --verify-key, and readable by openssl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""edge-run --doctor: what it says of a machine with everything, with nothing, and with a backend that dies."""
+"""edge-run doctor: what it says of a machine with everything, with nothing, and with a backend that dies."""
 
 from __future__ import annotations
 
