@@ -28,7 +28,7 @@ WITH_OPTIONS = re.compile(r"\bedge-(run|bench|export) +(\w+)\b((?:(?!\bedge-)[^`
 # An option where the command belongs.
 WITHOUT_COMMAND = re.compile(r"\bedge-(run|bench|export) +(?:BUNDLE +)?(--[a-z][\w-]*)")
 # A passage about an earlier version.
-OLDER = re.compile(r"^The other two are of an earlier.*?^## ", re.MULTILINE | re.DOTALL)
+OLDER = re.compile(r"^The next one is of an earlier.*?^## ", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
