@@ -207,7 +207,7 @@ def measured_importance(folder: Path, text: Path, checkpoint: Checkpoint, scratc
     """Importance of the target's channels on this text, with second moments in the folder `scratch`."""
     moments = SecondMoments(scratch)
     source = ResolvedSource(role="target", origin=str(folder), checkpoint=checkpoint, tokenizer=read_vocabulary(folder))
-    reference = Reference(target=source, drafter=source, threads=threads)
+    reference = Reference(target=source, drafter=source, threads=threads, context=source.checkpoint.architecture.context)
     request = CalibrationRequest(reference=reference, text=text, with_drafter=False, moments={"target": moments})
     made = calibrate(request)
     return replace(fitted(made.target, checkpoint, made.source), moments=moments)

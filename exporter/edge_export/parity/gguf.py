@@ -119,7 +119,7 @@ def _export_rows(
     from edge_runtime.backends.llama.pair import open_pair
 
     answer = probe_load_options(target_path, drafter_path, list(types), notify=notify)
-    context = min(len(tokens) + ROOM, reference.architecture.context)
+    context = min(len(tokens) + ROOM, reference.context)
     options = LlamaOptions(context=context, threads=reference.threads, use_extra_bufts=answer.use_extra_bufts)
     target, drafter = open_pair(target_path, drafter_path, options)
     with target:

@@ -58,11 +58,12 @@ Weights = Mapping[str, Callable[[], NDArray[Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A pair of checkpoints as transformers runs it, in float32 on so many threads."""
+    """A pair of checkpoints as transformers runs it, in float32 on so many threads; the export holds `context` tokens."""
 
     target: ResolvedSource
     drafter: ResolvedSource
     threads: int
+    context: int
 
     @property
     def parameters(self) -> int:
@@ -108,8 +109,8 @@ def why_not(reference: Reference, library: str, extra: str) -> str | None:
 
     `library` runs the export, `extra` installs it.
     """
-    if reference.architecture.context < MIN_CONTEXT:
-        return f"the comparison takes {MIN_CONTEXT} tokens, the target's context is {reference.architecture.context}"
+    if reference.context < MIN_CONTEXT:
+        return f"the comparison takes {MIN_CONTEXT} tokens, the context is {reference.context}"
     reason = why_no_reference(reference.parameters)
     if reason is None and installed_version(library) is None:
         return f"{library} is not installed; pip install 'edge-mtp[{extra}]' to run the export"
@@ -131,12 +132,12 @@ def why_no_reference(parameters: int) -> str | None:
 
 
 def parity_tokens(reference: Reference) -> list[int]:
-    """TEXT as the reference tokenizes it, after a seeded shuffle of its own tokens that is as long as the window."""
-    tokenizer, model = reference.tokenizer(), reference.architecture
+    """TEXT as the reference tokenizes it, after a seeded shuffle of its own tokens: a window of them, or what else the context holds."""
+    tokenizer = reference.tokenizer()
     ids: list[int] = tokenizer.encode(TEXT, add_special_tokens=False)
     begin: list[int] = tokenizer.encode("", add_special_tokens=True)
     text = [ids[i % len(ids)] for i in range(ROWS + 1)]
-    shuffled = min(model.window, MAX_WINDOW, model.context - len(begin) - len(text))
+    shuffled = min(reference.architecture.window, MAX_WINDOW, reference.context - len(begin) - len(text))
     chosen = np.random.default_rng(SEED).integers(len(ids), size=shuffled)
     return [*begin, *(ids[i] for i in chosen), *text]
 

@@ -115,7 +115,7 @@ def _open_job(request: ExportRequest, progress: Progress) -> ExportJob:
     return ExportJob(
         request=request,
         progress=progress,
-        reference=Reference(target=target, drafter=drafter, threads=request.thread_count),
+        reference=Reference(target=target, drafter=drafter, threads=request.thread_count, context=context),
         context=context,
         layout=layout,
         split=split,

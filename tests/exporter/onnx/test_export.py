@@ -20,6 +20,7 @@ from edge_export.cli.command import main
 from edge_export.errors import ExportError, ParityError
 from edge_export.onnx.graphs import blocks as onnx_blocks
 from edge_export.onnx.request import OnnxRequest
+from edge_export.parity.reference import MIN_CONTEXT
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization.importance_sources import ImportanceSources
@@ -49,6 +50,12 @@ def test_float32_graphs_are_the_reference(member: str, device: str | None, expor
         plain, drafted = (session.generate(list(range(300, 360)), max_tokens=60, draft_length=n) for n in (0, 3))
         plain.text(), drafted.text()
         assert plain.tokens == drafted.tokens
+
+
+def test_a_short_context_is_compared_as_far_as_it_goes(exported: Callable[..., Bundle]) -> None:
+    parity = parity_of(exported(context=MIN_CONTEXT))
+    assert parity["tokens"] == MIN_CONTEXT
+    assert parity["unquantized"]["max_abs_difference"] < 1e-4
 
 
 @pytest.mark.parametrize("device", [None, "static"])

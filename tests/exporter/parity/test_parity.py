@@ -133,7 +133,7 @@ def test_a_broken_quantization_refuses_the_bundle(
 def test_what_is_missing_is_the_reason_to_skip(package: str, found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0", "transformers": "5.22.2", "llama-cpp-python": "0.3.36"}
     monkeypatch.setattr(reference, "installed_version", lambda name: (versions | {package: found})[name])
-    pair = cast(Any, SimpleNamespace(parameters=1000, architecture=SimpleNamespace(context=1024)))
+    pair = cast(Any, SimpleNamespace(parameters=1000, context=1024))
     assert (reference.why_not(pair, "llama-cpp-python", "llama") or "").startswith(reason)
     monkeypatch.setattr(reference, "installed_version", lambda name: versions[name])
     assert reference.why_not(pair, "llama-cpp-python", "llama") is None

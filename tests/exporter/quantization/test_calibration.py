@@ -48,7 +48,9 @@ def request_for(member_folder: Folders, text: Path, monkeypatch: pytest.MonkeyPa
 
     def made(member: str) -> CalibrationRequest:
         target, drafter = resolve_pair(str(member_folder(member)), str(member_folder(f"{member}-assistant")))
-        return CalibrationRequest(reference=Reference(target=target, drafter=drafter, threads=1), text=text)
+        return CalibrationRequest(
+            reference=Reference(target=target, drafter=drafter, threads=1, context=target.checkpoint.architecture.context), text=text
+        )
 
     return made
 

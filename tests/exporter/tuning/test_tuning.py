@@ -217,7 +217,8 @@ def test_what_is_in_the_way_is_left_alone(quick):
 
 def test_the_tuned_drafter_is_a_checkpoint_of_the_same_type(models, tmp_path):
     target, drafter = reference_pair()
-    reference = Reference(**dict(zip(("target", "drafter"), resolve_pair(str(target), str(drafter)), strict=True)), threads=1)
+    pair = dict(zip(("target", "drafter"), resolve_pair(str(target), str(drafter)), strict=True))
+    reference = Reference(**pair, threads=1, context=1024)
     request = TuningRequest(reference=reference, text=tmp_path / "text", folder=tmp_path, minutes=1, banned=())
     tune._save(models[1], request)
     made, shipped = open_checkpoint(request.result), open_checkpoint(drafter)
