@@ -26,6 +26,8 @@ _BOUNDS = (2, 3, 4, 6, 9, 14, 22, 40)
 TEXT_PRIORS = {f"{SOURCE} {bound}": chance for bound, chance in zip(_BOUNDS, (0.25, 0.35, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95), strict=True)}
 # Of a longer prompt only the end is remembered: a token takes about 600 bytes.
 MAX_TOKENS = 32768
+# Tokens that are read at a time: 4 ms at best, 25 ms of texts of two different tokens.
+SLICE_TOKENS = 4096
 # Characters of a prediction for each token of the context: texts have 3 to 6 of them per token, and no answer repeats what is beyond.
 PREDICTED_CHARACTERS = 16
 # What no text contains; matches and copies end there. Copies end before soft rows of images and sound too, whose ids are negative.
@@ -116,21 +118,27 @@ class SuffixAutomaton:
 
 
 class TextMemory:
-    """Guesses what followed the longest earlier occurrence of the newest tokens. Implements `sources.Source`."""
+    """Guesses what followed the longest earlier occurrence of the newest tokens. Implements `sources.Source`.
+
+    A long text is read in slices, one at each call, and nothing is guessed before its end: requests side by side wait for each other.
+    """
 
     def __init__(self, tokens: Sequence[int], predicted: Sequence[int] = ()) -> None:
         """`predicted` is what the output is expected to be, or to contain parts of."""
         self._automaton = SuffixAutomaton()
-        if predicted:
-            self.add([*tokens[-LEAD:], *predicted[:MAX_TOKENS], BORDER])
+        self._unread = [*tokens[-LEAD:], *predicted[:MAX_TOKENS], BORDER] if predicted else []
         self.add(tokens[-MAX_TOKENS:])
 
     def add(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
+        self._unread += tokens
+        for token in self._unread[:SLICE_TOKENS]:
             self._automaton.append(token)
+        del self._unread[:SLICE_TOKENS]
 
     def guess(self, ahead: Sequence[int], limit: int) -> Guess:
         """A copy that reaches the end of the text repeats itself, so that a loop is guessed as a loop."""
+        if self._unread:
+            return Guess(SOURCE)
         length, end = self._automaton.longest_repeat(ahead)
         if length < SHORTEST_MATCH:
             return Guess(SOURCE)

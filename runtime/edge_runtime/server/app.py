@@ -191,7 +191,7 @@ async def closed_response(_request: Request, _error: Exception) -> Response:
 def make_app(api: Api) -> Starlette:
     """Returns the ASGI application."""
     card = api.card
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.completion, methods=["POST"]),
@@ -221,6 +221,8 @@ def make_app(api: Api) -> Starlette:
             Exception: error_response,
         },
     )
+    app.router.redirect_slashes = False  # to the name in the Host header, with an empty answer
+    return app
 
 
 def _facts(value: Callable[[], Json]) -> Callable[[Request], Awaitable[Response]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,6 +21,9 @@ Result = TypeVar("Result")
 MEMORY_BYTES = 640 << 20
 # A mask of a legal constraint took 14 ms at most on a server; the slowest phones are about 15 times slower.
 COMPILE_SECONDS, STEP_SECONDS = 5.0, 0.5
+# What steps may take on average, and what is left of that at most for a slow one: each step delays a round of all of a server's clients.
+MEAN_STEP_SECONDS, LEFT_SECONDS = 0.03, 5.0
+_SHORTEST_SECONDS = 0.001  # 0 would be no limit
 _STACK_BYTES = 64 << 20
 COMPILE, MASK, VALIDATE, CONSUME, ROLL_BACK, ACCEPTING, FORCED = b"CMVTRAF"
 FAILED, STOPPED = 1, 2
@@ -28,7 +32,10 @@ ANSWER = struct.Struct("<Bi")
 _COUNTS = struct.Struct("<III")
 _MEGABYTES = MEMORY_BYTES >> 20
 _TOO_MUCH = f"compiling it takes more than {COMPILE_SECONDS:g} s of processor time or {_MEGABYTES} MB; simplify it"
-_STEP_TOO_MUCH = f"a step of it takes more than {STEP_SECONDS:g} s of processor time, or all of it {_MEGABYTES} MB; simplify it"
+_STEP_TOO_MUCH = (
+    f"a step of it takes more than {STEP_SECONDS:g} s of processor time, or many of them {MEAN_STEP_SECONDS:g} s each,"
+    f" or all of it {_MEGABYTES} MB; simplify it"
+)
 
 
 def llguidance_module() -> Any:
@@ -95,12 +102,15 @@ def serve(shared: tuple[Any, Any], connection: socket.socket) -> None:
     limit_step(COMPILE_SECONDS)
     matcher = on_deep_stack(lambda: new_matcher(*shared, first[1:].decode()))
     _reply(connection, matcher, 0, b"")
+    left = LEFT_SECONDS
     while True:
         limit_step(0)
         message = receive(connection)
-        limit_step(STEP_SECONDS)
+        limit_step(min(STEP_SECONDS, max(left, _SHORTEST_SECONDS)))
+        begin = time.process_time()
         number, data = _call(matcher, message[0], message[1:])
         _reply(connection, matcher, number, data)
+        left = min(LEFT_SECONDS, left + MEAN_STEP_SECONDS - (time.process_time() - begin))
 
 
 def _call(matcher: Any, operation: int, body: bytes) -> tuple[int, bytes]:

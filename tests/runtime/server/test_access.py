@@ -170,3 +170,9 @@ def test_a_slow_tokenizer_delays_nobodys_rounds() -> None:
         assert done == [200], "it ended while the other prompt was being tokenized"
         encoded.going.set()
         second.join()
+
+
+def test_no_path_is_redirected(server: Scripted) -> None:
+    status, headers, body = send(server, "GET", "/health/", Authorization="Bearer secret")
+    assert (status, "location" in headers) == (404, False)
+    assert "no such path" in body["error"]["message"]

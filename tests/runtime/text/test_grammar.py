@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
 import re
 import resource
+import socket
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ jsonschema = pytest.importorskip("jsonschema", reason="needs edge-mtp[dev]")
 
 from edge_devices.children import forked
 from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.text import matcher
 from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, Regex
 from edge_runtime.text.grammar import Grammars, grammars_for
 from edge_runtime.text.grammar_limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_LEVELS
@@ -340,3 +344,23 @@ def test_a_missing_library_is_named(monkeypatch):
 def test_a_vocabulary_without_an_end_is_refused():
     with pytest.raises(RequestError, match="no end token"):
         Grammars(LetterVocabulary(), 17)
+
+
+def test_many_slow_steps_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them delays a round of all of a server's clients: one that takes nearly the limit each time ends soon."""
+    clock, limits = itertools.count(step=0.2), []
+    matching = types.SimpleNamespace(compute_bitmask=lambda: b"", is_error=lambda: False, is_stopped=lambda: False)
+    library = types.SimpleNamespace(LLParserLimits=lambda **_: None, LLMatcher=lambda *_, **__: matching)
+    monkeypatch.setattr(matcher, "limit_step", limits.append)
+    monkeypatch.setattr(matcher.time, "process_time", lambda: next(clock))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for message in [bytes([matcher.COMPILE]) + b"x"] + [bytes([matcher.MASK])] * 40:
+            forked.send(ours, message)
+        ours.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(EOFError):
+            matcher.serve((library, None), theirs)
+    steps = [limit for limit in limits[1:] if limit]
+    assert steps[:20] == [matcher.STEP_SECONDS] * 20
+    assert steps[-1] == matcher._SHORTEST_SECONDS, "no step has no limit"
+    assert steps == sorted(steps, reverse=True)
