@@ -26,6 +26,7 @@ FUNCTIONS = (
     "ggml_barrier",
     "ggml_threadpool_chunk_set",
     "ggml_threadpool_chunk_add",
+    *(f"ggml_compute_forward_{operation}" for operation in ("add", "mul", "rms_norm", "scale", "cont", "rope", "unary", "fwht")),
 )
 # C++'s operator new: the list belongs to a vector, which may free it.
 _NEW = "_Znwm"
@@ -65,10 +66,20 @@ def failure_check() -> Any:
     return getattr(_kernels(), "edge_ggml_failed", None)
 
 
+def unread_rows() -> int:
+    """Returns how many rows of products this process did not compute so far, as nobody reads them; 0 without kernels."""
+    kernels = _kernels()
+    if kernels is None:
+        return 0
+    kernels.edge_ggml_unread_rows.restype = ctypes.c_int64
+    count: int = kernels.edge_ggml_unread_rows()
+    return count
+
+
 def _kernels() -> Any:
     """The library; None where there is none, or one of an earlier build, which would take other functions."""
     kernels = load_library()
-    return kernels if hasattr(kernels, "edge_rows_gate") else None
+    return kernels if hasattr(kernels, "edge_ggml_unread_rows") else None
 
 
 def _address(library: Any, name: str) -> int | None:

@@ -66,10 +66,9 @@ class LlamaTargetContext(LlamaModel):
         self.max_rows = options.max_draft_length + 1
         params = context_params(self._library, options, self.max_rows * options.sequences)
         self._pointer = open_context(self._library, self._model, params, path)
-        if options.draft:
-            # Masked: hidden rows exist for flagged rows only, in their order, so that the last layer may leave out
-            # the others (src/models/gemma4.cpp, inp_out_ids).
-            self._library.staging.llama_set_embeddings_nextn(self._pointer, True, True)
+        # Masked: hidden rows exist for flagged rows only, in their order, so that the last layer leaves out the others
+        # (src/models/gemma4.cpp, inp_out_ids), and the row kernels in the layers before it (ggml/read_rows.h).
+        self._library.staging.llama_set_embeddings_nextn(self._pointer, options.draft, True)
         self.vocabulary = LlamaVocabulary(self._library, self._model)
         self.hidden_size: int = api.llama_model_n_embd_out(self._model)
         self.window: int = api.llama_model_n_swa(self._model)

@@ -7,9 +7,15 @@
 namespace edge::ggml {
 
 // enum ggml_type
-constexpr int kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ8_0 = 8, kQ4_K = 12, kQ6_K = 14, kBf16 = 30;
+constexpr int kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ8_0 = 8, kQ4_K = 12, kQ6_K = 14, kI32 = 26, kBf16 = 30;
 // enum ggml_op
-constexpr int kMulMat = 29, kFlashAttention = 74, kUnary = 91, kGlu = 100;
+constexpr int kNone = 0, kAdd = 2, kMul = 7, kRmsNorm = 25, kMulMat = 29, kScale = 32, kContiguous = 35, kReshape = 36, kView = 37, kPermute = 38,
+              kGetRows = 40, kRope = 48, kFlashAttention = 74, kUnary = 91, kGlu = 100;
+// enum ggml_op_hint, the second parameter of a product: its first matrix is a Hadamard one
+constexpr int kHadamard = 1;
+// enum ggml_tensor_flag
+constexpr int kOutput = 2;
+constexpr int kDimensions = 4, kSources = 10;
 // enum ggml_unary_op and ggml_glu_op, each the operation's first parameter; a GLU's second one says whether its halves are swapped
 constexpr int kTanh = 4, kGeglu = 1;
 // enum ggml_backend_buffer_usage
@@ -25,12 +31,12 @@ struct Threadpool;
 struct Tensor {
     int type;
     Buffer* buffer;
-    int64_t ne[4];  // elements, the innermost dimension first
-    size_t nb[4];   // strides in bytes
+    int64_t ne[kDimensions];  // elements, the innermost dimension first
+    size_t nb[kDimensions];   // strides in bytes
     int op;
     int32_t op_params[16];
     int32_t flags;
-    Tensor* src[10];
+    Tensor* src[kSources];
     Tensor* view_src;
     size_t view_offs;
     void* data;
@@ -105,6 +111,8 @@ struct BufferTypes {
     BufferType **first, **last, **end;
 };
 
+using ComputeOperation = void(const Work*, Tensor* op);
+
 // Functions of libggml-base and libggml-cpu, found by the caller.
 struct Functions {
     Buffer* (*buffer_init)(BufferType*, BufferCalls, void* context, size_t size);
@@ -120,6 +128,8 @@ struct Functions {
     void (*barrier)(Threadpool*);
     void (*set_chunk)(Threadpool*, int value);
     int (*add_chunk)(Threadpool*, int value);
+    // Operations of the CPU backend, each called by all threads.
+    ComputeOperation *add, *mul, *rms_norm, *scale, *contiguous, *rope, *unary, *hadamard;
 };
 
 }  // namespace edge::ggml

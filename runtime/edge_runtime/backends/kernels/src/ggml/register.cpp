@@ -8,6 +8,7 @@
 #include "elementwise.h"
 #include "multiply.h"
 #include "pack.h"
+#include "read_rows.h"
 #include "weights.h"
 
 namespace edge::ggml {
@@ -70,47 +71,98 @@ void fail(const Work& work, const Tensor& op) {
     __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
 }
 
+// Runs an operation, or of a marked one the rows that are read. `shared`: its threads share memory or a counter, which the next run needs.
+template <class Run>
+void run_read_rows(const Work& work, Tensor* op, bool shared, Run run) {
+    if (work.thread == 0) end_plan();
+    const Restriction restriction = restriction_of(*op);
+    if (!restriction.rows) return run(op);
+    for (int i = 0; i < restriction.rows->count; i++) {
+        if (shared && i) functions.barrier(work.pool);
+        CutOperation cut(*op, *restriction.rows, restriction.dimension, restriction.rows->runs[i]);
+        run(cut.operation());
+    }
+}
+
 struct Multiplication final : Operation {
     bool work_size(int, const Tensor* op, size_t& size) override {
+        plan_node(functions, const_cast<Tensor*>(op), true);
         size = multiply_memory(*op);
         return true;
     }
     bool compute(Work* work, Tensor* op) override {
-        if (!multiply(functions, *variant, *work, *op)) fail(*work, *op);
+        run_read_rows(*work, op, true, [&](Tensor* rows) {
+            if (!multiply(functions, *variant, *work, *rows)) fail(*work, *rows);
+        });
         return true;
     }
 };
 
 struct FloatMultiplication final : Operation {
-    bool work_size(int, const Tensor*, size_t& size) override {
+    bool work_size(int, const Tensor* op, size_t& size) override {
+        plan_node(functions, const_cast<Tensor*>(op), true);
         size = 0;
         return true;
     }
     bool compute(Work* work, Tensor* op) override {
-        multiply_floats(functions, *variant, *work, *op);
+        run_read_rows(*work, op, true, [&](Tensor* rows) { multiply_floats(functions, *variant, *work, *rows); });
         return true;
     }
 };
 
 struct Attention final : Operation {
     bool work_size(int threads, const Tensor* op, size_t& size) override {
+        plan_node(functions, const_cast<Tensor*>(op), true);
         size = attention_memory(*op, threads);
         return true;
     }
     bool compute(Work* work, Tensor* op) override {
-        if (!attend(functions, *variant, *work, *op)) fail(*work, *op);
+        run_read_rows(*work, op, true, [&](Tensor* rows) {
+            if (!attend(functions, *variant, *work, *rows)) fail(*work, *rows);
+        });
         return true;
     }
 };
 
 struct Elementwise final : Operation {
-    bool work_size(int, const Tensor*, size_t& size) override {
+    bool work_size(int, const Tensor* op, size_t& size) override {
+        plan_node(functions, const_cast<Tensor*>(op), true);
         size = 0;
         return true;
     }
     bool compute(Work* work, Tensor* op) override {
-        compute_elementwise(*variant, *work, *op);
+        run_read_rows(*work, op, false, [&](Tensor* rows) { compute_elementwise(*variant, *work, *rows); });
         return true;
+    }
+};
+
+// ggml's own operations: it plans all of them, and computes those that are not marked.
+struct StockOperation final : Operation {
+    bool work_size(int, const Tensor* op, size_t&) override {
+        plan_node(functions, const_cast<Tensor*>(op), is_row_by_row(*op));
+        return false;
+    }
+    bool compute(Work* work, Tensor* op) override {
+        if (!restriction_of(*op).rows) {
+            if (work->thread == 0) end_plan();
+            return false;
+        }
+        run_read_rows(*work, op, false, [&](Tensor* rows) { function_of(*op)(work, rows); });
+        return true;
+    }
+
+  private:
+    static ComputeOperation* function_of(const Tensor& op) {
+        switch (op.op) {
+            case kAdd: return functions.add;
+            case kMul: return functions.mul;
+            case kRmsNorm: return functions.rms_norm;
+            case kScale: return functions.scale;
+            case kContiguous: return functions.contiguous;
+            case kRope: return functions.rope;
+            case kUnary: return functions.unary;
+            default: return functions.hadamard;
+        }
     }
 };
 
@@ -118,6 +170,7 @@ Multiplication multiplication;
 FloatMultiplication float_multiplication;
 Attention attention;
 Elementwise elementwise;
+StockOperation stock_operation;
 
 struct Weights final : ExtraBufferType {
     bool supports(Device*, const Tensor* op) override {
@@ -126,13 +179,13 @@ struct Weights final : ExtraBufferType {
         return !values || functions.buffer_type_is_host(values->type);
     }
     Operation* operation(const Tensor* op) override {
-        if (op->op == kMulMat) {
-            if (is_ours(op->src[0])) return &multiplication;
-            // Weights in a buffer that is no plain memory belong to whoever laid them out there.
-            return enabled && multiplies_floats(*op) && functions.buffer_type_is_host(op->src[0]->buffer->type) ? &float_multiplication : nullptr;
-        }
-        if (op->op == kFlashAttention) return enabled && attends(*op) ? &attention : nullptr;
-        return enabled && is_elementwise(*op) ? &elementwise : nullptr;
+        if (op->op == kMulMat && is_ours(op->src[0])) return &multiplication;
+        if (!enabled) return nullptr;
+        // Weights in a buffer that is no plain memory belong to whoever laid them out there.
+        if (multiplies_floats(*op) && functions.buffer_type_is_host(op->src[0]->buffer->type)) return &float_multiplication;
+        if (attends(*op)) return &attention;
+        if (is_elementwise(*op)) return &elementwise;
+        return &stock_operation;
     }
 };
 
@@ -141,13 +194,18 @@ BufferType buffer_type = {{type_name, allocate, alignment, nullptr, tensor_size,
 
 bool is_ours(const Tensor* tensor) { return tensor->buffer && tensor->buffer->type == &buffer_type; }
 
+bool has_name(int op, const char* name) { return strcmp(functions.op_name(op), name) == 0; }
+
 const char* unexpected() {
-    if (strcmp(functions.op_name(kMulMat), "MUL_MAT") != 0 || strcmp(functions.op_name(kFlashAttention), "FLASH_ATTN_EXT") != 0 ||
-        strcmp(functions.op_name(kUnary), "UNARY") != 0 || strcmp(functions.unary_name(kTanh), "TANH") != 0 ||
-        strcmp(functions.op_name(kGlu), "GLU") != 0 || strcmp(functions.glu_name(kGeglu), "GEGLU") != 0)
+    if (!has_name(kAdd, "ADD") || !has_name(kMul, "MUL") || !has_name(kRmsNorm, "RMS_NORM") || !has_name(kScale, "SCALE") ||
+        !has_name(kContiguous, "CONT") || !has_name(kReshape, "RESHAPE") || !has_name(kView, "VIEW") || !has_name(kPermute, "PERMUTE") ||
+        !has_name(kGetRows, "GET_ROWS") || !has_name(kRope, "ROPE") || !has_name(kMulMat, "MUL_MAT") || !has_name(kFlashAttention, "FLASH_ATTN_EXT") ||
+        !has_name(kUnary, "UNARY") || !has_name(kGlu, "GLU") || strcmp(functions.unary_name(kTanh), "TANH") != 0 ||
+        strcmp(functions.glu_name(kGeglu), "GEGLU") != 0)
         return "its operations have other numbers";
     if (strcmp(functions.type_name(kF16), "f16") != 0 || strcmp(functions.type_name(kQ4_0), "q4_0") != 0 || strcmp(functions.type_name(kQ8_0), "q8_0") != 0 ||
-        strcmp(functions.type_name(kQ4_K), "q4_K") != 0 || strcmp(functions.type_name(kQ6_K), "q6_K") != 0 || strcmp(functions.type_name(kBf16), "bf16") != 0)
+        strcmp(functions.type_name(kQ4_K), "q4_K") != 0 || strcmp(functions.type_name(kQ6_K), "q6_K") != 0 || strcmp(functions.type_name(kBf16), "bf16") != 0 ||
+        strcmp(functions.type_name(kI32), "i32") != 0)
         return "its types have other numbers";
     const BufferTypes* types = functions.extra_buffer_types();
     if (!types || types->last < types->first || types->end < types->last || types->last - types->first > 16) return "its list of buffer types is another";
@@ -171,6 +229,7 @@ EDGE_EXPORT const char* edge_ggml_register(const Functions* given, void* (*make)
     if (const char* reason = unexpected()) return reason;
     buffer_type.device = functions.registry_device(functions.cpu_registry(), 0);
     if (!buffer_type.device) return "it has no CPU device";
+    if (!prepare_read_rows()) return "no key of threads' own memory is left";
     BufferTypes* types = functions.extra_buffer_types();
     const size_t count = static_cast<size_t>(types->last - types->first);
     BufferType** list = static_cast<BufferType**>(make((count + 1) * sizeof(BufferType*)));
@@ -191,3 +250,6 @@ EDGE_EXPORT bool edge_ggml_failed(void*) { return __atomic_load_n(&failed, __ATO
 
 // The bytes that weights of such a type and shape are packed into; 0 where they stay as they are.
 EDGE_EXPORT size_t edge_ggml_packed_bytes(const Tensor* tensor) { return packs(*tensor) ? packed_bytes(*tensor) : 0; }
+
+// Rows of products that were not computed so far, as nobody reads them.
+EDGE_EXPORT int64_t edge_ggml_unread_rows() { return unread_rows(); }

@@ -1,0 +1,245 @@
+"""Rows that nobody reads are not computed by the row kernels; what follows has the bits of computing all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kept import shipped_bundle
+
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+
+from edge_runtime.backends.kernels import ggml
+from edge_runtime.backends.llama.context import Batch, LlamaOptions
+from edge_runtime.backends.llama.loader import llama_library
+from edge_runtime.backends.llama.pair import open_pair
+from edge_runtime.backends.llama.target import LlamaSequence, LlamaTarget, Rows
+from edge_runtime.bundle.kv_types import KvType
+
+pytestmark = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")
+CHUNK = 64
+# Of the shipped target 4 of 8 layers read K/V of earlier ones. Products of such a layer: Q and attention's output, gate, up and down, and
+# two of per-layer embeddings. The last owner of K/V has them too. Of the last layer llama.cpp itself leaves out all behind the first two.
+PRODUCTS = 7 * 4 + 2
+
+
+def options(**changes: Any) -> LlamaOptions:
+    return LlamaOptions(**{"context": 1024, "threads": 2, "batch": CHUNK, "max_draft_length": 12, **changes})
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+    return next(shipped_bundle().glob("target-*.gguf"))
+
+
+def tokens_of(target: LlamaTarget, count: int, seed: int = 0) -> list[int]:
+    drawn: list[int] = np.random.default_rng(seed).integers(8, target.vocabulary.size, count).tolist()
+    return drawn
+
+
+@contextmanager
+def left_out() -> Iterator[list[int]]:
+    """Collects by how much the rows of products that were not computed grew."""
+    before, grown = ggml.unread_rows(), []
+    yield grown
+    grown.append(ggml.unread_rows() - before)
+
+
+def append_all(sequence: LlamaSequence, tokens: Sequence[int]) -> None:
+    """Appends tokens by verifies, which compute every row."""
+    with left_out() as grown:
+        for first in range(0, len(tokens), sequence.max_rows):
+            sequence.verify(tokens[first : first + sequence.max_rows])
+    assert grown == [0]
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("draft", [False, True])
+def test_prompts_of_every_length_leave_what_all_rows_leave(path: Path, kv_type: KvType, *, draft: bool) -> None:
+    """Beyond the sliding window, whose cells are written anew."""
+    with LlamaTarget(path, options(kv_type=kv_type, draft=draft)) as target:
+        text = tokens_of(target, 900)
+        for count in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 700):
+            after = text[count : count + 5]
+            target.rollback(0)
+            append_all(target, text[:count])
+            hidden = target.hidden_row.copy() if target.hidden_row is not None else None
+            state, logits = target.state(), target.verify(after).copy()
+            target.rollback(0)
+            with left_out() as grown:
+                target.prefill(text[:count])
+            assert grown[0] >= (count - draft) * PRODUCTS
+            assert (hidden is None) is not draft
+            if hidden is not None:
+                assert np.array_equal(target.hidden_row, hidden)
+            assert target.state() == state, count
+            assert np.array_equal(target.verify(after), logits), count
+
+
+def test_the_count_of_rows_left_out_is_exact(path: Path) -> None:
+    with LlamaTarget(path, options()) as target, left_out() as grown:
+        target.prefill(tokens_of(target, 150))
+    assert grown == [149 * PRODUCTS]
+
+
+def test_a_piece_before_others_is_read_nowhere(path: Path) -> None:
+    with LlamaTarget(path, options()) as target:
+        text = tokens_of(target, 150)
+        with left_out() as grown:
+            target.prefill(text[:100], rows_read=0)
+            target.prefill(text[100:])
+        assert grown == [149 * PRODUCTS]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("quantization", ["q4_0", "bf16"])
+def test_random_members_leave_what_all_rows_leave(seed: int, quantization: str, tmp_path: Path) -> None:
+    """Shapes of E2B, E4B, 12B, 26B-A4B and 31B; those that share no K/V have unread rows in the last layer alone.
+
+    Weights of float16 would lie in a buffer of llama.cpp's own kernels on a processor with AMX.
+    """
+    pytest.importorskip("torch", reason="needs edge-mtp[verify]")
+    from edge_export.pipeline.export import export_pair
+    from edge_export.pipeline.request import ExportRequest
+    from random_pairs import write_random_pair
+
+    _, *halves = write_random_pair(seed, tmp_path)
+    folders = dict(zip(("target", "drafter"), map(str, halves), strict=True))
+    export_pair(ExportRequest(**folders, output=tmp_path / "bundle", target_quantization=quantization, context=1024, verify=False))
+    with LlamaTarget(next((tmp_path / "bundle").glob("target-*.gguf")), options()) as target:
+        text = tokens_of(target, 400)
+        append_all(target, text[:300])
+        state, logits = target.state(), target.verify(text[300:305]).copy()
+        target.rollback(0)
+        with left_out() as grown:
+            target.prefill(text[:300])
+        assert grown[0] >= 299 * 2
+        assert target.state() == state
+        assert np.array_equal(target.verify(text[300:305]), logits)
+
+
+@pytest.mark.parametrize("kept", [1, 30, CHUNK, 99])
+def test_rollback_into_a_prompt_and_a_prefix_used_again(path: Path, kept: int) -> None:
+    with LlamaTarget(path, options()) as target:
+        text, other = tokens_of(target, 100), tokens_of(target, 90, seed=1)
+        whole = [*text[:kept], *other]
+        append_all(target, whole)
+        state, logits = target.state(), target.verify(text[:3]).copy()
+        target.rollback(0)
+        target.prefill(text)
+        target.rollback(kept)
+        target.prefill(other)
+        assert target.state() == state
+        assert np.array_equal(target.verify(text[:3]), logits)
+
+
+def test_drafts_before_the_first_verify_are_the_same(path: Path) -> None:
+    drafter_path = next(path.parent.glob("drafter-q*.gguf"))
+    target, drafter = open_pair(path, drafter_path, options())
+    assert drafter is not None
+    with target:
+        text = tokens_of(target, 200)
+        append_all(target, text)
+        expected = drafter.draft(500, 8)
+        target.rollback(0)
+        target.prefill(text)
+        with left_out() as grown:
+            assert drafter.draft(500, 8) == expected
+        assert grown == [0]
+
+
+def test_rows_are_named_for_each_batch_of_several_requests(path: Path) -> None:
+    """Prompts and verifies share batches. Two batches of the same sizes have the same graph, but other rows are read."""
+    sizes = [
+        ((20, 1), (5, 5), (7, 0)),
+        ((5, 5), (20, 1), (7, 0)),
+        ((1, 0), (3, 1), (12, 12)),
+        ((2, 2), (2, 1), (2, 2)),
+        ((4, 0), (1, 0), (9, 0)),
+    ]
+    found: dict[int, list[NDArray[np.float32]]] = {0: [], 1: [], 2: []}
+    with LlamaTarget(path, options(sequences=3)) as target:
+        texts = [tokens_of(target, 100, seed) for seed in range(3)]
+        sequences = target.shared.sequences
+        for batch in sizes:
+            rows = [
+                Rows(sequence=one, ids=np.asarray(texts[one.number][one.length :][:count], np.int64), flagged=flagged)
+                for one, (count, flagged) in zip(sequences, batch, strict=True)
+            ]
+            with left_out() as grown:
+                target.shared.forward(rows)
+            assert grown == [sum(count - flagged for count, flagged in batch) * PRODUCTS]
+            hidden = [one.hidden_row for one in sequences]
+            for one, (_, flagged) in zip(sequences, batch, strict=True):
+                if flagged:
+                    row = hidden[one.number]
+                    assert row is not None
+                    found[one.number].append(row.copy())
+        lengths = [one.length for one in sequences]
+        logits = [one.verify(texts[one.number][one.length :][:4]).copy() for one in sequences]
+    for number, text in enumerate(texts):
+        with LlamaTarget(path, options()) as alone:
+            position, expected = 0, []
+            for batch in sizes:
+                count, flagged = batch[number]
+                append_all(alone, text[position : position + count])
+                position += count
+                if flagged and alone.hidden_row is not None:
+                    expected.append(alone.hidden_row.copy())
+            assert position == lengths[number]
+            assert all(np.array_equal(*pair) for pair in zip(expected, found[number], strict=True))
+            assert np.array_equal(alone.verify(text[position : position + 4]), logits[number])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_soft_rows_leave_what_all_rows_leave(path: Path, monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> None:
+    with LlamaTarget(path, options(bidirectional=whole)) as target:
+        text = tokens_of(target, 60)
+        rows = np.random.default_rng(7).standard_normal((13, target.hidden_size)).astype(np.float32)
+
+        def appended() -> tuple[bytes, NDArray[np.float32]]:
+            target.rollback(0)
+            target.prefill(text[:40])
+            target.prefill_rows([-1] * len(rows), rows, whole=whole)
+            target.prefill(text[40:50])
+            return target.state(), target.verify(text[50:55]).copy()
+
+        with left_out() as grown:
+            state, logits = appended()
+        assert grown == [(39 + 13 + 9) * PRODUCTS]
+        add_rows = Batch.add_rows
+
+        def add_read_rows(batch: Batch, *arguments: Any) -> None:
+            add_rows(batch, *arguments)
+            batch._flags[: len(rows)] = 1
+
+        monkeypatch.setattr(Batch, "add_rows", add_read_rows)
+        with left_out() as grown:
+            all_state, all_logits = appended()
+        assert grown == [(39 + 9) * PRODUCTS]
+        assert state == all_state
+        assert np.array_equal(logits, all_logits)
+
+
+def test_threads_plan_graphs_of_their_own(path: Path) -> None:
+    def prefilled(seed: int) -> NDArray[np.float32]:
+        with LlamaTarget(path, options(threads=1)) as target:
+            text = tokens_of(target, 300, seed)
+            for _ in range(3):
+                target.rollback(0)
+                target.prefill(text[:290])
+            return target.verify(text[290:]).copy()
+
+    expected = [prefilled(seed) for seed in range(4)]
+    with left_out() as grown, ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(prefilled, range(4)))
+    assert grown == [4 * 3 * 289 * PRODUCTS]
+    assert all(np.array_equal(*pair) for pair in zip(expected, together, strict=True))

@@ -1,0 +1,197 @@
+"""Random graphs of ggml in which rows are chosen at the end: results have the bits of computing all rows, whoever else reads some.
+
+All memory holds NaN before a graph is computed: an operation that takes in a row which was not computed shows in a result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+
+from edge_runtime.backends.kernels import ggml
+from edge_runtime.backends.llama.ggml_graph import GgmlContext
+from edge_runtime.backends.llama.loader import declare, llama_library
+
+pytestmark = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")
+HEADS, DIM, CELLS = 4, 8, 16
+WIDTH = HEADS * DIM
+# enum ggml_type, enum ggml_backend_buffer_usage, enum ggml_op_hint, GGML_ROPE_TYPE_NEOX
+F32, F16, I32 = 0, 1, 26
+WEIGHTS, HADAMARD, NEOX = 1, 1, 2
+LOGITS = b"result_output"
+_P, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_new_tensor": (_P, [_P, _INT, _INT, _P]),
+    "ggml_get_data": (_P, [_P]),
+    "ggml_nbytes": (ctypes.c_size_t, [_P]),
+    "ggml_set_name": (_P, [_P, ctypes.c_char_p]),
+    "ggml_set_output": (None, [_P]),
+    "ggml_add": (_P, [_P] * 3),
+    "ggml_mul": (_P, [_P] * 3),
+    "ggml_mul_mat": (_P, [_P] * 3),
+    "ggml_mul_mat_set_hint": (None, [_P, _INT]),
+    "ggml_get_rows": (_P, [_P] * 3),
+    "ggml_geglu_split": (_P, [_P] * 3),
+    "ggml_rms_norm": (_P, [_P, _P, _FLOAT]),
+    "ggml_scale": (_P, [_P, _P, _FLOAT]),
+    "ggml_gelu": (_P, [_P, _P]),
+    "ggml_tanh": (_P, [_P, _P]),
+    "ggml_soft_max": (_P, [_P, _P]),
+    "ggml_sum_rows": (_P, [_P, _P]),
+    "ggml_cont": (_P, [_P, _P]),
+    "ggml_reshape_2d": (_P, [_P, _P, _LONG, _LONG]),
+    "ggml_reshape_3d": (_P, [_P, _P, _LONG, _LONG, _LONG]),
+    "ggml_permute": (_P, [_P, _P, _INT, _INT, _INT, _INT]),
+    "ggml_rope": (_P, [_P, _P, _P, _INT, _INT]),
+    "ggml_flash_attn_ext": (_P, [_P] * 5 + [_FLOAT] * 3),
+    "ggml_backend_alloc_ctx_tensors": (_P, [_P, _P]),
+    "ggml_backend_buffer_clear": (None, [_P, ctypes.c_uint8]),
+    "ggml_backend_buffer_set_usage": (None, [_P, _INT]),
+}
+
+
+class Graph:
+    """A random graph over rows [WIDTH, batch], of which `read` are chosen at its end."""
+
+    def __init__(self, seed: int, logits: bytes) -> None:
+        self._random, self._numbers = random.Random(seed), np.random.default_rng(seed)
+        self._context, self._weights = GgmlContext(llama_library()), GgmlContext(llama_library())
+        self._ggml = declare(llama_library().ggml, SIGNATURES)
+        self._filled: list[tuple[Any, NDArray[Any]]] = []
+        self.batch = self._random.randint(1, 20)
+        self.read = sorted(self._random.sample(range(self.batch), self._random.choice([0, 1, self._random.randint(0, self.batch)])))
+        self._matrix = self._filling(self._weights, (WIDTH, WIDTH), np.float32)
+        self._scale = self._filling(self._weights, (WIDTH,), np.float32)
+        self._positions = self._leaf(self._context, I32, np.arange(self.batch, dtype=np.int32))
+        self._cells = [self._filling(self._context, (DIM, CELLS, HEADS), np.float16) for _ in range(2)]
+        self._mask = self._leaf(self._context, F16, np.zeros((self.batch, CELLS), np.float16))
+        hadamard = np.ones((1, 1), np.float32)
+        while len(hadamard) < DIM:
+            hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+        self._hadamard = self._leaf(self._context, F32, hadamard.astype(np.float32) / np.float32(DIM**0.5))
+        self._build(logits)
+
+    def results(self) -> list[NDArray[np.float32]]:
+        """Computes the graph and returns what it is for: what was chosen, and what reads all rows."""
+        for context in (self._context, self._weights):
+            buffer = self._ggml.ggml_backend_alloc_ctx_tensors(context._context, context._backend)
+            context._buffers.append(buffer)
+            self._ggml.ggml_backend_buffer_clear(buffer, 0xFF)
+        self._ggml.ggml_backend_buffer_set_usage(self._weights._buffers[-1], WEIGHTS)
+        for tensor, values in self._filled:
+            if values.size:
+                ctypes.memmove(self._ggml.ggml_get_data(tensor), np.ascontiguousarray(values).ctypes.data, values.nbytes)
+        self._context.set_threads(self._random.randint(1, 3))
+        self._context.compute(self._graph)
+        return [self._values(tensor) for tensor in self._results]
+
+    def close(self) -> None:
+        self._context.close()
+        self._weights.close()
+
+    def _values(self, tensor: Any) -> NDArray[np.float32]:
+        count = self._ggml.ggml_nbytes(tensor) // 4
+        return self._context.array(tensor, count).copy() if count else np.zeros(0, np.float32)
+
+    def _leaf(self, context: GgmlContext, kind: int, values: NDArray[Any]) -> Any:
+        shape = values.shape[::-1]
+        tensor = self._ggml.ggml_new_tensor(context._context, kind, len(shape), (ctypes.c_int64 * len(shape))(*shape))
+        self._filled.append((tensor, values))
+        return tensor
+
+    def _filling(self, context: GgmlContext, shape: tuple[int, ...], kind: type[Any]) -> Any:
+        values = self._numbers.standard_normal(shape[::-1]) / WIDTH**0.5
+        return self._leaf(context, F16 if kind is np.float16 else F32, values.astype(kind))
+
+    def _build(self, logits: bytes) -> None:
+        draw, call = self._random, self._call
+        rows = [call("scale", self._filling(self._context, (WIDTH, self.batch), np.float32), 1.5)]
+        self._results = []
+        for _ in range(draw.randint(2, 14)):
+            step: Callable[[Any], Any] = draw.choice(
+                [self._norm, self._product, self._gated, self._turned, self._transformed, self._attended, self._permuted, self._single]
+            )
+            rows.append(step(draw.choice(rows[-3:])))
+            if draw.random() < 0.5:
+                rows.append(call("add", rows[-1], draw.choice(rows)))
+            if draw.random() < 0.08:
+                self._results.append(call("sum_rows", draw.choice(rows)))
+            if draw.random() < 0.04:
+                self._ggml.ggml_set_output(draw.choice(rows[1:] or rows))
+        ids = self._leaf(self._context, I32, np.asarray(self.read, np.int32))
+        chosen = [call("get_rows", one, ids) for one in (rows[-1], draw.choice(rows))]
+        last = call("mul_mat", self._matrix, call("add", *chosen))
+        self._ggml.ggml_set_name(last, logits)
+        self._ggml.ggml_set_output(last)
+        self._results.append(last)
+        self._graph = self._context.graph(*self._results)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        return getattr(self._ggml, f"ggml_{name}")(self._context._context, *arguments)
+
+    def _norm(self, rows: Any) -> Any:
+        normed = self._call("rms_norm", rows, 1e-6)
+        return self._call("mul", normed, self._scale) if self._random.random() < 0.8 else normed
+
+    def _product(self, rows: Any) -> Any:
+        return self._call("mul_mat", self._matrix, rows)
+
+    def _gated(self, rows: Any) -> Any:
+        return self._call("geglu_split", self._product(rows), rows)
+
+    def _single(self, rows: Any) -> Any:
+        name = self._random.choice(["gelu", "tanh", "soft_max", "scale"])
+        return self._call(name, rows, 0.7) if name == "scale" else self._call(name, rows)
+
+    def _heads(self, rows: Any) -> Any:
+        return self._call("reshape_3d", rows, DIM, HEADS, self.batch)
+
+    def _joined(self, heads: Any) -> Any:
+        return self._call("reshape_2d", heads, WIDTH, self.batch)
+
+    def _turned(self, rows: Any) -> Any:
+        return self._joined(self._call("rope", self._heads(rows), self._positions, DIM, NEOX))
+
+    def _transformed(self, rows: Any) -> Any:
+        product = self._call("mul_mat", self._hadamard, self._call("reshape_2d", self._heads(rows), DIM, HEADS * self.batch))
+        self._ggml.ggml_mul_mat_set_hint(product, HADAMARD)
+        return self._joined(product)
+
+    def _attended(self, rows: Any) -> Any:
+        queries = self._call("permute", self._heads(rows), 0, 2, 1, 3)
+        return self._joined(self._call("flash_attn_ext", queries, *self._cells, self._mask, 0.5, 0.0, 0.0))
+
+    def _permuted(self, rows: Any) -> Any:
+        by_head = self._call("cont", self._call("permute", self._heads(rows), 0, 2, 1, 3))
+        return self._joined(self._call("cont", self._call("permute", by_head, 0, 2, 1, 3)))
+
+
+def results_of(seed: int, logits: bytes) -> tuple[Graph, list[NDArray[np.float32]]]:
+    graph = Graph(seed, logits)
+    try:
+        return graph, graph.results()
+    finally:
+        graph.close()
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_results_of_random_graphs_have_the_bits_of_all_rows(part: int) -> None:
+    left_out = 0
+    for seed in range(part * 60, part * 60 + 60):
+        before = ggml.unread_rows()
+        _, expected = results_of(seed, b"another name")
+        assert ggml.unread_rows() == before
+        _, found = results_of(seed, LOGITS)
+        left_out += ggml.unread_rows() - before
+        for one, other in zip(expected, found, strict=True):
+            assert not np.isnan(one).any(), seed
+            assert np.array_equal(one, other), seed
+    assert left_out > 500
