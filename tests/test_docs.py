@@ -27,8 +27,6 @@ COMMAND = re.compile(r"(?:`|^[ \t]*(?:\$ |\.venv/bin/)?)edge-(run|bench|export) 
 WITH_OPTIONS = re.compile(r"\bedge-(run|bench|export) +(\w+)\b((?:(?!\bedge-)[^`\n#;|])*)")
 # An option where the command belongs.
 WITHOUT_COMMAND = re.compile(r"\bedge-(run|bench|export) +(?:BUNDLE +)?(--[a-z][\w-]*)")
-# A passage about an earlier version.
-OLDER = re.compile(r"^The next one is of an earlier.*?^## ", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -74,7 +72,6 @@ def test_files_and_objects_named_on_a_page_exist(page):
 @pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "examples").glob("*.py"))], ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_written_with_their_sub_command(page):
     text = page.read_text(encoding="utf-8")
-    text = OLDER.sub("", text)
     for name, word in COMMAND.findall(text):
         first = re.split(r"[|,.]", word)[0]
         assert first in (*commands(name), "BUNDLE") or word.startswith(("-", "edge-")), f"edge-{name} {word}"
