@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,32 @@ def test_available_memory_heeds_the_control_groups(group: str, files: dict[str, 
 
 def test_available_memory_is_not_known_without_proc(tmp_path: Path) -> None:
     assert available_memory_bytes(tmp_path) is None
+
+
+ARENAS = """
+import sys, threading
+from edge_devices.machine.memory import mapped_bytes, share_one_arena
+if sys.argv[1] == "one":
+    share_one_arena()
+before, release = mapped_bytes(), threading.Event()
+threading.stack_size(1 << 20)
+threads = [threading.Thread(target=lambda: (bytearray(1 << 16), release.wait())) for _ in range(8)]
+for thread in threads:
+    thread.start()
+print(mapped_bytes() - before)
+release.set()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc reserves arenas")
+def test_threads_of_one_arena_reserve_no_address_space_of_their_own() -> None:
+    """Where address space is limited, 64 MiB for each thread would be most of it."""
+
+    def mapped(arenas: str) -> int:
+        return int(subprocess.run([sys.executable, "-c", ARENAS, arenas], check=True, capture_output=True, text=True).stdout)
+
+    assert mapped("one") < 8 * (4 << 20)
+    assert mapped("several") > 2 * (64 << 20)
 
 
 LIMITED = """

@@ -8,7 +8,7 @@ from typing import Any
 
 from edge_devices.files.user_cache import cache_folder
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
-from edge_devices.machine.memory import available_memory_bytes
+from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
 from edge_runtime.backends.interface import OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
 from edge_runtime.backends.kernels.loader import VARIABLE, variant
 from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, open_drafter
@@ -56,6 +56,8 @@ class OrtBackend:
 
     def open(self, request: OpenRequest) -> OpenedPair:
         bundle, manifest = request.bundle, request.bundle.manifest
+        if address_space_left() is not None:
+            share_one_arena()
         groups = processor_groups()
         keep_to_fastest(sum(map(len, groups)), groups)  # on all: another session may have left this process on some
         options = OrtOptions(
