@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,8 @@ class TokenizerVocabulary:
             self._tokenizer.no_padding()
             check_parts(self._tokenizer, path)
             _keep_no_words(self._tokenizer.model)
-        self._lock = threading.Lock()
+        # Special tokens are found here: the tokenizer takes them by a state of its own, for which a short prompt would wait for a long one.
+        self._tokenizer.encode_special_tokens = True
         self.size = size
         self.eog_tokens = frozenset(graphs.eog_tokens)
         self.bos = _NO_TOKEN if graphs.bos_token is None else graphs.bos_token
@@ -58,8 +58,8 @@ class TokenizerVocabulary:
         self._bracketed = {token.content: index for index, token in added if _BRACKETED.fullmatch(token.content)}
         # Marks such as <|channel> are found in any text; the tokenizer itself tells no difference between them and control tokens.
         self._marks = {token.content: index for index, token in added if token.special and index not in self._control}
-        longest_first = sorted(self._marks, key=len, reverse=True)
-        self._mark = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+        self._special = {token.content: index for index, token in added if token.special}
+        self._mark, self._any_special = _pattern(self._marks), _pattern(self._special)
 
     @cached_property
     def control_tokens(self) -> Mapping[str, int]:
@@ -73,18 +73,13 @@ class TokenizerVocabulary:
         `parse_special` lets control tokens such as <|turn> in the text become those tokens; leave it off for foreign text.
         """
         clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        tokens = [token for part in self._parts(clean, parse_special) for token in self._encode(part, parse_special)]
+        known, pattern = (self._special, self._any_special) if parse_special else (self._marks, self._mark)
+        parts = [part for part in pattern.split(clean) if part] if pattern else [clean]
+        tokens = [token for part in parts for token in ([known[part]] if part in known else self._plain(part))]
         return [self.bos, *tokens] if add_bos and self.bos >= 0 else tokens
 
-    def _parts(self, text: str, parse_special: bool) -> list[str]:
-        return [text] if parse_special or self._mark is None else [part for part in self._mark.split(text) if part]
-
-    def _encode(self, part: str, parse_special: bool) -> list[int]:
-        if part in self._marks:
-            return [self._marks[part]]
-        with self._lock, _panics_as(BackendError, "the tokenizer failed", "copy the bundle again"):
-            # A state of the tokenizer, not an argument: another thread must not change it meanwhile.
-            self._tokenizer.encode_special_tokens = not parse_special
+    def _plain(self, part: str) -> list[int]:
+        with _panics_as(BackendError, "the tokenizer failed", "copy the bundle again"):
             tokens: list[int] = self._tokenizer.encode(part, add_special_tokens=False).ids
         return tokens
 
@@ -101,6 +96,12 @@ class TokenizerVocabulary:
         """Raises RequestError for an id that is not in the vocabulary."""
         if not 0 <= token < self.size:
             raise RequestError(f"token id {token} is not in the vocabulary of {self.size} tokens; check where it came from")
+
+
+def _pattern(tokens: Collection[str]) -> re.Pattern[str] | None:
+    """Returns what splits a text at tokens, the longest of those that begin at a place; None without tokens."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
 
 def _keep_no_words(model: Any) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -90,3 +93,25 @@ def test_marks_that_the_file_calls_ordinary_are_kept_out_of_foreign_text_too(onn
     (tmp_path / "tokenizer.json").write_text(json.dumps(file))
     own = TokenizerVocabulary(tmp_path / "tokenizer.json", bundle.manifest.onnx, bundle.manifest.architecture.vocab_size)
     assert own.control_tokens["<|channel>"] in own.encode("a<|channel>b")
+
+
+@pytest.mark.parametrize("long_special", [False, True])
+def test_a_short_text_does_not_wait_for_a_long_one(both: Both, monkeypatch: pytest.MonkeyPatch, long_special: bool) -> None:
+    own, _ = both
+    begun, going, tokenizer = threading.Event(), threading.Event(), own._tokenizer
+
+    def encode(text: str, **options: Any) -> Any:
+        if len(text) > 1000:
+            begun.set()
+            going.wait(30)
+        return tokenizer.encode(text, **options)
+
+    monkeypatch.setattr(own, "_tokenizer", SimpleNamespace(encode=encode))
+    long = threading.Thread(target=lambda: own.encode("a" * 2000, parse_special=long_special))
+    long.start()
+    assert begun.wait(30)
+    assert own.encode("<|turn>b", add_bos=False, parse_special=True)[0] == own.control_tokens["<|turn>"]
+    assert own.encode("<|turn>b", add_bos=False)[0] != own.control_tokens["<|turn>"]
+    assert long.is_alive()
+    going.set()
+    long.join()
