@@ -71,7 +71,13 @@ def _join(graph: OnnxGraph, outer: Mapping[bytes, Tensor]) -> int:
     makers = {name: node for node in graph.nodes for name in node.outputs}
     for node in graph.nodes:
         node.sources = [makers.get(name) for name in node.inputs]
-    joins = [attention_on_rows(node, constants) or attention_on_buffers(node) or gated_rows(node, constants) for node in graph.nodes]
+    joins = [
+        attention_on_rows(node, constants)
+        or attention_on_buffers(node)
+        or attention_of_last_rows(node, constants)
+        or gated_rows(node, constants)
+        for node in graph.nodes
+    ]
     count = len(joins) - joins.count(None)
     if not count:
         return within
@@ -93,6 +99,25 @@ def attention_on_buffers(node: Node) -> Node | None:
         return None
     sizes = [attribute for attribute in node.attributes if attribute.name in _SIZES]
     return Node(WRITER if len(node.outputs) == 3 else READER, node.inputs, node.outputs, sizes, DOMAIN)
+
+
+def attention_of_last_rows(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
+    """The operator for a GroupQueryAttention that takes at least one row, if `end` drops that row from its output where there is none."""
+    attention, padding, _, _ = _sources(end, "Slice", 4) or (None,) * 4
+    operator = attention and attention_on_buffers(attention)
+    if attention is None or operator is None or operator.operator != READER or not _goes_to_the_end(end, constants):
+        return None
+    queries, positions = (attention.sources[place] for place in (0, 9))
+    padded = [_sources(node, "Concat", 2, axis=1) for node in (queries, positions)]
+    if None in padded or _sources(padding, "Shape", 1, start=1, end=2) is None:
+        return None
+    assert queries is not None
+    assert positions is not None
+    assert padding is not None
+    if padding.inputs[0] != queries.inputs[0]:
+        return None
+    inputs = [queries.inputs[1], *attention.inputs[1:9], positions.inputs[1]]
+    return Node(READER, inputs, end.outputs, operator.attributes, DOMAIN)
 
 
 def attention_on_rows(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
@@ -139,6 +164,11 @@ def _are_last_positions(node: Node | None, constants: Mapping[bytes, Tensor]) ->
     """Whether these are the positions of a forward's last rows."""
     if node is None or _sources(node, "Slice", 4) is None or node.inputs[0] != _POSITIONS:
         return False
+    return _goes_to_the_end(node, constants)
+
+
+def _goes_to_the_end(node: Node, constants: Mapping[bytes, Tensor]) -> bool:
+    """Whether a Slice of four inputs takes all rows from its start on."""
     ends, axes = (constants.get(name) for name in node.inputs[2:])
     return ends is not None and axes is not None and (ends.integers, axes.integers) == ((_END,), (1,))
 

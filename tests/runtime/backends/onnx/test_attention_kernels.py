@@ -110,6 +110,31 @@ def test_a_rows_attention_has_the_same_bits_in_every_batch_and_on_every_variant(
             assert np.array_equal(rows, found[0][past, 60][:tokens]), (past, tokens)
 
 
+def test_a_reader_takes_no_queries_at_all() -> None:
+    """A piece of a prompt that another piece follows has none behind the last layer with K/V rows."""
+    ours = session(with_row_kernels(model(20, writes=False))[0])
+    for past in (0, 100):
+        assert ours.run(["y"], drawn(past, 0, writes=False))[0].shape == (1, 0, HEADS * DIM)
+    with pytest.raises(Exception, match="queries must be"):
+        session(with_row_kernels(model(20, writes=True))[0]).run(["y"], drawn(100, 0))
+
+
+def test_attention_of_the_last_rows_takes_them_without_padding(onnx_pair: Bundles) -> None:
+    path = next(onnx_pair("int4").glob("target-int4*.onnx"))
+    stock = onnx.load(path, load_external_data=False)
+    nodes = onnx.load_from_string(with_row_kernels(stock.SerializeToString())[0]).graph.node
+    makers = {name: node.op_type for node in nodes for name in node.output}
+    readers = [node for node in nodes if node.op_type == READER]
+    assert [makers[node.input[0]] for node in readers] == ["Reshape"] * 3
+    assert [makers[node.input[9]] for node in readers] == ["Slice"] * 3
+    for node in stock.graph.node:  # another end than the last row
+        if node.op_type == "Slice" and node.input[0].startswith("attended"):
+            node.input[2] = node.input[3]
+    padded = onnx.load_from_string(with_row_kernels(stock.SerializeToString())[0]).graph.node
+    makers = {name: node.op_type for node in padded for name in node.output}
+    assert [makers[node.input[0]] for node in padded if node.op_type == READER] == ["Concat"] * 3
+
+
 @pytest.mark.parametrize("name", ["q", "keys", "values"])
 def test_what_is_no_number_reaches_the_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = drawn(200, 3)

@@ -66,7 +66,7 @@ Status* read(const Kernel& kernel, KernelContext* context, Inputs& in) {
     EDGE_TRY(read_input(api, context, 8, tables[1], &in.sine));
     EDGE_TRY(read_input(api, context, 9, positions, &position));
     in.key_buffer = const_cast<float*>(caches[0]), in.value_buffer = const_cast<float*>(caches[1]);
-    if (queries.rank != 3 || queries.sizes[0] != 1 || queries.sizes[1] < 1 || queries.sizes[2] % kernel.heads != 0)
+    if (queries.rank != 3 || queries.sizes[0] != 1 || queries.sizes[1] < (kernel.writes ? 1 : 0) || queries.sizes[2] % kernel.heads != 0)
         return create_status(api, kFail, "attention: queries must be [1, tokens, heads x dim]");
     in.tokens = queries.sizes[1], in.dim = queries.sizes[2] / kernel.heads;
     const int64_t written = kernel.writes ? in.tokens : 0;
@@ -79,7 +79,7 @@ Status* read(const Kernel& kernel, KernelContext* context, Inputs& in) {
             return create_status(api, kFail, "attention: buffers must be [1, heads, rows, dim]");
     if (positions.rank != 2 || positions.sizes[0] != 1 || positions.sizes[1] != in.tokens || rows.count() != 1)
         return create_status(api, kFail, "attention: positions must be [1, tokens], and rows a scalar");
-    in.past = *count - in.tokens, in.position = position[0];
+    in.past = *count - in.tokens, in.position = in.tokens ? position[0] : in.past;
     if (in.dim < 2 || in.dim % 2 || in.past < 0 || *count > in.capacity || in.position < in.past)
         return create_status(api, kFail, "attention: rows or positions outside the buffers");
     for (const Shape& shape : tables)
@@ -145,6 +145,7 @@ Status* compute(void* data, KernelContext* context) {
     Value* result = nullptr;
     void* to = nullptr;
     EDGE_TRY(output(api, context, 0, shape, 3, &result));
+    if (in.tokens == 0) return nullptr;
     EDGE_TRY(tensor_data(api, result, &to));
     EDGE_TRY(present(kernel, context, in));
     float* queries = static_cast<float*>(malloc(static_cast<size_t>(shape[1] * shape[2]) * sizeof(float)));
