@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import ipaddress
 import socket
@@ -74,6 +75,7 @@ def serve(
                 sampling = default_sampling(first.bundle.manifest.generation, MODEL_SAMPLING)
                 announce(f"requests that name no sampling get the model's generation_config: {sampling_sentence(sampling)}")
             _print_address(listener, options, announce)
+            gc.freeze()  # else each body of many values has all that was loaded looked through, 30 ms under the interpreter's lock
             run_server(config, worker.stop, listener)
         finally:
             worker.close()
