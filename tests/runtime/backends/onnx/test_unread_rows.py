@@ -30,7 +30,9 @@ from edge_runtime.interfaces import Drafter
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 from kept import PAIR, kept
+from published_formats import to_mobile
 from random_pairs import write_random_pair
+from tiny_members import write_member
 
 Bundles = Callable[..., Path]
 # The largest chunk of a prefill is 256 rows, the window of the shipped pair 128.
@@ -143,6 +145,19 @@ def test_pairs_of_every_shape_compute_the_same(seed: int, family: str, weights: 
         )
 
     pair = opened(kept("random-onnx", {"seed": seed, "weights": weights}, export))
+    with pair.target:
+        check_prompts(pair, [[1], [2], [255], [257], [30, 1, 2, 300]], vocabulary=512)
+
+
+def test_weights_that_round_activations_compute_the_same(tmp_path: Path) -> None:
+    """The mobile layout: its matrices are multiplied apart, each rounded by scales of its own."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    write_member("e2b", tmp_path / "target")
+    to_mobile(tmp_path / "target", compressed=False)
+    write_member("e2b-assistant", tmp_path / "drafter")
+    export_onnx(tmp_path / "target", tmp_path / "drafter", tmp_path / "bundle", OnnxRequest())
+    pair = opened(tmp_path / "bundle")
     with pair.target:
         check_prompts(pair, [[1], [2], [255], [257], [30, 1, 2, 300]], vocabulary=512)
 
