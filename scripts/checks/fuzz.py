@@ -23,6 +23,7 @@ from edge_runtime.backends.kernels.build import build, host_target
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from fuzz_kernels import SANITIZERS
 from fuzzing.campaign import Report, make_input, run_campaign
+from fuzzing.gguf_readers import pack_by_row_kernels
 from fuzzing.model_readers import opened_bundle
 from fuzzing.readers import Reader
 from fuzzing.registry import all_readers
@@ -83,6 +84,8 @@ def main(
     failed = False
     if kernels is not None:
         sanitize(kernels)
+    if bundle is not None:
+        pack_by_row_kernels()
     for reader in chosen(names, bundle):
         if show is not None:
             with tempfile.TemporaryDirectory() as folder:

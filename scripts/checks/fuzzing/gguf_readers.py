@@ -10,7 +10,6 @@ import math
 import shutil
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,10 +32,14 @@ _HALVES = (0x7C00, 0xFC00, 0x7E00, 0x7BFF, 0x0001, 0x8000)
 _FLOATS = (float("inf"), float("nan"), 3.4e38, -3.4e38, 1e-45, -0.0)
 
 
-@cache
-def _options() -> LlamaOptions:
-    """Weights are packed by the row kernels or not at all: of ggml's own packing, AMX ends the process where a machine only claims it."""
-    from edge_runtime.backends.llama.context import LlamaOptions
+_packing: list[bool] = []
+
+
+def pack_by_row_kernels() -> None:
+    """Has the readers pack weights by the row kernels, and by nothing else: AMX ends the process where a machine only claims it.
+
+    For a process that has loaded no model yet: ggml keeps the list of what packs from then on.
+    """
     from edge_runtime.backends.llama.loader import llama_library
 
     library = llama_library()
@@ -45,7 +48,13 @@ def _options() -> LlamaOptions:
         types.restype = ctypes.POINTER(ctypes.c_void_p * 3)
         vector = types().contents
         vector[1] = (vector[0] or 0) + ctypes.sizeof(ctypes.c_void_p)  # the kernels' own type is the first
-    return LlamaOptions(context=64, threads=1, batch=64, use_extra_bufts=library.row_kernels is not None)
+        _packing.append(True)
+
+
+def _options() -> LlamaOptions:
+    from edge_runtime.backends.llama.context import LlamaOptions
+
+    return LlamaOptions(context=64, threads=1, batch=64, use_extra_bufts=bool(_packing))
 
 
 def gguf_places(data: bytes) -> list[tuple[int, int]]:
