@@ -18,6 +18,7 @@ from edge_export.checkpoint.sources import ResolvedSource, manifest_source, sour
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.gguf.keys import GENERATION_NAME, read_generation
+from edge_export.gguf.tensor_names import gguf_name
 from edge_export.output.atomic_folder import BundlePart
 from edge_runtime.bundle import signature
 from edge_runtime.bundle.manifest import (
@@ -118,14 +119,14 @@ def _prompt_parameters(target: Checkpoint) -> int:
     model, needed = target.architecture, 0
     last = model.owning_layers - 1
     for name, tensor in target.tensors.items():
-        _, _, place = name.partition("model.layers.")
-        layer, _, part = place.partition(".")
+        place = gguf_name(name) or name  # a GGUF file's tensors have such names already
+        _, layer, part = place.split(".", 2) if place.startswith("blk.") else ("", "", place)
         count = prod(tensor.shape) if len(tensor.shape) > 1 else 0
         if layer.isdecimal() and int(layer) < last:
-            needed += count * model.experts_used // model.experts if ".experts." in name else count
-        elif layer == str(last) and part.startswith(("self_attn.k_proj.", "self_attn.v_proj.")):
+            needed += count * model.experts_used // model.experts if "_exps." in part else count
+        elif layer == str(last) and part.startswith(("attn_k.", "attn_v.")):
             needed += count
-        elif name == "model.per_layer_model_projection.weight":
+        elif part == "per_layer_model_proj.weight":
             needed += count * last // model.layers
     return needed
 

@@ -63,6 +63,7 @@ def test_a_gguf_tells_what_its_checkpoint_told(name: str, member_folder: Folders
     # The centroids are weights of the checkpoint that the GGUF leaves out.
     centroids = sum(t.shape[0] * t.shape[1] for n, t in plain[1].tensors.items() if n == "masked_embedding.centroids.weight")
     assert facts[1].parameters == facts[0].parameters
+    assert facts[1].prompt_parameters == facts[0].prompt_parameters
     assert facts[1].drafter_parameters == facts[0].drafter_parameters - centroids
 
 
