@@ -20,7 +20,15 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "src"
 # What runs on any processor of the architecture, and the files that need more, each with the processor it is compiled for.
 _COMMON = (
-    *("c_api.cpp", "variants.cpp", "ggml/attention.cpp", "ggml/elementwise.cpp", "ggml/multiply.cpp", "ggml/read_rows.cpp"),
+    *(
+        "c_api.cpp",
+        "lost_files.cpp",
+        "variants.cpp",
+        "ggml/attention.cpp",
+        "ggml/elementwise.cpp",
+        "ggml/multiply.cpp",
+        "ggml/read_rows.cpp",
+    ),
     "ggml/register.cpp",
     *("onnxruntime/domain.cpp", "onnxruntime/product.cpp", "onnxruntime/matmul_rows.cpp", "onnxruntime/gated_rows.cpp"),
     *("onnxruntime/attention.cpp", "onnxruntime/attend_rows.cpp", "onnxruntime/attend_buffers.cpp"),

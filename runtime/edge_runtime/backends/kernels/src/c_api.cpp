@@ -1,8 +1,6 @@
 // The C interface of the library, for Python and the tests.
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "cells.h"
 #include "ggml/weights.h"
@@ -149,22 +147,4 @@ EDGE_EXPORT int edge_rows_multiply_floats(const char* name, const char* weights,
                                   reinterpret_cast<const char*>(values), static_cast<size_t>(inputs) * 4, rows, out, outputs};
     variant->multiply_floats(product, 0, outputs);
     return 0;
-}
-
-static const char* lost_file = nullptr;
-
-static void end_on_lost_file(int) {
-    const ssize_t written = write(STDERR_FILENO, lost_file, strlen(lost_file));
-    _exit(written < 0 ? 2 : 1);
-}
-
-// Has a read of a mapped file that is no longer there (SIGBUS: it was cut, or its disk failed) end the process with this line, which stays
-// the caller's, and exit code 1. A handler that is there already stays. Returns 0, or 1 where nothing was changed.
-EDGE_EXPORT int edge_end_on_lost_file(const char* line) {
-    struct sigaction now = {};
-    if (sigaction(SIGBUS, nullptr, &now) || now.sa_handler != SIG_DFL) return 1;
-    lost_file = line;
-    struct sigaction ours = {};
-    ours.sa_handler = end_on_lost_file;
-    return sigaction(SIGBUS, &ours, nullptr) ? 1 : 0;
 }
