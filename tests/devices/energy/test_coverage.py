@@ -31,24 +31,16 @@ def test_coverage_of_a_thousand_runs(meter):
     check(meter, 1000, 0.93, 0.97)
 
 
-def check_phases(meter: str, runs: int, least: float, most: float) -> None:
-    row = phased_coverage(meter, runs)
+@pytest.mark.slow
+@pytest.mark.parametrize("meter", METERS)
+def test_coverage_with_phases(meter):
+    """Of 400 runs: intervals that hold the truth in 89 % of runs are found with a probability of 97 %, in 90 % with one of 90 %."""
+    row = phased_coverage(meter, 400)
     print(*phased_table([row]), sep="\n")
     assert row.median_error < 0.01
     assert abs(row.mean_error) < 0.003
     for held in (row.covered, *row.phases.values()):
-        assert least <= held <= most
-
-
-@pytest.mark.parametrize("meter", METERS)
-def test_coverage_with_phases(meter):
-    check_phases(meter, 100, 0.86, 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("meter", METERS)
-def test_coverage_of_a_thousand_runs_with_phases(meter):
-    check_phases(meter, 1000, 0.92, 0.98)
+        assert 0.92 <= held <= 0.98
 
 
 def test_the_table_has_a_row_per_meter():
