@@ -11,7 +11,7 @@ if len(sys.argv) != 2:
     sys.exit("usage: python examples/explain_profit.py my-bundle")
 
 with edge_runtime.open_session(sys.argv[1]) as session:
-    profit = session.profit()  # measures the costs on first use (about two seconds) and caches them
+    profit = session.profit()  # costs that are kept, else computed ones, which the rounds replace
     if profit is None:
         sys.exit("this session has another policy, or no drafter")
     generation = session.generate(

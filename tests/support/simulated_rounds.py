@@ -18,7 +18,9 @@ CURVES = {"repacked": REPACKED, "not repacked": NOT_REPACKED, "linear": LINEAR, 
 
 
 class ExactCosts:
-    """The machine's true costs; implements `cost_curve.Costs`."""
+    """The machine's true costs; implements `cost_model.Costs`."""
+
+    is_provisional = False
 
     def __init__(self, verify: Sequence[float], step: float) -> None:
         self._verify, self._step = verify, step

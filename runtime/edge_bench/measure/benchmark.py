@@ -55,7 +55,7 @@ class Benchmark:
             raise RequestError("--kv-types and --concurrency need the llama backend; choose it, or leave them out")
         self._settings = load_settings(self._bundle, config=load.config, preset=load.preset, context=load.context, notify=load.notify)
         image_rows = max(request.image_sizes, default=DEFAULT_BUDGET)
-        self._load = replace(load, context=self._settings.context, backend=self._backend, image_rows=image_rows)
+        self._load = replace(load, context=self._settings.context, backend=self._backend, image_rows=image_rows, measure=True)
 
     def _counted(self, title: str, items: Iterable[Counted], count: int) -> Iterator[Counted]:
         """Yields the items, and shows how many of them are done."""

@@ -1,4 +1,4 @@
-"""The backends there are, which of them can run a bundle, and which is fastest on this machine, as measured on first use.
+"""The backends there are, which of them can run a bundle, and which was measured to be fastest on this machine.
 
 Only what can run a bundle, by its files and the installed libraries, is imported.
 """
@@ -150,7 +150,7 @@ def measured_rates(
     """
 
     def measure(_: Report, __: object) -> BackendRates:
-        notify("First use of this bundle on this machine: measuring which of its backends is faster.")
+        notify("Measuring which of the bundle's backends is faster on this machine.")
         rates: dict[BackendKind, float] = {}
         failure: EdgeRuntimeError | None = None
         for kind in kinds:
@@ -165,9 +165,18 @@ def measured_rates(
         notify(f"Backend: {measured.sentence()}; --backend takes the other one.")
         return measured
 
+    return _RATES.known_or_measured(_rates_key(facts), measure, notify, fits=lambda known: set(known.rates) <= set(kinds))
+
+
+def kept_rates(facts: Sequence[object], kinds: Sequence[BackendKind]) -> BackendRates | None:
+    """Returns the kept rates of the bundle with these facts on this machine; measures nothing."""
+    known = _RATES.known(_rates_key(facts), fits=lambda known: set(known.rates) <= set(kinds))
+    return None if known is None else known.value
+
+
+def _rates_key(facts: Sequence[object]) -> str:
     libraries = (installed_version(card.package) or "" for card in CARDS.values())
-    key = entry_key([cpu_identity(), variant(), *libraries, *map(str, facts)])
-    return _RATES.known_or_measured(key, measure, notify, fits=lambda known: set(known.rates) <= set(kinds))
+    return entry_key([cpu_identity(), variant(), *libraries, *map(str, facts)])
 
 
 def cached_choices() -> Iterator[BackendRates]:

@@ -1,4 +1,8 @@
-"""What is measured on first use of a pair: what drafts cost, and the best threads of each phase, by time or by joules."""
+"""What a pair starts with on this machine: what drafts cost, and the best threads of each phase, by time or by joules.
+
+Nothing is measured before the first token: a session takes what is kept, else what is computed, and keeps what its rounds taught. Whoever
+asks for it has everything measured at once. Joules need that: a meter's watts cannot be computed.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,13 @@ from dataclasses import dataclass, replace
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups, stay_on
 from edge_devices.machine.facts import cpu_identity
+from edge_devices.machine.load import LoadWatch
 from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.calibration.cost_probe import COSTS, measure_costs
 from edge_runtime.calibration.measured import Known, Notify
 from edge_runtime.calibration.placement import FIGURES, Placement, PlacementFigures, PlacementProbe, PowerSource, placements
-from edge_runtime.calibration.thread_probe import THREADS, ThreadCounts, ThreadTimes, candidates, measure_threads
-from edge_runtime.drafting.cost_model import CostCurve, Costs, MeasuredCosts
+from edge_runtime.calibration.thread_probe import THREADS, ThreadCounts, ThreadTimes, candidates, measure_threads, usual_threads
+from edge_runtime.drafting.cost_model import MAX_ROWS, SETTLED, CostCurve, Costs, MeasuredCosts
 from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower
 from edge_runtime.interfaces import Drafter, Target
 
@@ -37,28 +42,84 @@ class MeasuredPair:
         return entry_key([cpu_identity(), self.rows, [*map(str, self.facts)]])
 
 
-def measured_costs(pair: MeasuredPair, power: PhasePower | PowerSource | None, notify: Notify, *, waiting: Waiting = silent_wait) -> Costs:
-    """Returns the cached costs of this pair on this machine; on the first uses measures them, in about two seconds.
+class PairCosts:
+    """The costs of a pair on this machine, for all requests of a session, and what their rounds taught.
 
-    Costs are seconds, or joules if the objective is energy; measuring the power takes longer. Measuring empties the KV cache, so call this
-    before the prompt of a request is in it.
+    `computed` are those by the pair's sizes. With `measure` they are measured where no measured ones are kept, in about two seconds. Costs
+    are seconds, or joules if the objective is energy; a meter measures its watts first. Measuring empties the KV cache.
     """
 
-    def measure(report: Report, known: Known[MeasuredCosts] | None) -> MeasuredCosts:
+    def __init__(
+        self,
+        pair: MeasuredPair,
+        computed: MeasuredCosts,
+        power: PhasePower | PowerSource | None,
+        notify: Notify,
+        *,
+        measure: bool,
+        waiting: Waiting = silent_wait,
+    ) -> None:
+        self._pair, self._computed, self._power, self._notify = pair, computed, power, notify
+        self._measure, self._waiting = measure, waiting
+        self._curve: CostCurve | None = None
+        self._costs: Costs | None = None
+        self._load = LoadWatch()
+
+    def __call__(self) -> Costs:
+        """Returns the costs, which all calls share."""
+        if self._costs is None:
+            self._costs = self._first()
+        return self._costs
+
+    def keep(self) -> None:
+        """Keeps what the rounds taught, unless measured costs are kept; provisional until a quiet machine timed all numbers of rows."""
+        learned = None if self._curve is None else self._curve.learned()
+        if learned is None or ((known := COSTS.known(self._pair.key)) is not None and not known.provisional):
+            return
+        settled = min(learned.timings[: self._pair.rows]) >= SETTLED and not self._load.load().is_busy
+        COSTS.keep(self._pair.key, replace(learned, timings=()) if settled else learned, self._notify, provisional=not settled)
+
+    def _first(self) -> Costs:
+        pair, power = self._pair, self._power
+        start = self._computed
+        if self._measure:
+            start = COSTS.known_or_measured(
+                pair.key, self._measured, self._notify, waiting=self._waiting, fits=lambda costs: not costs.timings
+            )
+        known = COSTS.known(pair.key)
+        if known is not None:
+            # What a busy machine gave counts as one timing of each number of rows, until rounds time them better.
+            once = known.provisional and not known.value.timings
+            start = replace(known.value, timings=(1,) * MAX_ROWS) if once else known.value
+        self._curve = curve = CostCurve(start)
+        if pair.objective != "energy" or power is None:
+            return curve
+        watts = power if isinstance(power, PhasePower) else power.phases(pair.target, pair.drafter, pair.token, pair.rows, pair.key)
+        return EnergyCosts(curve, watts, slowdown=pair.slowdown)
+
+    def _measured(self, report: Report, known: Known[MeasuredCosts] | None) -> MeasuredCosts:
+        pair = self._pair
         costs = measure_costs(pair.target, pair.drafter, pair.token, max_rows=pair.rows, report=report)
         return known.value.combined(costs) if known else costs
 
-    curve = CostCurve(COSTS.known_or_measured(pair.key, measure, notify, waiting=waiting))
-    if pair.objective != "energy" or power is None:
-        return curve
-    watts = power if isinstance(power, PhasePower) else power.phases(pair.target, pair.drafter, pair.token, pair.rows, pair.key)
-    return EnergyCosts(curve, watts, slowdown=pair.slowdown)
+
+def kept_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None]) -> ThreadCounts:
+    """Sets the kept numbers of threads, else those that such processors mostly run fastest on; measures nothing.
+
+    Where cores differ, the process is pinned to the fastest from then on.
+    """
+    groups = processor_groups()
+    known = THREADS.known(pair.key, fits=lambda known: known.are_of(candidates(groups)))
+    counts = usual_threads(groups) if known is None else known.value.best()
+    keep_to_fastest(counts.largest, groups)
+    set_threads(counts)
+    return counts
 
 
 def measured_threads(
     pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, waiting: Waiting = silent_wait
 ) -> ThreadCounts:
-    """Sets the cached numbers of threads; on the first uses measures the best ones, in about two seconds.
+    """Sets the numbers of threads; the first calls measure the best ones, in about two seconds.
 
     Where cores differ, the process is pinned to the fastest from then on. Measuring empties the KV cache.
     """
@@ -73,7 +134,7 @@ def measured_threads(
 
     def measure(report: Report, known: Known[ThreadTimes] | None) -> ThreadTimes:
         if known is None:
-            notify("First use of this bundle on this machine: finding out how many threads each phase runs fastest on.")
+            notify("Finding out how many threads each phase runs fastest on.")
         times = measure_threads(pair.target, pair.drafter, use, thread_counts, pair.token, report=report)
         return known.value.combined(times) if known else times
 
@@ -137,11 +198,16 @@ def on_best_threads(
     power: PhasePower | PowerSource | None,
     notify: Notify,
     *,
+    measure: bool,
     waiting: Waiting = silent_wait,
 ) -> MeasuredPair:
-    """Sets the best threads; returns the pair with them among its facts, and with the slowdown that they leave of what is allowed."""
+    """Sets the best threads that are known, with `measure` the best there are, and by a meter always those of fewest joules.
+
+    Returns the pair with them among its facts, and with the slowdown that they leave of what is allowed.
+    """
     if pair.objective != "energy" or power is None or isinstance(power, PhasePower):
-        return replace(pair, facts=(*pair.facts, measured_threads(pair, set_threads, notify, waiting=waiting)))
+        threads = measured_threads(pair, set_threads, notify, waiting=waiting) if measure else kept_threads(pair, set_threads)
+        return replace(pair, facts=(*pair.facts, threads))
     placement, slower = measured_placement(pair, set_threads, power, notify, waiting=waiting)
     left = None if pair.slowdown is None else max(0.0, (1 + pair.slowdown) / slower - 1)
     return replace(pair, facts=(*pair.facts, placement), slowdown=left)

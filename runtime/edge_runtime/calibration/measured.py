@@ -1,7 +1,7 @@
 """What is measured on first use of a bundle on a machine and then kept: in one file, by one rule for a busy machine.
 
-Load comes and goes, so each of the first uses measures. What other programs disturbed is provisional: it is used at once and by the next
-starts, none of which measures because of load alone, and it is measured anew later, when the machine is quiet.
+Load comes and goes, so each of the first measurements counts. What other programs disturbed is provisional: it is used at once and by the
+next starts, none of which measures because of load alone, and it is measured anew later, when the machine is quiet.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ class MeasuredValue(Generic[T]):
         Measures what is not known, does not fit, was measured fewer times than it should, or was disturbed a while ago; what is known only
         while the machine is quiet. What load disturbs while a sound value is known is used once.
         """
-        known = self._known(read_entries(cache_file()).get(f"{self.kind} {key}"))
-        if known is not None and not fits(known.value):
-            known = None
+        known = self.known(key, fits)
         if known is not None and not known.is_due(self.times):
             return known.value
         before = load_now()
@@ -88,6 +86,11 @@ class MeasuredValue(Generic[T]):
         if sound is None or not provisional:
             self.keep(key, value, notify, times=sound.times + 1 if sound else 1, provisional=provisional)
         return value
+
+    def known(self, key: str, fits: Callable[[T], bool] = lambda _: True) -> Known[T] | None:
+        """Returns the entry of `key` whatever its age, None without one that can be read and fits; measures nothing."""
+        known = self._known(read_entries(cache_file()).get(f"{self.kind} {key}"))
+        return known if known is not None and fits(known.value) else None
 
     def keep(self, key: str, value: T, notify: Notify, *, times: int = 1, provisional: bool = False) -> None:
         """Keeps a value. If the file cannot be written, `notify` gets a sentence."""

@@ -1,4 +1,4 @@
-"""The number of threads that each phase runs fastest on, and on machines with fast and slow cores which cores: measured, then cached.
+"""The number of threads that each phase runs fastest on, and on machines with fast and slow cores which cores: measured when asked for.
 
 More threads are not always faster: batches of one row wait for memory, a draft step is shorter than the wake-up time of a thread, and the
 slowest core of a team delays the others.
@@ -25,6 +25,8 @@ PREFILL, VERIFIES, DRAFTS = 16, (1, 4), 3
 # More threads are used only if the time falls below this share: fewer leave the machine to other programs and draw less power.
 WORTH = 0.97
 MAX_PHASE_SECONDS = 3600.0
+# Threads of a draft where none was measured: its steps are short.
+USUAL_DRAFT = 2
 Phase = Literal["prefill", "verify", "draft"]
 PHASES: tuple[Phase, ...] = ("prefill", "verify", "draft")
 
@@ -88,6 +90,13 @@ def candidates(groups: Sequence[Sequence[int]]) -> dict[Phase, list[int]]:
     total = sums[-1]
     forwards = sorted({max(1, total // 2), *sums})
     return {"prefill": forwards, "verify": forwards, "draft": sorted({n for n in (1, 2, 4) if n <= total} | set(forwards))}
+
+
+def usual_threads(groups: Sequence[Sequence[int]]) -> ThreadCounts:
+    """Returns the counts to start with where none was measured: all cores but the slowest cluster, if that leaves two; few for a draft."""
+    sums = list(accumulate(map(len, groups)))
+    forward = sums[-2] if len(sums) > 1 and sums[-2] > 1 else sums[-1]
+    return ThreadCounts(prefill=forward, verify=forward, draft=min(USUAL_DRAFT, forward))
 
 
 def measure_threads(

@@ -49,7 +49,7 @@ class RunOptions:
 def compare(bundle: Path, prompt: str, runs: RunOptions, message: MessageOptions, opening: Opening) -> None:
     """Run PROMPT with and without drafts in turn and print a table."""
     text = read_prompt(prompt)
-    with opening.session(bundle, warn=False) as session:
+    with opening.session(bundle, warn=False, measure=True) as session:
         comparison = compare_runs(
             session,
             sent_prompt(session, text, message).sent,
@@ -198,10 +198,7 @@ def compare_runs(
     `draft_length` None leaves it to the session's settings; `watch` returns the energy measurement of one run.
     """
     drafting = f"policy {session.settings.policy}" if draft_length is None else f"drafts of {draft_length}"
-    # Both are measured on first use, before anything is shown.
-    rows = session.row_equality(waiting=waiting)
-    if draft_length is None:
-        session.profit()
+    rows = session.row_equality(waiting=waiting)  # compared on first use, before anything is shown
     runs = RunsInTurn(watch, show)
 
     def request(number: int) -> Generation:

@@ -127,7 +127,6 @@ class Demo:
 
     def run(self) -> DemoResult:
         """Streams each kind once with drafts, then measures it without and with drafts in turn."""
-        self._session.profit()  # measures on first use, before anything is shown
         runs = RunsInTurn(self._watch, self._write)
         weights = self._session.bundle.manifest.architecture.parameters
         self._write(f"{weights / 1e6:.0f} million weights. {click.style('Green', fg='green')}: drafts that were accepted.\n")
@@ -180,7 +179,7 @@ def demo(bundle: Path, runs: RunOptions, opening: Opening) -> None:
         if not runs.as_json:
             click.echo(text, nl=False)
 
-    with opening.session(bundle, warn=False) as session:
+    with opening.session(bundle, warn=False, measure=True) as session:
         watch = opening.energy.or_estimate().watch
         result = Demo(session, max_tokens=runs.max_tokens, repeats=runs.repeats, write=write, watch=watch, waiting=terminal_wait).run()
     if runs.as_json:

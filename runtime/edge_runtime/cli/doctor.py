@@ -254,7 +254,7 @@ def _backend_rows(diagnosis: Diagnosis) -> Iterator[Row]:
 
 def _choice_rows(diagnosis: Diagnosis) -> Iterator[Row]:
     for choice in diagnosis.choices:
-        yield "faster backend", "ok", f"{choice.bundle}: {choice.sentence()}, as measured on first use"
+        yield "faster backend", "ok", f"{choice.bundle}: {choice.sentence()}, as measured"
 
 
 def _meter_rows(diagnosis: Diagnosis) -> Iterator[Row]:

@@ -50,6 +50,7 @@ Examples:
   echo "from standard input" | edge-run generate my-bundle -
   edge-run generate my-bundle -- "-1 + 2 ="
 """
+PROVISIONAL = "computed from the bundle's sizes, then learned from rounds; edge-run tune measures them"
 _STATE_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -145,6 +146,8 @@ def generate(
 def explain_round(session: Session, opening: Opening) -> Explain:
     """Returns the callback of --explain."""
     profit = session.profit() if opening.draft_length is None else None
+    if session.costs_are_provisional:
+        note(f"costs are provisional: {PROVISIONAL}")
     return Explain(lambda: profit.last if profit else None, session.settings.objective, note)
 
 
@@ -160,6 +163,7 @@ def figures(session: Session, generation: Generation, energy: RunEnergy, lossles
         "backend": session.backend,
         "row_kernels": session.row_kernels,
         "drafter": session.drafter_kind,
+        "costs": {None: None, True: "provisional", False: "measured"}[session.costs_are_provisional],
         "stats": generation.stats.to_json(),
         "finish_reason": generation.finish_reason,
         **energy_record(energy),

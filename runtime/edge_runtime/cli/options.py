@@ -165,7 +165,7 @@ class Opening:
         """The draft length of every round; None if the configured policy chooses it."""
         return self.tuning.draft_length
 
-    def options(self, monitoring: MonitorOptions | None = None, *, warn: bool = True) -> LoadOptions:
+    def options(self, monitoring: MonitorOptions | None = None, *, warn: bool = True, measure: bool = False) -> LoadOptions:
         """Returns the options of `open_session`; unless `warn`, nothing is printed about rejected drafts."""
         tuned = SpeculativeConfig(tuning=self.tuning)
         file = self.load.config
@@ -173,6 +173,7 @@ class Opening:
             self.load,
             config=tuned if file is None else tuned.over(expanded(read_config(file))),  # type: ignore[arg-type]
             power=self.energy.power,
+            measure=measure,
             notify=note,
             waiting=terminal_wait,
             monitoring=replace(
@@ -180,10 +181,10 @@ class Opening:
             ),
         )
 
-    def session(self, bundle: Path, *, warn: bool = True) -> Session:
+    def session(self, bundle: Path, *, warn: bool = True, measure: bool = False) -> Session:
         """Opens a bundle. Raises what `open_session` raises, and a usage error for more threads than processors."""
         refuse_threads(self.load.threads)
-        return open_session(bundle, self.options(warn=warn))
+        return open_session(bundle, self.options(warn=warn, measure=measure))
 
 
 def opens_bundle(

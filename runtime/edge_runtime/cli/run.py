@@ -16,6 +16,7 @@ from edge_runtime.cli.generate import generate
 from edge_runtime.cli.options import matching_bundles
 from edge_runtime.cli.plan import plan
 from edge_runtime.cli.serve import serve
+from edge_runtime.cli.tune import tune
 from edge_runtime.errors import OUT_OF_MEMORY
 
 EXAMPLES = """
@@ -59,5 +60,5 @@ def main() -> None:
     """
 
 
-for command in (chat, generate, serve, compare, demo, plan, doctor):
+for command in (chat, generate, serve, compare, demo, tune, plan, doctor):
     main.add_command(command)

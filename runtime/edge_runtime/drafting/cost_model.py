@@ -1,14 +1,18 @@
 """Cost of a round on this machine: a draft of n tokens, and a verify of n rows, which on real kernels is neither linear nor monotone.
 
-Costs are measured on first use of a bundle with a number of threads on a machine, then corrected by the timings of real rounds.
+Costs were measured before, or else are computed from sizes and learned from the timings of real rounds, which also correct measured ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.policies import Timing
@@ -24,11 +28,17 @@ OVERHEAD_VARIANCE = 4.0
 MAX_FACTOR_OFF = 2.0
 MIN_SECONDS = 1e-9
 _MAX_SECONDS = 3600.0
+# Of provisional costs the newest so many timings of a number of rows count, and so many settle it.
+WINDOW, SETTLED = 9, 3
 _GROUP = 4
 
 
 class Costs(Protocol):
     """The costs that the profit policy needs, in one unit: seconds or joules."""
+
+    @property
+    def is_provisional(self) -> bool:
+        """Whether they are computed or learned from rounds, not measured."""
 
     def verify(self, rows: int) -> float:
         """Cost of one target forward of `rows` rows, of one or several requests, at the current length of their texts."""
@@ -42,21 +52,25 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """Seconds measured after a short text.
+    """Seconds after a short text.
 
     `verify[n - 1]` is a verify of n rows. A draft takes a fixed `overhead` and a `step` per token: the drafter's weights and threads are
-    cold after a forward of the target.
+    cold after a forward of the target. `timings[n - 1]` is how many real rounds timed n rows; what none timed is computed. It is empty
+    where a probe measured every number of rows.
     """
 
     verify: tuple[float, ...]
     step: float
     overhead: float = 0.0
+    timings: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no measurement gives."""
         times = [*self.verify, self.step, self.overhead or MIN_SECONDS]
         if len(self.verify) != MAX_ROWS or not all(0 < seconds < _MAX_SECONDS for seconds in times):
             raise ValueError(f"{self} are not the costs of 1 to {MAX_ROWS} rows")
+        if self.timings and not (len(self.timings) == MAX_ROWS and all(0 <= count <= WINDOW for count in self.timings)):
+            raise ValueError(f"{self} are not costs that 0 to {WINDOW} timings of 1 to {MAX_ROWS} rows gave")
 
     def draft(self, steps: int) -> float:
         """Seconds of drafting `steps` tokens."""
@@ -73,14 +87,20 @@ class MeasuredCosts:
 
 
 class CostCurve:
-    """Measured costs, corrected by the timings of real rounds: per number of rows, per bucket of text length, and per draft.
+    """Costs, corrected by the timings of real rounds: per number of rows, per bucket of text length, and per draft.
 
     Batches of several requests are not measured: they are extrapolated, and the first real round of a size corrects them most.
+    Provisional costs, which no probe measured, follow the rounds: a number of rows takes the median of its timings as far as there are
+    many, and one without timings keeps its proportion to its neighbours.
     """
 
     def __init__(self, measured: MeasuredCosts) -> None:
         self._verify = list(measured.verify)
         self._drafts = {1: (measured.overhead, measured.step)}  # by requests that draft together
+        # Of provisional costs: those at the start, and the newest timings by rows, as after texts of the first bucket.
+        self._start = measured.verify
+        self._timed: dict[int, deque[float]] | None = _seeded(measured) if measured.timings else None
+        self._learned = False
         self._timings: dict[tuple[str, int], int] = {}
         self._buckets = {0: 1.0}
         self._bucket = 0
@@ -101,6 +121,9 @@ class CostCurve:
         self._enter(timing.length)
         if timing.rows >= 1 and timing.verify_seconds > 0:
             off = _bounded(timing.verify_seconds / self.verify(timing.rows))
+            if self._timed is not None and timing.rows <= MAX_ROWS:
+                self._time_rows(self._timed, timing.rows, timing.verify_seconds, off)
+                off = 1.0
             share = self._share("rows", timing.rows, ROWS_SHARE, measured=timing.rows <= MAX_ROWS)
             if timing.rows <= MAX_ROWS:  # an extrapolated figure tells nothing about the length
                 self._buckets[self._bucket] *= off**BUCKET_SHARE
@@ -108,11 +131,35 @@ class CostCurve:
         if timing.steps and timing.draft_seconds > 0:
             self._learn_draft(timing.requests, timing.steps, timing.draft_seconds)
 
+    @property
+    def is_provisional(self) -> bool:
+        """Whether no probe measured these costs, however many rounds taught them."""
+        return self._timed is not None
+
+    def learned(self) -> MeasuredCosts | None:
+        """Returns what rounds made of provisional costs; None for measured ones, and before the first round."""
+        if self._timed is None or not self._learned:
+            return None
+        overhead, step = self._drafts[1]
+        counts = tuple(len(self._timed.get(rows, ())) for rows in range(1, MAX_ROWS + 1))
+        return MeasuredCosts(verify=tuple(self._verify[:MAX_ROWS]), step=step, overhead=overhead, timings=counts)
+
+    def _time_rows(self, timed: dict[int, deque[float]], rows: int, seconds: float, off: float) -> None:
+        """Adds a timing; the speed of the machine at the moment, which all numbers of rows share, is taken out of it."""
+        if rows in timed:
+            self._buckets[self._bucket] *= off**BUCKET_SHARE
+        timed.setdefault(rows, deque(maxlen=WINDOW)).append(seconds / self._buckets[self._bucket])
+        single = _in_proportion(self._start, timed)
+        factor = single[-1] / self._verify[MAX_ROWS - 1]
+        self._verify = [*single, *(several * factor for several in self._verify[MAX_ROWS:])]
+        self._learned = True
+
     def _learn_draft(self, requests: int, steps: int, seconds: float) -> None:
         """Corrects overhead and step by the time of a draft, each by its part in it (normalised least mean squares)."""
         overhead, step = self._drafts.get(requests, self._drafts[1])
         extrapolated = requests * overhead + steps * step
-        error = extrapolated * (_bounded(seconds / extrapolated) - 1) * self._share("draft", requests, DRAFT_SHARE, measured=requests == 1)
+        share = self._share("draft", requests, DRAFT_SHARE, measured=requests == 1 and self._timed is None)
+        error = extrapolated * (_bounded(seconds / extrapolated) - 1) * share
         weight = OVERHEAD_VARIANCE * requests**2 + steps**2
         self._drafts[requests] = (
             max(overhead + error * OVERHEAD_VARIANCE * requests / weight, 0.0),
@@ -139,6 +186,25 @@ def extrapolated(known: Sequence[float]) -> float:
         return known[-1] + max(known[-1] - known[0], 0.0) / max(1, len(known) - 1)
     growth = sum(known[-_GROUP:]) - sum(known[-2 * _GROUP : -_GROUP])
     return known[-_GROUP] + max(growth, 0.0) / _GROUP
+
+
+def _seeded(costs: MeasuredCosts) -> dict[int, deque[float]]:
+    counted = zip(range(1, MAX_ROWS + 1), costs.verify, costs.timings, strict=True)
+    return {rows: deque([seconds] * count, maxlen=WINDOW) for rows, seconds, count in counted if count}
+
+
+def _in_proportion(start: Sequence[float], timed: Mapping[int, Sequence[float]]) -> list[float]:
+    """Returns the seconds of 1 to MAX_ROWS rows: `start` times a factor for each, whose logarithm is interpolated between timed rows.
+
+    A factor is the median of its rows' timings, drawn to that of all timings, which counts as SETTLED more: few timings on a busy machine
+    tell more about the moment than about the number of rows.
+    """
+    known = sorted(timed)
+    off = {rows: [math.log(seconds / start[rows - 1]) for seconds in timed[rows]] for rows in known}
+    common = SETTLED * statistics.median(factor for factors in off.values() for factor in factors)
+    factors = [(len(off[rows]) * statistics.median(off[rows]) + common) / (len(off[rows]) + SETTLED) for rows in known]
+    between: Iterable[float] = np.interp(range(1, MAX_ROWS + 1), known, factors).tolist()
+    return [seconds * math.exp(factor) for seconds, factor in zip(start, between, strict=True)]
 
 
 def _bounded(off: float) -> float:

@@ -80,6 +80,11 @@ class EnergyCosts:
         self._seconds, self._power, self._slowdown = seconds, power, slowdown
         self.price = 0.0  # of time, in watts: with it the fewest joules are found among what is fast enough
 
+    @property
+    def is_provisional(self) -> bool:
+        """Whether the seconds are."""
+        return self._seconds.is_provisional
+
     def verify(self, rows: int) -> float:
         """Joules of one target forward of `rows` rows at the current length, with the price of its time."""
         return self._seconds.verify(rows) * (self._power.forward(rows) + self.price)

@@ -104,7 +104,7 @@ class Profit:
         self._forecast = model.forecast(longest)
         self._until_refresh = 0
         self._stale = True
-        self._requests = 1
+        self._requests = self._priced = 1
         self._rows = np.zeros(self._max_rows + 1, np.intp)
         # Costs of verifying n drafts, and of drafting them.
         self._row_costs: Chances = np.zeros(self._max_rows + 1)
@@ -207,6 +207,10 @@ class Profit:
 
     def _update_row_costs(self) -> None:
         costs = np.array([self._verify(rows) for rows in range(1, self._max_rows + 2)])
+        if self._cost_reached and self._costs.is_provisional and self._requests == self._priced:
+            # Sums of earlier rounds at what a plain round is known to cost now.
+            self._cost_reached *= float(costs.min()) / float(self._row_costs[0])
+        self._priced = self._requests
         # The cheapest of n rows and all larger batches.
         self._row_costs = np.minimum.accumulate(costs[::-1])[::-1]
         self._rows = np.array([n + int(costs[n:].argmin()) for n in range(len(costs))])

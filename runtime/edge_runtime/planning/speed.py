@@ -187,7 +187,7 @@ class SpeedPlan:
 def pair_facts(manifest: Manifest, drafter: str, context: int, kv_type: KvType) -> PairFacts:
     """Returns the sizes of the pair of a manifest; `drafter` is dense or split. Embedding tables are not read as a whole."""
     own, sizes = manifest.architecture, {file.role: file.bytes for file in manifest.files if file.format in ("gguf", "safetensors")}
-    read = _read_parameters(own)
+    read = read_parameters(own)
     head = sizes.get("drafter_head", 0) * SPARSE_SHARE
     step = sizes.get("drafter_body", 0) + head if drafter == "split" else sizes.get("drafter", 0)
     layout, kv = manifest.cache_layout, 0
@@ -321,8 +321,8 @@ def _range(values: Any) -> Range:
     return Range(low=low, middle=middle, high=high)
 
 
-def _read_parameters(own: Architecture) -> float:
-    """Weights that each row is multiplied with: per-layer embeddings are looked up instead, and only the active experts are read."""
+def read_parameters(own: Architecture) -> float:
+    """Returns how many weights a row is multiplied with: per-layer embeddings are looked up, and only the active experts are read."""
     matrices = max(0, own.parameters - own.vocab_size * own.layers * (own.per_layer_size or 0))
     if own.feed_forward_size is None:
         return matrices

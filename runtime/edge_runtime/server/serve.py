@@ -49,8 +49,6 @@ def serve(
     sys.setswitchinterval(_SWITCH_SECONDS)
     with _open_socket(options) as listener, open_sessions(folder, options.sessions, load) as sessions:
         first = sessions.sessions[0]
-        for session in sessions.sessions:
-            session.profit()  # measures costs on first use, before any client waits
         rows = sessions.row_equality(announce, load.waiting)
         alone = options.deterministic and options.sessions > 1 and not rows.exact
         if not rows.exact:

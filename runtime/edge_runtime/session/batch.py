@@ -236,7 +236,7 @@ class Sessions:
             self._lock.require_idle()
             if not self._lock.closed:
                 for session in self.sessions:
-                    session.save_acceptance()
+                    session.save_learned()
                 self._lock.closed = True
                 self._together.close()
 

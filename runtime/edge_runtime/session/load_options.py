@@ -40,7 +40,7 @@ class LoadOptions:
     `context`, `drafter`, `kv_type` and `memory_limit` override all of them.
 
     Attributes:
-        threads: Threads of every phase; None measures on first use how many each phase runs fastest on.
+        threads: Threads of every phase; None takes the fastest numbers that were measured, else those that are usual for such processors.
         context: Size of the KV cache in tokens, prompt and answer together.
         drafter: Kind of drafter; None takes the faster of dense and split, by a short measurement, where the bundle has both.
         config: A configuration file, or a `SpeculativeConfig`.
@@ -51,11 +51,13 @@ class LoadOptions:
             that is available on the machine (llama.cpp).
         check: How thoroughly files are compared with the manifest: fast, full or none (`integrity`).
         public_key: PEM file of the Ed25519 key that must have signed the bundle.
-        notify: Called with a sentence about slow steps, such as a measurement on first use.
+        notify: Called with a sentence about slow steps, such as a measurement.
         waiting: Shows waits of seconds: called with what is done, returns a context manager whose value is called with the share that is
             done. `edge_devices.waiting.terminal_wait` shows a bar in a terminal.
         power: Watts per phase, or a function that measures them; needed for the objective "energy".
-        backend: llama or onnx; None takes the faster one on this machine of those that are installed, by a measurement on first use.
+        measure: Whether threads, costs of drafts and the faster backend are measured before the first request where no measurement is
+            kept, in seconds. Otherwise costs are computed from sizes, and the rounds of requests replace them.
+        backend: llama or onnx; None takes the one that was measured to be faster on this machine, else the first that is installed.
         execution_provider: ONNX Runtime's execution provider, such as "xnnpack" (onnx).
         keep_packed: Whether packed weights are kept on disk for the next start (onnx).
         draft_store: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
@@ -70,7 +72,7 @@ class LoadOptions:
         low=1,
         high=MAX_THREADS,
         panel="Backend",
-        help="CPU threads, at most one a processor.  [default: the fastest number per phase, measured on first use]",
+        help="CPU threads, at most one a processor.  [default: the fastest number per phase, if edge-run tune measured it]",
     )
     context: int | None = option("-c", low=16, panel="Memory", help="Size of the KV cache in tokens.  [default: from the configuration]")
     drafter: DrafterKind | None = option(
@@ -110,8 +112,9 @@ class LoadOptions:
         "-b",
         choices=BACKENDS,
         panel="Backend",
-        help="llama.cpp or ONNX Runtime.  [default: the faster one on this machine, measured on first use]",
+        help="llama.cpp or ONNX Runtime.  [default: the faster one, if edge-run tune measured both, else llama.cpp]",
     )
+    measure: bool = False
     execution_provider: str | None = option(
         metavar="NAME", panel="Backend", help="ONNX: where graphs run, such as cpu, openvino or openvino:NPU.  [default: cpu]"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.cpu_affinity import processor_groups
 from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_runtime.backends.interface import OpenedPair, OpenRequest
-from edge_runtime.backends.selection import BackendKind, check_options, fitting_backends, load_backend, measured_rates
+from edge_runtime.backends.selection import CARDS, BackendKind, check_options, fitting_backends, kept_rates, load_backend, measured_rates
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache, exported_counts
-from edge_runtime.calibration.first_use import MeasuredPair, measured_costs, on_best_threads
+from edge_runtime.calibration.first_use import MeasuredPair, PairCosts, on_best_threads
 from edge_runtime.calibration.measured import without_repeats
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
@@ -24,6 +23,7 @@ from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, is_model
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Vocabulary
+from edge_runtime.planning.computed_costs import computed_costs
 from edge_runtime.planning.memory import memory_bytes
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.cache_claim import CacheClaim
@@ -52,7 +52,7 @@ def open_session(folder: Path | str, options: LoadOptions | None = None, **keywo
 def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = None, **keywords: Any) -> Sessions:
     """Opens a bundle for `count` requests at once, each with `context` tokens of its own. Otherwise as `open_session`.
 
-    More than one at once run on llama.cpp only. Where several backends can run a bundle, the first use measures which is fastest.
+    More than one at once run on llama.cpp only. Where several backends can run a bundle, the one measured to be fastest is taken.
     """
     loader = _PairLoader(folder, replace(options or LoadOptions(), **keywords))
     return loader.load(loader.choose_backend(count), count)
@@ -86,7 +86,7 @@ class _PairLoader:
         self.threads = options.threads or default_threads()
 
     def choose_backend(self, count: int) -> BackendKind:
-        """Returns the backend that the options need, or else the faster one on this machine, which the first use measures."""
+        """Returns the backend that the options need, or else the one that was measured to be faster on this machine, or is preferred."""
         options, settings = self.options, self.settings
         fitting = fitting_backends(self._request(count), options.backend)
         if len(fitting) == 1 or self.bundle.manifest.media is not None or (self.drafter is not None and is_model(self.drafter)):
@@ -98,7 +98,10 @@ class _PairLoader:
                 return sessions.sessions[0].expected_rate()
 
         facts = [*self.hashes, self.threads, options.threads is None, self.drafter, *policy]
-        return measured_rates(self.bundle.folder.name, facts, fitting, rate_of, options.notify).fastest
+        if options.measure:
+            return measured_rates(self.bundle.folder.name, facts, fitting, rate_of, options.notify).fastest
+        kept = kept_rates(facts, fitting)
+        return fitting[0] if kept is None else kept.fastest
 
     def load(self, kind: BackendKind, count: int) -> Sessions:
         """Loads the bundle for `count` requests at once. Raises RequestError for options that the backend does not have."""
@@ -106,8 +109,9 @@ class _PairLoader:
         check_options(kind, request)
         opened = load_backend(kind).open(request)
         pair = self._measured_pair(opened)
-        costs = cache(lambda: measured_costs(pair, options.power, options.notify, waiting=options.waiting))
-        if count > 1 and settings.needs_costs:
+        computed = computed_costs(self.bundle.manifest, CARDS[kind].format, opened.drafter_kind, opened.row_kernels)
+        costs = PairCosts(pair, computed, options.power, options.notify, measure=options.measure, waiting=options.waiting)
+        if settings.needs_costs and (count > 1 or options.measure):
             costs()  # measuring empties the cache, so it is done before any request runs
         # Drafts of a pair are the same on all machines, but not on all backends, whose weights differ.
         facts, answer_facts = [kind, opened.drafter_kind, *self.hashes], [*map(str, opened.answer_facts)]
@@ -123,6 +127,7 @@ class _PairLoader:
             settings=settings,
             monitor=self.monitor,
             costs=costs,
+            keep_costs=costs.keep,
             acceptance_cache=AcceptanceCache(facts, exported=exported_counts(opened.exported_parity)),
             encoder=opened.encoder,
             draft_store=self._opened_draft_store(opened.vocabulary),
@@ -173,7 +178,8 @@ class _PairLoader:
         def set_threads(counts: ThreadCounts) -> None:
             set_phases(**counts.to_json())
 
-        return on_best_threads(pair, set_threads, self.options.power, self.options.notify, waiting=self.options.waiting)
+        options = self.options
+        return on_best_threads(pair, set_threads, options.power, options.notify, measure=options.measure, waiting=options.waiting)
 
     def _opened_draft_store(self, vocabulary: Vocabulary) -> DraftStore | None:
         options = self.options

@@ -45,7 +45,8 @@ from edge_runtime.text.grammar import grammars_for
 class SessionParts(LoadedPair):
     """What a session is made of. `settings` None takes the bundle's recommendation, `monitor` None one that only counts.
 
-    `costs` is called once, when a policy that needs them is first used; without it that policy drafts a fixed length with a safety net.
+    `costs` is called when a policy that needs them is first used; without it that policy drafts a fixed length with a safety net.
+    `keep_costs` is called at the end.
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
     `draft_store` holds earlier answers and files to copy drafts from. `row_kernels` names the variant of the project's kernels that
     multiplies, None for stock ones.
@@ -59,6 +60,7 @@ class SessionParts(LoadedPair):
     settings: Settings | None = None
     monitor: Monitor | None = None
     costs: Callable[[], Costs] | None = None
+    keep_costs: Callable[[], None] = lambda: None
     acceptance_cache: AcceptanceCache | None = None
     encoder: LazyEncoder | None = None
     draft_store: DraftStore | None = None
@@ -261,25 +263,28 @@ class Session:
         learned = cached.model if cached else AcceptanceModel()
         rows = self.target.length
         costs = measured()
-        if self.target.length != rows:  # they were measured now, which emptied the cache
+        if self.target.length != rows:  # a meter measured the power now, which emptied the cache
             self.claim.release()
         model = learned if stepwise else PositionModel()
         promise = costs.keep_promise if isinstance(costs, EnergyCosts) else None
         return Profit(costs, model, longest=longest, stepwise=stepwise, max_rows=self.settings.longest_draft, promise=promise)
 
+    def costs(self) -> Costs:
+        """Returns what drafts and verifies cost. Raises RequestError for a session that was opened without costs."""
+        if self._parts.costs is None:
+            raise RequestError("this session was opened without costs")
+        return self._parts.costs()
+
     def expected_rate(self) -> float:
         """Returns the tokens per second, or per joule, to be expected of the policy's rounds, by the acceptance that was exported.
 
-        Measures costs on first use, which empties the cache. Raises RequestError without a way to measure them.
+        Raises RequestError without costs.
         """
-        if self._parts.costs is None:
-            raise RequestError("this session was opened without a way to measure costs")
         longest = min(self.settings.longest, self.settings.longest_draft)
         lengths = range(longest + 1) if self.settings.needs_costs else [min(self.settings.draft_length, longest)]
         exported = exported_counts(self.bundle.manifest.parity)
         with self._open():
-            costs = self._parts.costs()
-            return expected_rate(costs, AcceptanceModel.from_json(exported) or AcceptanceModel(), lengths if self.drafter else [0])
+            return expected_rate(self.costs(), AcceptanceModel.from_json(exported) or AcceptanceModel(), lengths if self.drafter else [0])
 
     def row_equality(self, notify: Callable[[str], None] = lambda _: None, waiting: Waiting = silent_wait) -> RowEquality:
         """Returns whether rows have the same bits alone and in a verify, compared on first use and kept; comparing empties the cache."""
@@ -326,10 +331,10 @@ class Session:
         A request with `reuse_prefix` whose prompt begins with `target.tokens` then continues from them. Beyond the sliding window a
         file holds only what the next token needs: a prompt that ends more than one token earlier is computed again. Drafts begin after
         the first verify. Raises RequestError, and changes nothing, if the file is damaged or has another target, KV type or context.
-        Only a session that has not measured its costs yet measures them first, which empties the cache.
+        Only a session that minimizes joules and has not measured its power yet measures it first, which empties the cache.
         """
         with self._open():
-            self.profit()  # measures costs now, since measuring later would empty the cache
+            self.profit()  # measures the power now, since measuring later would empty the cache
             load_state(Path(path), self.target, self.bundle)
             self.claim.release()
 
@@ -338,10 +343,16 @@ class Session:
         """The draft store, None without one; `draft_store.remember(text)` adds a text."""
         return self._parts.draft_store
 
-    def save_acceptance(self) -> None:
-        """Writes the acceptance model to the cache, where the next session finds it."""
+    @property
+    def costs_are_provisional(self) -> bool | None:
+        """Whether drafts are weighed by costs that were computed or learned from rounds, not measured; None where costs do not matter."""
+        return self._parts.costs().is_provisional if self._profit is not None and self._parts.costs is not None else None
+
+    def save_learned(self) -> None:
+        """Writes acceptance and costs that requests taught to the cache, where the next session finds them."""
         if self._parts.acceptance_cache:
             self._parts.acceptance_cache.save()
+        self._parts.keep_costs()
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -356,7 +367,7 @@ class Session:
             self.claim.lock.require_idle()
             if self.claim.closed or self.claim.lock.closed:
                 return
-            self.save_acceptance()
+            self.save_learned()
             self.claim.closed = True
             self.claim.release()
             if not self.claim.alone:

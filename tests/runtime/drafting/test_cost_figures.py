@@ -9,7 +9,7 @@ import pytest
 
 from edge_devices.files.typed_json import from_json, to_json
 from edge_runtime.calibration.cost_probe import measure_costs, overhead_and_step, steady
-from edge_runtime.drafting.cost_model import FIRST_BUCKET, MAX_ROWS, MIN_SECONDS, CostCurve, MeasuredCosts, extrapolated
+from edge_runtime.drafting.cost_model import FIRST_BUCKET, MAX_ROWS, MIN_SECONDS, WINDOW, CostCurve, MeasuredCosts, extrapolated
 from edge_runtime.drafting.policies import Timing
 from scripted import ScriptedDrafter, ScriptedTarget
 from simulated_rounds import LINEAR
@@ -196,3 +196,67 @@ def test_of_two_measurements_the_quicker_one_counts() -> None:
     costs = MeasuredCosts(verify=LINEAR, step=0.5)
     busy = MeasuredCosts(verify=tuple(2 * v if n else v / 2 for n, v in enumerate(LINEAR)), step=0.1)
     assert costs.combined(busy) == busy.combined(costs) == costs
+
+
+COMPUTED = MeasuredCosts(verify=LINEAR, step=1.0, overhead=0.5, timings=(0,) * MAX_ROWS)
+
+
+def rounds_of(curve: CostCurve, seconds: dict[int, float], times: int) -> None:
+    for _ in range(times):
+        for rows, verify in seconds.items():
+            curve.learn(took(rows=rows, verify=verify))
+
+
+def test_computed_costs_become_those_of_the_rounds() -> None:
+    """A machine five times as slow as computed, on which further rows are dearer."""
+    curve = CostCurve(COMPUTED)
+    assert curve.is_provisional
+    assert [curve.verify(n) for n in EVERY_ROW] == list(LINEAR)
+    assert curve.learned() is None, "nothing was learned"
+    curve.learn(took(rows=1, verify=5 * LINEAR[0]))
+    assert [curve.verify(n) for n in EVERY_ROW] == pytest.approx([5 * seconds for seconds in LINEAR]), "proportions stay"
+    truth = {1: 5 * LINEAR[0], 4: 10 * LINEAR[3]}
+    rounds_of(curve, truth, 30)
+    assert curve.verify(4) / curve.verify(1) == pytest.approx(truth[4] / truth[1], rel=0.2)
+    assert curve.verify(1) / LINEAR[0] < curve.verify(2) / LINEAR[1] < curve.verify(4) / LINEAR[3], "between what was timed"
+    assert curve.verify(8) / LINEAR[7] == pytest.approx(curve.verify(4) / LINEAR[3])
+    learned = curve.learned()
+    assert learned is not None
+    assert learned.timings == (WINDOW, 0, 0, WINDOW, *(0,) * (MAX_ROWS - 4))
+    assert from_json(MeasuredCosts, to_json(learned), "costs") == learned
+
+
+def test_an_outlier_does_not_change_what_rounds_taught() -> None:
+    curve = CostCurve(COMPUTED)
+    rounds_of(curve, {1: LINEAR[0], 2: LINEAR[1]}, 4)
+    before = curve.verify(2)
+    curve.learn(took(rows=2, verify=50 * LINEAR[1]))
+    assert curve.verify(2) == pytest.approx(before, rel=0.05)
+    rounds_of(curve, {3: 100 * LINEAR[2]}, 1)
+    assert curve.verify(3) < 4 * LINEAR[2], "one timing of a new number of rows counts little"
+
+
+def test_what_was_learned_goes_on_where_it_ended() -> None:
+    curve = CostCurve(COMPUTED)
+    rounds_of(curve, {n: 2 * LINEAR[n - 1] for n in EVERY_ROW}, 3)
+    curve.learn(took(steps=3, draft=7.0))
+    learned = curve.learned()
+    assert learned is not None
+    again = CostCurve(learned)
+    assert again.is_provisional
+    assert [again.verify(n) for n in EVERY_ROW] == [curve.verify(n) for n in EVERY_ROW]
+    assert again.draft(3) == curve.draft(3) == pytest.approx(7.0)
+    assert again.learned() is None
+
+
+def test_batches_of_several_requests_follow_provisional_costs() -> None:
+    curve = CostCurve(COMPUTED)
+    first = curve.verify(20)
+    rounds_of(curve, {n: 3 * LINEAR[n - 1] for n in EVERY_ROW}, 1)
+    assert curve.verify(20) == pytest.approx(3 * first)
+
+
+@pytest.mark.parametrize("timings", [[0] * (MAX_ROWS - 1), [-1] * MAX_ROWS, [WINDOW + 1] * MAX_ROWS, [0.5] * MAX_ROWS, None])
+def test_timings_that_cannot_be_are_refused(timings: Any) -> None:
+    with pytest.raises(ValueError, match="costs"):
+        from_json(MeasuredCosts, to_json(COSTS) | {"timings": timings}, "costs")

@@ -179,13 +179,13 @@ def test_a_session_weighs_joules(exported_pair: Path, probe_memory: None, monkey
     costs = MeasuredCosts(verify=LINEAR, step=1.0)
     monkeypatch.setattr(first_use, "measure_costs", lambda *_, **__: costs)
     monkeypatch.setattr(CostCurve, "learn", lambda *_: None)  # what a busy machine takes would move them
-    with open_session(exported_pair, config=objective(), power=PhasePower(draft=2.0, verify=50.0)) as session:
+    with open_session(exported_pair, config=objective(), power=PhasePower(draft=2.0, verify=50.0), measure=True) as session:
         profit = session.profit()
         assert profit is not None
         assert session.settings.objective == "energy"
         text = "".join(session.generate("def area(r):", max_tokens=24))
         joules = profit.last
-    with open_session(exported_pair) as plain:
+    with open_session(exported_pair, measure=True) as plain:
         assert "".join(plain.generate("def area(r):", max_tokens=24, draft_length=0)) == text
         seconds = plain.profit()
         assert seconds is not None
