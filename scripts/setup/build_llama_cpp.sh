@@ -46,7 +46,8 @@ wheel() {
     if [ ! -d "$folder" ]; then
         sources
         rm -rf "$folder.partial"
-        run wheel python -m pip wheel --no-build-isolation --no-deps --wheel-dir "$folder.partial" \
+        unity="-DCMAKE_PROJECT_llama.cpp_INCLUDE='$PWD/exporter/edge_export/device_package/unity.cmake'"
+        run wheel env CMAKE_ARGS="${CMAKE_ARGS:-} $unity" python -m pip wheel --no-build-isolation --no-deps --wheel-dir "$folder.partial" \
             -C "build-dir=$build/tree" "$unpacked"
         mv -T "$folder.partial" "$folder" 2>/dev/null || mv "$folder.partial" "$folder"
     fi

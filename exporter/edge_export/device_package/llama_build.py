@@ -40,6 +40,7 @@ _SWITCHES = (
     "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
     "-DCMAKE_SKIP_RPATH=ON",
 )
+_UNITY = Path(__file__).with_name("unity.cmake")
 _LIBRARIES = ("libllama.so", "libggml.so", "libggml-base.so", "libmtmd.so")
 _CPU_LIBRARY = "libggml-cpu.so"
 _LEFT_OUT = re.compile(r"/(tests|server|docs)/|\.pyi$")
@@ -120,16 +121,17 @@ def _built(toolchain: Toolchain, platform: Platform, processors: Processors, *, 
             # The encoder of images and sound. Its own decoders of files are not used, least of all ffmpeg.
             "-DLLAMA_BUILD_MTMD=ON",
             "-DMTMD_VIDEO=OFF",
-            "-DCMAKE_SHARED_LINKER_FLAGS=-s",
+            # zig compiles the C++ library that it links for a minute: the same for all processors.
+            "-DCMAKE_SHARED_LINKER_FLAGS=-s -mcpu=generic",
         )
     )
     switches = (*_SWITCHES, *kinds, f"-DCMAKE_SYSTEM_PROCESSOR={platform.machine}")
-    recipe, done = "\n".join((flags, *switches, *targets)), build / ".built"
+    recipe, done = "\n".join((flags, *switches, _UNITY.read_text(encoding="utf-8"), *targets)), build / ".built"
     if done.is_file() and done.read_text() == recipe:
         return build
     ninja = f"-DCMAKE_MAKE_PROGRAM={toolchain.ninja}"
     places = (toolchain.cmake, "-S", toolchain.llama_cpp, "-B", build, "-G", "Ninja", ninja)
-    run([*places, *switches, *_wrappers(toolchain, build, flags)], _ADVICE)
+    run([*places, *switches, f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_UNITY}", *_wrappers(toolchain, build, flags)], _ADVICE)
     workers = str(usable_processors())
     run([toolchain.cmake, "--build", build, "--parallel", workers, "--target", *targets], _ADVICE)
     done.write_text(recipe)
