@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from edge_runtime.bundle.bundle import Bundle, open_bundle
-from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, STEPS
+from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS
 from edge_runtime.errors import BundleError
+from edge_runtime.planning.speed import SPARSE_SHARE
 from edge_runtime.session.open import open_session
 from edge_runtime.session.trials.lossless import check_lossless
+
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+
+from edge_runtime.backends.llama.pair import SPLIT_SAVES, drafter_opened
 
 PROMPT = "import os\nimport sys\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\ndef read"
 # A near-tie: two float16 paths that sum in another order may differ by this much.
@@ -35,29 +41,23 @@ def test_every_kind_gives_the_plain_output(folder: Path, kind: Any) -> None:
         assert report.equal or abs(report.logit_gap or 1.0) < NEAR_TIE, report.sentence()
 
 
-@pytest.mark.parametrize("faster", ["dense", "split"])
-def test_the_faster_is_kept_and_the_other_closed(folder: Path, faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edge_runtime.backends.llama import pair as llama_drafters
-
-    measured: dict[str, Any] = {}
-
-    def measure(target: Any, drafters: Any, token: int, *, steps: int) -> dict[str, float]:
-        assert (token, steps) == (target.vocabulary.bos, STEPS)
-        measured.update(drafters)
-        return {kind: 1.0 if kind == faster else 2.0 for kind in drafters}
-
-    monkeypatch.setattr(llama_drafters, "draft_step_seconds", measure)
-    with open_session(folder, threads=1) as session:
-        assert session.drafter_kind == faster
-        assert session.drafter is measured[faster]
-        assert [kind for kind, drafter in measured.items() if drafter._pointer is None] == [({"dense", "split"} - {faster}).pop()]
-        assert len(session.generate(PROMPT, max_tokens=8).text()) > 0
+@pytest.mark.parametrize(("dense", "kind"), [(SPLIT_SAVES - 1, "dense"), (SPLIT_SAVES, "split")])
+def test_split_is_taken_where_it_reads_far_less(folder: Path, dense: float, kind: str) -> None:
+    """Of the head a step reads a share."""
+    bundle = open_bundle(folder)
+    body, head = bundle.file("drafter_body", "gguf").bytes, bundle.file("drafter_head").bytes
+    size = math.ceil(dense + body + SPARSE_SHARE * head) if kind == "split" else math.floor(dense + body)
+    files = tuple(dataclasses.replace(file, bytes=size) if file.role == "drafter" else file for file in bundle.manifest.files)
+    sized = Bundle(bundle.folder, dataclasses.replace(bundle.manifest, files=files))
+    assert drafter_opened(sized, None) == kind
+    assert drafter_opened(sized, "lookup") == "lookup"
 
 
-def test_the_real_measurement_ends_on_an_empty_cache(folder: Path) -> None:
-    with open_session(folder, threads=1) as session:
-        assert session.drafter_kind in ("dense", "split")
+def test_a_small_pair_takes_dense_and_computes_nothing_before_the_prompt(folder: Path) -> None:
+    with open_session(folder) as session:
+        assert session.drafter_kind == "dense"
         assert session.target.length == 0
+        assert session.generate(PROMPT, max_tokens=8).text()
 
 
 def without(bundle: Bundle, *roles: str) -> Bundle:

@@ -42,7 +42,7 @@ class LoadOptions:
     Attributes:
         threads: Threads of every phase; None takes the fastest numbers that were measured, else those that are usual for such processors.
         context: Size of the KV cache in tokens, prompt and answer together.
-        drafter: Kind of drafter; None takes the faster of dense and split, by a short measurement, where the bundle has both.
+        drafter: Kind of drafter; None takes the one of dense and split that reads less a step, where the bundle has both.
         config: A configuration file, or a `SpeculativeConfig`.
         preset: Name of a preset: code, chat, edge or batch.
         monitoring: Thresholds, log file and callback of the session's monitor; its window is the configured one.
@@ -78,7 +78,7 @@ class LoadOptions:
     drafter: DrafterKind | None = option(
         panel="Drafting",
         help="dense: MTP drafter; split: MTP drafter with a sparse head; lookup: copies from the text; none: no drafts."
-        "  [default: from the configuration, else the faster of dense and split]",
+        "  [default: from the configuration, else dense, or split where it reads far less]",
     )
     config: SpeculativeConfig | Path | str | None = option(
         type=Path, metavar="FILE", panel="Bundle", help="YAML file whose settings override those of the bundle's config.yaml."

@@ -12,7 +12,7 @@ from edge_runtime.backends.llama.context import MAX_SEQUENCES, LlamaOptions
 from edge_runtime.backends.llama.crash_probe import cached_probes, probe_load_options, workaround
 from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
 from edge_runtime.backends.llama.memory_trial import try_in_child
-from edge_runtime.backends.llama.pair import LlamaSequenceBatch, drafters_opened, open_with_drafter
+from edge_runtime.backends.llama.pair import LlamaSequenceBatch, drafter_opened, open_with_drafter
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, check_kv_type
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.drafting.drafter_kinds import is_model
@@ -121,7 +121,7 @@ def _checked_memory(request: OpenRequest) -> tuple[MemoryRequest, bool]:
         sequences=request.sequences,
         batch=max(BATCH, request.image_rows) if media is not None and media.bidirectional else BATCH,
         verify_rows=settings.longest_draft + 1,
-        drafters=drafters_opened(request.bundle, request.drafter),
+        drafters=(drafter_opened(request.bundle, request.drafter),),
         repack=True,
     )
     room = MemoryRoom(limit=limit, available=available_memory_bytes() if limit is None else None, address_space=address_space_left())
