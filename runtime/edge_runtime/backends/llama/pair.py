@@ -83,7 +83,7 @@ class LlamaSequenceBatch:
 
 
 _BODY, _HEAD = "drafter_body", "drafter_head"
-# Bytes that the split drafter must read fewer a step: about 0.2 ms, which its head outside of the graph takes longer.
+# Bytes that the split drafter must read fewer a step, about 0.2 ms: assumed to be what its head outside of the graph takes longer.
 SPLIT_SAVES = 4_000_000
 
 
