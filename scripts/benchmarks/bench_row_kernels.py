@@ -30,8 +30,8 @@ ROWS = tuple(range(1, 14))
 AnyTarget = LlamaTarget | GraphTarget
 
 
-def open_sides(bundle: Bundle, threads: int) -> dict[str, AnyTarget]:
-    """The target on each backend of the bundle, first on stock kernels."""
+def open_sides(bundle: Bundle, threads: int, *, repack: bool) -> dict[str, AnyTarget]:
+    """The target on each backend of the bundle, first on stock kernels, which `repack` weights or not in llama.cpp."""
     sides: dict[str, AnyTarget] = {}
     for kernels in (False, True):
         suffix = KERNELS if kernels else ""
@@ -41,7 +41,7 @@ def open_sides(bundle: Bundle, threads: int) -> dict[str, AnyTarget]:
             sides[f"onnxruntime{suffix}"] = open_pair(pair_of(bundle, drafter=False), OrtOptions(context=CONTEXT, threads=threads))[0]
             os.environ.pop(VARIABLE, None)
         if bundle.has("target", "gguf"):
-            options = LlamaOptions(context=CONTEXT, threads=threads, draft=False)
+            options = LlamaOptions(context=CONTEXT, threads=threads, draft=False, use_extra_bufts=kernels or repack)
             llama_library()  # registers the kernels
             ggml.switch(kernels)
             sides[f"llama.cpp{suffix}"] = LlamaTarget(bundle.path("target", "gguf"), options)
@@ -67,7 +67,7 @@ def equal_rows(target: AnyTarget, tokens: list[int], depth: int) -> int:
     target.prefill(tokens[:depth])
     alone = [target.verify([token])[0].copy() for token in tokens[depth:]]
     target.rollback(depth)
-    return sum(np.array_equal(one, row) for one, row in zip(alone, target.verify(tokens[depth:]), strict=True))
+    return sum(np.array_equal(own, row) for own, row in zip(alone, target.verify(tokens[depth:]), strict=True))
 
 
 @click.command(context_settings={"show_default": True})
@@ -75,31 +75,35 @@ def equal_rows(target: AnyTarget, tokens: list[int], depth: int) -> int:
 @click.option("--threads", default=2)
 @click.option("--depth", default=64, help="Tokens before the verifies.")
 @click.option("--repeats", default=9)
-@click.option("--prefills", default=1, help="Prefills of 512 tokens.")
-def main(folder: Path, threads: int, depth: int, repeats: int, prefills: int) -> None:
+@click.option("--prefills", default=5, help="Prefills of 512 tokens.")
+@click.option("--repack/--no-repack", default=True, help="Repacking of llama.cpp's own kernels dies where AMX is only advertised.")
+def main(folder: Path, threads: int, depth: int, repeats: int, prefills: int, repack: bool) -> None:
     """Measure BUNDLE's target; prints a Markdown table."""
     if variant() is None:
         raise click.ClickException("the row kernels do not run here; edge-run doctor says why")
-    sides = open_sides(open_bundle(folder), threads)
+    sides = open_sides(open_bundle(folder), threads, repack=repack)
     tokens = np.random.default_rng(1).integers(50, 4000, depth + PREFILL).tolist()
     for name, target in sides.items():
         switch_attention(name)
         target.prefill(tokens[:depth])
         milliseconds(target, tokens[depth : depth + ROWS[-1]], depth)
-    found: dict[tuple[str, int], list[float]] = {}
+    times: dict[tuple[str, int], list[float]] = {}
     for number in range(repeats):
         for rows in ROWS if number % 2 else reversed(ROWS):
             for name, target in sides.items():
                 switch_attention(name)
-                found.setdefault((name, rows), []).append(milliseconds(target, tokens[depth : depth + rows], depth))
+                times.setdefault((name, rows), []).append(milliseconds(target, tokens[depth : depth + rows], depth))
     for _ in range(prefills):
         for name, target in sides.items():
             switch_attention(name)
-            found.setdefault((name, PREFILL), []).append(milliseconds(target, tokens[depth:], depth, prefill=True))
+            # Rows before the window are gone behind a prefill of this length.
+            target.rollback(0)
+            target.prefill(tokens[:depth])
+            times.setdefault((name, PREFILL), []).append(milliseconds(target, tokens[depth:], depth, prefill=True))
     print("| rows |" + "".join(f" {name}, ms (times one row) |" for name in sides) + f"\n|--:{'|--:' * len(sides)}|")
     for rows in (*ROWS, PREFILL):
-        medians = {name: float(np.median(found[name, rows])) for name in sides}
-        print(f"| {rows} |" + "".join(f" {medians[name]:.1f} ({medians[name] / np.median(found[name, 1]):.2f}) |" for name in sides))
+        medians = {name: float(np.median(times[name, rows])) for name in sides}
+        print(f"| {rows} |" + "".join(f" {medians[name]:.1f} ({medians[name] / np.median(times[name, 1]):.2f}) |" for name in sides))
     for name, target in sides.items():
         switch_attention(name)
         print(f"{name}: {equal_rows(target, tokens[: depth + ROWS[-1]], depth)} of {ROWS[-1]} rows equal the same row alone")
