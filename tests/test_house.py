@@ -45,7 +45,7 @@ BUDGETS = {
     "runtime/edge_runtime/text": 2045,
     "runtime/edge_bench/cli": 588,
     "runtime/edge_bench/contribution": 351,
-    "runtime/edge_bench/devices": 690,
+    "runtime/edge_bench/devices": 701,
     "runtime/edge_bench/measure": 1888,
     "runtime/edge_bench/report": 1356,
     "devices/edge_devices/children": 573,
@@ -55,8 +55,8 @@ BUDGETS = {
     "devices/edge_devices/meters": 1685,
     "devices/edge_devices/remote": 421,
     "devices/edge_devices/transports": 721,
-    "scripts": 7957,
-    "tests": 40692,
+    "scripts": 7961,
+    "tests": 40711,
 }
 NAMED_ROOMS = ["devices/edge_devices", "exporter/edge_export", "runtime/edge_bench", "runtime/edge_runtime"]
 # Words that name nothing, as parts of identifiers too ("one" may be a number there), and identifiers in which they do mean something.

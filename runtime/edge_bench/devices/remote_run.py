@@ -34,6 +34,8 @@ from edge_runtime.errors import RequestError
 
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 POLL_SECONDS, WATCH_SECONDS = 5.0, 5.0
+# A device that has just restarted may leave once more.
+COLLECT_TRIES = 3
 BATTERY_METERS = ("battery", "android:battery", "android:battery-sysfs")
 Log = Callable[[str], None]
 
@@ -107,7 +109,7 @@ def bench_on(transport: Transport, request: RemoteRequest, results: Path, log: L
     else:
         log(f"run {request.name} already exists: following it")
     status = _follow(transport, job, request, log)
-    return _collect(transport, job, request, home, status)
+    return _collect_in_tries(transport, job, request, home, status)
 
 
 def end_run(transport: Transport, name: str) -> None:
@@ -198,6 +200,15 @@ def _follow(transport: Transport, job: str, request: RemoteRequest, log: Log) ->
             log(now)
             reported = now
         time.sleep(POLL_SECONDS)
+
+
+def _collect_in_tries(transport: Transport, job: str, request: RemoteRequest, folder: Path, status: JobStatus) -> DeviceResult:
+    for _ in range(COLLECT_TRIES - 1):
+        try:
+            return _collect(transport, job, request, folder, status)
+        except LinkError:
+            time.sleep(POLL_SECONDS)
+    return _collect(transport, job, request, folder, status)
 
 
 def _collect(transport: Transport, job: str, request: RemoteRequest, folder: Path, status: JobStatus) -> DeviceResult:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -14,6 +16,7 @@ from bench_records import ONE_OF_EACH
 from device_runs import bench, hold, in_background, until_seen, when_running
 from edge_bench.devices import remote_run as remote
 from edge_bench.measure.records import read_records
+from edge_devices.errors import LinkError
 from edge_devices.transports.adb import AdbTransport
 from fake_adbd import FakeAdbd
 from phones import Desk
@@ -138,6 +141,22 @@ def test_a_restart_keeps_what_was_measured(
     assert result.exit_code == 0, result.output
     assert words in result.stdout
     assert len(read_records(next(tmp_path.rglob("runs.jsonl"))).runs) == 2
+
+
+@pytest.mark.parametrize(("breaks", "collected"), [(0, True), (2, True), (3, False)])
+def test_collecting_bears_a_link_that_breaks_again(breaks: int, collected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [LinkError("the link broke")] * breaks
+
+    def collect(*_: Any) -> str:
+        if left:
+            raise left.pop()
+        return "result"
+
+    monkeypatch.setattr(remote, "_collect", collect)
+    monkeypatch.setattr(remote, "POLL_SECONDS", 0.0)
+    unused: Any = None
+    with nullcontext() if collected else pytest.raises(LinkError, match="the link broke"):
+        assert remote._collect_in_tries(unused, "job", unused, unused, unused) == "result"
 
 
 @pytest.mark.slow
