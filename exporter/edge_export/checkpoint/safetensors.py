@@ -51,7 +51,6 @@ ITEM_BYTES = {
 # Supported dtypes; bfloat16 is read as its bits.
 READABLE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"}
 FloatType = Literal["f32", "f16", "bf16"]
-FLOAT_BYTES: dict[FloatType, int] = {"f32": 4, "f16": 2, "bf16": 2}
 PACKED4, PACKED_BLOCK = "PACKED4", 32
 _PACKED_BITS, _BYTE = 4, 8
 SOURCE_TYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}

@@ -62,7 +62,7 @@ class OnnxRequest:
     """How the two models' weights are stored; `block` applies to int8 and int4. `embedding` None: as the target's other weights.
 
     `block` None: 128; in graphs of dynamic shapes int4 is then *mixed*, with smaller blocks or 8 bits for the few weights whose rounding
-    costs most (see weight_formats).
+    costs most (see weights.py).
 
     Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
     `on_grid`: the target was trained for int4 in blocks of 32, as `block` says then; its int4 matrices that lie on no grid get 8 bits.

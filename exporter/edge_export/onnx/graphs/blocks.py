@@ -24,7 +24,6 @@ class BlockWeights:
 
     norms: dict[str, Stored]
     projections: tuple[Matrix, ...]
-    key_value: bool
     output: Matrix
     gate_up: Matrix
     down: Matrix
@@ -64,7 +63,6 @@ def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, format:
             *(matrix(*(f"self_attn.{name}" for name in group)) for group in groups if group),
             *([matrix(f"self_attn.{apart}", format=sensitive)] if apart else []),
         ),
-        key_value=owns,
         output=matrix("self_attn.o_proj"),
         gate_up=matrix("mlp.gate_proj", "mlp.up_proj"),
         down=matrix("mlp.down_proj"),
