@@ -75,7 +75,7 @@ class BenchRequest:
         "--prompts",
         default=(),
         panel="Measure",
-        help="Your own prompts: a JSON list of texts, an object of lists by domain, or a text file. Repeatable.",
+        help="Your own prompts: a JSON list of texts, by domain or not; questions of MT-bench, Spec-Bench or ShareGPT; a text. Repeatable.",
     )
     per_domain: int = option(default=1, low=1, panel="Measure", help="Number of prompts per set.")
     lengths: tuple[int, ...] = _listed(parse_lengths, "1-8", about="Fixed draft lengths to measure, such as 3, 1,2,4 or 1-8, or none.")

@@ -40,7 +40,59 @@ def test_own_prompts_are_read_from_lists_objects_and_texts(tmp_path):
     assert [(p.domain, p.text) for p in read_prompts(tmp_path / "letter.txt", 2)] == [("letter", "Dear all,\n")]
 
 
-@pytest.mark.parametrize("text", ["[", "[1]", '[""]', "[]", "3", '{"a": "b"}', '{"": ["b"]}', '{"' + "x" * 99 + '": ["b"]}', "[" * 5000])
+OTHERS = {
+    "mt_bench.jsonl": """{"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}
+{"question_id": 111, "category": "math", "turns": ["Add."]}
+""",
+    "spec_bench.txt": """{"question_id": 1, "category": "qa", "turns": ["Who?\u2028When?"]}
+
+{"question_id": 2, "category": "qa", "turns": ["What?"]}""",
+    "share.json": """[{"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]}]""",
+    "chat.ndjson": """{"messages": [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hi"}]}\n""",
+    "plain.jsonl": """{"prompt": "Once", "category": 3}\n"upon"\n""",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts"),
+    [
+        ("mt_bench.jsonl", [("writing", "Write.", True), ("math", "Add.", True)]),
+        ("spec_bench.txt", [("qa", "Who?\u2028When?", True), ("qa", "What?", True)]),
+        ("share.json", [("share", "Hi", True)]),
+        ("chat.ndjson", [("chat", "Hi", True)]),
+        ("plain.jsonl", [("plain", "Once", False), ("plain", "upon", False)]),
+    ],
+)
+def test_questions_of_others_are_read_by_category(tmp_path, name, prompts):
+    (tmp_path / name).write_text(OTHERS[name], encoding="utf-8")
+    assert [(p.domain, p.text, p.is_turn) for p in read_prompts(tmp_path / name, 2)] == prompts
+
+
+@pytest.mark.parametrize("text", ["[1] Smith, 2001\n[2] Jones", '{"name": "Ada",\n', "{ x }\n{ y }", '[TODO]\n{"a": 1}'])
+def test_a_text_that_begins_with_a_bracket_is_a_text(tmp_path, text):
+    (tmp_path / "notes.txt").write_text(text)
+    assert [(p.domain, p.text) for p in read_prompts(tmp_path / "notes.txt", 2)] == [("notes", text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "number"),
+    [
+        ("other.jsonl", '{"instruction": "Write."}\n', 1),
+        ("other.txt", '{"instruction": "Write."}\n{"instruction": "Add."}', 1),
+        ("cut.jsonl", '{"prompt": "a"}\n{"prompt": "b', 2),
+        ("cut.txt", '{"prompt": "a"}\n{"prompt": "b', 2),
+        ("bot.json", '[{"messages": [{"role": "assistant", "content": "Hello"}]}]', 1),
+    ],
+)
+def test_json_that_is_not_understood_is_no_prompt(tmp_path, name, text, number):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(RequestError, match=f"entry {number} has no text that could be a prompt; give a JSON list or lines"):
+        read_prompts(tmp_path / name, 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["", " \n", "[", "[1]", '[""]', "[]", "3", '{"a": "b"}', '{"": ["b"]}', '{"' + "x" * 99 + '": ["b"]}', "[" * 5000]
+)
 def test_files_that_hold_no_prompts_are_refused(tmp_path, text):
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(RequestError, match=r"bad\.json"):
