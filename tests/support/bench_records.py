@@ -51,6 +51,8 @@ def run(
     output: str | None = "same",
     drafted_at: tuple[int, ...] = (),
     accepted_at: tuple[int, ...] = (),
+    prompt_tokens: int = 4,
+    first_token: float | None = 0.2,
 ) -> Run:
     """Ten tokens in five rounds of two."""
     return Run(
@@ -59,7 +61,7 @@ def run(
         prompt=prompt,
         repeat=repeat,
         variant=variant,
-        prompt_tokens=4,
+        prompt_tokens=prompt_tokens,
         tokens=10,
         seconds=seconds,
         drafted=sum(drafted_at),
@@ -69,7 +71,7 @@ def run(
         round_seconds=(seconds / 5,) * 5,
         round_tokens=(2,) * 5,
         prefill_seconds=0.1,
-        first_token_seconds=0.2,
+        first_token_seconds=first_token,
         draft_seconds=seconds / 10 if drafted_at else 0.0,
         verify_seconds=seconds / 2,
         output=output,

@@ -39,8 +39,8 @@ class Idle:
 class VariantEnergy:
     """The energy of one variant; joules are gross unless named net. None: unknown, or lost in noise.
 
-    `refused`: reasons of the repeats that do not count; `phase_joules`: joules per request by phase, separated by `phase_method`;
-    `closure`: (sum of calibrated phases - measured) / measured, the worst repeat's, None where not tested.
+    `refused`: reasons of the repeats that do not count; `prompt_tokens`: mean of a request; `phase_joules`: joules per request by phase,
+    separated by `phase_method`; `closure`: (sum of calibrated phases - measured) / measured, the worst repeat's, None where not tested.
     """
 
     name: str
@@ -48,6 +48,7 @@ class VariantEnergy:
     refused: list[str]
     joules_per_output_token: Interval | None = None
     net_joules_per_output_token: Interval | None = None
+    prompt_tokens: float | None = None
     joules_per_prompt_token: Interval | None = None
     joules_per_request: Interval | None = None
     watts: Interval | None = None
@@ -239,6 +240,7 @@ def _variant(
         refused=refused,
         joules_per_output_token=_per_of(runs, runs[0].decoding, lambda r: r.decode_joules, lambda r: r.run.emitted_tokens),
         net_joules_per_output_token=_net(runs, idle) if idle else None,
+        prompt_tokens=_prompt_tokens(runs),
         joules_per_prompt_token=_per_of(
             runs,
             {PREFILL},
@@ -255,6 +257,12 @@ def _variant(
         ratio_to_baseline=ratio,
         saves_energy=ratio.high < 1 if ratio else None,
     )
+
+
+def _prompt_tokens(runs: Sequence[ValidRun]) -> float | None:
+    """Returns the prompt tokens of a request, on average; None if its prompts are not counted."""
+    tokens, requests = sum(r.run.prompt_tokens for r in runs), sum(r.run.requests for r in runs)
+    return tokens / requests if tokens and requests else None
 
 
 def _per(runs: Sequence[ValidRun], joules: Callable[[ValidRun], float], count: Callable[[ValidRun], int]) -> Interval | None:

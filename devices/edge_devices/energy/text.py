@@ -77,7 +77,7 @@ def _variant_lines(variant: VariantEnergy) -> list[str]:
     figures = {
         "J/output token": variant.joules_per_output_token,
         "J/output token above idle": variant.net_joules_per_output_token,
-        "J/prompt token": variant.joules_per_prompt_token,
+        f"J/prompt token, of {variant.prompt_tokens or 0:.3g}": variant.joules_per_prompt_token,
         "J/request": variant.joules_per_request,
         "W": variant.watts,
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import click
 
 from edge_bench.devices.results import DeviceResult, comparison_tables
-from edge_bench.report.figures import Figures
+from edge_bench.report.figures import ROWS, Figures
 from edge_bench.report.tables import TextTable, print_report, print_tables
 from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
@@ -29,6 +31,9 @@ class Outputs:
     json_path: str | None = option(
         "--json", panel="Results", help="Write the figures to this file; - is standard output, in place of the tables."
     )
+    csv_path: Path | None = option(
+        "--csv", panel="Results", help="Write the rows of all variants, domains and prompt lengths to this file, as a table."
+    )
     html: Path | None = option(panel="Results", help="Write a page with plots to this file. Needs edge-mtp[report].")
 
     def check(self) -> None:
@@ -44,7 +49,9 @@ class Outputs:
             from edge_bench.report.html import report_page
 
             write_text(self.html, [report_page(result)])
-        if self.write_json(result.to_json()):
+        record = result.to_json()
+        self.write_csv(_row_lines(record))
+        if self.write_json(record):
             print_report(result)
 
     def write_energy(self, report: EnergyReport, log: RunLog) -> None:
@@ -53,7 +60,9 @@ class Outputs:
             from edge_bench.report.html import energy_page
 
             write_text(self.html, [energy_page(report, log)])
-        if self.write_json(report.to_json()):
+        record = report.to_json()
+        self.write_csv(record["variants"])
+        if self.write_json(record):
             for line in report_lines(report):
                 click.echo(line)
 
@@ -65,8 +74,21 @@ class Outputs:
             from edge_bench.report.html import tables_page
 
             write_text(self.html, [tables_page("edge-bench: devices", tables)])
-        if self.write_json({"devices": [result.to_json() for result in results]}):
+        records = [result.to_json() for result in results]
+        self.write_csv([{"device": each["device"], "run": each["run"], **line} for each in records for line in _row_lines(each["figures"])])
+        if self.write_json({"devices": records}):
             print_tables(tables)
+
+    def write_csv(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Writes the table if requested: a line for each row, and a column for each path to a plain value, such as `speed_up.low`."""
+        if self.csv_path is None:
+            return
+        flat = [dict(_plain_values(line)) for line in lines]
+        with io.StringIO() as file:
+            table = csv.DictWriter(file, list(dict.fromkeys(key for line in flat for key in line)), lineterminator="\n")
+            table.writeheader()
+            table.writerows(flat)
+            write_text(self.csv_path, [file.getvalue()])
 
     def write_json(self, record: dict[str, Any]) -> bool:
         """Writes the JSON if requested; returns whether standard output remains for the tables."""
@@ -77,6 +99,19 @@ class Outputs:
             else:
                 write_text(Path(self.json_path), [text])
         return self.json_path != STDOUT
+
+
+def _row_lines(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"part": part, **row} for part in ROWS for row in figures[part]]
+
+
+def _plain_values(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the plain values within a value, each with its path."""
+    if not isinstance(value, dict | list | tuple):
+        yield path, value
+        return
+    for name, each in value.items() if isinstance(value, dict) else enumerate(value, start=1):
+        yield from _plain_values(each, f"{path}.{name}" if path else str(name))
 
 
 def _fleet_tables(places: Sequence[Path]) -> list[TextTable]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from edge_bench.measure.energy import energy_figures
 from edge_bench.measure.variants import PLAIN
-from edge_bench.report.tables import NONE, TextTable, joules, scope_tables
+from edge_bench.report.tables import NONE, PROMPT_JOULES, TextTable, joules, scope_tables
 from edge_devices.energy.intervals import mean_interval
 from edge_devices.energy.report import EnergyReport, VariantEnergy
 from edge_devices.energy.run_log import RunLog, read_log
@@ -204,7 +204,19 @@ RULES = (
     f"mean power is within {WATTS[0]:g} to {WATTS[1]:g} W",
     "other programs used no more than 15 % of the processors, and programs waited for one in no more than 15 % of the time",
 )
-COLUMNS = ("device", "bundle", "", "meter", "J/output token [95%]", "above idle", "over plain", "tok/s", "signed")
+COLUMNS = (
+    "device",
+    "bundle",
+    "",
+    "meter",
+    "J/output token [95%]",
+    "above idle",
+    "over plain",
+    "tok/s",
+    "prompt tokens",
+    "J/prompt token",
+    "signed",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +337,7 @@ def _rows(checked: CheckedRecord, *, signed: bool) -> list[tuple[str, ...]]:
             joules(variant.net_joules_per_output_token),
             ratio_text(variant.ratio_to_baseline) if variant.ratio_to_baseline else NONE,
             f"{variant.tokens_per_second:.1f}" if variant.tokens_per_second else NONE,
+            *(cell(variant) for _, cell in PROMPT_JOULES),
             "yes" if signed else NONE,
         )
         for variant in checked.report.variants
@@ -346,5 +359,5 @@ def _means(records: Sequence[CheckedRecord]) -> list[tuple[str, ...]]:
     for (device, _, name), group in groups.items():
         if len(group) > 1:
             mean = mean_interval([value for _, value in group], range(len(group)))
-            rows.append((f"mean of {len(group)} × {device}", group[0][0], name, NONE, joules(mean), NONE, NONE, NONE, NONE))
+            rows.append((f"mean of {len(group)} × {device}", group[0][0], name, NONE, joules(mean), *[NONE] * (len(COLUMNS) - 5)))
     return rows

@@ -5,15 +5,28 @@ Speeds share one table; joules are compared within one meter scope only."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from edge_bench.measure.energy import read_energy
 from edge_bench.measure.records import read_records
+from edge_bench.measure.variants import PLAIN
 from edge_bench.report.figures import Figures, Row, figures
-from edge_bench.report.tables import NONE, Columns, TextTable, joules, megabytes, milliseconds, ratio_text, scope_tables, share, table_of
+from edge_bench.report.tables import (
+    NONE,
+    PROMPT_JOULES,
+    PROMPTS,
+    Columns,
+    TextTable,
+    joules,
+    megabytes,
+    ratio_text,
+    scope_tables,
+    share,
+    table_of,
+)
 from edge_devices.files.atomic_write import write_text
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.files.typed_json import from_json, to_json
@@ -112,12 +125,27 @@ def _description(path: Path) -> DeviceDescription:
 def comparison_tables(results: Sequence[DeviceResult]) -> list[TextTable]:
     """Returns the tables that have rows: speed, energy per scope, warnings and incidents."""
     speeds = [(result, row) for result in results for row in result.figures.overall]
-    tables = [table_of("devices", "Devices", speeds, _SPEEDS), *_energy(results), _incidents(results)]
+    prompts = [(result, row) for result in results for row in result.figures.by_context if row.variant.policy == PLAIN]
+    tables = [
+        table_of("devices", "Devices", speeds, _SPEEDS),
+        table_of("first-token", "First token by prompt length", prompts, (*_SPEEDS[:4], *_of_row(PROMPTS))),
+        *_energy(results),
+        _incidents(results),
+    ]
     return [table for table in tables if table.rows]
 
 
 def _peak(result: DeviceResult) -> int | None:
     return max((memory.peak_bytes for memory in result.figures.records.memory), default=None)
+
+
+def _of_row(columns: Columns[Row]) -> Columns[tuple[DeviceResult, Row]]:
+    """Returns columns of a row as those of a device and its row."""
+
+    def paired(heading: str, cell: Callable[[Row], str]) -> tuple[str, Callable[[tuple[DeviceResult, Row]], str]]:
+        return heading, lambda pair: cell(pair[1])
+
+    return [paired(*column) for column in columns]
 
 
 _SPEEDS: Columns[tuple[DeviceResult, Row]] = (
@@ -128,7 +156,7 @@ _SPEEDS: Columns[tuple[DeviceResult, Row]] = (
     ("tok/s", lambda pair: f"{pair[1].tokens_per_second:.1f}"),
     ("over plain [95%]", lambda pair: ratio_text(pair[1].speed_up)),
     ("accepted", lambda pair: share(pair[1].acceptance_rate)),
-    ("first token ms", lambda pair: milliseconds(pair[1].first_token_seconds)),
+    *_of_row(PROMPTS),
     ("peak MB", lambda pair: megabytes(_peak(pair[0]))),
     ("hottest °C", lambda pair: NONE if pair[0].hottest_c is None else f"{pair[0].hottest_c:.0f}"),
 )
@@ -141,8 +169,10 @@ def _energy(results: Sequence[DeviceResult]) -> list[TextTable]:
         for variant in report.variants if report else ():
             assert report is not None
             figures = variant.joules_per_output_token, variant.net_joules_per_output_token, variant.watts
-            rows.append((str(report.scope), report.estimate, (result.label, result.run, variant.name, report.meter, *map(joules, figures))))
-    columns = ("", "run", "", "meter", "J/output token", "above idle", "W")
+            prompt = [cell(variant) for _, cell in PROMPT_JOULES]
+            cells = result.label, result.run, variant.name, report.meter, *map(joules, figures), *prompt
+            rows.append((str(report.scope), report.estimate, cells))
+    columns = ("", "run", "", "meter", "J/output token", "above idle", "W", *(heading for heading, _ in PROMPT_JOULES))
     note = "Joules of different scopes do not compare; each scope has its own table."
     return scope_tables("energy", "Energy", columns, rows, note)
 

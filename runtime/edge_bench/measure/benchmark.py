@@ -21,7 +21,7 @@ from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
 from edge_bench.measure.variants import BASELINE, OURS, Variant, edge_variants, peer_variants
 from edge_devices.energy.protocol import Workload
-from edge_devices.machine.facts import read_machine
+from edge_devices.machine.facts import installed_version, read_machine
 from edge_devices.machine.system import WallClock
 from edge_runtime.backends.selection import has_options, usable_backends
 from edge_runtime.bundle.bundle import open_bundle
@@ -35,6 +35,8 @@ from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import default_threads, faster_backend, open_session, open_sessions
 
 Counted = TypeVar("Counted")
+# The distributions of the backends' engines.
+ENGINES = ("llama-cpp-python", "onnxruntime")
 
 
 class Benchmark:
@@ -123,6 +125,7 @@ class Benchmark:
                 "policies": list(request.policies),
                 "session": self._settings.to_json(),
             },
+            engines={name: number for name in ENGINES if (number := installed_version(name))},
         )
 
     def _memory(self, drafters: Sequence[str]) -> Iterator[Record]:
@@ -247,7 +250,8 @@ class Benchmark:
         prompts = prepare(request.prompts(), session)
         variants = edge_variants(drafters, _few(lengths, request.policies), request.policies)
         images = image_workloads(session, request.image_sizes)
-        return images | energy_workloads(dict[str, EdgeRunner](edge_runners.items()), variants, prompts, request.tokens)
+        long = [length for length in request.contexts if length < self._settings.context]
+        return images | energy_workloads(dict[str, EdgeRunner](edge_runners.items()), variants, prompts, request.tokens, long)
 
 
 def _there_and_back(items: Sequence[Counted], repeats: Sequence[int]) -> list[tuple[int, Counted]]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from edge_bench.measure.prompts import Prompt
+from edge_bench.measure.prompts import Prompt, long_prompt
 from edge_bench.measure.runners import EdgeRunner
 from edge_bench.measure.variants import BASELINE, PLAIN, Variant
 from edge_devices.energy.characteristics import Characteristics
@@ -42,6 +42,8 @@ FEWEST_REPEATS = 3
 DRAFT_LENGTH = 3
 # Verifies or drafts per calibration loop: enough that reading the clock is negligible.
 LOOP = 20
+# A prompt whose joules say what a long one costs, without minutes for each repeat on a slow device.
+LONGEST_PROMPT = 512
 
 
 def find_meter(name: str | None = None) -> tuple[Meter | None, str]:
@@ -141,15 +143,34 @@ def energy_figures(log: RunLog) -> EnergyReport:
 
 
 def energy_workloads(
-    runners: Mapping[str, EdgeRunner], variants: Sequence[Variant], prompts: Sequence[Prompt], tokens: int
+    runners: Mapping[str, EdgeRunner],
+    variants: Sequence[Variant],
+    prompts: Sequence[Prompt],
+    tokens: int,
+    prompt_lengths: Sequence[int] = (),
 ) -> dict[str, Workload]:
-    """Returns the workloads of the protocol: each variant's requests over the prompts in turn, and loops of a single phase.
+    """Returns the workloads of the protocol: each variant's requests over the prompts in turn, a prompt alone, loops of a single phase.
 
-    The phases of a request are prefill, draft and verify, or without drafts prefill and plain; the last includes the loop's own time.
+    The prompt alone has the longest of `prompt_lengths` up to LONGEST_PROMPT; each takes minutes. The phases of a request are
+    prefill, draft and verify, or without drafts prefill and plain; the last includes the loop's own time.
     """
     first = next(iter(runners.values()))
     workloads = {v.label: _requests(first if v == BASELINE else runners[v.drafter], v, prompts, tokens) for v in variants}
+    if length := max((length for length in prompt_lengths if length <= LONGEST_PROMPT), default=0):
+        workloads[f"prompt {length}"] = _prefills(first.session, long_prompt(prompts, length))
     return workloads | _calibration_loops(first.session, prompts[0])
+
+
+def _prefills(session: Session, ids: Sequence[int]) -> Workload:
+    """Returns a workload that computes the prompt anew each time."""
+
+    def work() -> Work:
+        begin = time.perf_counter()
+        session.target.rollback(0)
+        session.target.prefill(ids)
+        return Work(emitted_tokens=0, prompt_tokens=len(ids), phases={PREFILL: time.perf_counter() - begin})
+
+    return work
 
 
 def _requests(runner: EdgeRunner, variant: Variant, prompts: Sequence[Prompt], tokens: int) -> Workload:
@@ -173,11 +194,6 @@ def _calibration_loops(session: Session, prompt: Prompt) -> dict[str, Workload]:
         target.rollback(0)
         target.prefill(ids)
 
-    def prefill() -> Work:
-        begin = time.perf_counter()
-        start_text()
-        return Work(emitted_tokens=0, prompt_tokens=len(ids), phases={PREFILL: time.perf_counter() - begin})
-
     def forwards(phase: str, rows: int) -> Workload:
         def work() -> Work:
             begin = time.perf_counter()
@@ -188,7 +204,11 @@ def _calibration_loops(session: Session, prompt: Prompt) -> dict[str, Workload]:
 
         return PhaseLoop(start_text, work)
 
-    loops: dict[str, Workload] = {PREFILL: prefill, "plain": forwards("plain", 1), "verify": forwards("verify", DRAFT_LENGTH + 1)}
+    loops: dict[str, Workload] = {
+        PREFILL: _prefills(session, ids),
+        "plain": forwards("plain", 1),
+        "verify": forwards("verify", DRAFT_LENGTH + 1),
+    }
     if drafter is not None:
 
         def draft() -> Work:

@@ -21,6 +21,7 @@ SPECULATIVE, BENCH = "llama-speculative-simple", "llama-bench"
 ATTEMPTS = 4
 TIMEOUT_SECONDS = 600
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
+ENCODED = re.compile(r"encoded\s+(\d+) tokens in\s+([\d.]+) seconds")
 COUNTS = re.compile(r"n_(drafted|accept)\s+=\s+(\d+)")
 
 
@@ -45,13 +46,16 @@ class LlamaTools:
     def run(self, variant: Variant, prompt: Prompt, tokens: int, *, part: str = DOMAINS_PART, repeat: int = 0) -> Run:
         """Runs one request. Plain decoding is timed by llama-bench at the prompt's depth, as the speculative tool has no plain mode.
 
-        Each run loads the files again; its seconds are for decoding only. Raises BackendError if a tool fails.
+        Each run loads the files again; its seconds are for decoding only. llama-bench's prefill ends with the first token's logits; the
+        speculative tool times all but the last row. Raises BackendError if a tool fails.
         """
+        first_token = prefill = None
         if variant.policy == PLAIN:
-            counts, seconds = (tokens, 0, 0), self._plain_seconds(len(prompt.ids), tokens)
+            emitted, drafted, accepted, depth = tokens, 0, 0, len(prompt.ids)
+            seconds = self._bench_seconds(tokens, "-p", "0", "-n", str(tokens), "-d", str(depth))
+            first_token = self._bench_seconds(depth, "-p", str(depth), "-n", "0")
         else:
-            *counts, seconds = self._speculative(variant, prompt.text, tokens)  # type: ignore[assignment]
-        emitted, drafted, accepted = counts
+            emitted, drafted, accepted, seconds, prefill = self._speculative(variant, prompt.text, tokens)
         if not seconds > 0 or not emitted > 0 or accepted > drafted:
             raise BackendError(f"llama.cpp's tool reported {emitted} tokens in {seconds} s; the output of this build is not supported")
         return Run(
@@ -65,23 +69,27 @@ class LlamaTools:
             seconds=seconds,
             drafted=drafted,
             accepted=accepted,
+            prefill_seconds=prefill,
+            first_token_seconds=first_token,
         )
 
-    def _speculative(self, variant: Variant, text: str, tokens: int) -> tuple[int, int, int, float]:
-        """Returns emitted, drafted and accepted tokens, and seconds."""
+    def _speculative(self, variant: Variant, text: str, tokens: int) -> tuple[int, int, int, float, float | None]:
+        """Returns emitted, drafted and accepted tokens, seconds of decoding and of the prefill."""
         drafts = ["-md", str(self.drafter), "--spec-type", "draft-mtp"]
         drafts += ["--spec-draft-n-max", str(variant.length)] if variant.policy == FIXED else []
         request = ["--temp", "0", "-c", str(self.context), "-n", str(tokens), "--no-escape", "-p", text]
         # The tool's log thread sometimes ends before it has written the last lines; then the tool runs again.
         for _ in range(ATTEMPTS):
             output = self._output(SPECULATIVE, *drafts, *request, *([] if self.repack else ["--no-repack"]))
-            timing, counts = DECODED.search(output), dict(COUNTS.findall(output))
+            timing, prefill, counts = DECODED.search(output), ENCODED.search(output), dict(COUNTS.findall(output))
             if timing and len(counts) == 2:
-                return int(timing[1]), int(counts["drafted"]), int(counts["accept"]), float(timing[2])
+                seconds = float(prefill[2]) if prefill else None
+                return int(timing[1]), int(counts["drafted"]), int(counts["accept"]), float(timing[2]), seconds
         raise BackendError(f"{SPECULATIVE} printed no figures in {ATTEMPTS} runs: {' '.join(output.splitlines()[-3:])}")
 
-    def _plain_seconds(self, depth: int, tokens: int) -> float:
-        output = self._output(BENCH, "-p", "0", "-n", str(tokens), "-d", str(depth), "-r", "1", "-o", "json")
+    def _bench_seconds(self, tokens: int, *test: str) -> float:
+        """Returns the seconds that llama-bench needs for the `tokens` of a test."""
+        output = self._output(BENCH, *test, "-r", "1", "-o", "json", *([] if self.repack else ["--repack", "0"]))
         try:
             record = json.loads(output[output.index("[") : output.rindex("]") + 1])[0]
             return tokens / float(record["avg_ts"])

@@ -105,9 +105,9 @@ def _parsed(text: str) -> Any:
 def _prompt(path: Path, item: Any, number: int) -> tuple[str, bool]:
     """Returns the text of an entry and whether it is a user's turn."""
     text = item.get("prompt") if isinstance(item, dict) else item
-    turns = next((item[key] for key in CONVERSATIONS if isinstance(item.get(key), list)), []) if isinstance(item, dict) else []
-    is_turn = not isinstance(text, str)
+    is_turn = isinstance(item, dict) and not isinstance(text, str)
     if is_turn:
+        turns: list[Any] = next((item[key] for key in CONVERSATIONS if isinstance(item.get(key), list)), [])
         text = next(filter(None, map(_turn, turns)), None)
     if not isinstance(text, str) or not text:
         raise RequestError(f"{path}: entry {number} has no text that could be a prompt; {FORMATS}")

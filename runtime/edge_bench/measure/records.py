@@ -34,7 +34,7 @@ class ModelFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Machine, time, bundle and settings of the benchmark. `machine` and `settings` are plain values."""
+    """Machine, time, bundle and settings of the benchmark. `machine` and `settings` are plain values; `engines` are versions by name."""
 
     schema: int
     version: str
@@ -44,6 +44,7 @@ class Header:
     files: tuple[ModelFile, ...]
     machine: dict[str, Any]
     settings: dict[str, Any]
+    engines: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

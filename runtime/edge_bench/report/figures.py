@@ -17,13 +17,17 @@ from edge_devices.energy.run_log import RunLog
 from edge_devices.files.typed_json import to_json
 from edge_runtime.session.stats import Latencies
 
+# The parts of the figures that have a row per variant.
+ROWS = ("overall", "by_domain", "by_context")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One variant over all its runs, or over those of one domain. Speeds are medians, in tokens per second; shares are 0 to 1.
 
     `speed_up` is over plain decoding of edge-mtp; None for that itself. `mean_acceptance_length` is emitted tokens / target forwards.
-    `accepted_from` is the share of the emitted tokens that each source of drafts brought.
+    `accepted_from` is the share of the emitted tokens that each source of drafts brought. `prompt_tokens` is the median length of the
+    prompts, `prompt_tokens_per_second` the median of a prompt's tokens / seconds until its first new token.
     `equal` of `compared` outputs are equal to those of plain decoding. `phase_seconds_per_token` has `draft`, `verify` and `other`.
     Figures are None if nothing was drafted, or the program does not report them.
     """
@@ -37,7 +41,9 @@ class Row:
     acceptance_by_position: tuple[float, ...]
     accepted_from: dict[str, float]
     mean_acceptance_length: float | None
+    prompt_tokens: float
     first_token_seconds: float | None
+    prompt_tokens_per_second: float | None
     token_p50_seconds: float | None
     token_p95_seconds: float | None
     phase_seconds_per_token: dict[str, float] | None
@@ -96,10 +102,9 @@ class Figures:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values under stable keys, without the runs themselves (see `edge-bench run --runs`)."""
-        labels = ("overall", "by_domain", "by_context")
         return {
             "header": to_json(self.records.header),
-            **{name: [_row_json(row) for row in getattr(self, name)] for name in labels},
+            **{name: [_row_json(row) for row in getattr(self, name)] for name in ROWS},
             "against": [{"label": a.ours.label, "peer_label": a.peer.label, **to_json(a)} for a in self.against],
             "concurrency": [{"label": level.variant.label, **to_json(level)} for level in self.levels],
             "cost_curves": to_json(self.records.cost_curves),
@@ -175,7 +180,9 @@ def _row(variant: Variant, domain: str | None, runs: list[Run], baseline: list[R
         acceptance_by_position=_by_position(runs),
         accepted_from=_by_source(runs, tokens),
         mean_acceptance_length=tokens / rounds if rounds else None,
+        prompt_tokens=statistics.median(run.prompt_tokens for run in runs),
         first_token_seconds=_median(run.first_token_seconds for run in runs),
+        prompt_tokens_per_second=_median(run.prompt_tokens / run.first_token_seconds for run in runs if run.first_token_seconds),
         token_p50_seconds=latencies.percentile(50),
         token_p95_seconds=latencies.percentile(95),
         phase_seconds_per_token=_phases(runs, tokens),

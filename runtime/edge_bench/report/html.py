@@ -20,7 +20,7 @@ body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; background: var(--p
 h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 figure { margin: 1rem 0; } figure svg { width: 100%; height: auto; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { white-space: normal; vertical-align: bottom; } .verdict { font-size: 1.2rem; }
 th:first-child, td:first-child { text-align: left; } .note, caption { color: var(--soft); font-size: .9rem; text-align: left; }
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from edge_bench.measure.records import Header, KvTypeCost
-from edge_bench.measure.variants import OURS
+from edge_bench.measure.variants import OURS, PLAIN
 from edge_bench.report.figures import Figures, ImageRow, Level, Row
 from edge_bench.report.ratios import WIDEST, Ratio
 from edge_devices.energy.intervals import Interval
@@ -143,6 +143,7 @@ def all_tables(figures: Figures) -> list[TextTable]:
         _sources(figures),
         table_of("phases", "Time per token by phase, ms", [row for row in figures.overall if row.phase_seconds_per_token], _PHASES),
         _contexts(figures),
+        prompt_table(figures.by_context),
         _costs(figures),
         table_of("concurrency", "Concurrent requests", figures.levels, _LEVELS, _LEVELS_NOTE),
         kv_table(figures.records.kv_types),
@@ -164,9 +165,10 @@ def machine_line(header: Header) -> str:
     processor = machine.get("processor") or machine.get("architecture") or "unknown processor"
     files = ", ".join(f"{file.role} {file.quantization or file.format}" for file in header.files if file.role in ("target", "drafter"))
     threads, tokens, repeats = (settings.get(key, "?") for key in ("threads", "tokens", "repeats"))
+    versions = ", ".join(f"{name} {number}" for name, number in {"edge-mtp": header.version, **header.engines}.items())
     return (
         f"{header.bundle} ({files}) on {processor}, {machine.get('usable_processors', '?')} processors, {threads} threads;"
-        f" {tokens} tokens, {repeats} repeats; edge-mtp {header.version}, {header.created_at}"
+        f" {tokens} tokens, {repeats} repeats; {versions}, {header.created_at}"
     )
 
 
@@ -203,8 +205,15 @@ def _of(equal: int, compared: int) -> str:
     return f"{equal} of {compared}" if compared else NONE
 
 
+# A prompt beside its length: the time of the first token means nothing without it.
+PROMPTS: Columns[Row] = (
+    ("prompt tokens", lambda row: f"{row.prompt_tokens:g}"),
+    ("first token ms", lambda row: milliseconds(row.first_token_seconds)),
+    ("prompt tok/s", lambda row: NONE if row.prompt_tokens_per_second is None else f"{row.prompt_tokens_per_second:.0f}"),
+)
+_NAME: tuple[str, Callable[[Row], str]] = ("", lambda row: row.variant.label)
 _VARIANTS: Columns[Row] = (
-    ("", lambda row: row.variant.label),
+    _NAME,
     ("tok/s", lambda row: f"{row.tokens_per_second:.1f}"),
     ("over plain [95%]", lambda row: ratio_text(row.speed_up)),
     ("same output", lambda row: _of(row.equal, row.compared)),
@@ -212,13 +221,14 @@ _VARIANTS: Columns[Row] = (
     ("worst prompt", lambda row: f"{row.speed_up.worst:.2f}" if row.speed_up else NONE),
     ("accepted", lambda row: share(row.acceptance_rate)),
     ("mean acceptance length", lambda row: f"{row.mean_acceptance_length:.2f}" if row.mean_acceptance_length else NONE),
-    ("first token ms", lambda row: milliseconds(row.first_token_seconds)),
+    *PROMPTS,
     ("P50 ms", lambda row: milliseconds(row.token_p50_seconds)),
     ("P95 ms", lambda row: milliseconds(row.token_p95_seconds)),
 )
 _VARIANTS_NOTE = (
     "Over plain: geometric mean over the domains of the paired ratios to plain decoding; the interval is for measuring the same"
-    " prompts again. Mean acceptance length: emitted tokens / target forwards. P50 and P95 are per token."
+    " prompts again. Mean acceptance length: emitted tokens / target forwards. Prompt tok/s: prompt tokens / seconds until the first token."
+    " P50 and P95 are per token."
 )
 
 
@@ -227,7 +237,7 @@ def _phase(name: str) -> tuple[str, Callable[[Row], str]]:
 
 
 _PHASES: Columns[Row] = (
-    ("", lambda row: row.variant.label),
+    _NAME,
     *map(_phase, PHASES),
     ("all", lambda row: f"{1000 * sum((row.phase_seconds_per_token or {}).values()):.2f}"),
 )
@@ -300,10 +310,14 @@ def _contexts(figures: Figures) -> TextTable:
     for row in figures.by_context:
         over = f" ({row.speed_up.value:.2f})" if row.speed_up else ""
         cells[row.variant.label, row.domain or ""] = f"{row.tokens_per_second:.1f}{over}"
-        if row.speed_up is None:
-            cells["first token, ms", row.domain or ""] = milliseconds(row.first_token_seconds)
     note = "Tokens per second (speed-up over plain decoding) after a prompt of this many tokens, made by joining all prompts."
     return grid("contexts", "By prompt length", cells, note)
+
+
+def prompt_table(rows: Iterable[Row]) -> TextTable:
+    """Returns the table of first tokens by prompt length, of plain decoding: drafts begin behind it."""
+    plain = [row for row in rows if row.variant.policy == PLAIN and row.first_token_seconds is not None]
+    return table_of("first-token", "First token by prompt length", plain, (_NAME, *PROMPTS), "Medians of the repeats.")
 
 
 def _costs(figures: Figures) -> TextTable:
@@ -326,11 +340,15 @@ def _memory(figures: Figures) -> TextTable:
     return TextTable(name="memory", title="Memory and files, MB", columns=("", "", "MB"), rows=rows, note=note)
 
 
+PROMPT_JOULES: Columns[VariantEnergy] = (
+    ("prompt tokens", lambda variant: NONE if variant.prompt_tokens is None else f"{variant.prompt_tokens:.3g}"),
+    ("J/prompt token", lambda variant: joules(variant.joules_per_prompt_token)),
+)
 _ENERGY: Columns[VariantEnergy] = (
     ("", lambda variant: variant.name),
     ("J/output token", lambda variant: joules(variant.joules_per_output_token)),
     ("above idle", lambda variant: joules(variant.net_joules_per_output_token)),
-    ("J/prompt token", lambda variant: joules(variant.joules_per_prompt_token)),
+    *PROMPT_JOULES,
     ("J/request", lambda variant: joules(variant.joules_per_request)),
     ("W", lambda variant: joules(variant.watts)),
     ("of plain", lambda variant: energy_ratio_text(variant.ratio_to_baseline) if variant.ratio_to_baseline else NONE),

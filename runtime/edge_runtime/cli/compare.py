@@ -254,7 +254,9 @@ def comparison_table(comparison: Comparison) -> Table:
     if (rate := drafted[0].acceptance_rate) is not None:
         table.add_row("acceptance rate", "-", f"{rate:.1%}")
     table.add_row("mean acceptance length", *(f"{median(r, lambda s: s.mean_acceptance_length):.2f}" for r in (plain, drafted)))
+    table.add_row("prompt tokens", *(f"{median(r, lambda s: s.prompt_tokens):g}" for r in (plain, drafted)))
     table.add_row("time to first token, ms", *(f"{median(r, lambda s: 1000 * s.first_token_seconds):.1f}" for r in (plain, drafted)))
+    table.add_row("prompt tok/s", *(f"{median(r, lambda s: s.prompt_tokens / s.first_token_seconds):.0f}" for r in (plain, drafted)))
     table.add_row("tokens", str(plain[0].tokens), str(drafted[0].tokens))
     table.add_row(*_energy_row(comparison))
     table.add_row("same output", "", "yes" if comparison.same_tokens else "no (see --verify-lossless)")

@@ -56,7 +56,7 @@ class PlanOptions:
 @takes("options", PlanOptions)
 @opens_bundle("check", tuning=(), energy=("phase_power",))
 def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> None:
-    """Predict memory, speed, best draft length and joules per token, here or on a device.
+    """Predict memory, first token, speed, best draft length and joules per token, here or on a device.
 
     --measure generates after PROMPT.
     """
@@ -178,6 +178,7 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
             None,
         ),
         ("prefill", "tok/s", plan.prefill, measured.prefill if measured else None),
+        _first_token(plan),
         ("plain", "tok/s", plan.plain, measured.plain if measured else None),
         ("drafted", "tok/s", plan.drafted, measured.drafted if measured else None),
         ("draft step", "ms", plan.step_seconds.times(1000), measured.step_seconds * 1000 if measured else None),
@@ -195,14 +196,25 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
         lines.append(
             text if measurement is None else f"{text:<48}  measured {_text(measurement)} (prediction {deviation(measurement, value)})"
         )
-    joules = plan.joules_per_token
-    lines.append("  J/token      " + (f"{_text(joules.middle):>8}  [{_text(joules.low)}, {_text(joules.high)}]" if joules else "not known"))
+    lines.append(_joules_line("J/token", plan.joules_per_token))
+    lines.append(_joules_line("J/prompt tok", plan.joules_per_prompt_token))
     if image is not None:
-        spent = image.joules
-        lines.append("  J/image      " + (f"{_text(spent.middle):>8}  [{_text(spent.low)}, {_text(spent.high)}]" if spent else "not known"))
+        lines.append(_joules_line("J/image", image.joules))
         lines.append(f"  an image of {image.rows} soft rows; its encoder takes {image.encoder_bytes / 1e6:.0f} MB from the first image on")
     derived = plan.derived if image is None else plan.derived | {"image": image.derived}
     return lines + ["how:"] + [f"  {name}: {how}" for name, how in derived.items()]
+
+
+def _first_token(plan: SpeedPlan) -> tuple[str, str, Range, None]:
+    """Returns the row of the first token, in minutes from two on."""
+    seconds, prompt = plan.first_token_seconds, f"after a prompt of {plan.prompt_tokens} tokens"
+    if seconds.middle < 120:
+        return "first token", f"s {prompt}", seconds, None
+    return "first token", f"min {prompt}", seconds.times(1 / 60), None
+
+
+def _joules_line(name: str, value: Range | None) -> str:
+    return f"  {name:<13}" + (f"{_text(value.middle):>8}  [{_text(value.low)}, {_text(value.high)}]" if value else "not known")
 
 
 def _text(value: float) -> str:

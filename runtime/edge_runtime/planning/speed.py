@@ -115,6 +115,8 @@ LAYER_SECONDS = (10e-6, 60e-6)
 ACCEPTANCE = (0.5, 0.85)
 # Rows of a prefill's batch are computed together, so a row costs at best this share of one more row in a small batch.
 PREFILL_SHARE = 0.4
+# A prompt as agents and documents bring; its first token is predicted.
+PROMPT_TOKENS = 2000
 # A sparse head reads its centroids and the rows of the few clusters that they point to.
 SPARSE_SHARE = 1 / 32
 # No Gemma 4 block has wider attention than this many times the hidden size (queries, keys, values and output together).
@@ -155,19 +157,23 @@ class SpeedPlan:
     """The predictions: speeds in tokens per second, the draft step in seconds, the best draft length with its range, joules per token (None
     where the power is not known).
 
-    `verify_seconds[n - 1]` is the middle prediction for n rows. `derived` explains how each figure was computed.
+    `first_token_seconds` are those until the first token after a prompt of `prompt_tokens`. `verify_seconds[n - 1]` is the middle
+    prediction for n rows. `derived` explains how each figure was computed.
     """
 
     device: str
     memory: MemoryPlan
     read_bytes: float
     prefill: Range
+    prompt_tokens: int
+    first_token_seconds: Range
     plain: Range
     drafted: Range
     step_seconds: Range
     verify_seconds: tuple[float, ...]
     draft_length: tuple[int, int, int]
     joules_per_token: Range | None
+    joules_per_prompt_token: Range | None
     derived: dict[str, str]
     image: ImagePlan | None = None
 
@@ -231,11 +237,14 @@ def manifest_plan(
         )
     kv = check_kv_type(manifest.cache_layout, kv_type)
     request = MemoryRequest(context=context, kv_type=kv, sequences=1, batch=BATCH, verify_rows=longest + 1, drafters=(chosen,), repack=True)
-    plan = speed_plan(pair_facts(manifest, chosen, context, kv), device, memory_plan(manifest, request), longest, power)
+    facts, prompt_tokens = pair_facts(manifest, chosen, context, kv), min(PROMPT_TOKENS, context)
+    plan = speed_plan(facts, device, memory_plan(manifest, request), longest, power, prompt_tokens)
     return replace(plan, image=image_plan(manifest, device.operations, plan.prefill, power))
 
 
-def speed_plan(facts: PairFacts, device: DeviceSpeed, memory: MemoryPlan, longest: int, power: PhasePower | None) -> SpeedPlan:
+def speed_plan(
+    facts: PairFacts, device: DeviceSpeed, memory: MemoryPlan, longest: int, power: PhasePower | None, prompt_tokens: int = PROMPT_TOKENS
+) -> SpeedPlan:
     """Returns the predictions for drafts of at most `longest` tokens; with joules if the watts of each phase are known."""
     ends = [_Scene.of(facts, device, i) for i in (0, 1, 2)]
     slow, middle, fast = ends
@@ -243,8 +252,9 @@ def speed_plan(facts: PairFacts, device: DeviceSpeed, memory: MemoryPlan, longes
     # The best length rises with the acceptance and falls with a row's cost: its range lies between opposite ends of the two.
     mixed = [_Scene.of(facts, device, rows, accept) for rows, accept in itertools.product((0, 2), repeat=2)]
     lengths = [scene.best(longest) for scene in mixed]
-    joules = None
+    joules = prompt_joules = None
     if power is not None:
+        prompt_joules = _range(scene.prefill_row * power.verify for scene in ends)
         each = sorted(min(scene.per_token(n, power) for n in range(longest + 1)) for scene in ends)
         joules = Range(low=each[0], middle=each[1], high=each[2])
     return SpeedPlan(
@@ -252,12 +262,15 @@ def speed_plan(facts: PairFacts, device: DeviceSpeed, memory: MemoryPlan, longes
         memory=memory,
         read_bytes=facts.target_bytes,
         prefill=_range(1 / scene.prefill_row for scene in ends),
+        prompt_tokens=prompt_tokens,
+        first_token_seconds=_range((prompt_tokens - 1) * scene.prefill_row + scene.verify(1) for scene in ends),
         plain=_range(scene.rate(0) for scene in ends),
         drafted=_range(scene.rate(n) for scene, n in zip(ends, best, strict=True)),
         step_seconds=_range(scene.step for scene in ends),
         verify_seconds=tuple(middle.verify(n) for n in range(1, longest + 2)),
         draft_length=(min(lengths), best[1], max(lengths)),
         joules_per_token=joules,
+        joules_per_prompt_token=prompt_joules,
         derived=_derived(facts, device, slow, fast, power),
     )
 
@@ -342,6 +355,7 @@ def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, 
         "enough": "each weight once, mapped or repacked; from those that a token reads (of experts those in use) to all pages touched",
         "prefill": f"{rows}, of which K and V need {facts.prompt_parameters / max(1, facts.parameters):.0%}, at worst all but the head;"
         f" batches compute a row in {PREFILL_SHARE:.0%} to 100% of that",
+        "first_token": "the prompt's rows at the prefill's speed, and a forward of its last one",
         "plain": f"{facts.target_bytes / 1e6:.4g} MB of weights and up to {facts.kv_bytes / 1e6:.3g} MB of K/V rows"
         f" read per token at {band}, {layers}",
         "drafted": f"the best length of each case: {accepted}; {rows}",
@@ -350,5 +364,5 @@ def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, 
         "draft_length": f"most tokens per second; {accepted}, verify of 4 rows {shape} x that of one",
         "joules": "watts per phase are not known; give --phase-power FILE"
         if power is None
-        else "seconds of each phase x its watts, at the best length",
+        else "seconds of each phase x its watts, at the best length; of a prompt's token those of the prefill x the watts of a verify",
     }

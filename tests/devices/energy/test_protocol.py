@@ -119,6 +119,8 @@ def test_phases_by_calibration_and_by_time():
     assert plain.closes
     assert plain.joules_per_output_token.value == pytest.approx(10.0 * 2 / 50, rel=1e-3)
     assert plain.joules_per_prompt_token.value == pytest.approx(20.0 / 100, rel=1e-3)
+    assert plain.prompt_tokens == 100
+    assert "J/prompt token, of 100" in "\n".join(report_lines(report))
 
 
 def test_phases_share_what_the_window_measured():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from bench_records import whole_benchmark
 from device_runs import bench
 from edge_bench.measure import command
 from edge_bench.measure.records import RecordFile, read_records
+from edge_bench.report.figures import ROWS
 from edge_devices.energy.run_log import write_log
 from edge_runtime.errors import BackendError
 from polling import wait
@@ -94,6 +96,31 @@ def test_a_report_becomes_tables_and_a_page(made_up, tmp_path):
     assert "1.50 [" in result.stdout
     assert (tmp_path / "report.html").read_text().count("<svg") == 6
     assert sorted(p.name for p in tmp_path.iterdir()) == ["figures.json", "made-up.jsonl", "report.html"]
+
+
+def test_a_table_has_the_figures_of_the_json(made_up, tmp_path):
+    result = bench("report", made_up, "--csv", tmp_path / "rows.csv", "--json", tmp_path / "figures.json")
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    lines = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
+    assert [line["part"] for line in lines] == [part for part in ROWS for _ in figures[part]]
+    drafted = next(line for line in lines if line["label"] == "dense 2")
+    row = next(row for row in figures["overall"] if row["label"] == "dense 2")
+    assert float(drafted["speed_up.low"]) == row["speed_up"]["low"]
+    assert float(drafted["acceptance_by_position.2"]) == row["acceptance_by_position"][1]
+    assert lines[0]["speed_up.value"] == ""
+
+
+def test_a_table_of_devices_names_them_in_each_line(made_up, tmp_path):
+    folder = tmp_path / "results" / "one" / "phone"
+    folder.mkdir(parents=True)
+    made_up.rename(folder / "runs.jsonl")
+    result = bench("compare", tmp_path / "results", "--csv", tmp_path / "rows.csv")
+    assert result.exit_code == 0, result.output
+    lines = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
+    assert {(line["device"], line["run"]) for line in lines} == {("phone", "one")}
+    assert {line["part"] for line in lines} == set(ROWS)
+    assert "First token by prompt length" in result.stdout
 
 
 def test_energy_comes_from_its_log(made_up, tmp_path):

@@ -92,6 +92,36 @@ def test_ours_is_held_against_the_peers_best_length_and_its_plain_decoding():
     assert best_fixed(groups, LLAMA_CPP) is None
 
 
+def test_a_prompts_length_stands_beside_its_first_token():
+    result = figures(
+        collect([header(), *(run(BASELINE, repeat=n, prompt_tokens=40, first_token=s) for n, s in enumerate((0.2, 0.4, 0.1)))])
+    )
+    (row,) = result.overall
+    assert (row.prompt_tokens, row.first_token_seconds, row.prompt_tokens_per_second) == (40, 0.2, pytest.approx(200))
+    (table,) = (table for table in all_tables(result) if table.name == "variants")
+    place = table.columns.index("prompt tokens")
+    assert table.rows[0][place : place + 3] == ("40", "200.0", "200")
+
+
+def test_first_tokens_are_listed_by_prompt_length_for_plain_decoding_of_every_side():
+    runs = [run(v, part="contexts", domain=n, prompt_tokens=int(n)) for n in ("128", "512") for v in (BASELINE, rolling(), PEER_PLAIN)]
+    (table,) = (table for table in all_tables(figures(collect([header(), *runs]))) if table.name == "first-token")
+    assert table.rows == tuple((v.label, n, "200.0", f"{int(n) / 0.2:.0f}") for v in (BASELINE, PEER_PLAIN) for n in ("128", "512"))
+
+
+def test_a_program_that_times_no_first_token_has_none():
+    (row,) = figures(collect([header(), run(BASELINE, first_token=None)])).overall
+    assert (row.first_token_seconds, row.prompt_tokens_per_second) == (None, None)
+
+
+def test_headers_of_earlier_versions_name_no_engines(tmp_path):
+    lines = [json.loads(line_of(record)) for record in (header(engines={"onnxruntime": "1.31.0"}), run(BASELINE))]
+    assert "edge-mtp 0, onnxruntime 1.31.0" in machine_line(header(engines=lines[0]["engines"]))
+    del lines[0]["engines"]
+    (tmp_path / "old.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_records(tmp_path / "old.jsonl").header.engines == {}
+
+
 def test_levels_know_their_memory():
     (level,) = figures(collect(whole_benchmark())).levels
     assert (level.clients, level.tokens_per_second, level.peak_bytes) == (2, 20.0, 120_000_000)
@@ -101,7 +131,19 @@ def test_levels_know_their_memory():
 def test_tables_have_as_many_cells_as_columns_and_only_what_was_measured():
     result = figures(collect(whole_benchmark()))
     tables = {table.name: table for table in all_tables(result)}
-    assert set(tables) == {"variants", "domains", "against", "acceptance", "phases", "contexts", "costs", "concurrency", "kv", "memory"}
+    assert set(tables) == {
+        "variants",
+        "domains",
+        "against",
+        "acceptance",
+        "phases",
+        "contexts",
+        "first-token",
+        "costs",
+        "concurrency",
+        "kv",
+        "memory",
+    }
     for table in tables.values():
         assert {len(row) for row in table.rows} == {len(table.columns)}
     assert "a processor, 2 processors, 2 threads" in machine_line(result.records.header)

@@ -29,7 +29,11 @@ from phones import Desk
 from stub_package import stub_package
 
 PROMPT = Prompt(domain="d", number=0, ids=(1, 2, 3), text="a text")
-SAID = "decoded   20 tokens in    0.500 seconds, speed: 40 t/s\nn_drafted = 30\nn_predict = 20\nn_accept  = 12"
+SAID = """encoded    3 tokens in    0.150 seconds, speed: 20 t/s
+decoded   20 tokens in    0.500 seconds, speed: 40 t/s
+n_drafted = 30
+n_predict = 20
+n_accept  = 12"""
 BENCHED = '[ { "avg_ts": 80.0 } ]'
 
 
@@ -42,7 +46,7 @@ def tools(tmp_path: Path):
     def make(speculative: str = f"cat >&2 <<'X'\n{SAID}\nX", bench: str = f"echo '{BENCHED}'", repack: bool = True) -> LlamaTools:
         for name, body in (("llama-speculative-simple", speculative), ("llama-bench", bench)):
             path = tmp_path / name
-            path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{tmp_path}/arguments"\n{body}\n')
+            path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> "{tmp_path}/arguments"\n{body}\n')
             path.chmod(0o755)
         return LlamaTools(tools=tmp_path, target=Path("t.gguf"), drafter=Path("d.gguf"), context=512, threads=2, repack=repack)
 
@@ -57,6 +61,7 @@ def test_a_fixed_length(tools):
     side = tools(repack=False)
     run = side.run(fixed(4, LLAMA_CPP), PROMPT, 20)
     assert (run.tokens, run.seconds, run.drafted, run.accepted, run.output) == (20, 0.5, 30, 12, None)
+    assert (run.prefill_seconds, run.first_token_seconds) == (0.15, None), "its prefill leaves out the last row"
     assert "-m t.gguf -t 2 -ngl 0 -md d.gguf --spec-type draft-mtp --spec-draft-n-max 4 --temp 0 -c 512 -n 20" in asked(side)
     assert asked(side).endswith("-p a text --no-repack")
 
@@ -72,7 +77,16 @@ def test_plain_decoding_at_the_prompts_depth(tools):
     side = tools()
     run = side.run(PEER_PLAIN, PROMPT, 20)
     assert (run.tokens, run.seconds, run.drafted) == (20, 0.25, 0)
-    assert "-n 20 -d 3 -r 1" in asked(side)
+    assert "-p 0 -n 20 -d 3 -r 1" in asked(side)
+    assert run.first_token_seconds == pytest.approx(3 / 80), "the prefill of three tokens, with logits of the last"
+    assert "-p 3 -n 0 -r 1" in asked(side)
+
+
+@pytest.mark.parametrize("repack", [True, False])
+def test_plain_decoding_takes_no_kernels_that_crash_here(tools, repack):
+    side = tools(repack=repack)
+    side.run(PEER_PLAIN, PROMPT, 20)
+    assert asked(side).count("--repack 0") == (0 if repack else 2)
 
 
 @pytest.mark.parametrize(

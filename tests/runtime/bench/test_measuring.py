@@ -108,3 +108,13 @@ def test_energy_workloads_do_what_they_say():
     assert set(work["calibrate:draft"]().phases) == {"draft"}
     assert session.drafter.lengths == [3] * LOOP
     assert set(work["calibrate:prefill"]().phases) == {"prefill"}
+
+
+@pytest.mark.parametrize(("lengths", "prompt"), [((), None), ((1024, 2048), None), ((16, 512, 1024), 512), ((8,), 8)])
+def test_the_joules_of_a_prompt_are_those_of_the_longest_that_takes_no_minutes(lengths, prompt):
+    work = energy_workloads({"dense": EdgeRunner(make_session())}, [BASELINE], [PROMPT, OTHER], 8, lengths)
+    names = [name for name in work if name.startswith("prompt")]
+    assert names == ([] if prompt is None else [f"prompt {prompt}"])
+    for name in names:
+        each = work[name]()
+        assert (each.emitted_tokens, each.prompt_tokens, set(each.phases)) == (0, prompt, {"prefill"})

@@ -143,6 +143,30 @@ def test_joules_are_seconds_times_watts_and_unknown_without_watts() -> None:
     assert once.middle == pytest.approx(4.0 / plan().drafted.middle, rel=1e-6)
 
 
+def test_the_first_token_comes_after_the_prompts_rows_and_one_forward() -> None:
+    found = plan(operations=400)
+    assert found.prompt_tokens == 2000
+    for first, rate in ((found.first_token_seconds.high, found.prefill.low), (found.first_token_seconds.low, found.prefill.high)):
+        assert first == pytest.approx(1999 / rate, rel=0.2)
+        assert first > 1999 / rate
+    skipping, all_layers = (
+        plan(operations=400, facts=replace(FACTS, prompt_parameters=n)).first_token_seconds.middle for n in (0.5e9, 1.5e9)
+    )
+    assert all_layers / skipping == pytest.approx(3, rel=0.1)
+    assert found.joules_per_prompt_token is None
+    joules = plan(operations=400, power=PhasePower(draft=1, verify=4)).joules_per_prompt_token
+    assert joules is not None
+    assert joules.middle == pytest.approx(4 / found.prefill.middle)
+
+
+def test_a_wait_of_minutes_is_said_in_minutes() -> None:
+    slow, quick = plan(operations=4), plan(operations=4000)
+    line, short = (next(line for line in plan_lines(p) if line.lstrip().startswith("first token")) for p in (slow, quick))
+    assert line.split()[2] == f"{slow.first_token_seconds.middle / 60:.3g}"
+    assert "min after a prompt of 2000 tokens" in line
+    assert "] s after a prompt" in short
+
+
 def test_tables_that_rows_are_looked_up_in_are_not_read_and_of_experts_only_those_in_use() -> None:
     own = Architecture(
         family="E2B",
@@ -249,7 +273,9 @@ def test_a_plan_of_a_bundle_opens_no_model(run: Any, monkeypatch: pytest.MonkeyP
     (tmp_path / "watts.json").write_text('{"draft": 2, "verify": 4}')
     result = run("--json", "--profile", "raspberry-pi-5", "--phase-power", str(tmp_path / "watts.json"))
     found = json.loads(result.stdout)["plan"]
-    assert found["joules_per_token"]["low"] > 0
+    assert found["joules_per_token"]["low"] > found["joules_per_prompt_token"]["low"] > 0
+    assert found["prompt_tokens"] == 1024, "the bundle's context is shorter than 2000"
+    assert found["first_token_seconds"]["low"] > 0
     assert set(found["draft_length"]) == {"low", "middle", "high"}
     assert found["memory"]["total"] > found["memory"]["reserved"] > 0
 
