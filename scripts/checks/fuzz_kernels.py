@@ -24,7 +24,10 @@ from edge_runtime.backends.kernels.build import build, host_target
 SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize=function,vptr", "-fsanitize-trap=all")
 WRONG = (0, -1, 3, -(1 << 62), (1 << 63) - 1, 1 << 31, 1 << 40)
 # Types of GGUF files (enum ggml_type): inputs and bytes of a block.
-_GGUF_BLOCKS = {2: (32, 18), 8: (32, 34), 12: (256, 144), 14: (256, 210)}
+_GGUF_BLOCKS = {
+    **{2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34)},
+    **{12: (256, 144), 13: (256, 176), 14: (256, 210)},
+}
 # Rows of keys and values, by number of their type: values and bytes of a block.
 _CELL_BLOCKS = ((1, 2), (32, 34), (32, 18))
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -15,9 +15,22 @@ from edge_runtime.backends.kernels.loader import load_library
 
 Array = NDArray[Any]
 # Types of GGUF files (enum ggml_type): inputs and bytes of a block, and where its float16 numbers lie.
-Q4_0, Q8_0, Q4_K, Q6_K = 2, 8, 12, 14
-GGUF_BLOCKS = {Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), Q6_K: (256, 210)}
-_HALVES = {Q4_0: slice(0, 2), Q8_0: slice(0, 2), Q4_K: slice(0, 4), Q6_K: slice(208, 210)}
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = 2, 3, 6, 7, 8, 12, 13, 14
+GGUF_BLOCKS = {
+    Q4_0: (32, 18),
+    Q4_1: (32, 20),
+    Q5_0: (32, 22),
+    Q5_1: (32, 24),
+    Q8_0: (32, 34),
+    Q4_K: (256, 144),
+    Q5_K: (256, 176),
+    Q6_K: (256, 210),
+}
+HALVES = {
+    **dict.fromkeys((Q4_0, Q5_0, Q8_0), slice(0, 2)),
+    **dict.fromkeys((Q4_1, Q5_1, Q4_K, Q5_K), slice(0, 4)),
+    Q6_K: slice(208, 210),
+}
 # Rows of keys and values by number of their type, float16, 8 bits, 4 bits: values and bytes of a block.
 CELL_BLOCKS = {0: (1, 2), 1: (32, 34), 2: (32, 18)}
 
@@ -78,7 +91,7 @@ def gguf_weights(random: np.random.Generator, kind: int, outputs: int, inputs: i
     """Random bytes [outputs, bytes of a row], with finite scales."""
     each, size = GGUF_BLOCKS[kind]
     blocks = random.integers(0, 256, (outputs, inputs // each, size)).astype(np.uint8)
-    place = _HALVES[kind]
+    place = HALVES[kind]
     halves = random.standard_normal((*blocks.shape[:2], (place.stop - place.start) // 2)).astype(np.float16)
     blocks[..., place] = halves.view(np.uint8)
     return blocks.reshape(outputs, -1)

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels import loader
-from row_calls import GGUF_BLOCKS, Q4_K, Q6_K, gguf_multiplication, gguf_weights, multiplication
+from row_calls import GGUF_BLOCKS, HALVES, Q4_K, Q5_1, Q5_K, Q6_K, gguf_multiplication, gguf_weights, multiplication
 
 KERNELS = loader.load_library()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the row kernels were not built: pip install -e . builds them")
@@ -92,13 +92,14 @@ def test_types_of_gguf_files_have_the_same_bits_for_a_row_in_any_batch(kind: int
             assert np.array_equal(gguf_multiplication(kind, data, values[7:8]).here(variant), first[7:8]), variant
 
 
-@pytest.mark.parametrize("kind", [Q4_K, Q6_K])
+@pytest.mark.parametrize("kind", GGUF_BLOCKS)
 def test_largest_levels_and_activations_do_not_overflow(kind: int) -> None:
     """Levels and scales of all ones in every bit, by activations of one magnitude."""
     gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
-    data = np.full((16, GGUF_BLOCKS[kind][1]), 255, np.uint8)
-    data[:, {Q4_K: slice(0, 4), Q6_K: slice(208, 210)}[kind]] = np.ones(2 if kind == Q4_K else 1, np.float16).view(np.uint8)
-    values = np.ones((2, 256), np.float32)
+    (each, size), halves = GGUF_BLOCKS[kind], HALVES[kind]
+    data = np.full((16, size), 255, np.uint8)
+    data[:, halves] = np.ones((halves.stop - halves.start) // 2, np.float16).view(np.uint8)
+    values = np.ones((2, each), np.float32)
     values[1] = -1
     wanted = values.astype(np.float64) @ gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind)).astype(np.float64).T
     for variant in VARIANTS:
@@ -118,9 +119,9 @@ def test_what_is_no_number_reaches_the_results_of_its_row_alone(value: float) ->
         assert np.array_equal(np.delete(found, 5, axis=0), np.delete(clean, 5, axis=0)), variant
 
 
-@pytest.mark.parametrize("kind", [Q4_K, Q6_K])
+@pytest.mark.parametrize("kind", [Q5_1, Q4_K, Q5_K, Q6_K])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_no_number_stays_in_its_row_with_super_blocks(kind: int, value: float) -> None:
+def test_what_is_no_number_stays_in_its_row_with_minimums_and_super_blocks(kind: int, value: float) -> None:
     random = np.random.default_rng(0)
     data, values = gguf_weights(random, kind, 33, 512), random.standard_normal((13, 512)).astype(np.float32)
     clean = gguf_multiplication(kind, data, values).here(VARIANTS[0])
@@ -154,7 +155,7 @@ def test_shapes_no_kernel_takes_are_refused(outputs: int, inputs: int, bits: int
     assert KERNELS.edge_rows_multiply(VARIANTS[0].encode(), *sizes, byte, byte, byte, ctypes.c_int64(rows), byte) == 1
 
 
-@pytest.mark.parametrize("change", [{0: 13}, {1: 0}, {2: 255}, {2: 128}, {2: 1 << 40}, {3: 1}, {3: 1 << 40}, {4: 0}])
+@pytest.mark.parametrize("change", [{0: 20}, {1: 0}, {2: 255}, {2: 128}, {2: 1 << 40}, {3: 1}, {3: 1 << 40}, {4: 0}])
 def test_gguf_weights_no_kernel_takes_are_refused(change: dict[int, int]) -> None:
     call = gguf_multiplication(Q4_K, np.zeros((1, 144), np.uint8), np.zeros((1, 256), np.float32))
     sizes = tuple(change.get(place, size) for place, size in enumerate(call.sizes))

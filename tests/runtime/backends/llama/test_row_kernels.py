@@ -20,12 +20,12 @@ from edge_runtime.backends.kernels.loader import load_library
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
-from row_calls import GGUF_BLOCKS, Q4_0, Q4_K, Q6_K, Q8_0
+from row_calls import GGUF_BLOCKS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
 
 KERNELS = load_library()
 built = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")
-# enum ggml_type, and the bytes of a block of that many weights (ggml/src/ggml-common.h)
-F32, F16, BF16, Q5_K = 0, 1, 30, 13
+# enum ggml_type
+F32, F16, IQ4_NL, BF16 = 0, 1, 20, 30
 PROMPT = 540  # beyond 512 rows llama.cpp would divide the attention of a single row among threads
 
 
@@ -41,7 +41,7 @@ class Tensor(ctypes.Structure):
     )
 
 
-@pytest.fixture(scope="module", params=["q4_0", "q4_k_m", "f16", "bf16"])
+@pytest.fixture(scope="module", params=["q4_0", "q4_k_m", "q5_k_m", "f16", "bf16"])
 def any_target(request: pytest.FixtureRequest) -> Path:
     """The shipped target; in 4 bits the head and one projection are q6_K and bf16. Float weights are multiplied where they lie."""
     pytest.importorskip("gguf", reason="needs edge-mtp[export]")
@@ -84,9 +84,12 @@ def test_numbers_are_near_those_of_the_stock_kernels(any_target: Path) -> None:
 
 
 @built
-@pytest.mark.parametrize("quantization", ["q4_0", "q8_0", "f16"])
+@pytest.mark.parametrize("quantization", ["q4_0", "q4_k_m", "q5_k_m", "q8_0", "f16"])
 def test_a_row_of_a_mixture_of_experts_has_the_same_bits_alone(quantization: str, tmp_path: Path) -> None:
-    """The router is float32, which llama.cpp's own kernels add up in another order for one row than for several."""
+    """The router is float32, which llama.cpp's own kernels add up in another order for one row than for several.
+
+    The widths are no multiples of 256: mixes fall back to q5_0, q5_1 and q8_0.
+    """
     pytest.importorskip("torch", reason="needs edge-mtp[verify]")
     from edge_export.pipeline.export import export_pair
     from edge_export.pipeline.request import ExportRequest
@@ -112,7 +115,19 @@ def packed_bytes(kind: int, inputs: int, outputs: int, *, stride: int | None = N
 
 
 @built
-@pytest.mark.parametrize(("kind", "per_tile"), [(Q4_0, 4 * 512 + 256), (Q8_0, 8 * 512 + 256), (Q4_K, 4 * 512 + 320), (Q6_K, 6 * 512 + 288)])
+@pytest.mark.parametrize(
+    ("kind", "per_tile"),
+    [
+        (Q4_0, 4 * 512 + 256),
+        (Q4_1, 4 * 512 + 512),
+        (Q5_0, 5 * 512 + 256),
+        (Q5_1, 5 * 512 + 512),
+        (Q8_0, 8 * 512 + 256),
+        (Q4_K, 4 * 512 + 320),
+        (Q5_K, 5 * 512 + 320),
+        (Q6_K, 6 * 512 + 288),
+    ],
+)
 def test_packed_weights_need_about_what_stored_ones_do_and_whole_tiles(kind: int, per_tile: int) -> None:
     """Of 256 inputs."""
     assert packed_bytes(kind, 512, 64) == 4 * 2 * per_tile
@@ -130,7 +145,7 @@ def test_sizes_that_no_kernel_takes_stay_with_llama_cpp(kind: int) -> None:
 
 
 @built
-@pytest.mark.parametrize("kind", [F32, F16, BF16, Q5_K, 99, -1])
+@pytest.mark.parametrize("kind", [F32, F16, BF16, IQ4_NL, 99, -1])
 def test_other_types_are_not_packed(kind: int) -> None:
     assert packed_bytes(kind, 256, 16) == 0
 

@@ -5,19 +5,22 @@
 //   4 bits: a line holds 8 inputs; byte j of dword n is level[n][8g+j] in its low half, level[n][8g+4+j] in its high half
 //   8 bits: a line holds 4 inputs; byte j of dword n is level[n][4g+j]
 //   2 bits: a line holds 16 inputs; bits 2p of byte j of dword n are level[n][16g+4p+j]
-// Scales lie apart: for each tile and block 16 of them, float32, or float16 where all of them are float16 numbers.
+//   5 bits: five lines hold 32 inputs: four with the low 4 bits as above, one whose bit p of byte j of dword n is the fifth of level[n][32g+4p+j]
+// Scales lie apart: for each tile and block 16 of them, float32, or float16 where all of them are float16 numbers. Types with minimums (q4_1 and
+// q5_1 of GGUF files; float16) have 16 of these behind them, and zero as the zero point: weight = scale * level + minimum.
 //
 // Activations are rounded to int8 for each row and block: q = round(a / s), s = max|a| / 127, to nearest even. A block's result is the exact
-// integer sum((level - zero) * q); blocks are added in order, acc = fma(float(sum), weight_scale * s, acc). So a row's numbers depend on
-// nothing else in its batch, on no number of threads, and on no instruction set.
+// integer sum((level - zero) * q); blocks are added in order, acc = fma(float(sum), weight_scale * s, acc), with minimums each followed by
+// acc = fma(minimum, s * float(sum of q), acc). So a row's numbers depend on nothing else in its batch, on no number of threads, and on no
+// instruction set.
 //
-// A block of 256 is a super-block, as q4_K and q6_K of GGUF files have it: parts of it have integer scales. For each tile and super-block,
+// A block of 256 is a super-block, as q4_K, q5_K and q6_K of GGUF files have it: parts of it have integer scales. For each tile and super-block,
 // 16 outputs beside each other, there are in place of the scales:
-//   4 bits: 8 times scales and 8 times minimums for 32 inputs each (int8), a factor of the scales and one of the minimums (float16);
+//   4 and 5 bits: 8 times scales and 8 times minimums for 32 inputs each (int8), a factor of the scales and one of the minimums (float16);
 //           weight = factor * scale * level - factor of minimums * minimum
 //   6 bits: 16 times scales for 16 inputs each (int8), a factor (float16); weight = factor * scale * (level - 32). Three lines hold 16
 //           inputs: two with the low 4 bits as above, one with the high 2 bits as above
-// Parts are added in order to the super-block's result, part = fma(float(sum), factor * scale, part), with 4 bits each followed by
+// Parts are added in order to the super-block's result, part = fma(float(sum), factor * scale, part), with minimums each followed by
 // part = fma(factor of minimums * minimum, float(-sum of q), part); then acc = fma(part, s, acc).
 #pragma once
 #include <stddef.h>
@@ -30,7 +33,7 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kTilesAtOnce = 4;  // the most that a kernel takes; matrices are filled up to whole groups with tiles of zeros
 constexpr int64_t kOctet = 8;  // inputs of a row that lie together once they are rounded: an octet
 constexpr int64_t kSuper = 256;  // inputs of a super-block
-constexpr int64_t kStarts = 16, kSums = 8;  // parts of a super-block of 6 and of 4 bits
+constexpr int64_t kStarts = 16, kSums = 8;  // parts of a super-block of 6 bits, and of 4 and 5
 constexpr int64_t kMinimums = kSums * kTile, kFactors = 2 * kMinimums;  // where they begin behind a super-block's scales
 constexpr int kMaxRows = 12;  // rows that a kernel keeps in registers
 // Bytes that weights are fetched ahead of their use, into the nearest cache and the next, and scales into the nearest.
@@ -42,20 +45,26 @@ struct PackedMatrix {
     bool half_scales;
     const uint8_t* levels;
     const void* scales;
+    bool minimums = false;  // beside the scales of blocks; super-blocks of 4 and 5 bits have theirs
 
     bool super() const { return block == kSuper; }
     int64_t blocks() const { return inputs / block; }
     int64_t tiles() const { return (outputs + kTile * kTilesAtOnce - 1) / (kTile * kTilesAtOnce) * kTilesAtOnce; }
     int64_t tile_bytes() const { return inputs * kTile * bits / 8; }
     // Bytes of the scales of a tile's block.
-    int64_t scale_bytes() const { return super() ? kFactors + kTile * (bits == 4 ? 4 : 2) : kTile * (half_scales ? 2 : 4); }
+    int64_t scale_bytes() const {
+        if (super()) return kFactors + kTile * (bits == 6 ? 2 : 4);
+        return kTile * (half_scales ? 2 : 4) * (minimums ? 2 : 1);
+    }
+    // What a row's sums begin with is minus this times the sum of its levels.
+    int32_t zero() const { return minimums || (super() && bits != 6) ? 0 : 1 << (bits - 1); }
     size_t level_bytes() const { return static_cast<size_t>(tiles() * tile_bytes()); }
     size_t bytes() const { return level_bytes() + static_cast<size_t>(tiles() * blocks() * scale_bytes()); }
 };
 
 // Rounded rows: levels [blocks, block / kOctet, rows, kOctet], scales [blocks, rows], and what a sum of products starts from: minus the zero point
 // times the sum of levels, [blocks, rows], in super-blocks for each 16 inputs, [blocks, rows, kStarts]. Super-blocks have minus the sum of each
-// 32 levels as well, [blocks, rows, kSums]. What is multiplied with the same weights lies side by side, at distances that a program knows.
+// 32 levels as well, [blocks, rows, kSums], and blocks with minimums the sum of levels times the scale, [blocks, rows]. What is multiplied with the same weights lies side by side, at distances that a program knows.
 struct RoundedRows {
     int8_t* levels;
     float* scales;
@@ -75,7 +84,7 @@ struct RoundedRows {
     static size_t level_bytes(const PackedMatrix& m, int64_t rows) { return (static_cast<size_t>(rows * m.inputs) + kLine - 1) / kLine * kLine; }
     // Bytes of that memory.
     static size_t bytes(const PackedMatrix& m, int64_t rows) {
-        return level_bytes(m, rows) + static_cast<size_t>(rows * m.blocks() * (m.super() ? 1 + kStarts + kSums : 2)) * 4;
+        return level_bytes(m, rows) + static_cast<size_t>(rows * m.blocks() * (m.super() ? 1 + kStarts + kSums : m.minimums ? 3 : 2)) * 4;
     }
 };
 

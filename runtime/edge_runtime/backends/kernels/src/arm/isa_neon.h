@@ -51,5 +51,17 @@ struct SixBits {
     }
 };
 
+// The same of the 32 inputs of 5 bits.
+struct FiveBits {
+    uint8x16_t part[8];
+    explicit FiveBits(const uint8_t* line) {
+        const uint8x16_t mask = vdupq_n_u8(15), bit = vdupq_n_u8(16), fifths = vld1q_u8(line + 4 * kLine);
+        for (int p = 0; p < 8; p++) {
+            const uint8x16_t raw = vld1q_u8(line + p / 2 * kLine), low = p % 2 ? vshrq_n_u8(raw, 4) : vandq_u8(raw, mask);
+            part[p] = vorrq_u8(low, vandq_u8(vshlq_u8(fifths, vdupq_n_s8(static_cast<int8_t>(4 - p))), bit));
+        }
+    }
+};
+
 }  // namespace
 }  // namespace edge

@@ -18,6 +18,9 @@ struct Dotprod : NeonBase {
             if constexpr (kBits == 6) {
                 const SixBits six(line);
                 for (int p = 0; p < 4; p++) part[p] = vreinterpretq_s8_u8(six.part[p]);
+            } else if constexpr (kBits == 5) {
+                const FiveBits five(line);
+                for (int p = 0; p < 8; p++) part[p] = vreinterpretq_s8_u8(five.part[p]);
             } else if constexpr (kBits == 8) {
                 part[0] = vreinterpretq_s8_u8(veorq_u8(raw, vdupq_n_u8(0x80)));
                 part[1] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(line + kLine), vdupq_n_u8(0x80)));
@@ -35,13 +38,20 @@ struct Dotprod : NeonBase {
     };
     template <int kBits>
     struct Inputs {
-        int8x16_t all;
-        void load(const int8_t* x, int64_t pitch) { all = vcombine_s8(vld1_s8(x), Group<kBits>::octets == 2 ? vld1_s8(x + pitch) : vdup_n_s8(0)); }
+        static constexpr int kOctets = Group<kBits>::octets;
+        int8x16_t pair[(kOctets + 1) / 2];  // of octets
+        void load(const int8_t* x, int64_t pitch) {
+            for (int o = 0; o < kOctets; o += 2)
+                pair[o / 2] = vcombine_s8(vld1_s8(x + o * pitch), kOctets > 1 ? vld1_s8(x + (o + 1) * pitch) : vdup_n_s8(0));
+        }
     };
     template <int kBits>
     static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {
-        sum = vdotq_laneq_s32(vdotq_laneq_s32(sum, w.part[0], x.all, 0), w.part[1], x.all, 1);
-        if constexpr (kBits == 2 || kBits == 6) sum = vdotq_laneq_s32(vdotq_laneq_s32(sum, w.part[2], x.all, 2), w.part[3], x.all, 3);
+        for (int p = 0; p < Group<kBits>::parts; p += 4) {
+            const int8x16_t inputs = x.pair[p / 4];
+            sum = vdotq_laneq_s32(vdotq_laneq_s32(sum, w.part[p], inputs, 0), w.part[p + 1], inputs, 1);
+            if constexpr (Group<kBits>::parts > 2) sum = vdotq_laneq_s32(vdotq_laneq_s32(sum, w.part[p + 2], inputs, 2), w.part[p + 3], inputs, 3);
+        }
         return sum;
     }
 };

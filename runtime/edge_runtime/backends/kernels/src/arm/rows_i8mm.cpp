@@ -29,6 +29,9 @@ template <int kBits, class Use>
     } else if constexpr (kBits == 6) {
         const SixBits six(line);
         for (int h = 0; h < 2; h++) use(h, Eight(vreinterpretq_s8_u8(six.part[2 * h]), vreinterpretq_s8_u8(six.part[2 * h + 1])));
+    } else if constexpr (kBits == 5) {
+        const FiveBits five(line);
+        for (int h = 0; h < 4; h++) use(h, Eight(vreinterpretq_s8_u8(five.part[2 * h]), vreinterpretq_s8_u8(five.part[2 * h + 1])));
     } else {
         const uint8x16_t raw = vld1q_u8(line), mask = vdupq_n_u8((1 << kBits) - 1);
         for (int h = 0; h < 4 / kBits; h++) {
@@ -79,7 +82,8 @@ struct Pairs {
 template <int kBits, bool kSupers, int kRowPairs>
 void multiply_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t rows, int64_t vector, const Products& out) {
     constexpr int kRows = 2 * kRowPairs;
-    constexpr int64_t kParts = kBits == 4 ? kSums : kStarts, kInputs = kSuper / kParts;
+    constexpr bool kMinimumParts = kBits != 6;
+    constexpr int64_t kParts = kMinimumParts ? kSums : kStarts, kInputs = kSuper / kParts;
     const int64_t blocks = m.blocks();
     Vectors<NeonBase, kRows, 1> at(m, vector);
     Pairs<kRowPairs> pairs(rows);
@@ -96,19 +100,24 @@ void multiply_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, in
                 const float32x4_t factor = vmulq_f32(scale, vdupq_n_f32(a.scales[entry + pairs.at[r]]));
                 at.result[r][0] = vfmaq_f32(at.result[r][0], pairs.row(r), factor);
             }
+            if constexpr (kBits == 4 || kBits == 5)
+                if (m.minimums) {
+                    const float32x4_t minimum = NeonBase::load_half(scales + 2 * kTile + lane * 2);
+                    for (int r = 0; r < kRows; r++) at.result[r][0] = vfmaq_f32(at.result[r][0], minimum, vdupq_n_f32(a.sums[entry + pairs.at[r]]));
+                }
         } else {
             const float32x4_t factor = NeonBase::load_half(scales + kFactors + lane * 2);
-            const float32x4_t least = kBits == 4 ? NeonBase::load_half(scales + kFactors + kTile * 2 + lane * 2) : vdupq_n_f32(0);
+            const float32x4_t least = kMinimumParts ? NeonBase::load_half(scales + kFactors + kTile * 2 + lane * 2) : vdupq_n_f32(0);
             float32x4_t total[kRows];
             for (int r = 0; r < kRows; r++) total[r] = vdupq_n_f32(0);
             for (int64_t part = 0; part < kParts; part++) {
-                if constexpr (kBits == 4) pairs.begin();
+                if constexpr (kMinimumParts) pairs.begin();
                 else pairs.begin(a.starts + entry * kStarts + part, kStarts);
                 weights = pairs.template add<kBits>(weights, kInputs, levels + part * kInputs / kOctet * a.pitch(), a.pitch());
                 const uint8_t* bytes = scales + part * kTile + lane;
                 const float32x4_t scale = vmulq_f32(factor, NeonBase::load_bytes(bytes));
                 for (int r = 0; r < kRows; r++) total[r] = vfmaq_f32(total[r], pairs.row(r), scale);
-                if constexpr (kBits == 4) {
+                if constexpr (kMinimumParts) {
                     const float32x4_t minimum = vmulq_f32(least, NeonBase::load_bytes(bytes + kMinimums));
                     for (int r = 0; r < kRows; r++)
                         total[r] = vfmaq_f32(total[r], minimum, vdupq_n_f32(a.sums[(entry + pairs.at[r]) * kSums + part]));
@@ -145,10 +154,13 @@ void multiply_groups(const PackedMatrix& m, const RoundedRows& a, int64_t first,
 
 void multiply_i8mm(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
     if (a.rows == 1) return kDotprod.multiply(m, a, first, last, out);
-    if (m.super()) return m.bits == 4 ? multiply_groups<4, true>(m, a, first, last, out) : multiply_groups<6, true>(m, a, first, last, out);
-    switch (m.bits) {
+    switch (m.super() ? -m.bits : m.bits) {
+        case -4: return multiply_groups<4, true>(m, a, first, last, out);
+        case -5: return multiply_groups<5, true>(m, a, first, last, out);
+        case -6: return multiply_groups<6, true>(m, a, first, last, out);
         case 2: return multiply_groups<2>(m, a, first, last, out);
         case 4: return multiply_groups<4>(m, a, first, last, out);
+        case 5: return multiply_groups<5>(m, a, first, last, out);
         case 8: return multiply_groups<8>(m, a, first, last, out);
     }
 }

@@ -7,7 +7,7 @@
 namespace edge::ggml {
 
 // enum ggml_type
-constexpr int kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ8_0 = 8, kQ4_K = 12, kQ6_K = 14, kI32 = 26, kBf16 = 30;
+constexpr int kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kI32 = 26, kBf16 = 30;
 // enum ggml_op
 constexpr int kNone = 0, kAdd = 2, kMul = 7, kRmsNorm = 25, kMulMat = 29, kScale = 32, kContiguous = 35, kReshape = 36, kView = 37, kPermute = 38,
               kGetRows = 40, kRope = 48, kFlashAttention = 74, kUnary = 91, kGlu = 100;

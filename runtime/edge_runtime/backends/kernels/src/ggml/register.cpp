@@ -203,10 +203,13 @@ const char* unexpected() {
         !has_name(kUnary, "UNARY") || !has_name(kGlu, "GLU") || strcmp(functions.unary_name(kTanh), "TANH") != 0 ||
         strcmp(functions.glu_name(kGeglu), "GEGLU") != 0)
         return "its operations have other numbers";
-    if (strcmp(functions.type_name(kF16), "f16") != 0 || strcmp(functions.type_name(kQ4_0), "q4_0") != 0 || strcmp(functions.type_name(kQ8_0), "q8_0") != 0 ||
-        strcmp(functions.type_name(kQ4_K), "q4_K") != 0 || strcmp(functions.type_name(kQ6_K), "q6_K") != 0 || strcmp(functions.type_name(kBf16), "bf16") != 0 ||
-        strcmp(functions.type_name(kI32), "i32") != 0)
-        return "its types have other numbers";
+    constexpr struct {
+        int type;
+        const char* name;
+    } kTypes[] = {{kF16, "f16"},   {kBf16, "bf16"}, {kI32, "i32"},   {kQ4_0, "q4_0"}, {kQ4_1, "q4_1"}, {kQ5_0, "q5_0"},
+                  {kQ5_1, "q5_1"}, {kQ8_0, "q8_0"}, {kQ4_K, "q4_K"}, {kQ5_K, "q5_K"}, {kQ6_K, "q6_K"}};
+    for (const auto& [type, name] : kTypes)
+        if (strcmp(functions.type_name(type), name) != 0) return "its types have other numbers";
     const BufferTypes* types = functions.extra_buffer_types();
     if (!types || types->last < types->first || types->end < types->last || types->last - types->first > 16) return "its list of buffer types is another";
     return nullptr;

@@ -12,6 +12,19 @@ struct Q4 {
     _Float16 scale;
     uint8_t levels[16];  // input j in the low half of byte j, input j + 16 in its high half
 };
+struct Q4Minimum {
+    _Float16 scale, minimum;
+    uint8_t levels[16];
+};
+struct Q5 {
+    _Float16 scale;
+    uint8_t fifths[4];  // bit j is that of input j
+    uint8_t levels[16];
+};
+struct Q5Minimum {
+    _Float16 scale, minimum;
+    uint8_t fifths[4], levels[16];
+};
 struct Q8 {
     _Float16 scale;
     int8_t levels[32];
@@ -22,25 +35,37 @@ struct Q4K {
     uint8_t scales[12];
     uint8_t levels[128];  // of each 64 inputs, input j in the low half of byte j, input j + 32 in its high half
 };
+struct Q5K {
+    _Float16 factors[2];
+    uint8_t scales[12];
+    uint8_t fifths[32];  // bit i of byte j is that of input 32i + j
+    uint8_t levels[128];
+};
 // 256 inputs in two halves: 4 bits, 2 bits, and a scale of 8 bits for each 16.
 struct Q6K {
     uint8_t low[128], high[64];
     int8_t scales[16];
     _Float16 scale;
 };
-static_assert(sizeof(Q4) == 18 && sizeof(Q8) == 34 && sizeof(Q4K) == 144 && sizeof(Q6K) == 210);
+static_assert(sizeof(Q4) == 18 && sizeof(Q4Minimum) == 20 && sizeof(Q5) == 22 && sizeof(Q5Minimum) == 24 && sizeof(Q8) == 34);
+static_assert(sizeof(Q4K) == 144 && sizeof(Q5K) == 176 && sizeof(Q6K) == 210);
 
 // How the kernels take a type.
 struct Format {
     int bits, block;
     size_t bytes;  // of a block in a file
+    bool minimums = false;  // one in each block
 };
 
 Format format_of(int type) {
     switch (type) {
         case kQ4_0: return {4, 32, sizeof(Q4)};
+        case kQ4_1: return {4, 32, sizeof(Q4Minimum), true};
+        case kQ5_0: return {5, 32, sizeof(Q5)};
+        case kQ5_1: return {5, 32, sizeof(Q5Minimum), true};
         case kQ8_0: return {8, 32, sizeof(Q8)};
         case kQ4_K: return {4, kSuper, sizeof(Q4K)};
+        case kQ5_K: return {5, kSuper, sizeof(Q5K)};
         case kQ6_K: return {6, kSuper, sizeof(Q6K)};
     }
     return {};
@@ -62,15 +87,47 @@ uint32_t dword_at(const void* from) {
 
 void put_scale(_Float16 scale, uint8_t* of_tile, Target to) { memcpy(of_tile + 2 * to.output, &scale, 2); }
 
-void pack_block(const Q4& from, Target to) {
+// Four lines: the low 4 bits of 32 inputs.
+void put_nibbles(const uint8_t (&levels)[16], uint8_t* lines) {
     uint32_t raw[4];
-    memcpy(raw, from.levels, 16);
+    memcpy(raw, levels, 16);
     constexpr uint32_t low = 0x0f0f0f0f, high = 0xf0f0f0f0;
-    put(to.levels, (raw[0] & low) | (raw[1] & low) << 4);
-    put(to.levels + kLine, (raw[2] & low) | (raw[3] & low) << 4);
-    put(to.levels + 2 * kLine, (raw[0] >> 4 & low) | (raw[1] & high));
-    put(to.levels + 3 * kLine, (raw[2] >> 4 & low) | (raw[3] & high));
+    put(lines, (raw[0] & low) | (raw[1] & low) << 4);
+    put(lines + kLine, (raw[2] & low) | (raw[3] & low) << 4);
+    put(lines + 2 * kLine, (raw[0] >> 4 & low) | (raw[1] & high));
+    put(lines + 3 * kLine, (raw[2] >> 4 & low) | (raw[3] & high));
+}
+
+// The line behind them.
+void put_fifths(const uint8_t (&fifths)[4], uint8_t* lines) {
+    const uint32_t raw = dword_at(fifths);
+    uint32_t bits = 0;
+    for (int p = 0; p < 8; p++) bits |= ((raw >> 4 * p & 15) * 0x00204081u & 0x01010101u) << p;  // four bits, one to a byte
+    put(lines + 4 * kLine, bits);
+}
+
+void pack_block(const Q4& from, Target to) {
+    put_nibbles(from.levels, to.levels);
     put_scale(from.scale, to.scales, to);
+}
+
+void pack_block(const Q4Minimum& from, Target to) {
+    put_nibbles(from.levels, to.levels);
+    put_scale(from.scale, to.scales, to);
+    put_scale(from.minimum, to.scales + 2 * kTile, to);
+}
+
+void pack_block(const Q5& from, Target to) {
+    put_nibbles(from.levels, to.levels);
+    put_fifths(from.fifths, to.levels);
+    put_scale(from.scale, to.scales, to);
+}
+
+void pack_block(const Q5Minimum& from, Target to) {
+    put_nibbles(from.levels, to.levels);
+    put_fifths(from.fifths, to.levels);
+    put_scale(from.scale, to.scales, to);
+    put_scale(from.minimum, to.scales + 2 * kTile, to);
 }
 
 void pack_block(const Q8& from, Target to) {
@@ -78,19 +135,37 @@ void pack_block(const Q8& from, Target to) {
     put_scale(from.scale, to.scales, to);
 }
 
-void pack_block(const Q4K& from, Target to) {
-    for (int i = 0; i < 32; i++) {  // lines, four of which have a scale
+// Four of the lines of each 32 inputs, which are `lines_of_part` lines.
+void put_nibbles(const uint8_t (&levels)[128], uint8_t* lines, int64_t lines_of_part) {
+    for (int i = 0; i < 32; i++) {
         const int part = i / 4, at = part / 2 * 32 + i % 4 * 8, shift = part % 2 * 4;
         constexpr uint32_t low = 0x0f0f0f0f;
-        put(to.levels + i * kLine, (dword_at(from.levels + at) >> shift & low) | (dword_at(from.levels + at + 4) >> shift & low) << 4);
+        put(lines + (part * lines_of_part + i % 4) * kLine, (dword_at(levels + at) >> shift & low) | (dword_at(levels + at + 4) >> shift & low) << 4);
     }
-    const uint8_t* q = from.scales;
+}
+
+void put_scales(const uint8_t (&q)[12], const _Float16 (&factors)[2], Target to) {
     for (int i = 0; i < kSums; i++) {
         to.scales[i * kTile + to.output] = i < 4 ? q[i] & 63 : (q[i + 4] & 15) | q[i - 4] >> 6 << 4;
         to.scales[kMinimums + i * kTile + to.output] = i < 4 ? q[i + 4] & 63 : q[i + 4] >> 4 | q[i] >> 6 << 4;
     }
-    put_scale(from.factors[0], to.scales + kFactors, to);
-    put_scale(from.factors[1], to.scales + kFactors + 2 * kTile, to);
+    put_scale(factors[0], to.scales + kFactors, to);
+    put_scale(factors[1], to.scales + kFactors + 2 * kTile, to);
+}
+
+void pack_block(const Q4K& from, Target to) {
+    put_nibbles(from.levels, to.levels, 4);
+    put_scales(from.scales, from.factors, to);
+}
+
+void pack_block(const Q5K& from, Target to) {
+    put_nibbles(from.levels, to.levels, 5);
+    for (int part = 0; part < kSums; part++) {
+        uint32_t bits = 0;
+        for (int p = 0; p < 8; p++) bits |= (dword_at(from.fifths + 4 * p) >> part & 0x01010101u) << p;
+        put(to.levels + (5 * part + 4) * kLine, bits);
+    }
+    put_scales(from.scales, from.factors, to);
 }
 
 void pack_block(const Q6K& from, Target to) {
@@ -135,7 +210,7 @@ bool packs(const Tensor& w) {
 
 PackedMatrix packed_matrix(const Tensor& w) {
     const Format format = format_of(w.type);
-    PackedMatrix m = {w.ne[1], w.ne[0], format.bits, format.block, true, static_cast<const uint8_t*>(w.data), nullptr};
+    PackedMatrix m = {w.ne[1], w.ne[0], format.bits, format.block, true, static_cast<const uint8_t*>(w.data), nullptr, format.minimums};
     m.scales = m.levels + m.level_bytes();
     return m;
 }
@@ -151,8 +226,12 @@ void pack_weights(const Tensor& w, const void* data, void* memory) {
     if (m.outputs != m.tiles() * kTile) memset(memory, 0, m.bytes());
     switch (w.type) {
         case kQ4_0: return pack_all<Q4>(m, data);
+        case kQ4_1: return pack_all<Q4Minimum>(m, data);
+        case kQ5_0: return pack_all<Q5>(m, data);
+        case kQ5_1: return pack_all<Q5Minimum>(m, data);
         case kQ8_0: return pack_all<Q8>(m, data);
         case kQ4_K: return pack_all<Q4K>(m, data);
+        case kQ5_K: return pack_all<Q5K>(m, data);
         case kQ6_K: return pack_all<Q6K>(m, data);
     }
 }

@@ -7,7 +7,8 @@ namespace edge {
 // What is unpacked at once: lines, the registers of bytes that they become, each with four inputs, and the octets of inputs in them.
 template <int kBits>
 struct Group {
-    static constexpr int lines = kBits == 6 ? 3 : kBits == 8 ? 2 : 1, parts = kBits == 6 || kBits == 2 ? 4 : 2, octets = parts / 2;
+    static constexpr int lines = kBits == 5 ? 5 : kBits == 6 ? 3 : kBits == 8 ? 2 : 1;
+    static constexpr int parts = kBits == 5 ? 8 : kBits == 6 || kBits == 2 ? 4 : 2, octets = parts / 2;
     static constexpr int inputs = octets * kOctet;
 };
 
@@ -87,6 +88,11 @@ template <class Isa, int kBits, int kRows, int kVectors>
             const typename Isa::Floats scale = half ? Isa::load_half(scales) : Isa::load_float(scales);
             for (int r = 0; r < kRows; r++)
                 at.result[r][v] = Isa::fma(Isa::convert(sum[r][v]), Isa::mul(scale, Isa::splat(a.scales[entry + r])), at.result[r][v]);
+            if constexpr (kBits == 4 || kBits == 5)
+                if (m.minimums) {
+                    const typename Isa::Floats minimum = Isa::load_half(scales + 2 * kTile);
+                    for (int r = 0; r < kRows; r++) at.result[r][v] = Isa::fma(minimum, Isa::splat(a.sums[entry + r]), at.result[r][v]);
+                }
             at.weights[v] += groups * Group<kBits>::lines * kLine;
             at.scales[v] += scale_bytes;
             __builtin_prefetch(at.scales[v] + kAheadScales, 0, 3);
@@ -97,26 +103,27 @@ template <class Isa, int kBits, int kRows, int kVectors>
 
 template <class Isa, int kBits, int kRows, int kVectors>
 [[gnu::always_inline]] inline void multiply_supers(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, const Products& out) {
-    constexpr int64_t kParts = kBits == 4 ? kSums : kStarts, kInputs = kSuper / kParts, kGroups = kInputs / Group<kBits>::inputs;
+    constexpr bool kMinimumParts = kBits != 6;
+    constexpr int64_t kParts = kMinimumParts ? kSums : kStarts, kInputs = kSuper / kParts, kGroups = kInputs / Group<kBits>::inputs;
     const int64_t blocks = m.blocks(), scale_bytes = m.scale_bytes();
     Vectors<Isa, kRows, kVectors> at(m, vector);
     for (int64_t b = 0, entry = row; b < blocks; b++, entry += a.rows) {
         typename Isa::Floats total[kRows][kVectors], factor[kVectors], minimum_factor[kVectors];
         for (int v = 0; v < kVectors; v++) {
             factor[v] = Isa::load_half(at.scales[v] + kFactors + at.lane[v] * 2);
-            if constexpr (kBits == 4) minimum_factor[v] = Isa::load_half(at.scales[v] + kFactors + kTile * 2 + at.lane[v] * 2);
+            if constexpr (kMinimumParts) minimum_factor[v] = Isa::load_half(at.scales[v] + kFactors + kTile * 2 + at.lane[v] * 2);
             for (int r = 0; r < kRows; r++) total[r][v] = Isa::zero();
         }
         for (int64_t part = 0; part < kParts; part++) {
             typename Isa::Ints sum[kRows][kVectors];
             for (int r = 0; r < kRows; r++)
-                for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::set(kBits == 4 ? 0 : a.starts[(entry + r) * kStarts + part]);
+                for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::set(kMinimumParts ? 0 : a.starts[(entry + r) * kStarts + part]);
             add_products<Isa, kBits, kRows, kVectors>(at.weights, kGroups, a.octets(m, b, row) + part * kInputs / kOctet * a.pitch(), a.pitch(), sum);
             for (int v = 0; v < kVectors; v++) {
                 const uint8_t* scales = at.scales[v] + part * kTile + at.lane[v];
                 const typename Isa::Floats scale = Isa::mul(factor[v], Isa::load_bytes(scales));
                 for (int r = 0; r < kRows; r++) total[r][v] = Isa::fma(Isa::convert(sum[r][v]), scale, total[r][v]);
-                if constexpr (kBits == 4) {
+                if constexpr (kMinimumParts) {
                     const typename Isa::Floats minimum = Isa::mul(minimum_factor[v], Isa::load_bytes(scales + kMinimums));
                     for (int r = 0; r < kRows; r++) total[r][v] = Isa::fma(minimum, Isa::splat(a.sums[(entry + r) * kSums + part]), total[r][v]);
                 }
@@ -167,10 +174,13 @@ void multiply_all(const PackedMatrix& m, const RoundedRows& a, int64_t first, in
 
 template <class Isa>
 void multiply(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
-    if (m.super()) return m.bits == 4 ? multiply_all<Isa, 4, true>(m, a, first, last, out) : multiply_all<Isa, 6, true>(m, a, first, last, out);
-    switch (m.bits) {
+    switch (m.super() ? -m.bits : m.bits) {
+        case -4: return multiply_all<Isa, 4, true>(m, a, first, last, out);
+        case -5: return multiply_all<Isa, 5, true>(m, a, first, last, out);
+        case -6: return multiply_all<Isa, 6, true>(m, a, first, last, out);
         case 2: return multiply_all<Isa, 2>(m, a, first, last, out);
         case 4: return multiply_all<Isa, 4>(m, a, first, last, out);
+        case 5: return multiply_all<Isa, 5>(m, a, first, last, out);
         case 8: return multiply_all<Isa, 8>(m, a, first, last, out);
     }
 }

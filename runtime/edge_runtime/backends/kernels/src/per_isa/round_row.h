@@ -34,14 +34,16 @@ int32_t round_values(const float* values, int64_t count, float inverse, int8_t* 
 // `Isa` says which zero point its 8-bit levels have.
 template <class Isa>
 void round_row(const float* values, const PackedMatrix& m, int64_t first, int64_t last, int64_t row, const RoundedRows& to) {
-    const int32_t zero = m.bits == 8 && Isa::kSigned8 ? 0 : 1 << (m.bits - 1);
+    const int32_t zero = m.bits == 8 && Isa::kSigned8 ? 0 : m.zero();
     for (int64_t b = first; b < last; b++) {
         const int64_t at = b * to.rows + row;
         const float greatest = greatest_of(values + b * m.block, m.block), inverse = greatest > 0 ? 127.0f / greatest : 0.0f;
         int8_t* octets = to.octets(m, b, row);
         to.scales[at] = greatest / 127.0f;
         if (!m.super()) {
-            to.starts[at] = -zero * round_values(values + b * m.block, m.block, inverse, octets, to.pitch());
+            const int32_t sum = round_values(values + b * m.block, m.block, inverse, octets, to.pitch());
+            to.starts[at] = -zero * sum;
+            if (m.minimums) to.sums[at] = to.scales[at] * static_cast<float>(sum);
             continue;
         }
         for (int64_t part = 0; part < kSums; part++) {

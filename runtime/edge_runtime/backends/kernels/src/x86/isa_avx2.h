@@ -24,8 +24,17 @@ struct Avx2Base {
             const Ints mask = _mm256_set1_epi8(static_cast<char>(kBits == 6 ? 15 : (1 << kBits) - 1));
             if constexpr (kBits == 8) part[0] = raw, part[1] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + kLine));
             else if constexpr (kBits == 6) load_six(line, raw, mask);
+            else if constexpr (kBits == 5) load_five(line);
             else
                 for (int p = 0; p < 8 / kBits; p++) part[p] = _mm256_and_si256(_mm256_srli_epi16(raw, p * kBits), mask);
+        }
+        void load_five(const uint8_t* line) {
+            const Ints fifths = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + 4 * kLine)), low = _mm256_set1_epi8(15), bit = _mm256_set1_epi8(16);
+            for (int p = 0; p < Group<kBits>::parts; p++) {
+                const Ints raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + p / 2 * kLine));
+                const Ints fifth = p < 4 ? _mm256_slli_epi16(fifths, 4 - p) : _mm256_srli_epi16(fifths, p - 4);
+                part[p] = _mm256_and_si256(_mm256_srli_epi16(raw, p % 2 * 4), low) | _mm256_and_si256(fifth, bit);
+            }
         }
         void load_six(const uint8_t* line, Ints low, Ints mask) {
             const Ints next = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + kLine)), two = _mm256_set1_epi8(0x30);

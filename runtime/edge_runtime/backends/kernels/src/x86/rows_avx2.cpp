@@ -1,4 +1,4 @@
-// AVX2 without VNNI. Pairs of products are added in 16 bits: levels of at most 15 times 127 leave room for four of them, of 63 for two; 8-bit
+// AVX2 without VNNI. Pairs of products are added in 16 bits: levels of at most 31 times 127 leave room for four of them, of 63 for two; 8-bit
 // levels are made signed, and their magnitudes take the products' signs from the activations, so that no sum leaves 16 bits either.
 #include "x86/isa_avx2.h"
 #include "per_isa/attend_cells.h"
@@ -23,19 +23,18 @@ struct Avx2 : Avx2Base {
     template <int kBits>
     static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {
         const Ints ones = _mm256_set1_epi16(1);
-        Ints pairs;
         if constexpr (kBits == 8) {
             const Ints first = products_of_signed(w.part[0], x.part[0]), second = products_of_signed(w.part[1], x.part[1]);
             return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(first, ones), _mm256_madd_epi16(second, ones)));
-        } else if constexpr (kBits == 6) {
-            pairs = _mm256_add_epi16(_mm256_maddubs_epi16(w.part[0], x.part[0]), _mm256_maddubs_epi16(w.part[1], x.part[1]));
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
-            pairs = _mm256_add_epi16(_mm256_maddubs_epi16(w.part[2], x.part[2]), _mm256_maddubs_epi16(w.part[3], x.part[3]));
         } else {
-            pairs = _mm256_maddubs_epi16(w.part[0], x.part[0]);
-            for (int p = 1; p < Group<kBits>::parts; p++) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w.part[p], x.part[p]));
+            constexpr int kParts = Group<kBits>::parts, kAtOnce = kBits == 6 ? 2 : kBits == 5 ? 4 : kParts;
+            for (int p = 0; p < kParts; p += kAtOnce) {
+                Ints pairs = _mm256_maddubs_epi16(w.part[p], x.part[p]);
+                for (int q = p + 1; q < p + kAtOnce; q++) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w.part[q], x.part[q]));
+                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+            }
+            return sum;
         }
-        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
     }
 
 private:

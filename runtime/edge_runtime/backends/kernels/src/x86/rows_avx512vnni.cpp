@@ -29,8 +29,17 @@ struct Avx512Vnni {
             const Ints raw = _mm512_loadu_si512(line), mask = _mm512_set1_epi8(static_cast<char>(kBits == 6 ? 15 : (1 << kBits) - 1));
             if constexpr (kBits == 8) part[0] = raw, part[1] = _mm512_loadu_si512(line + kLine);
             else if constexpr (kBits == 6) load_six(line, raw, mask);
+            else if constexpr (kBits == 5) load_five(line);
             else
                 for (int p = 0; p < 8 / kBits; p++) part[p] = _mm512_and_si512(_mm512_srli_epi16(raw, p * kBits), mask);
+        }
+        void load_five(const uint8_t* line) {
+            const Ints fifths = _mm512_loadu_si512(line + 4 * kLine), low = _mm512_set1_epi8(15), bit = _mm512_set1_epi8(16);
+            for (int p = 0; p < Group<kBits>::parts; p++) {
+                const Ints raw = _mm512_loadu_si512(line + p / 2 * kLine);
+                const Ints fifth = p < 4 ? _mm512_slli_epi16(fifths, 4 - p) : _mm512_srli_epi16(fifths, p - 4);
+                part[p] = _mm512_and_si512(_mm512_srli_epi16(raw, p % 2 * 4), low) | _mm512_and_si512(fifth, bit);
+            }
         }
         void load_six(const uint8_t* line, Ints low, Ints mask) {
             const Ints next = _mm512_loadu_si512(line + kLine), high = _mm512_loadu_si512(line + 2 * kLine), two = _mm512_set1_epi8(0x30);
