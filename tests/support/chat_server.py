@@ -71,14 +71,19 @@ class Scripted:
 
 
 def scripted_worker(
-    *replies: str | Callable[[int, str], str], count: int = 1, waiting: int = 4, context: int = 2048, watch: SharedWatch | None = None
+    *replies: str | Callable[[int, str], str],
+    count: int = 1,
+    waiting: int = 4,
+    context: int = 2048,
+    watch: SharedWatch | None = None,
+    clients: int = 1,
 ) -> tuple[Worker, SpeakingTogether, list[str]]:
     """A worker, not started, whose `count` sessions all give these replies."""
     own = [chat_session(*replies, context=context) for _ in range(count)]
     together = SpeakingTogether([session.target for session in own])  # type: ignore[misc]
     notes: list[str] = []
     template = bundle_template(own[0].bundle, own[0].vocabulary)
-    return Worker(Sessions(own, together), template, waiting=waiting, notify=notes.append, watch=watch), together, notes
+    return Worker(Sessions(own, together), template, waiting=waiting, notify=notes.append, watch=watch, clients=clients), together, notes
 
 
 @contextlib.contextmanager
@@ -92,7 +97,7 @@ def scripted_server(*replies: Any, keys: Sequence[str] = (), origins: Sequence[s
     from edge_runtime.server.model_card import ModelCard
     from edge_runtime.session.monitoring.monitor import Monitor
 
-    worker, together, notes = scripted_worker(*replies, **sessions)
+    worker, together, notes = scripted_worker(*replies, **sessions, clients=max(1, len(keys)))
     card = ModelCard(
         name="scripted",
         context=2048,
@@ -143,10 +148,10 @@ def settled(server: Scripted) -> None:
     assert wait(lambda: server.worker.load() == (0, 0))
 
 
-def asked(server: Scripted, body: Any, path: str = CHAT) -> http.client.HTTPConnection:
+def asked(server: Scripted, body: Any, path: str = CHAT, **headers: str) -> http.client.HTTPConnection:
     """Sends a request whose answer nobody has read yet."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
-    connection.request("POST", path, json.dumps(body).encode())
+    connection.request("POST", path, json.dumps(body).encode(), headers)
     return connection
 
 

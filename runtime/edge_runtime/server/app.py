@@ -67,12 +67,13 @@ class Api:
         return Json200(self.card.ollama_details())
 
     async def tokenize(self, request: Request) -> Response:
-        encoding = self._worker.encode(await self._read(request, read_tokenize))
+        encoding = self._worker.encode(await self._read(request, read_tokenize), request.scope[CLIENT])
         tokens = await unless_disconnected(request.receive, result_of(encoding))
         return Json200({"tokens": tokens, "count": len(tokens), "max_model_len": self.card.context})
 
     async def detokenize(self, request: Request) -> Response:
-        decoding = self._worker.decode(await self._read(request, lambda body: read_detokenize(body, self.card.context), TEXT_BODY))
+        ids = await self._read(request, lambda body: read_detokenize(body, self.card.context), TEXT_BODY)
+        decoding = self._worker.decode(ids, request.scope[CLIENT])
         text = await unless_disconnected(request.receive, result_of(decoding))
         return Json200({"content": text, "prompt": text})
 
@@ -122,7 +123,8 @@ class Api:
         body = await read_body(request.stream(), request.headers.get("content-length"), limit)
         if len(body) <= SMALL_BODY:
             return read(parse_json(body, limit))
-        return await unless_disconnected(request.receive, result_of(self._worker.read(lambda: read(parse_json(body, limit)))))
+        parsing = self._worker.read(lambda: read(parse_json(body, limit)), request.scope[CLIENT])
+        return await unless_disconnected(request.receive, result_of(parsing))
 
     async def _answer(self, request: Request, api_request: ApiRequest, form: ResponseFormat) -> Response:
         pending = PendingResponse(self._worker, api_request, form, request.scope[CLIENT])

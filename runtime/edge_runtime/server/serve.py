@@ -62,6 +62,7 @@ def serve(
             watch=watch,
             deterministic=options.deterministic,
             alone=alone,
+            clients=max(1, len(options.api_key)),
         )
         api = Api(worker, first.monitor, _model_card(folder, first, options, rows))
         hosts = allowed_hosts(options.host, options.allow_host)

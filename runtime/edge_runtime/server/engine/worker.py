@@ -10,7 +10,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import Target
 from edge_runtime.server.engine.active_request import ActiveRequest
+from edge_runtime.server.engine.fair_share import FairPool, Places
 from edge_runtime.server.engine.jobs import Failed, Job, StreamEvent
 from edge_runtime.server.engine.prompts import Prompts, is_short, media_of
 from edge_runtime.server.errors import ApiError, to_api_error
@@ -29,7 +30,6 @@ from edge_runtime.session.generation import Generation, reusable_prefix
 from edge_runtime.text.chat_template import ChatTemplate
 
 Result = TypeVar("Result")
-RETRY_SECONDS = 2
 # Constraints that are compiled at the same time, each in a process of its own.
 COMPILERS = 2
 # Requests whose images and sound are decoded at the same time, each file in a process of its own, and the processor time for all of one
@@ -56,34 +56,38 @@ class Worker:
         watch: SharedWatch | None = None,
         deterministic: bool = False,
         alone: bool = False,
+        clients: int = 1,
     ) -> None:
-        """With `deterministic`, no answer depends on what other requests left in the caches; with `alone`, one request runs at a time."""
+        """With `deterministic`, no answer depends on what other requests left in the caches; with `alone`, one request runs at a time.
+
+        Each of several `clients` has its share of the queue and of the turns.
+        """
         self._deterministic, self._alone = deterministic, alone
         self._sessions = sessions.sessions
         self._lockstep = sessions.decoder
         self._template = template
-        self._capacity = len(self._sessions) + waiting
+        self._places = Places(len(self._sessions) + waiting, clients)
         self._notify = notify
         self.watch = watch
         # SimpleQueue.put is reentrant, so a signal handler may call it at any time.
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._stopping = False
         self._lock = threading.Lock()
-        self._submitted = 0
         self._children: weakref.WeakSet[ChildBudget] = weakref.WeakSet()
         self._waiting: list[Job] = []
         self._active: dict[Generation, ActiveRequest] = {}
         self._last_used = [0] * len(self._sessions)
         self._clients = [0] * len(self._sessions)
+        self._turns: dict[int, int] = {}
         self._clock = 0
         self._thread = threading.Thread(target=self._run, name="edge-mtp worker", daemon=True)
         # Templates and tokenizers have threads of their own, so that a long prompt delays neither rounds nor the short prompts of others.
         self._prompts = Prompts(sessions.sessions[0], template)
-        self._readers = ThreadPoolExecutor(1, "edge-mtp bodies")
-        self._encoder = ThreadPoolExecutor(1, "edge-mtp prompts")
-        self._long_encoder = ThreadPoolExecutor(1, "edge-mtp prompts, long")
-        self._decoders = ThreadPoolExecutor(DECODERS, "edge-mtp media")
-        self._compilers = ThreadPoolExecutor(COMPILERS, "edge-mtp constraints")
+        self._readers = FairPool(1, "edge-mtp bodies")
+        self._encoder = FairPool(1, "edge-mtp prompts")
+        self._long_encoder = FairPool(1, "edge-mtp prompts, long")
+        self._decoders = FairPool(DECODERS, "edge-mtp media")
+        self._compilers = FairPool(COMPILERS, "edge-mtp constraints")
 
     def start(self) -> None:
         """Starts the worker thread."""
@@ -102,64 +106,56 @@ class Worker:
     def load(self) -> tuple[int, int]:
         """Returns the numbers of running and of waiting requests."""
         running = len(self._active)
-        return running, max(0, self._submitted - running)
+        return running, max(0, self._places.total() - running)
 
-    def read(self, work: Callable[[], Result]) -> Future[Result]:
+    def read(self, work: Callable[[], Result], client: int) -> Future[Result]:
         """Queues the parsing of a large body, as `decode` the text of ids: it would stop the event loop."""
-        return self._beside(work, self._readers)
+        return self._beside(work, self._readers, client)
 
-    def encode(self, prompt: Prompt) -> Future[list[int]]:
+    def encode(self, prompt: Prompt, client: int) -> Future[list[int]]:
         """Returns the token ids of a prompt, as `decode` the text of ids."""
-        return self._beside(functools.partial(self._prompts.encode, prompt), self._encoder_of(prompt))
+        return self._beside(functools.partial(self._prompts.encode, prompt), self._encoder_of(prompt), client)
 
-    def decode(self, tokens: Sequence[int]) -> Future[str]:
+    def decode(self, tokens: Sequence[int], client: int) -> Future[str]:
         """Returns the text of tokens, control tokens included, from the thread for prompts; cancelled before its turn, nothing is computed.
 
-        The result raises RequestError for ids that are not in the vocabulary. Raises ApiError (503) if the queue is full or the server is
-        shutting down.
+        The result raises RequestError for ids that are not in the vocabulary. Raises ApiError as `Places.take` does, and 503 if the server
+        is shutting down.
         """
-        return self._beside(functools.partial(self._prompts.decode, tokens), self._encoder)
+        return self._beside(functools.partial(self._prompts.decode, tokens), self._encoder, client)
 
     def submit(self, requests: Sequence[CompletionRequest], deliver: Callable[[int, StreamEvent], None], client: int = 0) -> list[Job]:
         """Accepts requests of a client, all or none; `deliver` gets the place of each among them with its events.
 
-        Raises ApiError (503) if the queue is full or the server is shutting down; 400 if it will never have room for as many.
+        Raises ApiError as `decode` does.
         """
         with self._lock:
-            self._accept(len(requests))
+            self._accept(client, len(requests))
             children = ChildBudget(DECODING_SECONDS)
             self._children.add(children)
             jobs = [Job(request, functools.partial(deliver, number), children, client) for number, request in enumerate(requests)]
             for _, group in itertools.groupby(jobs, lambda job: id(job.request.prompt)):
                 same = list(group)
-                self._encoder_of(same[0].request.prompt, same[0].request.prediction).submit(self._admit, same)
+                encoder = self._encoder_of(same[0].request.prompt, same[0].request.prediction)
+                encoder.submit(client, functools.partial(self._admit, same))
         return jobs
 
-    def _encoder_of(self, prompt: Prompt, prediction: str = "") -> ThreadPoolExecutor:
+    def _encoder_of(self, prompt: Prompt, prediction: str = "") -> FairPool:
         return self._encoder if is_short(prompt, prediction) else self._long_encoder
 
-    def _beside(self, work: Callable[[], Result], encoder: ThreadPoolExecutor) -> Future[Result]:
+    def _beside(self, work: Callable[[], Result], pool: FairPool, client: int) -> Future[Result]:
         """Queues work in a thread apart, counted as a request."""
         with self._lock:
-            self._accept(1)
-            future = encoder.submit(work)
-        future.add_done_callback(lambda _: self._finished())
+            self._accept(client)
+            future = pool.submit(client, work)
+        future.add_done_callback(lambda _: self._places.give_back(client))
         return future
 
-    def _accept(self, requests: int) -> None:
-        """Counts requests in. Raises ApiError as `submit` does; the caller holds the lock."""
+    def _accept(self, client: int, requests: int = 1) -> None:
+        """Counts requests in. Raises ApiError as `decode` does; the caller holds the lock."""
         if self._stopping:
             raise _shutting_down()
-        if requests > self._capacity:
-            raise ApiError(400, f"the request has {requests} answers; this server queues at most {self._capacity}", param="n")
-        if self._submitted + requests > self._capacity:
-            raise ApiError(
-                503,
-                f"{self._submitted} requests are running or waiting, which is the limit; try again soon",
-                code="queue_full",
-                headers={"Retry-After": str(RETRY_SECONDS)},
-            )
-        self._submitted += requests
+        self._places.take(client, requests)
 
     def _run(self) -> None:
         while not self._stopping:
@@ -204,7 +200,7 @@ class Worker:
                 for job in jobs:
                     job.prompt, job.prediction = ids, prediction
             if media:
-                self._decoders.submit(self._decode, jobs, media)
+                self._decoders.submit(jobs[0].client, functools.partial(self._decode, jobs, media))
             else:
                 self._encoded(jobs)
 
@@ -222,7 +218,7 @@ class Worker:
             if job.request.constraint is None:
                 self._inbox.put(job)
             else:
-                self._compilers.submit(self._compile, job)
+                self._compilers.submit(job.client, functools.partial(self._compile, job))
 
     def _goes_on(self, jobs: Sequence[Job]) -> bool:
         return not (self._stopping or all(job.cancelled for job in jobs))
@@ -249,7 +245,7 @@ class Worker:
         """Removes cancelled requests."""
         for job in [job for job in self._waiting if job.cancelled]:
             self._waiting.remove(job)
-            self._finished()
+            self._places.give_back(job.client)
         for active in [active for active in self._active.values() if active.job.cancelled]:
             self._release(active)
 
@@ -262,7 +258,7 @@ class Worker:
             if i not in used
         ]
         while slots and self._waiting and not (self._alone and self._active):
-            slot, job = choose_slot(slots, self._waiting)
+            slot, job = choose_slot(slots, self._of_next_client())
             self._waiting.remove(job)
             try:
                 session, repeatable = self._sessions[slot.number], self._deterministic or job.request.repeatable
@@ -273,9 +269,15 @@ class Worker:
                 self._fail(job, error)
                 continue
             slots.remove(slot)
+            self._turns[job.client] = 1 + max(self._turns.values(), default=0)
             self._active[active.generation] = active
             self._lockstep.join(active.generation)
             active.begin()
+
+    def _of_next_client(self) -> list[Job]:
+        """Returns the waiting requests, of which there are some, of the client whose turn was longest ago."""
+        client = min((job.client for job in self._waiting), key=lambda client: self._turns.get(client, 0))
+        return [job for job in self._waiting if job.client == client]
 
     def _empty_for(self, client: int, slot: int) -> None:
         """Gives a session to another client, at once without the rows of the one before: `cached_tokens` and times would reveal them."""
@@ -301,19 +303,15 @@ class Worker:
         del self._active[active.generation]
         self._clock += 1
         self._last_used[active.slot] = self._clock
-        self._finished()
+        self._places.give_back(active.job.client)
         try:
             self._sessions[active.slot].record(active.generation)
         except EdgeRuntimeError as error:
             self._notify(str(error))
 
-    def _finished(self) -> None:
-        with self._lock:
-            self._submitted -= 1
-
     def _fail(self, job: Job, error: Exception, *, counted: bool = True) -> None:
         if counted:
-            self._finished()
+            self._places.give_back(job.client)
         if not isinstance(error, RequestError | ApiError):
             self._notify(str(error) if isinstance(error, EdgeRuntimeError) else "".join(traceback.format_exception(error)))
         # Only the message: the frames of a traceback hold the request, and the error in them.
