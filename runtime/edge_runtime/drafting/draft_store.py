@@ -34,8 +34,9 @@ SOURCE = "stored"
 STORE_PRIORS = {key.replace(TEXT_SOURCE, SOURCE): 0.9 * chance for key, chance in TEXT_PRIORS.items()}
 HEADER = "edge-mtp memory 1"
 _START = f"{HEADER}\n".encode()
-# Writing takes milliseconds; a process that was stopped meanwhile keeps the lock for longer.
-LOCK_SECONDS = 10.0
+# Writing takes milliseconds. A process that was stopped meanwhile keeps the lock and leaves the file as it is; while others write, it
+# changes.
+STILL_SECONDS, BUSY_SECONDS = 0.2, 10.0
 STORE_SIZE = "1MB"
 # The most that a limit may be: all of it is read.
 MAX_STORE_BYTES = 64 << 20
@@ -56,6 +57,7 @@ class DraftStore:
         self._path, self._vocabulary, self._limit, self._notify = path, vocabulary, limit, notify
         self._automaton = SuffixAutomaton()
         self._lock = threading.Lock()
+        self._patience = STILL_SECONDS  # none while a process that holds the lock was waited for
         self.usable = True
         self._texts: list[str] = []
         self._stamp: tuple[int, ...] | None = ()  # of no file
@@ -67,13 +69,17 @@ class DraftStore:
         return len(self._texts)
 
     def remember(self, text: str) -> None:
-        """Adds a text, unless it is there already; the oldest texts make room."""
+        """Adds a text, unless it is there already; the oldest texts make room.
+
+        While a process that does not write holds the lock, nothing is added, which is reported once.
+        """
         with self._lock:
             self._refresh()
             if not self._is_new(text):
                 return
             try:
-                with _locked(self._path) as file:
+                with _locked(self._path, self._patience) as file:
+                    self._patience = STILL_SECONDS
                     self._refresh()
                     if not self._is_new(text):
                         return
@@ -83,6 +89,10 @@ class DraftStore:
                         _shorten(file, self._texts)
                     self._stamp = _version(os.fstat(file.fileno()))
                 self._learn_more([text])
+            except BlockingIOError:
+                if self._patience:
+                    self._notify(f"another process holds the draft store {self._path}; until it lets go, nothing more is remembered")
+                self._patience = 0.0
             except OSError as error:
                 self.usable = False
                 self._notify(f"the draft store {self._path} cannot be written ({error.strerror or error}); nothing more is remembered")
@@ -206,16 +216,24 @@ def _text_of(line: bytes) -> str | None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[BinaryIO]:
-    """Opens a draft store, made if it is missing, while no other process writes it. Raises OSError.
+def _locked(path: Path, patience: float) -> Iterator[BinaryIO]:
+    """Opens a draft store, made if it is missing, while no other process writes it.
+
+    Raises BlockingIOError if another has the lock and has not written for `patience` seconds, OSError.
 
     A file that was removed or replaced before the lock was got is the store no more: the next one is opened.
     """
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    end = time.monotonic() + LOCK_SECONDS
+    end = time.monotonic() + BUSY_SECONDS
     while True:
         with os.fdopen(os.open(path, flags, 0o600), "r+b") as file:
-            lock_open(file.fileno(), end - time.monotonic())
+            before = os.fstat(file.fileno())
+            try:
+                lock_open(file.fileno(), patience)
+            except BlockingIOError:
+                if _version(os.fstat(file.fileno())) == _version(before) or time.monotonic() > end:
+                    raise
+                continue
             if _is_at(file, path):
                 yield file
                 return

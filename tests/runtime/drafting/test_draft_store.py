@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from draft_store_stress import kept_texts, resurrected_texts
-from edge_devices.files.temp_files import locked
+from edge_devices.files.temp_files import lock_open, locked
 from edge_runtime.cli.run import main
 from edge_runtime.drafting import draft_store
 from edge_runtime.drafting.draft_store import HEADER, DraftStore, read_store
@@ -150,14 +150,39 @@ def test_copies_that_killed_writers_of_earlier_versions_left_go(tmp_path):
 
 @posix
 def test_a_writer_that_was_stopped_does_not_hold_up_the_others(tmp_path, monkeypatch):
+    """The first text waits for it, those after it do not; texts are remembered again when it lets go."""
     path = tmp_path / "memory"
     store, said = store_at(path)
     store.remember("text")
-    monkeypatch.setattr(draft_store, "LOCK_SECONDS", 0.05)
+    waits: list[float] = []
+    monkeypatch.setattr(draft_store, "lock_open", lambda file, seconds: (waits.append(seconds), lock_open(file))[1])
     with locked(path):
-        store.remember("more")
-    assert (read_store(path), len(said)) == (["text"], 1)
-    assert "cannot be written" in said[0]
+        for number in range(3):
+            store.remember(f"more {number}")
+    assert (read_store(path), waits) == (["text"], [draft_store.STILL_SECONDS, 0.0, 0.0])
+    assert len(said) == 1
+    assert "another process holds" in said[0]
+    store.remember("again")
+    assert read_store(path) == ["text", "again"]
+
+
+@posix
+def test_a_file_that_others_write_is_waited_for(tmp_path, monkeypatch):
+    path = tmp_path / "memory"
+    store, said = store_at(path)
+    store.remember("text")
+    tries = iter(range(3))
+
+    def other_writes(file: int, seconds: float) -> None:
+        if (number := next(tries)) < 2:
+            with path.open("a") as other:
+                other.write(f'"other {number}"\n')
+            raise BlockingIOError
+        lock_open(file)
+
+    monkeypatch.setattr(draft_store, "lock_open", other_writes)
+    store.remember("more")
+    assert (read_store(path), said) == (["text", "other 0", "other 1", "more"], [])
 
 
 @posix
