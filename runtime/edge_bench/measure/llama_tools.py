@@ -113,5 +113,6 @@ def llama_tools(session: Session, tools: Path, threads: int) -> LlamaTools:
     repack = True
     if find_spec("llama_cpp") is not None:
         quantizations = [file.quantization or "unknown" for file in files]
-        repack = probe_load_options(target, drafter, quantizations, notify=lambda _: None).use_extra_bufts
+        hashes = [file.sha256 for file in files]
+        repack = probe_load_options(target, drafter, quantizations, hashes=hashes, notify=lambda _: None).use_extra_bufts
     return LlamaTools(tools=tools, target=target, drafter=drafter, context=session.target.context, threads=threads, repack=repack)

@@ -223,6 +223,7 @@ def test_a_late_child_proves_something_on_a_quiet_machine_only(load: MachineLoad
     machine.meanwhile = load
     ends = iter([("gave no answer in 120 seconds", True), (None, False), (None, False)])
     monkeypatch.setattr(crash_probe, "_run", lambda *_: next(ends))
+    monkeypatch.setattr(crash_probe, "weight_types", lambda _: "q4_0")
 
     def probed() -> bool:
         return crash_probe.probe_load_options(Path("target.gguf"), None, ["Q4_0"], notify=machine.notes.append).use_extra_bufts
@@ -232,5 +233,6 @@ def test_a_late_child_proves_something_on_a_quiet_machine_only(load: MachineLoad
     machine.now += 2 * RETRY_SECONDS
     assert probed() is (load is BUSY), "tried again where the machine was busy"
     monkeypatch.setattr(crash_probe, "_run", lambda *_: ("gave no answer in 120 seconds", True))
+    monkeypatch.setattr(crash_probe, "weight_types", lambda _: "q8_0")
     with pytest.raises(crash_probe.BackendError, match="close other programs" if load is BUSY else "CMAKE_ARGS"):
         crash_probe.probe_load_options(Path("target.gguf"), None, ["Q8_0"], notify=machine.notes.append)

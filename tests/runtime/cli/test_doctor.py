@@ -149,7 +149,9 @@ def test_probes_of_this_machine_are_shown(monkeypatch, cache):
     pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     for quantizations, answer in ((["Q4_0", "Q8_0"], True), (["Q4_K_M", "Q8_0"], False)):
-        kept = probe.ProbeAnswer(quantizations=tuple(quantizations), use_extra_bufts=answer, reason="", late=False)
+        kept = probe.ProbeAnswer(
+            quantizations=tuple(quantizations), types=tuple(quantizations), use_extra_bufts=answer, reason="", late=False
+        )
         probe.PROBES.keep(probe.machine_key(quantizations), kept, print)
     probe.PROBES.keep("of another machine", replace(kept, quantizations=("F16",)), print)
     text = screen(diagnosis(monkeypatch, llama=ask_backend("llama")))

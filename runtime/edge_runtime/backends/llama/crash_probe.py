@@ -2,7 +2,7 @@
 
 A build can die of a signal on the processor it runs on: a build for AMX dies on virtual machines that report AMX without having it, as
 soon as a batch has a few rows of quantized weights. Without weight repacking (`use_extra_bufts`) it works, and without the project's own
-row kernels, which are repacked weights, too. The result is cached.
+row kernels, which are repacked weights, too. The result is cached by the types of weights in the files, whatever a manifest says.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from edge_devices.machine.facts import cpu_identity, usable_processors
 from edge_devices.machine.load import LoadWatch
 from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
+from edge_runtime.bundle.gguf_gemma4 import check_gguf
+from edge_runtime.bundle.gguf_types import TENSOR_TYPES
 from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.errors import BackendError, EdgeRuntimeError
 
@@ -39,11 +41,13 @@ _WORKAROUND_OTHER = "-DGGML_NATIVE=OFF"
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeAnswer:
-    """How to load models of these quantizations (that of the target first) on this machine. `reason` is a sentence; `late`: a child was
-    killed because it gave no answer in time.
+    """How to load models of these quantizations (that of the target first), whose files hold weights of these `types`, on this machine.
+
+    `reason` is a sentence; `late`: a child was killed because it gave no answer in time.
     """
 
     quantizations: tuple[str, ...]
+    types: tuple[str, ...]
     use_extra_bufts: bool
     reason: str
     late: bool
@@ -65,15 +69,21 @@ def probe_load_options(
     quantizations: Sequence[str],
     *,
     notify: Callable[[str], None],
+    hashes: Sequence[str] = (),
     child_command: Sequence[str] = CHILD_COMMAND,
     timeout_seconds: float = TIMEOUT_SECONDS,
     waiting: Waiting = silent_wait,
 ) -> ProbeAnswer:
-    """Returns the load options with which a child process ran these files, from the cache if the machine is the same.
+    """Returns the load options with which a child process ran these files, from the cache if the machine and the types are the same.
 
+    `quantizations` are names for the user. With the `hashes` of the files, their headers are read once on a machine.
     `notify` gets one sentence when a probe starts and one when a safer option was chosen. Raises BackendError if the files do not load, or
     if the child process dies with every option: the sentence names the signal and a build as a workaround.
     """
+    contents = machine_key(hashes)
+    if hashes and (known := PROBES.known(contents)) is not None:
+        return known.value
+    types = tuple(weight_types(path) for path in (target_path, drafter_path) if path is not None)
     command = [*child_command, "--target", str(target_path.resolve())]
     if drafter_path is not None:
         command += ["--drafter", str(drafter_path.resolve())]
@@ -94,19 +104,28 @@ def probe_load_options(
                 )
             reason = f"llama.cpp's child process {death} with weight repacking and works without it"
             notify(f"{reason[0].upper()}{reason[1:]}, so it is off and prompts are slower; {workaround(library_version())}")
-        return ProbeAnswer(quantizations=tuple(quantizations), use_extra_bufts=death is None, reason=reason, late=late)
+        return ProbeAnswer(quantizations=tuple(quantizations), types=types, use_extra_bufts=death is None, reason=reason, late=late)
 
-    return PROBES.known_or_measured(machine_key(quantizations), measure, notify, waiting=waiting)
+    answer = PROBES.known_or_measured(machine_key(types), measure, notify, waiting=waiting)
+    if hashes and not answer.late:
+        PROBES.keep(contents, answer, notify)
+    return answer
+
+
+def weight_types(path: Path) -> str:
+    """Returns the names of the types of a GGUF file's weights. Raises BackendError if its header is not sound."""
+    types = {TENSOR_TYPES[info.type].name for info in check_gguf(path).tensors}
+    return " ".join(sorted(types - {"f32"}) or ["f32"])
 
 
 def cached_probes() -> list[ProbeAnswer]:
     """Returns the cached results for this machine and this build of llama.cpp, the newest last; skips damaged ones."""
-    return [answer for key, answer in PROBES.kept() if key == machine_key(answer.quantizations)]
+    return [answer for key, answer in PROBES.kept() if key == machine_key(answer.types)]
 
 
-def machine_key(quantizations: Sequence[str]) -> str:
-    """Returns the cache key of a result, a sha256 of the processor, the library version and build, the kernels, and the quantizations."""
-    facts = [cpu_identity(), platform.machine(), library_version(), system_info(), llama_library().row_kernels, list(quantizations)]
+def machine_key(files: Sequence[str]) -> str:
+    """Returns the cache key of a result, a sha256 of the processor, the library version and build, the kernels, and types or hashes."""
+    facts = [cpu_identity(), platform.machine(), library_version(), system_info(), llama_library().row_kernels, list(files)]
     return entry_key(facts)
 
 

@@ -42,7 +42,8 @@ class LlamaBackend:
             repack = _repacks_in_trial(request, plan, left, room_for_copies)
         else:
             drafter_path = paths[1] if paths[1:] else None
-            probe = probe_load_options(paths[0], drafter_path, quantizations, notify=request.notify, waiting=request.waiting)
+            hashes = [file.sha256 for file in probed]
+            probe = probe_load_options(paths[0], drafter_path, quantizations, hashes=hashes, notify=request.notify, waiting=request.waiting)
             repack = probe.use_extra_bufts and room_for_copies
         options = _options(request, plan, repack=repack)
         target, drafter, kind = open_with_drafter(bundle, options, request.drafter)

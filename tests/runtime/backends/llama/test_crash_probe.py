@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from edge_runtime.errors import BackendError
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
+Q4_0, Q8_0, Q5_K = 2, 8, 13  # numbers of ggml
+
 # Children that record that they ran and then do to themselves what a bad build would do.
 RECORD = "import os, signal, sys, time; open(sys.argv[1], 'a').write('ran ' + ' '.join(sys.argv[2:]) + '\\n');"
 ALIVE = RECORD + "print('{\"alive\": true}')"
@@ -26,6 +29,13 @@ REFUSES = RECORD + 'print(\'{"error": "the file is damaged"}\'); sys.exit(1)'
 SILENT = RECORD + "sys.exit(0)"
 
 
+def write_gguf(path: Path, kind: int) -> None:
+    """A GGUF file of one tensor of this type."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 0)
+    tensor = struct.pack("<Q", 1) + b"w" + struct.pack("<IQIQ", 1, 256, kind, 0)
+    path.write_bytes((head + tensor).ljust(96, b"\0") + bytes(1024))
+
+
 class Machine:
     """A folder with a cache and a log of the children that were started."""
 
@@ -33,11 +43,16 @@ class Machine:
         self.folder = folder
         self.cache = folder / "cache"
         self.notes: list[str] = []
+        self.files = folder / "target.gguf", folder / "drafter.gguf"
+        self.hold(Q4_0, Q8_0)
+
+    def hold(self, *kinds: int) -> None:
+        for path, kind in zip(self.files, kinds, strict=True):
+            write_gguf(path, kind)
 
     def ask(self, script: str, *, quantizations: tuple[str, ...] = ("Q4_0", "Q8_0"), **more: Any) -> probe.ProbeAnswer:
         command = [sys.executable, "-c", script, str(self.folder / "log")]
-        files = Path("target.gguf"), Path("drafter.gguf")
-        return probe_load_options(*files, quantizations, notify=self.notes.append, child_command=command, **more)
+        return probe_load_options(*self.files, quantizations, notify=self.notes.append, child_command=command, **more)
 
     @property
     def children(self) -> list[str]:
@@ -59,7 +74,7 @@ def test_a_living_child_is_asked_once(machine: Machine) -> None:
     second = machine.ask(ALIVE)
     assert second == first
     assert len(machine.notes) == 1
-    assert machine.children == [f"ran --target {Path('target.gguf').resolve()} --drafter {Path('drafter.gguf').resolve()}"]
+    assert machine.children == ["ran --target {} --drafter {}".format(*machine.files)]
 
 
 def test_a_crash_leads_to_safer_options_which_are_cached(machine: Machine) -> None:
@@ -102,17 +117,36 @@ def test_an_exit_without_an_answer_is_no_answer(machine: Machine) -> None:
 
 def test_a_command_that_does_not_exist(machine: Machine) -> None:
     with pytest.raises(BackendError, match="could not be started"):
-        probe_load_options(Path("t"), None, ["Q4_0"], notify=machine.notes.append, child_command=["/nonexistent/python"])
+        probe_load_options(machine.files[0], None, ["Q4_0"], notify=machine.notes.append, child_command=["/nonexistent/python"])
 
 
 def test_answers_are_kept_side_by_side(machine: Machine) -> None:
     machine.ask(ALIVE)
-    machine.ask(DIES_WITH_REPACKING, quantizations=("Q4_K_M", "Q8_0"))
+    machine.hold(Q5_K, Q8_0)
+    machine.ask(DIES_WITH_REPACKING, quantizations=("Q5_K_M", "Q8_0"))
+    machine.hold(Q4_0, Q8_0)
     assert machine.ask(ALIVE).use_extra_bufts
-    assert not machine.ask(ALIVE, quantizations=("Q4_K_M", "Q8_0")).use_extra_bufts
+    machine.hold(Q5_K, Q8_0)
+    assert not machine.ask(ALIVE, quantizations=("Q5_K_M", "Q8_0")).use_extra_bufts
 
 
-def test_the_key_follows_the_build_and_the_quantizations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_names_another_quantization_reuses_no_answer(machine: Machine) -> None:
+    machine.ask(ALIVE, hashes=("1", "2"))
+    machine.hold(Q5_K, Q8_0)
+    assert not machine.ask(DIES_WITH_REPACKING, hashes=("3", "2")).use_extra_bufts
+    assert machine.ask(DIES_WITH_REPACKING, hashes=("1", "2")).use_extra_bufts
+
+
+def test_headers_of_known_files_are_not_read_again(machine: Machine) -> None:
+    machine.ask(ALIVE, hashes=("1", "2"))
+    for path in machine.files:
+        path.unlink()
+    assert machine.ask(DIES, hashes=("1", "2")).use_extra_bufts
+    with pytest.raises(BackendError, match="is not a file"):
+        machine.ask(DIES)
+
+
+def test_the_key_follows_the_build_and_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
     key = probe.machine_key(["Q4_0"])
     assert key == probe.machine_key(["Q4_0"])
     assert key != probe.machine_key(["Q8_0"])
