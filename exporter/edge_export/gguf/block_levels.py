@@ -1,6 +1,6 @@
 """Levels and scales of llama.cpp's quantized blocks, and the same blocks with other levels.
 
-Layouts: llama.cpp, ggml/src/ggml-common.h (block_q4_0, block_q4_1, block_q4_K, block_q5_K, block_q6_K) and ggml-quants.c.
+Layouts: llama.cpp, ggml/src/ggml-common.h (block_q4_0, block_q4_1, block_q5_0, block_q4_K, block_q5_K, block_q6_K) and ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-_Q4_0, _Q4_1, _Q4_K, _Q5_K, _Q6_K = 2, 3, 12, 13, 14
+_Q4_0, _Q4_1, _Q5_0, _Q4_K, _Q5_K, _Q6_K = 2, 3, 6, 12, 13, 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class BlockType:
 BLOCK_TYPES = {
     _Q4_0: BlockType(weights=32, bytes=18, group=32, top=15, low=2),
     _Q4_1: BlockType(weights=32, bytes=20, group=32, top=15, low=4),
+    _Q5_0: BlockType(weights=32, bytes=22, group=32, top=31, low=6),
     _Q4_K: BlockType(weights=256, bytes=144, group=32, top=15, low=16),
     _Q5_K: BlockType(weights=256, bytes=176, group=32, top=31, low=48),
     _Q6_K: BlockType(weights=256, bytes=210, group=16, top=63, low=0),
@@ -37,7 +38,9 @@ BLOCK_TYPES = {
 def read_levels(kind: int, blocks: Bytes) -> Bytes:
     """Returns the levels [n, weights] of blocks [n, bytes] of a type in BLOCK_TYPES."""
     count, low = len(blocks), _low_bits(kind, blocks)
-    if kind == _Q5_K:
+    if kind == _Q5_0:
+        low = low | (np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little") << np.uint8(4))
+    elif kind == _Q5_K:
         high: Bytes = (blocks[:, 16:48, None] >> np.arange(8, dtype=np.uint8)) & np.uint8(1)
         low = low | (high.transpose(0, 2, 1).reshape(count, -1) << np.uint8(4))
     elif kind == _Q6_K:
@@ -54,7 +57,9 @@ def with_levels(kind: int, blocks: Bytes, levels: Bytes) -> Bytes:
     packed = (nibbles[:, :, 0] | (nibbles[:, :, 1] << np.uint8(4))).reshape(count, -1)
     made[:, type.low : type.low + packed.shape[1]] = packed
     high = levels >> np.uint8(4)
-    if kind == _Q5_K:
+    if kind == _Q5_0:
+        made[:, 2:6] = np.packbits(high, axis=1, bitorder="little")
+    elif kind == _Q5_K:
         made[:, 16:48] = (high.reshape(count, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]).sum(axis=1, dtype=np.uint8)
     elif kind == _Q6_K:
         shifted = high.reshape(count, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
@@ -68,8 +73,8 @@ def read_scales(kind: int, blocks: Bytes) -> tuple[NDArray[np.float32], NDArray[
         scales = _half_floats(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
         return scales, scales * np.float32(-32)
     first = _half_floats(blocks, 0)
-    if kind == _Q4_0:
-        return first, first * np.float32(-8)
+    if kind in (_Q4_0, _Q5_0):
+        return first, first * np.float32(-8 if kind == _Q4_0 else -16)
     second = _half_floats(blocks, 2)
     if kind == _Q4_1:
         return first, second
@@ -79,7 +84,7 @@ def read_scales(kind: int, blocks: Bytes) -> tuple[NDArray[np.float32], NDArray[
 
 def _half(kind: int) -> int:
     """A byte has the low bits of two levels that are so many weights apart."""
-    return {_Q4_0: 16, _Q4_1: 16, _Q6_K: 64}.get(kind, 32)
+    return {_Q4_0: 16, _Q4_1: 16, _Q5_0: 16, _Q6_K: 64}.get(kind, 32)
 
 
 def _low_bits(kind: int, blocks: Bytes) -> Bytes:

@@ -10,7 +10,7 @@ gguf = pytest.importorskip("gguf")
 from edge_export.gguf.block_levels import BLOCK_TYPES, Bytes, read_levels, read_scales, with_levels
 
 # Where each type has its float16 scales.
-HALVES = {2: (0,), 3: (0, 2), 12: (0, 2), 13: (0, 2), 14: (208,)}
+HALVES = {2: (0,), 3: (0, 2), 6: (0,), 12: (0, 2), 13: (0, 2), 14: (208,)}
 
 
 def made(kind: int) -> Bytes:
