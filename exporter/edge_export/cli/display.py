@@ -16,6 +16,7 @@ from rich.text import Text
 from edge_devices.files.typed_json import to_json
 from edge_devices.machine.memory import byte_text
 from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.exported_quality import exported_quality
 
 
 class Amount(ProgressColumn):
@@ -97,11 +98,12 @@ def parity_sentence(parity: dict[str, Any]) -> str:
     """One sentence about a comparison with the reference."""
     if not parity or "skipped" in parity:
         return f"Parity not measured: {parity.get('skipped', 'no reason given')}."
-    plain, final, drafts = parity["unquantized"], parity["quantized"], parity["drafts"]
+    plain, drafts, quality = parity["unquantized"], parity["drafts"], exported_quality(parity)
+    assert quality is not None  # an export that measures parity measures it
     return (
         f"Parity with {parity['reference']}: unquantized logits within {plain['max_abs_difference']:.3g}, "
-        f"{final['quantization']} mean KL {final['mean_kl']:.3g} and greedy agreement {final['greedy_agreement']:.0%}, "
         f"drafts agree {drafts['unquantized_agreement']:.0%} ({drafts['quantized_agreement']:.0%} quantized)."
+        f" On {quality.rows} rows of English, code and chat {parity['quantized']['quantization']} {quality.words}."
         + media_sentence(parity.get("media"))
     )
 

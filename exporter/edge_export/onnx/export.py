@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from edge_devices.machine.memory import byte_text
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.published.formats import rounds_activations
 from edge_export.checkpoint.sources import ResolvedSource
@@ -19,7 +20,7 @@ from edge_export.onnx.graphs.kv import KV_TYPES, fit_scales, store_kv
 from edge_export.onnx.graphs.target import TargetFormats, TargetWeights, store_target, write_target
 from edge_export.onnx.media.export import write_encoders
 from edge_export.onnx.parity import encoder_parity, measure_onnx_parity, measure_rows
-from edge_export.onnx.request import OnnxFiles, OnnxRequest, reads_rows
+from edge_export.onnx.request import WEIGHT_TYPES, OnnxFiles, OnnxRequest, expected_onnx_bytes, reads_rows
 from edge_export.onnx.static.export import STATIC_ROWS, static_facts, write_calibrated, write_static, write_tables
 from edge_export.onnx.weights import PlainWeightFile, WeightFile, head_format, layers_format, quantization_name, table_format, weight_format
 from edge_export.output.atomic_folder import BundlePart
@@ -129,10 +130,22 @@ def compare(reference: Reference, files: OnnxFiles, request: OnnxRequest, inputs
                 target, reference.drafter, of_plain, layout=files.layout, importance={}, folder=Path(scratch), progress=lambda _: None
             )
             plain = replace(files, parts=written.parts, layout=written.layout)
-        figures = measure_onnx_parity(reference, plain, files, request.target, request.kv, rounded=rounded is not None)
+        better = _better(reference, request)
+        figures = measure_onnx_parity(reference, plain, files, request, rounded=rounded is not None, better=better)
     if request.media is None or inputs is None:
         return figures
     return figures | {"media": encoder_parity(reference, files.paths, request.media, inputs, reference.architecture.hidden_size)}
+
+
+def _better(reference: Reference, request: OnnxRequest) -> str | None:
+    """The option for the next better type of weights, with about how many bytes the graphs take then."""
+    types = list(reversed(WEIGHT_TYPES))
+    place = types.index(request.target) + 1
+    if place == len(types):
+        return None
+    changed = replace(request, target=types[place])
+    size = expected_onnx_bytes(reference.target.checkpoint, reference.drafter.checkpoint, changed)
+    return f"--onnx-target {types[place]}, {byte_text(size)}"
 
 
 def onnx_facts(target: ResolvedSource, contrib_ops: set[str], opset: int) -> OnnxGraphs:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
-from edge_export.onnx.request import WEIGHT_TYPES, KvKind, MediaWeights, OnnxFiles, OnnxWeights
+from edge_export.onnx.request import WEIGHT_TYPES, MediaWeights, OnnxFiles, OnnxRequest
 from edge_export.parity.comparison import ROOM, Judgement, ParityLimits, check_tokenizer, compare_export, export_rowset
 from edge_export.parity.media import measure_media_parity
 from edge_export.parity.reference import TEXT, Reference, Rows, Rowset
@@ -34,20 +34,21 @@ ENCODER_LIMITS: dict[MediaWeights, float] = {"f32": 1e-3, "f16": 1e-3, "int8": 0
 
 
 def measure_onnx_parity(
-    reference: Reference, plain: OnnxFiles, exported: OnnxFiles, weights: OnnxWeights, kv: KvKind, *, rounded: bool
+    reference: Reference, plain: OnnxFiles, exported: OnnxFiles, request: OnnxRequest, *, rounded: bool, better: str | None = None
 ) -> dict[str, Any]:
-    """Compares graphs of these `weights` and K/V rows, and `plain` ones with float32 weights (or the same).
+    """Compares graphs of the request's weights and K/V rows, and `plain` ones with float32 weights (or the same).
 
-    `rounded`: activations are rounded to int8. Returns the figures for the manifest. Raises ParityError, naming the figure, the limit and
-    --no-verify, if one is beyond its limit, or if the graphs do not run.
+    `rounded`: activations are rounded to int8. `better` names the next better type for a refusal. Returns the figures for the manifest.
+    Raises ParityError, naming the figure, the limit and --no-verify, if one is beyond its limit, or if the graphs do not run.
     """
     judgement = Judgement(
         library="onnxruntime",
         noun="graph",
         weight_type="f32",
-        quantization=weights,
+        quantization=request.target,
         limits=ROUNDED_LIMITS if rounded else LIMITS,
-        kl_limit=max(WEIGHT_TYPES[name].mean_kl for name in (weights, kv)),
+        kl_limit=max(WEIGHT_TYPES[name].mean_kl for name in (request.target, request.kv)),
+        better=better,
     )
     final = None if plain == exported else partial(_rows, reference, exported)
     return compare_export(reference, partial(_rows, reference, plain), final, judgement, as_llama=False)
@@ -154,8 +155,8 @@ def _opened(source: ResolvedSource, files: OnnxFiles, context: int, threads: int
     return open_pair(opened, OrtOptions(context=context, threads=threads))
 
 
-def _rows(reference: Reference, files: OnnxFiles, tokens: list[int]) -> Rowset:
+def _rows(reference: Reference, files: OnnxFiles, tokens: list[int], texts: Mapping[str, list[int]]) -> Rowset:
     target, drafter = _opened(reference.target, files, min(len(tokens) + ROOM, files.layout.full.capacity), reference.threads)
     with target:
         check_tokenizer(reference, target.vocabulary.encode(TEXT, add_bos=False), "the runtime")
-        return export_rowset(target, drafter, tokens)
+        return export_rowset(target, drafter, tokens, texts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from edge_devices.machine.facts import installed_version
 from edge_export.errors import ParityError
+from edge_export.parity.quality import ROWS_PER_FORWARD, export_logits, held_out_tokens, overall, quality_of
 from edge_export.parity.reference import (
     DRAFT_LENGTH,
     REFUSED,
@@ -23,14 +24,13 @@ from edge_export.parity.reference import (
     parity_tokens,
     reference_rows,
 )
+from edge_runtime.bundle.exported_quality import Quality
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.interfaces import Drafter, Target
 
-# Rows per forward of the export; a draft starts after each, so there are ROWS / ROWS_PER_FORWARD contexts of drafts.
-ROWS_PER_FORWARD = 8
 # Tokens to generate, and tokens of each draft. A few hundred drafts take as long as about 25 forwards of 5 rows.
 WRITTEN, WRITTEN_AT_ONCE = 96, 4
 ROOM = WRITTEN + WRITTEN_AT_ONCE + 1
@@ -50,8 +50,9 @@ class ParityLimits:
 class Judgement:
     """By what an export is judged, and what it is called: `library` ran a `noun` (export, graph).
 
-    `limits` are for the unquantized one of `weight_type`, `kl_limit` is for the mean KL of the one of `quantization`; `median_kl` is for
-    the unquantized one's rows. Of a quantized one greedy agreement is recorded, not judged: near-ties on unusual text flip easily.
+    `limits` are for the unquantized one of `weight_type`, `kl_limit` is for the mean KL of the one of `quantization` on held-out text;
+    `median_kl` is for the unquantized one's rows. Of a quantized one greedy agreement is recorded, not judged: near-ties on unusual text
+    flip easily. `better` names the next better type with its option and bytes, for a refusal.
     """
 
     library: str
@@ -61,9 +62,17 @@ class Judgement:
     limits: ParityLimits
     kl_limit: float
     median_kl: float = float("inf")
+    better: str | None = None
 
     def figures(
-        self, length: int, plain: Divergence, final: Divergence, agreements: Sequence[float], contexts: tuple[int, ...]
+        self,
+        plain: Divergence,
+        final: Divergence,
+        qualities: Mapping[str, Quality],
+        *,
+        length: int,
+        agreements: Sequence[float],
+        contexts: tuple[int, ...],
     ) -> dict[str, Any]:
         """Returns the figures for the manifest. Raises ParityError."""
         whose, limits = f"the {self.weight_type} {self.noun}", self.limits
@@ -71,7 +80,8 @@ class Judgement:
         demand(f"largest logit difference of {whose}", plain.max_abs_difference, maximum=limits.max_abs_difference)
         demand(f"mean KL of {whose}", plain.mean_kl, maximum=limits.mean_kl)
         demand(f"greedy agreement of {whose}", plain.greedy_agreement, minimum=limits.greedy_agreement)
-        demand(f"mean KL of the {self.quantization} {self.noun}", final.mean_kl, maximum=self.kl_limit)
+        quality = overall(qualities)
+        self._demand_quality(quality)
         demand(f"share of {whose}'s drafts that are the reference assistant's", agreements[0], minimum=limits.draft_agreement)
         return {
             "reference": "transformers in float32",
@@ -80,6 +90,7 @@ class Judgement:
             "rows": ROWS,
             "unquantized": {"weight_type": self.weight_type, **asdict(plain)},
             "quantized": {"quantization": self.quantization, **asdict(final)},
+            "quality": {**asdict(quality), "texts": {name: asdict(each) for name, each in qualities.items()}},
             "drafts": {
                 "draft_length": DRAFT_LENGTH,
                 "contexts": list(contexts),
@@ -89,8 +100,18 @@ class Judgement:
             "limits": {"unquantized": asdict(limits), "quantized": {"mean_kl": self.kl_limit}},
         }
 
+    def _demand_quality(self, quality: Quality) -> None:
+        if quality.mean_kl <= self.kl_limit:
+            return
+        better = f"; choose {self.better}" if self.better else ""
+        raise ParityError(
+            f"parity failed: the mean KL of the {self.quantization} {self.noun} is {quality.mean_kl:.3g}, at most {self.kl_limit:g} is"
+            f" wanted, and it {quality.words}{better}; {REFUSED}"
+        )
 
-Run = Callable[[list[int]], Rowset]
+
+# From the tokens to compare on, and texts by name to measure quality on.
+Run = Callable[[list[int], Mapping[str, list[int]]], Rowset]
 
 
 def compare_export(reference: Reference, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool) -> dict[str, Any]:
@@ -100,15 +121,22 @@ def compare_export(reference: Reference, plain: Run, final: Run | None, judgemen
     or if the export does not run.
     """
     tokens = parity_tokens(reference)
+    texts = held_out_tokens(reference.tokenizer(), min(reference.context, len(tokens) + ROOM))
     try:
-        first = plain(tokens)
-        last = first if final is None else final(tokens)
+        first = plain(tokens, texts if final is None else {})
+        last = first if final is None else final(tokens, texts)
     except EdgeRuntimeError as error:
         library = judgement.library.removesuffix("-python").replace("llama-cpp", "llama.cpp")
         raise ParityError(f"the export does not run in {library}: {error}; correct that, or export with --no-verify") from error
-    logits, agreements = reference_rows(reference, tokens, [first, last], as_llama=as_llama)
-    plain_difference, final_difference = (divergence(logits, rows.logits) for rows in (first, last))
-    figures = judgement.figures(len(tokens), plain_difference, final_difference, agreements, first.contexts)
+    logits, text_logits, agreements = reference_rows(reference, tokens, texts, [first, last], as_llama=as_llama)
+    figures = judgement.figures(
+        divergence(logits, first.logits),
+        divergence(logits, last.logits),
+        {name: quality_of(text_logits[name], last.texts[name], text) for name, text in texts.items()},
+        length=len(tokens),
+        agreements=agreements,
+        contexts=first.contexts,
+    )
     figures["drafts"]["confidence"] = last.confidence
     return figures
 
@@ -120,19 +148,21 @@ def demand(what: str, value: float, *, maximum: float = float("inf"), minimum: f
         raise ParityError(f"parity failed: the {what} is {value:.4g}, {bound} is wanted; {REFUSED}")
 
 
-def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int]) -> Rowset:
-    """Runs a loaded export over the tokens. The last token is not decoded: it only starts the last draft."""
+def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int], texts: Mapping[str, list[int]]) -> Rowset:
+    """Runs a loaded export over the tokens, and over each text. The last token is not decoded: it only starts the last draft."""
     first = len(tokens) - 1 - ROWS
     target.prefill(tokens[:first])
     logits: list[Rows] = []
     drafts: list[tuple[int, ...]] = []
+    # A draft starts after each forward, so there are ROWS / ROWS_PER_FORWARD contexts of drafts.
     contexts = tuple(range(first + ROWS_PER_FORWARD, len(tokens), ROWS_PER_FORWARD))
     for end in contexts:
         logits.append(np.array(target.verify(tokens[end - ROWS_PER_FORWARD : end])))
         if drafter is not None:
             drafts.append(tuple(drafter.draft(tokens[end], DRAFT_LENGTH)))
     confidence = drafter_confidence(target, drafter, tokens[-1])
-    return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts), confidence=confidence)
+    text_logits = {name: export_logits(target, text) for name, text in texts.items()}
+    return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts), confidence=confidence, texts=text_logits)
 
 
 def check_tokenizer(reference: Reference, tokens: list[int], whose: str) -> None:

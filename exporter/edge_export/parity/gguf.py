@@ -5,16 +5,17 @@ With the comparison of ONNX graphs, the only module of the exporter that may ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edge_devices.machine.memory import byte_text
 from edge_export.checkpoint.safetensors import FloatType
 from edge_export.parity.comparison import ROOM, Judgement, ParityLimits, check_tokenizer, compare_export, export_rowset
 from edge_export.parity.media import measure_media_parity
 from edge_export.parity.reference import MIN_CONTEXT, TEXT, Reference, Rows, Rowset, why_not
-from edge_runtime.bundle.gguf_types import QUANTIZATIONS
+from edge_runtime.bundle.gguf_types import OFFERED, QUANTIZATIONS
 from edge_runtime.bundle.manifest import MediaInputs
 from edge_runtime.media.soft_rows import Media
 
@@ -62,14 +63,16 @@ def measure_parity(reference: Reference, models: Compared, notify: Callable[[str
         return {"skipped": reason}
     target, drafter = models
 
-    def plain(tokens: list[int]) -> Rowset:
-        return _export_rows(reference, target.unquantized, drafter.unquantized, [model.weight_type for model in models], tokens, notify)
+    def plain(tokens: list[int], texts: Mapping[str, list[int]]) -> Rowset:
+        types = [model.weight_type for model in models]
+        return _export_rows(reference, target.unquantized, drafter.unquantized, types, tokens, texts, notify)
 
-    def final(tokens: list[int]) -> Rowset:
-        return _export_rows(reference, target.exported, drafter.exported, [model.quantization for model in models], tokens, notify)
+    def final(tokens: list[int], texts: Mapping[str, list[int]]) -> Rowset:
+        types = [model.quantization for model in models]
+        return _export_rows(reference, target.exported, drafter.exported, types, tokens, texts, notify)
 
     same = all(model.unquantized == model.exported for model in models)
-    judgement = judgement_of(models, reference.architecture.experts)
+    judgement = replace(judgement_of(models, reference.architecture.experts), better=_better(reference, target.quantization))
     return compare_export(reference, plain, None if same else final, judgement, as_llama=True)
 
 
@@ -86,6 +89,15 @@ def encoder_parity(reference: Reference, target: Path, encoder: Path, quantizati
             return [file.encode(each) for each in media]
 
     return measure_media_parity(reference, encode, inputs, quantization=quantization, limit=ENCODER_LIMITS[quantization])
+
+
+def _better(reference: Reference, quantization: str) -> str | None:
+    """The option for the next better type, with about how many bytes it takes."""
+    place = OFFERED.index(quantization) + 1
+    if place == len(OFFERED) or quantization in UNQUANTIZED_LIMITS:
+        return None
+    better, model = QUANTIZATIONS[OFFERED[place]], reference.target.checkpoint
+    return f"--target-quant {better.name}, {byte_text(better.file_bytes(model.parameters, model.architecture.table_weights))}"
 
 
 def judgement_of(models: Compared, experts: int) -> Judgement:
@@ -111,7 +123,13 @@ def unquantized_limits(weight_type: str, experts: int) -> ParityLimits:
 
 
 def _export_rows(
-    reference: Reference, target_path: Path, drafter_path: Path, types: Sequence[str], tokens: list[int], notify: Callable[[str], None]
+    reference: Reference,
+    target_path: Path,
+    drafter_path: Path,
+    types: Sequence[str],
+    tokens: list[int],
+    texts: Mapping[str, list[int]],
+    notify: Callable[[str], None],
 ) -> Rowset:
     """Runs one pair of files in llama.cpp. Raises EdgeRuntimeError, ParityError."""
     from edge_runtime.backends.llama.context import LlamaOptions
@@ -124,4 +142,4 @@ def _export_rows(
     target, drafter = open_pair(target_path, drafter_path, options)
     with target:
         check_tokenizer(reference, target.vocabulary.encode(TEXT, add_bos=False), "llama.cpp")
-        return export_rowset(target, drafter, tokens)
+        return export_rowset(target, drafter, tokens, texts)

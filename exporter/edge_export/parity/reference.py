@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +95,14 @@ class Reference:
 class Rowset:
     """What one implementation gave: logits [ROWS, vocabulary], and `drafts[i]` of DRAFT_LENGTH tokens at context `contexts[i]`.
 
-    `confidence` is the accuracy of its drafter's confidence (see comparison.py).
+    `confidence` is the accuracy of its drafter's confidence (see comparison.py), `texts` the logits of texts by name.
     """
 
     logits: Rows
     contexts: tuple[int, ...]
     drafts: tuple[tuple[int, ...], ...]
     confidence: dict[str, Any] | None = None
+    texts: Mapping[str, Rows] = field(default_factory=dict)
 
 
 def why_not(reference: Reference, library: str, extra: str) -> str | None:
@@ -142,19 +143,23 @@ def parity_tokens(reference: Reference) -> list[int]:
     return [*begin, *(ids[i] for i in chosen), *text]
 
 
-def reference_rows(reference: Reference, tokens: list[int], rowsets: list[Rowset], *, as_llama: bool) -> tuple[Rows, list[float]]:
-    """Returns the reference's logits [ROWS, vocabulary], and for each row set the share of its drafts that the assistant agrees with.
+def reference_rows(
+    reference: Reference, tokens: list[int], texts: Mapping[str, list[int]], rowsets: list[Rowset], *, as_llama: bool
+) -> tuple[Rows, dict[str, Rows], list[float]]:
+    """Returns the reference's logits [ROWS, vocabulary], those of each text, and each row set's share of drafts as the assistant's.
 
     `as_llama` makes the assistant compute what llama.cpp computes: the dense head, and two rows less of the window.
     """
     with inference(reference.threads):
         window = reference.architecture.window - 1 if as_llama else len(tokens)
-        logits, rows = run_target(reference.load_target(), tokens[:-1], ROWS, window)
+        target = reference.load_target()
+        logits, rows = run_target(target, tokens[:-1], ROWS, window)
+        text_logits = {name: run_target(target, text, len(text), window)[0].float().numpy() for name, text in texts.items()}
         assistant = reference.load_drafter()
         if as_llama:
             assistant.config.use_ordered_embeddings = False
         agreements = [_agreement(assistant, rows, tokens, rowset) for rowset in rowsets]
-        return logits.float().numpy(), agreements
+        return logits.float().numpy(), text_logits, agreements
 
 
 @contextlib.contextmanager
@@ -316,11 +321,12 @@ def agrees(reference: Rows, token: int) -> bool:
 
 
 def _kl(reference: Rows, export: Rows) -> float:
-    expected, actual = _log_softmax(reference), _log_softmax(export)
+    expected, actual = log_softmax(reference), log_softmax(export)
     return float(np.sum(np.exp(expected) * (expected - actual)))
 
 
-def _log_softmax(row: Rows) -> NDArray[np.float64]:
+def log_softmax(row: Rows) -> NDArray[np.float64]:
+    """The logarithms of a row's probabilities [vocabulary]."""
     shifted = row.astype(np.float64) - row.max()
     result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
     return result

@@ -12,6 +12,7 @@ from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_runtime.backends.interface import OpenedPair, OpenRequest
 from edge_runtime.backends.selection import CARDS, BackendKind, check_options, fitting_backends, kept_rates, load_backend, measured_rates
 from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.exported_quality import degradation
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE
 from edge_runtime.calibration.acceptance_cache import AcceptanceCache, exported_counts
 from edge_runtime.calibration.first_use import MeasuredPair, PairCosts, on_best_threads
@@ -108,6 +109,8 @@ class _PairLoader:
         request, settings, options = self._request(count), self.settings, self.options
         check_options(kind, request)
         opened = load_backend(kind).open(request)
+        if (sentence := degradation(opened.exported_parity, self.bundle.folder.name)) is not None:
+            options.notify(sentence)
         pair = self._measured_pair(opened)
         computed = computed_costs(self.bundle.manifest, CARDS[kind].format, opened.drafter_kind, opened.row_kernels)
         costs = PairCosts(pair, computed, options.power, options.notify, measure=options.measure, waiting=options.waiting)
