@@ -29,11 +29,12 @@ DEMO_EXTRAS_llama := llama,export
 DEMO_FORMAT_onnx := onnx
 DEMO_FORMAT_llama := gguf
 
-.PHONY: help demo test test-all test-times lint docs lock audit wheel-check release dist setup setup-llama setup-test setup-all try-versions \
+.PHONY: help demo real test test-all test-times lint docs lock audit wheel-check release dist setup setup-llama setup-test setup-all try-versions \
 	llama-cpp clean
 
 help:
 	@echo "make demo       set up without a compiler, make a pair of a phone-sized model's cost, show what drafts bring (BACKEND=llama: on llama.cpp)"
+	@echo "make real       a pair of real matrices in build/, on which quantization is judged; says which packages it needs"
 	@echo "make test       set up without a compiler and run the tests that need nothing else and take under half a second each"
 	@echo "make test-all   set up with a compiler and run all tests; SEED=n: in this random order"
 	@echo "make test-times measure the tests anew: which are the short ones"
@@ -73,6 +74,10 @@ $(DEMO_BUNDLE)-$(BACKEND)/manifest.json: $(VENV)/.ready-$(BACKEND)
 
 demo: $(DEMO_BUNDLE)-$(BACKEND)/manifest.json
 	$(BIN)/edge-run demo $(DEMO_BUNDLE)-$(BACKEND)
+
+# What quantization costs is decided on it. Its weights are Google's (Gemma Terms of Use): nothing here installs or ships them.
+real: setup-all
+	$(BIN)/python scripts/pairs/real_matrices.py
 
 RUN_TESTS := -m pytest -n $(WORKERS) --dist loadfile
 test: setup-test

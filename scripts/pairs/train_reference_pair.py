@@ -53,7 +53,7 @@ def target_stage(output: Path, minutes: float, seed: int) -> None:
     recipe = TargetRecipe(minutes=minutes, seed=seed)
     model, measured = train_target(train_tokens, held_tokens, recipe, log, lambda m: save_model(m, output / "unfinished"))
     save_model(model, folder)
-    shipped = load_target(output)
+    shipped = load_target(folder)
     for name, stream in {
         "validation_loss": held_tokens,
         "validation_loss_code": corpus.Split(code=held.code, prose=[]).tokens(tokenizer),
@@ -71,9 +71,9 @@ def target_stage(output: Path, minutes: float, seed: int) -> None:
     (output / "target.measured.json").write_text(json.dumps(measured, indent=2) + "\n")
 
 
-def load_target(output: Path) -> Gemma4ForCausalLM:
+def load_target(folder: Path) -> Gemma4ForCausalLM:
     """Returns the target as it is shipped: bf16 weights, computed in float32."""
-    return Gemma4ForCausalLM.from_pretrained(output / "target", dtype=torch.float32, attn_implementation="eager").eval()
+    return Gemma4ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
@@ -82,7 +82,7 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 
 def write_stage(output: Path, minutes: float, seed: int) -> None:
     """Generates the drafter's training text with the target: greedy continuations of training prompts, for `minutes`."""
-    target, tokenizer = load_target(output), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
+    target, tokenizer = load_target(output / "target"), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
     train, _ = corpus.load_splits()
     encode = _encoder(tokenizer)
     texts, started, batch = [], time.monotonic(), 0
@@ -101,7 +101,7 @@ def write_stage(output: Path, minutes: float, seed: int) -> None:
 
 def drafter_stage(output: Path, minutes: float, write_minutes: float, seed: int) -> None:
     """Distils the drafter from the shipped target on the texts of the write stage."""
-    target = load_target(output)
+    target = load_target(output / "target")
     texts = np.load(output / "texts.npy")
     recipe = DrafterRecipe(minutes=minutes, seed=seed)
     drafter, measured = train_drafter(target, texts, recipe, log, lambda d: save_model(d, output / "unfinished-drafter"))
@@ -115,7 +115,7 @@ def drafter_stage(output: Path, minutes: float, write_minutes: float, seed: int)
 
 def evaluate_stage(output: Path, seed: int) -> None:
     """Measures acceptance of the reference assistant at draft lengths 1 to 6 on greedy text after held-out prompts."""
-    target, tokenizer = load_target(output), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
+    target, tokenizer = load_target(output / "target"), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
     drafter = Gemma4AssistantForCausalLM.from_pretrained(output / "drafter", dtype=torch.float32, attn_implementation="eager").eval()
     _, held = corpus.load_splits()
     encode = _encoder(tokenizer)

@@ -44,11 +44,15 @@ class DrafterRecipe:
 
 @dataclass(frozen=True)
 class TargetRows:
-    """What the drafter reads, for tokens [B, T]: hidden rows [B, T, H], K/V by layer type [B, heads, T, d], logits [B, T, V]."""
+    """What the drafter reads, for tokens [B, T]: hidden rows [B, T, H], K/V by layer type [B, heads, T, d], logits [B, T, V].
+
+    With `pieces`, token ids [V], the logits are those of these tokens alone.
+    """
 
     hidden: torch.Tensor
     shared: dict[str, tuple[torch.Tensor, torch.Tensor]]
     logits: torch.Tensor
+    pieces: torch.Tensor | None = None
 
 
 def config_for(recipe: DrafterRecipe, target: Gemma4TextConfig) -> Gemma4AssistantConfig:
@@ -68,6 +72,7 @@ def config_for(recipe: DrafterRecipe, target: Gemma4TextConfig) -> Gemma4Assista
         global_head_dim=full.head_dim,
         num_kv_shared_layers=4,
         layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        rope_parameters=target.rope_parameters,
         sliding_window=target.sliding_window,
         max_position_embeddings=target.max_position_embeddings,
         tie_word_embeddings=True,
@@ -125,13 +130,17 @@ def initialise(drafter: Gemma4AssistantForCausalLM, embedding: torch.Tensor, see
 
 
 @torch.no_grad()
-def target_rows(target: Gemma4ForCausalLM, tokens: torch.Tensor) -> TargetRows:
-    """Runs the target once over tokens [B, T]."""
+def target_rows(target: Gemma4ForCausalLM, tokens: torch.Tensor, pieces: torch.Tensor | None = None) -> TargetRows:
+    """Runs the target once over tokens [B, T]; with `pieces` [V] its head has these tokens alone."""
     output = target.model(input_ids=tokens, use_cache=False, return_shared_kv_states=True)
-    logits = target.lm_head(output.last_hidden_state).float()
+    logits = _logits(target, output.last_hidden_state, pieces)
     cap = target.config.final_logit_softcapping
     shared = {kind: (k, v) for kind, (k, v) in output.shared_kv_states.items()}
-    return TargetRows(output.last_hidden_state, shared, cap * torch.tanh(logits / cap))
+    return TargetRows(output.last_hidden_state, shared, cap * torch.tanh(logits / cap), pieces)
+
+
+def _logits(model: Gemma4ForCausalLM | Gemma4AssistantForCausalLM, rows: torch.Tensor, pieces: torch.Tensor | None) -> torch.Tensor:
+    return (model.lm_head(rows) if pieces is None else rows @ model.lm_head.weight[pieces].T).float()
 
 
 def masks_for(length: int, window: int) -> dict[str, torch.Tensor]:
@@ -177,11 +186,12 @@ def distillation_loss(
     for step, state in enumerate(draft_states(drafter, target, tokens, rows, recipe.draft_steps), start=1):
         # Token n+step was chosen by the target's row n+step-1.
         state, expected, label = state[:, 1 : -step + 1 or None], teacher[:, step:], choice[:, step:]
-        student = torch.log_softmax(drafter.lm_head(state).float(), dim=-1)
+        student = torch.log_softmax(_logits(drafter, state, rows.pieces), dim=-1)
         divergence = nn.functional.kl_div(student, expected, log_target=True, reduction="none").sum(-1).mean()
         agreement = nn.functional.nll_loss(student.flatten(0, 1), label.flatten())
         clusters = drafter.masked_embedding.centroids(state).float().flatten(0, 1)
-        centroid = nn.functional.cross_entropy(clusters, cluster_of[label].flatten())
+        token = label if rows.pieces is None else rows.pieces[label]
+        centroid = nn.functional.cross_entropy(clusters, cluster_of[token].flatten())
         total = total + (0.5 * divergence + 0.5 * agreement + recipe.centroid_weight * centroid) * 0.9 ** (step - 1)
     return total
 
@@ -203,8 +213,9 @@ def train_drafter(
     recipe: DrafterRecipe,
     report: Callable[[dict[str, float]], None],
     checkpoint: Callable[[Gemma4AssistantForCausalLM], None],
+    pieces: torch.Tensor | None = None,
 ) -> tuple[Gemma4AssistantForCausalLM, dict[str, object]]:
-    """Trains for `recipe.minutes` on texts [N, T], mostly written by the target itself."""
+    """Trains for `recipe.minutes` on texts [N, T], mostly written by the target itself; with `pieces` [V] to choose among these tokens."""
     torch.manual_seed(recipe.seed)
     drafter = Gemma4AssistantForCausalLM._from_config(config_for(recipe, target.config), attn_implementation="eager")
     initialise(drafter, target.model.embed_tokens.weight.float(), recipe.seed)
@@ -217,7 +228,7 @@ def train_drafter(
         chosen = texts[generator.integers(len(texts), size=recipe.batch_size)]
         tokens = torch.from_numpy(chosen.astype(np.int64))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = step_loss(drafter, target, tokens, read_rows(target, tokens), recipe)
+            loss = step_loss(drafter, target, tokens, read_rows(target, tokens, pieces), recipe)
         value = take_step(drafter, optimizers, loss, step)
         if step % 20 == 0:
             report({"step": step, "minutes": (time.monotonic() - started) / 60, "loss": value})
