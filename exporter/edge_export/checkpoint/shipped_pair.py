@@ -20,6 +20,7 @@ from edge_export.checkpoint.safetensors import ITEM_BYTES, SINGLE_NAME, StoredTe
 from edge_export.errors import ExportError
 
 _FOLDER = "reference_pair"
+DESCRIPTION = "the shipped example, which continues Python code and its documentation; it was never taught to answer questions"
 # 488 million target weights instead of 8 million: about as many bytes per token as a phone-sized model in 4 bits.
 FACTOR = 96
 _ROWS, _COLUMNS = (".mlp.gate_proj.weight", ".mlp.up_proj.weight"), ".mlp.down_proj.weight"

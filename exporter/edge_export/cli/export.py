@@ -16,7 +16,7 @@ from edge_devices.command_line import PanelCommand, given_options, one_sentence_
 from edge_devices.option_fields import option
 from edge_export.checkpoint.published.formats import published_config
 from edge_export.checkpoint.published.hub import with_revision
-from edge_export.checkpoint.shipped_pair import reference_pair, widened_target
+from edge_export.checkpoint.shipped_pair import DESCRIPTION, reference_pair, widened_target
 from edge_export.cli.display import Display, show
 from edge_export.onnx.request import DEVICE_WEIGHTS, OnnxRequest
 from edge_export.pipeline.export import export_pair
@@ -121,7 +121,7 @@ def reference(widened: bool, models: Models, **options: Any) -> None:
     """Export the small trained pair that comes with this package."""
     target, drafter = reference_pair()
     with widened_target(target) if widened else contextlib.nullcontext(target) as folder:
-        _export(str(folder), str(drafter), models.config(), **options)
+        _export(str(folder), str(drafter), models.config(), description=DESCRIPTION, **options)
 
 
 def _export(
@@ -135,6 +135,7 @@ def _export(
     importance: ImportanceSources,
     onnx: OnnxRequest,
     as_json: bool,
+    description: str | None = None,
 ) -> None:
     """Exports and prints the bundle. Raises ExportError, or a usage error for options that exclude each other."""
     option_names = given_options(click.get_current_context())
@@ -153,6 +154,7 @@ def _export(
         onnx=None if formats == "gguf" else replace(onnx, **device_weights),
         config=config,
         importance=importance,
+        description=description,
     )
     console = Console(stderr=True)
     with Display(console) as display:

@@ -193,6 +193,7 @@ def _manifest(
         media=job.media,
         generation=job.generation,
         tuning=job.tuning,
+        description=job.request.description,
     )
 
 

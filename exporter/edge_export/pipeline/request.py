@@ -28,7 +28,8 @@ class ExportRequest:
     """What to export; what is an option too is described there. A source is a checkpoint folder, a hub id, or a GGUF, used unchanged.
 
     `gguf`, `onnx`: which formats to write; at least one of them. `config`: run settings for the bundle's config.yaml, over the defaults.
-    `importance`: importance matrices, or the text to compute them from. `threads`: None means one per usable processor.
+    `importance`: importance matrices, or the text to compute them from. `description`: a sentence about the model.
+    `threads`: None means one per usable processor.
     """
 
     target: str
@@ -79,6 +80,7 @@ class ExportRequest:
         help="Minutes of training for --tune-drafter; the target writes for as long at most.",
     )
     threads: int | None = None
+    description: str | None = None
     gguf: bool = True
     onnx: OnnxRequest | None = None
     config: SpeculativeConfig = field(default_factory=SpeculativeConfig)

@@ -256,7 +256,7 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All of manifest.json."""
+    """All of manifest.json. `description` is a sentence for people: what the model does, and what it does not."""
 
     schema_version: int
     created_by: str
@@ -274,11 +274,12 @@ class Manifest:
     media: MediaInputs | None = None
     generation: GenerationDefaults | None = None
     tuning: DrafterTuning | None = None
+    description: str | None = None
 
     def to_json(self) -> str:
         """Returns the exact text of manifest.json, with its hash, ending in a newline."""
         data = to_json(self)
-        for name in ("importance", "onnx", "static", "media", "generation", "tuning"):
+        for name in ("importance", "onnx", "static", "media", "generation", "tuning", "description"):
             if not data[name]:
                 del data[name]
         if self.onnx is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,14 @@ from edge_runtime.cli.options import (
     unwatched,
 )
 from edge_runtime.cli.terminal.markdown import MarkdownPainter
-from edge_runtime.cli.terminal.screens import greeting, short_summary, summary
+from edge_runtime.cli.terminal.screens import greeting, introduction, short_summary, summary
 from edge_runtime.cli.terminal.typed import History, TypedInput, history_file
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.media.reading import read_image, read_sound
 from edge_runtime.media.soft_rows import Media
-from edge_runtime.session.chat import MAX_TOKENS, Answer, Chat
+from edge_runtime.session.chat import MAX_TOKENS, Answer, Chat, ChatSettings
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import ToolCall
 
@@ -47,18 +48,23 @@ HELP = """\
 /help          this list
 /image FILE    show an image with the next message (jpeg, png, webp)
 /audio FILE    play a sound with the next message (wav, flac, mp3)
-/reset         start a new conversation
+/clear         start a new conversation
+/regenerate    answer the last message again
 /system TEXT   set the system message; without TEXT, remove it
+/set NAME N    change a setting of the answers; without NAME, list them
 /stats         statistics of the last answer and of all answers
 /save FILE     write the conversation and its settings as JSON
 /load FILE     continue a saved conversation
-/exit          exit (also Ctrl-D)
+/bye           leave (also Ctrl-D, exit, quit)
 Ctrl-C stops an answer after the current round; a second Ctrl-C stops it at once. To send a message that begins with /, type //.
+Tab completes commands and files.
 Several lines are one message: in a paste, after a backslash at a line's end, between \"\"\" and \"\"\", or with Alt-Enter."""
-# Control characters, which a terminal would execute instead of showing.
+LEAVE = ("/bye", "/exit", "/quit", "exit", "quit")
+SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float, "seed": int}
+SWITCH = {"on": True, "off": False}
 ENDED = {
-    "length": "cut off at --max-tokens; write 'go on', or raise the limit",
-    "context": "cut off: the context is full; use /reset, or raise --context",
+    "length": "cut off at --max-tokens; write 'go on', or raise it: /set max-tokens N",
+    "context": "cut off: the context is full; use /clear, or raise --context",
     "interrupted": "stopped",
 }
 
@@ -134,8 +140,10 @@ class TerminalChat:
             "/help": lambda _: self._note(HELP),
             "/image": lambda name: self._attach(name, lambda path: read_image(path, image_rows)),
             "/audio": lambda name: self._attach(name, read_sound),
-            "/reset": self._reset,
+            "/clear": self._clear,
+            "/regenerate": self._regenerate,
             "/system": self._system,
+            "/set": self._set,
             "/stats": lambda _: self._note(self._figures()),
             "/save": self._save,
             "/load": self._load,
@@ -144,6 +152,7 @@ class TerminalChat:
     def run(self) -> None:
         """Runs to the end of the input. Raises EdgeError and KeyboardInterrupt unless it is interactive."""
         if self._interactive:
+            self._note("\n".join(introduction(self._chat.session)))
             self._note(f"{greeting(self._chat.session)}; {self._chat.template.name}. /help lists the commands.")
         elif not self._lines:
             message = "".join(self._piped()).rstrip("\r\n")
@@ -152,7 +161,7 @@ class TerminalChat:
             self._turn(message, verbatim=True)
             return
         for line in self._typed() if self._interactive else (line.rstrip("\r\n") for line in self._piped()):
-            if line.strip() == "/exit":
+            if line.strip() in LEAVE:
                 return
             try:
                 self._turn(line)
@@ -166,7 +175,7 @@ class TerminalChat:
                 self._note("\nstopped at once")
 
     def _typed(self) -> Iterator[str]:
-        typed = TypedInput(self._history)
+        typed = TypedInput(self._history, [*self._commands, LEAVE[0]])
         while True:
             try:
                 yield typed.read()
@@ -174,7 +183,7 @@ class TerminalChat:
                 click.echo()
                 return
             except KeyboardInterrupt:
-                self._note("\nCtrl-D or /exit ends the chat")
+                self._note("\nCtrl-D or /bye ends the chat")
             except UnicodeDecodeError as error:
                 self._note(f"Error: the input is not UTF-8 text ({error})")
 
@@ -198,12 +207,23 @@ class TerminalChat:
         if not verbatim and line.startswith("/") and not line.startswith("//"):
             name, _, argument = line.strip().partition(" ")
             if name not in self._commands:
-                raise RequestError(f"unknown command {name}; /help lists the commands, and // sends a message that begins with /")
+                near = difflib.get_close_matches(name[:20], self._commands, n=1, cutoff=0.0)[0]
+                raise RequestError(f"unknown command {name}; the nearest is {near}, and // sends a message that begins with /")
             self._commands[name](argument.strip())
             return
         text = line[1:] if line.startswith("//") and not verbatim else line
         answer = self._chat.say(text, self._media)
         self._media = ()
+        self._print(text, answer)
+
+    def _regenerate(self, _argument: str) -> None:
+        answer = self._chat.regenerate()
+        if not self._chat.settings.sampling.temperature:
+            self._note("temperature 0 gives the same answer again; /set temperature 0.8 draws another one")
+        self._print(next(str(message["content"]) for message in reversed(answer.prompt_messages) if message["role"] == "user"), answer)
+
+    def _print(self, text: str, answer: Answer) -> None:
+        """Prints an answer to `text` while it arrives."""
         self._answers.append(answer)
         watch = self._watch()
         try:
@@ -218,7 +238,8 @@ class TerminalChat:
     def _show(self, answer: Answer) -> None:
         if answer.dropped_turns:
             self._note(f"[the context is full; dropped turns, oldest first: {answer.dropped_turns}]")
-        painter = MarkdownPainter() if self._interactive and "NO_COLOR" not in os.environ else None
+        painted = self._interactive and "NO_COLOR" not in os.environ
+        painter = MarkdownPainter(shutil.get_terminal_size().columns) if painted else None
         for event in answer:
             shown = self._shown(event)
             if painter and isinstance(event, Text):
@@ -255,13 +276,18 @@ class TerminalChat:
         self._media = (*self._media, media)
         self._note(f"{name}: {rows} rows of the context, with your next message")
 
-    def _reset(self, _argument: str) -> None:
+    def _clear(self, _argument: str) -> None:
         self._chat.reset()
         self._note("new conversation")
 
     def _system(self, argument: str) -> None:
-        self._chat.set_system(argument or None)
+        self._chat.change(system=argument or None)
         self._note("the system message is set" if argument else "the system message is removed")
+
+    def _set(self, argument: str) -> None:
+        if argument:
+            self._chat.change(**changed_setting(self._chat.settings, *argument.split()))
+        self._note("\n".join(f"{name:<20}{value}" for name, value in shown_settings(self._chat.settings).items()))
 
     def _save(self, argument: str) -> None:
         self._chat.save(_file(argument, "/save"))
@@ -297,6 +323,35 @@ class TerminalChat:
 
     def _note(self, text: str) -> None:
         click.echo(text, err=True)
+
+
+def shown_settings(settings: ChatSettings) -> dict[str, str]:
+    """Returns what /set changes, under its names, as it is typed."""
+    values = {"max_tokens": settings.max_tokens, "thinking": "on" if settings.thinking else "off"}
+    values |= {name: getattr(settings.sampling, name) for name in SAMPLING}
+    return {name.replace("_", "-"): "random" if value is None else str(value) for name, value in values.items()}
+
+
+def changed_setting(settings: ChatSettings, name: str, *values: str) -> dict[str, Any]:
+    """Returns the fields of `ChatSettings` that `/set NAME VALUE` changes. Raises RequestError for an unknown name or a bad value."""
+    names = shown_settings(settings)
+    if name not in names:
+        near = difflib.get_close_matches(name[:20], names, n=1, cutoff=0.0)[0]
+        raise RequestError(f"{name} is no setting; the nearest is {near}, and /set lists all")
+    field, value = name.replace("-", "_"), " ".join(values)
+    if field == "thinking":
+        if value not in SWITCH:
+            raise RequestError(f"thinking is {value!r}; give on or off")
+        return {field: SWITCH[value]}
+    try:
+        number = SAMPLING.get(field, int)(value)
+    except ValueError as error:
+        raise RequestError(f"{name} is {value!r}; give a number, for example /set {name} {names[name]}") from error
+    if field == "max_tokens":
+        if number < 1:
+            raise RequestError(f"max-tokens is {number}; give 1 or more")
+        return {field: number}
+    return {"sampling": replace(settings.sampling, **{field: number})}
 
 
 @contextlib.contextmanager

@@ -48,6 +48,8 @@ class ChatSettings:
     sampling: SamplingParams = field(default_factory=lambda: GREEDY_PARAMS)
 
     def __post_init__(self) -> None:
+        if self.system is not None and not isinstance(self.system, str):
+            raise RequestError(f"the system message is of type {type(self.system).__name__}; give a str or None")
         if self.overflow not in OVERFLOWS:
             raise RequestError(f"overflow is {self.overflow!r}; choose one of {', '.join(OVERFLOWS)}")
 
@@ -94,6 +96,7 @@ class Answer:
         self.finish: Finish | None = None
         self.dropped_turns = prompt.dropped
         self.prompt_ids = prompt.ids
+        self.prompt_messages = prompt.messages
         self._chat = chat
         self._prompt = prompt
         self._generation = generation
@@ -279,12 +282,21 @@ class Chat:
                 raise RequestError(f"the last answer made {len(calls)} tool calls, but there are {len(results)} results; give one for each")
             return self._answer_to([*self.messages, *(_tool_message(call, result) for call, result in zip(calls, results, strict=True))])
 
-    def set_system(self, text: str | None) -> None:
-        """Changes the system message from the next answer on."""
-        if text is not None and not isinstance(text, str):
-            raise RequestError(f"the system message is of type {type(text).__name__}; give a str or None")
+    def regenerate(self) -> Answer:
+        """Answers the last message of the user again, in place of the answer there is. Raises RequestError if there is no message."""
         with self._going_on():
-            self.settings = replace(self.settings, system=text)
+            users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+            if not users:
+                raise RequestError("there is no message to answer again; send one first")
+            return self._answer_to([*map(_without_thoughts, self.messages[: users[-1] + 1])])
+
+    def change(self, **settings: Any) -> None:
+        """Changes settings (fields of `ChatSettings`) from the next answer on. Raises RequestError, changing nothing, for bad ones."""
+        with self._going_on():
+            unknown = next((name for name in settings if name not in ChatSettings.__dataclass_fields__), None)
+            if unknown is not None:
+                raise RequestError(f"{unknown!r} is no setting of a chat; change one of {', '.join(ChatSettings.__dataclass_fields__)}")
+            self.settings = replace(self.settings, **settings)
 
     def reset(self) -> None:
         """Clears the conversation; the settings stay."""
@@ -295,7 +307,7 @@ class Chat:
         """Writes messages and settings as JSON, atomically. Raises RequestError if the file cannot be written, or for media in it."""
         with self._going_on():
             if any(MEDIA in message for message in self.messages):
-                raise RequestError("a conversation with images or sound cannot be saved; start a new one without (reset)")
+                raise RequestError("a conversation with images or sound cannot be saved; start a new one without")
             chat_file.save(Path(path), self.settings, self.messages)
 
     def load(self, path: Path | str) -> None:
@@ -332,7 +344,7 @@ class Chat:
             return whole
         if self.settings.overflow == "stop":
             raise RequestError(
-                f"the conversation has {len(whole.ids)} tokens of the context's {context}, too many to answer; start a new one (reset),"
+                f"the conversation has {len(whole.ids)} tokens of the context's {context}, too many to answer; start a new one,"
                 " raise the context, or use overflow drop_oldest"
             )
         # Dropping turns costs a complete prefill, so room is made for more than this answer.

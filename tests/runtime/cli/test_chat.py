@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from chat_words import chat_session
 from edge_runtime.cli import chat as terminal_chat
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
+from edge_runtime.cli.terminal.screens import introduction
 
 pty = pytest.importorskip("pty", reason="there are no pseudo-terminals on this system")
 from terminal import CTRL_C, CTRL_D, Terminal
@@ -76,7 +78,7 @@ def test_thoughts_stay_out_of_a_pipe_and_calls_are_shown(run):
 
 def test_commands(run, tmp_path):
     path = tmp_path / "talk with spaces.json"
-    result = run(f"/stats\nhi\n/system Be brief.\n/save {path}\n/reset\n/stats\n/load {path}\nand?\n/system\n/help\n/exit\nnever\n")
+    result = run(f"/stats\nhi\n/system Be brief.\n/save {path}\n/clear\n/stats\n/load {path}\nand?\n/system\n/help\n/bye\nnever\n")
     assert (result.exit_code, result.stdout) == (0, "one\ntwo\n"), result.stderr
     said = result.stderr.splitlines()
     assert said[:5] == [
@@ -91,6 +93,42 @@ def test_commands(run, tmp_path):
     assert f"2 messages loaded from {path}" in said
     assert "/save FILE" in result.stderr
     assert json.loads(path.read_text())["settings"]["system"] == "Be brief."
+
+
+def test_settings_change_between_answers(run, tmp_path):
+    path = tmp_path / "talk.json"
+    lines = [
+        "/set",
+        "hi",
+        "/set max-tokens 2",
+        "/set thinking on",
+        "/set temperature 0.5",
+        "and?",
+        "/regenerate",
+        f"/save {path}",
+        "quit",
+        "no",
+    ]
+    result = run("\n".join(lines) + "\n", replies=("first", "second"))
+    assert (result.exit_code, result.stdout) == (0, "first\nse\nse\n"), result.stderr
+    assert "max-tokens          1024\nthinking            off\ntemperature         0.0" in result.stderr
+    kept = json.loads(path.read_text())
+    assert [message["content"] for message in kept["messages"]] == ["hi", "first", "and?", "se"], "an answer takes its predecessor's place"
+    assert (kept["settings"]["thinking"], kept["settings"]["sampling"]["temperature"]) == (True, 0.5)
+
+
+def test_a_greedy_answer_that_is_made_again_is_the_same(run):
+    assert "temperature 0 gives the same answer again" in run("hi\n/regenerate\n").stderr
+
+
+def test_a_model_that_cannot_chat_has_an_introduction(monkeypatch):
+    session = chat_session("one")
+    assert introduction(session) == []
+    manifest = replace(session.bundle.manifest, description="an example\x1b[2J")
+    monkeypatch.setattr(session, "bundle", replace(session.bundle, manifest=manifest))
+    first, second = introduction(session)
+    assert first == "This model is an example\ufffd[2J."
+    assert "edge-export pair google/gemma-4-E2B-it" in second
 
 
 def test_options_reach_the_chat(run, tmp_path):
@@ -111,7 +149,13 @@ def test_nothing_to_say_is_wrong_usage(run):
 @pytest.mark.parametrize(
     ("stdin", "message"),
     [
-        ("/dance\n", "unknown command /dance"),
+        ("/dance\n", "unknown command /dance; the nearest is /save"),
+        ("/regenerate\n", "there is no message to answer again"),
+        ("/set top_k 5\n", "top_k is no setting; the nearest is top-k"),
+        ("/set temperature hot\n", "temperature is 'hot'; give a number, for example /set temperature 0.0"),
+        ("/set temperature -1\n", "temperature is -1"),
+        ("/set max-tokens 0\n", "max-tokens is 0; give 1 or more"),
+        ("/set thinking maybe\n", "give on or off"),
         ("/save\n", "/save needs the name of a file"),
         ("/load nowhere.json\n", "nowhere.json cannot be read"),
         ("x" * 3000 + "\n", "shorten it"),
@@ -189,7 +233,7 @@ def test_a_talk_at_a_terminal(slow):
     slow.type("go on\n")
     slow.wait_for(r"still here[^>]*tok/s[^>]*> ")
     # CPython's readline hears nothing of a signal that comes between its prompt and its wait.
-    slow.type_until(CTRL_C, "Ctrl-D or /exit ends the chat")
+    slow.type_until(CTRL_C, "Ctrl-D or /bye ends the chat")
     slow.type("/stats\n")
     slow.wait_for(r"all 3 answers[^>]*> ")
     slow.type(CTRL_D)
@@ -249,7 +293,7 @@ def test_a_second_ctrl_c_does_not_wait(environment):
         terminal.wait_for("> ")
         terminal.type("/save .\n")
         terminal.wait_for("Error: the conversation cannot be saved")
-        terminal.type("/exit\n")
+        terminal.type("/bye\n")
         assert terminal.exit_code() == 0
 
 
@@ -275,9 +319,9 @@ def test_the_reference_pair_at_a_terminal(exported_pair, environment):
         terminal.type(CTRL_C)
         terminal.wait_for(r"\[stopped\]")
         assert 0 < int(terminal.wait_for(r"(\d+) tokens, ").split()[-2].removeprefix("\x1b[2m")) < 3900
-        terminal.type("/reset\n")
+        terminal.type("/clear\n")
         terminal.wait_for("new conversation")
-        terminal.type("/exit\n")
+        terminal.type("/bye\n")
         assert terminal.exit_code() == 0
 
 

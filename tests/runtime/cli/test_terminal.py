@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from edge_runtime.cli.terminal.markdown import MarkdownPainter
 from edge_runtime.cli.terminal.screens import short_summary
-from edge_runtime.cli.terminal.typed import MAX_MESSAGES, History
+from edge_runtime.cli.terminal.typed import MAX_MESSAGES, History, TypedInput
 from edge_runtime.session.stats import DecodeStats
 
 ANSI = re.compile("\x1b\\[[0-9;]*m")
@@ -46,6 +50,42 @@ def test_pieces_do_not_matter_and_no_letter_is_lost(pieces):
     letters = re.sub("[^ab]", "", "".join(pieces))
     fences = "```" in "".join(pieces)  # the language after a fence is not shown
     assert fences or re.sub("[^ab]", "", ANSI.sub("", whole)) == letters
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text(alphabet="ab`*- \n日", max_size=9), max_size=12), st.integers(3, 12))
+def test_lines_break_between_words(pieces, columns):
+    painter = MarkdownPainter(columns)
+    broken = ANSI.sub("", "".join(map(painter.feed, pieces)) + painter.finish())
+    whole = ANSI.sub("", painted(*pieces))
+    assert broken.split() == whole.split() or any(cell_len(word) >= columns for word in whole.split()), "words stay whole"
+    assert re.sub(r"\s", "", broken) == re.sub(r"\s", "", whole)
+    if "```" not in "".join(pieces):
+        wide = [line for line in broken.split("\n") if cell_len(line.rstrip()) > columns and not line.startswith((" ", "•"))]
+        assert not [line for line in wide if len(line.split()) > 1 and not any(cell_len(word) >= columns for word in line.split())]
+
+
+def test_a_code_block_keeps_its_lines():
+    painter = MarkdownPainter(10)
+    text = painter.feed("one two three\n```\na line that is long\n```\n") + painter.finish()
+    assert ANSI.sub("", text) == "one two\nthree\na line that is long\n"
+
+
+def test_tab_completes_commands_and_files(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "fo.txt").touch()
+    typed = TypedInput(None, ["/save", "/set", "/stats"])
+    line = SimpleNamespace(get_line_buffer=lambda: "")
+    monkeypatch.setattr(typed, "_readline", line)
+
+    def completions(word: str, before: str = "") -> list[str]:
+        monkeypatch.setattr(line, "get_line_buffer", lambda: before + word)
+        return list(iter(map(partial(typed._completion, word), count()).__next__, None))
+
+    assert completions("/s") == ["/save ", "/set ", "/stats "]
+    assert completions("/x") == []
+    assert completions(f"{tmp_path}/fo", before="/save ") == [f"{tmp_path}/fo.txt", f"{tmp_path}/folder/"]
+    assert completions(f"{tmp_path}/nowhere/", before="/save ") == []
 
 
 def test_the_history_is_cut_and_survives_a_broken_file(tmp_path):

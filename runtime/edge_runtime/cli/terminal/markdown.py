@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import re
 
+from rich.cells import cell_len
+
 _RESET, _BOLD, _CODE, _HEADING = "\x1b[0m", "\x1b[1m", "\x1b[36m", "\x1b[1;4m"
 # What may still become a fence, a heading or a bullet; it is held back until the next characters decide.
 _UNDECIDED = re.compile(r" {0,3}(`{0,2}|`{3}[^\n]*|#{1,6}|[*+-]|)\Z")
 _FENCE = re.compile(r" {0,3}```[^\n]*\n")
+# A style, the end of a line, spaces, or a part of a word.
+_PARTS, _STYLE = re.compile(r"\x1b\[[0-9;]*m|\n|[ \t]+|[^\x1b\n \t]+|\x1b"), re.compile(r"\x1b\[[0-9;]*m")
 _BULLET, _TITLE = re.compile(r"( *)[*+-] "), re.compile(r" {0,3}(#{1,6}) ")
 
 
 class MarkdownPainter:
-    """Adds a terminal's colours to text that arrives in pieces. Nothing but the marks of bold text, code and headings is removed."""
+    """Adds a terminal's colours to text that arrives in pieces, and breaks its lines between words where `columns` end.
 
-    def __init__(self) -> None:
+    Nothing but the marks of bold text, code and headings is removed. Code between fences keeps its lines. A word appears when it is
+    complete.
+    """
+
+    def __init__(self, columns: int | None = None) -> None:
+        self._columns = columns
+        # The cells of the line so far, the spaces behind them, and the word that may still grow.
+        self._cells, self._gap, self._word = 0, "", ""
         self._held = ""
         self._at_line_start = True
         self._fenced = self._bold = self._code = self._heading = False
@@ -26,7 +37,8 @@ class MarkdownPainter:
 
     def finish(self) -> str:
         """Returns the rest and switches all colours off."""
-        painted = self._paint(final=True)
+        painted = self._paint(final=True) + self._placed() + self._gap
+        self._gap = ""
         return painted + (_RESET if self._fenced or self._bold or self._code or self._heading else "")
 
     def _paint(self, *, final: bool) -> str:
@@ -35,12 +47,44 @@ class MarkdownPainter:
             if self._at_line_start:
                 if not final and _UNDECIDED.match(self._held):
                     break
-                painted.append(self._line_start())
+                painted.append(self._broken(self._line_start()))
                 continue
             if not final and self._held == "*":
                 break
-            painted.append(self._next())
+            painted.append(self._broken(self._next()))
         return "".join(painted)
+
+    def _broken(self, painted: str) -> str:
+        """Returns the part of a painted text whose place is certain."""
+        if self._columns is None:
+            return painted
+        parts = []
+        for part in _PARTS.findall(painted):
+            if part == "\n" or self._fenced:
+                parts += [self._placed(), self._gap, part]
+                self._gap = ""
+                self._cells = 0 if part == "\n" else self._cells + cell_len(part)
+            elif part[0] in " \t":
+                parts.append(self._placed())
+                self._gap += part
+            else:
+                self._word += part
+                if cell_len(_STYLE.sub("", self._word)) >= self._columns:
+                    parts.append(self._placed())
+        return "".join(parts)
+
+    def _placed(self) -> str:
+        """Returns the word behind its spaces, or on a line of its own if it does not fit."""
+        if not self._word or self._columns is None:
+            return ""
+        width = cell_len(_STYLE.sub("", self._word))
+        fits = not self._cells or self._cells + len(self._gap) + width <= self._columns
+        placed = f"{self._gap if fits else chr(10)}{self._word}"
+        cells = (self._cells + len(self._gap) if fits else 0) + width
+        # The terminal itself breaks a word that is wider than a line.
+        self._cells = cells if cells <= self._columns else cells % self._columns or self._columns
+        self._gap = self._word = ""
+        return placed
 
     def _line_start(self) -> str:
         """Consumes a fence or the mark of a heading or bullet."""

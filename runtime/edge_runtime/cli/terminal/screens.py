@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from edge_runtime.backends.selection import CARDS
+from edge_runtime.cli.messages import printable
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.profit_policy import Decision
@@ -71,6 +72,17 @@ def greeting(session: Session) -> str:
     backend = [CARDS[session.backend].title] if session.backend in CARDS else []
     parts = [model, *backend, f"context {session.target.context}", f"drafter {session.drafter_kind}"]
     return ", ".join(parts)
+
+
+def introduction(session: Session) -> list[str]:
+    """Returns what somebody who begins a chat has to know about a model that says so: what it is, and where one is that can chat."""
+    if (description := session.bundle.manifest.description) is None:
+        return []
+    return [
+        f"This model is {printable(description)}.",
+        "For a chat: edge-export pair google/gemma-4-E2B-it google/gemma-4-E2B-it-assistant --output gemma-e2b"
+        " (edge-export plan E2B: download, memory, speed here).",
+    ]
 
 
 def remarks(generation: Generation, *, loaded: bool) -> list[str]:

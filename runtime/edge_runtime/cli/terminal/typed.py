@@ -7,6 +7,7 @@ import json
 import os
 import select
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 PROMPT, MORE = "> ", "... "
@@ -50,12 +51,15 @@ class TypedInput:
     """Reads messages with line editing where readline is there; `history` None keeps none between starts.
 
     A paste is one message. A line that ends with a backslash goes on in the next, and so does what begins with three quotes until three
-    quotes end it; with readline, Alt-Enter begins a new line.
+    quotes end it; with readline, Alt-Enter begins a new line, and Tab completes `commands`, which begin with a slash, and files. Lines that
+    were pasted before the first prompt are one message too.
     """
 
-    def __init__(self, history: History | None) -> None:
+    def __init__(self, history: History | None, commands: Sequence[str] = ()) -> None:
         self._history = history
+        self._commands = commands
         self._pastes_whole = False
+        self._first = True
         self._readline = None
         with contextlib.suppress(ImportError):
             import readline
@@ -66,6 +70,10 @@ class TypedInput:
             if self._pastes_whole:
                 readline.parse_and_bind("set enable-bracketed-paste on")
                 readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')
+            # Words end at spaces alone, so that a command's slash and a path belong to one.
+            readline.set_completer_delims(" \t\n")
+            readline.set_completer(self._completion)
+            readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
             for text in history.load() if history else ():
                 readline.add_history(text)
 
@@ -86,12 +94,32 @@ class TypedInput:
                 self._history.add(text)
         return text
 
+    def _completion(self, word: str, number: int) -> str | None:
+        """Returns the completion `number` of a word, None after the last: of a command at the line's start, else of a file."""
+        line = self._readline.get_line_buffer().lstrip() if self._readline else word
+        if line == word and word.startswith("/"):
+            matches = [f"{command} " for command in self._commands if command.startswith(word)]
+        else:
+            matches = _files(word)
+        return sorted(matches)[number] if number < len(matches) else None
+
     def _line(self, prompt: str) -> str:
         """Returns a line, or all lines of a paste."""
         text = input(prompt)
-        while not self._pastes_whole and select.select([sys.stdin], [], [], _PASTE_SECONDS)[0]:
+        # What was pasted before there was a prompt came without a paste's brackets.
+        early, self._first = self._first, False
+        while (early or not self._pastes_whole) and select.select([sys.stdin], [], [], _PASTE_SECONDS)[0]:
             try:
                 text += "\n" + input()
             except EOFError:
                 break
         return text
+
+
+def _files(beginning: str) -> list[str]:
+    """Returns the paths that begin like this, folders with a slash."""
+    path = Path(beginning).expanduser()
+    folder, name = (path, "") if not beginning or beginning.endswith("/") else (path.parent, path.name)
+    with contextlib.suppress(OSError, ValueError):
+        return [f"{entry}/" if entry.is_dir() else str(entry) for entry in folder.iterdir() if entry.name.startswith(name)]
+    return []
