@@ -43,6 +43,20 @@ def test_importing_a_package_brings_nothing_heavy(package):
     assert not HEAVY & loaded
 
 
+@pytest.mark.parametrize("command", ["edge_run", "edge_bench", "edge_export"])
+def test_a_list_of_commands_imports_none_of_them(command):
+    code = (
+        "import sys; sys.argv = ['command', '--help']\n"
+        f"from edge_devices.entry_points import {command} as start\n"
+        "try: start()\n"
+        "finally: print(sorted({'numpy', 'yaml', 'edge_runtime.session.open', *HEAVY} & set(sys.modules)))"
+    ).replace("*HEAVY", f"*{HEAVY}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert "Commands:" in child.stdout
+    assert child.stdout.splitlines()[-1] == "[]"
+
+
 @pytest.mark.parametrize("package", ["edge_runtime", "edge_devices", "edge_export"])
 def test_public_names_exist(package):
     module = importlib.import_module(package)

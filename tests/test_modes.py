@@ -13,6 +13,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_bench.cli.main import main as bench
 from edge_devices.cli import main as devices
+from edge_devices.command_line import LazyCommands
 from edge_export.cli.command import main as export
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli.run import main
@@ -46,6 +47,12 @@ def test_help_is_a_list_of_commands(name):
     shown = CliRunner().invoke(GROUPS[name], ["--help"], prog_name=name).stdout
     assert all(f"  {command} " in shown for command in GROUPS[name].commands)
     assert len(shown.splitlines()) < 50
+
+
+@pytest.mark.parametrize("name", [name for name, group in GROUPS.items() if isinstance(group.commands, LazyCommands)])
+def test_the_list_has_the_first_sentence_of_each_command(name):
+    commands = GROUPS[name].commands
+    assert commands.sentences() == [(command, taken.get_short_help_str(limit=200)) for command, taken in commands.items()]
 
 
 @pytest.fixture

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -72,6 +74,33 @@ class PanelCommand(click.Command):
             raise
 
 
+class LazyCommands(UserDict[str, click.Command]):
+    """Commands by name, each imported when it is first used: a list of them and their help needs none of their modules."""
+
+    def __init__(self, homes: Mapping[str, tuple[str, str]]) -> None:
+        """`homes`: the module of each command, where it has its own name, and the first sentence of its help."""
+        super().__init__()
+        self._homes = homes
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in self.data:
+            self.data[name] = getattr(import_module(self._homes[name][0]), name)
+        return self.data[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._homes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def sentences(self) -> list[tuple[str, str]]:
+        """Returns the names with the first sentences."""
+        return [(name, sentence) for name, (_, sentence) in self._homes.items()]
+
+
 class PanelGroup(click.Group):
     """A group of such commands, listed in the order in which they are added; an error of theirs ends in one sentence.
 
@@ -90,8 +119,10 @@ class PanelGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the commands with their whole first sentences."""
+        lazy = self.commands
+        rows = lazy.sentences() if isinstance(lazy, LazyCommands) else [(n, each.get_short_help_str(limit=100)) for n, each in lazy.items()]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, command.get_short_help_str(limit=100)) for name, command in self.commands.items()])
+            formatter.write_dl(rows)
         with formatter.section("Help"):
             formatter.write_dl([(f"{ctx.command_path} COMMAND --help", "the options of a command")])
 

@@ -7,29 +7,63 @@ with edge_runtime.open_session("bundle") as session:
     print(generation.stats.acceptance_rate)
 """
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
 import edge_devices as edge_devices  # switches telemetry off before a library is imported
-from edge_runtime.bundle.bundle import Bundle, open_bundle
-from edge_runtime.decoding.loop import Round
-from edge_runtime.decoding.sampling import SamplingParams
-from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
-from edge_runtime.session.batch import Sessions
-from edge_runtime.session.chat import Answer, Chat
-from edge_runtime.session.generation import Generation
-from edge_runtime.session.load_options import LoadOptions
-from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
-from edge_runtime.session.one_call import chat, generate
-from edge_runtime.session.open import open_session, open_sessions
-from edge_runtime.session.session import Session
-from edge_runtime.session.stats import DecodeStats
-from edge_runtime.text.channels import Text, Thought
-from edge_runtime.text.constraints import Gbnf, JsonSchema, Regex, ToolCalls
-from edge_runtime.text.tool_calls import ToolCall
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from edge_runtime.cli.terminal.screens import Explain
+    from typing import Any
 
+    from edge_runtime.bundle.bundle import Bundle, open_bundle
+    from edge_runtime.cli.terminal.screens import Explain
+    from edge_runtime.decoding.loop import Round
+    from edge_runtime.decoding.sampling import SamplingParams
+    from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
+    from edge_runtime.session.batch import Sessions
+    from edge_runtime.session.chat import Answer, Chat
+    from edge_runtime.session.generation import Generation
+    from edge_runtime.session.load_options import LoadOptions
+    from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
+    from edge_runtime.session.one_call import chat, generate
+    from edge_runtime.session.open import open_session, open_sessions
+    from edge_runtime.session.session import Session
+    from edge_runtime.session.stats import DecodeStats
+    from edge_runtime.text.channels import Text, Thought
+    from edge_runtime.text.constraints import Gbnf, JsonSchema, Regex, ToolCalls
+    from edge_runtime.text.tool_calls import ToolCall
+
+_HOMES = {
+    "Answer": "session.chat",
+    "BackendError": "errors",
+    "Bundle": "bundle.bundle",
+    "BundleError": "errors",
+    "Chat": "session.chat",
+    "DecodeStats": "session.stats",
+    "EdgeRuntimeError": "errors",
+    "Explain": "cli.terminal.screens",
+    "Gbnf": "text.constraints",
+    "Generation": "session.generation",
+    "JsonSchema": "text.constraints",
+    "LoadOptions": "session.load_options",
+    "Monitor": "session.monitoring.monitor",
+    "MonitorOptions": "session.monitoring.monitor",
+    "Regex": "text.constraints",
+    "RequestError": "errors",
+    "Round": "decoding.loop",
+    "SamplingParams": "decoding.sampling",
+    "Session": "session.session",
+    "Sessions": "session.batch",
+    "Text": "text.channels",
+    "Thought": "text.channels",
+    "ToolCall": "text.tool_calls",
+    "ToolCalls": "text.constraints",
+    "chat": "session.one_call",
+    "generate": "session.one_call",
+    "open_bundle": "bundle.bundle",
+    "open_session": "session.open",
+    "open_sessions": "session.open",
+}
 __all__ = [
     "Answer",
     "BackendError",
@@ -64,8 +98,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Explain":  # used by terminals only, so imported on first use
+    if name not in _HOMES:
         raise AttributeError(f"module 'edge_runtime' has no attribute {name!r}")
-    from edge_runtime.cli.terminal.screens import Explain
+    from importlib import import_module
 
-    return Explain
+    return getattr(import_module(f"edge_runtime.{_HOMES[name]}"), name)

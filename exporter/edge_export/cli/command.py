@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import click
 
-from edge_devices.command_line import PanelGroup
-from edge_export.cli.export import pair, reference
-from edge_export.cli.package import package
-from edge_export.cli.plan import plan
+from edge_devices.command_line import LazyCommands, PanelGroup
 
+COMMANDS = LazyCommands(
+    {
+        "pair": ("edge_export.cli.export", "Export TARGET and its MTP assistant DRAFTER as one bundle."),
+        "reference": ("edge_export.cli.export", "Export the small trained pair that comes with this package."),
+        "plan": ("edge_export.cli.plan", "Predict memory, speed and joules per token of a pair before it is exported."),
+        "package": ("edge_export.cli.package", "Build a folder for PLATFORM that runs bundles on a device where nothing is installed."),
+    }
+)
 EXAMPLES = """
 \b
 Examples:
@@ -30,11 +35,7 @@ Examples:
 """
 
 
-@click.group(cls=PanelGroup, epilog=EXAMPLES)
+@click.group(cls=PanelGroup, commands=COMMANDS, epilog=EXAMPLES)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
     """Export a Gemma 4 target and its MTP drafter as one bundle, or build what runs bundles on a device."""
-
-
-for _command in (pair, reference, plan, package):
-    main.add_command(_command)

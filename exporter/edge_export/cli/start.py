@@ -13,9 +13,10 @@ def main(**options: Any) -> Any:
     """Runs the command, with options of click's."""
     try:
         from edge_export.cli.command import main as command
+
+        return command(**options)
     except ModuleNotFoundError as error:
         if (error.name or "edge_export").partition(".")[0].startswith("edge_"):
             raise
         click.echo(f"Error: edge-export needs {error.name}, which is not installed; run: {INSTALL}", err=True)
         raise SystemExit(1) from error
-    return command(**options)

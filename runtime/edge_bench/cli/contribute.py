@@ -63,7 +63,7 @@ PROTOCOL = BenchRequest(lengths=(), policies=("profit",), contexts=(), repeats=1
 def contribute(
     bundle: Path, file: Path, sign: Path | None, meters: MeterOptions, request: BenchRequest, load: LoadOptions, reach: ReachOptions
 ) -> None:
-    """Measure joules per token, guided, in less than 30 minutes, and write FILE, which others can check and pool."""
+    """Measure joules per token, guided, in less than 30 minutes, and write FILE for others to check and pool."""
     contribution = Contribution(bundle, file, sign, request, load)
     if reach.adb or reach.ssh:
         contribution.on_devices(reach, meters)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import click
 
-from edge_bench.cli.compare import compare
-from edge_bench.cli.contribute import contribute
-from edge_bench.cli.devices import devices
-from edge_bench.cli.pool import pool
-from edge_bench.cli.report import report
-from edge_bench.cli.run import run
-from edge_devices.command_line import PanelGroup
+from edge_devices.command_line import LazyCommands, PanelGroup
 from edge_runtime.errors import OUT_OF_MEMORY
 
+COMMANDS = LazyCommands(
+    {
+        "run": ("edge_bench.cli.run", "Measure BUNDLE on this machine, plainly and with drafts in turn."),
+        "devices": ("edge_bench.cli.devices", "Measure BUNDLE on phones and hosts, and collect their results."),
+        "report": ("edge_bench.cli.report", "Compute the figures of FILE again, which --runs or --energy wrote."),
+        "compare": ("edge_bench.cli.compare", "Compare the results of devices below the FOLDERs."),
+        "contribute": (
+            "edge_bench.cli.contribute",
+            "Measure joules per token, guided, in less than 30 minutes, and write FILE for others to check and pool.",
+        ),
+        "pool": ("edge_bench.cli.pool", "Check the files of contribute below the PATHs, and print a table of those that are valid."),
+    }
+)
 EXAMPLES = """
 \b
 Examples:
@@ -36,14 +43,10 @@ Examples:
 """
 
 
-@click.group(cls=PanelGroup, epilog=EXAMPLES, out_of_memory=OUT_OF_MEMORY)
+@click.group(cls=PanelGroup, commands=COMMANDS, epilog=EXAMPLES, out_of_memory=OUT_OF_MEMORY)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
     """Compare plain decoding with drafting: fixed lengths, policies, drafters, and llama.cpp's own drafting.
 
     Use an otherwise idle machine. Ctrl-C stops the benchmark and keeps what was measured.
     """
-
-
-for _command in (run, devices, report, compare, contribute, pool):
-    main.add_command(_command)

@@ -7,17 +7,21 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-from edge_devices.command_line import PanelGroup
-from edge_runtime.cli.chat import chat
-from edge_runtime.cli.compare import compare
-from edge_runtime.cli.demo import demo
-from edge_runtime.cli.doctor import doctor
-from edge_runtime.cli.generate import generate
-from edge_runtime.cli.options import matching_bundles
-from edge_runtime.cli.plan import plan
-from edge_runtime.cli.serve import serve
-from edge_runtime.cli.tune import tune
+from edge_devices.command_line import LazyCommands, PanelGroup
 from edge_runtime.errors import OUT_OF_MEMORY
+
+COMMANDS = LazyCommands(
+    {
+        "chat": ("edge_runtime.cli.chat", "Chat with BUNDLE in the terminal."),
+        "generate": ("edge_runtime.cli.generate", "Generate text after PROMPT ('-' reads standard input)."),
+        "serve": ("edge_runtime.cli.serve", "Serve the OpenAI and Ollama APIs and a chat page over HTTP."),
+        "compare": ("edge_runtime.cli.compare", "Run PROMPT with and without drafts in turn and print a table."),
+        "demo": ("edge_runtime.cli.demo", "Stream several kinds of text with accepted drafts in colour, beside plain decoding."),
+        "tune": ("edge_runtime.cli.tune", "Measure threads, costs of drafts and the faster backend now, in seconds, for all later starts."),
+        "plan": ("edge_runtime.cli.plan", "Predict memory, speed, best draft length and joules per token, here or on a device."),
+        "doctor": ("edge_runtime.cli.doctor", "Show what works on this machine and what is missing."),
+    }
+)
 
 EXAMPLES = """
 \b
@@ -39,6 +43,7 @@ class BundleFirst(PanelGroup):
         """Returns the command that the first words mean. Raises a usage error for a word that is neither a command nor a folder."""
         if args[0] in self.commands or not (Path(args[0]).exists() or "/" in args[0] or ctx.resilient_parsing):
             return super().resolve_command(ctx, args)
+        generate = self.commands["generate"]
         try:
             values, _, _ = generate.make_parser(click.Context(generate)).parse_args(list(args))
         except click.UsageError:
@@ -48,17 +53,15 @@ class BundleFirst(PanelGroup):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Returns commands and bundles; folders if there are neither."""
+        from edge_runtime.cli.options import matching_bundles
+
         return [*super().shell_complete(ctx, incomplete), *matching_bundles(incomplete)] or [CompletionItem(incomplete, type="dir")]
 
 
-@click.group(cls=BundleFirst, epilog=EXAMPLES, out_of_memory=OUT_OF_MEMORY)
+@click.group(cls=BundleFirst, commands=COMMANDS, epilog=EXAMPLES, out_of_memory=OUT_OF_MEMORY)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
     """Run a bundle with its drafter: a chat, one prompt, or a server.
 
     `edge-run BUNDLE` is short for `edge-run chat BUNDLE`, `edge-run BUNDLE PROMPT` for `edge-run generate BUNDLE PROMPT`.
     """
-
-
-for command in (chat, generate, serve, compare, demo, tune, plan, doctor):
-    main.add_command(command)

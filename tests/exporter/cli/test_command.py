@@ -13,7 +13,7 @@ RUN = "from edge_export.cli.start import main; main()"
 
 def start(code: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run([sys.executable, "-c", code, "pair", "--help"], capture_output=True, text=True, env=environment, check=False)
 
 
 def test_a_missing_package_is_one_sentence():
