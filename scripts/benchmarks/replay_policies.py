@@ -2,21 +2,30 @@
 
     python scripts/benchmarks/replay_policies.py record BUNDLE -o drafts.jsonl --max-tokens 128
     python scripts/benchmarks/replay_policies.py replay drafts.jsonl --costs ~/.cache/edge-mtp/measured.json
+    python scripts/benchmarks/replay_policies.py load BUNDLE -o load.jsonl --seconds 60
+    python scripts/benchmarks/replay_policies.py replay drafts.jsonl --load load.jsonl
 
 `record` decodes plainly and drafts 12 tokens at every position. Greedy text does not depend on drafts, so the rounds of any policy can be
 replayed on it exactly, without noise and without the models. `replay` prints the speed-up of each policy over plain decoding by domain,
 beside every fixed length and an upper bound: the best rounds for one who knows in advance which drafts will be accepted.
+
+`load` times drafts and verifies of random lengths while whatever runs on the machine runs. A replay on it takes for each round what a round
+of as many drafts and rows took at that moment, so that policies are compared on the same load, which no two runs have.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import statistics
+import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import click
 from rich.console import Console
@@ -24,16 +33,20 @@ from rich.progress import track
 from rich.table import Table
 
 from edge_bench.measure.prompts import DOMAINS, prepare, read_prompts, shipped_prompts
+from edge_devices.files.typed_json import from_json, to_json
+from edge_devices.machine.load import LoadWatch
+from edge_runtime.backends.selection import BACKENDS, CARDS
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.calibration.cost_probe import COSTS
+from edge_runtime.calibration.cost_probe import COSTS, begin_text
 from edge_runtime.decoding.acceptance import VerifyResult, accept_greedy
 from edge_runtime.decoding.acceptance_rules import GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
-from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed, RoundPlan, RoundResult
+from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed, PolicyOptions, RoundPlan, RoundResult, Timing, policy_kind
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.interfaces import Logits
+from edge_runtime.planning.computed_costs import computed_costs
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
@@ -93,39 +106,102 @@ def record_text(session: Session, ids: Sequence[int], max_tokens: int) -> tuple[
     return tuple(recorder.places)
 
 
+class Sample(NamedTuple):
+    """A round of a recorded load: when it began, seconds after the first one, and what its draft and its verify took."""
+
+    clock: float
+    steps: int
+    draft_seconds: float
+    rows: int
+    verify_seconds: float
+
+
+class Machine(Protocol):
+    """What a round takes: seconds of a draft of `steps` tokens and of a verify of `rows` rows, `clock` seconds after the start."""
+
+    def round(self, clock: float, steps: int, rows: int) -> tuple[float, float]: ...
+
+
+@dataclass(frozen=True)
+class QuietMachine:
+    """Every round takes what it costs."""
+
+    costs: CostCurve
+
+    def round(self, clock: float, steps: int, rows: int) -> tuple[float, float]:  # noqa: ARG002
+        return self.costs.draft(steps), self.costs.verify(rows)
+
+
+class RecordedLoad:
+    """Every round takes what the recorded one of its length took that was nearest in time; the record begins again at its end.
+
+    `computed` are the costs that a session would have started with.
+    """
+
+    def __init__(self, computed: MeasuredCosts, samples: Sequence[Sample], words: str) -> None:
+        self.computed, self.samples, self.words = computed, samples, words
+        self._drafts = _by_clock([(sample.steps, sample.clock, sample.draft_seconds) for sample in samples])
+        self._verifies = _by_clock([(sample.rows, sample.clock, sample.verify_seconds) for sample in samples])
+        self.seconds = samples[-1].clock
+
+    def round(self, clock: float, steps: int, rows: int) -> tuple[float, float]:
+        clock %= self.seconds
+        return _nearest(self._drafts[steps], clock) if steps else 0.0, _nearest(self._verifies[rows], clock)
+
+
+def _by_clock(samples: Sequence[tuple[int, float, float]]) -> dict[int, tuple[list[float], list[float]]]:
+    """Returns clocks and seconds by count."""
+    kept: dict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for count, clock, seconds in samples:
+        clocks, values = kept[count]
+        clocks.append(clock)
+        values.append(seconds)
+    return kept
+
+
+def _nearest(samples: tuple[list[float], list[float]], clock: float) -> float:
+    clocks, values = samples
+    after = bisect_left(clocks, clock)
+    near = [place for place in (after - 1, after) if 0 <= place < len(clocks)]
+    return values[min(near, key=lambda place: abs(clocks[place] - clock))]
+
+
 @dataclass
 class Replay:
     """Tokens and seconds of a policy's rounds on recorded texts; `by_domain` holds [tokens, seconds]."""
 
-    costs: CostCurve
+    machine: Machine
     by_domain: dict[str, list[float]]
+    clock: float = 0.0
 
     @classmethod
-    def of(cls, policy: DraftLengthPolicy, texts: Sequence[Text], costs: CostCurve) -> Replay:
-        """Runs one policy over the texts in order, as one session would."""
-        replay = cls(costs, defaultdict(lambda: [0.0, 0.0]))
+    def of(cls, policy: DraftLengthPolicy, texts: Sequence[Text], machine: Machine, *, clock: float = 0.0) -> Replay:
+        """Runs one policy over the texts in order, as one session would that begins `clock` seconds after the record did."""
+        replay = cls(machine, defaultdict(lambda: [0.0, 0.0]), clock)
         for text in texts:
             emitted = 0
             while emitted < len(text.places):
-                tokens, seconds = replay._round(policy, text.places[emitted], len(text.places) - emitted)
+                tokens, seconds = replay._round(policy, text.places[emitted], emitted, len(text.places) - emitted)
                 emitted += tokens
+                replay.clock += seconds
                 replay.by_domain[text.domain][0] += tokens
                 replay.by_domain[text.domain][1] += seconds
         return replay
 
-    def _round(self, policy: DraftLengthPolicy, place: Place, left: int) -> tuple[int, float]:
+    def _round(self, policy: DraftLengthPolicy, place: Place, length: int, left: int) -> tuple[int, float]:
         plan, drafted = policy.plan(), 0
         while drafted < min(plan.draft_length, left - 1):
             drafted += 1
             if plan.should_continue is not None and not plan.should_continue(place.confidences[drafted - 1]):
                 break
-        seconds = self.costs.draft(drafted)
         shadow_accepted = place.accepted > 0 if plan.shadow and drafted else None
         verified, padding = plan.to_verify(0 if plan.shadow else drafted)
         accepted = min(verified, place.accepted)
-        seconds += self.costs.verify(1 + verified + max(0, min(padding, left - 1 - verified)))
-        policy.observe(RoundResult(verified, accepted, shadow_accepted))
-        return accepted + 1, seconds
+        rows = 1 + verified + max(0, min(padding, left - 1 - verified))
+        draft_seconds, verify_seconds = self.machine.round(self.clock, drafted, rows)
+        timing = Timing(length=length, steps=drafted, draft_seconds=draft_seconds, rows=rows, verify_seconds=verify_seconds)
+        policy.observe(RoundResult(verified, accepted, shadow_accepted, timing))
+        return accepted + 1, draft_seconds + verify_seconds
 
     def rate(self, domain: str) -> float:
         """Returns tokens per second."""
@@ -152,20 +228,46 @@ def read_texts(path: Path) -> list[Text]:
     return texts
 
 
-def show(title: str, texts: Sequence[Text], measured: MeasuredCosts, longest: int) -> None:
-    """Prints the table of one machine: speed-up over plain decoding by policy and domain."""
+# Replays of a load begin at so many moments of it.
+STARTS = 6
+
+
+def policies_from(start: MeasuredCosts, longest: int) -> dict[str, Callable[[], DraftLengthPolicy]]:
+    """Returns the policies to compare by name; `profit` begins with the costs `start`."""
+    options = PolicyOptions(first=min(3, longest), longest=longest)
     policies: dict[str, Callable[[], DraftLengthPolicy]] = {f"fixed {n}": partial(Fixed, n) for n in range(1, longest + 1)}
-    policies["profit"] = lambda: Profit(CostCurve(measured), AcceptanceModel(), longest=longest)
+    policies["rolling"] = partial(policy_kind("rolling").new, options)
+    policies["profit"] = lambda: Profit(CostCurve(start), AcceptanceModel(), longest=longest)
+    return policies
+
+
+def speed_ups(make: Callable[[], DraftLengthPolicy], texts: Sequence[Text], machine: Machine, clocks: Sequence[float]) -> dict[str, float]:
+    """Returns tokens per second of a policy over those of plain decoding by domain, the geometric mean of replays from each clock on."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for clock in clocks:
+        plain, replay = (Replay.of(policy, texts, machine, clock=clock) for policy in (Fixed(0), make()))
+        for domain in replay.by_domain:
+            ratios[domain].append(replay.rate(domain) / plain.rate(domain))
+    return {domain: statistics.geometric_mean(of_it) for domain, of_it in ratios.items()}
+
+
+def show(title: str, texts: Sequence[Text], start: MeasuredCosts, longest: int, load: RecordedLoad | None = None) -> None:
+    """Prints the table of one machine, or of one load: speed-up over plain decoding by policy and domain."""
     domains = list(dict.fromkeys(text.domain for text in texts))
-    plain = 1 / measured.verify[0]
     table = Table("policy", *domains, "all", title=title)
-    rates = {name: Replay.of(make(), texts, CostCurve(measured)) for name, make in policies.items()}
-    rows = {name: [replay.rate(domain) / plain for domain in domains] for name, replay in rates.items()}
-    known = {domain: [text for text in texts if text.domain == domain] for domain in domains}
-    rows["clairvoyant"] = [
-        sum(len(text.places) for text in of_it) / sum(clairvoyant(text, CostCurve(measured)) for text in of_it) / plain
-        for of_it in known.values()
-    ]
+    machine, clocks = (
+        (QuietMachine(CostCurve(start)), [0.0]) if load is None else (load, [n * load.seconds / STARTS for n in range(STARTS)])
+    )
+    rows = {}
+    for name, make in policies_from(start, longest).items():
+        by_domain = speed_ups(make, texts, machine, clocks)
+        rows[name] = [by_domain[domain] for domain in domains]
+    if load is None:
+        known = [[text for text in texts if text.domain == domain] for domain in domains]
+        rows["clairvoyant"] = [
+            sum(len(text.places) for text in of_it) * start.verify[0] / sum(clairvoyant(text, CostCurve(start)) for text in of_it)
+            for of_it in known
+        ]
     for name, ratios in rows.items():
         table.add_row(name, *(f"{ratio:.3f}" for ratio in ratios), f"{statistics.geometric_mean(ratios):.3f}")
     Console().print(table)
@@ -198,16 +300,71 @@ def record(bundle: Path, output: Path, own: tuple[Path, ...], max_tokens: int, m
             file.write(json.dumps(line) + "\n")
 
 
+def record_load(session: Session, seconds: float) -> list[Sample]:
+    """Times rounds of random lengths, as many of each, for so long; the draft asks for the confidence of each token, as `profit` does."""
+    target, drafter, token = session.target, session.drafter, max(session.vocabulary.bos, 0)
+    longest, samples, dice = session.settings.longest_draft, list[Sample](), random.Random(0)
+    begin = time.perf_counter()
+    with session.exclusive():
+        begin_text(target, token, longest)
+        while time.perf_counter() - begin < seconds:
+            for steps in dice.sample(range(longest + 1), longest + 1):
+                if target.length + longest >= target.context:
+                    begin_text(target, token, longest)
+                start = time.perf_counter()
+                drafted = drafter.draft(token, steps, should_continue=lambda _: True) if drafter and steps else []
+                middle = time.perf_counter()
+                target.verify([token] * (steps + 1))
+                end = time.perf_counter()
+                target.rollback(target.length - steps)
+                samples.append(Sample(start - begin, len(drafted), middle - start, steps + 1, end - middle))
+    return samples
+
+
+def read_load(path: Path) -> RecordedLoad:
+    """Reads a file that `load` wrote."""
+    head, *lines = path.read_text(encoding="utf-8").splitlines()
+    facts = json.loads(head)
+    return RecordedLoad(
+        from_json(MeasuredCosts, facts["computed"], "computed"), [Sample(*json.loads(line)) for line in lines], facts["load"]
+    )
+
+
+@main.command()
+@click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--seconds", default=60.0)
+@click.option("--backend", type=click.Choice(BACKENDS))
+def load(bundle: Path, output: Path, seconds: float, backend: str | None) -> None:
+    """Write what drafts and verifies of BUNDLE take beside whatever runs on this machine."""
+    with open_session(bundle, backend=backend) as session:
+        watch = LoadWatch()
+        samples = record_load(session, seconds)
+        manifest, kind = session.bundle.manifest, session.backend
+        computed = computed_costs(manifest, CARDS[kind].format, session.drafter_kind, session.row_kernels)
+    facts = {"backend": kind, "row_kernels": session.row_kernels, "load": watch.load().words(), "computed": to_json(computed)}
+    lines = [
+        json.dumps(facts),
+        *(json.dumps([float(f"{value:.5g}") if isinstance(value, float) else value for value in sample]) for sample in samples),
+    ]
+    output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 @main.command()
 @click.argument("recorded", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--costs", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="The measured.json of a cache folder.")
 @click.option(
-    "--costs", type=click.Path(path_type=Path, exists=True, dir_okay=False), required=True, help="The measured.json of a cache folder."
+    "--load", "loads", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True, help="A file of the command load."
 )
 @click.option("--longest", default=MAX_DRAFT_LENGTH)
-def replay(recorded: Path, costs: Path, longest: int) -> None:
-    """Print the speed-up of each policy over plain decoding on RECORDED drafts, for every machine in a measured.json."""
-    for key, measured in COSTS.kept(costs):
-        show(key, read_texts(recorded), measured, longest)
+def replay(recorded: Path, costs: Path | None, loads: tuple[Path, ...], longest: int) -> None:
+    """Print the speed-up of each policy over plain decoding on RECORDED drafts: for every machine in a measured.json, on every load."""
+    texts = read_texts(recorded)
+    for key, measured in COSTS.kept(costs) if costs is not None else ():
+        show(key, texts, measured, longest)
+    for path in loads:
+        load = read_load(path)
+        show(f"{path.name}: {load.words}", texts, load.computed, longest, load)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ class ExactCosts:
     def learn(self, timing: Timing) -> None:
         """Exact costs have nothing to learn."""
 
+    def least_timed(self, limit: int) -> int | None:
+        """Nor are any to be timed."""
+
 
 class SettledCosts(CostCurve):
     """Costs that no timing changes, whatever the clock says."""

@@ -37,7 +37,7 @@ def measure_costs(
     share of the work that is done.
     """
     longest = min(max_rows, target.context - 2, target.rewind_slack)
-    _begin_text(target, token, longest)
+    begin_text(target, token, longest)
     rounds: list[list[float]] = []
     drafted = [0] * longest
     for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, max_seconds, clock=clock, report=report):
@@ -45,7 +45,7 @@ def measure_costs(
         # Alternating order, so that its effect on the CPU caches is shared by all row counts.
         for rows in range(1, longest + 1) if number % 2 else range(longest, 0, -1):
             if target.length + longest > target.context:
-                _begin_text(target, token, longest)
+                begin_text(target, token, longest)
             start = clock()
             if drafter is not None and rows > 1:
                 drafted[rows - 1] = len(drafter.draft(token, rows - 1))
@@ -78,7 +78,7 @@ def timed_rounds(min_rounds: int, max_rounds: int, max_seconds: float, *, clock:
         yield number
 
 
-def _begin_text(target: Target, token: int, longest: int) -> None:
+def begin_text(target: Target, token: int, longest: int) -> None:
     """Fills the cache with TEXT tokens, or as many as leave room for a verify, so that a draft can follow."""
     target.rollback(0)
     target.prefill([token] * max(0, min(TEXT, target.context - longest - 2) - 1))

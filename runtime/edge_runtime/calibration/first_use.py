@@ -76,22 +76,25 @@ class PairCosts:
         learned = None if self._curve is None else self._curve.learned()
         if learned is None or ((known := COSTS.known(self._pair.key)) is not None and not known.provisional):
             return
-        settled = min(learned.timings[: self._pair.rows]) >= SETTLED and not self._load.load().is_busy
-        COSTS.keep(self._pair.key, replace(learned, timings=()) if settled else learned, self._notify, provisional=not settled)
+        busy = self._load.load().is_busy
+        settled = min(learned.timings[: self._pair.rows]) >= SETTLED and not busy
+        # What a busy machine taught settles nothing: a quiet one has to time each number of rows itself.
+        timings = () if settled else tuple(min(count, SETTLED - 1) for count in learned.timings) if busy else learned.timings
+        COSTS.keep(self._pair.key, replace(learned, timings=timings), self._notify, provisional=not settled)
 
     def _first(self) -> Costs:
         pair, power = self._pair, self._power
-        start = self._computed
         if self._measure:
-            start = COSTS.known_or_measured(
-                pair.key, self._measured, self._notify, waiting=self._waiting, fits=lambda costs: not costs.timings
-            )
+            COSTS.known_or_measured(pair.key, self._measured, self._notify, waiting=self._waiting, fits=lambda costs: not costs.timings)
         known = COSTS.known(pair.key)
-        if known is not None:
-            # What a busy machine gave counts as one timing of each number of rows, until rounds time them better.
-            once = known.provisional and not known.value.timings
-            start = replace(known.value, timings=(1,) * MAX_ROWS) if once else known.value
-        self._curve = curve = CostCurve(start)
+        if known is None:
+            curve = CostCurve(self._computed)
+        elif known.provisional:
+            # What a probe gave on a busy machine counts as one timing of each number of rows.
+            curve = CostCurve(self._computed, known.value if known.value.timings else replace(known.value, timings=(1,) * MAX_ROWS))
+        else:
+            curve = CostCurve(known.value)
+        self._curve = curve
         if pair.objective != "energy" or power is None:
             return curve
         watts = power if isinstance(power, PhasePower) else power.phases(pair.target, pair.drafter, pair.token, pair.rows, pair.key)

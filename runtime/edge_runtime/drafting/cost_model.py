@@ -49,6 +49,9 @@ class Costs(Protocol):
     def learn(self, timing: Timing) -> None:
         """Learns from the timing of one round."""
 
+    def least_timed(self, limit: int) -> int | None:
+        """Returns the number of rows, up to `limit`, that the fewest rounds timed; None where all are known well enough."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
@@ -94,12 +97,17 @@ class CostCurve:
     many, and one without timings keeps its proportion to its neighbours.
     """
 
-    def __init__(self, measured: MeasuredCosts) -> None:
-        self._verify = list(measured.verify)
-        self._drafts = {1: (measured.overhead, measured.step)}  # by requests that draft together
+    def __init__(self, start: MeasuredCosts, kept: MeasuredCosts | None = None) -> None:
+        """`start` are measured costs, or computed ones; then `kept` is what earlier rounds made of these, as so many timings more."""
+        self._verify = list(start.verify)
+        self._drafts = {1: (start.overhead, start.step)}  # by requests that draft together
         # Of provisional costs: those at the start, and the newest timings by rows, as after texts of the first bucket.
-        self._start = measured.verify
-        self._timed: dict[int, deque[float]] | None = _seeded(measured) if measured.timings else None
+        self._start = start.verify
+        self._timed: dict[int, deque[float]] | None = {} if start.timings else None
+        if kept is not None and any(kept.timings):
+            self._timed = _seeded(kept)
+            self._verify = _in_proportion(self._start, self._timed)
+            self._drafts[1] = _drafts_in_proportion(start, kept, self._verify[0] / self._start[0])
         self._learned = False
         self._timings: dict[tuple[str, int], int] = {}
         self._buckets = {0: 1.0}
@@ -135,6 +143,13 @@ class CostCurve:
     def is_provisional(self) -> bool:
         """Whether no probe measured these costs, however many rounds taught them."""
         return self._timed is not None
+
+    def least_timed(self, limit: int) -> int | None:
+        """Returns the number of rows, up to `limit`, that the fewest rounds timed; None where each has SETTLED, or a probe measured."""
+        if self._timed is None:
+            return None
+        counts = [len(self._timed.get(rows, ())) for rows in range(1, min(limit, MAX_ROWS) + 1)]
+        return counts.index(min(counts)) + 1 if min(counts) < SETTLED else None
 
     def learned(self) -> MeasuredCosts | None:
         """Returns what rounds made of provisional costs; None for measured ones, and before the first round."""
@@ -191,6 +206,14 @@ def extrapolated(known: Sequence[float]) -> float:
 def _seeded(costs: MeasuredCosts) -> dict[int, deque[float]]:
     counted = zip(range(1, MAX_ROWS + 1), costs.verify, costs.timings, strict=True)
     return {rows: deque([seconds] * count, maxlen=WINDOW) for rows, seconds, count in counted if count}
+
+
+def _drafts_in_proportion(start: MeasuredCosts, kept: MeasuredCosts, speed: float) -> tuple[float, float]:
+    """Returns overhead and step: those of `start` at the `speed` of verifies, drawn to the kept ones as rows are to their timings."""
+    counts = max(kept.timings[1:])
+    share = counts / (counts + SETTLED)
+    factor = speed * (kept.draft(3) / (start.draft(3) * speed)) ** share
+    return start.overhead * factor, start.step * factor
 
 
 def _in_proportion(start: Sequence[float], timed: Mapping[int, Sequence[float]]) -> list[float]:

@@ -26,6 +26,8 @@ RATE_DECAY = 0.98
 PREDICTED_ROUNDS = 5.0
 # Probing budget for shadow drafts, in plain rounds: what each emitted token adds, and the most that can be saved.
 BUDGET_PER_TOKEN, MAX_BUDGET = 0.01, 2.0
+# Share of the cost of all rounds that trials may lose: rounds of another length, whose costs no round has told yet.
+TRIAL_SHARE = 0.02
 # While only shadow drafts are made, older observations of first drafts count as at most this many.
 STALE = 6.0
 # Costs and acceptance change slowly; they are recomputed after so many rounds that drafted.
@@ -49,8 +51,8 @@ def expected_rate(costs: Costs, model: Acceptance, lengths: Sequence[int]) -> fl
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The figures behind the last round. Rates are tokens per unit of cost; `mode` is "plain", "shadow", "draft" or "offer" (tokens that
-    no drafter drafted).
+    """The figures behind the last round. Rates are tokens per unit of cost; `mode` is "plain", "shadow", "draft", "offer" (tokens that
+    no drafter drafted) or "trial" (a length whose cost is to be timed).
 
     Of `drafted` tokens the first `verified` were verified, with `padding` rows more. `expected` is the expected number of emitted tokens
     when the draft ended; `cost` is the expected cost.
@@ -99,6 +101,9 @@ class Profit:
         self._stepwise = stepwise
         # In plain rounds: the budget of shadow drafts, and the cost of one.
         self._probe_budget = self._probe_cost = 0.0
+        # The cost that trials may lose, and the rows of this round's trial, 0 for none.
+        self._trial_budget = 0.0
+        self._trial_rows = 0
         self._length = 0
         self._mode = "plain"
         self._forecast = model.forecast(longest)
@@ -142,6 +147,9 @@ class Profit:
         if offer and (offered := self._offered(offer)):
             self._mode, self._all_added = "offer", True
             return RoundPlan(0, to_verify=self._to_verify, offered=offered)
+        if requests == 1 and (rows := self._trial()):
+            self._mode, self._trial_rows = "trial", rows
+            return RoundPlan(min(rows - 1, self._longest), False, self._should_continue, self._to_verify)
         if self._length:
             self._mode, length = "draft", self._length
         else:
@@ -153,6 +161,23 @@ class Profit:
     def offer(self, chances: Sequence[float]) -> None:
         """Offers tokens to the next plan."""
         self._offer = chances
+
+    def _trial(self) -> int:
+        """Returns the rows of a round that is made to time them, 0 for none; takes what it loses from the budget."""
+        rows = self._costs.least_timed(self._max_rows + 1) if self._longest else None
+        if rows is None:
+            return 0
+        worths = self._worth_of_lengths()
+        drafts = min(rows - 1, self._longest)
+        costs = self._draft_costs[drafts] + self._costs.verify(rows)
+        lost = (
+            float(worths.max() - (self._tokens_of_lengths()[drafts] - self._rate * costs - 1 + self._rate * self._row_costs[0]))
+            / self._rate
+        )
+        if lost > self._trial_budget:
+            return 0
+        self._trial_budget -= max(lost, 0.0)
+        return rows
 
     def _offered(self, offer: Sequence[float]) -> int:
         """Returns how many offered tokens to verify, 0 where a draft or plain decoding is worth more; keeps them as the round's tokens."""
@@ -207,7 +232,7 @@ class Profit:
 
     def _update_row_costs(self) -> None:
         costs = np.array([self._verify(rows) for rows in range(1, self._max_rows + 2)])
-        if self._cost_reached and self._costs.is_provisional and self._requests == self._priced:
+        if self._cost_reached and self._requests == self._priced:
             # Sums of earlier rounds at what a plain round is known to cost now.
             self._cost_reached *= float(costs.min()) / float(self._row_costs[0])
         self._priced = self._requests
@@ -257,6 +282,8 @@ class Profit:
         self._confidences.append(confidence)
         if self._mode == "shadow" or len(self._bins) >= self._longest:
             return False
+        if self._mode == "trial":
+            return True
         return self._gain_of_a_step(self._forecast.transition[self._bins[-1]]) > 0
 
     def _add_draft(self, index: int) -> None:
@@ -277,10 +304,14 @@ class Profit:
         """Returns how many drafts to verify, because those after them cost more than they are likely to bring, and the padding rows."""
         if not self._all_added:
             self._add_unreported(drafted)
+        if self._mode == "trial":
+            self._verified = drafted
         verified = min(self._verified, drafted)
         return verified, self._padding(verified)
 
     def _padding(self, verified: int) -> int:
+        if self._mode == "trial":
+            return max(0, self._trial_rows - 1 - verified)
         return int(self._rows[verified]) - verified
 
     def _add_unreported(self, drafted: int) -> None:
@@ -304,7 +335,8 @@ class Profit:
             self._stale = True
         if self._bins and not shadow:
             self._model.observe(self._bins, min(verified, len(self._bins)), min(result.accepted, len(self._bins)))
-        if self._mode != "draft":
+        self._trial_budget += TRIAL_SHARE * self._spent()
+        if self._mode not in ("draft", "trial"):
             self._probe_budget = min(self._probe_budget + BUDGET_PER_TOKEN, MAX_BUDGET) - (self._probe_cost if shadow else 0.0)
         # The prediction says as much about the rate as the outcome, and varies less.
         tokens = (self._tokens[verified] + result.accepted + 1) / 2

@@ -120,6 +120,7 @@ def test_what_a_busy_machine_taught_stays_provisional_until_a_quiet_one_teaches(
     known = machine.known()
     assert known is not None
     assert known.provisional
+    assert known.value.timings[:ROWS] == (SETTLED - 1,) * ROWS, "a quiet machine has to time each"
     machine.load = QUIET
     quiet = machine.costs()
     assert quiet().verify(1) == pytest.approx(9 * LINEAR[0]), "used as it is"
@@ -145,11 +146,12 @@ def test_measured_costs_stay(machine: Machine) -> None:
 
 def test_measured_costs_of_a_busy_machine_are_provisional_and_rounds_replace_them(machine: Machine) -> None:
     machine.load = BUSY
-    assert machine.costs(measure=True)().verify(4) == STEEP[3]
+    machine.costs(measure=True)()
     machine.load = QUIET
     costs = machine.costs()
     assert costs().is_provisional
-    assert costs().verify(4) == STEEP[3]
+    ratio = costs().verify(4) / costs().verify(1)
+    assert LINEAR[3] / LINEAR[0] < ratio < STEEP[3] / STEEP[0], "one timing of each number of rows, beside what was computed"
     learn(costs, 1.0, 2 * SETTLED)
     costs.keep()
     known = machine.known()

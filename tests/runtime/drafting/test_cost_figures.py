@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -242,11 +243,32 @@ def test_what_was_learned_goes_on_where_it_ended() -> None:
     curve.learn(took(steps=3, draft=7.0))
     learned = curve.learned()
     assert learned is not None
-    again = CostCurve(learned)
+    again = CostCurve(COMPUTED, learned)
     assert again.is_provisional
-    assert [again.verify(n) for n in EVERY_ROW] == [curve.verify(n) for n in EVERY_ROW]
-    assert again.draft(3) == curve.draft(3) == pytest.approx(7.0)
+    assert [again.verify(n) for n in EVERY_ROW] == pytest.approx([curve.verify(n) for n in EVERY_ROW])
+    assert again.draft(3) == pytest.approx(curve.draft(3)) == pytest.approx(7.0)
     assert again.learned() is None
+
+
+def test_what_is_kept_counts_as_its_timings_beside_what_is_computed() -> None:
+    """One timing of each number of rows, of a busy machine: what differs from all others is mostly its moment."""
+    kept = replace(COMPUTED, verify=tuple(3 * v * (16 if n == 3 else 1) for n, v in enumerate(LINEAR)), step=16 * 3.0, overhead=16 * 1.5)
+    curve = CostCurve(COMPUTED, replace(kept, timings=(1,) * MAX_ROWS))
+    assert [curve.verify(n) for n in (1, 3, 13)] == pytest.approx([3 * LINEAR[n - 1] for n in (1, 3, 13)])
+    assert curve.verify(4) == pytest.approx(3 * LINEAR[3] * 16**0.25)
+    assert curve.draft(3) == pytest.approx(3 * 3.5 * 16**0.25)
+    assert CostCurve(COMPUTED, kept).verify(4) == LINEAR[3], "what no round timed is what was computed"
+
+
+def test_the_rows_that_were_timed_least_are_named_until_all_are_settled() -> None:
+    curve = CostCurve(COMPUTED)
+    for _ in range(3):
+        for n in range(1, 6):
+            assert curve.least_timed(5) == n
+            curve.learn(took(rows=n, verify=LINEAR[n - 1]))
+    assert curve.least_timed(5) is None
+    assert curve.least_timed(6) == 6
+    assert CostCurve(COSTS).least_timed(6) is None, "measured ones need no more"
 
 
 def test_batches_of_several_requests_follow_provisional_costs() -> None:

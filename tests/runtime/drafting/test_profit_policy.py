@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from functools import cache
 
@@ -244,3 +245,41 @@ def test_requests_that_share_a_forward_draft_no_further_than_the_batch_of_all_pa
     assert min(planned(free_rows, 1), planned(free_rows, 4)) >= 4
     assert planned(dear_beyond_eight, 1) >= 4 > planned(dear_beyond_eight, 4) >= 1
     assert [planned(ExactCosts(STEEP, 4.0), n) for n in (1, 2, 4)][-1] == 0
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9])
+def test_trials_time_every_number_of_rows_and_lose_a_fiftieth(acceptance: float) -> None:
+    """Costs that were computed as if rows were dear, or free, become those of the machine."""
+    truth = ExactCosts(LINEAR, 1.0)
+    for start in (STEEP, FLAT):
+        costs = CostCurve(MeasuredCosts(verify=start, step=1.0, timings=(0,) * 13))
+        policy = Profit(costs, AcceptanceModel(), longest=8)
+        rate(truth, policy, lambda _: acceptance, 6000, 1)
+        assert costs.least_timed(9) is None
+        off, before = (math.log(curve[8] / curve[0] * LINEAR[0] / LINEAR[8]) for curve in ([costs.verify(n) for n in range(1, 14)], start))
+        assert 0 <= off / before < 0.7
+        again = rate(truth, policy, lambda _: acceptance, 600, 2)
+        settled = rate(truth, Profit(truth, AcceptanceModel(), longest=8), lambda _: acceptance, 600, 2)
+        assert again > 0.95 * settled
+
+
+def test_trials_stay_within_their_budget() -> None:
+    class NeverSettled(ExactCosts):
+        def least_timed(self, limit: int) -> int | None:
+            return limit
+
+    dear = NeverSettled(STEEP, 1.0)
+    policy, modes = Profit(dear, AcceptanceModel(), longest=8), list[str]()
+    for _ in range(1000):
+        plan, drafted = policy.plan(), 0
+        while drafted < plan.draft_length:
+            drafted += 1
+            if not plan.should_continue(0.02):
+                break
+        verified, padding = plan.to_verify(0 if plan.shadow else drafted)
+        mode = policy.last.mode
+        assert mode != "trial" or verified + 1 + padding == 9
+        policy.observe(RoundResult(verified, 0, False if plan.shadow else None))
+        modes.append(mode)
+    lost = modes.count("trial") * (STEEP[8] + 8.0 - STEEP[0])
+    assert 0 < lost <= 0.021 * (1000 * STEEP[0] + lost)
