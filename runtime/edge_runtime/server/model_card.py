@@ -47,6 +47,8 @@ class ModelCard:
             "n_embd": facts.hidden_size,
             "n_params": facts.parameters,
             "rows": self.rows.to_json(),
+            "description": self.manifest.description,
+            "input_modalities": ["text", *(name for name, taken in self._modalities.items() if taken)],
         }
         created = int(self._created.timestamp())
         return {
@@ -65,7 +67,7 @@ class ModelCard:
             "default_generation_settings": {"n_ctx": self.context},
             "total_slots": self.sessions,
             "chat_template": self.template,
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": self._modalities["image"], "audio": self._modalities["audio"]},
             "drafter": self.drafter,
             "rows": self.rows.to_json(),
             "system_fingerprint": self.fingerprint,
@@ -102,7 +104,7 @@ class ModelCard:
                 "gemma4.block_count": facts.layers,
                 "edge_mtp.rows": self.rows.verdict,
             },
-            "capabilities": ["completion", "tools", "thinking"],
+            "capabilities": ["completion", "tools", "thinking", *(["vision"] if self._modalities["image"] else [])],
         }
 
     def _details(self) -> Json:
@@ -116,6 +118,12 @@ class ModelCard:
             "parameter_size": f"{billions:.1f}B" if billions >= 1 else f"{facts.parameters / 1e6:.1f}M",
             "quantization_level": next((file.quantization or "" for file in self.manifest.files if file.role == "target"), ""),
         }
+
+    @property
+    def _modalities(self) -> dict[str, bool]:
+        """What a message can have beside text."""
+        media = self.manifest.media
+        return {"image": media is not None, "audio": media is not None and media.audio is not None}
 
     @property
     def _created(self) -> datetime:

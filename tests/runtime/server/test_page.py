@@ -50,6 +50,17 @@ def test_a_chat_on_the_reference_pair(browser: Any, several: str, exported_pair:
     assert complaints == []
 
 
+def test_the_first_screen_says_what_the_model_is_and_what_to_try(browser: Any, several: str) -> None:
+    fresh(browser, several)
+    until(browser, lambda: len(shown(browser, ".introduction button")) == 3)
+    assert not browser.find_element(By.ID, "attach").is_displayed(), "this model takes no images"
+    said = shown(browser, ".introduction")[0]
+    browser.find_element(By.CSS_SELECTOR, ".introduction button").click()
+    until(browser, lambda: idle(browser) and bool(shown(browser, ".figures")))
+    assert shown(browser, ".user .text")[0] in said
+    assert shown(browser, ".introduction") == []
+
+
 def test_stop_ends_the_answer_and_keeps_what_was_said(browser: Any) -> None:
     with scripted_server(lambda turn, before: "w" * 1800 if turn == 0 else f"{before.count('w')} letters") as server:
         server.together.before_forward = lambda: time.sleep(0.005)
@@ -75,7 +86,7 @@ def test_text_is_shown_as_text_and_thoughts_apart(browser: Any) -> None:
         assert shown(browser, ".user .text") == ["<i>me</i>"]
         assert browser.find_element(By.CSS_SELECTOR, "details .thoughts").get_attribute("textContent") == "secret"
         browser.find_element(By.ID, "new").click()
-        assert shown(browser, "article") == []
+        assert shown(browser, "article:not(.introduction)") == []
 
 
 def test_errors_are_shown_and_a_key_can_be_typed(browser: Any) -> None:
@@ -175,7 +186,6 @@ def test_accepted_drafts_are_marked(browser: Any, several: str) -> None:
     fresh(browser, several)
     browser.find_element(By.ID, "settings-button").click()
     browser.find_element(By.ID, "temperature").send_keys("0")
-    browser.find_element(By.ID, "marks").click()
     say(browser, "def add(a, b):")
     until(browser, lambda: idle(browser) and bool(shown(browser, ".figures")))
     accepted = int(shown(browser, ".figures")[0].split(" of ")[0].rpartition(" ")[2])

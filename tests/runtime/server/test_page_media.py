@@ -46,6 +46,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any, server: str) -> Any:
     fresh(browser, server)
+    until(browser, lambda: browser.find_element(By.ID, "attach").is_displayed())
     browser.find_element(By.ID, "settings-button").click()
     browser.find_element(By.ID, "temperature").send_keys("0")
     return browser

@@ -4,6 +4,10 @@ const $ = (id) => document.getElementById(id);
 const PAINT_MS = 60, STORED_SETTINGS = ["system", "temperature", "drafts", "marks"];
 let talk = [];  // {role, content, media, thoughts, calls, figures, drafted, error}
 let running = null, editing = null;
+let model = null;  // `meta` of /v1/models
+const TRY = ["Explain speculative decoding in three sentences.", "Write a Python function that merges two sorted lists.", "Translate into German: The train leaves at noon."];
+// For a model that continues text, as its description says.
+const CONTINUE = ["def fibonacci(n):", "class Stack:", "import unittest"];
 let attached = [];  // {name, bytes, part}: files of the next message, each with its part of the request
 // Of all media that a request sends; base64 makes a third more of them, and a request has at most 16 MiB.
 const MEDIA_BYTES = 12e6;
@@ -87,8 +91,19 @@ function tools(article, message) {
   }
 }
 
+// The first screen: what the model is, and what can be tried.
+function introduce() {
+  const article = element($("talk"), "article", "introduction");
+  if (model.description) element(article, "p").textContent = `This model is ${model.description}.`;
+  element(article, "p").textContent = "Try:";
+  for (const text of model.description ? CONTINUE : TRY) {
+    button(element(article, "p"), text, () => { $("text").value = text; send(); });
+  }
+}
+
 function redraw() {
   $("talk").replaceChildren();
+  if (!talk.length && model) introduce();
   for (const message of talk) {
     message.view = null;
     show(message);
@@ -278,7 +293,11 @@ function keep() {
 async function name() {
   const response = await fetch("v1/models", { headers: headers() });
   if (response.ok) {
-    $("model").textContent = (await response.json()).data[0].id;
+    const card = (await response.json()).data[0];
+    $("model").textContent = card.id;
+    model = card.meta;
+    $("attach").hidden = model.input_modalities.length === 1;
+    if (!talk.length) redraw();
     store(sessionStorage, "key", $("key").value);
   } else if (response.status === 401) $("key").hidden = false;
 }
@@ -286,7 +305,7 @@ async function name() {
 function begin() {
   const kept = stored(localStorage, "settings") ?? {};
   for (const id of STORED_SETTINGS) {
-    if (id === "marks") $(id).checked = kept[id] ?? false;
+    if (id === "marks") $(id).checked = kept[id] ?? true;
     else $(id).value = kept[id] ?? "";
     $(id).addEventListener("change", () => {
       store(localStorage, "settings", Object.fromEntries(STORED_SETTINGS.map((one) => [one, one === "marks" ? $(one).checked : $(one).value])));
