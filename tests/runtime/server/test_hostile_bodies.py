@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from chat_server import CHAT, Held, asked, scripted_server, send
-from edge_runtime.server import app
+from edge_runtime.server import app, json_text
 from edge_runtime.server.engine.prompts import MAX_CHARACTERS
 from edge_runtime.server.errors import ApiError
+from edge_runtime.server.http import body as http_body
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, parse_json
 from edge_runtime.server.json_text import MAX_VALUES, count_values
 from edge_runtime.server.requests.completions import read_chat, read_completion
@@ -181,8 +182,10 @@ def test_large_bodies_are_parsed_in_a_thread_apart(monkeypatch: pytest.MonkeyPat
     assert [name.startswith("edge-mtp bodies") for name in threads] == [False, True] * 3
 
 
+@pytest.mark.parametrize("piece", [1, 2, 3, 5, 1 << 18])
 @pytest.mark.parametrize("text", ["\\", '"', ",[{", '\\"', "a\n\\\\", '\\",{', ""])
-def test_values_are_counted_outside_of_strings(text: str) -> None:
+def test_values_are_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch, text: str, piece: int) -> None:
+    monkeypatch.setattr(json_text, "PIECE", piece)
     assert count_values(json.dumps({text: [text, {"b": text + text}], "c": ",,"})) == 5
 
 
@@ -193,6 +196,16 @@ def test_bodies_of_very_many_values_are_refused_before_they_are_parsed(monkeypat
     for encoding in ("utf-8", "utf-16"):
         with pytest.raises(ApiError, match=f"the body has more than {MAX_VALUES} JSON values; send fewer"):
             parse_json(body.encode(encoding))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32-le"])
+@pytest.mark.parametrize("piece", [1, 3, 1 << 18])
+def test_a_body_is_decoded_in_pieces_as_it_is_whole(monkeypatch: pytest.MonkeyPatch, encoding: str, piece: int) -> None:
+    monkeypatch.setattr(http_body, "PIECE", piece)
+    content = {"a": "aé中\U0001f600\ud800", "\udc00": ["\U0001f600" * 3, "é"]}
+    assert parse_json(json.dumps(content, ensure_ascii=False).encode(encoding, "surrogatepass")) == content
+    with pytest.raises(ApiError, match="the body is not JSON"):
+        parse_json('{"a": "中"}'.encode(encoding)[:-3])
 
 
 def test_a_false_string_in_another_encoding_hides_no_values() -> None:

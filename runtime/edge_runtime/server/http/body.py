@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 from edge_runtime.server.errors import ApiError, invalid
-from edge_runtime.server.json_text import MAX_VALUES, parse_object
+from edge_runtime.server.json_text import MAX_VALUES, PIECE, parse_object
 
 READ_SECONDS = 30.0
 # Bodies that have not arrived may have as many bytes together. Small ones are not counted: they never have to wait for large ones.
@@ -33,7 +34,7 @@ MEDIA_BODY = BodyLimit(16 << 20, MAX_VALUES)
 TEXT_BODY = BodyLimit(8 << 20, 1 << 19)
 
 
-async def read_body(pieces: AsyncIterator[bytes], announced: str | None, limit: BodyLimit = MEDIA_BODY) -> bytes:
+async def read_body(pieces: AsyncIterator[bytes], announced: str | None, limit: BodyLimit = MEDIA_BODY) -> bytearray:
     """Returns the body; `announced` is its Content-Length. Raises ApiError if it is too large or arrives too slowly."""
     if announced is not None and announced.isdecimal() and int(announced[:20]) > limit.size:
         raise _too_large(limit)
@@ -50,7 +51,7 @@ async def read_body(pieces: AsyncIterator[bytes], announced: str | None, limit: 
         raise ApiError(408, f"the request body {reason}; send it faster") from error
     finally:
         _arriving.pop(timeout, None)
-    return bytes(body)
+    return body
 
 
 def _make_room(timeout: asyncio.Timeout, size: int) -> None:
@@ -63,10 +64,11 @@ def _make_room(timeout: asyncio.Timeout, size: int) -> None:
         oldest.reschedule(_NOW)
 
 
-def parse_json(body: bytes, limit: BodyLimit = MEDIA_BODY) -> dict[str, Any]:
+def parse_json(body: bytes | bytearray, limit: BodyLimit = MEDIA_BODY) -> dict[str, Any]:
     """Parses a JSON object. Raises ApiError if `body` is not one, or beyond a limit."""
     try:
-        text = body.decode(json.detect_encoding(body), "surrogatepass")
+        decoder = codecs.getincrementaldecoder(json.detect_encoding(body))("surrogatepass")
+        text = "".join(decoder.decode(body[start : start + PIECE], start + PIECE >= len(body)) for start in range(0, len(body), PIECE))
     except ValueError as error:
         raise invalid(f"the body is not JSON ({error}); send an object", code="invalid_json") from error
     return parse_object(text, "the body", values=limit.values)
