@@ -36,7 +36,7 @@ class BackendCard:
     compiled: bool = False
 
 
-# A backend is a folder here with an `open.py`, an extra of the package of the same name, and a line, the preferred one first.
+# A backend is a folder here with an `open.py`, an extra of the package of the same name, and a line; of equals the first is taken.
 CARDS: dict[BackendKind, BackendCard] = {
     "llama": BackendCard(title="llama.cpp", format="gguf", library="llama_cpp", package="llama-cpp-python", compiled=True),
     "onnx": BackendCard(title="ONNX Runtime", format="onnx", library="onnxruntime", package="onnxruntime"),

@@ -57,7 +57,7 @@ class LoadOptions:
         power: Watts per phase, or a function that measures them; needed for the objective "energy".
         measure: Whether threads, costs of drafts and the faster backend are measured before the first request where no measurement is
             kept, in seconds. Otherwise costs are computed from sizes, and the rounds of requests replace them.
-        backend: llama or onnx; None takes the one that was measured to be faster on this machine, else the first that is installed.
+        backend: llama or onnx; None takes the one that was measured to be faster on this machine, else that is by the files' sizes.
         execution_provider: ONNX Runtime's execution provider, such as "xnnpack" (onnx).
         keep_packed: Whether packed weights are kept on disk for the next start (onnx).
         draft_store: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
@@ -112,7 +112,7 @@ class LoadOptions:
         "-b",
         choices=BACKENDS,
         panel="Backend",
-        help="llama.cpp or ONNX Runtime.  [default: the faster one, if edge-run tune measured both, else llama.cpp]",
+        help="llama.cpp or ONNX Runtime.  [default: the faster one, as edge-run tune measured, else by the sizes of the files]",
     )
     measure: bool = False
     execution_provider: str | None = option(

@@ -10,6 +10,7 @@ from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.cpu_affinity import processor_groups
 from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_runtime.backends.interface import OpenedPair, OpenRequest
+from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.selection import CARDS, BackendKind, check_options, fitting_backends, kept_rates, load_backend, measured_rates
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.exported_quality import degradation
@@ -19,6 +20,7 @@ from edge_runtime.calibration.first_use import MeasuredPair, PairCosts, on_best_
 from edge_runtime.calibration.measured import without_repeats
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
+from edge_runtime.drafting.cost_model import CostCurve
 from edge_runtime.drafting.draft_store import DraftStore
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, is_model
 from edge_runtime.drafting.policies import DEFAULT_POLICY
@@ -30,7 +32,7 @@ from edge_runtime.session.batch import Sessions
 from edge_runtime.session.cache_claim import CacheClaim
 from edge_runtime.session.load_options import LoadOptions, with_keywords
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
-from edge_runtime.session.session import Session, SessionParts
+from edge_runtime.session.session import Session, SessionParts, rate_with
 
 
 def default_threads() -> int:
@@ -53,7 +55,8 @@ def open_session(folder: Path | str, options: LoadOptions | None = None, **keywo
 def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = None, **keywords: Any) -> Sessions:
     """Opens a bundle for `count` requests at once, each with `context` tokens of its own. Otherwise as `open_session`.
 
-    More than one at once run on llama.cpp only. Where several backends can run a bundle, the one measured to be fastest is taken.
+    More than one at once run on llama.cpp only. Where several backends can run a bundle, the one measured or computed to be fastest is
+    taken.
     """
     loader = _PairLoader(folder, replace(options or LoadOptions(), **keywords))
     return loader.load(loader.choose_backend(count), count)
@@ -87,7 +90,10 @@ class _PairLoader:
         self.threads = options.threads or default_threads()
 
     def choose_backend(self, count: int) -> BackendKind:
-        """Returns the backend that the options need, or else the one that was measured to be faster on this machine, or is preferred."""
+        """Returns the backend that the options need, else the one that is faster by what was measured here, else by computed costs.
+
+        With images or sound, or a drafter that not all have, the first of those that fit.
+        """
         options, settings = self.options, self.settings
         fitting = fitting_backends(self._request(count), options.backend)
         if len(fitting) == 1 or self.bundle.manifest.media is not None or (self.drafter is not None and is_model(self.drafter)):
@@ -102,7 +108,12 @@ class _PairLoader:
         if options.measure:
             return measured_rates(self.bundle.folder.name, facts, fitting, rate_of, options.notify).fastest
         kept = kept_rates(facts, fitting)
-        return fitting[0] if kept is None else kept.fastest
+        return max(fitting, key=self._computed_rate) if kept is None else kept.fastest
+
+    def _computed_rate(self, kind: BackendKind) -> float:
+        """Returns the tokens per second to be expected by the sizes of the bundle's files; opens nothing."""
+        costs = computed_costs(self.bundle.manifest, CARDS[kind].format, self.drafter or "dense", variant())
+        return rate_with(CostCurve(costs), self.bundle, self.settings, drafts=self.drafter != "none")
 
     def load(self, kind: BackendKind, count: int) -> Sessions:
         """Loads the bundle for `count` requests at once. Raises RequestError for options that the backend does not have."""

@@ -280,11 +280,8 @@ class Session:
 
         Raises RequestError without costs.
         """
-        longest = min(self.settings.longest, self.settings.longest_draft)
-        lengths = range(longest + 1) if self.settings.needs_costs else [min(self.settings.draft_length, longest)]
-        exported = exported_counts(self.bundle.manifest.parity)
         with self._open():
-            return expected_rate(self.costs(), AcceptanceModel.from_json(exported) or AcceptanceModel(), lengths if self.drafter else [0])
+            return rate_with(self.costs(), self.bundle, self.settings, drafts=self.drafter is not None)
 
     def row_equality(self, notify: Callable[[str], None] = lambda _: None, waiting: Waiting = silent_wait) -> RowEquality:
         """Returns whether rows have the same bits alone and in a verify, compared on first use and kept; comparing empties the cache."""
@@ -399,6 +396,14 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def rate_with(costs: Costs, bundle: Bundle, settings: Settings, *, drafts: bool) -> float:
+    """Returns the tokens per unit of cost to be expected of the policy's rounds, by the acceptance that was exported."""
+    longest = min(settings.longest, settings.longest_draft)
+    lengths = range(longest + 1) if settings.needs_costs else [min(settings.draft_length, longest)]
+    model = AcceptanceModel.from_json(exported_counts(bundle.manifest.parity)) or AcceptanceModel()
+    return expected_rate(costs, model, lengths if drafts else [0])
 
 
 def _checked_ids(prompt: Sequence[int], vocabulary_size: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,14 @@ import pytest
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_runtime.backends.kernels.loader import VARIABLE
 from edge_runtime.backends.selection import BackendKind, BackendRates, cached_choices, measured_rates
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.manifest import BundleFile
 from edge_runtime.drafting.acceptance_model import PositionModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.drafting.profit_policy import expected_rate
 from edge_runtime.errors import BackendError
+from edge_runtime.session import open as opening
+from scripted import MANIFEST
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +85,33 @@ def test_the_rate_is_that_of_the_best_round() -> None:
     # Two rows cost more than three, so that a draft of one is verified with a padding row.
     assert np.isclose(expected_rate(costs, model, [0, 1, 2]), max(1.0, (1 + chance) / 1.6, (1 + chance + chance**2) / 1.7), rtol=0.05)
     assert expected_rate(costs, model, [0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gguf", "onnx", "kernels", "chosen"),
+    [(260, 240, "avx512vnni", "onnx"), (240, 260, "avx512vnni", "llama"), (240, 260, None, "onnx"), (240, 600, None, "llama")],
+)
+def test_until_both_were_measured_sizes_and_kernels_decide(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, gguf: int, onnx: int, kernels: str | None, chosen: str
+) -> None:
+    sizes = {
+        ("target", "gguf"): gguf,
+        ("drafter", "gguf"): 3,
+        ("target", "onnx"): 0,
+        ("target_data", "onnx_data"): onnx,
+        ("drafter", "onnx"): 3,
+    }
+    files = tuple(
+        BundleFile(path=f"{role}.{format}", role=role, format=format, bytes=1_000_000 * size, sha256="0" * 64)
+        for (role, format), size in sizes.items()
+    )
+    monkeypatch.setattr(opening, "open_bundle", lambda *_, **__: Bundle(folder, replace(MANIFEST, files=files)))
+    monkeypatch.setattr(opening, "fitting_backends", lambda *_: ["llama", "onnx"])
+    monkeypatch.setattr(opening, "variant", lambda: kernels)
+    assert opening.faster_backend("both") == chosen
+    facts: list[object] = []
+    monkeypatch.setattr(
+        opening, "kept_rates", lambda kept, _: facts.extend(kept) or BackendRates(bundle="both", rates={"llama": 2, "onnx": 1})
+    )
+    assert opening.faster_backend("both") == "llama"
+    assert facts[0] == "0" * 64
