@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from edge_runtime.config.settings import defaults
 from edge_runtime.config.yaml_file import read_config
 from edge_runtime.drafting.draft_store import DraftStore, read_store
 from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.interfaces import KvRows
 from edge_runtime.session.chat import ChatSettings
 from edge_runtime.session.saved.chat_file import load
 from edge_runtime.session.saved.kv_state_file import load_state
@@ -67,42 +67,37 @@ class Letters(LetterVocabulary):
 class Savable:
     """A target that takes rows, as a saved state needs it."""
 
-    context, kv_type, length = 64, "f16", 0
+    context, kv_type, length, row_bytes, sliding_rows = 64, "f16", 0, (16, 8), 4
     tokens = np.zeros(0, np.int32)
 
     def __init__(self) -> None:
-        self.taken: tuple[list[int], bytes] | None = None
+        self.taken: tuple[list[int], list[bytes]] | None = None
 
-    def state(self) -> bytes:
-        return b""
-
-    def restore(self, tokens: Sequence[int], state: bytes) -> None:
-        self.taken = list(tokens), state
+    def restore(self, tokens: Sequence[int], rows: KvRows) -> None:
+        self.taken = list(tokens), [part.tobytes() for part in rows]
 
     def _unused(self, *_: object) -> Any:
         raise AssertionError
 
-    prefill = verify = rollback = close = _unused
+    prefill = verify = rollback = close = state = _unused
     rewind_slack, rollback_floor = 12, 0
 
 
-BUNDLE: Any = SimpleNamespace(
-    file=lambda _: SimpleNamespace(sha256="ab" * 32),
-    manifest=SimpleNamespace(architecture=SimpleNamespace(vocab_size=6), media=None),
-)
+FACTS = {"bundle": "ab" * 32, "engine": "llama", "kv_type": "f16", "rows": "16+8", "kernels": "cd" * 32}
 
 
-def test_a_saved_state_of_version_1_is_restored() -> None:
+def test_a_saved_state_of_version_2_is_restored() -> None:
     target: Any = Savable()
-    load_state(OLD / "state-1.kv", target, BUNDLE)
-    assert target.taken == ([1, 2, 3, 4, 5], bytes(range(40)))
+    load_state(OLD / "state-2.kv", target, FACTS, range(6))
+    assert target.taken == ([1, 2, 3, 4, 5], [bytes(range(80)), bytes(range(40))])
 
 
-def test_a_saved_state_of_the_next_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_saved_state_of_another_version_is_refused(tmp_path: Path, version: int) -> None:
     target: Any = Savable()
-    (tmp_path / "state").write_bytes((OLD / "state-1.kv").read_bytes().replace(b'"version": 1', b'"version": 2'))
-    with pytest.raises(RequestError, match="has version 2, this reader supports 1; upgrade edge-mtp, or save it again"):
-        load_state(tmp_path / "state", target, BUNDLE)
+    (tmp_path / "state").write_bytes((OLD / "state-2.kv").read_bytes().replace(b'"version": 2', b'"version": %d' % version))
+    with pytest.raises(RequestError, match=f"has version {version}, this reader supports 2; save it again"):
+        load_state(tmp_path / "state", target, FACTS, range(6))
     assert target.taken is None
 
 

@@ -65,19 +65,36 @@ class Target(Protocol):
         """Frees the resources of the backend."""
 
 
+class KvRows(NamedTuple):
+    """K/V rows of the newest positions, as bytes in the backend's own form: `full` [n, bytes], `sliding` [m, bytes], m at most n.
+
+    A row holds all layers of its kind, so rows of one text can be cut and joined anywhere.
+    """
+
+    full: NDArray[np.uint8]
+    sliding: NDArray[np.uint8]
+
+
 @runtime_checkable
 class SavableTarget(Target, Protocol):
-    """A target whose K/V rows can be saved and restored."""
+    """A target whose K/V rows can be saved and restored.
+
+    `row_bytes` are those of a full and of a sliding row of `KvRows`. `sliding_rows` is how many sliding rows before the next position a
+    restore needs, all where there are fewer.
+    """
 
     kv_type: str
+    row_bytes: tuple[int, int]
+    sliding_rows: int
 
-    def state(self) -> bytes:
-        """Returns the committed rows in the backend's own form."""
+    def state(self, first: int = 0) -> KvRows:
+        """Returns the committed rows from position `first` on; of the sliding layers the newest of them that are still there."""
 
-    def restore(self, tokens: Sequence[int], state: bytes) -> None:
-        """Replaces all rows by those of `state`, which are those of `tokens`; the drafter has no hidden row until the next forward.
+    def restore(self, tokens: Sequence[int], rows: KvRows) -> None:
+        """Replaces all rows by these, which are those of `tokens`; the drafter has no hidden row until the next forward.
 
-        Raises RequestError if `state` is damaged or does not fit; then nothing was changed.
+        What follows has the bits that it has after the forwards which made the rows. Raises RequestError if the rows are not as many or as
+        long as they must be, then nothing was changed; BackendError if the backend refuses them, then the cache is empty.
         """
 
 

@@ -28,6 +28,7 @@ from chat_words import SpeakingTarget, chat_session
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.interfaces import DraftRequest, Logits
 from edge_runtime.server.engine.worker import Worker
+from edge_runtime.server.serve import client_names
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.text.chat_template import bundle_template
@@ -76,7 +77,7 @@ def scripted_worker(
     waiting: int = 4,
     context: int = 2048,
     watch: SharedWatch | None = None,
-    clients: int = 1,
+    clients: Sequence[str] = ("",),
 ) -> tuple[Worker, SpeakingTogether, list[str]]:
     """A worker, not started, whose `count` sessions all give these replies."""
     own = [chat_session(*replies, context=context) for _ in range(count)]
@@ -97,7 +98,7 @@ def scripted_server(*replies: Any, keys: Sequence[str] = (), origins: Sequence[s
     from edge_runtime.server.model_card import ModelCard
     from edge_runtime.session.monitoring.monitor import Monitor
 
-    worker, together, notes = scripted_worker(*replies, **sessions, clients=max(1, len(keys)))
+    worker, together, notes = scripted_worker(*replies, **sessions, clients=client_names(keys))
     card = ModelCard(
         name="scripted",
         context=2048,

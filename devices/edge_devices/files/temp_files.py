@@ -62,9 +62,13 @@ def locked(path: Path, before_wait: Callable[[], None] = lambda: None) -> Iterat
 
 def stale_of(path: Path, kind: str = PARTIAL) -> Iterator[Path]:
     """Yields the stale temporary files of `path`: unlocked, and of a process that has ended, or old."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.{kind}-(\d+)(?:-[0-9a-f]+)?")
+    return _stale_in(path.parent, re.escape(path.name), kind)
+
+
+def _stale_in(folder: Path, names: str, kind: str) -> Iterator[Path]:
+    pattern = re.compile(rf"\.{names}\.{kind}-(\d+)(?:-[0-9a-f]+)?")
     with contextlib.suppress(OSError):
-        for entry in sorted(path.parent.iterdir()):
+        for entry in sorted(folder.iterdir()):
             match = pattern.fullmatch(entry.name)
             if match is not None and not entry.is_symlink() and _is_stale(entry, int(match[1])):
                 yield entry
@@ -72,7 +76,16 @@ def stale_of(path: Path, kind: str = PARTIAL) -> Iterator[Path]:
 
 def clear_stale(path: Path, kind: str = PARTIAL) -> None:
     """Removes the stale temporary files of `path`; ignores what cannot be removed."""
-    for stale in stale_of(path, kind):
+    _remove(stale_of(path, kind))
+
+
+def clear_stale_in(folder: Path, kind: str = PARTIAL) -> None:
+    """Removes the stale temporary files of whatever files in a folder; ignores what cannot be removed."""
+    _remove(_stale_in(folder, ".+", kind))
+
+
+def _remove(paths: Iterator[Path]) -> None:
+    for stale in paths:
         if stale.is_dir():
             shutil.rmtree(stale, ignore_errors=True)
         else:

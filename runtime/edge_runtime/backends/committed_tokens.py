@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import Vocabulary, inside_image
+from edge_runtime.interfaces import KvRows, Vocabulary, inside_image
 
 _NO_ROWS = np.empty((0, 0), dtype=np.float32)
 
@@ -26,6 +26,9 @@ class TokenRange(Vocabulary, Protocol):
 
 class CommittedText(ABC):
     """The text whose rows are in a target's cache: `length` tokens of at most `context`."""
+
+    row_bytes: tuple[int, int]
+    sliding_rows: int
 
     def __init__(self, context: int, vocabulary: TokenRange, hidden_size: int, *, whole_rows: int = 0) -> None:
         """`whole_rows` as in `interfaces.MediaTarget`."""
@@ -86,6 +89,16 @@ class CommittedText(ABC):
             raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; prefill the text again")
         if self.whole_rows and inside_image(self.tokens, length):
             raise RequestError(f"cannot roll back to {length}, inside of an image whose rows attend to later ones; go to its beginning")
+
+    def check_state(self, tokens: Sequence[int], rows: KvRows) -> None:
+        """Raises RequestError unless these can be all rows of `tokens`."""
+        self.require_open()
+        length, (full, sliding) = len(tokens), self.row_bytes
+        if not 0 < length <= self.context:
+            raise RequestError(f"a state of {length} tokens does not fit the context of {self.context}; raise it")
+        sizes = (*rows.full.shape, rows.sliding.shape[1])
+        if sizes != (length, full, sliding) or not min(length, self.sliding_rows) <= len(rows.sliding) <= length:
+            raise RequestError(f"the KV state has {sizes} rows and bytes, {len(rows.sliding)} sliding; it is damaged, save it again")
 
     def append(self, ids: NDArray[np.int64]) -> None:
         """Records tokens whose rows are in the cache."""

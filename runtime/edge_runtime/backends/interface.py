@@ -64,8 +64,9 @@ class OpenedPair:
     """A pair in memory: a target and a drafter for each sequence, all closed with `together`.
 
     `speed_facts` are what its speed depends on beside files, threads and machine; `answer_facts` what its answers depend on beside files,
-    context and machine. `exported_parity` is what the export measured with these files. `row_kernels` names the variant of the project's
-    own kernels that multiplies, None for stock ones. `set_threads` is None where all phases run on as many threads.
+    context and machine; `row_kernel_facts` what the bits of K/V rows depend on beside files, K/V type and machine. `exported_parity` is
+    what the export measured with these files. `row_kernels` names the variant of the project's own kernels that multiplies, None for stock
+    ones. `set_threads` is None where all phases run on as many threads.
     """
 
     together: SequenceBatch
@@ -74,6 +75,7 @@ class OpenedPair:
     vocabulary: Vocabulary
     speed_facts: tuple[object, ...]
     answer_facts: tuple[object, ...]
+    row_kernel_facts: tuple[object, ...]
     exported_parity: object
     row_kernels: str | None
     encoder: LazyEncoder | None = None

@@ -145,6 +145,12 @@ def _rows(header: GgufHeader) -> list[tuple[bool, int, int]]:
     return [(sliding, count, widths[sliding]) for sliding, count in zip(pattern, heads, strict=True)]
 
 
+def owned_rows(target: GgufHeader) -> list[tuple[bool, int, int]]:
+    """Returns (is sliding, K/V heads, their width) for each layer of a target that has K/V rows: the others read those of these."""
+    rows = _rows(target)
+    return rows[: len(rows) - _Keys(target).integer("attention.shared_kv_layers", 0, len(rows))]
+
+
 def _check_sharing(keys: _Keys, layers: int, architecture: str) -> None:
     """Checks the sharing: layers without K/V rows read those of the last sliding and the last full layer that have rows."""
     pattern = keys.value("attention.sliding_window_pattern", [])

@@ -88,7 +88,7 @@ class ChatOptions:
 @takes("options", ChatOptions)
 @takes("message", MessageOptions, only=("system", "thinking"))
 @takes_sampling
-@opens_bundle("draft_store", "image_rows")
+@opens_bundle("draft_store", "image_rows", prompt_cache=True)
 def chat(bundle: Path, options: ChatOptions, message: MessageOptions, sampling: SamplingParams, opening: Opening) -> None:
     """Chat with BUNDLE in the terminal. A pipe is one message."""
     refuse_greedy_filters(sampling)

@@ -87,7 +87,7 @@ class OutputOptions:
 @takes("files", MediaFiles)
 @takes_sampling
 @takes("limits", TextLimits)
-@opens_bundle("draft_store", "image_rows")
+@opens_bundle("draft_store", "image_rows", prompt_cache=True)
 def generate(
     bundle: Path,
     prompt: str,
@@ -115,7 +115,8 @@ def generate(
             sent.sent,
             max_tokens=output.max_tokens or (RUN_TOKENS if sent.template is None else MAX_TOKENS),
             draft_length=opening.draft_length,
-            reuse_prefix=output.load_state is not None,
+            # Stock kernels compute rows with other last bits in pieces of other lengths.
+            reuse_prefix=output.load_state is not None or session.row_kernels is not None,
             on_round=explain_round(session, opening) if output.explain else None,
             sampling=sampling,
             constraint=constraint,

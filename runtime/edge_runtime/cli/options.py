@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from click.shell_completion import CompletionItem
 from edge_devices.command_line import Decorated, given_options, takes
 from edge_devices.energy.live import EnergyWatch, RunEnergy, SharedWatch
 from edge_devices.energy.virtual_meters import ESTIMATE, VIRTUAL, requested_meter, virtual_meter
-from edge_devices.errors import MeterError
+from edge_devices.errors import EdgeError, MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters, no_meter_reason
@@ -35,6 +36,7 @@ from edge_runtime.session.generation import GREEDY_PARAMS
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.monitoring.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
+from edge_runtime.session.saved.prompt_cache import LIMIT, default_folder
 from edge_runtime.session.session import Session
 from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema
 from edge_runtime.text.grammar_limits import MAX_SCHEMA_BYTES
@@ -101,6 +103,29 @@ class EnergyOptions:
         elif meter is not None and not meter.facts.is_estimate:
             power = PowerProbe(system=system, meter=meter, notify=notify, waiting=terminal_wait)
         return Energy(system=system, meter=meter, power=power, reason="" if meter else no_meter_reason(findings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptCacheOptions:
+    """Where the K/V rows of prompts are kept; `prompt_cache` None is the user's own folder."""
+
+    prompt_cache: str | None = option(
+        metavar="off|FOLDER",
+        panel="Prompt cache",
+        help="Keep the K/V rows of prompts in this folder, for you alone, and read them when a text comes back.  [default: a folder"
+        " in ~/.cache/edge-mtp; edge-run forget empties it]",
+    )
+    prompt_cache_limit: str = option(
+        default=LIMIT, metavar="SIZE", panel="Prompt cache", help="The most that the folder may hold; what was used least recently goes."
+    )
+
+    def folder(self) -> Path | None:
+        """Returns the folder, None for none: where it is off, or the user has no home folder."""
+        if self.prompt_cache is not None:
+            return None if self.prompt_cache == "off" else Path(self.prompt_cache)
+        with contextlib.suppress(EdgeError):
+            return default_folder()
+        return None
 
 
 def energy_record(energy: RunEnergy) -> dict[str, Any]:
@@ -188,19 +213,22 @@ class Opening:
 
 
 def opens_bundle(
-    *further: str, tuning: Sequence[str] = TUNING, energy: Sequence[str] = ("meter", "phase_power")
+    *further: str, tuning: Sequence[str] = TUNING, energy: Sequence[str] = ("meter", "phase_power"), prompt_cache: bool = False
 ) -> Callable[[Decorated], Decorated]:
     """Returns a decorator that adds the argument BUNDLE and the options of opening it to a command, whose body receives an `Opening`.
 
-    `further` are fields of LoadOptions; `tuning` and `energy` those of TuningConfig and EnergyOptions.
+    `further` are fields of LoadOptions; `tuning` and `energy` those of TuningConfig and EnergyOptions. `prompt_cache`: it keeps prompts.
     """
 
     def add(command: Decorated) -> Decorated:
         @takes("tuning", TuningConfig, only=tuning, panel="Drafting")
         @takes("load", LoadOptions, only=(*_LOADING, *further))
         @takes("energy", EnergyOptions, only=energy)
+        @takes("cache", PromptCacheOptions, only=None if prompt_cache else ())
         @functools.wraps(command)
-        def build(*, load: LoadOptions, tuning: TuningConfig, energy: EnergyOptions, **values: Any) -> Any:
+        def build(*, load: LoadOptions, tuning: TuningConfig, energy: EnergyOptions, cache: PromptCacheOptions, **values: Any) -> Any:
+            if prompt_cache:
+                load = replace(load, prompt_cache=cache.folder(), prompt_cache_limit=cache.prompt_cache_limit)
             return command(opening=Opening(load=load, tuning=with_policy(tuning), energy=energy.open(note, tuning)), **values)
 
         return build  # type: ignore[return-value]

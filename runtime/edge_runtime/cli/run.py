@@ -20,6 +20,7 @@ COMMANDS = LazyCommands(
         "tune": ("edge_runtime.cli.tune", "Measure threads, costs of drafts and the faster backend now, in seconds, for all later starts."),
         "plan": ("edge_runtime.cli.plan", "Predict memory, speed, best draft length and joules per token, here or on a device."),
         "doctor": ("edge_runtime.cli.doctor", "Show what works on this machine and what is missing."),
+        "forget": ("edge_runtime.cli.forget", "Forget texts: empty the prompt cache, and remove a draft store."),
     }
 )
 

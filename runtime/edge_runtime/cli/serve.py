@@ -15,7 +15,7 @@ from edge_runtime.session.monitoring.monitor import MonitorOptions
 @click.command(cls=PanelCommand)
 @click.argument("bundle", type=BundlePath())
 @takes("options", ServeOptions)
-@opens_bundle("draft_store", "image_rows")
+@opens_bundle("draft_store", "image_rows", prompt_cache=True)
 @takes("monitoring", MonitorOptions)
 def serve(bundle: Path, options: ServeOptions, opening: Opening, monitoring: MonitorOptions) -> None:
     """Serve the OpenAI and Ollama APIs and a chat page over HTTP."""

@@ -206,6 +206,16 @@ def read_store(path: Path) -> list[str]:
     return list(dict.fromkeys(reversed(texts)))[::-1]
 
 
+def forget_store(path: Path) -> int:
+    """Removes a draft store; returns how many texts it held. Raises RequestError for a file that is none, or cannot be removed."""
+    texts = len(read_store(path))
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise RequestError(f"the draft store {path} cannot be removed ({error.strerror or error})") from error
+    return texts
+
+
 def _text_of(line: bytes) -> str | None:
     """Returns the text of a line; None for what a killed process left, or another program wrote."""
     try:

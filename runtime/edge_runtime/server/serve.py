@@ -62,7 +62,7 @@ def serve(
             watch=watch,
             deterministic=options.deterministic,
             alone=alone,
-            clients=max(1, len(options.api_key)),
+            clients=client_names(options.api_key),
         )
         api = Api(worker, first.monitor, _model_card(folder, first, options, rows))
         hosts = allowed_hosts(options.host, options.allow_host)
@@ -81,6 +81,11 @@ def serve(
             if watch:
                 watch.close()
         announce("ended")
+
+
+def client_names(keys: Sequence[str]) -> list[str]:
+    """Returns the names under which the prompt cache holds the prompts of a server's clients: by their keys, apart from all other use."""
+    return [f"serve {hashlib.sha256(key.encode()).hexdigest()}" for key in keys] or ["serve"]
 
 
 def allowed_hosts(host: str, further: Sequence[str] = ()) -> frozenset[str] | None:

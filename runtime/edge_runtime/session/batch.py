@@ -238,6 +238,7 @@ class Sessions:
                 for session in self.sessions:
                     session.save_learned()
                 self._lock.closed = True
+                self.sessions[0].close_prompt_cache()
                 self._together.close()
 
     def __repr__(self) -> str:

@@ -25,6 +25,7 @@ from edge_runtime.interfaces import Drafter, MediaTarget, Target, Vocabulary, in
 from edge_runtime.media.soft_rows import MediaPrompt, pieces
 from edge_runtime.session.cache_claim import SUPERSEDED, CacheClaim
 from edge_runtime.session.monitoring.monitor import RequestMonitor
+from edge_runtime.session.saved.prompt_cache import CachedPrompt
 from edge_runtime.session.stats import DecodeStats, generation_html, shortened
 from edge_runtime.text.constraints import Constraint, ConstraintSource
 from edge_runtime.text.stream import OutputText
@@ -147,7 +148,9 @@ class Generation:
         constraint: Constraint | None = None,
         sources: Sources | None = None,
         draft_store: DraftStore | None = None,
+        cached: CachedPrompt | None = None,
     ) -> None:
+        """`cached` is what a prompt cache has of the prompt; with `reuse_prefix` alone."""
         self.prompt_input = prompt
         self._spans = prompt.spans if isinstance(prompt, MediaPrompt) else ()
         ids = prompt.ids if isinstance(prompt, MediaPrompt) else prompt
@@ -159,6 +162,8 @@ class Generation:
         self.monitor = monitor
         self._pair = pair
         self._draft_store = draft_store
+        self._cached = cached
+        self._reading: Iterator[int] = iter(())
         defaults = pair.generation or GenerationDefaults()
         self._detokenizer = _Detokenizer(pair.vocabulary, options.stop, constraint, defaults.end_tokens)
         self._chunk_start = 0
@@ -255,7 +260,7 @@ class Generation:
             pass
 
     def prefilling(self) -> Iterator[None]:
-        """Prefills in pieces of at most `PREFILL_ROWS` tokens; between two of them, requests on other sequences may run."""
+        """Prefills in pieces of at most `PREFILL_ROWS` tokens, or of a file of a prompt cache; between two of them, others may run."""
         while self._prefilled is None or self._prefilled < len(self.prompt) - 1:
             with self._pair.claim.lock.computing(), self.guarded():
                 self._prefill_piece()
@@ -296,6 +301,8 @@ class Generation:
         self.stats.count_round(round_done.drafted, round_done.accepted, len(round_done.tokens), round_done.sources)
         if self.done:  # while the vocabulary is open for certain
             self._detokenizer.feed_rest(self.tokens)
+            if self._cached is not None:
+                self._cached.keep(0, 0.0)
             if self._draft_store is not None:
                 self._draft_store.remember(b"".join(map(self._pair.vocabulary.piece, self.tokens)).decode("utf-8", "ignore"))
 
@@ -312,13 +319,15 @@ class Generation:
             self.options.on_round(round_done)
 
     def _prefill_piece(self) -> None:
-        target, stats, prompt = self._pair.target, self.stats, self.prompt[:-1]
+        target, stats, prompt, start = self._pair.target, self.stats, self.prompt[:-1], time.perf_counter()
         if self._prefilled is None:
             self._pair.claim.claim(self)
             stats.reused_tokens = self._prefilled = reusable_prefix(target, prompt) if self.options.reuse_prefix else 0
             target.rollback(stats.reused_tokens)
-        piece = next(pieces(self._prefilled, len(prompt), self._spans, PREFILL_ROWS), None)
-        if piece is not None:
+            self._reading = self._cached.reading(self._prefilled) if self._cached is not None else iter(())
+        if (length := next(self._reading, None)) is not None:
+            stats.reused_tokens = self._prefilled = length
+        elif (piece := next(pieces(self._prefilled, len(prompt), self._spans, PREFILL_ROWS), None)) is not None:
             first, end, span = piece
             begin = time.perf_counter()
             if span is None:
@@ -330,8 +339,11 @@ class Generation:
                 target.prefill_rows(prompt[first:end], rows[first - span.first : end - span.first], whole=span.whole)
             else:
                 raise RequestError("this target takes text only; leave the images and sounds out")
-            stats.prefill_seconds += time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
             self._prefilled = end
+            if self._cached is not None:
+                self._cached.keep(end - first, seconds)
+        stats.prefill_seconds += time.perf_counter() - start
 
     def _advance(self) -> bool:
         """Runs one round, after the prefill if that is not done. Returns False if the request has ended."""

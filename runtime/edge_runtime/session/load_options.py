@@ -24,6 +24,7 @@ from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET
 from edge_runtime.session.monitoring.monitor import MonitorOptions
+from edge_runtime.session.saved.prompt_cache import LIMIT
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -61,6 +62,9 @@ class LoadOptions:
         execution_provider: ONNX Runtime's execution provider, such as "xnnpack" (onnx).
         keep_packed: Whether packed weights are kept on disk for the next start (onnx).
         draft_store: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
+        prompt_cache: Folder in which the K/V rows of prompts are kept, for you alone, and found again; made if it is missing. None keeps
+            none.
+        prompt_cache_limit: The most bytes of that folder, or a text such as "500MB"; the least recently used go.
         draft_store_size: The most bytes of that file, or a text such as "2MB"; the oldest texts make room.
         remember: Text files to add to it.
         image_rows: The largest budget of an image, in soft rows, where an image must fit one batch: 12B and larger. Above 512 it takes more
@@ -129,6 +133,8 @@ class LoadOptions:
         help="Keep answers in this file, for you alone, and copy drafts from it: faster where texts come back.  [default: keep nothing]",
     )
     draft_store_size: str | int = STORE_SIZE
+    prompt_cache: Path | None = None
+    prompt_cache_limit: str | int = LIMIT
     remember: Sequence[Path] = option(
         default=(),
         metavar="TEXT",

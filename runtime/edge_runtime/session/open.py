@@ -25,13 +25,15 @@ from edge_runtime.drafting.draft_store import DraftStore
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, is_model
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import Vocabulary
+from edge_runtime.interfaces import SavableTarget, Vocabulary
 from edge_runtime.planning.computed_costs import computed_costs
 from edge_runtime.planning.memory import memory_bytes
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.cache_claim import CacheClaim
 from edge_runtime.session.load_options import LoadOptions, with_keywords
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
+from edge_runtime.session.saved.kv_state_file import row_facts
+from edge_runtime.session.saved.prompt_cache import PromptCache
 from edge_runtime.session.session import Session, SessionParts, rate_with
 
 
@@ -129,6 +131,7 @@ class _PairLoader:
             costs()  # measuring empties the cache, so it is done before any request runs
         # Drafts of a pair are the same on all machines, but not on all backends, whose weights differ.
         facts, answer_facts = [kind, opened.drafter_kind, *self.hashes], [*map(str, opened.answer_facts)]
+        facts_of_rows = self._row_facts(kind, opened)
         shared = SessionParts(
             bundle=self.bundle,
             generation=self.bundle.manifest.generation,
@@ -145,6 +148,8 @@ class _PairLoader:
             acceptance_cache=AcceptanceCache(facts, exported=exported_counts(opened.exported_parity)),
             encoder=opened.encoder,
             draft_store=self._opened_draft_store(opened.vocabulary),
+            prompt_cache=self._opened_prompt_cache(facts_of_rows),
+            row_facts=facts_of_rows,
             fingerprint=entry_key([project_version(), cpu_identity(), str(settings.context), self.hashes, answer_facts]),
         )
         sessions = [
@@ -204,6 +209,18 @@ class _PairLoader:
         for path in options.remember:
             store.remember_file(Path(path))
         return store
+
+    def _row_facts(self, kind: BackendKind, opened: OpenedPair) -> dict[str, str]:
+        target = opened.together.targets[0]
+        kernels = entry_key([project_version(), cpu_identity(), [*map(str, opened.row_kernel_facts)]])
+        return row_facts(target, entry_key(self.hashes), kind, kernels) if isinstance(target, SavableTarget) else {}
+
+    def _opened_prompt_cache(self, facts: dict[str, str]) -> PromptCache | None:
+        options = self.options
+        if options.prompt_cache is None or not facts:
+            return None
+        limit = memory_bytes(options.prompt_cache_limit)
+        return PromptCache(Path(options.prompt_cache), facts, limit=limit, notify=options.notify)
 
     def _check_energy(self) -> None:
         """Raises RequestError where joules cannot be minimized: another policy, or the power of the phases is not known."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import numpy as np
 
 from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.interface import SingleSequence
@@ -31,12 +33,13 @@ from edge_runtime.drafting.safety_net import Guarded, SafetyNet
 from edge_runtime.drafting.sources import Source, SourceOdds, Sources
 from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory, predicted_tokens
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import MediaTarget
+from edge_runtime.interfaces import MediaTarget, SavableTarget
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair
 from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
 from edge_runtime.session.row_equality import RowEquality, known_row_equality
 from edge_runtime.session.saved.kv_state_file import load_state, save_state
+from edge_runtime.session.saved.prompt_cache import CachedPrompt, PromptCache
 from edge_runtime.text.constraints import Constraint, ConstraintSource
 from edge_runtime.text.grammar import grammars_for
 
@@ -49,7 +52,7 @@ class SessionParts(LoadedPair):
     `keep_costs` is called at the end.
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
     `draft_store` holds earlier answers and files to copy drafts from. `row_kernels` names the variant of the project's kernels that
-    multiplies, None for stock ones.
+    multiplies, None for stock ones. `prompt_cache` keeps the rows of prompts on disk; `row_facts` are what rows belong to.
     `fingerprint` stands for all that an answer depends on beside its request.
     """
 
@@ -64,6 +67,8 @@ class SessionParts(LoadedPair):
     acceptance_cache: AcceptanceCache | None = None
     encoder: LazyEncoder | None = None
     draft_store: DraftStore | None = None
+    prompt_cache: PromptCache | None = None
+    row_facts: Mapping[str, str] = field(default_factory=dict)
     fingerprint: str = ""
 
 
@@ -108,6 +113,7 @@ class Session:
         logprobs: int | None = None,
         compiled: Constraint | None = None,
         prediction: str | Sequence[int] = "",
+        client: str = "",
     ) -> Generation:
         """Starts a request, greedy by default. `prompt` is text, token ids, or a `media_prompt`.
 
@@ -116,6 +122,7 @@ class Session:
         With a `constraint` (a JsonSchema, Gbnf, Regex or ToolCalls) the text is always valid, with drafts as without. Other options:
         `GenerationOptions`. `compiled` is what `compile_constraint` made of the `constraint`, for this request alone.
         `prediction` is a text, or its tokens, that the output is expected to repeat, whole or in parts; it changes the speed alone.
+        With `reuse_prefix`, a session that has a prompt cache reads and keeps rows there, those of each `client` apart.
         Raises RequestError if the prompt does not fit or an option is out of range or of the wrong type, or the session is closed,
         BackendError if a constraint's library is missing.
         """
@@ -155,7 +162,12 @@ class Session:
                 constraint=enforced,
                 sources=sources,
                 draft_store=self._parts.draft_store,
+                cached=self._cached(ids, client) if reuse_prefix else None,
             )
+
+    def _cached(self, prompt: Sequence[int], client: str) -> CachedPrompt | None:
+        cache = self._parts.prompt_cache
+        return cache.request(self.target, prompt[:-1], client) if cache is not None and isinstance(self.target, SavableTarget) else None
 
     @property
     def _weighs(self) -> bool:
@@ -320,20 +332,27 @@ class Session:
     def save_state(self, path: Path | str) -> None:
         """Writes the K/V rows with their tokens to a file. Raises RequestError if there are none or it cannot be written."""
         with self._open():
-            save_state(Path(path), self.target, self.bundle)
+            save_state(Path(path), self._savable(), self._parts.row_facts)
 
     def load_state(self, path: Path | str) -> None:
         """Replaces the cache's K/V rows with those of a file that `save_state` wrote.
 
         A request with `reuse_prefix` whose prompt begins with `target.tokens` then continues from them. Beyond the sliding window a
         file holds only what the next token needs: a prompt that ends more than one token earlier is computed again. Drafts begin after
-        the first verify. Raises RequestError, and changes nothing, if the file is damaged or has another target, KV type or context.
+        the first verify. Raises RequestError, and changes nothing, if the file is damaged or of another bundle, engine, KV type or context.
         Only a session that minimizes joules and has not measured its power yet measures it first, which empties the cache.
         """
         with self._open():
             self.profit()  # measures the power now, since measuring later would empty the cache
-            load_state(Path(path), self.target, self.bundle)
+            media = np.iinfo(np.int32).min if self.bundle.manifest.media is not None else 0  # negative ids stand for their rows
+            ids = range(media, self.bundle.manifest.architecture.vocab_size)
+            load_state(Path(path), self._savable(), self._parts.row_facts, ids)
             self.claim.release()
+
+    def _savable(self) -> SavableTarget:
+        if not isinstance(self.target, SavableTarget):
+            raise RequestError("this backend cannot save or load a KV state; use llama.cpp or ONNX Runtime")
+        return self.target
 
     @property
     def draft_store(self) -> DraftStore | None:
@@ -350,6 +369,11 @@ class Session:
         if self._parts.acceptance_cache:
             self._parts.acceptance_cache.save()
         self._parts.keep_costs()
+
+    def close_prompt_cache(self) -> None:
+        """Waits until the prompt cache has written what it keeps."""
+        if self._parts.prompt_cache is not None:
+            self._parts.prompt_cache.close()
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -371,6 +395,7 @@ class Session:
                 self.target.rollback(0)
                 return
             self.claim.lock.closed = True
+            self.close_prompt_cache()
             if self._parts.encoder is not None:
                 self._parts.encoder.close()
             if self.drafter is not None:

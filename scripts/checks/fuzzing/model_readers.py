@@ -6,15 +6,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import OnnxGraphs
-from edge_runtime.errors import BackendError
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.interfaces import KvRows
 from fuzzing.readers import PARSED, Read, Reader
 
 _GRAPHS = OnnxGraphs(
     opset=23, contrib_ops=(), rotations=(), context=64, bos_token=2, eos_token=1, eog_tokens=(1,), control_tokens=(0, 1, 2, 3)
 )
 _VOCABULARY = 300
+_STATE_ROWS = 12
 TEXTS = ("def area(r):\n", "<|turn>user\n<eos>\u00e9\U0001f600 \x00", " " * 50)
 # Sizes of the head file in the corpus (tests/support/tiny_head.py).
 _HEAD = {"hidden_size": 32, "target_hidden_size": 64, "vocabulary": 30}
@@ -126,9 +130,14 @@ def _kv_state(_: Path, bundle: Path | None) -> Read:
 
     target = LlamaTarget(opened_bundle(bundle).path("target", "gguf"), LlamaOptions(context=64, threads=1, batch=64, draft=False))
 
+    full, sliding = (_STATE_ROWS * size for size in target.row_bytes)
+
     def read(data: bytes) -> None:
         target.rollback(0)
-        target.restore(list(range(5, 17)), data)
+        values = np.frombuffer(data, np.uint8)
+        if len(values) != full + sliding:
+            raise RequestError("the reader of files gives as many rows as there are tokens")
+        target.restore(list(range(5, 5 + _STATE_ROWS)), KvRows(*(part.reshape(_STATE_ROWS, -1) for part in np.split(values, [full]))))
         target.verify([7])
 
     return read
@@ -139,13 +148,8 @@ def _states(bundle: Path) -> Sequence[bytes]:
     from edge_runtime.backends.llama.target import LlamaTarget
 
     with LlamaTarget(opened_bundle(bundle).path("target", "gguf"), LlamaOptions(context=64, threads=1, batch=64, draft=False)) as target:
-        target.prefill(list(range(5, 17)))
-        return [target.state()]
-
-
-def _state_places(data: bytes) -> Sequence[tuple[int, int]]:
-    """Headers: at the beginning, and after the full cache somewhere in the middle."""
-    return [(0, 200), (0, len(data))]
+        target.prefill(list(range(5, 5 + _STATE_ROWS)))
+        return [b"".join(part.tobytes() for part in target.state())]
 
 
 READERS = (
@@ -154,5 +158,5 @@ READERS = (
     Reader(name="tokenizer-library", make=_tokenizer, corpus="tokenizer", structured=True, memory_factor=PARSED),
     Reader(name="prompt", make=_prompt, needs_bundle=True, memory_factor=PARSED),
     Reader(name="chat-template", make=_template, guarded=False, memory_factor=PARSED),
-    Reader(name="kv-state", make=_kv_state, needs_bundle=True, seeds=_states, focus=_state_places, memory_factor=8.0),
+    Reader(name="kv-state", make=_kv_state, needs_bundle=True, seeds=_states, memory_factor=8.0),
 )

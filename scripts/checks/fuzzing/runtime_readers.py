@@ -22,9 +22,9 @@ from edge_runtime.server.requests.ollama import read_ollama_chat
 from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.session.chat import ChatSettings
 from edge_runtime.session.saved import chat_file
-from edge_runtime.session.saved.kv_state_file import load_state
+from edge_runtime.session.saved.kv_state_file import load_state, row_facts
 from fuzzing.readers import OWN_ERRORS, PARSED, Read, Reader, corpus, from_file
-from fuzzing.stand_ins import DUMMIES, StateTarget, bundle_of, make_weights
+from fuzzing.stand_ins import DUMMIES, StateTarget, make_weights
 
 
 def _manifest(folder: Path, _: Path | None) -> Read:
@@ -68,11 +68,12 @@ def _onnx(folder: Path, _: Path | None) -> Read:
 
 
 def _state(folder: Path, _: Path | None) -> Read:
-    bundle, path = bundle_of(folder), folder / "state"
+    path, target = folder / "state", StateTarget()
+    facts = row_facts(target, "bundle", "llama", "kernels")
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        load_state(path, StateTarget(), bundle)
+        load_state(path, target, facts, range(64))
 
     return read
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.llama.state_check import check_state
-from edge_runtime.bundle.bundle import Bundle, open_bundle
-from edge_runtime.interfaces import Logits
-from fuzzing.readers import CORPUS, corpus
+from edge_runtime.errors import RequestError
+from edge_runtime.interfaces import KvRows, Logits
+from fuzzing.readers import CORPUS
 
 WINDOW = 8
 # Content of the files named in the manifests of the corpus.
@@ -32,16 +31,19 @@ class StateTarget:
     rewind_slack = 12
     rollback_floor = 0
     kv_type = "f16"
+    row_bytes = (16, 8)
+    sliding_rows = WINDOW
     length = 0
     tokens: NDArray[np.int32] = np.zeros(0, np.int32)
 
-    def state(self) -> bytes:
+    def state(self, first: int = 0) -> KvRows:  # noqa: ARG002
         """Returns an empty state."""
-        return b""
+        return KvRows(np.zeros((0, 16), np.uint8), np.zeros((0, 8), np.uint8))
 
-    def restore(self, tokens: Sequence[int], state: bytes) -> None:
-        """Checks the state as the llama.cpp backend does."""
-        check_state(state, len(tokens), WINDOW)
+    def restore(self, tokens: Sequence[int], rows: KvRows) -> None:
+        """Checks the number of rows."""
+        if len(rows.full) != len(tokens) or not min(len(tokens), WINDOW) <= len(rows.sliding) <= len(tokens):
+            raise RequestError("the state has too few rows")
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Does nothing."""
@@ -55,16 +57,6 @@ class StateTarget:
 
     def close(self) -> None:
         """Does nothing."""
-
-
-def bundle_of(folder: Path) -> Bundle:
-    """Returns a bundle of the corpus's manifest, to whose target the states of the corpus belong."""
-    home = folder / "bundle"
-    home.mkdir()
-    (home / "manifest.json").write_bytes(corpus("manifest")[0])
-    for name, content in DUMMIES.items():
-        (home / name).write_bytes(content)
-    return open_bundle(home)
 
 
 def make_weights(folder: Path) -> None:

@@ -12,6 +12,8 @@ from edge_runtime.media.image import SIDE, Image
 from edge_runtime.media.soft_rows import LazyEncoder
 from edge_runtime.server.engine.jobs import Job
 from edge_runtime.server.requests.completions import read_chat
+from edge_runtime.server.serve import client_names
+from edge_runtime.session.session import Session
 
 SECRET = {"messages": [{"role": "user", "content": "the secret is long and has many words " * 8}], "temperature": 0, "max_tokens": 4}
 KEYS = ("first", "second")
@@ -47,7 +49,7 @@ def test_one_key_has_its_prefixes_back() -> None:
 
 
 def test_rows_are_dropped_before_a_request_of_another_client_can_fail() -> None:
-    worker, _, _ = scripted_worker("Hello.")
+    worker, _, _ = scripted_worker("Hello.", clients=KEYS)
     target = worker._sessions[0].target
     target.prefill([2, 101, 102, 103])
     job = Job(read_chat(SECRET).choices[0], lambda _: None, client=1)
@@ -55,6 +57,25 @@ def test_rows_are_dropped_before_a_request_of_another_client_can_fail() -> None:
     worker._waiting.append(job)
     worker._assign()
     assert (target.length, worker._clients) == (0, [1])
+
+
+def test_each_key_has_prompts_of_its_own_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, _, _ = scripted_worker("Hello.", count=2, clients=client_names(KEYS))
+    generate, names = Session.generate, []
+
+    def named(self: Session, *arguments: Any, client: str = "", **options: Any) -> Any:
+        names.append(client)
+        return generate(self, *arguments, client=client, **options)
+
+    monkeypatch.setattr(Session, "generate", named)
+    for client in (1, 0):
+        job = Job(read_chat(SECRET).choices[0], lambda _: None, client=client)
+        job.prompt = [2, 101, 102, 103, 104]
+        worker._waiting.append(job)
+    worker._assign()
+    assert sorted(names) == sorted(client_names(KEYS))
+    assert names[0] != names[1] != client_names([])[0]
+    assert not any(key in name for key in KEYS for name in names)  # files lie about for long
 
 
 def test_encoded_images_are_kept_for_one_client() -> None:

@@ -8,6 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from edge_devices.files.limited_read import sha256_of
+
 # Names a variant ("avx2"), or is "none": then the stock operators run.
 VARIABLE = "EDGE_MTP_KERNELS"
 FOLDER = Path(__file__).parent / "lib"
@@ -32,6 +34,12 @@ def variant() -> str | None:
     if requested:
         return requested if requested in usable else None
     return usable[0] if usable else None
+
+
+def build_hash() -> str:
+    """Returns the SHA-256 of the compiled library, "" where there is none."""
+    path = kernels_path()
+    return "" if path is None else sha256_of(path)
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Any
 
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
 from edge_runtime.backends.interface import OpenedPair, OpenRequest, kernel_finding, lazy_encoder
+from edge_runtime.backends.kernels.loader import build_hash
 from edge_runtime.backends.llama.context import MAX_SEQUENCES, LlamaOptions
 from edge_runtime.backends.llama.crash_probe import cached_probes, probe_load_options, workaround
 from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
@@ -59,6 +60,7 @@ class LlamaBackend:
             vocabulary=target.vocabulary,
             speed_facts=facts,
             answer_facts=(request.sequences, *facts),
+            row_kernel_facts=(repack, kernels, build_hash(), library_version(), system_info()),
             exported_parity=manifest.parity,
             row_kernels=kernels if repack else None,
             encoder=lazy_encoder(bundle, "gguf", lambda: together.open_encoder(bundle.path(MEDIA_ENCODER, "gguf")), room),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +26,12 @@ from edge_runtime.backends.llama.context import (
     open_context,
     rewind_slack,
 )
+from edge_runtime.backends.llama.kv_state import cache_forms, rows_of, state_of
 from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
-from edge_runtime.backends.llama.state_check import check_state
 from edge_runtime.backends.llama.vocabulary import LlamaVocabulary
 from edge_runtime.bundle.gguf_gemma4 import TARGET
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.interfaces import Logits
+from edge_runtime.interfaces import KvRows, Logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,7 @@ class LlamaTargetContext(LlamaModel):
         self.vocabulary = LlamaVocabulary(self._library, self._model)
         self.hidden_size: int = api.llama_model_n_embd_out(self._model)
         self.window: int = api.llama_model_n_swa(self._model)
+        self.forms = cache_forms(self.header, options.kv_type)
         self.chunk: int = api.llama_n_batch(self._pointer)
         slack = rewind_slack(options.context, self.window, api.llama_n_ubatch(self._pointer))
         # With several sequences, only the rows of the newest forward can always be removed (src/llama-kv-cache.cpp, find_slot).
@@ -163,26 +164,22 @@ class LlamaTargetContext(LlamaModel):
         lowest: int = self._api.llama_memory_seq_pos_min(self._memory, number)
         return lowest
 
-    def state(self, number: int) -> bytes:
-        """Returns the rows of a sequence in llama.cpp's format. Raises BackendError if llama.cpp returns none."""
+    def state(self, number: int, length: int, first: int) -> KvRows:
+        """Returns the rows of a sequence from position `first` on. Raises BackendError if llama.cpp returns none."""
         self.require_open()
         size: int = self._api.llama_state_seq_get_size(self._pointer, number)
-        buffer = (ctypes.c_uint8 * size)()
+        buffer = np.empty(size, np.uint8)
         self._library.log.clear()
-        if self._api.llama_state_seq_get_data(self._pointer, buffer, size, number) != size:
+        if self._api.llama_state_seq_get_data(self._pointer, _bytes_of(buffer), size, number) != size:
             raise BackendError(f"llama.cpp did not return the {size} bytes of the state{self._library.quoted_error()}; try again")
-        return bytes(buffer)
+        return rows_of(buffer, self.forms, length, first)
 
-    def restore(self, number: int, state: bytes) -> None:
-        """Replaces the rows of a sequence by checked ones in llama.cpp's format.
-
-        Raises BackendError if llama.cpp rejects them; the sequence is then empty.
-        """
+    def restore(self, number: int, rows: KvRows) -> None:
+        """Replaces the rows of a sequence. Raises BackendError if llama.cpp rejects them; the sequence is then empty."""
         self.truncate(number, 0)
         self._library.log.clear()
-        # ctypes.cast would leave a cycle of references that keeps the state until garbage is collected.
-        source = ctypes.byref(ctypes.c_uint8.from_address(np.frombuffer(state, np.uint8).ctypes.data))
-        if self._api.llama_state_seq_set_data(self._pointer, source, len(state), number) != len(state):
+        state = state_of(rows, self.forms)
+        if self._api.llama_state_seq_set_data(self._pointer, _bytes_of(state), len(state), number) != len(state):
             self.truncate(number, 0)
             raise BackendError(f"llama.cpp rejected the saved state{self._library.quoted_error()}; prefill the text again")
 
@@ -221,6 +218,11 @@ class LlamaTargetContext(LlamaModel):
         super().close()
 
 
+def _bytes_of(array: NDArray[np.uint8]) -> Any:
+    # ctypes.cast would leave a cycle of references that keeps the state until garbage is collected.
+    return ctypes.byref(ctypes.c_uint8.from_address(array.ctypes.data))
+
+
 class LlamaSequence(CommittedText):
     """One sequence of a target's context. Implements `interfaces.Target`; it is closed with the context."""
 
@@ -232,6 +234,8 @@ class LlamaSequence(CommittedText):
         self.rewind_slack = shared.rewind_slack
         self.max_rows = shared.max_rows
         self.kv_type: str = shared.options.kv_type
+        self.row_bytes = shared.forms[0].row_bytes, shared.forms[1].row_bytes
+        self.sliding_rows = shared.window - 1
         shared.sequences.append(self)
 
     def prefill(self, tokens: Sequence[int], *, rows_read: int = 1) -> None:
@@ -287,23 +291,21 @@ class LlamaSequence(CommittedText):
         self.check_rollback(length)
         self._truncate(length)
 
-    def state(self) -> bytes:
-        """Returns the K/V rows in llama.cpp's format; of the sliding layers those that the next token attends to."""
-        return self.shared.state(self.number)
+    def state(self, first: int = 0) -> KvRows:
+        """Returns the K/V rows from position `first` on; of the sliding layers those that the next token attends to."""
+        return self.shared.state(self.number, self.length, first)
 
-    def restore(self, tokens: Sequence[int], state: bytes) -> None:
-        """Replaces all rows by those of `state`, made of `tokens`. There are no drafts until the next forward.
+    def restore(self, tokens: Sequence[int], rows: KvRows) -> None:
+        """Replaces all rows by `rows`, made of `tokens`. There are no drafts until the next forward.
 
-        Of the sliding layers it holds one window, so `rollback_floor` and not `rewind_slack` says how far it can be rolled back.
-        Raises RequestError if the state is damaged, then nothing has changed, and BackendError if llama.cpp refuses it, then it is empty.
+        Of the sliding layers it takes one window, so `rollback_floor` and not `rewind_slack` says how far it can be rolled back.
+        Raises RequestError if they do not fit, then nothing has changed, and BackendError if llama.cpp refuses them, then it is empty.
         """
-        self.shared.require_open()
-        if len(tokens) > self.context:
-            raise RequestError(f"a state of {len(tokens)} tokens exceeds the context of {self.context}; raise it")
-        check_state(state, len(tokens), self.shared.window)
+        self.check_state(tokens, rows)
         self.forget_hidden()
         self.length = 0
-        self.shared.restore(self.number, state)
+        window = self.shared.window
+        self.shared.restore(self.number, KvRows(rows.full, rows.sliding[max(0, len(rows.sliding) - window) :]))
         self.append(np.asarray(tokens, np.int64))
 
     @property

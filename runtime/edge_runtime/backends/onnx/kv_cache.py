@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from edge_runtime.backends.onnx.loader import Call, scalar, value_over
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, Rotation
 from edge_runtime.errors import BundleError
+from edge_runtime.interfaces import KvRows
 
 FULL, SLIDING = "full", "sliding"
 BUFFER, ROWS = "buffer", "rows"
@@ -55,6 +57,7 @@ class KeyValueCache:
         self._arrays: dict[str, NDArray[Any]] = {}
         self.values: dict[str, Any] = {}
         self._sliding: list[NDArray[Any]] = []
+        self._full: set[str] = set()
         self.read_by_rows: list[str] = []
         self._drafter_by_rows: dict[str, str] = {}
         for buffer in buffers:
@@ -69,6 +72,8 @@ class KeyValueCache:
                     self._drafter_by_rows[name] = buffer.kind
                 if buffer.kind == SLIDING:
                     self._sliding.append(self._arrays[name])
+                else:
+                    self._full.add(name)
 
     def place_rows(self, call: Call, length: int, new: int) -> None:
         """Gives the target's call the first `length` rows of buffers that it reads by rows, and the place of `new` ones behind them."""
@@ -118,12 +123,72 @@ class KeyValueCache:
         """Forgets everything."""
         self.first = 0
 
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of a position in all full and in all sliding buffers."""
+        full, sliding = (sum(array[0, :, 0].nbytes for array in self._arrays_of(kind)) for kind in (FULL, SLIDING))
+        return full, sliding
+
+    @property
+    def sliding_rows(self) -> int:
+        """How many sliding rows before a position target and drafter see from it."""
+        return 0 if self._window is None else self._window + 1
+
+    def rows_from(self, first: int, length: int) -> KvRows:
+        """Returns the rows of the positions from `first` to `length` - 1; of sliding buffers those that are still there."""
+        return KvRows(
+            full=joined_rows([array[:, :, first:length] for array in self._arrays_of(FULL)], length - first),
+            sliding=joined_rows([a[:, :, max(first - self.first, 0) : length - self.first] for a in self._sliding], length - first),
+        )
+
+    def put_rows(self, rows: KvRows) -> None:
+        """Replaces all rows by these."""
+        length, held = len(rows.full), min(len(rows.sliding), self.kept)
+        put_joined(rows.full, [array[:, :, :length] for array in self._arrays_of(FULL)])
+        put_joined(rows.sliding[len(rows.sliding) - held :], [array[:, :, :held] for array in self._sliding])
+        self.first = length - held if self._sliding else 0
+
+    def _arrays_of(self, kind: str) -> list[NDArray[Any]]:
+        return self._sliding if kind == SLIDING else [array for name, array in self._arrays.items() if name in self._full]
+
     def _move(self, length: int) -> None:
         held = length - self.first
         kept = min(self.kept, held)
         for array in self._sliding:
             array[:, :, :kept] = array[:, :, held - kept : held]
         self.first += held - kept
+
+
+def joined_rows(arrays: Sequence[NDArray[Any]], rows: int) -> NDArray[np.uint8]:
+    """Returns the rows of buffers [1, kv_heads, rows, head_dim], all buffers of a row side by side, as bytes [rows, bytes].
+
+    Without buffers there are `rows` rows of no bytes.
+    """
+    if not arrays:
+        return np.empty((rows, 0), np.uint8)
+    joined = np.empty((arrays[0].shape[2], sum(_width(array) for array in arrays)), np.uint8)
+    for piece, place in zip(arrays, _columns(arrays), strict=True):
+        _by_head(joined[:, place], piece)[...] = piece[0].view(np.uint8).transpose(1, 0, 2)
+    return joined
+
+
+def put_joined(joined: NDArray[np.uint8], arrays: Sequence[NDArray[Any]]) -> None:
+    """Writes what `joined_rows` returned to buffers of the same shapes."""
+    for array, place in zip(arrays, _columns(arrays), strict=True):
+        array[0].view(np.uint8).transpose(1, 0, 2)[...] = _by_head(joined[:, place], array)
+
+
+def _by_head(rows: NDArray[np.uint8], array: NDArray[Any]) -> NDArray[np.uint8]:
+    return rows.reshape(len(rows), array.shape[1], array.shape[3] * array.itemsize)
+
+
+def _columns(arrays: Sequence[NDArray[Any]]) -> list[slice]:
+    ends = list(itertools.accumulate(_width(array) for array in arrays))
+    return [slice(end - _width(array), end) for end, array in zip(ends, arrays, strict=True)]
+
+
+def _width(array: NDArray[Any]) -> int:
+    return int(array.shape[1] * array.shape[3] * array.itemsize)
 
 
 class Rotations:

@@ -10,7 +10,7 @@ from edge_devices.files.user_cache import cache_folder
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
 from edge_runtime.backends.interface import OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
-from edge_runtime.backends.kernels.loader import VARIABLE, variant
+from edge_runtime.backends.kernels.loader import VARIABLE, build_hash, variant
 from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, open_drafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
@@ -78,6 +78,7 @@ class OrtBackend:
             vocabulary=target.vocabulary,
             speed_facts=facts,
             answer_facts=(library_version(), *facts),
+            row_kernel_facts=(library_version(), options.provider, variant(), build_hash()),
             exported_parity=(manifest.parity or {}).get("onnx"),
             row_kernels=variant() if target.row_kernels else None,
             encoder=None if whole_images else lazy_encoder(bundle, "onnx", lambda: media_encoder(bundle, options), room),

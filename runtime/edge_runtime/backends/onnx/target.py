@@ -24,7 +24,7 @@ from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.errors import BundleError, RequestError
-from edge_runtime.interfaces import Logits
+from edge_runtime.interfaces import KvRows, Logits
 
 # Tokens per forward of a prefill, and how many times the context they may be: a float32 for each head.
 PREFILL_ROWS, PREFILL_SCORES = 256, 1 << 18
@@ -89,6 +89,8 @@ class GraphTarget(CommittedText):
         self.max_rows = MAX_ROWS
         self.hidden_rows = np.zeros((1, max(chunk, MAX_ROWS), files.hidden_size), np.float32)
         self._kv_rows, self._chunk = cache, chunk
+        self.row_bytes, self.sliding_rows = cache.row_bytes, cache.sliding_rows
+        self.kv_type = "-".join(sorted({buffer.dtype for buffer in files.layout.buffers}))
         self._drafts = files.drafter is not None
         self._logits = np.zeros((1, MAX_ROWS, files.vocab_size), np.float32)
         self._graphs: list[Graph] = []
@@ -172,6 +174,22 @@ class GraphTarget(CommittedText):
         self.length = length
         if length == 0:
             self._kv_rows.restart()
+
+    def state(self, first: int = 0) -> KvRows:
+        """Returns the K/V rows from position `first` on; of the sliding layers those that are still there."""
+        self.require_open()
+        return self._kv_rows.rows_from(first, self.length)
+
+    def restore(self, tokens: Sequence[int], rows: KvRows) -> None:
+        """Replaces all rows by `rows`, made of `tokens`. There are no drafts until the next forward.
+
+        Raises RequestError if they do not fit; then nothing has changed.
+        """
+        self.check_state(tokens, rows)
+        self.forget_hidden()
+        self.length = 0
+        self._kv_rows.put_rows(rows)
+        self.append(np.asarray(tokens, np.int64))
 
     @property
     @abstractmethod

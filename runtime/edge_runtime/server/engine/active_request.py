@@ -31,9 +31,11 @@ class ActiveRequest:
         watch: SharedWatch | None = None,
         *,
         repeatable: bool = False,
+        client: str = "",
     ) -> None:
         """Prepares the generation; computes nothing yet. `watch` measures its energy; a `repeatable` answer depends on the request alone.
 
+        `client` names whose prompts it may find in the prompt cache.
         Raises RequestError as `Session.generate` does.
         """
         self.job = job
@@ -55,6 +57,7 @@ class ActiveRequest:
             compiled=job.constraint,
             draft_length=request.draft_length,
             prediction=job.prediction,
+            client=client,
         )
         is_chat = isinstance(request.prompt, Conversation)
         self._parser = ChannelParser(session.vocabulary, (*request.stop, *(template.stop if is_chat else ())), channels=is_chat)

@@ -56,17 +56,18 @@ class Worker:
         watch: SharedWatch | None = None,
         deterministic: bool = False,
         alone: bool = False,
-        clients: int = 1,
+        clients: Sequence[str] = ("",),
     ) -> None:
         """With `deterministic`, no answer depends on what other requests left in the caches; with `alone`, one request runs at a time.
 
-        Each of several `clients` has its share of the queue and of the turns.
+        Each of several `clients`, by their names, has its share of the queue and of the turns, and prompts of its own in the prompt cache.
         """
+        self._client_names = clients
         self._deterministic, self._alone = deterministic, alone
         self._sessions = sessions.sessions
         self._lockstep = sessions.decoder
         self._template = template
-        self._places = Places(len(self._sessions) + waiting, clients)
+        self._places = Places(len(self._sessions) + waiting, len(clients))
         self._notify = notify
         self.watch = watch
         # SimpleQueue.put is reentrant, so a signal handler may call it at any time.
@@ -264,7 +265,8 @@ class Worker:
                 session, repeatable = self._sessions[slot.number], self._deterministic or job.request.repeatable
                 if job.client != slot.client:
                     self._empty_for(job.client, slot.number)
-                active = ActiveRequest(job, slot.number, session, self._template, self.watch, repeatable=repeatable)
+                name = self._client_names[job.client]
+                active = ActiveRequest(job, slot.number, session, self._template, self.watch, repeatable=repeatable, client=name)
             except EdgeRuntimeError as error:
                 self._fail(job, error)
                 continue

@@ -1,143 +1,234 @@
-"""A session's KV state as a file: a header that identifies the target, the tokens, and the backend's rows.
+"""A file of K/V rows: a header that says what they belong to, their tokens, and the rows.
 
-Layout: MAGIC, the header's length (uint32, little endian), the header (JSON), the tokens (int32, little endian), the rows.
-The file is untrusted: every size in it is checked against the size of the file before it is used.
+Layout: MAGIC, the header's length (uint32, little endian), the header (JSON), the tokens (int32, little endian), the rows of the full
+layers, the rows of the sliding ones. The file is untrusted: every size in it is compared with what this target's rows must have, and with
+the size of the file, before it is used, and tokens and rows with their SHA-256. A state that a user saves is one such file; the prompt
+cache is a folder of them, each with the rows behind another's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.typed_json import StructureError, from_json, to_json
-from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import SavableTarget, Target
+from edge_runtime.interfaces import KvRows, SavableTarget
 
 MAGIC = b"EDGEMTPS"
-VERSION = 1
+VERSION = 2
 MAX_HEADER_BYTES = 4096
-_TOKEN = np.dtype("<i4")
+MAX_SECONDS = 1e9
+TOKEN = np.dtype("<i4")
+_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+# What rows belong to, in the words of an error, with what to do about it.
+FACTS = {
+    "bundle": "another bundle; open the one that it was saved with, or save it again",
+    "engine": "another engine; open with --backend {value}, or save it again",
+    "kv_type": "K/V type {value}, this session has {own}; open with --kv-type {value}, or save it again",
+    "rows": "another layout of rows; save it again",
+    "kernels": "other kernels, another version or another processor; save it again",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeader:
-    """The target and context of a saved state; `sha256` is of tokens and rows."""
+    """What a file holds. `facts` are those of FACTS; `after` identifies the `first` tokens before these, "" where there are none.
+
+    `tokens` and their full rows are as many, `sliding` is the number of sliding rows; `tokens_sha256` is of tokens and full rows,
+    `sliding_sha256` of sliding ones. `seconds` is how long computing the rows took.
+    """
 
     version: int
-    target_sha256: str
-    kv_type: str
+    facts: Mapping[str, str]
     context: int
+    first: int
+    after: str
     tokens: int
-    state_bytes: int
-    sha256: str
+    sliding: int
+    tokens_sha256: str
+    sliding_sha256: str
+    seconds: float
 
 
-def save_state(path: Path, target: Target, bundle: Bundle) -> None:
-    """Writes the target's committed rows to `path`, atomically. Raises RequestError if that is not possible."""
-    savable = _savable(target)
-    if not savable.length:
-        raise RequestError("the KV cache is empty, so there is no state to save; generate something first")
-    tokens, state = savable.tokens.astype(_TOKEN).tobytes(), savable.state()
+@dataclass(frozen=True, kw_only=True)
+class RowSegment:
+    """Rows with their tokens [n], and what stands before them, as in `StateHeader`."""
+
+    tokens: NDArray[np.int64]
+    rows: KvRows
+    first: int = 0
+    after: str = ""
+    seconds: float = 0.0
+
+
+def row_facts(target: SavableTarget, bundle: str, engine: str, kernels: str) -> dict[str, str]:
+    """Returns what a target's rows belong to; `bundle` and `kernels` are hashes."""
+    full, sliding = target.row_bytes
+    return {"bundle": bundle, "engine": engine, "kv_type": target.kv_type, "rows": f"{full}+{sliding}", "kernels": kernels}
+
+
+def write_segment(path: Path, segment: RowSegment, facts: Mapping[str, str], context: int) -> int:
+    """Writes a file atomically, for its owner alone; returns its bytes. Raises OSError."""
+    tokens, rows = segment.tokens.astype(TOKEN), segment.rows
+    full, sliding = np.ascontiguousarray(rows.full), np.ascontiguousarray(rows.sliding)
     header = StateHeader(
         version=VERSION,
-        target_sha256=bundle.file("target").sha256,
-        kv_type=savable.kv_type,
-        context=savable.context,
-        tokens=savable.length,
-        state_bytes=len(state),
-        sha256=_digest(tokens, state),
+        facts=facts,
+        context=context,
+        first=segment.first,
+        after=segment.after,
+        tokens=len(tokens),
+        sliding=len(sliding),
+        tokens_sha256=_digest(tokens, full),
+        sliding_sha256=_digest(sliding),
+        seconds=segment.seconds,
     )
     text = json.dumps(to_json(header)).encode()
-    _write(path, (MAGIC, len(text).to_bytes(4, "little"), text, tokens, state))
+    parts = (MAGIC, len(text).to_bytes(4, "little"), text, tokens.tobytes(), full.data, sliding.data)
+    atomic_write(path, parts)  # type: ignore[arg-type]
+    return sum(memoryview(part).nbytes for part in parts)
 
 
-def load_state(path: Path, target: Target, bundle: Bundle) -> None:
-    """Puts the rows of a file into the target's cache. Raises RequestError if it is damaged or does not fit this target and context."""
-    savable = _savable(target)
+class SegmentFile:
+    """An open file of rows whose header was checked. Close it, or use it as a context manager."""
+
+    def __init__(self, path: Path, facts: Mapping[str, str], row_bytes: tuple[int, int]) -> None:
+        """Raises RequestError for a file that is not a state, damaged, or of something else; OSError if it cannot be read."""
+        self._path, self._row_bytes = path, row_bytes
+        self._file: BinaryIO = os.fdopen(os.open(path, _FLAGS), "rb", buffering=0)
+        try:
+            state = os.fstat(self._file.fileno())
+            self.owner_only = is_own(state) and (os.name != "posix" or not state.st_mode & 0o077)
+            self.header = _read_header(path, self._file, row_bytes)
+            _check_facts(path, self.header.facts, facts)
+            self._start = self._file.tell()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read_full(self, out: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """Fills `out` [tokens, bytes] with the full rows; returns the tokens. Raises as `__init__` does."""
+        tokens = np.empty(self.header.tokens, TOKEN)
+        self._fill(self._start, (tokens, out), self.header.tokens_sha256)
+        return tokens.astype(np.int64)
+
+    def read_sliding(self, out: NDArray[np.uint8]) -> None:
+        """Fills `out` [sliding, bytes] with the sliding rows. Raises as `__init__` does."""
+        header = self.header
+        self._fill(self._start + header.tokens * (TOKEN.itemsize + self._row_bytes[0]), (out,), header.sliding_sha256)
+
+    def _fill(self, place: int, arrays: Iterable[NDArray[Any]], sha256: str) -> None:
+        self._file.seek(place)
+        for array in arrays:
+            _read_into(self._file, array)
+        if _digest(*arrays) != sha256:
+            raise RequestError(f"the state {self._path} does not have the sha256 of its header; it is damaged, save it again")
+
+    def __enter__(self) -> SegmentFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def save_state(path: Path, target: SavableTarget, facts: Mapping[str, str]) -> None:
+    """Writes the target's committed rows to `path`, atomically. Raises RequestError if that is not possible."""
+    if not target.length:
+        raise RequestError("the KV cache is empty, so there is no state to save; generate something first")
+    try:
+        write_segment(path, RowSegment(tokens=target.tokens.astype(np.int64), rows=target.state()), facts, target.context)
+    except OSError as error:
+        raise RequestError(f"the state cannot be written to {path} ({error.strerror}); choose another file") from error
+
+
+def load_state(path: Path, target: SavableTarget, facts: Mapping[str, str], ids: range) -> None:
+    """Puts the rows of a file into the target's cache; `ids` are those that its tokens may have.
+
+    Raises RequestError if it is damaged or does not fit this target and context.
+    """
     if not path.is_file():
         raise RequestError(f"the state {path} is not a file; check the path")
     try:
-        with path.open("rb") as file:
-            header = _read_header(path, file)
-            _check_fit(path, header, savable, bundle)
-            tokens, state = file.read(header.tokens * _TOKEN.itemsize), file.read(header.state_bytes)
+        with SegmentFile(Path(os.path.realpath(path)), facts, target.row_bytes) as file:
+            header = file.header
+            if header.first:
+                raise RequestError(f"the state {path} begins at token {header.first}, as a prompt cache's; save one with --save-state")
+            if header.tokens > target.context:
+                raise RequestError(
+                    f"the state {path} has {header.tokens} tokens, the context {target.context}; open with --context {header.context}"
+                )
+            full, sliding = (np.empty((n, b), np.uint8) for n, b in zip((header.tokens, header.sliding), target.row_bytes, strict=True))
+            tokens = file.read_full(full)
+            file.read_sliding(sliding)
     except OSError as error:
         raise RequestError(f"the state {path} cannot be read ({error.strerror}); check the path") from error
-    if _digest(tokens, state) != header.sha256:
-        raise RequestError(f"the state {path} does not have the sha256 of its header; it is damaged, save it again")
-    savable.restore(_ids(path, tokens, bundle).tolist(), state)
+    if tokens.min() < ids.start or tokens.max() >= ids.stop:
+        raise RequestError(f"the state {path} has tokens outside of 0..{ids.stop - 1}; it is damaged, save it again")
+    target.restore(tokens.tolist(), KvRows(full, sliding))
 
 
-def _savable(target: Target) -> SavableTarget:
-    if not isinstance(target, SavableTarget):
-        raise RequestError("this backend cannot save or load a KV state; use the llama.cpp backend")
-    return target
-
-
-def _read_header(path: Path, file: BinaryIO) -> StateHeader:
-    size = path.stat().st_size
-    if file.read(len(MAGIC)) != MAGIC:
+def _read_header(path: Path, file: BinaryIO, row_bytes: tuple[int, int]) -> StateHeader:
+    state = os.fstat(file.fileno())
+    if not stat.S_ISREG(state.st_mode) or file.read(len(MAGIC)) != MAGIC:
         raise RequestError(f"{path} is not a saved KV state; save one with --save-state")
     length = int.from_bytes(file.read(4), "little")
-    if length > min(MAX_HEADER_BYTES, size):
+    if length > min(MAX_HEADER_BYTES, state.st_size):
         raise RequestError(
             f"the state {path} has a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; it is damaged, save it again"
         )
     try:
-        header = from_json(StateHeader, json.loads(file.read(length)), "header")
+        data = json.loads(file.read(length))
+        if isinstance(data, dict) and type(version := data.get("version")) is int and version != VERSION:
+            raise RequestError(f"the state {path} has version {version}, this reader supports {VERSION}; save it again")
+        header = from_json(StateHeader, data, "header")
     except (ValueError, RecursionError, StructureError) as error:
         raise RequestError(f"the state {path} has a damaged header ({error}); save it again") from error
-    if header.version != VERSION:
+    sound = header.tokens >= 1 and 0 <= header.sliding <= header.tokens and header.first >= 0 and 0 <= header.seconds <= MAX_SECONDS
+    if not sound:
         raise RequestError(
-            f"the state {path} has version {header.version}, this reader supports {VERSION}; upgrade edge-mtp, or save it again"
+            f"the state {path} holds {header.tokens} tokens, {header.sliding} sliding rows and begins at {header.first};"
+            " it is damaged, save it again"
         )
-    if header.tokens < 1 or header.state_bytes < 1:
-        raise RequestError(f"the state {path} holds {header.tokens} tokens in {header.state_bytes} bytes; it is damaged, save it again")
-    expected = file.tell() + header.tokens * _TOKEN.itemsize + header.state_bytes
-    if size != expected:
-        raise RequestError(f"the state {path} has {size} bytes, its header says {expected}; it is damaged, save it again")
+    expected = file.tell() + header.tokens * (TOKEN.itemsize + row_bytes[0]) + header.sliding * row_bytes[1]
+    if header.facts.get("rows") == f"{row_bytes[0]}+{row_bytes[1]}" and state.st_size != expected:
+        raise RequestError(f"the state {path} has {state.st_size} bytes, its header says {expected}; it is damaged, save it again")
     return header
 
 
-def _check_fit(path: Path, header: StateHeader, target: SavableTarget, bundle: Bundle) -> None:
-    if header.target_sha256 != bundle.file("target").sha256:
-        raise RequestError(f"the state {path} is of another target; open the bundle it was saved with, or save it again")
-    if header.kv_type != target.kv_type:
-        raise RequestError(
-            f"the state {path} has KV type {header.kv_type[:20]!r}, this session {target.kv_type};"
-            f" open with --kv-type {header.kv_type[:20]}"
-        )
-    if header.tokens > target.context:
-        raise RequestError(
-            f"the state {path} has {header.tokens} tokens, the context {target.context}; open with --context {header.context}"
-        )
+def _check_facts(path: Path, facts: Mapping[str, str], own: Mapping[str, str]) -> None:
+    for name, value in own.items():
+        if facts.get(name) != value:
+            stored = str(facts.get(name))[:20]
+            raise RequestError(f"the state {path} is of {FACTS[name].format(value=stored, own=value)}")
 
 
-def _ids(path: Path, tokens: bytes, bundle: Bundle) -> NDArray[np.int64]:
-    ids = np.frombuffer(tokens, _TOKEN).astype(np.int64)
-    size = bundle.manifest.architecture.vocab_size
-    # Negative ids stand for the rows of images and sound.
-    if (ids.min() < 0 and bundle.manifest.media is None) or ids.max() >= size:
-        raise RequestError(f"the state {path} has tokens outside of 0..{size - 1}; it is damaged, save it again")
-    return ids
+def is_own(state: os.stat_result) -> bool:
+    """Whether a file or folder is this user's."""
+    return os.name != "posix" or state.st_uid == os.geteuid()
 
 
-def _digest(tokens: bytes, state: bytes) -> str:
-    digest = hashlib.sha256(tokens)
-    digest.update(state)
+def _read_into(file: BinaryIO, array: NDArray[Any]) -> None:
+    view, place = array.data.cast("B") if array.size else memoryview(b""), 0
+    while place < len(view):
+        count = file.readinto(view[place:])  # type: ignore[attr-defined]
+        if not count:
+            raise RequestError("the state became shorter while it was read; save it again")
+        place += count
+
+
+def _digest(*arrays: NDArray[Any]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array.data if array.size else b"")
     return digest.hexdigest()
-
-
-def _write(path: Path, parts: tuple[bytes, ...]) -> None:
-    try:
-        atomic_write(path, parts)
-    except OSError as error:
-        raise RequestError(f"the state cannot be written to {path} ({error.strerror}); choose another file") from error

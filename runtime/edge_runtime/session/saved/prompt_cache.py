@@ -1,0 +1,397 @@
+"""The prompt cache: K/V rows of prompts in a folder, so that a text is computed once.
+
+The folder holds segments (`kv_state_file`): the rows of some tokens behind a text. A segment's name has a hash of the text before it and
+one of the text up to its end, both with what the rows belong to and whose they are; so a prompt's longest known beginning follows from
+names alone, texts that begin alike share segments, and another bundle, engine or client finds none of them. Segments are the pieces in
+which prompts are computed, so what follows a restored one is computed in the pieces in which it would have been.
+
+Reading must pay: what takes more than a `SPEEDUP`-th of the time that computing took is given up. Nothing here fails a request: what cannot
+be read is computed, what cannot be written is not kept, and `notify` gets one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import heapq
+import json
+import os
+import queue
+import re
+import stat
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_devices.files.temp_files import clear_stale_in
+from edge_devices.files.user_cache import cache_folder
+from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.interfaces import KvRows, MediaTarget, SavableTarget, inside_image
+from edge_runtime.session.saved.kv_state_file import TOKEN, RowSegment, SegmentFile, is_own, write_segment
+
+LIMIT = "1GB"
+MIN_LIMIT = 1 << 20
+# Reading must be this many times as fast as computing.
+SPEEDUP = 5.0
+# Fewer tokens are not worth a file, and more have one for each so many.
+MIN_TOKENS, MAX_TOKENS = 32, 512
+# Rows that may wait for the disk, in bytes; a prompt that is computed faster than that is kept in part.
+_WAITING = 256 << 20
+# Files that may turn out damaged, or gone, while one prompt is read.
+_TRIES = 8
+_KEY_CHARACTERS = 32
+_NAME = re.compile(rf"([0-9a-f]{{{_KEY_CHARACTERS}}})-([0-9a-f]{{{_KEY_CHARACTERS}}})-(\d{{1,9}})-(\d{{1,9}})\.kv")
+_SAMPLE = bytes(1 << 18)
+
+
+def default_folder() -> Path:
+    """Returns the folder of the user's prompt cache. Raises EdgeError for a user without a home folder."""
+    return cache_folder() / "prompts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A segment in the folder, by its name."""
+
+    path: Path
+    key: str
+    tokens: int
+    sliding: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """A beginning of a text that the folder holds: its entries, its length, the hash of its text, and the sliding rows before its end."""
+
+    entries: tuple[_Entry, ...]
+    length: int
+    text: hashlib._Hash
+    sliding: int
+
+    def with_entry(self, entry: _Entry, text: hashlib._Hash) -> _Known:
+        whole = entry.sliding == entry.tokens
+        return _Known(
+            entries=(*self.entries, entry),
+            length=self.length + entry.tokens,
+            text=text,
+            sliding=entry.sliding + (self.sliding if whole else 0),
+        )
+
+
+class PromptCache:
+    """A folder of segments, for all requests on one pair. Close it: that waits for what is still to be written."""
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, str],
+        *,
+        limit: int,
+        notify: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`facts` are what the rows belong to (`kv_state_file.row_facts`); `limit` in bytes is for the folder, of whatever bundles.
+
+        Raises RequestError for a limit below `MIN_LIMIT`.
+        """
+        if limit < MIN_LIMIT:
+            raise RequestError(f"the prompt cache's limit is {limit} bytes; give at least {MIN_LIMIT}, or --prompt-cache off")
+        self.folder, self.facts, self.limit = folder, dict(facts), limit
+        self._notify = notify
+        self.seconds_a_token: float | None = None
+        self.refused: set[Path] = set()
+        self.usable, self.writable = self._is_private(), True
+        self._queue: queue.SimpleQueue[tuple[Path, RowSegment, int] | None] = queue.SimpleQueue()
+        self._waiting, self._lock = 0, threading.Lock()
+        self._writer: threading.Thread | None = None
+        begin = time.perf_counter()
+        hashlib.sha256(_SAMPLE).digest()
+        # Copies from the file and into the cache take about as long as the hash.
+        self._read_seconds_a_byte = 2 * (time.perf_counter() - begin) / len(_SAMPLE)
+
+    def request(self, target: SavableTarget, prompt: Sequence[int], client: str = "") -> CachedPrompt:
+        """Returns what a request has of it. Texts of other clients are not there."""
+        return CachedPrompt(self, target, prompt, hashlib.sha256(json.dumps([self.facts, client]).encode()))
+
+    def pays(self, tokens: int, bytes_: int) -> bool:
+        """Whether reading rows is expected to be so much faster than computing them, as far as that was measured."""
+        return self.seconds_a_token is None or SPEEDUP * bytes_ * self._read_seconds_a_byte <= tokens * self.seconds_a_token
+
+    def known(self, tokens: NDArray[np.int32], text: hashlib._Hash, target: SavableTarget) -> tuple[_Known, _Known]:
+        """Returns the longest beginning of `tokens` whose rows are there, and the longest that the target can go on from.
+
+        That needs the sliding rows before its end, or all, and ends in no image whose rows attend to later ones.
+        """
+        whole = isinstance(target, MediaTarget) and target.whole_rows > 0
+        entries: dict[str, list[_Entry]] = {}
+        for name in self._names():
+            if (match := _NAME.fullmatch(name)) and (path := self.folder / name) not in self.refused and int(match[4]) <= int(match[3]):
+                entry = _Entry(path=path, key=match[2], tokens=int(match[3]), sliding=int(match[4]))
+                entries.setdefault(match[1], []).append(entry)
+        nothing = _Known(entries=(), length=0, text=text, sliding=0)
+        reached, lengths, usable = {0: nothing}, [0], nothing
+        longest = nothing
+        while lengths:
+            longest = reached[heapq.heappop(lengths)]
+            if longest.sliding >= min(longest.length, target.sliding_rows) and not (whole and inside_image(tokens, longest.length)):
+                usable = longest
+            for entry in entries.get(longest.text.hexdigest()[:_KEY_CHARACTERS], ()):
+                end = longest.length + entry.tokens
+                if not longest.length < end <= len(tokens):
+                    continue
+                after = longest.text.copy()
+                after.update(tokens[longest.length : end].astype(TOKEN).data)
+                further = longest.with_entry(entry, after)
+                if after.hexdigest()[:_KEY_CHARACTERS] == entry.key and (end not in reached or further.sliding > reached[end].sliding):
+                    if end not in reached:
+                        heapq.heappush(lengths, end)
+                    reached[end] = further
+        return longest, usable
+
+    def keep(self, after: str, key: str, segment: RowSegment, context: int) -> bool:
+        """Writes a segment, in a thread of its own; returns whether there was room to wait for the disk."""
+        size = segment.rows.full.nbytes + segment.rows.sliding.nbytes
+        with self._lock:
+            if self._waiting + size > _WAITING:
+                return False
+            self._waiting += size
+        name = f"{after[:_KEY_CHARACTERS]}-{key[:_KEY_CHARACTERS]}-{len(segment.tokens)}-{len(segment.rows.sliding)}.kv"
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write_all, name="edge-mtp prompt cache", daemon=True)
+            self._writer.start()
+        self._queue.put((self.folder / name, segment, context))
+        return True
+
+    def refuse(self, path: Path, error: Exception) -> None:
+        """Leaves out a file that cannot be used; one that is not what its name says, or a link, is removed."""
+        self.refused.add(path)
+        with contextlib.suppress(OSError):
+            if is_own(path.lstat()) and (isinstance(error, RequestError) or path.is_symlink()):
+                path.unlink()
+                self.refused.discard(path)
+        self._notify(f"a file of the prompt cache is not used ({error}); its prompt is computed anew")
+
+    def give_up(self, error: Exception, *, reading: bool = False) -> None:
+        """Keeps nothing more; after a failure of `reading`, reads nothing more either."""
+        if self.writable:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+            failed, without = ("used", "it") if reading else ("written", "keeping prompts")
+            self._notify(f"the prompt cache {self.folder} cannot be {failed} ({reason}); this run goes on without {without}")
+        self.writable, self.usable = False, self.usable and not reading
+
+    def close(self) -> None:
+        """Waits until all is written. Can be called twice."""
+        if self._writer is not None:
+            self._queue.put(None)
+            self._writer.join()
+            self._writer = None
+
+    def _write_all(self) -> None:
+        while (item := self._queue.get()) is not None:
+            path, segment, context = item
+            if self.writable:
+                try:
+                    self._write(path, segment, context)
+                except OSError as error:
+                    self.give_up(error)
+            with self._lock:
+                self._waiting -= segment.rows.full.nbytes + segment.rows.sliding.nbytes
+            del item, segment  # not held until the next one comes
+
+    def _write(self, path: Path, segment: RowSegment, context: int) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.is_symlink():
+            path.unlink()
+        if not path.exists() or path in self.refused:
+            write_segment(path, segment, self.facts, context)
+            self.refused.discard(path)
+            shrink(self.folder, self.limit)
+
+    def _names(self) -> list[str]:
+        try:
+            return [path.name for path in self.folder.iterdir()]
+        except OSError:
+            return []
+
+    def _is_private(self) -> bool:
+        """Whether the folder is not there yet, or nobody else can put files into it."""
+        try:
+            state = self.folder.stat()
+        except FileNotFoundError:
+            return True
+        except (OSError, ValueError) as error:
+            self._notify(f"the prompt cache {self.folder} cannot be read ({error}); this run goes on without it")
+            return False
+        if not stat.S_ISDIR(state.st_mode):
+            reason = "is not a folder"
+        elif not is_own(state):
+            reason = f"belongs to another user (number {state.st_uid})"
+        elif os.name == "posix" and state.st_mode & 0o022:
+            reason = f"may be written by others (mode {stat.S_IMODE(state.st_mode):o})"
+        else:
+            clear_stale_in(self.folder)
+            return True
+        self._notify(f"the prompt cache {self.folder} {reason}; this run goes on without it, name a folder of your own")
+        return False
+
+
+class CachedPrompt:
+    """One request's use of a prompt cache."""
+
+    def __init__(self, cache: PromptCache, target: SavableTarget, prompt: Sequence[int], root: hashlib._Hash) -> None:
+        """`root` is the hash of what the rows belong to."""
+        self._cache, self._target, self._root = cache, target, root
+        self._prompt = np.asarray(prompt, np.int32)
+        self._stored: tuple[int, hashlib._Hash] | None = None
+        self._computed, self._seconds = 0, 0.0
+
+    def reading(self, held: int) -> Iterator[int]:
+        """Restores the longest beginning of the prompt, in steps of one file; yields after each how many tokens are in the target's cache.
+
+        `held` of them are there already.
+        """
+        for _ in range(_TRIES if self._cache.usable else 0):
+            _, known = self._cache.known(self._prompt, self._root, self._target)
+            if known.length - held < MIN_TOKENS:
+                return
+            if (yield from self._read(known, held)):
+                return
+
+    def keep(self, computed: int, seconds: float) -> None:
+        """Keeps the rows of the target that the folder has not; `computed` of the prompt's were made just now, in `seconds`."""
+        cache, target = self._cache, self._target
+        self._computed, self._seconds = self._computed + computed, self._seconds + seconds
+        if self._computed:
+            cache.seconds_a_token = self._seconds / self._computed
+        if not (cache.usable and cache.writable):
+            return
+        tokens = target.tokens.copy()
+        if self._stored is None:
+            known, _ = cache.known(tokens, self._root, target)
+            self._stored = known.length, known.text
+        first = self._stored[0]
+        count = len(tokens) - first
+        size = count * sum(target.row_bytes)
+        if count >= MIN_TOKENS and size <= _WAITING and cache.seconds_a_token is not None and cache.pays(count, size):
+            try:
+                self._keep_rows(tokens, target.state(first))
+            except (EdgeRuntimeError, MemoryError) as error:
+                cache.give_up(error, reading=True)
+
+    def _keep_rows(self, tokens: NDArray[np.int32], rows: KvRows) -> None:
+        assert self._stored is not None
+        start, text = self._stored
+        lost = len(tokens) - len(rows.sliding)
+        for first in range(start, len(tokens), MAX_TOKENS):
+            end = min(first + MAX_TOKENS, len(tokens))
+            after, text = text.hexdigest(), text.copy()
+            text.update(tokens[first:end].astype(TOKEN).data)
+            sliding = rows.sliding[max(0, first - lost) : max(0, end - lost)]
+            segment = RowSegment(
+                tokens=tokens[first:end].astype(np.int64),
+                rows=KvRows(rows.full[first - start : end - start], sliding),
+                first=first,
+                after=after,
+                seconds=(end - first) * (self._cache.seconds_a_token or 0.0),
+            )
+            if not self._cache.keep(after, text.hexdigest(), segment, self._target.context):
+                return
+            self._stored = end, text
+
+    def _read(self, known: _Known, held: int) -> Generator[int, None, bool]:
+        """Restores the rows of `known`; returns whether that is done or given up, False where a file turned out to be none."""
+        cache, target, seconds, computed = self._cache, self._target, 0.0, 0.0
+        try:
+            read = _Read(known, target, self._root)
+        except MemoryError as error:
+            cache.give_up(error, reading=True)
+            return True
+        for number, entry in enumerate(known.entries):
+            begin = time.perf_counter()
+            try:
+                computed += read.add(number, entry, cache.facts, self._prompt)
+            except FileNotFoundError:
+                return False  # it was removed since
+            except (RequestError, OSError) as error:
+                cache.refuse(entry.path, error)
+                return False
+            seconds += time.perf_counter() - begin
+            if SPEEDUP * seconds > computed:
+                return True
+            yield held
+        try:
+            target.restore(self._prompt[: known.length].tolist(), read.rows)
+        except EdgeRuntimeError as error:
+            cache.give_up(error, reading=True)
+            return True
+        self._stored = known.length, known.text
+        for entry in reversed(known.entries):  # so that what others build on goes last
+            with contextlib.suppress(OSError):
+                os.utime(entry.path)
+        yield known.length
+        return True
+
+
+class _Read:
+    """The rows of a beginning of a prompt while they are read; sliding ones only as far as they are needed."""
+
+    def __init__(self, known: _Known, target: SavableTarget, root: hashlib._Hash) -> None:
+        self._row_bytes, self._text = target.row_bytes, root.copy()
+        left, self._sliding_from = min(known.length, target.sliding_rows), len(known.entries)
+        while left > 0:
+            self._sliding_from -= 1
+            left -= known.entries[self._sliding_from].sliding
+        sliding = sum(entry.sliding for entry in known.entries[self._sliding_from :])
+        self.rows = KvRows(np.empty((known.length, self._row_bytes[0]), np.uint8), np.empty((sliding, self._row_bytes[1]), np.uint8))
+        self._place = self._sliding_place = 0
+
+    def add(self, number: int, entry: _Entry, facts: Mapping[str, str], prompt: NDArray[np.int32]) -> float:
+        """Reads the next entry; returns the seconds that computing it took. Raises RequestError if it is not what its name says."""
+        first, end = self._place, self._place + entry.tokens
+        with SegmentFile(entry.path, facts, self._row_bytes) as file:
+            header = file.header
+            if not file.owner_only:
+                raise RequestError(f"the state {entry.path} is another user's, or open to others")
+            named = first, entry.tokens, entry.sliding, self._text.hexdigest()
+            if (header.first, header.tokens, header.sliding, header.after) != named:
+                raise RequestError(f"the state {entry.path} is not the one that its name says; it is damaged")
+            tokens = file.read_full(self.rows.full[first:end])
+            if (tokens != prompt[first:end]).any():
+                raise RequestError(f"the state {entry.path} is of another text than its name says; it is damaged")
+            if number >= self._sliding_from:
+                begin, self._sliding_place = self._sliding_place, self._sliding_place + entry.sliding
+                file.read_sliding(self.rows.sliding[begin : self._sliding_place])
+        self._text.update(tokens.astype(TOKEN).data)
+        self._place = end
+        return header.seconds
+
+
+def segments(folder: Path) -> list[tuple[float, int, Path]]:
+    """Returns (last use, bytes, path) of the segments in a folder, the least recently used first; none if it cannot be read."""
+    files = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    state = entry.stat(follow_symlinks=False)
+                    files.append((state.st_mtime, state.st_size, Path(entry.path)))
+    return sorted(files)
+
+
+def shrink(folder: Path, limit: int) -> tuple[int, int]:
+    """Removes the least recently used segments until at most `limit` bytes are left; returns how many files and bytes went.
+
+    Raises OSError for one that cannot be removed.
+    """
+    held, files, size = segments(folder), 0, 0
+    total = sum(bytes_ for _, bytes_, _ in held)
+    for _, bytes_, path in held:
+        if total - size <= limit:
+            break
+        path.unlink(missing_ok=True)
+        files, size = files + 1, size + bytes_
+    return files, size
