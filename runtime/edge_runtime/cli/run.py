@@ -18,7 +18,10 @@ COMMANDS = LazyCommands(
         "compare": ("edge_runtime.cli.compare", "Run PROMPT with and without drafts in turn and print a table."),
         "demo": ("edge_runtime.cli.demo", "Stream several kinds of text with accepted drafts in colour, beside plain decoding."),
         "tune": ("edge_runtime.cli.tune", "Measure threads, costs of drafts and the faster backend now, in seconds, for all later starts."),
-        "plan": ("edge_runtime.cli.plan", "Predict memory, speed, best draft length and joules per token, here or on a device."),
+        "plan": (
+            "edge_runtime.cli.plan",
+            "Predict memory, first token, speed, best draft length and joules per token, here or on a device.",
+        ),
         "doctor": ("edge_runtime.cli.doctor", "Show what works on this machine and what is missing."),
         "forget": ("edge_runtime.cli.forget", "Forget texts: empty the prompt cache, and remove a draft store."),
     }
