@@ -12,7 +12,7 @@ if len(sys.argv) != 2:
 
 rounds: list[edge_runtime.Round] = []
 
-with edge_runtime.open_session(sys.argv[1], drafter="dense") as session:
+with edge_runtime.open_session(sys.argv[1]) as session:
     generation = session.generate("def area(width, height):\n", max_tokens=200, draft_length=4, on_round=rounds.append)
     for number, piece in enumerate(generation):
         print(piece, end="|", flush=True)  # text between two marks is from one target forward

@@ -46,26 +46,29 @@ def test_an_example_without_a_bundle_says_how_it_is_used(name: str, machine: dic
     if name in NEEDS:
         pytest.importorskip(NEEDS[name][0], reason=f"needs edge-mtp[{NEEDS[name][1]}]")
     if name == "export_pair":
-        pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+        pytest.importorskip("onnx", reason="needs edge-mtp[export-onnx]")
     done = subprocess.run([sys.executable, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, env=machine, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith(f"usage: python examples/{name}.py ")
 
 
-@pytest.mark.parametrize("name", sorted(SHOWN))
-def test_an_example_shows_what_it_says(name: str, exported_pair: Path, onnx_pair: Callable[[str], Path], machine: dict[str, str]) -> None:
+@pytest.mark.parametrize(("name", "engine"), [(name, engine) for name in sorted(SHOWN) for engine in ("gguf", "onnx")])
+def test_an_example_shows_what_it_says(
+    name: str, engine: str, request: pytest.FixtureRequest, onnx_pair: Callable[[str], Path], machine: dict[str, str]
+) -> None:
+    if (name, engine) == ("onnx_backend", "gguf"):
+        pytest.skip("it is about the other engine")
     if name in NEEDS:
         library, extra = NEEDS[name]
         pytest.importorskip(library, reason=f"needs edge-mtp[{extra}]")
     if name == "openai_client":
         pytest.importorskip("uvicorn", reason="needs edge-mtp[serve]")
-    bundle = onnx_pair("int8") if name == "onnx_backend" else exported_pair
+    bundle = onnx_pair("int8") if engine == "onnx" else request.getfixturevalue("exported_pair")
     assert SHOWN[name] in "\n " + run(name, bundle, machine)
 
 
 def test_the_export_example_makes_a_bundle(tmp_path: Path, machine: dict[str, str]) -> None:
-    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
-    pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+    pytest.importorskip("onnx", reason="needs edge-mtp[export-onnx]")
     from edge_runtime.bundle.bundle import open_bundle
 
     text = run("export_pair", tmp_path / "bundle", machine)
