@@ -155,3 +155,12 @@ def test_too_little_memory_is_one_sentence():
     before = "import edge_devices.cli as c\ndef fail(*_): raise MemoryError\nc.detect_device = fail"
     done = start("edge-devices", "detect", before=before)
     assert (done.returncode, done.stderr) == (1, "Error: there is not enough memory; close other programs\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+@pytest.mark.parametrize("megabytes", [60, 100, 140])
+def test_an_address_space_without_room_for_numpy_is_one_sentence(megabytes):
+    """numpy raises at the first, its OpenBLAS ends the process at the second, and by SIGINT near the third."""
+    before = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({megabytes << 20},) * 2)"
+    done = start("edge-run", "generate", "no-bundle", "text", before=before)
+    assert (done.returncode, done.stderr.count("\n"), done.stderr.partition(": ")[0]) == (1, 1, "Error")

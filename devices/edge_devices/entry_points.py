@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 STOPPED = 130
+_NO_MEMORY = "there is not enough memory to start; close other programs, or raise the limit (ulimit -v)"
 
 
 def _command(module: str, name: str) -> Callable[[], NoReturn]:
@@ -53,6 +54,7 @@ def run(module: str, name: str) -> NoReturn:
     output = None
     try:
         output = _replace_output()
+        _try_numpy_first()
         code = _call(module, name)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -61,7 +63,7 @@ def run(module: str, name: str) -> NoReturn:
         print("stopped", file=sys.stderr)
         code = STOPPED
     except MemoryError:  # also while modules load
-        code = _print_error("there is not enough memory to start; close other programs, or raise the limit (ulimit -v)")
+        code = _print_error(_NO_MEMORY)
     except OSError:
         if output is not None and output.error is not None:
             code = _output_failed(output.error)
@@ -91,6 +93,45 @@ def _replace_output() -> StandardOutput | None:
         buffer, encoding=old.encoding, errors=old.errors, line_buffering=old.line_buffering, write_through=old.write_through
     )
     return output
+
+
+class NumpyTrial:
+    """An import hook: before numpy is imported, a fork of this process does it. Raises MemoryError if that ends badly.
+
+    Where its OpenBLAS gets no memory, it ends the process itself, by exit or by SIGINT.
+    """
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
+        """Finds nothing: the other finders do."""
+        if name != "numpy":
+            return
+        sys.meta_path.remove(self)
+        if (child := os.fork()) == 0:
+            _import_numpy_and_exit()
+        if os.waitpid(child, 0)[1] != 0:
+            raise MemoryError
+
+
+def _import_numpy_and_exit() -> NoReturn:
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        import numpy  # noqa: F401
+
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _try_numpy_first() -> None:
+    """Where a process may map only so much (ulimit -v), numpy is tried before it is imported, and its OpenBLAS gets one thread."""
+    if not hasattr(os, "fork"):
+        return
+    import resource
+
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        sys.meta_path.insert(0, NumpyTrial())
 
 
 def _call(module: str, name: str) -> int:
