@@ -1,36 +1,100 @@
-"""The README's comparison table from a file of measurements."""
+"""The comparison with other engines: its tables from records, workers as they answer and fail, and what cannot be measured."""
 
 from __future__ import annotations
+
+import io
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 import bench_peers
-from bench_records import whole_benchmark
-from edge_bench.measure.records import RecordFile
+import peer_edge_mtp
+import peer_protocol
+from bench_peers import OURS_LLAMA, PeerProcess, Peers, Side, draft_notes, first_token_ratio, measured
+from bench_records import PEER_PLAIN, fixed, header, run
+from edge_bench.measure.prompts import Prompt
+from edge_bench.measure.records import Note, RecordFile, Run
+from edge_bench.measure.runners import EdgeRunner, Schedule
+from edge_bench.measure.variants import BASELINE, DEFAULT, LLAMA_CPP, OURS, PLAIN, Variant
+from edge_devices.files.typed_json import to_json
+from edge_runtime.errors import BackendError
+from scripted import make_session
+
+OUR_DEFAULT = Variant(side=OURS, drafter="split", policy="profit")
+THEIR_DEFAULT = Variant(side="LiteRT-LM int4", drafter="none", policy=DEFAULT)
+THEIR_PLAIN = replace(THEIR_DEFAULT, policy=PLAIN)
+PROMPT = Prompt(domain="code", number=0, text="def", ids=(1, 2, 3))
+STUB = """
+import contextlib, sys
+print("noise of an engine")
+def answer(request):
+    if request["tokens"] == 1:
+        raise ValueError("too few tokens")
+    if request["tokens"] == 2:
+        print("the last words", file=sys.stderr)
+        sys.exit(3)
+    return {"prompt_tokens": 3, "tokens": request["tokens"], "seconds": 0.5, "first_token_seconds": 0.1, "drafted": 0, "accepted": 0}
+@contextlib.contextmanager
+def engine():
+    yield {"version": "stub 1", "flags": "none"}, answer
+"""
 
 
 @pytest.fixture
-def records(tmp_path):
+def records(tmp_path: Path) -> Path:
+    lines = [header(engines={OURS: "edge-mtp 0 on onnxruntime 1", "LiteRT-LM int4": "LiteRT-LM 0.18.1"})]
+    for repeat in range(3):
+        for variant, seconds in ((BASELINE, 1.0), (OUR_DEFAULT, 0.25), (THEIR_PLAIN, 1.0), (THEIR_DEFAULT, 0.5), (PEER_PLAIN, 2.0)):
+            lines.append(run(variant, repeat=repeat, seconds=seconds, output=None))
+        for length, ours, theirs in (("64", 0.1, 0.2), ("512", 0.4, 0.2)):
+            for variant, seconds in ((BASELINE, ours), (THEIR_PLAIN, theirs)):
+                lines.append(
+                    run(variant, part="contexts", domain=length, repeat=repeat, prompt_tokens=int(length), first_token=seconds, output=None)
+                )
     with RecordFile(tmp_path / "peers.jsonl") as file:
-        for record in whole_benchmark():
+        for record in [*lines, Note(text="LiteRT-LM int8 was not measured: no file")]:
             file.add(record)
     return tmp_path / "peers.jsonl"
 
 
-def test_the_table_has_a_line_per_setting_and_columns_per_side(records):
-    result = CliRunner().invoke(bench_peers.main, ["--report", str(records)])
-    assert result.exit_code == 0
-    lines = [line for line in result.output.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in lines} == {8}
-    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines}
-    assert list(cells) == ["draft length", "--:", "plain", "2", "4", "rolling"]
-    assert cells["plain"] == ["9.1", "-", "-", "9.1", "1.00 [1.00, 1.00]", "-"]
-    assert cells["2"][1:] == ["1.50 [1.50, 1.50]", "50.0%", "4.5", "0.50 [0.50, 0.50]", "-"]
-    assert cells["4"][3:] == ["", "", ""]
+def cells(text: str, start: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.startswith(start))
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--report", "x", "--runs", "y"], 2), (["--report", "missing"], 1)])
+def test_a_report_has_speeds_first_tokens_versions_and_what_is_missing(records, tmp_path):
+    result = CliRunner().invoke(bench_peers.main, ["--report", str(records), "--json", str(tmp_path / "peers.json")])
+    assert result.exit_code == 0, result.output
+    assert cells(result.output, "| LiteRT-LM int4 | default |")[2:] == ["20.0", "2.00 [2.00, 2.00]", "-", "2.00 [2.00, 2.00]"]
+    assert cells(result.output, "| edge-mtp | profit |")[2:] == ["40.0", "4.00 [4.00, 4.00]", "-", "-"]
+    assert cells(result.output, "| llama.cpp | none |")[-1] == "8.00 [8.00, 8.00]"
+    assert cells(result.output, "| LiteRT-LM int4 | 200")[1:] == ["200.0", "2.00 [2.00, 2.00]", "200.0", "0.50 [0.50, 0.50]"]
+    assert "64 tokens, ms" in result.output
+    assert "- LiteRT-LM int4: LiteRT-LM 0.18.1" in result.output
+    assert "- LiteRT-LM int8 was not measured: no file" in result.output
+    written = json.loads((tmp_path / "peers.json").read_text())
+    assert written["header"]["engines"]["LiteRT-LM int4"] == "LiteRT-LM 0.18.1"
+    assert [row["domain"] for row in written["by_context"] if row["variant"]["side"] == OURS] == ["64", "512"]
+
+
+def test_first_tokens_are_compared_within_a_repeat():
+    runs = [run(v, domain="64", repeat=n, first_token=s * (1 + n)) for n in range(3) for v, s in ((BASELINE, 0.1), (PEER_PLAIN, 0.3))]
+    found = first_token_ratio(runs, OURS, LLAMA_CPP, "64")
+    assert found is not None
+    assert (found.value, found.low) == pytest.approx((3.0, 3.0))
+    assert first_token_ratio([run(PEER_PLAIN, first_token=None)], OURS, LLAMA_CPP, "code") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [([], 2), (["--report", "x", "--runs", "y"], 2), (["--report", "missing"], 1), (["--report", "x", "--lengths", "3,a"], 2)],
+)
 def test_refusals(arguments, code):
     assert CliRunner().invoke(bench_peers.main, arguments).exit_code == code
 
@@ -41,15 +105,108 @@ def test_tools_that_are_there_are_not_built_again(tmp_path, monkeypatch):
     assert bench_peers.tools_folder(tmp_path) == tmp_path.resolve()
 
 
-def test_measuring_goes_through_edge_bench(tmp_path, monkeypatch, records):
-    bundle, tools, asked = tmp_path / "bundle", tmp_path / "bin", []
-    bundle.mkdir()
-    tools.mkdir()
-    (tools / "llama-speculative-simple").touch()
-    monkeypatch.setattr(bench_peers, "run", lambda command, **environment: asked.append((list(map(str, command)), environment)))
-    arguments = [str(bundle), "--tools", str(tools), "--runs", str(records), "--lengths", "1-4", "--drafters", "dense,split"]
-    assert CliRunner().invoke(bench_peers.main, arguments).exit_code == 0
-    ((command, environment),) = asked
-    assert command[3:8] == ["run", str(bundle), "--against", f"llama.cpp={tools}", "--contexts"]
-    assert command[8:] == ["none", "--runs", str(records), "--lengths", "1-4", "--drafters", "dense,split"]
-    assert environment == {"LLAMA_CPP_LIB_PATH": str(tools)}
+@pytest.fixture
+def stub(tmp_path: Path):
+    (tmp_path / "stub_engine.py").write_text(STUB)
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import peer_protocol; peer_protocol.main('stub_engine')"
+    process = PeerProcess("stub", [sys.executable, "-c", code], tmp_path / "log")
+    yield process
+    process.close()
+
+
+def test_a_worker_says_what_it_is_and_answers(stub: PeerProcess):
+    assert stub.about == {"version": "stub 1", "flags": "none"}
+    run = stub.run(THEIR_PLAIN, PROMPT, 20, repeat=4)
+    assert (run.variant, run.domain, run.repeat, run.tokens, run.first_token_seconds) == (THEIR_PLAIN, "code", 4, 20, 0.1)
+
+
+def test_a_request_that_fails_is_no_end(stub: PeerProcess):
+    with pytest.raises(BackendError, match="stub: ValueError: too few tokens"):
+        stub.run(THEIR_PLAIN, PROMPT, 1)
+    assert stub.run(THEIR_PLAIN, PROMPT, 20).tokens == 20
+
+
+def test_a_worker_that_ends_leaves_its_last_words(stub: PeerProcess):
+    for _ in range(2):
+        with pytest.raises(BackendError, match="stub: it ended with exit code 3: the last words"):
+            stub.run(THEIR_PLAIN, PROMPT, 2)
+
+
+def test_a_worker_that_does_not_start_says_why(tmp_path):
+    with pytest.raises(BackendError, match=r"x: it ended with exit code 1: .*no_such_engine"):
+        PeerProcess("x", [sys.executable, "-c", "import no_such_engine"], tmp_path / "log")
+
+
+class Scripted:
+    """An engine that fails from its second request on."""
+
+    def __init__(self, good: int) -> None:
+        self.good = good
+
+    def run(self, variant: Variant, prompt: Prompt, tokens: int, *, part: str = "domains", repeat: int = 0) -> Run:
+        self.good -= 1
+        if self.good < 0:
+            raise BackendError("it is gone")
+        return run(variant, domain=prompt.domain, repeat=repeat, part=part)
+
+
+def test_a_side_that_fails_is_left_out_and_the_others_go_on():
+    sides = [
+        Side(name=name, runner=Scripted(good), version="", flags="", variants=(variant,))
+        for name, good, variant in ((OURS, 99, BASELINE), ("LiteRT-LM int4", 2, THEIR_PLAIN))
+    ]
+    plan = Schedule(part="domains", variants=(BASELINE, THEIR_PLAIN), prompts=(PROMPT,), repeats=3, tokens=8)
+    records = list(measured(sides, [plan], 1))
+    assert [record.variant.side for record in records if isinstance(record, Run)] == [OURS, "LiteRT-LM int4", OURS, OURS]
+    (note,) = (record.text for record in records if isinstance(record, Note))
+    assert note == "LiteRT-LM int4 was left out after prompt 0 of code: it is gone"
+
+
+def test_engines_that_are_not_there_are_named(tmp_path):
+    (tmp_path / "onnxruntime-genai-int4").mkdir()
+    with ExitStack() as stack:
+        every = Peers(stack=stack, logs=tmp_path, threads=1, context=64)
+        assert list(every.others(tmp_path)) == []
+    assert [text.partition(":")[0] for text in every.notes] == [
+        f"{name} was not measured" for name in ("LiteRT-LM int4", "LiteRT-LM int8", "onnxruntime-genai int4")
+    ]
+    assert "run scripts/setup/build_peers.sh" in every.notes[0]
+    assert "No such file or directory" in every.notes[2]
+
+
+def test_accepted_drafts_are_read_from_the_log_of_a_peer(tmp_path):
+    every = Peers(stack=ExitStack(), logs=tmp_path, threads=1, context=64)
+    sides = [Side(name=name, runner=Scripted(0), version="", flags="", variants=()) for name in ("LiteRT-LM int4", "silent", OURS_LLAMA)]
+    every.log("LiteRT-LM int4").write_text("x.cc:298] MTP Drafter - Success rate: 0.1\nx.cc:298] MTP Drafter - Success rate: 0.388889\n")
+    every.log("silent").write_text("nothing\n")
+    assert list(draft_notes(every, sides)) == ["LiteRT-LM int4 accepted 38.9% of its drafts, by its log"]
+
+
+def test_this_program_as_a_worker_runs_requests_and_makes_prompts_of_a_length():
+    session = make_session()
+    session.vocabulary.bos = -1
+    runner = EdgeRunner(session)
+    reply = peer_edge_mtp.answer(session, runner, {"variant": to_json(BASELINE), "prompt": to_json(PROMPT), "tokens": 8})
+    assert (reply["tokens"], reply["prompt_tokens"]) == (8, 3)
+    assert not {"variant", "domain"} & reply.keys()
+    reply = peer_edge_mtp.answer(session, runner, {"domains": ["code"], "per_domain": 1, "lengths": [16, 40]})
+    prompts = [(prompt["domain"], len(prompt["ids"])) for prompt in reply["prompts"]]
+    assert [domain for domain, _ in prompts] == ["code", "16", "40"]
+
+
+def test_requests_are_answered_line_by_line(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"n": 1}\nnot JSON\n{"n": 2}\n'))
+    replies = list(peer_protocol.replies({"version": "1"}, lambda request: {"n": 10 * request["n"]}))
+    assert [reply.get("n") for reply in replies] == [None, 10, None, 20]
+    assert replies[2]["error"].startswith("JSONDecodeError")
+
+
+def test_the_first_token_is_timed_from_the_request(monkeypatch):
+    clock = iter((0.0, 1.0, 3.0, 7.0))
+    monkeypatch.setattr(peer_protocol.time, "perf_counter", lambda: next(clock))
+    times: dict[str, Any] = peer_protocol.timed(lambda: None, iter("abc"))
+    assert times == {"prefill_seconds": 1.0, "first_token_seconds": 3.0, "seconds": 6.0}
+
+
+def test_fixed_lengths_are_named_by_their_number():
+    assert bench_peers.drafts(type("R", (), {"variant": fixed(3)})()) == "3"

@@ -1,0 +1,53 @@
+"""LiteRT-LM as a worker of bench_peers.py, in an environment that has litert-lm-api: one .litertlm file, with and without its drafter."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import litert_lm
+from litert_lm import interfaces
+
+from peer_protocol import Answer, timed
+
+GREEDY = interfaces.SamplerConfig(top_k=1, top_p=1.0, temperature=1.0, seed=0)
+
+
+@contextmanager
+def engine() -> Iterator[tuple[dict[str, Any], Answer]]:
+    """Opens the model that the arguments name."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int)
+    options = parser.parse_args()
+    # Drafts are switched for each session; a file without a drafter refuses them then.
+    with litert_lm.Engine(str(options.model), backend=interfaces.CPU(thread_count=options.threads), enable_benchmark=True) as opened:
+        about = {
+            "version": f"LiteRT-LM {version('litert-lm-api')}",
+            "flags": f"{options.model.parent.name}, CPU, {options.threads} threads, greedy",
+        }
+        yield about, lambda request: answer(opened, request)
+
+
+def answer(engine: litert_lm.Engine, request: dict[str, Any]) -> dict[str, Any]:
+    """Returns the figures of a request. Its own counts are used: it tokenizes the text itself, and groups tokens into chunks of text."""
+    drafts, text = request["variant"]["policy"] != "plain", request["prompt"]["text"]
+    session = engine.create_session(
+        apply_prompt_template=False, sampler_config=GREEDY, max_output_tokens=request["tokens"], enable_speculative_decoding=drafts
+    )
+    try:
+        times = timed(lambda: session.run_prefill([text]), iter(session.run_decode_async()))
+        counted = session.get_benchmark_info()
+        return {
+            **times,
+            "prompt_tokens": counted.last_prefill_token_count,
+            "tokens": counted.last_decode_token_count,
+            "drafted": 0,  # it counts them in its log alone
+            "accepted": 0,
+        }
+    finally:
+        session.close()
