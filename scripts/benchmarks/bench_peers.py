@@ -29,11 +29,11 @@ from typing import Any
 
 import click
 
-from edge_bench.measure.llama_tools import LlamaTools
+from edge_bench.measure.llama_tools import llama_tools
 from edge_bench.measure.prompts import DOMAINS, Prompt
 from edge_bench.measure.records import SCHEMA, Header, ModelFile, Note, Record, RecordFile, Run, read_records
 from edge_bench.measure.runners import CONTEXTS_PART, DOMAINS_PART, Runner, Schedule
-from edge_bench.measure.variants import BASELINE, DEFAULT, FIXED, LLAMA_CPP, OURS, PLAIN, Variant
+from edge_bench.measure.variants import BASELINE, DEFAULT, FIXED, LLAMA_CPP, OURS, PLAIN, Variant, parse_names
 from edge_bench.report.figures import Figures, Row, figures
 from edge_bench.report.ratios import Ratio, paired_logs, ratio
 from edge_bench.report.tables import machine_line, milliseconds, ratio_text, share
@@ -42,7 +42,6 @@ from edge_devices.files.atomic_write import write_text
 from edge_devices.files.typed_json import from_json, to_json
 from edge_devices.machine.facts import read_machine
 from edge_devices.machine.load import LoadWatch, load_now
-from edge_runtime.backends.llama.crash_probe import probe_load_options
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 from edge_runtime.errors import BackendError
@@ -181,17 +180,13 @@ class Peers:
 
     def llama_cpp(self, tools: Path, bundle: Bundle) -> Side:
         """Returns llama.cpp's tools: llama-bench for plain decoding, and the default of its speculative tool."""
-        files = bundle.file("target", "gguf"), bundle.file("drafter", "gguf")
-        target, drafter = (bundle.folder / file.path for file in files)
-        repack = probe_load_options(target, drafter, [file.quantization or "unknown" for file in files], notify=_show).use_extra_bufts
-        own = LlamaTools(tools=tools, target=target, drafter=drafter, context=self.context, threads=self.threads, repack=repack)
-        listed = subprocess.run([tools / "llama-bench", "--help"], capture_output=True, text=True, check=False)
-        number = next((line.split(":", 1)[-1].strip() for line in listed.stderr.splitlines() if "build" in line.lower()), "")
-        flags = f"{files[0].quantization} and {files[1].quantization}, {self.threads} threads, {'' if repack else 'not '}repacked, greedy"
+        own = llama_tools(bundle, tools, context=self.context, threads=self.threads)
+        repacked = "repacked" if own.repack else "not repacked, of which this build dies here"
         variants = tuple(
             Variant(side=LLAMA_CPP, drafter=drafter, policy=policy) for drafter, policy in (("none", PLAIN), ("dense", DEFAULT))
         )
-        return Side(name=LLAMA_CPP, runner=own, version=f"llama.cpp {number}".strip(), flags=flags, variants=variants)
+        flags = f"{own.target.stem} and {own.drafter.stem}, {self.threads} threads, {repacked}, greedy"
+        return Side(name=LLAMA_CPP, runner=own, version=f"llama.cpp {own.build()}", flags=flags, variants=variants)
 
     def others(self, folder: Path) -> Iterator[Side]:
         """Yields the sides whose environment and files are in the folder of scripts/setup/build_peers.sh."""
@@ -223,10 +218,6 @@ def draft_notes(every: Peers, sides: Sequence[Side]) -> Iterator[str]:
 
 def _side(name: str, process: PeerProcess, variants: tuple[Variant, ...]) -> Side:
     return Side(name=name, runner=process, version=process.about["version"], flags=process.about["flags"], variants=variants)
-
-
-def _show(text: str) -> None:
-    click.echo(text, err=True)
 
 
 def header(bundle: Bundle, sides: Sequence[Side], settings: dict[str, Any]) -> Header:
@@ -344,6 +335,7 @@ class _Numbers(click.ParamType[tuple[int, ...]]):
     "--tools", type=click.Path(path_type=Path), default=ROOT / "build" / "llama.cpp" / "bin", help="Folder of llama.cpp's binaries."
 )
 @click.option("--peers", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Also measure the engines in this folder.")
+@click.option("--domains", default=",".join(DOMAINS), help="Shipped prompt sets to use.")
 @click.option("--lengths", type=_Numbers(), default="3", help="Fixed draft lengths of this program, or none.")
 @click.option("--prompt-lengths", type=_Numbers(), default="64,512,1000", help="Prompt lengths for the first token, in tokens, or none.")
 @click.option("--max-tokens", "-n", type=click.IntRange(2, 512), default=64, help="Tokens to generate per request.")
@@ -373,6 +365,7 @@ def measure(
     peers: Path | None,
     runs: Path,
     *,
+    domains: str,
     lengths: tuple[int, ...],
     prompt_lengths: tuple[int, ...],
     max_tokens: int,
@@ -389,7 +382,7 @@ def measure(
         sides = [ours, every.edge(OURS_LLAMA, folder, "llama", (), LLAMA_CPP_LIB_PATH=str(tools)), every.llama_cpp(tools, bundle)]
         sides += every.others(peers) if peers is not None else ()
         assert isinstance(ours.runner, PeerProcess)
-        asked = ours.runner.ask({"domains": list(DOMAINS), "per_domain": 1, "lengths": list(prompt_lengths)})
+        asked = ours.runner.ask({"domains": parse_names(domains, DOMAINS, "domain"), "per_domain": 1, "lengths": list(prompt_lengths)})
         prompts = [from_json(Prompt, each, "prompt") for each in asked["prompts"]]
         short, long = prompts[: len(prompts) - len(prompt_lengths)], prompts[len(prompts) - len(prompt_lengths) :]
         settings = {"threads": every.threads, "tokens": max_tokens, "repeats": repeats, "context": every.context}

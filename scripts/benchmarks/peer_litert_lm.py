@@ -23,6 +23,7 @@ def engine() -> Iterator[tuple[dict[str, Any], Answer]]:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--context", type=int, help="not used: the file has its own")
     options = parser.parse_args()
     # Drafts are switched for each session; a file without a drafter refuses them then.
     with litert_lm.Engine(str(options.model), backend=interfaces.CPU(thread_count=options.threads), enable_benchmark=True) as opened:

@@ -9,6 +9,9 @@
 replayed on it exactly, without noise and without the models. `replay` prints the speed-up of each policy over plain decoding by domain,
 beside every fixed length and an upper bound: the best rounds for one who knows in advance which drafts will be accepted.
 
+Of vLLM's metrics (`curl http://HOST:8000/metrics`) in place of a recording, `replay` reads the acceptance by position: rounds are drawn
+from it, independent of each other, which those of a text are not.
+
 `load` times drafts and verifies of random lengths while whatever runs on the machine runs. A replay on it takes for each round what a round
 of as many drafts and rows took at that moment, so that policies are compared on the same load, which no two runs have.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
 import time
 from bisect import bisect_left
@@ -33,6 +37,7 @@ from rich.progress import track
 from rich.table import Table
 
 from edge_bench.measure.prompts import DOMAINS, prepare, read_prompts, shipped_prompts
+from edge_devices.command_line import one_sentence_errors
 from edge_devices.files.typed_json import from_json, to_json
 from edge_devices.machine.load import LoadWatch
 from edge_runtime.backends.selection import BACKENDS, CARDS
@@ -45,6 +50,7 @@ from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed, PolicyOptions, RoundPlan, RoundResult, Timing, policy_kind
 from edge_runtime.drafting.profit_policy import Profit
+from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Logits
 from edge_runtime.planning.computed_costs import computed_costs
 from edge_runtime.session.open import open_session
@@ -219,13 +225,49 @@ def clairvoyant(text: Text, costs: CostCurve) -> float:
 
 
 def read_texts(path: Path) -> list[Text]:
-    """Reads a file that `record` wrote."""
+    """Reads a file that `record` wrote, or vLLM's metrics. Raises RequestError for anything else."""
+    content = path.read_text(encoding="utf-8", errors="replace")
+    if rates := vllm_acceptance(content):
+        return [Text("vLLM", drawn_places(rates, DRAWN_TOKENS))]
     texts = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        data = json.loads(line)
-        places = zip(data["confidences"], data["accepted"], strict=True)
-        texts.append(Text(data["domain"], tuple(Place(tuple(sure), accepted) for sure, accepted in places)))
+    try:
+        for line in content.splitlines():
+            data = json.loads(line)
+            places = zip(data["confidences"], data["accepted"], strict=True)
+            texts.append(Text(data["domain"], tuple(Place(tuple(sure), accepted) for sure, accepted in places)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RequestError(f"{path} is neither a recording nor vLLM's metrics ({error!r}); make one with the command record") from error
     return texts
+
+
+VLLM_ROUNDS = re.compile(r"^vllm:spec_decode_num_drafts(?:_total)?(?:\{[^}\n]*\})?\s+([\d.eE+]+)\s*$", re.MULTILINE)
+VLLM_ACCEPTED = re.compile(
+    r'^vllm:spec_decode_num_accepted_tokens_per_pos(?:_total)?\{[^}\n]*position="(\d{1,3})"[^}\n]*\}\s+([\d.eE+]+)\s*$', re.MULTILINE
+)
+# Positions that are drawn from vLLM's rates.
+DRAWN_TOKENS = 20_000
+
+
+def vllm_acceptance(metrics: str) -> list[float]:
+    """Returns the share of rounds that accepted draft 1, 2, ..., of all models and engines together; empty without such counters.
+
+    Raises RequestError for counters that no rounds can have.
+    """
+    rounds = sum(map(float, VLLM_ROUNDS.findall(metrics)))
+    counts: dict[int, float] = defaultdict(float)
+    for position, value in VLLM_ACCEPTED.findall(metrics):
+        counts[int(position)] += float(value)
+    accepted = [counts[position] for position in sorted(counts)]
+    if accepted and (sorted(counts) != list(range(len(counts))) or sorted([rounds, *accepted], reverse=True) != [rounds, *accepted]):
+        raise RequestError(f"vLLM's counters do not fit: of {rounds:g} rounds {accepted} accepted draft 1, 2, ...; fetch them again")
+    return [count / rounds for count in accepted[:MAX_DRAFT_LENGTH]] if rounds else []
+
+
+def drawn_places(rates: Sequence[float], tokens: int) -> tuple[Place, ...]:
+    """Returns positions whose drafts are accepted as often as these shares of rounds; the confidence is a draft's own share."""
+    sure = tuple(rate / before if before else 0.0 for rate, before in zip(rates, [1.0, *rates], strict=False))
+    draws = random.Random(0)
+    return tuple(Place(sure, sum(draw < rate for rate in rates)) for draw in (draws.random() for _ in range(tokens)))
 
 
 # Replays of a load begin at so many moments of it.
@@ -357,9 +399,11 @@ def load(bundle: Path, output: Path, seconds: float, backend: str | None) -> Non
     "--load", "loads", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True, help="A file of the command load."
 )
 @click.option("--longest", default=MAX_DRAFT_LENGTH)
+@one_sentence_errors()
 def replay(recorded: Path, costs: Path | None, loads: tuple[Path, ...], longest: int) -> None:
     """Print the speed-up of each policy over plain decoding on RECORDED drafts: for every machine in a measured.json, on every load."""
     texts = read_texts(recorded)
+    longest = min([longest, *(len(place.confidences) for text in texts for place in text.places)])
     for key, measured in COSTS.kept(costs) if costs is not None else ():
         show(key, texts, measured, longest)
     for path in loads:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from edge_bench.devices.results import DeviceResult, comparison_tables
+from edge_bench.measure.records import trace_lines
 from edge_bench.report.figures import ROWS, Figures
 from edge_bench.report.tables import TextTable, print_report, print_tables
 from edge_devices.energy.report import EnergyReport
@@ -34,6 +35,7 @@ class Outputs:
     csv_path: Path | None = option(
         "--csv", panel="Results", help="Write the rows of all variants, domains and prompt lengths to this file, as a table."
     )
+    trace: Path | None = option(panel="Results", help="Write each round of this program's runs to this file, one JSON line each.")
     html: Path | None = option(panel="Results", help="Write a page with plots to this file. Needs edge-mtp[report].")
 
     def check(self) -> None:
@@ -49,6 +51,8 @@ class Outputs:
             from edge_bench.report.html import report_page
 
             write_text(self.html, [report_page(result)])
+        if self.trace is not None:
+            write_text(self.trace, trace_lines(result.records.runs))
         record = result.to_json()
         self.write_csv(_row_lines(record))
         if self.write_json(record):

@@ -145,7 +145,7 @@ class Benchmark:
         variants = edge_variants(list(edge_runners), lengths, request.policies)
         runners = dict[str, Runner](edge_runners.items())
         if request.tools is not None:
-            peer = llama_tools(next(iter(edge_runners.values())).session, request.tools, self._threads)
+            peer = llama_tools(self._bundle, request.tools, context=self._settings.context, threads=self._threads)
             variants += peer_variants(lengths)
             runners["llama.cpp"] = peer
         for prompt in prompts:

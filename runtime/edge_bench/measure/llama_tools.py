@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from edge_bench.measure.prompts import Prompt
 from edge_bench.measure.records import Run
 from edge_bench.measure.runners import DOMAINS_PART
 from edge_bench.measure.variants import FIXED, PLAIN, Variant
 from edge_devices.children.running import run_child
-from edge_runtime.backends.llama.crash_probe import probe_load_options
+from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.session.session import Session
 
 SPECULATIVE, BENCH = "llama-speculative-simple", "llama-bench"
 ATTEMPTS = 4
 TIMEOUT_SECONDS = 600
+TRIAL_ROWS = 8
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
 ENCODED = re.compile(r"encoded\s+(\d+) tokens in\s+([\d.]+) seconds")
 COUNTS = re.compile(r"n_(drafted|accept)\s+=\s+(\d+)")
@@ -27,14 +27,14 @@ COUNTS = re.compile(r"n_(drafted|accept)\s+=\s+(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaTools:
-    """The tools in the folder `tools`: greedy, on the CPU, without weight repacking if edge-mtp cannot use it on this machine."""
+    """The tools in the folder `tools`: greedy, on the CPU, without weight repacking if they die of it on this machine."""
 
     tools: Path
     target: Path
     drafter: Path
     context: int
     threads: int
-    repack: bool
+    repack: bool = True
 
     def __post_init__(self) -> None:
         for name in (SPECULATIVE, BENCH):
@@ -89,12 +89,33 @@ class LlamaTools:
 
     def _bench_seconds(self, tokens: int, *test: str) -> float:
         """Returns the seconds that llama-bench needs for the `tokens` of a test."""
+        record = self._bench(*test)
+        try:
+            return tokens / float(record["avg_ts"])
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise BackendError(f"{BENCH} printed no figures ({error!r}); the output of this build is not supported") from error
+
+    def _bench(self, *test: str) -> dict[str, Any]:
+        """Returns what llama-bench prints of its first test."""
         output = self._output(BENCH, *test, "-r", "1", "-o", "json", *([] if self.repack else ["--repack", "0"]))
         try:
-            record = json.loads(output[output.index("[") : output.rindex("]") + 1])[0]
-            return tokens / float(record["avg_ts"])
-        except (ValueError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:
+            record: dict[str, Any] = json.loads(output[output.index("[") : output.rindex("]") + 1])[0]
+        except (ValueError, IndexError) as error:
             raise BackendError(f"{BENCH} printed no figures ({error!r}); the output of this build is not supported") from error
+        return record
+
+    def tried(self) -> LlamaTools:
+        """Returns the tools as they run here: a build for AMX dies on virtual machines that report AMX without having it."""
+        try:
+            self._bench_seconds(TRIAL_ROWS, "-p", str(TRIAL_ROWS), "-n", "1")
+        except BackendError:
+            return replace(self, repack=False)
+        return self
+
+    def build(self) -> str:
+        """Returns number and commit of the build, as llama-bench states them."""
+        record = self._bench("-p", "1", "-n", "0")
+        return f"b{record.get('build_number', '?')} ({record.get('build_commit', '?')})"
 
     def _output(self, tool: str, *arguments: str) -> str:
         command = [str(self.tools / tool), "-m", str(self.target), "-t", str(self.threads), "-ngl", "0", *arguments]
@@ -105,14 +126,7 @@ class LlamaTools:
         return output if tool == BENCH else output + errors
 
 
-def llama_tools(session: Session, tools: Path, threads: int) -> LlamaTools:
-    """Returns the tools for the session's model files. A package for onnxruntime alone has them too, and no library to try first."""
-    bundle = session.bundle
-    files = bundle.file("target", "gguf"), bundle.file("drafter", "gguf")
-    target, drafter = (bundle.folder / file.path for file in files)
-    repack = True
-    if find_spec("llama_cpp") is not None:
-        quantizations = [file.quantization or "unknown" for file in files]
-        hashes = [file.sha256 for file in files]
-        repack = probe_load_options(target, drafter, quantizations, hashes=hashes, notify=lambda _: None).use_extra_bufts
-    return LlamaTools(tools=tools, target=target, drafter=drafter, context=session.target.context, threads=threads, repack=repack)
+def llama_tools(bundle: Bundle, tools: Path, *, context: int, threads: int) -> LlamaTools:
+    """Returns the tools for a bundle's model files, tried. What llama.cpp's library does here, with our kernels, says nothing of them."""
+    target, drafter = (bundle.folder / bundle.file(role, "gguf").path for role in ("target", "drafter"))
+    return LlamaTools(tools=tools, target=target, drafter=drafter, context=context, threads=threads).tried()

@@ -58,8 +58,8 @@ class Note:
 class Run:
     """One request. `part` is "domains", or "contexts" if the prompt was lengthened to `domain` tokens.
 
-    `seconds` is decoding time; the seconds of a phase are None if the program does not report them. `round_seconds` and `round_tokens`
-    are per round; `output` is a digest of the emitted ids; `accepted_from` counts the accepted drafts of each source.
+    `seconds` is decoding time; the seconds of a phase are None if the program does not report them. Those that begin with `round` are per
+    round; `output` is a digest of the emitted ids; `accepted_from` counts the accepted drafts of each source.
     """
 
     part: str
@@ -76,6 +76,10 @@ class Run:
     accepted_at: tuple[int, ...] = ()
     round_seconds: tuple[float, ...] = ()
     round_tokens: tuple[int, ...] = ()
+    round_drafted: tuple[int, ...] = ()
+    round_accepted: tuple[int, ...] = ()
+    round_draft_seconds: tuple[float, ...] = ()
+    round_verify_seconds: tuple[float, ...] = ()
     prefill_seconds: float | None = None
     first_token_seconds: float | None = None
     draft_seconds: float | None = None
@@ -199,6 +203,23 @@ def collect(records: Sequence[Record]) -> Records:
     )
 
 
+def trace_lines(runs: Sequence[Run]) -> Iterator[str]:
+    """Yields a line of JSON for each round of this program's runs, with the words of vLLM's counters (docs/measuring.md)."""
+    for request, run in enumerate(runs):
+        place = {"request": request, "part": run.part, "domain": run.domain, "prompt": run.prompt, "repeat": run.repeat}
+        rounds = zip(run.round_drafted, run.round_accepted, run.round_draft_seconds, run.round_verify_seconds, strict=True)
+        for number, (drafted, accepted, draft_seconds, verify_seconds) in enumerate(rounds):
+            counts = {
+                "round": number,
+                "num_draft_tokens": drafted,
+                "num_accepted_tokens": accepted,
+                "num_accepted_tokens_per_pos": [int(position < accepted) for position in range(drafted)],
+                "draft_seconds": draft_seconds,
+                "verify_seconds": verify_seconds,
+            }
+            yield json.dumps({**place, "method": run.variant.label, **counts}, ensure_ascii=False) + "\n"
+
+
 def line_of(record: Record) -> str:
     """Returns the record's line, with its newline."""
     kind = next(name for name, cls in KINDS.items() if isinstance(record, cls))
@@ -250,9 +271,14 @@ def _check_numbers(value: Any, where: str) -> None:
     elif isinstance(value, int | float) and not 0 <= value < 1e18:
         raise StructureError(f"{where} is {value}")
     if isinstance(value, Run):
-        lists = (value.drafted_at, value.accepted_at), (value.round_seconds, value.round_tokens)
+        rounds = value.round_drafted, value.round_accepted, value.round_draft_seconds, value.round_verify_seconds
+        lists = (
+            (value.drafted_at, value.accepted_at),
+            (value.round_seconds, value.round_tokens),
+            *((rounds[0], each) for each in rounds[1:]),
+        )
         impossible = not (value.tokens and value.seconds) or value.accepted > value.drafted or any(len(a) != len(b) for a, b in lists)
-        if impossible or any(a > d for d, a in zip(*lists[0], strict=True)):
+        if impossible or any(a > d for pair in (lists[0], rounds[:2]) for d, a in zip(*pair, strict=True)):
             raise StructureError(
                 f"{where} is inconsistent: {value.tokens} tokens in {value.seconds} s, {value.accepted} of {value.drafted} accepted"
             )

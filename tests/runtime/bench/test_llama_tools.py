@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from bench_records import ONE_OF_EACH, PEER_PLAIN, fixed
 from device_runs import bench
 from edge_bench.devices import remote_run
-from edge_bench.measure import llama_tools as module
-from edge_bench.measure.benchmark import Benchmark
 from edge_bench.measure.llama_tools import BENCH, SPECULATIVE, LlamaTools, llama_tools
 from edge_bench.measure.prompts import Prompt, prepare, shipped_prompts
 from edge_bench.measure.records import read_records
-from edge_bench.measure.request import BenchRequest
 from edge_bench.measure.runners import EdgeRunner
 from edge_bench.measure.variants import DEFAULT, LLAMA_CPP, Variant
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import open_session
 from phones import Desk
 from stub_package import stub_package
@@ -128,7 +121,7 @@ def test_the_real_tools_on_the_reference_pair(exported_pair, probe_memory):
         pytest.skip("needs llama.cpp's tools (EDGE_MTP_LLAMA_CPP_BIN names their folder)")
     with open_session(exported_pair, threads=1, drafter="dense", check="none") as session:
         prompts = prepare(shipped_prompts(["code", "chat"], 1), session)
-        side, ours = llama_tools(session, Path(folder), 1), EdgeRunner(session)
+        side, ours = llama_tools(session.bundle, Path(folder), context=session.target.context, threads=1), EdgeRunner(session)
         for prompt in prompts:
             run = side.run(fixed(3, LLAMA_CPP), prompt, 32)
             mine = ours.run(fixed(3), prompt, 32)
@@ -171,19 +164,21 @@ def test_a_phone_measures_the_tools_of_its_package(
     phone.close()
 
 
-def test_tools_run_where_the_library_is_not_installed(tools, exported_pair, monkeypatch):
+def test_tools_that_die_of_repacked_weights_run_without(tools):
+    side = tools(bench=f"case \"$*\" in *--repack*) echo '{BENCHED}' ;; *) kill -SEGV $$ ;; esac")
+    assert not side.tried().repack
+    assert side.tried().run(PEER_PLAIN, PROMPT, 20).seconds == 0.25
+    assert tools().tried().repack
+
+
+def test_tools_take_a_bundles_files_where_no_library_is_installed(tools, exported_pair):
     """As in a device package for onnxruntime alone."""
     side = tools()
-    monkeypatch.setattr(module, "find_spec", lambda _: None)
-    monkeypatch.setattr(module, "probe_load_options", None)
-    bundle = open_bundle(exported_pair)
-    session: Any = SimpleNamespace(bundle=bundle, target=SimpleNamespace(context=256))
-    found = llama_tools(session, side.tools, 1)
+    found = llama_tools(open_bundle(exported_pair), side.tools, context=256, threads=1)
     assert (found.repack, found.context) == (True, 256)
     assert found.target.is_file()
     assert found.drafter.is_file()
 
 
-def test_a_bundle_without_gguf_files_cannot_be_held_against_llama_cpp(onnx_pair: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="--against runs GGUF files"):
-        Benchmark(onnx_pair("int4"), BenchRequest(tools=tmp_path), LoadOptions())
+def test_a_build_is_named_by_number_and_commit(tools):
+    assert tools(bench="""echo '[{"build_number": 7, "build_commit": "0c1e570"}]'""").build() == "b7 (0c1e570)"

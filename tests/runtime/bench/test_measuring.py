@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from bench_records import fixed, rolling
 from edge_bench.measure.energy import LOOP, energy_workloads
 from edge_bench.measure.prompts import Prompt
+from edge_bench.measure.records import trace_lines
 from edge_bench.measure.runners import EdgeRunner, digest
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.variants import BASELINE, OURS, Variant
@@ -86,6 +89,21 @@ def test_outputs_of_several_clients_that_differ_are_counted():
     _, sessions = scripted_sessions(2)
     level = run_level(sessions, BASELINE, [PROMPT], [[0] * 12], 12, 0)
     assert (level.equal, level.compared) == (0, 2)
+
+
+def test_each_round_is_a_line_of_the_trace():
+    run = EdgeRunner(make_session()).run(fixed(3), PROMPT, 12)
+    lines = [json.loads(line) for line in trace_lines([run, run])]
+    assert [line["request"] for line in lines] == [0] * (len(lines) // 2) + [1] * (len(lines) // 2)
+    rounds = lines[: len(lines) // 2]
+    assert [line["round"] for line in rounds] == list(range(len(run.round_tokens)))
+    assert (sum(line["num_draft_tokens"] for line in rounds), sum(line["num_accepted_tokens"] for line in rounds)) == (
+        run.drafted,
+        run.accepted,
+    )
+    by_position = [[line["num_accepted_tokens_per_pos"][n] for line in rounds if line["num_draft_tokens"] > n] for n in range(3)]
+    assert tuple(map(sum, by_position)) == run.accepted_at
+    assert {line["method"] for line in rounds} == {"dense 3"}
 
 
 def test_energy_workloads_do_what_they_say():
