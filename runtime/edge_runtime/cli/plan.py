@@ -190,7 +190,9 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
             ("image encode", "ms", image.encode_seconds.times(1000), None if encode is None else encode * 1000),
             ("and prefill", "ms", image.prefill_seconds.times(1000), None if prefill is None else prefill * 1000),
         ]
-    lines = [f"{plan.device}:"]
+    lines = [f"{plan.device}:", f"  worth it      {plan.decision()[1]}"]
+    if plan.load:
+        lines.append(f"  this machine is busy, so it is faster than these figures say: {plan.load}")
     for name, unit, value, measurement in rows:
         text = f"  {name:<13}{_text(value.middle):>8}  [{_text(value.low)}, {_text(value.high)}] {unit}".rstrip()
         lines.append(

@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from edge_devices.machine.detection import detect_device
+from edge_devices.machine.load import LoadWatch
 from edge_devices.machine.memory import read_bandwidth
 from edge_devices.machine.profiles import profile
 from edge_devices.machine.system import System
@@ -60,14 +61,17 @@ def _profile_speed(name: str) -> DeviceSpeed:
 
 
 def _machine_speed(threads: int | None) -> DeviceSpeed:
-    device = detect_device(System())
+    device, watch = detect_device(System()), LoadWatch()
     threads = threads or device.threads
     read = read_bandwidth(threads, memory_available=device.machine.memory_available)
     if read is None:
         raise RequestError("too little memory is free to measure its speed; close other programs, or name a profile with --profile")
     # The product runs on all processors that this process may use, whatever `threads` is.
     product = product_operations() * min(1.0, threads / device.machine.usable_processors)
+    load = watch.load()
     return DeviceSpeed(
+        memory_available=device.machine.memory_available,
+        load=load.words() if load.is_busy else "",
         name=f"this machine ({device.machine.processor or device.profile.title}, {threads} threads)",
         bandwidth=Range.between(OF_READ[0] * read, OF_READ[1] * read),
         bandwidth_from=f"{OF_READ[0]:g} to {OF_READ[1]:g} x the {read / 1e9:.3g} GB/s it reads",

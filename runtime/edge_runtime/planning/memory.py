@@ -111,6 +111,8 @@ CELL_STEP = 256
 BATCH = 512
 # The interpreter with numpy and llama.cpp's libraries, as measured.
 PROCESS_BYTES = 48 << 20
+# The same with onnxruntime, the tokenizer and the graphs' plans, as measured on the shipped and the widened pair.
+_ONNX_PROCESS_BYTES = 85 << 20
 _FLOAT, _MASK = 4, 2
 # llama.cpp's tables of a vocabulary, per token, as measured.
 _TOKEN_BYTES = 128
@@ -160,7 +162,24 @@ class MemoryPlan:
 
     def minimum(self, read_bytes: float) -> float:
         """Bytes with which a token's own weights (`read_bytes`; of experts those in use) stay in memory, without repacked copies."""
-        return self.process + self.cache + self.buffers + min(read_bytes, self.weights)
+        own = min(read_bytes, self.weights) if self.weights else self.repacked
+        return self.process + self.cache + self.buffers + own
+
+
+def onnx_memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
+    """Returns the bytes that the bundle's ONNX graphs take: onnxruntime copies all weights, and K/V rows are float32.
+
+    A prompt's wide rows live once, as the gates are one operator.
+    """
+    own = manifest.architecture
+    wide = (own.feed_forward_size or _WIDEST * own.hidden_size) + 3 * own.hidden_size
+    return MemoryPlan(
+        process=_ONNX_PROCESS_BYTES,
+        weights=0,
+        repacked=sum(file.bytes for file in manifest.files if file.format in ("onnx", "onnx_data")),
+        cache=2 * cache_bytes(manifest.cache_layout, replace(request, kv_type="f16")),
+        buffers=request.batch * wide * _FLOAT + _logits(own, request.verify_rows, own.vocab_size),
+    )
 
 
 def memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:

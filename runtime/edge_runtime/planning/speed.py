@@ -13,6 +13,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from edge_devices.machine.memory import byte_text
 from edge_runtime.bundle.kv_types import KvType, check_kv_type, row_bytes
 from edge_runtime.bundle.manifest import MEDIA_ENCODER, Architecture, Manifest, VisionSize
 from edge_runtime.config.settings import LONGEST
@@ -20,7 +21,15 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET, PATCH, POOLING, SIDE
-from edge_runtime.planning.memory import BATCH, MemoryPlan, MemoryRequest, encoder_activation_bytes, encoder_weight_bytes, memory_plan
+from edge_runtime.planning.memory import (
+    BATCH,
+    MemoryPlan,
+    MemoryRequest,
+    encoder_activation_bytes,
+    encoder_weight_bytes,
+    memory_plan,
+    onnx_memory_plan,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +62,8 @@ def deviation(measured: float, predicted: Range) -> str:
     return f"{predicted.middle / measured - 1:+.0%}, {inside}"
 
 
+# Tokens per second below which nobody reads along, and how much memory devices have, of which programs can have this share.
+SLOWEST, DEVICE_GB, DEVICE_SHARE = 1.0, (2, 4, 6, 8, 12, 16, 24, 32, 64), 0.75
 # Of the speed of few rows with quantized weights: a batch of rows computes each in this share of the time at best (as a prefill), and float
 # weights, which encoders have, take longer at worst.
 _FASTER, _SLOWER = 0.4, 4.0
@@ -126,13 +137,18 @@ DRAFTER_ROLES = {"dense": ("drafter",), "split": ("drafter_body", "drafter_head"
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpeed:
-    """Speed of a device: bytes read per second, and operations per second in a forward of few rows. `*_from` name their sources."""
+    """Speed of a device: bytes read per second, and operations per second in a forward of few rows. `*_from` name their sources.
+
+    `memory_available` is in bytes, None for a device that is not here; `load` says what disturbed the probes, if anything did.
+    """
 
     name: str
     bandwidth: Range
     bandwidth_from: str
     operations: Range
     operations_from: str
+    memory_available: int | None = None
+    load: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +192,26 @@ class SpeedPlan:
     joules_per_prompt_token: Range | None
     derived: dict[str, str]
     image: ImagePlan | None = None
+    memory_available: int | None = None
+    load: str = ""
+
+    def decision(self) -> tuple[bool, str]:
+        """Returns whether the pair is worth running on the device, and the sentence that says why."""
+        enough, free = self.memory.enough, self.memory_available
+        if free is not None and enough > free:
+            return False, f"no: it needs {byte_text(enough)} of memory and {byte_text(free)} are available; take a smaller size or context"
+        if self.drafted.high < SLOWEST:
+            return False, f"no: at most {self.drafted.high:.2g} tokens per second, with drafts; take a smaller size"
+        sizes = [size for size in DEVICE_GB if enough <= DEVICE_SHARE * size * 1e9]
+        where = f"devices with {sizes[0]} GB and more" if sizes else f"more than {DEVICE_GB[-1]} GB"
+        there = f"{byte_text(free)} are available" if free is not None else f"for {where}, a quarter of it left to the system"
+        return True, f"yes: {byte_text(enough)} of memory are enough, {there}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys."""
         low, middle, high = self.draft_length
         record = asdict(self) | {"draft_length": {"low": low, "middle": middle, "high": high}, "verify_seconds": list(self.verify_seconds)}
+        record["fits"], record["decision"] = self.decision()
         record["memory"] |= {
             "total": self.memory.total,
             "reserved": self.memory.reserved,
@@ -190,12 +221,31 @@ class SpeedPlan:
         return record
 
 
+def is_onnx(manifest: Manifest) -> bool:
+    """Whether a plan is about ONNX graphs: where there is no target in another format."""
+    targets = {file.format for file in manifest.files if file.role == "target"}
+    return "onnx" in targets and not targets - {"onnx"}
+
+
+def role_bytes(manifest: Manifest) -> dict[str, int]:
+    """Returns the bytes of weights by role, of ONNX graphs with their data: the head is the target's."""
+    formats = ("onnx", "onnx_data") if is_onnx(manifest) else ("gguf", "safetensors")
+    sizes: dict[str, int] = {}
+    for file in manifest.files:
+        if file.format in formats:
+            role = file.role.removesuffix("_data").replace("target_head", "target")
+            sizes[role] = sizes.get(role, 0) + file.bytes
+    return sizes
+
+
 def pair_facts(manifest: Manifest, drafter: str, context: int, kv_type: KvType) -> PairFacts:
     """Returns the sizes of the pair of a manifest; `drafter` is dense or split. Embedding tables are not read as a whole."""
-    own, sizes = manifest.architecture, {file.role: file.bytes for file in manifest.files if file.format in ("gguf", "safetensors")}
+    own, sizes = manifest.architecture, role_bytes(manifest)
     read = read_parameters(own)
     head = sizes.get("drafter_head", 0) * SPARSE_SHARE
     step = sizes.get("drafter_body", 0) + head if drafter == "split" else sizes.get("drafter", 0)
+    if is_onnx(manifest) and own.ordered_embeddings:
+        step *= 1 - (1 - SPARSE_SHARE) * min(1.0, own.vocab_size * own.drafter_hidden_size / max(1, own.drafter_parameters))
     layout, kv = manifest.cache_layout, 0
     for owner in (*layout.layer_owners, *layout.drafter_sources):
         sliding = layout.sliding if layout.sliding and owner in layout.sliding.owner_layers else None
@@ -223,22 +273,22 @@ def manifest_plan(
     drafter: DrafterKind | None = None,
     power: PhasePower | None = None,
 ) -> SpeedPlan:
-    """Returns the plan for a pair's GGUF files; `drafter` None takes the split one if the pair has it.
+    """Returns the plan for a pair's GGUF files, or else its ONNX graphs; `drafter` None takes the split one if the pair has it.
 
-    Raises RequestError if there is no GGUF target, or not the drafter.
+    Raises RequestError if there is no target, or not the drafter.
     """
-    roles = {file.role for file in manifest.files if file.format in ("gguf", "safetensors")}
+    roles, onnx = set(role_bytes(manifest)), is_onnx(manifest)
     there = [kind for kind, needed in DRAFTER_ROLES.items() if roles.issuperset(needed)]
-    chosen = drafter or (there or ["dense"])[-1]
+    chosen = (drafter if not onnx else None) or (there or ["dense"])[-1]
     if "target" not in roles or chosen not in there:
         raise RequestError(
-            f"a plan needs GGUF files of a target and a dense or split drafter, but the bundle has {', '.join(sorted(roles)) or 'none'};"
-            " export them"
+            f"a plan needs a target and a dense or split drafter, but the bundle has {', '.join(sorted(roles)) or 'none'}; export them"
         )
     kv = check_kv_type(manifest.cache_layout, kv_type)
     request = MemoryRequest(context=context, kv_type=kv, sequences=1, batch=BATCH, verify_rows=longest + 1, drafters=(chosen,), repack=True)
     facts, prompt_tokens = pair_facts(manifest, chosen, context, kv), min(PROMPT_TOKENS, context)
-    plan = speed_plan(facts, device, memory_plan(manifest, request), longest, power, prompt_tokens)
+    memory = onnx_memory_plan(manifest, request) if onnx else memory_plan(manifest, request)
+    plan = speed_plan(facts, device, memory, longest, power, prompt_tokens)
     return replace(plan, image=image_plan(manifest, device.operations, plan.prefill, power))
 
 
@@ -272,6 +322,8 @@ def speed_plan(
         joules_per_token=joules,
         joules_per_prompt_token=prompt_joules,
         derived=_derived(facts, device, slow, fast, power),
+        memory_available=device.memory_available,
+        load=device.load,
     )
 
 

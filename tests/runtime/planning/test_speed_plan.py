@@ -223,9 +223,9 @@ def test_the_split_drafter_is_planned_where_there_is_one(exported_pair: Path) ->
     split, dense = (manifest_plan(manifest, speed, context=512, drafter=kind) for kind in ("split", "dense"))
     assert manifest_plan(manifest, speed, context=512).step_seconds == split.step_seconds
     assert split.step_seconds.middle < dense.step_seconds.middle
-    with pytest.raises(RequestError, match="needs GGUF files of a target and a dense or split drafter"):
+    with pytest.raises(RequestError, match="needs a target and a dense or split drafter"):
         manifest_plan(manifest, speed, context=512, drafter="lookup")
-    with pytest.raises(RequestError, match="needs GGUF files"):
+    with pytest.raises(RequestError, match="but the bundle has none"):
         manifest_plan(MANIFEST, speed, context=512)
 
 
@@ -292,3 +292,44 @@ def test_a_plan_is_held_against_this_machine(run: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("arguments", [("--port", "1"), ("--measure", "--profile", "apple-m")])
 def test_contradictions_are_usage_errors(run: Any, arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2
+
+
+def planned(available: float | None, drafted: float = 5.0, enough: int = 3_000_000_000) -> SpeedPlan:
+    memory = MemoryPlan(process=0, weights=enough, repacked=0, cache=0, buffers=0)
+    return replace(
+        plan(), memory=memory, memory_available=None if available is None else int(available), drafted=Range.between(drafted / 2, drafted)
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "fits", "words"),
+    [
+        (planned(8 * GB), True, "yes: 3.00 GB of memory are enough, 8.00 GB are available"),
+        (planned(2 * GB), False, "no: it needs 3.00 GB of memory and 2.00 GB are available"),
+        (planned(None), True, "for devices with 4 GB and more"),
+        (planned(None, enough=90_000_000_000), True, "for more than 64 GB"),
+        (planned(8 * GB, drafted=0.5), False, "no: at most 0.5 tokens per second"),
+    ],
+)
+def test_the_plan_decides(made: SpeedPlan, fits: bool, words: str) -> None:
+    assert made.decision()[0] is fits
+    assert words in made.decision()[1]
+    assert plan_lines(made)[1].split("  ")[-1] == made.decision()[1]
+    assert made.to_json()["fits"] is fits
+
+
+def test_a_busy_machine_is_named() -> None:
+    assert "busy" not in "\n".join(plan_lines(plan()))
+    assert plan_lines(replace(plan(), load="other programs used 89%"))[2].endswith("say: other programs used 89%")
+
+
+def test_onnx_graphs_are_planned() -> None:
+    files = [("target", "onnx", 10), ("target_data", "onnx_data", 1_000_000), ("target_head", "onnx", 5), ("drafter", "onnx", 1_000)]
+    entries = [BundleFile(path=role, role=role, format=kind, bytes=size, sha256="0" * 64) for role, kind, size in files]
+    graphs = replace(MANIFEST, files=tuple(entries))
+    made = manifest_plan(graphs, device(20, 4000), context=64)
+    assert (made.memory.weights, made.memory.repacked) == (0, 1_001_015), "onnxruntime maps no weights"
+    assert made.memory.minimum(1.0) == made.memory.enough
+    mapped = [BundleFile(path=role, role=role, format="gguf", bytes=9_000, sha256="0" * 64) for role in ("target", "drafter")]
+    both = manifest_plan(replace(graphs, files=(*entries, *mapped)), device(20, 4000), context=64)
+    assert both.memory.weights == 18_000, "a bundle of both is planned by its GGUF files"
