@@ -35,7 +35,7 @@ from edge_bench.measure.records import SCHEMA, Header, ModelFile, Note, Record, 
 from edge_bench.measure.runners import CONTEXTS_PART, DOMAINS_PART, Runner, Schedule
 from edge_bench.measure.variants import BASELINE, DEFAULT, FIXED, LLAMA_CPP, OURS, PLAIN, Variant, parse_names
 from edge_bench.report.figures import Figures, Row, figures
-from edge_bench.report.ratios import Ratio, paired_logs, ratio
+from edge_bench.report.ratios import first_token_ratio
 from edge_bench.report.tables import machine_line, milliseconds, ratio_text, share
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.files.atomic_write import write_text
@@ -257,19 +257,6 @@ def measured(sides: Sequence[Side], plans: Sequence[Schedule], warm_up: int) -> 
                     yield record
 
 
-def first_token_ratio(runs: Sequence[Run], ours: str, peer: str, domain: str) -> Ratio | None:
-    """Returns how many times as early our first token comes, by pairs of the same repeat."""
-    times = {
-        side: [
-            replace(run, tokens=1, seconds=run.first_token_seconds)
-            for run in runs
-            if run.variant.side == side and run.variant.policy == PLAIN and run.domain == domain and run.first_token_seconds
-        ]
-        for side in (ours, peer)
-    }
-    return ratio(paired_logs(times[ours], times[peer]))
-
-
 def decode_table(result: Figures) -> str:
     """A line per side and way of decoding: tokens per second, over our plain, accepted, and our default over it."""
     ours = next((row.variant for row in result.overall if row.variant.side == OURS and row.variant.policy == DEFAULT_POLICY), None)
@@ -290,7 +277,7 @@ def first_token_table(result: Figures) -> str:
     """A line per side: milliseconds until the first token of each prompt length, with how many times as early ours comes."""
     rows = {(row.variant.side, row.domain or ""): row for row in result.by_context if row.variant.policy == PLAIN}
     lengths = list(dict.fromkeys(length for _, length in rows))
-    runs = [run for run in result.records.runs if run.part == CONTEXTS_PART]
+    runs = [run for run in result.records.runs if run.part == CONTEXTS_PART and run.variant.policy == PLAIN]
     head = " | ".join(
         f"{rows[side, length].prompt_tokens:g} tokens, ms | ours is earlier by [95%]" for side, length in rows if side == OURS
     )
@@ -299,7 +286,8 @@ def first_token_table(result: Figures) -> str:
         cells = []
         for length in lengths:
             row = rows.get((side, length))
-            earlier = None if side == OURS else first_token_ratio(runs, OURS, side, length)
+            ours, theirs = ([run for run in runs if (run.variant.side, run.domain) == (each, length)] for each in (OURS, side))
+            earlier = None if side == OURS else first_token_ratio(ours, theirs)
             cells += [milliseconds(row.first_token_seconds if row else None), ratio_text(earlier)]
         lines.append(f"| {side} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -309,7 +297,7 @@ def report_text(result: Figures) -> str:
     """Returns versions, tables and notes as Markdown."""
     about, flags = result.records.header, result.records.header.settings.get("flags", {})
     engines = [f"- {name}: {number}; {flags.get(name, '')}" for name, number in about.engines.items()]
-    tables = [decode_table(result), first_token_table(result)] if result.overall else []
+    tables = [table(result) for table, rows in ((decode_table, result.overall), (first_token_table, result.by_context)) if rows]
     parts = [machine_line(replace(about, engines={})), "\n".join(engines), *tables, "\n".join(f"- {text}" for text in result.records.notes)]
     return "\n\n".join(part for part in parts if part)
 
@@ -373,7 +361,7 @@ def measure(
     threads: int | None,
 ) -> None:
     """Measures all sides and writes their records."""
-    bundle, longest = open_bundle(folder, check="none"), max(prompt_lengths, default=0)
+    bundle, longest, sets = open_bundle(folder, check="none"), max(prompt_lengths, default=0), parse_names(domains, DOMAINS, "domain")
     before, watch = load_now(), LoadWatch()
     with ExitStack() as stack, RecordFile(runs) as file:
         logs = Path(stack.enter_context(_folder_beside(runs)))
@@ -382,7 +370,7 @@ def measure(
         sides = [ours, every.edge(OURS_LLAMA, folder, "llama", (), LLAMA_CPP_LIB_PATH=str(tools)), every.llama_cpp(tools, bundle)]
         sides += every.others(peers) if peers is not None else ()
         assert isinstance(ours.runner, PeerProcess)
-        asked = ours.runner.ask({"domains": parse_names(domains, DOMAINS, "domain"), "per_domain": 1, "lengths": list(prompt_lengths)})
+        asked = ours.runner.ask({"domains": sets, "per_domain": 1, "lengths": list(prompt_lengths)})
         prompts = [from_json(Prompt, each, "prompt") for each in asked["prompts"]]
         short, long = prompts[: len(prompts) - len(prompt_lengths)], prompts[len(prompts) - len(prompt_lengths) :]
         settings = {"threads": every.threads, "tokens": max_tokens, "repeats": repeats, "context": every.context}

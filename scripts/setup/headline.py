@@ -19,14 +19,17 @@ from typing import Any
 import click
 
 from edge_bench.measure.records import read_records
-from edge_bench.measure.variants import DEFAULT, LLAMA_CPP, OURS
+from edge_bench.measure.runners import CONTEXTS_PART
+from edge_bench.measure.variants import DEFAULT, LLAMA_CPP, OURS, PLAIN
 from edge_bench.report.figures import Figures, figures
+from edge_bench.report.ratios import first_token_ratio
 from edge_devices.command_line import one_sentence_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "records" / "headline.json"
 PAGES = {ROOT / "README.md": "docs/results.md", ROOT / "docs" / "index.md": "results.md"}
 PROFIT = "profit"
+PROMPT_TOKENS = 512
 DEMO_SENTENCE = re.compile(r"\d[\d.]* times as fast as without drafts \([^)]*\), [^;.]+")
 Entry = dict[str, Any]
 
@@ -51,7 +54,24 @@ def entry(result: Figures, processor: str, engine: str, demo: str) -> Entry:
         "equal": ours.equal,
         "compared": ours.compared,
         "demo": sentence[0],
+        **({"first_token": first} if (first := first_token(result)) else {}),
     }
+
+
+def first_token(result: Figures) -> Entry | None:
+    """Returns ms until the first token of the prompt nearest to PROMPT_TOKENS, and how many times as early as llama.cpp's it comes.
+
+    None for a run that lacks prompts of a length, or llama.cpp's.
+    """
+    runs = [run for run in result.records.runs if run.part == CONTEXTS_PART and run.variant.policy == PLAIN]
+    rows = [row for row in result.by_context if (row.variant.side, row.variant.policy) == (OURS, PLAIN)]
+    row = min(rows, key=lambda each: abs(each.prompt_tokens - PROMPT_TOKENS), default=None)
+    if row is None or row.first_token_seconds is None:
+        return None
+    ours, theirs = ([run for run in runs if (run.variant.side, run.domain) == (side, row.domain)] for side in (OURS, LLAMA_CPP))
+    earlier = first_token_ratio(ours, theirs)
+    figures_of_it = {"prompt_tokens": round(row.prompt_tokens), "milliseconds": round(1000 * row.first_token_seconds)}
+    return figures_of_it | {"over_llama_cpp": round(earlier.value, 3)} if earlier else None
 
 
 def headline(entries: list[Entry], results: str) -> str:
@@ -61,10 +81,19 @@ def headline(entries: list[Entry], results: str) -> str:
         f"**{_times(first)}, {first['over_llama_cpp']:.1f} times llama.cpp's own speculative default, the same output in "
         f"{first['equal']} of {first['compared']} runs**: {_where(first)}, a small pair widened to the cost of a phone-sized model, "
         f"with default settings.",
+        *(_first_token(each) for each in (first,) if "first_token" in each),
         *(f"{_times(each)[0].upper()}{_times(each)[1:]}: {_where(each)}." for each in others),
         f"No ARM processor was measured. Yours: `make demo`. [All results]({results}).",
     ]
     return _wrapped(" ".join(text))
+
+
+def _first_token(each: Entry) -> str:
+    prompt = each["first_token"]
+    return (
+        f"**The first token of a prompt of {prompt['prompt_tokens']} tokens comes after {prompt['milliseconds']} ms, "
+        f"{prompt['over_llama_cpp']:.1f} times as early as llama.cpp's.**"
+    )
 
 
 def demo(entries: list[Entry]) -> str:

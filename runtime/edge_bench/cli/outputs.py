@@ -21,6 +21,7 @@ from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.text import report_lines
 from edge_devices.files.atomic_write import write_text
 from edge_devices.option_fields import option
+from edge_runtime.errors import RequestError
 
 STDOUT = "-"
 
@@ -52,7 +53,10 @@ class Outputs:
 
             write_text(self.html, [report_page(result)])
         if self.trace is not None:
-            write_text(self.trace, trace_lines(result.records.runs))
+            lines = list(trace_lines(result.records.runs))
+            if not lines:
+                raise RequestError("these records hold no rounds, as those of earlier versions and of a peer alone; leave --trace out")
+            write_text(self.trace, lines)
         record = result.to_json()
         self.write_csv(_row_lines(record))
         if self.write_json(record):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,15 @@ def paired_logs(runs: Iterable[Run], baseline: Iterable[Run]) -> dict[str, list[
     for (domain, _), logs in prompts.items():
         domains[domain].append(np.array(logs))
     return dict(domains)
+
+
+def first_token_ratio(runs: Iterable[Run], others: Iterable[Run]) -> Ratio | None:
+    """Returns how many times as early the first token of `runs` comes as that of `others`; None without pairs that time it."""
+
+    def timed(each: Iterable[Run]) -> list[Run]:
+        return [replace(run, tokens=1, seconds=run.first_token_seconds) for run in each if run.first_token_seconds]
+
+    return ratio(paired_logs(timed(runs), timed(others)))
 
 
 def ratio(domains: Mapping[str, list[Logs]]) -> Ratio | None:

@@ -111,6 +111,13 @@ def test_a_table_has_the_figures_of_the_json(made_up, tmp_path):
     assert lines[0]["speed_up.value"] == ""
 
 
+def test_records_without_rounds_have_no_trace(made_up, tmp_path):
+    result = bench("report", made_up, "--trace", tmp_path / "trace.jsonl")
+    assert result.exit_code == 1
+    assert "these records hold no rounds" in result.stderr
+    assert not (tmp_path / "trace.jsonl").exists()
+
+
 def test_a_table_of_devices_names_them_in_each_line(made_up, tmp_path):
     folder = tmp_path / "results" / "one" / "phone"
     folder.mkdir(parents=True)

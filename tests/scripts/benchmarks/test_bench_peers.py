@@ -16,12 +16,13 @@ from click.testing import CliRunner
 import bench_peers
 import peer_edge_mtp
 import peer_protocol
-from bench_peers import OURS_LLAMA, PeerProcess, Peers, Side, draft_notes, first_token_ratio, measured
+from bench_peers import OURS_LLAMA, PeerProcess, Peers, Side, draft_notes, measured
 from bench_records import PEER_PLAIN, fixed, header, run
 from edge_bench.measure.prompts import Prompt
 from edge_bench.measure.records import Note, RecordFile, Run
 from edge_bench.measure.runners import EdgeRunner, Schedule
-from edge_bench.measure.variants import BASELINE, DEFAULT, LLAMA_CPP, OURS, PLAIN, Variant
+from edge_bench.measure.variants import BASELINE, DEFAULT, OURS, PLAIN, Variant
+from edge_bench.report.ratios import first_token_ratio
 from edge_devices.files.typed_json import to_json
 from edge_runtime.errors import BackendError
 from scripted import make_session
@@ -85,10 +86,11 @@ def test_a_report_has_speeds_first_tokens_versions_and_what_is_missing(records, 
 
 def test_first_tokens_are_compared_within_a_repeat():
     runs = [run(v, domain="64", repeat=n, first_token=s * (1 + n)) for n in range(3) for v, s in ((BASELINE, 0.1), (PEER_PLAIN, 0.3))]
-    found = first_token_ratio(runs, OURS, LLAMA_CPP, "64")
+    ours, theirs = ([run for run in runs if run.variant == variant] for variant in (BASELINE, PEER_PLAIN))
+    found = first_token_ratio(ours, theirs)
     assert found is not None
     assert (found.value, found.low) == pytest.approx((3.0, 3.0))
-    assert first_token_ratio([run(PEER_PLAIN, first_token=None)], OURS, LLAMA_CPP, "code") is None
+    assert first_token_ratio(ours, [run(PEER_PLAIN, domain="64", first_token=None)]) is None
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 import headline
-from bench_records import whole_benchmark
-from edge_bench.measure.records import RecordFile, read_records
+from bench_records import PEER_PLAIN, header, run, whole_benchmark
+from edge_bench.measure.records import RecordFile, collect, read_records
+from edge_bench.measure.variants import BASELINE
 from edge_bench.report.figures import figures
 
 ENTRY = {
@@ -43,6 +44,26 @@ def test_each_class_of_processors_has_its_clause():
     assert text.startswith("**3.50 times plain decoding [95% interval 3.00, 4.00], 1.1 times llama.cpp's own")
     assert "3 of 4 runs**: Fast, 4 cores, llama.cpp, 1 November 2026" in text
     assert "1.25 times plain decoding [95% interval 1.00, 1.50]: Slow, 4 cores" in text
+
+
+def test_the_first_token_follows_where_it_was_measured():
+    assert "first token" not in headline.headline([ENTRY], "results.md")
+    first = {"prompt_tokens": 511, "milliseconds": 204, "over_llama_cpp": 9.42}
+    text = headline.headline([{**ENTRY, "first_token": first}], "results.md").replace("\n", " ")
+    assert "**The first token of a prompt of 511 tokens comes after 204 ms, 9.4 times as early as llama.cpp's.**" in text
+
+
+def test_the_first_token_is_that_of_the_prompt_nearest_to_512():
+    prompts = (("64", 0.1, 0.2), ("500", 0.4, 2.0), ("1000", 1.0, 9.0))
+    runs = [
+        run(variant, part="contexts", domain=length, repeat=repeat, prompt_tokens=int(length), first_token=seconds)
+        for length, *both in prompts
+        for repeat in range(2)
+        for variant, seconds in zip((BASELINE, PEER_PLAIN), both, strict=True)
+    ]
+    assert headline.first_token(figures(collect([header(), *runs]))) == {"prompt_tokens": 500, "milliseconds": 400, "over_llama_cpp": 5.0}
+    assert headline.first_token(figures(collect([header(), *runs[:1]]))) is None
+    assert headline.first_token(figures(collect([header()]))) is None
 
 
 def test_a_page_without_marks_is_refused():
