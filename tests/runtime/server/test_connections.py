@@ -15,6 +15,7 @@ from edge_runtime.server.http import body, connections
 from polling import wait
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n{"
 
 
 @pytest.fixture
@@ -51,11 +52,15 @@ def test_the_end_of_a_head_is_not_waited_for(server):
         assert silent.recv(1) == b""
 
 
-def test_connections_without_a_request_keep_nobody_out(server, monkeypatch):
+@pytest.mark.parametrize("begun", [HEALTH, HALF], ids=["a head", "a body"])
+def test_connections_without_a_request_keep_nobody_out(server, monkeypatch, begun):
     monkeypatch.setattr(connections, "HEAD_SECONDS", 60)
+    monkeypatch.setattr(body, "READ_SECONDS", 60)
     with contextlib.ExitStack() as held:
-        for _ in range(100):  # there is room for 64
-            held.enter_context(connected(server)).sendall(HEALTH)
+        for one in [held.enter_context(connected(server)) for _ in range(100)]:  # there is room for 64
+            with contextlib.suppress(ConnectionError):
+                one.sendall(begun)
+        time.sleep(0.2)  # all have arrived
         for _ in range(3):
             with connected(server) as one:
                 one.sendall(HEALTH + b"\r\n")

@@ -56,14 +56,20 @@ class TimedProtocol(H11Protocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.conn = LimitedHttp(h11.SERVER, MAX_HEAD_BYTES)
+        # uvicorn would count the tasks of closed connections, which end some rounds of the event loop later.
+        self._room, self.limit_concurrency = self.limit_concurrency, None
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
+        self._since = 0.0  # of the head that is awaited, or of the body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Starts the head timeout. At the connection limit, closes the connection that has been idle the longest."""
+        """Starts the head timeout. At the connection limit, closes the connection whose client has sent no complete request the longest.
+
+        Where all have, this one's request will get status 503.
+        """
         super().connection_made(transport)
-        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            self._close_oldest_idle()
+        if self._room is not None and len(self.connections) >= self._room and not self._close_oldest_incomplete():
+            self.limit_concurrency = 0
         self._start_head_timeout()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -75,8 +81,9 @@ class TimedProtocol(H11Protocol):
     def handle_events(self) -> None:
         """Ends the head timeout once the head is complete; the body has a limit of its own."""
         super().handle_events()
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._head is not None and self.cycle is not None and not self.cycle.response_complete:
             self._cancel_head_timeout()
+            self._since = self.loop.time()
 
     def on_response_complete(self) -> None:
         """Starts the head timeout of the next request; unread bytes of the previous body do not extend it."""
@@ -103,16 +110,23 @@ class TimedProtocol(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Says nothing: the guard refuses these requests."""
 
-    def _close_oldest_idle(self) -> None:
-        waiting = [(other._head.when(), other) for other in self.connections if isinstance(other, TimedProtocol) and other._head]
+    def _close_oldest_incomplete(self) -> bool:
+        """Returns whether there was one."""
+        waiting = [other for other in self.connections if isinstance(other, TimedProtocol) and other._awaits_request()]
         if waiting:
-            _, oldest = min(waiting, key=lambda pair: pair[0])
+            oldest = min(waiting, key=lambda other: other._since)
             oldest._cancel_head_timeout()
             self.connections.discard(oldest)
             oldest.transport.abort()
+        return bool(waiting)
+
+    def _awaits_request(self) -> bool:
+        """Whether a head has not arrived, or a body that nobody has refused."""
+        return self._head is not None or (self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete)
 
     def _start_head_timeout(self) -> None:
         self._cancel_head_timeout()
+        self._since = self.loop.time()
         self._head = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
     def _cancel_head_timeout(self) -> None:
