@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +64,7 @@ class PanelCommand(click.Command):
                     formatter.write_dl(rows)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses. An unknown option that looks like a text gets the advice to write `--` before it."""
+        """Parses. An unknown option that looks like a text gets the advice to write `--` before it, a text of several words quotes."""
         words = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -71,6 +72,11 @@ class PanelCommand(click.Command):
             text = next((word for word in words if word.startswith(error.option_name)), error.option_name)
             if " " in text or not text.strip("-")[:1].isalpha():
                 raise click.UsageError(f"{text!r} begins with a dash; write -- before a text that is no option: -- {text!r}", ctx) from None
+            raise
+        except click.UsageError as error:
+            texts = [str(parameter.name) for parameter in ctx.command.params if isinstance(parameter, click.Argument)]
+            if "unexpected extra argument" in error.message and texts[-1:] == ["prompt"]:
+                raise click.UsageError(f"{error.message}; a PROMPT of several words needs quotes: '... {words[-1]}'", ctx) from None
             raise
 
 
@@ -104,14 +110,24 @@ class LazyCommands(UserDict[str, click.Command]):
 class PanelGroup(click.Group):
     """A group of such commands, listed in the order in which they are added; an error of theirs ends in one sentence.
 
-    `out_of_memory` is that sentence where memory does not suffice.
+    `out_of_memory` is that sentence where memory does not suffice. `elsewhere`: commands of other programs, and what does the same here.
     """
 
     command_class = PanelCommand
 
-    def __init__(self, *arguments: Any, out_of_memory: str = OUT_OF_MEMORY, **named: Any) -> None:
+    def __init__(
+        self, *arguments: Any, out_of_memory: str = OUT_OF_MEMORY, elsewhere: Mapping[str, str] | None = None, **named: Any
+    ) -> None:
         super().__init__(*arguments, **{"context_settings": dict(CONTEXT), **named})
-        self._out_of_memory = out_of_memory
+        self._out_of_memory, self._elsewhere = out_of_memory, elsewhere or {}
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Returns the command. Raises a usage error for another word, with what does the same here, or the nearest command."""
+        word = args[0]
+        if word in self.commands or ctx.resilient_parsing or word.startswith("-"):
+            return super().resolve_command(ctx, args)
+        near = difflib.get_close_matches(word[:20], list(self.commands), n=1, cutoff=0.0)[0]
+        raise click.UsageError(f"no such command {word!r}: {self._elsewhere.get(word, f'the nearest is {near}')}", ctx)
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
         """Returns the names of the commands."""
@@ -191,10 +207,16 @@ def _click_type(kind: Any, declared: Declaration) -> Any:
     if choices:
         return _NumberChoice([str(choice) for choice in choices]) if kind is int else click.Choice(choices)
     if kind is int and (low, high) != (None, None):
-        return click.IntRange(None if low is None else int(low), None if high is None else int(high))
+        return _WholeNumber(None if low is None else int(low), None if high is None else int(high))
     if kind is float and (low, high) != (None, None):
         return click.FloatRange(low, high)
     return click.Path(path_type=Path) if kind is Path else kind
+
+
+class _WholeNumber(click.IntRange):
+    """A range of whole numbers, whose errors and help call it so."""
+
+    name = "number"
 
 
 class _NumberChoice(click.Choice[str]):

@@ -20,7 +20,7 @@ COMMANDS = LazyCommands(
 EXAMPLES = """
 \b
 Examples:
-  edge-export pair google/gemma-4-E2B-it google/gemma-4-E2B-it-assistant -o e2b
+  edge-export pair google/gemma-4-E2B-it -o e2b         with its assistant, google/gemma-4-E2B-it-assistant
   edge-export pair ./target ./drafter -o my-bundle --target-quant q4_k_m --context 8192
   edge-export pair ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
   edge-export pair ./target ./drafter -o my-bundle --tune-drafter my-texts.txt
@@ -35,7 +35,17 @@ Examples:
 """
 
 
-@click.group(cls=PanelGroup, commands=COMMANDS, epilog=EXAMPLES)
+class TargetNamed(PanelGroup):
+    """A group that says what a target alone would need."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Returns the command. Raises a usage error for a checkpoint in its place."""
+        if args[0] not in self.commands and ("/" in args[0] or args[0].endswith(".gguf")):
+            raise click.UsageError(f"{args[0]} stands where a command belongs: edge-export pair {args[0]} DRAFTER --output BUNDLE", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=TargetNamed, commands=COMMANDS, epilog=EXAMPLES)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
     """Export a Gemma 4 target and its MTP drafter as one bundle, or build what runs bundles on a device."""

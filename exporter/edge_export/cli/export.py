@@ -15,7 +15,7 @@ from rich.console import Console
 from edge_devices.command_line import PanelCommand, given_options, one_sentence_errors, option_group, takes
 from edge_devices.option_fields import option
 from edge_export.checkpoint.published.formats import published_config
-from edge_export.checkpoint.published.hub import with_revision
+from edge_export.checkpoint.published.hub import published_assistant, with_revision
 from edge_export.checkpoint.shipped_pair import DESCRIPTION, reference_pair, widened_target
 from edge_export.cli.display import Display, show
 from edge_export.onnx.request import DEVICE_WEIGHTS, OnnxRequest
@@ -69,13 +69,15 @@ class Models:
     def names(self, config: SpeculativeConfig, target: str | None, drafter: str | None, *, planning: bool = False) -> tuple[str, str]:
         """Returns target and drafter, as given or from `config`. Raises ExportError, or a usage error if there are none.
 
-        A plan of a built-in size has its own drafter.
+        A plan of a built-in size has its own drafter, and so has a target that Google published with an assistant.
         """
         target, drafter = target or config.verifier.model, drafter or config.drafter.model
+        if target and not drafter:
+            drafter = published_assistant(target)
         if planning and target and not drafter and published_config(target, assistant=True):
             drafter = target
         if not (target and drafter):
-            raise click.UsageError("give TARGET and DRAFTER, or a --config that names both models")
+            raise click.UsageError("give TARGET and DRAFTER (only google/gemma-4-...-it has an assistant by name), or a --config with both")
         return with_revision(target, self.revision), with_revision(drafter, self.drafter_revision)
 
 

@@ -104,6 +104,8 @@ def generate(
     if output.verify_lossless and not GenerationOptions(sampling=sampling, acceptance=acceptance).repeatable:
         raise click.UsageError("--verify-lossless needs temperature 0 or a --seed; other runs differ by chance")
     constraint, text = limits.constraint(), read_prompt(prompt)
+    if not (text or files.images or files.sounds):
+        raise click.UsageError("PROMPT is empty; give a text, or - for standard input")
     with opening.session(bundle) as session:
         if not output.verify_lossless:
             sampling = sampling_of(sampling, session.bundle)

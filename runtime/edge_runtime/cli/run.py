@@ -40,6 +40,17 @@ Examples:
 """
 
 
+# What people type who come from ollama, llama-cli or pip.
+ELSEWHERE = {
+    "run": "edge-run chat BUNDLE, or edge-run generate BUNDLE PROMPT",
+    "list": "a bundle is a folder wherever you put it; edge-run chat FOLDER opens it",
+    "show": "edge-run plan BUNDLE, or its manifest.json",
+    "pull": "edge-export pair OWNER/TARGET --output BUNDLE downloads and exports a pair",
+    "rm": "a bundle is a folder; remove it, and edge-run forget BUNDLE removes what was kept about it",
+    "help": "edge-run --help, or edge-run COMMAND --help",
+}
+
+
 class BundleFirst(PanelGroup):
     """A group in which a bundle's path may stand in place of a command: alone for a chat, before PROMPT to generate."""
 
@@ -62,7 +73,7 @@ class BundleFirst(PanelGroup):
         return [*super().shell_complete(ctx, incomplete), *matching_bundles(incomplete)] or [CompletionItem(incomplete, type="dir")]
 
 
-@click.group(cls=BundleFirst, commands=COMMANDS, epilog=EXAMPLES, out_of_memory=OUT_OF_MEMORY)
+@click.group(cls=BundleFirst, commands=COMMANDS, epilog=EXAMPLES, out_of_memory=OUT_OF_MEMORY, elsewhere=ELSEWHERE)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
     """Run a bundle with its drafter: a chat, one prompt, or a server.

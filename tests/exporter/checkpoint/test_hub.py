@@ -13,7 +13,7 @@ import pytest
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.published.hub import HubName, fetch, fetch_config, hub_name, with_revision
+from edge_export.checkpoint.published.hub import HubName, fetch, fetch_config, hub_name, published_assistant, with_revision
 from edge_export.checkpoint.sources import resolve_pair
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError
@@ -219,3 +219,26 @@ def test_tags_that_are_names_are_taken(hub: FakeHub) -> None:
     for tag in ('W/"d41d8cd98f00b204e9800998ecf8427e"', '"abc-12"', '"q83vEg==" '):
         hub.headers = {"ETag": tag}
         assert fetch_config(HubName("google/gemma-4-E2B-it")).is_dir()
+
+
+@pytest.mark.parametrize("size", ["E2B", "E4B", "12B", "26B-A4B", "31B"])
+@pytest.mark.parametrize("kind", ["", "-qat-q4_0-unquantized"])
+def test_a_published_target_has_its_assistant(size: str, kind: str) -> None:
+    target = f"google/gemma-4-{size}-it{kind}"
+    assert published_assistant(target) == f"{target}-assistant"
+    assert published_assistant(f"{target}@main") == f"{target}-assistant"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "google/gemma-4-E2B",
+        "google/gemma-4-E2B-it-assistant",
+        "google/gemma-4-E2B-it-qat-q4_0-gguf",
+        "google/gemma-4-E2B-it:x.gguf",
+        "someone/gemma-4-E2B-it",
+        "./gemma-4-E2B-it",
+    ],
+)
+def test_other_targets_have_none(target: str) -> None:
+    assert published_assistant(target) is None

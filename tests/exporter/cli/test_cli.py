@@ -50,6 +50,13 @@ def test_usage_errors_exit_2(arguments: list[str], tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_target_without_a_command_gets_the_way_out(tmp_path: Path) -> None:
+    result = invoke("-o", tmp_path / "out", command="google/gemma-4-E2B-it")
+    assert (result.exit_code, "edge-export pair google/gemma-4-E2B-it DRAFTER --output BUNDLE" in result.stderr) == (2, True)
+    result = invoke("someone/target", "-o", tmp_path / "out")
+    assert (result.exit_code, "give TARGET and DRAFTER" in result.stderr) == (2, True)
+
+
 def test_refusals_are_one_sentence_and_exit_1(pair: list[Path], tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "empty").mkdir()

@@ -200,7 +200,7 @@ def test_ctrl_c_at_a_real_run(exported_pair, probe_memory, tmp_path):
     ("arguments", "code", "words"),
     [
         (["run"], 2, "Missing argument 'BUNDLE'"),
-        (["bundle"], 2, "No such command 'bundle'"),
+        (["bundle"], 2, "no such command 'bundle'"),
         (["report", "missing.jsonl"], 1, "missing.jsonl cannot be read"),
         (["report", "x", "--columns", "time=t"], 2, "--columns is for the table of --external"),
         (["run", "bundle", "--minutes", "10"], 2, "--minutes is for --energy"),

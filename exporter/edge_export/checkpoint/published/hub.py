@@ -20,6 +20,7 @@ from edge_export.errors import CheckpointError
 
 # Files that an export reads of a checkpoint's repository.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")
+_WITH_ASSISTANT = re.compile(r"google/gemma-4-[\w.]+(-A4B)?-it(-qat-q4_0-unquantized)?")
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w.][\w./-]*))?(?::([^:]+\.gguf))?")
 _DRAFTER_FILE = re.compile(r"mtp|assistant", re.IGNORECASE)
 _NAMED = 8
@@ -47,6 +48,17 @@ def hub_name(text: str) -> HubName | None:
     """Returns the parts of a hub name; None if it is none."""
     match = _NAME.fullmatch(text)
     return None if match is None else HubName(*match.groups())
+
+
+def published_assistant(target: str) -> str | None:
+    """Returns the assistant that Google published for a target: its repository's name with "-assistant"; None for other names.
+
+    Assistants exist of the instruction-tuned models in bfloat16 and of their QAT checkpoints before quantization, not of GGUF files.
+    """
+    name = hub_name(target)
+    if name is None or name.file is not None or Path(target).exists() or not _WITH_ASSISTANT.fullmatch(name.repository):
+        return None
+    return f"{name.repository}-assistant"
 
 
 def with_revision(text: str, revision: str | None) -> str:

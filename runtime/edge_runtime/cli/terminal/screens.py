@@ -80,8 +80,7 @@ def introduction(session: Session) -> list[str]:
         return []
     return [
         f"This model is {printable(description)}.",
-        "For a chat: edge-export pair google/gemma-4-E2B-it google/gemma-4-E2B-it-assistant --output gemma-e2b"
-        " (edge-export plan E2B: download, memory, speed here).",
+        "For a chat: edge-export pair google/gemma-4-E2B-it --output gemma-e2b (edge-export plan E2B: download, memory, speed here).",
     ]
 
 
