@@ -29,6 +29,33 @@ class DraftSampler(Protocol):
 ShouldContinue = Callable[[float], bool]
 
 
+class StopNumbers(NamedTuple):
+    """What a stop rule knows in a round, for a drafter that weighs its drafts itself (formulas: `drafting.profit_policy`).
+
+    `tables` are contiguous float64 and the same object as long as nothing in them changes: bounds of the bins of probability [bins - 1],
+    costs of verifying and of drafting n tokens [longest + 1] each, of each bin the share that is accepted [bins], which bins follow
+    [bins, bins], and the expected number of accepted drafts among the n after one [longest, bins].
+    """
+
+    tables: tuple[NDArray[np.float64], ...]
+    rate: float
+    any_prefix: bool
+
+
+@runtime_checkable
+class StopRule(Protocol):
+    """A `ShouldContinue` whose decisions follow from numbers. A drafter that decides by them calls `take` once, after the draft."""
+
+    def __call__(self, probability: float, /) -> bool:
+        """As any `ShouldContinue`."""
+
+    def numbers(self) -> StopNumbers:
+        """Returns what decides now."""
+
+    def take(self, probabilities: Sequence[float]) -> None:
+        """Takes the drafter's probability of each draft, in the place of calls."""
+
+
 class Target(Protocol):
     """The model whose output counts. `length` is the number of tokens whose K/V rows are committed."""
 

@@ -54,7 +54,11 @@ class Forecast:
 
 
 class Acceptance(Protocol):
-    """The acceptance estimates that the profit policy needs."""
+    """The acceptance estimates that the profit policy needs. `bounds` divide the bins; none where they do not follow from a probability."""
+
+    @property
+    def bounds(self) -> Chances:
+        """Ascending probabilities [bins - 1], each the least of the bin above it."""
 
     def bin_of(self, confidence: float, position: int) -> int:
         """Returns the bin of a draft from the drafter's probability of it, and its position in the round, from 0."""
@@ -73,6 +77,8 @@ class AcceptanceModel:
     """For drafters with a confidence. The prior is that of a calibrated drafter, whose confidence is its accuracy (Guo et al. 2017,
     arXiv 1706.04599).
     """
+
+    bounds = np.array(CONFIDENCE_BOUNDS)
 
     def __init__(self) -> None:
         middles = np.array([(low + high) / 2 for low, high in pairwise((0.0, *CONFIDENCE_BOUNDS, 1.0))])
@@ -158,6 +164,8 @@ class PositionModel:
     """For drafters without a confidence: the bin of a draft is its position. The estimate of a position is drawn towards that of the one
     before, because later positions are seldom or never tried.
     """
+
+    bounds = np.zeros(0)
 
     def __init__(self, prior: float = PRIOR, *, longest: int = MAX_DRAFT_LENGTH) -> None:
         self._verified = np.zeros(longest)

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.drafting.acceptance_model import Acceptance, Chances
+from edge_runtime.drafting.acceptance_model import Acceptance, Chances, Forecast
 from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
+from edge_runtime.interfaces import ShouldContinue, StopNumbers
 
 # Share of the sums over earlier rounds that is left after another round: a window of 50 rounds.
 RATE_DECAY = 0.98
@@ -69,6 +70,23 @@ class Decision:
     confidences: tuple[float, ...]
 
 
+class _StepRule:
+    """The policy's rule for the drafts of a round, as `interfaces.StopRule`."""
+
+    def __init__(self, policy: Profit) -> None:
+        self._policy = policy
+
+    def __call__(self, probability: float) -> bool:
+        return self._policy.continues(probability)
+
+    def numbers(self) -> StopNumbers:
+        return self._policy.numbers()
+
+    def take(self, probabilities: Sequence[float]) -> None:
+        for probability in probabilities:
+            self._policy.add_confidence(probability)
+
+
 class Profit:
     """Implements `policies.DraftLengthPolicy` for the requests of one session; each request profits from the ones before.
 
@@ -117,6 +135,9 @@ class Profit:
         self._tokens_reached = self._cost_reached = 0.0
         self._rate = self._plain_rate = 0.0
         self._offer: Sequence[float] = ()
+        self._tables: tuple[Forecast | None, Chances, tuple[Chances, ...]] = (None, self._row_costs, ())
+        # By position there are no bounds: only a model of confidences can be weighed by the drafter.
+        self._rule: ShouldContinue = _StepRule(self) if len(model.bounds) else self.continues
         self._begin_round(any_prefix=True)
 
     def _begin_round(self, *, any_prefix: bool) -> None:
@@ -156,7 +177,7 @@ class Profit:
             self._probe_cost = float(self._draft_costs[1]) * self._plain_rate if self._longest else MAX_BUDGET
             self._mode = "shadow" if self._longest and self._probe_budget >= self._probe_cost else "plain"
             length = int(self._mode == "shadow")
-        return RoundPlan(length, self._mode == "shadow", self._should_continue, self._to_verify, extend=self._extend)
+        return RoundPlan(length, self._mode == "shadow", self._rule, self._to_verify, extend=self._extend)
 
     def offer(self, chances: Sequence[float]) -> None:
         """Offers tokens to the next plan."""
@@ -276,10 +297,22 @@ class Profit:
             worth = np.maximum(worth, further.max(axis=0))
         return float(next_bin @ worth) - rate * float(drafts[0] - self._draft_costs[drafted]) - self._worth
 
-    def _should_continue(self, confidence: float) -> bool:
-        """Takes the drafter's probability of the token it just drafted; returns whether drafting another pays."""
+    def numbers(self) -> StopNumbers:
+        """Returns what `continues` decides by."""
+        known = self._forecast
+        if self._tables[0] is not known or self._tables[1] is not self._row_costs:
+            parts = (self._model.bounds, self._row_costs, self._draft_costs, known.accept_prob, known.transition, known.further)
+            self._tables = known, self._row_costs, tuple(np.ascontiguousarray(part, np.float64) for part in parts)
+        return StopNumbers(self._tables[2], self._rate, self._any_prefix)
+
+    def add_confidence(self, confidence: float) -> None:
+        """Takes the drafter's probability of the token it just drafted."""
         self._add_draft(self._model.bin_of(confidence, len(self._bins)))
         self._confidences.append(confidence)
+
+    def continues(self, confidence: float) -> bool:
+        """As `add_confidence` does; returns whether drafting another pays."""
+        self.add_confidence(confidence)
         if self._mode == "shadow" or len(self._bins) >= self._longest:
             return False
         if self._mode == "trial":

@@ -30,6 +30,7 @@ _COMMON = (
         "ggml/read_rows.cpp",
     ),
     "ggml/register.cpp",
+    "draft/model.cpp",
     *("onnxruntime/domain.cpp", "onnxruntime/product.cpp", "onnxruntime/matmul_rows.cpp", "onnxruntime/gated_rows.cpp"),
     *("onnxruntime/attention.cpp", "onnxruntime/attend_rows.cpp", "onnxruntime/attend_buffers.cpp"),
 )

@@ -1,23 +1,28 @@
-"""MTP drafters on ONNX Runtime, on the target's own K/V rows: a graph that computes a complete draft in one call, or one of one step."""
+"""MTP drafters on the target's own K/V rows: the kernels' own, and graphs of a complete draft or of one step on ONNX Runtime."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_runtime.backends.kernels.draft import FLOAT_ROWS, HALF_ROWS, INT8_ROWS, KvSource, NativeDraft, address, can_draft
+from edge_runtime.backends.onnx.drafter_weights import OtherGraphError, channel_scales, read_weights, sources_of
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS
 from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, scalar, value_over
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget, small_arrays
 from edge_runtime.backends.onnx.target import GraphTarget, OrtTarget, check_inputs, shared_inputs
+from edge_runtime.bundle.manifest import CacheBuffer, CacheLayout
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftSampler, ShouldContinue
 
 # A least probability that every token reaches.
 _ANY = float(np.finfo(np.float32).tiny)
+_ROW_TYPES = {"f32": FLOAT_ROWS, "f16": HALF_ROWS, "i8": INT8_ROWS}
 _OUTPUTS = ("drafts", "probabilities", "hidden_out", "scores", "candidates")
 
 T = TypeVar("T", bound=GraphTarget)
@@ -30,6 +35,17 @@ class Step(NamedTuple):
     probability: float
     scores: NDArray[np.float32]
     candidates: NDArray[np.int64] | None
+
+
+class _Place(NamedTuple):
+    """Where a source's rows and a position's rotations begin; bytes from one position to the next; scales of int8 rows."""
+
+    keys: int
+    values: int
+    cosine: int
+    sine: int
+    step: int
+    scales: tuple[NDArray[np.float32], ...]
 
 
 class GraphDrafter(ABC, Generic[T]):
@@ -54,8 +70,7 @@ class GraphDrafter(ABC, Generic[T]):
         """
         if self._call is None:
             raise RequestError("the drafter is closed; open the bundle again")
-        if draft_length >= MAX_ROWS:
-            raise RequestError(f"a draft of {draft_length} tokens is longer than the {MAX_ROWS - 1} this pair was opened for")
+        check_length(draft_length)
         hidden = self._target.hidden_row
         if hidden is None or draft_length < 1:
             return []
@@ -203,9 +218,84 @@ class StaticOrtDrafter(GraphDrafter[StaticOrtTarget]):
         return Step(best if candidates is None else int(candidates[best]), share, values, candidates)
 
 
-AnyOrtDrafter = OrtDrafter | StaticOrtDrafter
+class KernelDrafter:
+    """The graph's weights in the kernels' own drafter, which reads the target's K/V rows where they lie. Implements `interfaces.Drafter`.
+
+    `min_probability` ends a draft before a token that the drafter itself gives less.
+    """
+
+    stepwise = True
+
+    def __init__(self, path: Path, target: OrtTarget, layout: CacheLayout) -> None:
+        """Raises OtherGraphError, ValueError where the kernels do not compute this graph: then `OrtDrafter` does."""
+        self.min_probability = 0.0
+        self._target = target
+        weights = read_weights(path, layout)
+        if weights.after.outputs != target.hidden_size:
+            raise OtherGraphError
+        self._draft: NativeDraft | None = NativeDraft(weights, longest=MAX_ROWS - 1)
+        self._buffers = [next(buffer for buffer in layout.buffers if buffer.layer == layer) for layer in sources_of(layout)]
+        self._places = [self._fixed(source, buffer, path) for source, buffer in zip(self._draft.sources, self._buffers, strict=True)]
+        target.closers.append(self)
+
+    def _fixed(self, source: KvSource, buffer: CacheBuffer, path: Path) -> _Place:
+        """Fills in what stays: types, steps, scales. Returns where the rest comes from."""
+        cache, tables = self._target.cache, self._target.rotations.tables
+        keys, values = cache.array(buffer.key), cache.array(buffer.value)
+        source.type, source.kv_heads = _ROW_TYPES[buffer.dtype], buffer.kv_heads
+        source.key_step = source.value_step = buffer.head_dim * keys.itemsize
+        source.key_head = source.value_head = keys.shape[2] * source.key_step
+        scales = channel_scales(path, buffer.key, buffer.value) if buffer.dtype == "i8" else ()
+        if scales:
+            if any(part.shape != (buffer.kv_heads * buffer.head_dim,) for part in scales):
+                raise OtherGraphError
+            source.key_scales, source.value_scales = map(address, scales)
+        cosine, sine = (tables[f"{word}_{buffer.kind}"] for word in ("cosine", "sine"))
+        return _Place(address(keys), address(values), address(cosine), address(sine), cosine.shape[1] * cosine.itemsize, scales)
+
+    def draft(
+        self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
+    ) -> list[int]:
+        """As `GraphDrafter.draft` does."""
+        if self._draft is None:
+            raise RequestError("the drafter is closed; open the bundle again")
+        check_length(draft_length)
+        target = self._target
+        hidden = target.hidden_row
+        if hidden is None or draft_length < 1:
+            return []
+        target.vocabulary.check(last)
+        for source, buffer, place in zip(self._draft.sources, self._buffers, self._places, strict=True):
+            first, source.count = target.cache.drafter_rows(buffer.kind, target.length)
+            source.keys, source.values = place.keys + first * source.key_step, place.values + first * source.value_step
+            source.cosine, source.sine = place.cosine + target.length * place.step, place.sine + target.length * place.step
+        return self._draft.run(last, draft_length, hidden, sampler, should_continue, min_probability=self.min_probability)
+
+    def assignments(self) -> dict[str, dict[str, int]]:
+        """No execution provider runs it."""
+        return {}
+
+    def close(self) -> None:
+        """Frees the weights. Harmless when done twice."""
+        if self._draft is not None:
+            self._draft.close()
+            self._draft = None
 
 
-def open_drafter(path: Path, target: OrtTarget | StaticOrtTarget, session: SessionOptions) -> AnyOrtDrafter:
-    """Opens the graph at `path` as the drafter of this target. Raises BackendError, BundleError."""
-    return OrtDrafter(path, target, session) if isinstance(target, OrtTarget) else StaticOrtDrafter(path, target, session)
+AnyOrtDrafter = KernelDrafter | OrtDrafter | StaticOrtDrafter
+
+
+def open_drafter(path: Path, target: OrtTarget | StaticOrtTarget, session: SessionOptions, layout: CacheLayout) -> AnyOrtDrafter:
+    """Opens the graph at `path` as the drafter of this target, on the kernels where they run. Raises BackendError, BundleError."""
+    if not isinstance(target, OrtTarget):
+        return StaticOrtDrafter(path, target, session)
+    if target.row_kernels and can_draft():
+        with suppress(OtherGraphError, ValueError):
+            return KernelDrafter(path, target, layout)
+    return OrtDrafter(path, target, session)
+
+
+def check_length(draft_length: int) -> None:
+    """Raises RequestError for a draft that no pair is opened for."""
+    if draft_length >= MAX_ROWS:
+        raise RequestError(f"a draft of {draft_length} tokens is longer than the {MAX_ROWS - 1} this pair was opened for")

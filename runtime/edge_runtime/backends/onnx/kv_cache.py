@@ -85,9 +85,14 @@ class KeyValueCache:
         """Gives the drafter's call, of the buffers among `names` that it reads by rows, those that it sees behind `length` rows."""
         for name, kind in self._drafter_by_rows.items():
             if name in names:
-                end = length if kind == FULL else length - self.first
-                rows = end if kind == FULL or self._window is None else min(end, self._window + 1)
-                call.place_input(name, self._arrays[name][:, :, end - rows : end])
+                first, rows = self.drafter_rows(kind, length)
+                call.place_input(name, self._arrays[name][:, :, first : first + rows])
+
+    def drafter_rows(self, kind: str, length: int) -> tuple[int, int]:
+        """Returns which row of such a buffer is the first that the drafter sees behind `length` rows, and how many it sees."""
+        end = length if kind == FULL else length - self.first
+        rows = end if kind == FULL or self._window is None else min(end, self._window + 1)
+        return end - rows, rows
 
     def array(self, name: str) -> NDArray[Any]:
         """The memory of a buffer."""
@@ -195,14 +200,10 @@ class Rotations:
     """Cosines and sines per position and pair, float32 [context, head_dim/2], as values bound to the graphs; with `halved` also float16."""
 
     def __init__(self, rotations: Sequence[Rotation], context: int, *, halved: bool) -> None:
-        self.values: dict[str, Any] = {}
-        self._arrays: list[NDArray[np.floating]] = []
-        for name, table in rotary_tables(rotations, context).items():
-            typed: dict[str, NDArray[np.floating]] = {name: table}
-            if halved:
-                typed[f"{name}_f16"] = table.astype(np.float16)
-            self._arrays += typed.values()
-            self.values |= {key: value_over(array) for key, array in typed.items()}
+        self.tables: dict[str, NDArray[np.floating]] = dict(rotary_tables(rotations, context))
+        if halved:
+            self.tables |= {f"{name}_f16": table.astype(np.float16) for name, table in self.tables.items()}
+        self.values: dict[str, Any] = {name: value_over(array) for name, array in self.tables.items()}
 
 
 def rotary_tables(rotations: Sequence[Rotation], context: int) -> dict[str, NDArray[np.float32]]:

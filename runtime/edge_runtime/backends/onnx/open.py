@@ -164,7 +164,7 @@ def open_pair(
     session = SessionOptions(threads=options.threads, provider=provider, device=device, packing=packing)
     target = (OrtTarget if files.static is None else StaticOrtTarget)(files, options, session)
     try:
-        return target, open_drafter(files.drafter, target, session) if files.drafter else None
+        return target, open_drafter(files.drafter, target, session, files.layout) if files.drafter else None
     except BaseException:
         target.close()
         raise

@@ -148,6 +148,7 @@ struct Attend {
 };
 
 struct CellAttention;  // cells.h
+struct DraftSteps;     // draft/steps.h
 
 // Rows of floats times the transposed matrix [outputs, inputs] of float weights, which stay as they are: out[row * stride + output]. A sum runs
 // over 16 lanes, lane by lane in the order of the inputs, then over the lanes: a row's numbers depend on nothing else in its batch.
@@ -175,6 +176,7 @@ struct Variant {
     void (*tanh)(const float* values, float* out, int64_t count);
     // The outputs [first, last) of all rows.
     void (*multiply_floats)(const FloatProduct&, int64_t first, int64_t last);
+    const DraftSteps* draft;
 
     // Rounds the blocks [first, last) of all rows; row r begins at row_at(r). All rows of some blocks come before the next blocks: their octets
     // lie side by side.

@@ -1,6 +1,7 @@
 // NEON with dot products (Cortex-A55, A75, A76 and later): levels of up to 6 bits are multiplied as they are, those of 8 bits made signed.
 #include "arm/isa_neon.h"
 #include "per_isa/attend_cells.h"
+#include "per_isa/draft_steps.h"
 #include "per_isa/gate.h"
 #include "per_isa/multiply_floats.h"
 #include "per_isa/round_row.h"
@@ -58,6 +59,6 @@ struct Dotprod : NeonBase {
 
 }  // namespace
 
-const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row<Dotprod>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply};
+const Variant kDotprod = {"dotprod", multiply<Dotprod>, round_row<Dotprod>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply, &kDraftSteps};
 
 }  // namespace edge

@@ -2,6 +2,7 @@
 // to an instruction. A single row goes through the dot products.
 #include "arm/isa_neon.h"
 #include "per_isa/attend_cells.h"
+#include "per_isa/draft_steps.h"
 #include "per_isa/gate.h"
 #include "per_isa/multiply_floats.h"
 #include "per_isa/round_row.h"
@@ -167,6 +168,6 @@ void multiply_i8mm(const PackedMatrix& m, const RoundedRows& a, int64_t first, i
 
 }  // namespace
 
-const Variant kI8mm = {"i8mm", multiply_i8mm, round_row<NeonBase>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply};
+const Variant kI8mm = {"i8mm", multiply_i8mm, round_row<NeonBase>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply, &kDraftSteps};
 
 }  // namespace edge

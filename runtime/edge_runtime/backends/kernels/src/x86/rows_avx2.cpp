@@ -2,6 +2,7 @@
 // levels are made signed, and their magnitudes take the products' signs from the activations, so that no sum leaves 16 bits either.
 #include "x86/isa_avx2.h"
 #include "per_isa/attend_cells.h"
+#include "per_isa/draft_steps.h"
 #include "per_isa/gate.h"
 #include "per_isa/multiply_floats.h"
 #include "per_isa/round_row.h"
@@ -46,6 +47,6 @@ private:
 
 }  // namespace
 
-const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row<Avx2>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply};
+const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row<Avx2>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply, &kDraftSteps};
 
 }  // namespace edge

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "per_isa/attend_cells.h"
+#include "per_isa/draft_steps.h"
 #include "per_isa/gate.h"
 #include "per_isa/multiply_floats.h"
 #include "per_isa/round_row.h"
@@ -71,6 +72,6 @@ struct Avx512Vnni {
 
 }  // namespace
 
-const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row<Avx512Vnni>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<4>::multiply};
+const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row<Avx512Vnni>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<4>::multiply, &kDraftSteps};
 
 }  // namespace edge

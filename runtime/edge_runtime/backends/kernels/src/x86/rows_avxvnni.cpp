@@ -1,6 +1,7 @@
 // AVX-VNNI: client processors without AVX-512.
 #include "x86/isa_avx2.h"
 #include "per_isa/attend_cells.h"
+#include "per_isa/draft_steps.h"
 #include "per_isa/gate.h"
 #include "per_isa/multiply_floats.h"
 #include "per_isa/round_row.h"
@@ -16,6 +17,6 @@ struct AvxVnni : Avx2Base {
 
 }  // namespace
 
-const Variant kAvxVnni = {"avxvnni", multiply<AvxVnni>, round_row<AvxVnni>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply};
+const Variant kAvxVnni = {"avxvnni", multiply<AvxVnni>, round_row<AvxVnni>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply, &kDraftSteps};
 
 }  // namespace edge
