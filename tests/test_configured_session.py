@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
+from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter
 from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
 from edge_runtime.config.yaml_file import CONFIG_NAME, read_config
 from edge_runtime.errors import ConfigError, RequestError
@@ -29,7 +30,7 @@ def config_file(folder: Path, **sections: Any) -> Path:
 
 def support(drafter: object) -> int:
     """How many tokens the split drafter's head picks from."""
-    assert isinstance(drafter, LlamaSplitDrafter)
+    assert isinstance(drafter, LlamaKernelDrafter | LlamaSplitDrafter)
     seen: list[int] = []
 
     def sampler(logits, tokens=None):

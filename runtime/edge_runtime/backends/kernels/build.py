@@ -28,6 +28,7 @@ _COMMON = (
         "ggml/elementwise.cpp",
         "ggml/multiply.cpp",
         "ggml/read_rows.cpp",
+        "ggml/visible_cells.cpp",
     ),
     "ggml/register.cpp",
     "draft/model.cpp",

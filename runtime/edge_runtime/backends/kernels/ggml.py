@@ -7,8 +7,13 @@ src/ggml/facts.h has those of the one release of llama-cpp-python that the runti
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.kernels.draft import KvSource, address
 from edge_runtime.backends.kernels.loader import VARIABLE, load_library, variant
 
 # In the order of struct Functions in src/ggml/facts.h.
@@ -30,6 +35,7 @@ FUNCTIONS = (
 )
 # C++'s operator new: the list belongs to a vector, which may free it.
 _NEW = "_Znwm"
+_switched_on = True
 
 
 def register(llama: Any) -> str | None:
@@ -56,14 +62,71 @@ def switch(enabled: bool) -> None:
 
     Models that were loaded with the kernels do not run while they are off.
     """
+    global _switched_on
+    _switched_on = enabled
     kernels = _kernels()
     if kernels is not None:
         kernels.edge_ggml_switch(int(enabled))
 
 
+def is_switched_on() -> bool:
+    """Whether nobody has switched the kernels off."""
+    return _switched_on
+
+
 def failure_check() -> Any:
     """The C function (ggml_abort_callback) that returns whether an operation failed since its last call; None without the kernels."""
     return getattr(_kernels(), "edge_ggml_failed", None)
+
+
+@dataclass
+class VisibleCells:
+    """The cells that a row attends to, in each of the watched layers: `sources` describe them, `cells` int32 list them."""
+
+    sources: Any
+    cells: tuple[NDArray[np.int32], ...]
+
+
+class CellWatch:
+    """Which cells of llama.cpp's memory the flagged rows of a forward attend to, in two layers of the target (src/ggml/visible_cells.h)."""
+
+    def __init__(self, layers: tuple[int, int], max_cells: int) -> None:
+        """`max_cells`: how many cells a layer has at most."""
+        self._kernels: Any = _kernels()
+        self._kernels.edge_ggml_watch_new.restype = ctypes.c_void_p
+        self._kernels.edge_ggml_watch_cells.restype = ctypes.c_int64
+        self._max_cells = max_cells
+        self._pointer: Any = ctypes.c_void_p(self._kernels.edge_ggml_watch_new(*map(ctypes.c_int64, layers)))
+        if not self._pointer:
+            raise MemoryError
+
+    def begin(self, flags: NDArray[np.int8], count: int) -> None:
+        """This thread's next forward, whose first `count` of `flags` say which rows are flagged, is watched until `end`."""
+        self._kernels.edge_ggml_watch(self._pointer, ctypes.c_void_p(flags.ctypes.data), ctypes.c_int64(count))
+
+    def end(self) -> None:
+        """Nothing is watched any more."""
+        self._kernels.edge_ggml_watch(None, None, ctypes.c_int64(0))
+
+    def room(self) -> VisibleCells:
+        """Memory for `visible`."""
+        return VisibleCells((KvSource * 2)(), tuple(np.zeros(self._max_cells, np.int32) for _ in range(2)))
+
+    def visible(self, row: int, to: VisibleCells) -> bool:
+        """Puts into `to` what the newest forward's flagged row of that number attends to; returns whether that is known."""
+        return all(
+            self._kernels.edge_ggml_watch_cells(
+                self._pointer, layer, row, ctypes.byref(to.sources[layer]), ctypes.c_void_p(address(cells)), self._max_cells
+            )
+            > 0
+            for layer, cells in enumerate(to.cells)
+        )
+
+    def close(self) -> None:
+        """Frees it. Harmless when done twice."""
+        if self._pointer is not None:
+            self._kernels.edge_ggml_watch_free(self._pointer)
+            self._pointer = None
 
 
 def unread_rows() -> int:
@@ -79,7 +142,7 @@ def unread_rows() -> int:
 def _kernels() -> Any:
     """The library; None where there is none, or one of an earlier build, which would take other functions."""
     kernels = load_library()
-    return kernels if hasattr(kernels, "edge_ggml_unread_rows") else None
+    return kernels if hasattr(kernels, "edge_ggml_watch_cells") else None
 
 
 def _address(library: Any, name: str) -> int | None:

@@ -102,6 +102,11 @@ class Batch:
             self.structure.n_seq_id = self._counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
             self.structure.seq_id = self._addresses.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)))
 
+    @property
+    def flags(self) -> NDArray[np.int8]:
+        """Which rows are computed to the end."""
+        return self._flags
+
     def clear(self) -> None:
         """Removes all rows."""
         self.structure.n_tokens = 0

@@ -54,17 +54,23 @@ class _TypeTraits(ctypes.Structure):
         ("block_size", ctypes.c_int64),
         ("block_size_interleave", ctypes.c_int64),
         ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.c_void_p),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MappedTensor:
-    """One tensor: its ggml type number and the type's name, shape as ggml orders it (a row's length first), and its bytes in the map."""
+    """One tensor: its ggml type number and the type's name, shape as ggml orders it (a row's length first), and its bytes in the map.
+
+    `to_float` is the address of ggml's function that expands a row (ggml_to_float_t); None for float32.
+    """
 
     kind: int
     type_name: str
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
+    to_float: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +143,9 @@ def _tensor(ggml: Any, header: Any, path: Path, mapped: NDArray[np.uint8], place
         raise BackendError(f"{path.name}: {name} has {size} bytes for {list(shape)} of ggml type {kind}; export the pair again")
     if start + size > len(mapped):
         raise BackendError(f"{path.name} is truncated: {name} ends at byte {start + size} of {len(mapped)}; copy the bundle again")
-    return MappedTensor(kind=kind, type_name=traits.type_name.decode(), shape=shape, data=mapped[start : start + size])
+    return MappedTensor(
+        kind=kind, type_name=traits.type_name.decode(), shape=shape, data=mapped[start : start + size], to_float=traits.to_float
+    )
 
 
 _INDEX, _POINTER = ctypes.c_int64, ctypes.c_void_p

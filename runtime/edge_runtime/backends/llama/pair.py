@@ -7,15 +7,18 @@ from pathlib import Path
 
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.drafter import LlamaDrafter
+from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter
 from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
 from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.text_memory import LookupDrafter
-from edge_runtime.errors import BundleError
+from edge_runtime.errors import BackendError, BundleError
 from edge_runtime.interfaces import Drafter, DraftRequest, DraftSampler, Logits, ShouldContinue
 from edge_runtime.planning.speed import SPARSE_SHARE
+
+ModelDrafter = LlamaDrafter | LlamaKernelDrafter
 
 
 class SequenceDrafter:
@@ -23,7 +26,7 @@ class SequenceDrafter:
 
     stepwise = True
 
-    def __init__(self, drafter: LlamaDrafter, number: int) -> None:
+    def __init__(self, drafter: ModelDrafter, number: int) -> None:
         self._drafter = drafter
         self._number = number
 
@@ -48,7 +51,7 @@ class LlamaSequenceBatch:
         self.targets = tuple(target.shared.sequences)
         self.vocabulary = target.vocabulary
         self._shared = target.shared
-        self._drafter = drafter if isinstance(drafter, LlamaDrafter) else None
+        self._drafter = drafter if isinstance(drafter, ModelDrafter) else None
         self.drafters: tuple[Drafter | None, ...]
         if self._drafter is not None:
             self.drafters = (self._drafter, *(SequenceDrafter(self._drafter, number) for number in range(1, len(self.targets))))
@@ -56,7 +59,7 @@ class LlamaSequenceBatch:
             self.drafters = tuple(LookupDrafter(sequence) if drafter is not None else None for sequence in self.targets)
 
     def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Drafts for all requests, with one forward a step where a model drafts."""
+        """Drafts for all requests, with one forward a step where a model of llama.cpp drafts."""
         if self._drafter is not None:
             return self._drafter.draft_all(requests)
         own = [self.drafters[request.sequence] for request in requests]
@@ -122,13 +125,19 @@ def open_with_drafter(
         raise
 
 
-def open_model_drafter(bundle: Bundle, target: LlamaTarget, options: LlamaOptions, kind: DrafterKind) -> LlamaDrafter:
-    """Opens the dense or the split drafter on an opened target."""
-    if kind == "dense":
-        return LlamaDrafter(bundle.path("drafter", "gguf"), target, options)
-    if not has_split(bundle):
+def open_model_drafter(bundle: Bundle, target: LlamaTarget, options: LlamaOptions, kind: DrafterKind) -> ModelDrafter:
+    """Opens the drafter with the dense or the sparse head on an opened target: the kernels' own, where they run, else llama.cpp's."""
+    if kind == "split" and not has_split(bundle):
         raise BundleError(f"{bundle.folder} has no split drafter: only checkpoints with ordered embeddings give one; choose dense")
-    return LlamaSplitDrafter(bundle.path(_BODY, "gguf"), bundle.path(_HEAD), target, bundle.path("target", "gguf"), options)
+    drafter, target_path = bundle.path("drafter", "gguf"), bundle.path("target", "gguf")
+    head = bundle.path(_HEAD) if kind == "split" else None
+
+    try:
+        return LlamaKernelDrafter(drafter, head, target, target_path)
+    except (ValueError, BackendError):  # what is wrong with the files, llama.cpp's drafter says
+        if head is None:
+            return LlamaDrafter(drafter, target, options)
+        return LlamaSplitDrafter(bundle.path(_BODY, "gguf"), head, target, target_path, options)
 
 
 def has_split(bundle: Bundle) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.committed_tokens import CommittedText
+from edge_runtime.backends.kernels.ggml import CellWatch, VisibleCells
 from edge_runtime.backends.llama.context import (
     Batch,
     LlamaModel,
@@ -49,9 +50,11 @@ class LlamaTargetContext(LlamaModel):
     def __init__(self, path: Path, options: LlamaOptions) -> None:
         super().__init__(path, TARGET, options)
         self.options = options
-        self.drafters: list[LlamaModel] = []
+        self.drafters: list[Any] = []  # that are closed with it
         self.sequences: list[LlamaSequence] = []
         self.encoder: LlamaMediaEncoder | None = None
+        # Where a drafter of the kernels reads; it sets and closes it.
+        self.watch: CellWatch | None = None
         try:
             self._open(path)
         except BaseException:
@@ -137,7 +140,13 @@ class LlamaTargetContext(LlamaModel):
         if threads != self._set:
             self._api.llama_set_n_threads(self._pointer, threads, threads)
             self._set = threads
-        code: int = self._api.llama_decode(self._pointer, batch.structure)
+        if self.watch is not None:
+            self.watch.begin(batch.flags, batch.structure.n_tokens)
+        try:
+            code: int = self._api.llama_decode(self._pointer, batch.structure)
+        finally:
+            if self.watch is not None:
+                self.watch.end()
         if code != 0:
             for group in rows:
                 self.truncate(group.sequence.number, group.sequence.length)
@@ -150,7 +159,7 @@ class LlamaTargetContext(LlamaModel):
         hidden = floats(self._library.staging.llama_get_embeddings_nextn(self._pointer), flagged, self.hidden_size)
         first = 0
         for group in rows:
-            group.sequence.take_hidden(hidden[first : first + group.flagged])
+            group.sequence.take_flagged(hidden[first : first + group.flagged], first)
             first += group.flagged
 
     def truncate(self, number: int, length: int) -> None:
@@ -236,6 +245,9 @@ class LlamaSequence(CommittedText):
         self.kv_type: str = shared.options.kv_type
         self.row_bytes = shared.forms[0].row_bytes, shared.forms[1].row_bytes
         self.sliding_rows = shared.window - 1
+        self._first_flagged = 0
+        self._cells: VisibleCells | None = None
+        self._cells_kept = False
         shared.sequences.append(self)
 
     def prefill(self, tokens: Sequence[int], *, rows_read: int = 1) -> None:
@@ -326,7 +338,22 @@ class LlamaSequence(CommittedText):
         if row is None:
             self.forget_hidden()
         else:
+            self._cells_kept = self.visible_cells() is not None
             self.take_hidden(row[None].copy())
+
+    def take_flagged(self, rows: NDArray[np.float32], first: int) -> None:
+        """Takes the hidden rows of the newest tokens; the first of them was the flagged row of that number in the forward."""
+        self._first_flagged, self._cells_kept = first, False
+        self.take_hidden(rows)
+
+    def visible_cells(self) -> VisibleCells | None:
+        """The cells that the row of the hidden row attends to; None where they are not known. Valid until the next call or rollback."""
+        watch = self.shared.watch
+        if watch is None or self._cells_kept:
+            return self._cells
+        self._cells = self._cells or watch.room()
+        row = self._first_flagged + self.length - 1 - self._hidden_start
+        return self._cells if watch.visible(row, self._cells) else None
 
     def require_open(self) -> None:
         """Raises RequestError if the context is closed."""

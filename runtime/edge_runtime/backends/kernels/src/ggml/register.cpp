@@ -9,6 +9,7 @@
 #include "multiply.h"
 #include "pack.h"
 #include "read_rows.h"
+#include "visible_cells.h"
 #include "weights.h"
 
 namespace edge::ggml {
@@ -118,6 +119,7 @@ struct Attention final : Operation {
     }
     bool compute(Work* work, Tensor* op) override {
         run_read_rows(*work, op, true, [&](Tensor* rows) {
+            if (work->thread == 0) watch_attention(*op, *rows);
             if (!attend(functions, *variant, *work, *rows)) fail(*work, *rows);
         });
         return true;
@@ -232,7 +234,7 @@ EDGE_EXPORT const char* edge_ggml_register(const Functions* given, void* (*make)
     if (const char* reason = unexpected()) return reason;
     buffer_type.device = functions.registry_device(functions.cpu_registry(), 0);
     if (!buffer_type.device) return "it has no CPU device";
-    if (!prepare_read_rows()) return "no key of threads' own memory is left";
+    if (!prepare_read_rows() || !prepare_watches()) return "no key of threads' own memory is left";
     BufferTypes* types = functions.extra_buffer_types();
     const size_t count = static_cast<size_t>(types->last - types->first);
     BufferType** list = static_cast<BufferType**>(make((count + 1) * sizeof(BufferType*)));

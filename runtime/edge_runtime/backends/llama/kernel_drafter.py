@@ -1,0 +1,217 @@
+"""Gemma 4's MTP drafter in the kernels' own library, on the cells of llama.cpp's memory: a draft is one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.backends.kernels.draft import DraftLayer, DraftWeights, GgufMatrix, NativeDraft, SparseHeadWeights, address, can_draft
+from edge_runtime.backends.kernels.ggml import CellWatch, is_switched_on
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.loader import LlamaLibrary, llama_library
+from edge_runtime.backends.llama.mapped_gguf import MappedGguf, MappedTensor, map_gguf
+from edge_runtime.backends.llama.sparse_head import HeadWeights, read_head
+from edge_runtime.backends.llama.target import LlamaTarget
+from edge_runtime.bundle.gguf_gemma4 import DRAFTER, check_model, rows_read
+from edge_runtime.bundle.gguf_header import GgufHeader
+from edge_runtime.errors import RequestError
+from edge_runtime.interfaces import DraftRequest, DraftSampler, ShouldContinue
+
+EMBEDDING = "token_embd.weight"
+_BEFORE, _AFTER, _NORM, _TURNS = "nextn.pre_projection.weight", "nextn.post_projection.weight", "output_norm.weight", "rope_freqs.weight"
+_MATRICES = ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_NORMS = ("attn_norm", "attn_q_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+_FACTOR = "layer_output_scale"
+# The width of the Hadamard rotation in which llama.cpp stores quantized rows (src/llama-kv-cache.cpp, build_input_k_rot and _v_rot).
+_VALUE_TURN = 64
+
+
+class LlamaKernelDrafter:
+    """Implements `interfaces.Drafter` as `LlamaDrafter` does. Where a forward's cells are not known, as they always are on the kernels'
+    attention, there are no drafts: llama.cpp's own drafter can only be opened on an empty memory.
+    """
+
+    stepwise = True
+
+    def __init__(self, path: Path, head: Path | None, target: LlamaTarget, target_path: Path) -> None:
+        """Without the file `head` all tokens are scored. Raises ValueError, BackendError where the kernels do not compute this drafter."""
+        library, shared, options = llama_library(), target.shared, target.shared.options
+        self._target = target
+        self._max_draft_length = options.max_draft_length
+        header = check_model(path, DRAFTER)
+        if (
+            not can_draft()
+            or library.row_kernels is None
+            or not is_switched_on()
+            or len(set(map(str, rows_read(header, shared.header)))) != 1
+        ):
+            raise ValueError("its rows")
+        weights = _read(library, header, path, head, target, target_path, options)
+        self._rotations = [_Rotation(header, path, library, sliding=sliding) for sliding in (True, False)]
+        self._draft: NativeDraft | None = NativeDraft(weights, longest=max(1, options.max_draft_length))
+        if options.kv_type != "f16":
+            self._turns = [_turns(rotation.dim) for rotation in self._rotations]
+        else:
+            self._turns = [(0, 0), (0, 0)]
+        layers = library.api.llama_model_n_layer(shared._model)
+        shared.watch = CellWatch((layers - 2, layers - 1), library.api.llama_n_ctx(shared._pointer))
+        shared.drafters.append(self)
+
+    def set_threads(self, threads: int) -> None:
+        """Does nothing: a draft is computed by the thread that asks for it."""
+
+    def draft(
+        self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
+    ) -> list[int]:
+        """As `LlamaDrafter.draft` does."""
+        return self.draft_all(
+            [DraftRequest(sequence=0, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue)]
+        )[0]
+
+    def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """Returns the drafts of each request; their sequences are all different."""
+        if self._draft is None:
+            raise RequestError("the drafter is closed; open the bundle again")
+        for request in requests:
+            if request.draft_length > self._max_draft_length:
+                raise RequestError(
+                    f"a draft of {request.draft_length} tokens is longer than the {self._max_draft_length} this pair was opened for"
+                )
+        return [self._drafts(self._draft, request) for request in requests]
+
+    def _drafts(self, draft: NativeDraft, request: DraftRequest) -> list[int]:
+        sequence = self._target.shared.sequences[request.sequence]
+        hidden = sequence.hidden_row
+        if hidden is None or request.draft_length < 1:
+            return []
+        self._target.vocabulary.check(request.last)
+        visible = sequence.visible_cells()
+        if visible is None:
+            return []
+        for place, (rotation, turns) in enumerate(zip(self._rotations, self._turns, strict=True)):
+            draft.sources[place] = visible.sources[place]
+            source = draft.sources[place]
+            source.cosine, source.sine = rotation.at(sequence.length)
+            source.key_turn, source.value_turn = turns
+        return draft.run(request.last, request.draft_length, hidden, request.sampler, request.should_continue)
+
+    def close(self) -> None:
+        """Frees the weights. Harmless when done twice."""
+        if self._draft is not None:
+            self._draft.close()
+            self._draft = None
+        if self._target.shared.watch is not None:
+            self._target.shared.watch.close()
+            self._target.shared.watch = None
+
+
+class _Rotation:
+    """Cosines and sines of a position, of one kind of layer."""
+
+    def __init__(self, header: GgufHeader, path: Path, library: LlamaLibrary, *, sliding: bool) -> None:
+        """Raises ValueError for a scaling of positions."""
+        keys, prefix, ending = header.keys, header.architecture, "_swa" * sliding
+        if keys.get(f"{prefix}.rope.scaling.type", "none") != "none":
+            raise ValueError("its rotation")
+        self.dim = int(keys[f"{prefix}.attention.key_length{ending}"])
+        turned = int(keys.get(f"{prefix}.rope.dimension_count{ending}", self.dim))
+        base = float(keys[f"{prefix}.rope.freq_base{ending}"])
+        self._frequencies = np.zeros(self.dim // 2)
+        self._frequencies[: turned // 2] = base ** (-np.arange(0, turned, 2) / turned)
+        if not sliding:
+            file = map_gguf(library, path, (_TURNS,))
+            if _TURNS in file.tensors:
+                self._frequencies /= file.tensor(_TURNS, (self.dim // 2,), ("f32",)).data.view(np.float32)[: len(self._frequencies)]
+        self._cosine, self._sine = np.zeros((2, self.dim // 2), np.float32)
+        self._addresses = address(self._cosine), address(self._sine)
+
+    def at(self, position: int) -> tuple[int, int]:
+        """The addresses of cosines and sines [dim / 2], until the next call."""
+        angles = self._frequencies * position
+        self._cosine[:], self._sine[:] = np.cos(angles), np.sin(angles)
+        return self._addresses
+
+
+def _turns(dim: int) -> tuple[int, int]:
+    """The widths of the rotations of keys and values of that width."""
+    if dim % _VALUE_TURN:
+        raise ValueError("the width of its heads")
+    return dim & -dim, _VALUE_TURN
+
+
+def _read(
+    library: LlamaLibrary, header: GgufHeader, path: Path, head: Path | None, target: LlamaTarget, target_path: Path, options: LlamaOptions
+) -> DraftWeights:
+    """The weights of the drafter in `path`, mapped, of its head, and the target's embedding."""
+    keys, prefix = header.keys, header.architecture
+    pattern = keys[f"{prefix}.attention.sliding_window_pattern"]
+    blocks = [[f"blk.{n}.{name}.weight" for name in (*_MATRICES, *_NORMS, _FACTOR)] for n in range(len(pattern))]
+    file = map_gguf(library, path, (EMBEDDING, _BEFORE, _AFTER, _NORM, *(name for names in blocks for name in names)))
+    hidden, vocabulary = target.hidden_size, target.vocabulary.size
+    width = int(keys[f"{prefix}.embedding_length"])
+    before = _matrix(file, _BEFORE)
+    if (before.outputs, before.inputs) != (width, 2 * hidden):
+        raise ValueError("its width")
+    layers = []
+    for sliding, names in zip(pattern, blocks, strict=True):
+        dim = int(keys[f"{prefix}.attention.key_length{'_swa' * sliding}"])
+        sizes = [width, dim, width, width, width]
+        layers.append(
+            DraftLayer(
+                matrices=tuple(_matrix(file, name) for name in names[: len(_MATRICES)]),
+                norms=tuple(_vector(file, name, size) for name, size in zip(names[len(_MATRICES) : -1], sizes, strict=True)),
+                dim=dim,
+                factor=float(_vector(file, names[-1], 1)[0]),
+                source=0 if sliding else 1,
+            )
+        )
+    sparse, rows = None, _matrix(file, EMBEDDING)
+    if head is not None:
+        parts = read_head(library, head, hidden_size=width, target_hidden_size=hidden, vocabulary=vocabulary)
+        rows, sparse = _sparse(parts, options.max_candidates, width)
+    embedding = map_gguf(library, target_path, (EMBEDDING,)).tensor(EMBEDDING, (hidden, vocabulary))
+    return DraftWeights(
+        heads=int(keys[f"{prefix}.attention.head_count"]),
+        epsilon=float(keys[f"{prefix}.attention.layer_norm_rms_epsilon"]),
+        before=before,
+        after=_matrix(file, _AFTER),
+        layers=tuple(layers),
+        norm=_vector(file, _NORM, width),
+        rows=rows,
+        sparse=sparse,
+        embedding=_described(embedding),
+        factor=sqrt(hidden),
+        read=embedding.to_float,
+    )
+
+
+def _sparse(head: HeadWeights, max_candidates: int | None, width: int) -> tuple[GgufMatrix, SparseHeadWeights]:
+    centroids, each = head.token_ordering.shape
+    top = head.top_centroids if max_candidates is None else min(head.top_centroids, max_candidates // each)
+    if top < 1:
+        raise RequestError(
+            f"max_candidates is {max_candidates}, but the head's smallest choice is one cluster of {each} tokens; ask for more"
+        )
+    rows = GgufMatrix(type=head.rows.kind, data=head.rows.data, outputs=centroids * each, inputs=width)
+    return rows, SparseHeadWeights(centroids=_described(head.centroids), order=np.array(head.token_ordering), top=top)
+
+
+def _matrix(file: MappedGguf, name: str) -> GgufMatrix:
+    tensor = file.tensors.get(name)
+    if tensor is None or len(tensor.shape) != 2:
+        raise ValueError(name)
+    return _described(tensor)
+
+
+def _described(tensor: MappedTensor) -> GgufMatrix:
+    inputs, outputs = tensor.shape
+    return GgufMatrix(type=tensor.kind, data=tensor.data, outputs=outputs, inputs=inputs)
+
+
+def _vector(file: MappedGguf, name: str, size: int) -> NDArray[np.float32]:
+    values: NDArray[np.float32] = file.tensor(name, (size,), ("f32",)).data.view(np.float32).copy()
+    return values
