@@ -29,13 +29,7 @@ ggml::Tensor tensor_of(const DraftMatrix& m) {
     ggml::Tensor tensor = {};
     tensor.type = static_cast<int>(m.type);
     tensor.ne[0] = m.inputs, tensor.ne[1] = m.outputs, tensor.ne[2] = tensor.ne[3] = 1;
-    const auto row = [&](int64_t block, size_t bytes) { return static_cast<size_t>(m.inputs / block) * bytes; };
-    switch (m.type) {
-        case ggml::kQ4_0: tensor.nb[1] = row(32, 18); break;
-        case ggml::kQ8_0: tensor.nb[1] = row(32, 34); break;
-        case ggml::kQ4_K: tensor.nb[1] = row(kSuper, 144); break;
-        case ggml::kQ6_K: tensor.nb[1] = row(kSuper, 210); break;
-    }
+    tensor.nb[1] = static_cast<size_t>(m.block);
     return tensor;
 }
 
@@ -46,7 +40,7 @@ bool is_width(int64_t size) { return size > 0 && size <= kMaxWidth; }
 // Whether the kernels can multiply with a matrix of this shape.
 bool fits_matrix(const DraftMatrix& m, int64_t outputs, int64_t inputs) {
     if (m.outputs != outputs || m.inputs != inputs || outputs > kMaxVocabulary || !is_width(inputs) || !m.data) return false;
-    if (is_float(m)) return true;
+    if (is_float(m)) return m.block == inputs * (m.type == ggml::kF32 ? 4 : 2);
     if (m.kind == kLevels) return m.scales && fits(outputs, inputs, m.type, m.block);
     return m.kind == kGguf && m.type == static_cast<int>(m.type) && ggml::packs(tensor_of(m));
 }
@@ -64,8 +58,7 @@ bool make(Matrix& to, const DraftMatrix& m, uint8_t* memory) {
     to.packed = !is_float(m);
     if (!to.packed) {
         const FloatType type = m.type == ggml::kF32 ? FloatType::kF32 : m.type == ggml::kF16 ? FloatType::kF16 : FloatType::kBf16;
-        const size_t step = static_cast<size_t>(m.inputs) * (m.type == ggml::kF32 ? 4 : 2);
-        to.floats = {type, static_cast<const char*>(m.data), step, m.inputs, nullptr, 0, 1, nullptr, 0};
+        to.floats = {type, static_cast<const char*>(m.data), static_cast<size_t>(m.block), m.inputs, nullptr, 0, 1, nullptr, 0};
     } else if (m.kind == kGguf) {
         ggml::Tensor tensor = tensor_of(m);
         ggml::pack_weights(tensor, m.data, memory);

@@ -11,7 +11,7 @@ enum LayerNorm { kBeforeAttention, kOfQueries, kBehindAttention, kBeforeFeed, kB
 enum LayerMatrix { kQueries, kOutput, kGates, kValues, kDown };
 
 // A matrix [outputs, inputs] as its file has it. `kind`: 0 for none; 1 for levels of `type` bits in blocks of `block` with float32 scales, as
-// MatMulNBits stores them; 2 for a type of GGUF files (enum ggml_type), floats included, which stay where they are.
+// MatMulNBits stores them; 2 for a type of GGUF files (enum ggml_type), `block` bytes a row; floats among them stay where they are.
 struct DraftMatrix {
     int64_t kind, type, block, outputs, inputs;
     const void* data;
