@@ -170,7 +170,7 @@ class Profit:
             return RoundPlan(0, to_verify=self._to_verify, offered=offered)
         if requests == 1 and (rows := self._trial()):
             self._mode, self._trial_rows = "trial", rows
-            return RoundPlan(min(rows - 1, self._longest), False, self._should_continue, self._to_verify)
+            return RoundPlan(min(rows - 1, self._longest), False, self.continues, self._to_verify)
         if self._length:
             self._mode, length = "draft", self._length
         else:
