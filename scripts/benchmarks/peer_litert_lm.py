@@ -14,6 +14,8 @@ from litert_lm import interfaces
 
 from peer_protocol import Answer, timed
 
+# Gemma's first token, which this engine does not add to a text.
+BOS = "<bos>"
 GREEDY = interfaces.SamplerConfig(top_k=1, top_p=1.0, temperature=1.0, seed=0)
 
 
@@ -36,7 +38,7 @@ def engine() -> Iterator[tuple[dict[str, Any], Answer]]:
 
 def answer(engine: litert_lm.Engine, request: dict[str, Any]) -> dict[str, Any]:
     """Returns the figures of a request. Its own counts are used: it tokenizes the text itself, and groups tokens into chunks of text."""
-    drafts, text = request["variant"]["policy"] != "plain", request["prompt"]["text"]
+    drafts, text = request["variant"]["policy"] != "plain", BOS + request["prompt"]["text"]
     session = engine.create_session(
         apply_prompt_template=False, sampler_config=GREEDY, max_output_tokens=request["tokens"], enable_speculative_decoding=drafts
     )
