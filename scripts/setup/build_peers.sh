@@ -14,7 +14,7 @@ mkdir -p "$folder"
 if [ ! -x "$folder/env/bin/litert-lm" ]; then
     python3 -m venv "$folder/env"
     "$folder/env/bin/pip" install --quiet torch==2.13.0 transformers==5.22.2 litert-torch==0.10.0 litert-lm-builder==0.18.1 \
-        litert-lm-api==0.18.1 litert-lm==0.18.1 onnxruntime-genai==0.18.0 onnxruntime==1.32.0 onnx-ir==1.0.0
+        litert-lm-api==0.18.1 litert-lm==0.18.1 onnxruntime-genai==0.18.0 onnxruntime==1.32.0 onnx-ir==1.1.0
 fi
 export HF_HUB_OFFLINE=1
 if [ ! -d "$folder/pair" ]; then
