@@ -92,6 +92,7 @@ def main() -> None:
     sys.argv[1:] = ["-i", str(checkpoint), "-o", str(options.out), "-p", "int4", "-e", "cpu", "-c", str(options.out / "cache")]
     sys.argv += ["--extra_options", "int4_accuracy_level=4"]
     runpy.run_module("onnxruntime_genai.models.builder", run_name="__main__")
+    shutil.rmtree(checkpoint)
 
 
 if __name__ == "__main__":

@@ -203,6 +203,9 @@ def main() -> None:
         assistant_model=str(options.drafter),
         mtp_verifier_step=VERIFY_ROWS,
     )
+    for path in options.out.iterdir():  # gigabytes of what it was made of
+        if path.name != "model.litertlm":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 if __name__ == "__main__":
