@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import gc
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -90,7 +91,11 @@ class LazyCommands(UserDict[str, click.Command]):
 
     def __getitem__(self, name: str) -> click.Command:
         if name not in self.data:
-            self.data[name] = getattr(import_module(self._homes[name][0]), name)
+            gc.disable()  # what a module makes stays: collecting garbage meanwhile finds none
+            try:
+                self.data[name] = getattr(import_module(self._homes[name][0]), name)
+            finally:
+                gc.enable()
         return self.data[name]
 
     def __contains__(self, name: object) -> bool:

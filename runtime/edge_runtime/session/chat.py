@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
@@ -130,6 +129,8 @@ class Answer:
                 self._executing = False
 
     async def __aiter__(self) -> AsyncIterator[Event]:
+        import asyncio  # brings ssl and logging; most programs do not iterate so
+
         while (event := await asyncio.to_thread(next, self, None)) is not None:
             yield event
 

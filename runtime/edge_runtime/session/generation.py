@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -233,6 +232,8 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """As `__iter__`; each piece is computed in another thread, so that the event loop goes on."""
+        import asyncio  # brings ssl and logging; most programs do not iterate so
+
         number = 0
         while (piece := await asyncio.to_thread(self._piece, number)) is not None:
             number += 1

@@ -10,15 +10,22 @@ import ctypes
 import functools
 import os
 import re
+import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from edge_runtime.backends.kernels import ggml
 from edge_runtime.backends.kernels.loader import end_on_lost_files, variant
 from edge_runtime.errors import BackendError
 
+PACKAGE = "llama_cpp"
 INSTALL = "pip install 'edge-mtp[llama]'"
 FIRST_VERSION = (0, 3, 36)
 END_VERSION = (0, 3, 37)
@@ -88,18 +95,17 @@ class LlamaLibrary:
 def llama_library() -> LlamaLibrary:
     """Loads and checks llama-cpp-python once. Raises BackendError if it is missing, of another version, or lacks a symbol."""
     try:
-        import llama_cpp
-        import llama_cpp.llama_cpp as api
+        version, api = _package_version(), _bindings("llama_cpp")
     except ImportError as error:
         raise BackendError(f"llama-cpp-python is not installed ({error}); run: {INSTALL}") from error
     except (OSError, RuntimeError) as error:
         raise BackendError(f"llama-cpp-python's shared library does not load ({error}); run: {INSTALL}") from error
-    check_version(llama_cpp.__version__)
+    check_version(version)
     try:
-        import llama_cpp.llama_cpp_ext as staging
+        staging = _bindings("llama_cpp_ext")
     except (ImportError, AttributeError) as error:
-        raise BackendError(f"llama-cpp-python {llama_cpp.__version__} has no MTP interface ({error}); run: {INSTALL}") from error
-    check_symbols(staging, llama_cpp.__version__)
+        raise BackendError(f"llama-cpp-python {version} has no MTP interface ({error}); run: {INSTALL}") from error
+    check_symbols(staging, version)
     log, base = LogRing(), _beside(api, "ggml-base")
     callback = _route_log(api, log)
     _route_aborts(api._lib, base)
@@ -111,7 +117,7 @@ def llama_library() -> LlamaLibrary:
         staging=staging,
         ggml=base,
         devices=_beside(api, "ggml"),
-        version=str(llama_cpp.__version__),
+        version=version,
         log=log,
         callback=callback,
         row_kernels=variant() if reason is None else None,
@@ -119,10 +125,39 @@ def llama_library() -> LlamaLibrary:
     )
 
 
+def _package_version() -> str:
+    """Returns the version that the package states; an empty one where it states none. Raises ImportError without the package."""
+    text = Path(_package().origin or "").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _package() -> ModuleSpec:
+    spec = find_spec(PACKAGE)
+    if spec is None or not spec.has_location:
+        raise ImportError(f"No module named {PACKAGE!r}")
+    return spec
+
+
+def _bindings(name: str) -> Any:
+    """Imports a module of ctypes bindings without the rest of llama-cpp-python, whose import takes ten times as long: chat formats, a cache
+    on disk, templates. A program that imports the package itself gets all of it, with these very modules.
+    """
+    if PACKAGE in sys.modules:
+        return import_module(f"{PACKAGE}.{name}")
+    bare = ModuleType(PACKAGE)
+    bare.__path__ = list(_package().submodule_search_locations or ())
+    sys.modules[PACKAGE] = bare
+    try:
+        return import_module(f"{PACKAGE}.{name}")
+    finally:
+        del sys.modules[PACKAGE]
+
+
 def media_library(library: LlamaLibrary) -> Any:
     """Returns llama-cpp-python's module of libmtmd, with its log routed to ours. Raises BackendError where it is not built."""
     try:
-        import llama_cpp.mtmd_cpp as media
+        media = _bindings("mtmd_cpp")
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise BackendError(f"this build of llama.cpp has no libmtmd, which encodes media ({error}); run: {INSTALL}") from error
     media.mtmd_log_set(library.callback, ctypes.c_void_p(0))
@@ -170,10 +205,8 @@ def system_info() -> str:
 
 def _beside(api: Any, name: str) -> Any:
     """Opens a library of ggml that lies beside libllama and was loaded with it."""
-    from llama_cpp._ctypes_extensions import load_shared_library
-
     try:
-        return load_shared_library(name, api._base_path)
+        return api.load_shared_library(name, api._base_path)
     except (OSError, RuntimeError) as error:
         raise BackendError(f"llama-cpp-python's {name} library does not load ({error}); run: {INSTALL}") from error
 

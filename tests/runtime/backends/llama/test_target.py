@@ -235,6 +235,18 @@ def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
         loader.llama_library.__wrapped__()
 
 
+def test_chat_formats_and_caches_of_the_package_are_not_imported_and_can_be_afterwards() -> None:
+    code = (
+        "import sys\nfrom edge_runtime.backends.llama.loader import llama_library\n"
+        "library = llama_library()\n"
+        "assert not {'llama_cpp', 'llama_cpp.llama', 'jinja2', 'diskcache', 'numpy.ma', 'asyncio'} & set(sys.modules)\n"
+        "import llama_cpp\n"
+        "assert llama_cpp.Llama and llama_cpp.llama_cpp is library.api and llama_cpp.__version__ == library.version"
+    )
+    path = os.pathsep.join(sys.path)
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, check=False).returncode == 0
+
+
 def test_the_log_quotes_the_first_error_and_joins_continued_lines() -> None:
     ring = loader.LogRing()
     assert ring.error() == ""
