@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -36,11 +37,18 @@ def entry_key(facts: object) -> str:
 def read_entries(path: Path) -> dict[str, object]:
     """Returns the entries of a cache file by key; none if it is missing or damaged."""
     try:
-        if path.stat().st_size > MAX_CACHE_BYTES:
+        status = path.stat()
+        if status.st_size > MAX_CACHE_BYTES:
             return {}
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return dict(_parsed(path, (status.st_ino, status.st_size, status.st_mtime_ns)))
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+@functools.lru_cache(maxsize=2)
+def _parsed(path: Path, _identity: tuple[int, int, int]) -> dict[str, object]:
+    """The entries of a file that did not change: a start asks ten times, and every change is another file put in its place."""
+    data = json.loads(path.read_text(encoding="utf-8"))
     return data if isinstance(data, dict) else {}
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from edge_devices.errors import EdgeError
-from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder
+from edge_devices.files import user_cache
+from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_put, read_entries
 
 
 def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -22,3 +24,18 @@ def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.Mo
     assert cache_folder() == tmp_path / "home" / ".cache" / "edge-mtp"
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     assert cache_folder() == tmp_path
+
+
+def test_a_file_is_parsed_again_where_it_changed_and_no_caller_changes_what_others_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, parsed = tmp_path / "cache.json", list[str]()
+    cache_put(file, "a", 1)
+    monkeypatch.setattr(user_cache.json, "loads", lambda text, loads=json.loads: parsed.append(text) or loads(text))
+    read_entries(file)["b"] = 2
+    assert read_entries(file) == read_entries(file) == {"a": 1}
+    assert len(parsed) <= 1
+    cache_put(file, "a", 3)
+    assert read_entries(file) == {"a": 3}
+    file.unlink()
+    assert read_entries(file) == {}
