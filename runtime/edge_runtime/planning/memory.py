@@ -124,14 +124,14 @@ _DRAFTER_ROWS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRequest:
-    """The load options that decide how much memory is taken; sizes in tokens, per sequence. `drafters` are all kinds loaded at once."""
+    """The load options that decide how much memory is taken; sizes in tokens, per sequence. `drafter` is the kind loaded."""
 
     context: int
     kv_type: KvType
     sequences: int
     batch: int
     verify_rows: int
-    drafters: tuple[str, ...]
+    drafter: str | None
     repack: bool
 
 
@@ -184,7 +184,7 @@ def onnx_memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
 
 def memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
     """Returns the bytes that the bundle takes when loaded with these options."""
-    files = _files(manifest.files, request.drafters)
+    files = _files(manifest.files, request.drafter)
     return MemoryPlan(
         process=PROCESS_BYTES,
         weights=sum(file.bytes for file in files),
@@ -250,7 +250,7 @@ def check_memory(
     """
     plan = memory_plan(manifest, request)
     if request.repack:
-        for file in _models(_files(manifest.files, request.drafters)):
+        for file in _models(_files(manifest.files, request.drafter)):
             if _known_mix(file) is None:
                 notify(f"{file.path} is of the unknown type {file.quantization!r}: a repacked copy is planned as large as the file.")
     if room.address_space is not None:
@@ -312,11 +312,11 @@ def _padded(cells: int) -> int:
     return -(-cells // CELL_STEP) * CELL_STEP
 
 
-def _files(files: Sequence[BundleFile], drafters: Sequence[str]) -> list[BundleFile]:
+def _files(files: Sequence[BundleFile], drafter: str | None) -> list[BundleFile]:
     roles = {"target"}
-    if "dense" in drafters:
+    if drafter == "dense":
         roles.add("drafter")
-    if "split" in drafters:
+    if drafter == "split":
         roles |= {"drafter_body", "drafter_head"}
     return [file for file in files if file.role in roles and file.format in ("gguf", "safetensors")]
 
@@ -354,12 +354,11 @@ def _buffers(manifest: Manifest, request: MemoryRequest) -> int:
     target = 3 * widest + 3 * own.hidden_size + own.layers * (own.per_layer_size or 0)
     outputs = request.verify_rows * request.sequences
     total = rows * (target * _FLOAT + cells * _MASK) + _logits(own, outputs, own.vocab_size) + own.vocab_size * _TOKEN_BYTES
-    for kind in request.drafters:
-        if kind in ("dense", "split"):
-            widest = own.drafter_feed_forward_size or _WIDEST * own.drafter_hidden_size
-            vocabulary = own.vocab_size if kind == "dense" else 0
-            total += _DRAFTER_ROWS * ((3 * widest + 2 * own.hidden_size) * _FLOAT + cells * _MASK)
-            total += _logits(own, request.sequences, vocabulary) + vocabulary * _TOKEN_BYTES
+    if request.drafter in ("dense", "split"):
+        widest = own.drafter_feed_forward_size or _WIDEST * own.drafter_hidden_size
+        vocabulary = own.vocab_size if request.drafter == "dense" else 0
+        total += _DRAFTER_ROWS * ((3 * widest + 2 * own.hidden_size) * _FLOAT + cells * _MASK)
+        total += _logits(own, request.sequences, vocabulary) + vocabulary * _TOKEN_BYTES
     return total
 
 

@@ -285,7 +285,7 @@ def manifest_plan(
             f"a plan needs a target and a dense or split drafter, but the bundle has {', '.join(sorted(roles)) or 'none'}; export them"
         )
     kv = check_kv_type(manifest.cache_layout, kv_type)
-    request = MemoryRequest(context=context, kv_type=kv, sequences=1, batch=BATCH, verify_rows=longest + 1, drafters=(chosen,), repack=True)
+    request = MemoryRequest(context=context, kv_type=kv, sequences=1, batch=BATCH, verify_rows=longest + 1, drafter=chosen, repack=True)
     facts, prompt_tokens = pair_facts(manifest, chosen, context, kv), min(PROMPT_TOKENS, context)
     memory = onnx_memory_plan(manifest, request) if onnx else memory_plan(manifest, request)
     plan = speed_plan(facts, device, memory, longest, power, prompt_tokens)

@@ -60,7 +60,7 @@ print(json.dumps({**sizes, "peak": int(peak[1]) * 1024 if peak else None}))
 
 
 def request(**changes: Any) -> MemoryRequest:
-    values = {"context": 1024, "kv_type": "f16", "sequences": 1, "batch": 512, "verify_rows": 13, "drafters": ("dense",), "repack": True}
+    values = {"context": 1024, "kv_type": "f16", "sequences": 1, "batch": 512, "verify_rows": 13, "drafter": "dense", "repack": True}
     return MemoryRequest(**{**values, **changes})
 
 

@@ -156,7 +156,7 @@ def _cost(bundle: Bundle, context: int, kv_type: KvType, reference: _Reading, re
     for p, q in zip(reference.rows, reading.rows, strict=True):
         divergences.append(float(np.sum(np.exp(p, dtype=np.float64) * (p.astype(np.float64) - q))))
         same += int(p.argmax() == q.argmax())
-    request = MemoryRequest(context=context, kv_type=kv_type, sequences=1, batch=BATCH, verify_rows=1, drafters=(), repack=False)
+    request = MemoryRequest(context=context, kv_type=kv_type, sequences=1, batch=BATCH, verify_rows=1, drafter=None, repack=False)
     return KvTypeCost(
         kv_type=kv_type,
         cache_bytes=cache_bytes(bundle.manifest.cache_layout, request),

@@ -124,7 +124,7 @@ def _checked_memory(request: OpenRequest) -> tuple[MemoryRequest, bool]:
         sequences=request.sequences,
         batch=max(BATCH, request.image_rows) if media is not None and media.bidirectional else BATCH,
         verify_rows=settings.longest_draft + 1,
-        drafters=(drafter_opened(request.bundle, request.drafter),),
+        drafter=drafter_opened(request.bundle, request.drafter),
         repack=True,
     )
     room = MemoryRoom(limit=limit, available=available_memory_bytes() if limit is None else None, address_space=address_space_left())
