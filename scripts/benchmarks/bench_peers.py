@@ -20,6 +20,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -363,34 +364,30 @@ def measure(
     """Measures all sides and writes their records."""
     bundle, longest, sets = open_bundle(folder, check="none"), max(prompt_lengths, default=0), parse_names(domains, DOMAINS, "domain")
     before, watch = load_now(), LoadWatch()
-    with ExitStack() as stack, RecordFile(runs) as file:
-        logs = Path(stack.enter_context(_folder_beside(runs)))
-        every = Peers(stack=stack, logs=logs, threads=threads or default_threads(), context=-(-(longest + max_tokens + 256) // 256) * 256)
-        ours = every.edge(OURS, folder, "onnx", lengths)
-        sides = [ours, every.edge(OURS_LLAMA, folder, "llama", (), LLAMA_CPP_LIB_PATH=str(tools)), every.llama_cpp(tools, bundle)]
-        sides += every.others(peers) if peers is not None else ()
-        assert isinstance(ours.runner, PeerProcess)
-        asked = ours.runner.ask({"domains": sets, "per_domain": 1, "lengths": list(prompt_lengths)})
-        prompts = [from_json(Prompt, each, "prompt") for each in asked["prompts"]]
-        short, long = prompts[: len(prompts) - len(prompt_lengths)], prompts[len(prompts) - len(prompt_lengths) :]
-        settings = {"threads": every.threads, "tokens": max_tokens, "repeats": repeats, "context": every.context}
-        file.add(header(bundle, sides, settings))
-        variants = tuple(variant for side in sides for variant in side.variants)
-        decoding = Schedule(part=DOMAINS_PART, variants=variants, prompts=tuple(short), repeats=repeats, tokens=max_tokens)
-        # Of a long prompt's request only the first token counts; two are the fewest that all engines make.
-        filling = replace(decoding, part=CONTEXTS_PART, variants=tuple(s.variants[0] for s in sides), prompts=tuple(long), tokens=2)
-        for record in measured(sides, [plan for plan in (decoding, filling) if plan.prompts], 1):
-            file.add(record)
-        stack.close()  # the engines' time is not that of other programs
+    with tempfile.TemporaryDirectory(prefix=f"{runs.name}.", dir=runs.resolve().parent) as logs, RecordFile(runs) as file:
+        with ExitStack() as stack:
+            context = -(-(longest + max_tokens + 256) // 256) * 256
+            every = Peers(stack=stack, logs=Path(logs), threads=threads or default_threads(), context=context)
+            ours = every.edge(OURS, folder, "onnx", lengths)
+            sides = [ours, every.edge(OURS_LLAMA, folder, "llama", (), LLAMA_CPP_LIB_PATH=str(tools)), every.llama_cpp(tools, bundle)]
+            sides += every.others(peers) if peers is not None else ()
+            settings = {"threads": every.threads, "tokens": max_tokens, "repeats": repeats, "context": context}
+            file.add(header(bundle, sides, settings))
+            assert isinstance(ours.runner, PeerProcess)
+            asked = ours.runner.ask({"domains": sets, "per_domain": 1, "lengths": list(prompt_lengths)})
+            prompts = tuple(from_json(Prompt, each, "prompt") for each in asked["prompts"])
+            short = len(prompts) - len(prompt_lengths)
+            variants = tuple(variant for side in sides for variant in side.variants)
+            decoding = Schedule(part=DOMAINS_PART, variants=variants, prompts=prompts[:short], repeats=repeats, tokens=max_tokens)
+            # Of a long prompt's request only the first token counts; two are the fewest that all engines make.
+            plain = tuple(side.variants[0] for side in sides)
+            filling = Schedule(part=CONTEXTS_PART, variants=plain, prompts=prompts[short:], repeats=repeats, tokens=2)
+            for record in measured(sides, [plan for plan in (decoding, filling) if plan.prompts], 1):
+                file.add(record)
+        # The engines have ended: their time is not that of other programs, and their logs are complete.
         loads = [("before the first run, ", before), ("", watch.load())]
         for text in [*every.notes, *draft_notes(every, sides), *(words + load.sentence() for words, load in loads if load.is_busy)]:
             file.add(Note(text=text))
-
-
-def _folder_beside(runs: Path) -> Any:
-    import tempfile
-
-    return tempfile.TemporaryDirectory(prefix=f"{runs.name}.", dir=runs.resolve().parent)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ import peer_protocol
 from bench_peers import OURS_LLAMA, PeerProcess, Peers, Side, draft_notes, measured
 from bench_records import PEER_PLAIN, fixed, header, run
 from edge_bench.measure.prompts import Prompt
-from edge_bench.measure.records import Note, RecordFile, Run
+from edge_bench.measure.records import Note, RecordFile, Run, read_records
 from edge_bench.measure.runners import EdgeRunner, Schedule
-from edge_bench.measure.variants import BASELINE, DEFAULT, OURS, PLAIN, Variant
+from edge_bench.measure.variants import BASELINE, DEFAULT, LLAMA_CPP, OURS, PLAIN, Variant
 from edge_bench.report.ratios import first_token_ratio
 from edge_devices.files.typed_json import to_json
 from edge_runtime.errors import BackendError
@@ -35,15 +36,18 @@ STUB = """
 import contextlib, sys
 print("noise of an engine")
 def answer(request):
+    if "lengths" in request:
+        return {"prompts": [{"domain": name, "number": 0, "text": "def", "ids": [1, 2, 3]} for name in ("code", "64")]}
     if request["tokens"] == 1:
         raise ValueError("too few tokens")
-    if request["tokens"] == 2:
+    if request["tokens"] == 3:
         print("the last words", file=sys.stderr)
         sys.exit(3)
     return {"prompt_tokens": 3, "tokens": request["tokens"], "seconds": 0.5, "first_token_seconds": 0.1, "drafted": 0, "accepted": 0}
 @contextlib.contextmanager
 def engine():
     yield {"version": "stub 1", "flags": "none"}, answer
+    print("x.cc:298] MTP Drafter - Success rate: 0.5", file=sys.stderr)
 """
 
 
@@ -107,13 +111,50 @@ def test_tools_that_are_there_are_not_built_again(tmp_path, monkeypatch):
     assert bench_peers.tools_folder(tmp_path) == tmp_path.resolve()
 
 
+def started(folder: Path, name: str, log: Path) -> PeerProcess:
+    (folder / "stub_engine.py").write_text(STUB)
+    code = f"import sys; sys.path.append({str(folder)!r}); import peer_protocol; peer_protocol.main('stub_engine')"
+    return PeerProcess(name, [sys.executable, "-c", code], log)
+
+
 @pytest.fixture
 def stub(tmp_path: Path):
-    (tmp_path / "stub_engine.py").write_text(STUB)
-    code = f"import sys; sys.path.append({str(tmp_path)!r}); import peer_protocol; peer_protocol.main('stub_engine')"
-    process = PeerProcess("stub", [sys.executable, "-c", code], tmp_path / "log")
+    process = started(tmp_path, "stub", tmp_path / "log")
     yield process
     process.close()
+
+
+def test_all_sides_are_measured_in_turn_and_leave_their_logs_last_words(tmp_path, monkeypatch):
+    def side(every: Peers, name: str, *variants: Variant) -> Side:
+        process = started(tmp_path, name, every.log(name))
+        every.stack.callback(process.close)
+        return Side(name=name, runner=process, version="stub 1", flags="none", variants=variants)
+
+    theirs = Side(name=LLAMA_CPP, runner=Scripted(99), version="llama.cpp b1", flags="", variants=(PEER_PLAIN,))
+    monkeypatch.setattr(Peers, "edge", lambda every, name, *_, **__: side(every, name, replace(BASELINE, side=name)))
+    monkeypatch.setattr(Peers, "llama_cpp", lambda *_: theirs)
+    monkeypatch.setattr(Peers, "others", lambda every, _: [side(every, "LiteRT-LM int4", THEIR_PLAIN, THEIR_DEFAULT)])
+    monkeypatch.setattr(bench_peers, "open_bundle", lambda *_, **__: SimpleNamespace(folder=tmp_path, manifest=SimpleNamespace(files=())))
+    monkeypatch.setattr(bench_peers, "tools_folder", lambda tools: tools)
+    arguments = [
+        str(tmp_path),
+        "--peers",
+        str(tmp_path),
+        "--runs",
+        str(tmp_path / "runs.jsonl"),
+        "--prompt-lengths",
+        "64",
+        "--repeats",
+        "2",
+    ]
+    result = CliRunner().invoke(bench_peers.main, arguments)
+    assert result.exit_code == 0, result.output
+    records = read_records(tmp_path / "runs.jsonl")
+    order = [run.variant.side for run in records.runs if (run.part, run.repeat) == ("domains", 0)]
+    assert order == [OURS, OURS_LLAMA, LLAMA_CPP, "LiteRT-LM int4", "LiteRT-LM int4"]
+    assert [run.variant.side for run in records.runs if (run.part, run.repeat) == ("contexts", 1)] == [*order[3::-1]]
+    assert "LiteRT-LM int4 accepted 50.0% of its drafts, by its log" in records.notes
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["runs.jsonl", "stub_engine.py"]
 
 
 def test_a_worker_says_what_it_is_and_answers(stub: PeerProcess):
@@ -131,7 +172,7 @@ def test_a_request_that_fails_is_no_end(stub: PeerProcess):
 def test_a_worker_that_ends_leaves_its_last_words(stub: PeerProcess):
     for _ in range(2):
         with pytest.raises(BackendError, match="stub: it ended with exit code 3: the last words"):
-            stub.run(THEIR_PLAIN, PROMPT, 2)
+            stub.run(THEIR_PLAIN, PROMPT, 3)
 
 
 def test_a_worker_that_does_not_start_says_why(tmp_path):
