@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from edge_runtime.backends.kernels.build import build, host_target
+from edge_runtime.backends.kernels.draft import DraftWeights, NativeDraft
+from edge_runtime.errors import BackendError
+from edge_runtime.interfaces import StopNumbers
+from fuzzing.random_drafter import MATRICES, ROW_UNITS, RandomDrafters, Sizes
 
 SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize=function,vptr", "-fsanitize-trap=all")
 WRONG = (0, -1, 3, -(1 << 62), (1 << 63) - 1, 1 << 31, 1 << 40)
@@ -155,6 +161,67 @@ class Fuzzer:
         what = f"attention over cells of {sizes}"
         self._agreed("attend_cells", words, (rows * heads, dims[1]), what, wrong=wrong, batched=True)
 
+    def drafts(self) -> None:
+        """One drafter on all variants, with wrong sizes, K/V lengths and stop rules among them."""
+        random = self._random
+        makes = RandomDrafters(random, filled)
+        sizes = Sizes(
+            hidden=32 * int(random.integers(1, 4)),
+            target=32 * int(random.integers(1, 4)),
+            feed=32 * int(random.integers(1, 5)),
+            heads=4,
+            dims=tuple(32 * int(random.integers(1, 4)) for _ in range(2)),
+            kv_heads=tuple(int(random.choice([1, 2, 4])) for _ in range(2)),
+            centroids=int(random.integers(0, 9)),
+            top=1,
+        )
+        weights, sources = makes.weights(sizes, str(random.choice(MATRICES))), []
+        for dim, heads in zip(sizes.dims, sizes.kv_heads, strict=True):
+            kind, listed = int(random.integers(len(ROW_UNITS))), bool(random.integers(2))
+            sources.append(makes.rows(kind, heads, dim, int(random.integers(1, 300)), listed=listed))
+        token, hidden = int(random.integers(sizes.vocabulary)), filled(_floats(random, (sizes.target,)))
+        if random.random() < 0.3:
+            self._refused(weights, sizes)
+        longest, results = int(random.integers(1, 13)), []
+        rule = RandomRule(random, longest) if random.random() < 0.5 else None
+        for name in self.variants:
+            draft = NativeDraft(weights, longest=12, name=name, library=self._library)
+            for place, rows in enumerate(sources):
+                rows.describe(draft, place)
+            shares: list[float] = []
+            asked = rule or (lambda share, shares=shares: shares.append(share) or True)
+            results.append(repr((draft.run(token, longest, hidden, None, asked), shares, rule and rule.shares)))
+            self._refused_rows(draft, token, hidden)
+            draft.close()
+            if results[-1] != results[0]:
+                raise AssertionError(f"{name} drafts {results[-1]}, {self.variants[0]} {results[0]} with {sizes}")
+
+    def _refused(self, weights: DraftWeights, sizes: Sizes) -> None:
+        """Sizes that do not fit together must be refused."""
+        wrong = int(self._random.choice((0, -1, 3, -(1 << 62), (1 << 63) - 1)))
+        changes: list[dict[str, Any]] = [
+            {"heads": wrong},
+            {"before": replace(weights.before, outputs=wrong)},
+            {"after": replace(weights.after, inputs=sizes.hidden + 1)},
+            {"layers": weights.layers * 33},
+        ]
+        change = changes[int(self._random.integers(len(changes)))]
+        try:
+            NativeDraft(replace(weights, **change), longest=3, library=self._library).close()
+        except ValueError:
+            return
+        raise AssertionError(f"{change} was not refused")
+
+    def _refused_rows(self, draft: NativeDraft, token: int, hidden: NDArray[Any]) -> None:
+        """Numbers that no K/V rows have must be refused."""
+        name, wrong = str(self._random.choice(["type", "kv_heads", "count", "key_turn"])), int(self._random.choice((-1, -(1 << 62))))
+        setattr(draft.sources[0], name, wrong)
+        try:
+            draft.run(token, 1, hidden)
+        except BackendError:
+            return
+        raise AssertionError(f"{wrong} as {name} was not refused")
+
     def single_values(self) -> None:
         """GELU gates and tanh of some values, also such as are no numbers."""
         random = self._random
@@ -182,6 +249,29 @@ class Fuzzer:
                 if not np.array_equal(found[-1], found[0], equal_nan=True):
                     raise AssertionError(f"{name} differs from {self.variants[0]} at {what}{f', {last} at once' if last else ''}")
         return found[0]
+
+
+class RandomRule:
+    """A stop rule of random numbers, such as are none included. Implements `interfaces.StopRule`."""
+
+    def __init__(self, random: np.random.Generator, longest: int) -> None:
+        bins = int(random.integers(1, 14))
+        shapes = ((bins - 1,), (longest + 1,), (longest + 1,), (bins,), (bins, bins), (longest + 1, bins))
+        tables = [np.where(random.random(shape) < 0.01, np.nan, random.random(shape)) for shape in shapes]
+        tables[0].sort()
+        self._numbers = StopNumbers(tuple(filled(table) for table in tables), float(random.random()), bool(random.integers(2)))
+        self.shares: list[float] = []
+
+    def __call__(self, probability: float) -> bool:
+        raise AssertionError(f"the drafter asked about {probability} though it has the numbers")
+
+    def numbers(self) -> StopNumbers:
+        """The rule."""
+        return self._numbers
+
+    def take(self, probabilities: Sequence[float]) -> None:
+        """Keeps them."""
+        self.shares = list(probabilities)
 
 
 def _floats(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -225,8 +315,9 @@ def main(inputs: int, seed: int) -> None:
             fuzzer.attentions()
             fuzzer.attentions_over_cells()
             fuzzer.single_values()
+            fuzzer.drafts()
             _kept.clear()
-    kinds = "products, of GGUF weights, of floats, of attentions, of those over cells and of single values"
+    kinds = "products, of GGUF weights, of floats, of attentions, of those over cells, of single values and of drafts"
     click.echo(f"{inputs} each of {kinds} on {', '.join(fuzzer.variants)}: no failure")
 
 

@@ -15,8 +15,11 @@ int edge_rows_attend(const char*, const void*, const void*, const void*, const v
 int edge_rows_attend_cells(const char*, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                            void*);
 
+void* edge_draft_new(const char*, const void*, const char**);
+const char* edge_draft_run(void*, void*);
+
 // What the kernels want of a C library. Memory is given back after each call.
-static uint8_t memory[64 << 20];
+alignas(64) static uint8_t memory[64 << 20];
 static size_t used;
 static const uint64_t* auxiliary;
 
@@ -85,6 +88,31 @@ struct Call {
     int64_t numbers[8], sizes[kArrays];
 };
 
+// A draft as row_calls.py lays it out in one piece: addresses in it count from its beginning, and a list says where they stand. The drafter's
+// description begins it, n[0] bytes on is the call, and at n[1] and n[2] what it gives: probabilities are the result.
+int run_draft(const Call& call, void* const (&a)[kArrays]) {
+    const int64_t* n = call.numbers;
+    char* piece = static_cast<char*>(a[0]);
+    const int64_t* places = static_cast<const int64_t*>(a[1]);
+    for (int64_t i = 0; i < n[3]; i++) {
+        int64_t at;
+        memcpy(&at, piece + places[i], 8);
+        at += reinterpret_cast<int64_t>(piece);
+        memcpy(piece + places[i], &at, 8);
+    }
+    const char* reason = nullptr;
+    void* model = edge_draft_new(call.variant, piece, &reason);
+    if (!model || edge_draft_run(model, piece + n[0])) return 1;
+    float* out = static_cast<float*>(a[kArrays - 1]);
+    for (int64_t i = 0; i < n[4]; i++) {
+        int64_t token;
+        memcpy(&token, piece + n[1] + 8 * i, 8);
+        out[i] = static_cast<float>(token);
+        memcpy(out + n[4] + i, piece + n[2] + 4 * i, 4);
+    }
+    return 0;
+}
+
 int run(const Call& call, void* const (&a)[kArrays]) {
     const int64_t* n = call.numbers;
     void* out = a[kArrays - 1];
@@ -95,6 +123,7 @@ int run(const Call& call, void* const (&a)[kArrays]) {
     if (!strcmp(call.function, "attend_cells"))
         return edge_rows_attend_cells(call.variant, a[0], a[1], a[2], a[3], n[0], n[1], n[2], n[3], n[4], n[5], n[6], out);
     if (!strcmp(call.function, "multiply_floats")) return edge_rows_multiply_floats(call.variant, a[0], a[1], n[0], n[1], n[2], n[3], out);
+    if (!strcmp(call.function, "draft")) return run_draft(call, a);
     if (!strcmp(call.function, "gate")) return edge_rows_gate(call.variant, a[0], a[1], n[0], out);
     if (!strcmp(call.function, "tanh")) return edge_rows_tanh(call.variant, a[0], n[0], out);
     return edge_rows_attend(call.variant, a[0], a[1], a[2], a[3], a[4], n[0], n[1], n[2], n[3], n[4], n[5], n[6], out);

@@ -112,7 +112,7 @@ class GgufMatrix:
     inputs: int
 
     def described(self) -> _Matrix:
-        return _Matrix(_GGUF, self.type, self.data.nbytes // self.outputs, self.outputs, self.inputs, address(self.data), None)
+        return _Matrix(_GGUF, self.type, self.data.nbytes // max(1, self.outputs), self.outputs, self.inputs, address(self.data), None)
 
 
 Matrix = LevelMatrix | GgufMatrix

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from draft_calls import one_draft
 from edge_runtime.backends.kernels import loader
 from emulated import QEMU
+from fuzzing.random_drafter import MATRICES, ROW_UNITS, Sizes
 from row_calls import (
     CELL_BLOCKS,
     GGUF_BLOCKS,
@@ -46,7 +48,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped kernels, without what engines see of them, and a program around them."""
     folder = tmp_path_factory.mktemp("arm")
     objects = compile_objects(
-        TARGET, folder, without=("lost_files", "onnxruntime/", "ggml/attention", "ggml/elementwise", "ggml/multiply", "ggml/register")
+        TARGET,
+        folder,
+        without=("lost_files", "onnxruntime/", "ggml/attention", "ggml/elementwise", "ggml/multiply", "ggml/re", "ggml/visible_cells"),
     )
     flags = f"-target {TARGET} -mcpu=cortex_a53 -std=c++20 -O1 -ffreestanding -fno-sanitize=all -static -nostdlib -s".split()
     run_compiler([*flags, str(DRIVER), *objects, "-o", str(folder / "driver")], folder)
@@ -97,6 +101,12 @@ def attentions_over_cells() -> Iterator[Call]:
             yield cell_attention(kind, queries, cell_rows(kind, keys), cell_rows(kind, values), mask)
 
 
+def drafts() -> Iterator[Call]:
+    for kind in MATRICES:
+        for type_ in range(len(ROW_UNITS)):
+            yield one_draft(kind, type_, Sizes(centroids=8 * (type_ % 2)))
+
+
 def single_values() -> Iterator[Call]:
     values = np.linspace(-12, 12, 3001).astype(np.float32)
     yield gate(values, values[::-1])
@@ -104,7 +114,7 @@ def single_values() -> Iterator[Call]:
 
 
 @pytest.mark.parametrize(("cpu", "variant"), [("cortex-a76", "dotprod"), ("max", "dotprod"), ("max", "i8mm")])
-@pytest.mark.parametrize("calls", [products, float_products, attentions, attentions_over_cells, single_values])
+@pytest.mark.parametrize("calls", [products, float_products, attentions, attentions_over_cells, single_values, drafts])
 def test_arm_variants_have_the_bits_of_this_machine(driver: Path, cpu: str, variant: str, calls: type[Iterator[Call]]) -> None:
     made = list(calls())
     words = b"".join(call.written(variant) for call in made)
