@@ -79,7 +79,8 @@ class Fuzzer:
         """One matrix and one batch on all variants; sizes that no kernel takes must be refused."""
         random = self._random
         bits, block = int(random.choice([2, 4, 8])), int(random.choice([16, 32, 64, 128]))
-        outputs, blocks, rows = int(random.integers(1, 150)), int(random.integers(1, 7)), int(random.integers(1, 40))
+        outputs, rows = int(random.integers(1, 150)), int(random.integers(1, 40))
+        blocks = int(random.integers(1, 7 if random.random() < 0.8 else 2500 // block))
         inputs = blocks * block
         levels = filled(random.integers(0, 256, (outputs, inputs * bits // 8)).astype(np.uint8))
         scales = filled(_floats(random, (outputs, blocks)).astype(np.float16 if random.random() < 0.5 else np.float32).astype(np.float32))
@@ -104,7 +105,11 @@ class Fuzzer:
         random = self._random
         kind = int(random.choice(list(_GGUF_BLOCKS)))
         each, size = _GGUF_BLOCKS[kind]
-        outputs, inputs, rows = int(random.integers(1, 150)), 256 * int(random.integers(1, 4)), int(random.integers(1, 40))
+        outputs, inputs, rows = (
+            int(random.integers(1, 150)),
+            256 * int(random.integers(1, 4 if random.random() < 0.8 else 10)),
+            int(random.integers(1, 40)),
+        )
         data = filled(random.integers(0, 256, (outputs, inputs // each * size)).astype(np.uint8))
         values = filled(_floats(random, (rows, inputs)))
         sizes = [outputs, inputs, data.shape[1], rows]

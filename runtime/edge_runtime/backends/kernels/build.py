@@ -32,7 +32,7 @@ _COMMON = (
     ),
     "ggml/register.cpp",
     "draft/model.cpp",
-    *("onnxruntime/domain.cpp", "onnxruntime/product.cpp", "onnxruntime/matmul_rows.cpp", "onnxruntime/gated_rows.cpp"),
+    *("onnxruntime/domain.cpp", "onnxruntime/product.cpp", "onnxruntime/matmul_rows.cpp", "onnxruntime/feed_forward.cpp"),
     *("onnxruntime/attention.cpp", "onnxruntime/attend_rows.cpp", "onnxruntime/attend_buffers.cpp"),
 )
 _VARIANTS = {

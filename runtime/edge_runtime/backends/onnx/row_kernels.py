@@ -4,8 +4,8 @@
   their rows, stay as they are.
 - Attention, as `edge_export.onnx.graphs.attention` writes it: GroupQueryAttention on float32 buffers, and the nodes of attention on rows
   together, whose sums for a row then depend on nothing else in its batch.
-- The gated feed-forward, as `edge_export.onnx.graphs.blocks` writes it: the product with both halves, their split, GELU and the product
-  of the halves become one operator, so that neither half is written to memory.
+- The gated feed-forward, as `edge_export.onnx.graphs.blocks` writes it: the product with both halves, their split, GELU, the product of
+  the halves and the product with that become one operator, which writes nothing between the two products to memory as floats.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edge_runtime.bundle.onnx_graph import CONTRIB
 DOMAIN = "edge.mtp"
 PRODUCT, STOCK_PRODUCT = "MatMulRows", "MatMulNBits"
 ATTENTION, WRITER, READER, STOCK_ATTENTION = "AttendRows", "AttendBuffers", "ReadBuffers", "GroupQueryAttention"
-GATED = "GatedRows"
+FEED_FORWARD = "FeedForwardRows"
 _BITS, _BLOCKS = {2, 4, 8}, {16, 32, 64, 128}
 # MatMulNBits, accuracy_level
 _INT8_ACTIVATIONS = 4
@@ -27,8 +27,8 @@ _SIZES, _FIXED = {b"num_heads", b"kv_num_heads", b"local_window_size"}, {b"do_ro
 _POSITIONS = b"position_ids"
 # The end of a Slice that goes to the end.
 _END = (1 << 63) - 1
-# Outputs of both halves of a gate that a thread computes together.
-_STEP = 128
+# The fewest outputs of each half of a gate that a thread computes together: whole blocks of the product behind it.
+_LEAST_WIDTH = 64
 
 
 def with_row_kernels(model: bytes) -> tuple[bytes, int]:
@@ -75,7 +75,7 @@ def _join(graph: OnnxGraph, outer: Mapping[bytes, Tensor]) -> int:
         attention_on_rows(node, constants)
         or attention_on_buffers(node)
         or attention_of_last_rows(node, constants)
-        or gated_rows(node, constants)
+        or feed_forward(node, constants)
         for node in graph.nodes
     ]
     count = len(joins) - joins.count(None)
@@ -178,19 +178,24 @@ def _are_lengths(sizes: Node | None) -> bool:
     return all(_sources(size, "Shape", 1, start=2, end=3) is not None for size in _sources(sizes, "Concat", 2, axis=0) or (None,))
 
 
-def gated_rows(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
-    """The operator for a gated feed-forward, if `end` multiplies its halves."""
-    gelu, values = _sources(end, "Mul", 2) or (None, None)
+def feed_forward(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
+    """The operator for a gated feed-forward, if `end` is its second product."""
+    hidden = end.sources[0] if end.operator == PRODUCT else None
+    gelu, values = _sources(hidden, "Mul", 2) or (None, None)
     (gates,) = _sources(gelu, "Gelu", 1, approximate=0) or (None,)
     product, _ = _sources(gates, "Split", 2, axis=-1) or (None, None)
-    if gelu is None or gates is None or gates is not values or product is None or product.operator != PRODUCT:
+    if hidden is None or gelu is None or gates is None or gates is not values or product is None or product.operator != PRODUCT:
         return None
-    if [gelu.inputs[0], end.inputs[1]] != gates.outputs or gelu.attributes[0].text != b"tanh":
+    if [gelu.inputs[0], hidden.inputs[1]] != gates.outputs or gelu.attributes[0].text != b"tanh":
         return None
-    outputs, sizes = int(product.numbers.get(b"N", 1)), constants.get(gates.inputs[1])
-    if outputs % _STEP or sizes is None or sizes.integers != (outputs // 2, outputs // 2):
+    second = {name: int(end.numbers.get(name, 0)) for name in (b"K", b"N", b"bits", b"block_size")}
+    width, sizes = second[b"K"], constants.get(gates.inputs[1])
+    if min(second.values()) < 1 or width % max(_LEAST_WIDTH, second[b"block_size"]) or product.numbers.get(b"N") != 2 * width:
         return None
-    return Node(GATED, product.inputs, end.outputs, product.attributes, DOMAIN)
+    if sizes is None or sizes.integers != (width, width):
+        return None
+    attributes = [*product.attributes, *(integer_attribute(f"second_{name.decode()}", number) for name, number in second.items())]
+    return Node(FEED_FORWARD, [*product.inputs, *end.inputs[1:]], end.outputs, attributes, DOMAIN)
 
 
 def _sources(node: Node | None, operator: str, count: int, **numbers: int) -> Sequence[Node | None] | None:

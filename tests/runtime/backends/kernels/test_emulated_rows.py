@@ -41,6 +41,8 @@ pytestmark = pytest.mark.slow
 TARGET = "aarch64-linux-gnu.2.17"
 DRIVER = Path(__file__).parents[3] / "support" / "emulated_rows.cpp"
 BATCHES = (1, 2, 3, 5, 8, 11, 12, 13, 29)
+# Inputs that so many rows take in several parts.
+MANY_INPUTS, MANY_ROWS = 2304, (7, 13, 27)
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +63,15 @@ def products() -> Iterator[Call]:
     random = np.random.default_rng(1)
     for bits in (2, 4, 8):
         for block in (16, 32, 64, 128):
-            levels = random.integers(0, 256, (37, 3 * block * bits // 8)).astype(np.uint8)
-            scales = random.standard_normal((37, 3)).astype(np.float16 if block < 64 else np.float32).astype(np.float32)
-            values = random.standard_normal((BATCHES[-1], 3 * block)).astype(np.float32)
-            yield from (multiplication(levels, scales, bits, block, values[:rows]) for rows in BATCHES)
+            for blocks, batches in ((3, BATCHES), (MANY_INPUTS // block, MANY_ROWS)):
+                levels = random.integers(0, 256, (37, blocks * block * bits // 8)).astype(np.uint8)
+                scales = random.standard_normal((37, blocks)).astype(np.float16 if block < 64 else np.float32).astype(np.float32)
+                values = random.standard_normal((batches[-1], blocks * block)).astype(np.float32)
+                yield from (multiplication(levels, scales, bits, block, values[:rows]) for rows in batches)
     for kind in GGUF_BLOCKS:
-        data, values = gguf_weights(random, kind, 37, 768), random.standard_normal((BATCHES[-1], 768)).astype(np.float32)
-        yield from (gguf_multiplication(kind, data, values[:rows]) for rows in BATCHES)
+        for inputs, batches in ((768, BATCHES), (MANY_INPUTS, MANY_ROWS)):
+            data, values = gguf_weights(random, kind, 37, inputs), random.standard_normal((batches[-1], inputs)).astype(np.float32)
+            yield from (gguf_multiplication(kind, data, values[:rows]) for rows in batches)
 
 
 def float_products() -> Iterator[Call]:

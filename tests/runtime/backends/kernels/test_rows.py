@@ -17,6 +17,8 @@ pytestmark = pytest.mark.skipif(KERNELS is None, reason="the row kernels were no
 VARIANTS = loader.usable_variants()
 # Tails of a tile, one block, several blocks, more tiles than a register group.
 SHAPES = [(1, 1), (5, 1), (16, 2), (33, 3), (100, 4), (257, 2)]
+# Inputs that many rows take in several parts.
+LONG = 2176
 BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 17, 24, 29)
 
 Matrix = tuple[NDArray[np.uint8], NDArray[np.float32]]
@@ -58,7 +60,7 @@ def rounded(values: NDArray[np.float32], block: int) -> NDArray[np.float64]:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_every_variant_has_the_same_bits_for_a_row_in_any_batch(bits: int, block: int, scale_type: type) -> None:
     random = np.random.default_rng(bits * block)
-    for seed, (outputs, blocks) in enumerate(SHAPES):
+    for seed, (outputs, blocks) in enumerate([*SHAPES, (37, LONG // block)]):
         matrix, weights = drawn(seed, outputs, blocks * block, bits, block, scale_type)
         values = random.standard_normal((BATCHES[-1], blocks * block)).astype(np.float32)
         values[3] = 0
@@ -76,7 +78,7 @@ def test_every_variant_has_the_same_bits_for_a_row_in_any_batch(bits: int, block
 def test_types_of_gguf_files_have_the_same_bits_for_a_row_in_any_batch(kind: int) -> None:
     gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
     random = np.random.default_rng(kind)
-    for outputs, blocks in SHAPES:
+    for outputs, blocks in [*SHAPES, (37, LONG // 256 + 1)]:
         data = gguf_weights(random, kind, outputs, 256 * blocks)
         values = random.standard_normal((BATCHES[-1], 256 * blocks)).astype(np.float32)
         values[3] = 0

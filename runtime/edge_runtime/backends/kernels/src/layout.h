@@ -35,7 +35,7 @@ constexpr int64_t kOctet = 8;  // inputs of a row that lie together once they ar
 constexpr int64_t kSuper = 256;  // inputs of a super-block
 constexpr int64_t kStarts = 16, kSums = 8;  // parts of a super-block of 6 bits, and of 4 and 5
 constexpr int64_t kMinimums = kSums * kTile, kFactors = 2 * kMinimums;  // where they begin behind a super-block's scales
-constexpr int kMaxRows = 12;  // rows that a kernel keeps in registers
+constexpr int kMaxRows = 12;  // rows that a kernel keeps in registers, and of a panel
 // Bytes that weights are fetched ahead of their use, into the nearest cache and the next, and scales into the nearest.
 constexpr int64_t kAhead = 2048, kFarAhead = 8192, kAheadScales = 512;
 
@@ -51,7 +51,8 @@ struct PackedMatrix {
     int64_t blocks() const { return inputs / block; }
     int64_t tiles() const { return (outputs + kTile * kTilesAtOnce - 1) / (kTile * kTilesAtOnce) * kTilesAtOnce; }
     int64_t tile_bytes() const { return inputs * kTile * bits / 8; }
-    // Bytes of the scales of a tile's block.
+    // Bytes of the levels, and of the scales, of a tile's block.
+    int64_t block_bytes() const { return block * kTile * bits / 8; }
     int64_t scale_bytes() const {
         if (super()) return kFactors + kTile * (bits == 6 ? 2 : 4);
         return kTile * (half_scales ? 2 : 4) * (minimums ? 2 : 1);
@@ -64,7 +65,10 @@ struct PackedMatrix {
 
 // Rounded rows: levels [blocks, block / kOctet, rows, kOctet], scales [blocks, rows], and what a sum of products starts from: minus the zero point
 // times the sum of levels, [blocks, rows], in super-blocks for each 16 inputs, [blocks, rows, kStarts]. Super-blocks have minus the sum of each
-// 32 levels as well, [blocks, rows, kSums], and blocks with minimums the sum of levels times the scale, [blocks, rows]. What is multiplied with the same weights lies side by side, at distances that a program knows.
+// 32 levels as well, [blocks, rows, kSums], and blocks with minimums the sum of levels times the scale, [blocks, rows]. What is multiplied with
+// the same weights lies side by side, at distances that a program knows.
+// More than kMaxRows rows are cut into panels of nearly the same size, one behind the other, each laid out so: the octets of rows that are
+// multiplied at once would lie in few sets of the nearest cache otherwise.
 struct RoundedRows {
     int8_t* levels;
     float* scales;
@@ -72,19 +76,32 @@ struct RoundedRows {
     float* sums;
     int64_t rows;
 
+    int64_t panels() const { return (rows + kMaxRows - 1) / kMaxRows; }
+    int64_t first_row(int64_t panel) const { return panel * rows / panels(); }
+    RoundedRows panel(const PackedMatrix& m, int64_t number) const {
+        const int64_t first = first_row(number);
+        RoundedRows part = *this;
+        part.rows = first_row(number + 1) - first;
+        part.levels += first * m.inputs, part.scales += first * m.blocks();
+        part.starts += first * m.blocks() * starts_of_block(m), part.sums += first * m.blocks() * sums_of_block(m);
+        return part;
+    }
+
     // Over memory that begins at a line.
     RoundedRows(const PackedMatrix& m, int64_t count, void* memory) : levels(static_cast<int8_t*>(memory)), rows(count) {
         scales = reinterpret_cast<float*>(levels + level_bytes(m, rows));
         starts = reinterpret_cast<int32_t*>(scales + m.blocks() * rows);
-        sums = reinterpret_cast<float*>(starts + m.blocks() * rows * (m.super() ? kStarts : 1));
+        sums = reinterpret_cast<float*>(starts + m.blocks() * rows * starts_of_block(m));
     }
-    // Levels of the first octet of a block, from row `row` on, and the bytes to its next octet.
+    // Of a panel: levels of the first octet of a block, from row `row` on, and the bytes to its next octet.
     int8_t* octets(const PackedMatrix& m, int64_t block, int64_t row) const { return levels + block * m.block * rows + row * kOctet; }
     int64_t pitch() const { return rows * kOctet; }
     static size_t level_bytes(const PackedMatrix& m, int64_t rows) { return (static_cast<size_t>(rows * m.inputs) + kLine - 1) / kLine * kLine; }
+    static int64_t starts_of_block(const PackedMatrix& m) { return m.super() ? kStarts : 1; }
+    static int64_t sums_of_block(const PackedMatrix& m) { return m.super() ? kSums : m.minimums ? 1 : 0; }
     // Bytes of that memory.
     static size_t bytes(const PackedMatrix& m, int64_t rows) {
-        return level_bytes(m, rows) + static_cast<size_t>(rows * m.blocks() * (m.super() ? 1 + kStarts + kSums : m.minimums ? 3 : 2)) * 4;
+        return level_bytes(m, rows) + static_cast<size_t>(rows * m.blocks() * (1 + starts_of_block(m) + sums_of_block(m))) * 4;
     }
 };
 
@@ -98,11 +115,12 @@ struct Products {
     // Some tiles.
     Products(float* out, int64_t row_values, int64_t first_tile) : to(out), stride(row_values), first(first_tile) {}
     float* at(int64_t row, int64_t output) const { return to + row * stride + (output - first * kTile); }
+    Products from_row(int64_t row) const { return {to + row * stride, stride, first}; }
 };
 
-// Multiplies all rows with the tiles [first, last).
+// Multiplies all panels with the tiles [first, last).
 using MultiplyTiles = void (*)(const PackedMatrix&, const RoundedRows&, int64_t first, int64_t last, const Products& out);
-// Rounds the blocks [first, last) of row number `row`, which begins at `values`.
+// Rounds the blocks [first, last) of row number `row` of a panel; they begin at `values`.
 using RoundRow = void (*)(const float* values, const PackedMatrix&, int64_t first, int64_t last, int64_t row, const RoundedRows& to);
 
 // Attention of query rows [queries, dim] to the keys and values of one K/V head. Its rows are positions from `origin` on: `past` older ones,
@@ -178,13 +196,19 @@ struct Variant {
     void (*multiply_floats)(const FloatProduct&, int64_t first, int64_t last);
     const DraftSteps* draft;
 
-    // Rounds the blocks [first, last) of all rows; row r begins at row_at(r). All rows of some blocks come before the next blocks: their octets
-    // lie side by side.
+    // Rounds the blocks [first, last) of all rows; row r begins at row_at(r). All rows of a panel's blocks come before the next blocks: their
+    // octets lie side by side.
     template <class RowAt>
     void round_rows(const PackedMatrix& m, int64_t first, int64_t last, const RoundedRows& to, RowAt row_at) const {
         constexpr int64_t kBlocksAtOnce = 4;
-        for (int64_t block = first; block < last; block += kBlocksAtOnce)
-            for (int64_t row = 0; row < to.rows; row++) round(row_at(row), m, block, block + kBlocksAtOnce < last ? block + kBlocksAtOnce : last, row, to);
+        for (int64_t number = 0; number < to.panels(); number++) {
+            const RoundedRows panel = to.panel(m, number);
+            const int64_t above = to.first_row(number);
+            for (int64_t block = first; block < last; block += kBlocksAtOnce) {
+                const int64_t end = block + kBlocksAtOnce < last ? block + kBlocksAtOnce : last;
+                for (int64_t row = 0; row < panel.rows; row++) round(row_at(above + row) + block * m.block, m, block, end, row, panel);
+            }
+        }
     }
 };
 

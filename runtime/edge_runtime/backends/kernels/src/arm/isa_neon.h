@@ -8,7 +8,7 @@ namespace edge {
 namespace {
 
 struct NeonBase {
-    static constexpr int width = 4, kRows = 12, kManyRows = 8;
+    static constexpr int width = 4, kRows = 12;
     static constexpr bool kSigned8 = true, kByPart = false;
     using Ints = int32x4_t;
     using Floats = float32x4_t;
@@ -30,6 +30,12 @@ struct NeonBase {
     static Floats convert(Ints value) { return vcvtq_f32_s32(value); }
     static Floats mul(Floats a, Floats b) { return vmulq_f32(a, b); }
     static Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+    static Floats load(const float* from, int64_t count) {
+        if (count == 4) return vld1q_f32(from);
+        float all[4] = {};
+        for (int64_t i = 0; i < count; i++) all[i] = from[i];
+        return vld1q_f32(all);
+    }
     static void store(float* out, Floats value, int64_t count) {
         if (count == 4) return vst1q_f32(out, value);
         float all[4];

@@ -11,7 +11,7 @@
 namespace edge {
 namespace {
 
-constexpr int kPairs = 6;
+constexpr int kPairs = kMaxRows / 2;
 
 // Eight inputs of four outputs: of outputs 0 and 1, and of 2 and 3. 8 bits take them from two lines.
 struct Eight {
@@ -81,18 +81,19 @@ struct Pairs {
 };
 
 template <int kBits, bool kSupers, int kRowPairs>
-void multiply_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t rows, int64_t vector, const Products& out) {
+void multiply_pairs(const PackedMatrix& m, const RowGroup& group, int64_t vector, Blocks part, const Products& out) {
     constexpr int kRows = 2 * kRowPairs;
     constexpr bool kMinimumParts = kBits != 6;
     constexpr int64_t kParts = kMinimumParts ? kSums : kStarts, kInputs = kSuper / kParts;
-    const int64_t blocks = m.blocks();
-    Vectors<NeonBase, kRows, 1> at(m, vector);
-    Pairs<kRowPairs> pairs(rows);
+    const RoundedRows& a = group.panel;
+    Vectors<NeonBase, kRows, 1> at(m, vector, part.first);
+    if (part.first) at.load(m, group.count, group.first, vector, out);
+    Pairs<kRowPairs> pairs(group.count);
     const uint8_t* weights = at.weights[0];
-    for (int64_t b = 0, entry = row; b < blocks; b++, entry += a.rows) {
+    for (int64_t b = part.first, entry = part.first * a.rows + group.first; b < part.last; b++, entry += a.rows) {
         const uint8_t* scales = at.scales[0];
         const int64_t lane = at.lane[0];
-        const int8_t* levels = a.octets(m, b, row);
+        const int8_t* levels = a.octets(m, b, group.first);
         if constexpr (!kSupers) {
             pairs.begin(a.starts + entry, 1);
             weights = pairs.template add<kBits>(weights, m.block, levels, a.pitch());
@@ -111,46 +112,42 @@ void multiply_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, in
             const float32x4_t least = kMinimumParts ? NeonBase::load_half(scales + kFactors + kTile * 2 + lane * 2) : vdupq_n_f32(0);
             float32x4_t total[kRows];
             for (int r = 0; r < kRows; r++) total[r] = vdupq_n_f32(0);
-            for (int64_t part = 0; part < kParts; part++) {
+            for (int64_t p = 0; p < kParts; p++) {
                 if constexpr (kMinimumParts) pairs.begin();
-                else pairs.begin(a.starts + entry * kStarts + part, kStarts);
-                weights = pairs.template add<kBits>(weights, kInputs, levels + part * kInputs / kOctet * a.pitch(), a.pitch());
-                const uint8_t* bytes = scales + part * kTile + lane;
+                else pairs.begin(a.starts + entry * kStarts + p, kStarts);
+                weights = pairs.template add<kBits>(weights, kInputs, levels + p * kInputs / kOctet * a.pitch(), a.pitch());
+                const uint8_t* bytes = scales + p * kTile + lane;
                 const float32x4_t scale = vmulq_f32(factor, NeonBase::load_bytes(bytes));
                 for (int r = 0; r < kRows; r++) total[r] = vfmaq_f32(total[r], pairs.row(r), scale);
                 if constexpr (kMinimumParts) {
                     const float32x4_t minimum = vmulq_f32(least, NeonBase::load_bytes(bytes + kMinimums));
                     for (int r = 0; r < kRows; r++)
-                        total[r] = vfmaq_f32(total[r], minimum, vdupq_n_f32(a.sums[(entry + pairs.at[r]) * kSums + part]));
+                        total[r] = vfmaq_f32(total[r], minimum, vdupq_n_f32(a.sums[(entry + pairs.at[r]) * kSums + p]));
                 }
             }
             for (int r = 0; r < kRows; r++) at.result[r][0] = vfmaq_f32(at.result[r][0], total[r], vdupq_n_f32(a.scales[entry + pairs.at[r]]));
         }
         at.scales[0] += m.scale_bytes();
     }
-    const int64_t output = vector * 4, left = m.outputs - output;
-    for (int64_t r = 0; left > 0 && r < rows; r++) NeonBase::store(out.at(row + r, output), at.result[r][0], left < 4 ? left : 4);
+    at.store(m, group.count, group.first, vector, out);
 }
 
 template <int kBits, bool kSupers, int kRowPairs = kPairs>
-void multiply_some_pairs(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t rows, int64_t first, int64_t last, const Products& out) {
-    if ((rows + 1) / 2 == kRowPairs) {
-        for (int64_t v = first; v < last; v++) multiply_pairs<kBits, kSupers, kRowPairs>(m, a, row, rows, v, out);
+void multiply_some_pairs(const PackedMatrix& m, const RowGroup& rows, int64_t first, int64_t last, Blocks part, const Products& out) {
+    if ((rows.count + 1) / 2 == kRowPairs) {
+        for (int64_t v = first; v < last; v++) multiply_pairs<kBits, kSupers, kRowPairs>(m, rows, v, part, out);
         return;
     }
-    if constexpr (kRowPairs > 1) multiply_some_pairs<kBits, kSupers, kRowPairs - 1>(m, a, row, rows, first, last, out);
+    if constexpr (kRowPairs > 1) multiply_some_pairs<kBits, kSupers, kRowPairs - 1>(m, rows, first, last, part, out);
 }
 
 template <int kBits, bool kSupers = false>
 void multiply_groups(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
     constexpr int64_t kParts = kTile / NeonBase::width;
-    const int64_t groups = (a.rows + 2 * kPairs - 1) / (2 * kPairs);
-    for (int64_t tile = first; tile < last; tile++)
-        for (int64_t g = 0, row = 0; g < groups; g++) {
-            const int64_t next = (g + 1) * a.rows / groups;
-            multiply_some_pairs<kBits, kSupers>(m, a, row, next - row, tile * kParts, (tile + 1) * kParts, out);
-            row = next;
-        }
+    if (a.panels() == 1) return multiply_some_pairs<kBits, kSupers>(m, {a, 0, a.rows}, first * kParts, last * kParts, {0, m.blocks()}, out);
+    each_group(m, a, kMaxRows, first, last, out, [&](Blocks part, int64_t tile, int64_t end, const RowGroup& rows, const Products& to) {
+        multiply_some_pairs<kBits, kSupers>(m, rows, tile * kParts, end * kParts, part, to);
+    });
 }
 
 void multiply_i8mm(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {

@@ -1,28 +1,49 @@
 // onnxruntime's operator edge.mtp::MatMulRows: MatMulNBits without zero points, by the kernels of this library.
+#include <stdlib.h>
+
+#include "onnxruntime/memory.h"
 #include "onnxruntime/product.h"
+#include "pack.h"
 
 namespace edge {
 namespace {
 
 using namespace ort;
 
-void multiply_chunk(void* data, size_t chunk) {
-    const Product& product = *static_cast<Product*>(data);
-    const int64_t first = static_cast<int64_t>(chunk) * kTilesAtOnce;
-    product.weights.variant->multiply(product.weights.matrix, product.rows, first, first + kTilesAtOnce, {product.weights.matrix, product.out});
+void destroy(void* kernel) {
+    release(static_cast<Weights*>(kernel)->matrix);
+    free(kernel);
 }
 
-Status* create(const Op*, Table api, const KernelInfo* info, void** out) { return create_weights(api, info, out); }
+Status* create(const Op*, Table api, const KernelInfo* info, void** out) {
+    Weights* weights = static_cast<Weights*>(calloc(1, sizeof(Weights)));
+    if (!weights) return create_status(api, kFail, "out of memory");
+    Status* status = create_weights(api, info, kOwnWeights, *weights);
+    if (status) destroy(weights);
+    else *out = weights;
+    return status;
+}
 
 Status* compute(void* kernel, KernelContext* context) {
     const Weights& weights = *static_cast<Weights*>(kernel);
-    return multiply_input(weights, context, weights.matrix.outputs, weights.matrix.tiles() / kTilesAtOnce, multiply_chunk);
+    const PackedMatrix& m = weights.matrix;
+    InputRows input;
+    EDGE_TRY(read_rows(weights.api, context, m.inputs, m.outputs, input));
+    if (input.rows == 0) return nullptr;
+    char* memory = scratch(RoundedRows::bytes(m, input.rows));
+    if (!memory) return create_status(weights.api, kFail, "out of memory");
+    const Product product = {weights, {m, input.rows, memory}, input.out};
+    Status* status = round_all(product, input.values, context);
+    if (!status) status = multiply_all(product, context);
+    give_back_scratch(memory);
+    return status;
 }
 
 const char* op_name(const Op*) { return "MatMulRows"; }
+size_t inputs(const Op*) { return 3; }
 
 }  // namespace
 
-constexpr Op ort::kMatMulRows = operator_of({op_name, product_inputs, product_input, one_output, create, compute, destroy_weights});
+constexpr Op ort::kMatMulRows = operator_of({op_name, inputs, product_input, one_output, create, compute, destroy});
 
 }  // namespace edge

@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "onnxruntime/memory.h"
 #include "pack.h"
 
 namespace edge::ort {
@@ -47,6 +46,7 @@ void give_back(const void* data, size_t bytes) {
 // Rounds some blocks of all rows.
 struct Rounding {
     const Product& product;
+    const float* values;
     int64_t pieces;
 };
 
@@ -54,73 +54,65 @@ void round_piece(void* data, size_t piece) {
     const Rounding& job = *static_cast<Rounding*>(data);
     const PackedMatrix& m = job.product.weights.matrix;
     const int64_t at = static_cast<int64_t>(piece), first = m.blocks() * at / job.pieces, last = m.blocks() * (at + 1) / job.pieces;
-    job.product.weights.variant->round_rows(m, first, last, job.product.rows, [&](int64_t row) { return job.product.values + row * m.inputs; });
+    job.product.weights.variant->round_rows(m, first, last, job.product.rows, [&](int64_t row) { return job.values + row * m.inputs; });
 }
 
-Status* round_all(const Product& product, KernelContext* context) {
+void multiply_chunk(void* data, size_t chunk) {
+    const Product& product = *static_cast<Product*>(data);
+    const PackedMatrix& m = product.weights.matrix;
+    const int64_t first = static_cast<int64_t>(chunk) * kTilesAtOnce;
+    product.weights.variant->multiply(m, product.rows, first, first + kTilesAtOnce, {m, product.out});
+}
+
+}  // namespace
+
+Status* create_weights(Table api, const KernelInfo* info, const WeightNames& names, Weights& weights) {
+    int64_t inputs, outputs, bits, block;
+    EDGE_TRY(attribute(api, info, names.inputs, &inputs));
+    EDGE_TRY(attribute(api, info, names.outputs, &outputs));
+    EDGE_TRY(attribute(api, info, names.bits, &bits));
+    EDGE_TRY(attribute(api, info, names.block, &block));
+    if (!fits(outputs, inputs, bits, block)) return failed(api, "no kernel takes K, N, bits or block_size");
+    const size_t bytes = static_cast<size_t>(outputs * (inputs * bits / 8));
+    const void *levels, *scales;
+    EDGE_TRY(constant_of(api, info, names.levels, bytes, &levels));
+    EDGE_TRY(constant_of(api, info, names.levels + 1, static_cast<size_t>(outputs * (inputs / block)), &scales));
+    weights = {api, chosen_variant(), {}};
+    if (!weights.variant || !pack(weights.matrix, outputs, inputs, static_cast<int>(bits), static_cast<int>(block), static_cast<const uint8_t*>(levels), static_cast<const float*>(scales)))
+        return failed(api, "out of memory, or no kernel for this processor");
+    give_back(levels, bytes);
+    return nullptr;
+}
+
+Status* read_rows(Table api, KernelContext* context, int64_t inputs, int64_t outputs, InputRows& out) {
+    Shape shape;
+    EDGE_TRY(read_input(api, context, 0, shape, &out.values));
+    if (shape.rank < 1) return failed(api, "the input is a scalar");
+    int64_t& last = shape.sizes[shape.rank - 1];
+    if (last != inputs) return failed(api, "the input's last dimension is not K");
+    out.rows = 1;
+    for (size_t i = 0; i + 1 < shape.rank; i++) out.rows *= shape.sizes[i];
+    last = outputs;
+    Value* result = nullptr;
+    EDGE_TRY(output(api, context, 0, shape.sizes, shape.rank, &result));
+    if (out.rows == 0) return nullptr;
+    void* to = nullptr;
+    EDGE_TRY(tensor_data(api, result, &to));
+    out.out = static_cast<float*>(to);
+    return nullptr;
+}
+
+Status* round_all(const Product& product, const float* values, KernelContext* context) {
     const int64_t most = product.weights.matrix.blocks(), wanted = product.rows.rows * product.weights.matrix.inputs / kPiece;
-    Rounding job = {product, wanted < 1 ? 1 : wanted < most ? wanted : most};
+    Rounding job = {product, values, wanted < 1 ? 1 : wanted < most ? wanted : most};
     if (job.pieces > 1) return parallel_for(product.weights.api, context, round_piece, static_cast<size_t>(job.pieces), 0, &job);
     round_piece(&job, 0);
     return nullptr;
 }
 
-}  // namespace
-
-Status* create_weights(Table api, const KernelInfo* info, void** kernel) {
-    int64_t inputs, outputs, bits, block;
-    EDGE_TRY(attribute(api, info, "K", &inputs));
-    EDGE_TRY(attribute(api, info, "N", &outputs));
-    EDGE_TRY(attribute(api, info, "bits", &bits));
-    EDGE_TRY(attribute(api, info, "block_size", &block));
-    if (!fits(outputs, inputs, bits, block)) return failed(api, "no kernel takes K, N, bits or block_size");
-    const size_t bytes = static_cast<size_t>(outputs * (inputs * bits / 8));
-    const void *levels, *scales;
-    EDGE_TRY(constant_of(api, info, 1, bytes, &levels));
-    EDGE_TRY(constant_of(api, info, 2, static_cast<size_t>(outputs * (inputs / block)), &scales));
-    Weights* weights = static_cast<Weights*>(malloc(sizeof(Weights)));
-    if (!weights) return failed(api, "out of memory");
-    *weights = {api, chosen_variant(), {}};
-    if (!weights->variant || !pack(weights->matrix, outputs, inputs, static_cast<int>(bits), static_cast<int>(block), static_cast<const uint8_t*>(levels), static_cast<const float*>(scales))) {
-        free(weights);
-        return failed(api, "out of memory, or no kernel for this processor");
-    }
-    give_back(levels, bytes);
-    *kernel = weights;
-    return nullptr;
-}
-
-void destroy_weights(void* data) {
-    Weights* weights = static_cast<Weights*>(data);
-    release(weights->matrix);
-    free(weights);
-}
-
-Status* multiply_input(const Weights& weights, KernelContext* context, int64_t outputs, int64_t chunks, MultiplyChunk multiply) {
-    const Table api = weights.api;
-    const PackedMatrix& m = weights.matrix;
-    Shape shape;
-    const float* from = nullptr;
-    EDGE_TRY(read_input(api, context, 0, shape, &from));
-    if (shape.rank < 1) return failed(api, "the input is a scalar");
-    int64_t& last = shape.sizes[shape.rank - 1];
-    if (last != m.inputs) return failed(api, "the input's last dimension is not K");
-    int64_t rows = 1;
-    for (size_t i = 0; i + 1 < shape.rank; i++) rows *= shape.sizes[i];
-    last = outputs;
-    Value* result = nullptr;
-    EDGE_TRY(output(api, context, 0, shape.sizes, shape.rank, &result));
-    if (rows == 0) return nullptr;
-    void* to = nullptr;
-    EDGE_TRY(tensor_data(api, result, &to));
-    char* memory = scratch(RoundedRows::bytes(m, rows));
-    if (!memory) return failed(api, "out of memory");
-    Product product = {weights, {m, rows, memory}, from, static_cast<float*>(to), outputs};
-    Status* status = round_all(product, context);
-    if (!status) status = parallel_for(api, context, multiply, static_cast<size_t>(chunks), 0, &product);
-    give_back_scratch(memory);
-    if (!status && product.failed) return failed(api, "out of memory");
-    return status;
+Status* multiply_all(const Product& product, KernelContext* context) {
+    const int64_t chunks = product.weights.matrix.tiles() / kTilesAtOnce;
+    return parallel_for(product.weights.api, context, multiply_chunk, static_cast<size_t>(chunks), 0, const_cast<Product*>(&product));
 }
 
 }  // namespace edge::ort

@@ -12,24 +12,34 @@ struct Weights {
     PackedMatrix matrix;
 };
 
-// A product that runs: its chunks are multiplied by any thread.
+// Where a node has weights: the names of its attributes, and the input with the levels, behind which come the scales.
+struct WeightNames {
+    const char *inputs, *outputs, *bits, *block;
+    size_t levels;
+};
+constexpr WeightNames kOwnWeights = {"K", "N", "bits", "block_size", 1};
+
+// Packs such weights.
+Status* create_weights(Table api, const KernelInfo* info, const WeightNames& names, Weights& weights);
+
+// The rows of a node's first input, and the memory of its output.
+struct InputRows {
+    const float* values;
+    float* out;
+    int64_t rows;
+};
+// `inputs` values to a row of the first input, `outputs` to one of the output. Without rows there is no memory.
+Status* read_rows(Table api, KernelContext* context, int64_t inputs, int64_t outputs, InputRows& out);
+
+// A product that runs: tiles are multiplied by any thread.
 struct Product {
     const Weights& weights;
     RoundedRows rows;
-    const float* values;
     float* out;
-    int64_t outputs;  // of a row of `out`
-    bool failed = false;  // a chunk had no memory
 };
-using MultiplyChunk = void (*)(void* product, size_t chunk);
+Status* round_all(const Product& product, const float* values, KernelContext* context);
+Status* multiply_all(const Product& product, KernelContext* context);
 
-// Packs the node's weights and scales; `kernel` gets a Weights.
-Status* create_weights(Table api, const KernelInfo* info, void** kernel);
-void destroy_weights(void* kernel);
-// Rounds the rows of the first input and runs all chunks; the output's rows are so long.
-Status* multiply_input(const Weights& weights, KernelContext* context, int64_t outputs, int64_t chunks, MultiplyChunk multiply);
-
-inline Type product_input(const Op*, size_t index) { return index == 1 ? kUint8 : kFloat; }
-inline size_t product_inputs(const Op*) { return 3; }
+inline Type product_input(const Op*, size_t index) { return index % 2 ? kUint8 : kFloat; }
 
 }  // namespace edge::ort

@@ -18,6 +18,8 @@ template <class Isa, int kBits, int kRows, int kVectors>
 [[gnu::always_inline]] inline void add_products(const uint8_t* const (&weights)[kVectors], int64_t count, const int8_t* levels, int64_t pitch,
                                                 typename Isa::Ints (&sum)[kRows][kVectors]) {
     using Each = Group<kBits>;
+    // A constant count would be unrolled whole: more sums than registers, as the next group's products do not wait for these.
+#pragma clang loop unroll_count(kRows * kVectors <= 4 ? 2 : 1)
     for (int64_t g = 0; g < count; g++, levels += Each::octets * pitch) {
         typename Isa::template Weights<kBits> w[kVectors];
         for (int v = 0; v < kVectors; v++) {
@@ -46,7 +48,12 @@ template <class Isa, int kBits, int kRows, int kVectors>
     }
 }
 
-// Where the weights and scales of several vectors lie, and their results.
+// A part of the inputs. Results of the blocks before it are where products go.
+struct Blocks {
+    int64_t first, last;
+};
+
+// Where the weights and scales of several vectors lie, from a block on, and their results.
 template <class Isa, int kRows, int kVectors>
 struct Vectors {
     const uint8_t* weights[kVectors];
@@ -54,31 +61,43 @@ struct Vectors {
     int64_t lane[kVectors];  // the first of the tile's outputs
     typename Isa::Floats result[kRows][kVectors];
 
-    Vectors(const PackedMatrix& m, int64_t vector) {
+    [[gnu::always_inline]] Vectors(const PackedMatrix& m, int64_t vector, int64_t block) {
         constexpr int kParts = kTile / Isa::width;
         for (int v = 0; v < kVectors; v++) {
             const int64_t tile = (vector + v) / kParts;
             lane[v] = (vector + v) % kParts * Isa::width;
-            weights[v] = m.levels + tile * m.tile_bytes() + lane[v] * 4;
-            scales[v] = static_cast<const uint8_t*>(m.scales) + tile * m.blocks() * m.scale_bytes();
+            weights[v] = m.levels + tile * m.tile_bytes() + block * m.block_bytes() + lane[v] * 4;
+            scales[v] = static_cast<const uint8_t*>(m.scales) + (tile * m.blocks() + block) * m.scale_bytes();
             for (int r = 0; r < kRows; r++) result[r][v] = Isa::zero();
         }
     }
-    void store(const PackedMatrix& m, int64_t row, int64_t vector, const Products& out) const {
-        for (int r = 0; r < kRows; r++)
-            for (int v = 0; v < kVectors; v++) {
-                const int64_t at = (vector + v) * Isa::width, left = m.outputs - at;
-                if (left > 0) Isa::store(out.at(row + r, at), result[r][v], left < Isa::width ? left : Isa::width);
-            }
+    // Calls `use` with each of `rows` rows' results, the place of its outputs and their number.
+    template <class Use>
+    [[gnu::always_inline]] void each_result(const PackedMatrix& m, int64_t rows, int64_t row, int64_t vector, const Products& out, Use use) {
+        for (int v = 0; v < kVectors; v++) {
+            const int64_t at = (vector + v) * Isa::width, left = m.outputs - at;
+            if (left <= 0) return;
+            for (int r = 0; r < kRows; r++)
+                if (r < rows) use(result[r][v], out.at(row + r, at), left < Isa::width ? left : Isa::width);
+        }
+    }
+    // What earlier blocks came to.
+    [[gnu::always_inline]] void load(const PackedMatrix& m, int64_t rows, int64_t row, int64_t vector, const Products& out) {
+        each_result(m, rows, row, vector, out, [](typename Isa::Floats& value, const float* from, int64_t count) { value = Isa::load(from, count); });
+    }
+    [[gnu::always_inline]] void store(const PackedMatrix& m, int64_t rows, int64_t row, int64_t vector, const Products& out) {
+        each_result(m, rows, row, vector, out, [](typename Isa::Floats& value, float* to, int64_t count) { Isa::store(to, value, count); });
     }
 };
 
-template <class Isa, int kBits, int kRows, int kVectors>
-[[gnu::always_inline]] inline void multiply_blocks(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, const Products& out) {
-    const int64_t blocks = m.blocks(), groups = m.block / Group<kBits>::inputs, scale_bytes = m.scale_bytes();
+// `kBlock` inputs share a scale, known when this is compiled; 0 where they are not.
+template <class Isa, int kBits, int kBlock, int kRows, int kVectors>
+[[gnu::always_inline]] inline void multiply_blocks(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, Blocks part, const Products& out) {
+    const int64_t groups = (kBlock ? kBlock : m.block) / Group<kBits>::inputs, scale_bytes = m.scale_bytes();
     const bool half = m.half_scales;
-    Vectors<Isa, kRows, kVectors> at(m, vector);
-    for (int64_t b = 0, entry = row; b < blocks; b++, entry += a.rows) {
+    Vectors<Isa, kRows, kVectors> at(m, vector, part.first);
+    if (part.first) at.load(m, kRows, row, vector, out);
+    for (int64_t b = part.first, entry = part.first * a.rows + row; b < part.last; b++, entry += a.rows) {
         typename Isa::Ints sum[kRows][kVectors];
         for (int r = 0; r < kRows; r++)
             for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::set(a.starts[entry + r]);
@@ -98,34 +117,35 @@ template <class Isa, int kBits, int kRows, int kVectors>
             __builtin_prefetch(at.scales[v] + kAheadScales, 0, 3);
         }
     }
-    at.store(m, row, vector, out);
+    at.store(m, kRows, row, vector, out);
 }
 
 template <class Isa, int kBits, int kRows, int kVectors>
-[[gnu::always_inline]] inline void multiply_supers(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, const Products& out) {
+[[gnu::always_inline]] inline void multiply_supers(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, Blocks part, const Products& out) {
     constexpr bool kMinimumParts = kBits != 6;
     constexpr int64_t kParts = kMinimumParts ? kSums : kStarts, kInputs = kSuper / kParts, kGroups = kInputs / Group<kBits>::inputs;
-    const int64_t blocks = m.blocks(), scale_bytes = m.scale_bytes();
-    Vectors<Isa, kRows, kVectors> at(m, vector);
-    for (int64_t b = 0, entry = row; b < blocks; b++, entry += a.rows) {
+    const int64_t scale_bytes = m.scale_bytes();
+    Vectors<Isa, kRows, kVectors> at(m, vector, part.first);
+    if (part.first) at.load(m, kRows, row, vector, out);
+    for (int64_t b = part.first, entry = part.first * a.rows + row; b < part.last; b++, entry += a.rows) {
         typename Isa::Floats total[kRows][kVectors], factor[kVectors], minimum_factor[kVectors];
         for (int v = 0; v < kVectors; v++) {
             factor[v] = Isa::load_half(at.scales[v] + kFactors + at.lane[v] * 2);
             if constexpr (kMinimumParts) minimum_factor[v] = Isa::load_half(at.scales[v] + kFactors + kTile * 2 + at.lane[v] * 2);
             for (int r = 0; r < kRows; r++) total[r][v] = Isa::zero();
         }
-        for (int64_t part = 0; part < kParts; part++) {
+        for (int64_t p = 0; p < kParts; p++) {
             typename Isa::Ints sum[kRows][kVectors];
             for (int r = 0; r < kRows; r++)
-                for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::set(kMinimumParts ? 0 : a.starts[(entry + r) * kStarts + part]);
-            add_products<Isa, kBits, kRows, kVectors>(at.weights, kGroups, a.octets(m, b, row) + part * kInputs / kOctet * a.pitch(), a.pitch(), sum);
+                for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::set(kMinimumParts ? 0 : a.starts[(entry + r) * kStarts + p]);
+            add_products<Isa, kBits, kRows, kVectors>(at.weights, kGroups, a.octets(m, b, row) + p * kInputs / kOctet * a.pitch(), a.pitch(), sum);
             for (int v = 0; v < kVectors; v++) {
-                const uint8_t* scales = at.scales[v] + part * kTile + at.lane[v];
+                const uint8_t* scales = at.scales[v] + p * kTile + at.lane[v];
                 const typename Isa::Floats scale = Isa::mul(factor[v], Isa::load_bytes(scales));
                 for (int r = 0; r < kRows; r++) total[r][v] = Isa::fma(Isa::convert(sum[r][v]), scale, total[r][v]);
                 if constexpr (kMinimumParts) {
                     const typename Isa::Floats minimum = Isa::mul(minimum_factor[v], Isa::load_bytes(scales + kMinimums));
-                    for (int r = 0; r < kRows; r++) total[r][v] = Isa::fma(minimum, Isa::splat(a.sums[(entry + r) * kSums + part]), total[r][v]);
+                    for (int r = 0; r < kRows; r++) total[r][v] = Isa::fma(minimum, Isa::splat(a.sums[(entry + r) * kSums + p]), total[r][v]);
                 }
                 at.weights[v] += kGroups * Group<kBits>::lines * kLine;
             }
@@ -135,53 +155,78 @@ template <class Isa, int kBits, int kRows, int kVectors>
             at.scales[v] += scale_bytes;
         }
     }
-    at.store(m, row, vector, out);
+    at.store(m, kRows, row, vector, out);
 }
+
+// Rows of a panel, by some blocks of the inputs.
+struct RowGroup {
+    const RoundedRows& panel;
+    int64_t first, count;
+};
 
 // As many vectors at once as registers hold beside the sums of these rows; whole tiles come in groups of so many.
-template <class Isa, int kBits, bool kSupers, int kRows>
-void multiply_rows(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t first, int64_t last, const Products& out) {
+template <class Isa, int kBits, int kBlock, int kRows>
+void multiply_rows(const PackedMatrix& m, const RowGroup& rows, int64_t first, int64_t last, Blocks part, const Products& out) {
     constexpr int kVectors = Isa::vectors(kRows);
     for (int64_t v = first; v < last; v += kVectors)
-        if constexpr (kSupers) multiply_supers<Isa, kBits, kRows, kVectors>(m, a, row, v, out);
-        else multiply_blocks<Isa, kBits, kRows, kVectors>(m, a, row, v, out);
+        if constexpr (kBlock == kSuper) multiply_supers<Isa, kBits, kRows, kVectors>(m, rows.panel, rows.first, v, part, out);
+        else multiply_blocks<Isa, kBits, kBlock, kRows, kVectors>(m, rows.panel, rows.first, v, part, out);
 }
 
-template <class Isa, int kBits, bool kSupers, int kRows = kMaxRows>
-void multiply_few_rows(int64_t rows, const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t first, int64_t last, const Products& out) {
-    if (rows == kRows) return multiply_rows<Isa, kBits, kSupers, kRows>(m, a, row, first, last, out);
-    if constexpr (kRows > 1) multiply_few_rows<Isa, kBits, kSupers, kRows - 1>(rows, m, a, row, first, last, out);
+template <class Isa, int kBits, int kBlock, int kRows = Isa::kRows>
+void multiply_few_rows(const PackedMatrix& m, const RowGroup& rows, int64_t first, int64_t last, Blocks part, const Products& out) {
+    if (rows.count == kRows) return multiply_rows<Isa, kBits, kBlock, kRows>(m, rows, first, last, part, out);
+    if constexpr (kRows > 1) multiply_few_rows<Isa, kBits, kBlock, kRows - 1>(m, rows, first, last, part, out);
 }
 
-template <class Isa, int kBits, bool kSupers = false>
+// Calls `use` with a part of the inputs, some tiles, rows of a panel of at most `limit`, and where their products go. Of a part the weights of
+// two tiles stay in the nearest cache and all panels in the next.
+template <class Use>
+[[gnu::always_inline]] inline void each_group(const PackedMatrix& m, const RoundedRows& a, int64_t limit, int64_t first, int64_t last, const Products& out, Use use) {
+    constexpr int64_t kInputs = 1024, kTiles = 2;
+    const int64_t blocks = m.blocks(), step = kInputs / m.block;
+    for (int64_t b = 0; b < blocks; b += step)
+        for (int64_t tile = first; tile < last; tile += kTiles)
+            for (int64_t p = 0; p < a.panels(); p++) {
+                const RoundedRows panel = a.panel(m, p);
+                const int64_t groups = (panel.rows + limit - 1) / limit;
+                for (int64_t g = 0; g < groups; g++) {
+                    const int64_t row = g * panel.rows / groups;
+                    use(Blocks{b, b + step < blocks ? b + step : blocks}, tile, tile + kTiles < last ? tile + kTiles : last,
+                        RowGroup{panel, row, (g + 1) * panel.rows / groups - row}, out.from_row(a.first_row(p)));
+                }
+            }
+}
+
+template <class Isa, int kBits, int kBlock>
 void multiply_all(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
     constexpr int64_t kParts = kTile / Isa::width;
-    if (a.rows <= Isa::kRows) return multiply_few_rows<Isa, kBits, kSupers>(a.rows, m, a, 0, first * kParts, last * kParts, out);
-    // Rows in groups of nearly the same size, over few tiles at a time, which then stay in the nearest cache.
-    const bool many = a.rows > 2 * Isa::kRows;
-    const int64_t limit = many ? Isa::kManyRows : Isa::kRows;
-    const int64_t groups = (a.rows + limit - 1) / limit;
-    const int64_t step = 2;
-    for (int64_t tile = first; tile < last; tile += step) {
-        const int64_t end = tile + step < last ? tile + step : last;
-        for (int64_t g = 0, row = 0; g < groups; g++) {
-            const int64_t next = (g + 1) * a.rows / groups;
-            multiply_few_rows<Isa, kBits, kSupers>(next - row, m, a, row, tile * kParts, end * kParts, out);
-            row = next;
-        }
+    if (a.rows <= Isa::kRows) return multiply_few_rows<Isa, kBits, kBlock>(m, {a, 0, a.rows}, first * kParts, last * kParts, {0, m.blocks()}, out);
+    each_group(m, a, Isa::kRows, first, last, out, [&](Blocks part, int64_t tile, int64_t end, const RowGroup& rows, const Products& to) {
+        multiply_few_rows<Isa, kBits, kBlock>(m, rows, tile * kParts, end * kParts, part, to);
+    });
+}
+
+template <class Isa, int kBits>
+void multiply_bits(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
+    switch (m.block) {
+        case 32: return multiply_all<Isa, kBits, 32>(m, a, first, last, out);
+        case 64: return multiply_all<Isa, kBits, 64>(m, a, first, last, out);
+        case 128: return multiply_all<Isa, kBits, 128>(m, a, first, last, out);
+        default: return multiply_all<Isa, kBits, 0>(m, a, first, last, out);
     }
 }
 
 template <class Isa>
 void multiply(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
     switch (m.super() ? -m.bits : m.bits) {
-        case -4: return multiply_all<Isa, 4, true>(m, a, first, last, out);
-        case -5: return multiply_all<Isa, 5, true>(m, a, first, last, out);
-        case -6: return multiply_all<Isa, 6, true>(m, a, first, last, out);
-        case 2: return multiply_all<Isa, 2>(m, a, first, last, out);
-        case 4: return multiply_all<Isa, 4>(m, a, first, last, out);
-        case 5: return multiply_all<Isa, 5>(m, a, first, last, out);
-        case 8: return multiply_all<Isa, 8>(m, a, first, last, out);
+        case -4: return multiply_all<Isa, 4, kSuper>(m, a, first, last, out);
+        case -5: return multiply_all<Isa, 5, kSuper>(m, a, first, last, out);
+        case -6: return multiply_all<Isa, 6, kSuper>(m, a, first, last, out);
+        case 2: return multiply_all<Isa, 2, 0>(m, a, first, last, out);
+        case 4: return multiply_bits<Isa, 4>(m, a, first, last, out);
+        case 5: return multiply_all<Isa, 5, 32>(m, a, first, last, out);
+        case 8: return multiply_bits<Isa, 8>(m, a, first, last, out);
     }
 }
 

@@ -35,13 +35,13 @@ int32_t round_values(const float* values, int64_t count, float inverse, int8_t* 
 template <class Isa>
 void round_row(const float* values, const PackedMatrix& m, int64_t first, int64_t last, int64_t row, const RoundedRows& to) {
     const int32_t zero = m.bits == 8 && Isa::kSigned8 ? 0 : m.zero();
-    for (int64_t b = first; b < last; b++) {
+    for (int64_t b = first; b < last; b++, values += m.block) {
         const int64_t at = b * to.rows + row;
-        const float greatest = greatest_of(values + b * m.block, m.block), inverse = greatest > 0 ? 127.0f / greatest : 0.0f;
+        const float greatest = greatest_of(values, m.block), inverse = greatest > 0 ? 127.0f / greatest : 0.0f;
         int8_t* octets = to.octets(m, b, row);
         to.scales[at] = greatest / 127.0f;
         if (!m.super()) {
-            const int32_t sum = round_values(values + b * m.block, m.block, inverse, octets, to.pitch());
+            const int32_t sum = round_values(values, m.block, inverse, octets, to.pitch());
             to.starts[at] = -zero * sum;
             if (m.minimums) to.sums[at] = to.scales[at] * static_cast<float>(sum);
             continue;
@@ -51,7 +51,7 @@ void round_row(const float* values, const PackedMatrix& m, int64_t first, int64_
             int32_t sums[2];
             for (int64_t half = 0; half < 2; half++) {
                 const int64_t from = i + half * kSuper / kStarts;
-                sums[half] = round_values(values + b * kSuper + from, kSuper / kStarts, inverse, octets + from / kOctet * to.pitch(), to.pitch());
+                sums[half] = round_values(values + from, kSuper / kStarts, inverse, octets + from / kOctet * to.pitch(), to.pitch());
                 to.starts[at * kStarts + 2 * part + half] = -zero * sums[half];
             }
             to.sums[at * kSums + part] = static_cast<float>(-sums[0] - sums[1]);

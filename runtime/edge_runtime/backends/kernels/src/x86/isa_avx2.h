@@ -8,7 +8,7 @@ namespace edge {
 namespace {
 
 struct Avx2Base {
-    static constexpr int width = 8, kRows = 6, kManyRows = 6;
+    static constexpr int width = 8, kRows = 6;
     static constexpr bool kSigned8 = false;
     using Ints = __m256i;
     using Floats = __m256;
@@ -61,6 +61,12 @@ struct Avx2Base {
     static Floats convert(Ints value) { return _mm256_cvtepi32_ps(value); }
     static Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+    static Floats load(const float* from, int64_t count) {
+        if (count == 8) return _mm256_loadu_ps(from);
+        float all[8] = {};
+        for (int64_t i = 0; i < count; i++) all[i] = from[i];
+        return _mm256_loadu_ps(all);
+    }
     static void store(float* out, Floats value, int64_t count) {
         if (count == 8) return _mm256_storeu_ps(out, value);
         float all[8];

@@ -13,7 +13,7 @@ namespace edge {
 namespace {
 
 struct Avx512Vnni {
-    static constexpr int width = 16, kRows = 12, kManyRows = 6;
+    static constexpr int width = 16, kRows = 12;
     static constexpr bool kSigned8 = false, kByPart = true;
     using Ints = __m512i;
     using Floats = __m512;
@@ -67,7 +67,9 @@ struct Avx512Vnni {
     static Floats convert(Ints value) { return _mm512_cvtepi32_ps(value); }
     static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-    static void store(float* out, Floats value, int64_t count) { _mm512_mask_storeu_ps(out, static_cast<__mmask16>((1u << count) - 1), value); }
+    static __mmask16 lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
+    static Floats load(const float* from, int64_t count) { return _mm512_maskz_loadu_ps(lanes(count), from); }
+    static void store(float* out, Floats value, int64_t count) { _mm512_mask_storeu_ps(out, lanes(count), value); }
 };
 
 }  // namespace

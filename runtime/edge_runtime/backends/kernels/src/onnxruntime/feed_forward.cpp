@@ -1,0 +1,96 @@
+// onnxruntime's operator edge.mtp::FeedForwardRows: the product with [gates, values], gelu(gates) * values, and the product of that. Nothing between
+// the two products is ever in memory as floats: a thread rounds some outputs of the first one into inputs of the second one while they are in
+// the nearest cache. For wide layers that traffic costs more than the products.
+#include <stdlib.h>
+
+#include "onnxruntime/memory.h"
+#include "onnxruntime/product.h"
+#include "pack.h"
+
+namespace edge {
+namespace {
+
+using namespace ort;
+
+constexpr int64_t kMaxWidth = 128;  // outputs of each half that a thread computes together: whole blocks of the second product
+constexpr WeightNames kSecond = {"second_K", "second_N", "second_bits", "second_block_size", 3};
+
+struct FeedForward {
+    Weights gated, second;
+
+    int64_t width() const { return second.matrix.block < kTilesAtOnce * kTile ? kTilesAtOnce * kTile : second.matrix.block; }
+};
+
+struct Gating {
+    const FeedForward& layer;
+    RoundedRows rows, hidden;
+};
+
+// Some outputs of both halves, rounded.
+void gate_chunk(void* data, size_t chunk) {
+    const Gating& job = *static_cast<Gating*>(data);
+    const PackedMatrix &m = job.layer.gated.matrix, &next = job.layer.second.matrix;
+    const Variant& variant = *job.layer.gated.variant;
+    const int64_t width = job.layer.width(), tiles = width / kTile, first = static_cast<int64_t>(chunk) * tiles, other = first + next.inputs / kTile;
+    const int64_t block = first * kTile / next.block;
+    alignas(kLine) float gates[kMaxRows * kMaxWidth], values[kMaxRows * kMaxWidth];
+    for (int64_t p = 0; p < job.rows.panels(); p++) {
+        const RoundedRows panel = job.rows.panel(m, p), to = job.hidden.panel(next, p);
+        variant.multiply(m, panel, first, first + tiles, {gates, width, first});
+        variant.multiply(m, panel, other, other + tiles, {values, width, other});
+        variant.gate(gates, values, gates, panel.rows * width);
+        for (int64_t r = 0; r < panel.rows; r++) variant.round(gates + r * width, next, block, block + width / next.block, r, to);
+    }
+}
+
+void destroy(void* kernel) {
+    FeedForward* layer = static_cast<FeedForward*>(kernel);
+    release(layer->gated.matrix);
+    release(layer->second.matrix);
+    free(layer);
+}
+
+Status* create_both(Table api, const KernelInfo* info, FeedForward& layer) {
+    EDGE_TRY(create_weights(api, info, kOwnWeights, layer.gated));
+    EDGE_TRY(create_weights(api, info, kSecond, layer.second));
+    const int64_t hidden = layer.second.matrix.inputs;
+    if (layer.gated.matrix.outputs != 2 * hidden || hidden % layer.width()) return create_status(api, kFail, "FeedForwardRows: second_K must be half of N, and a multiple of 64");
+    return nullptr;
+}
+
+Status* create(const Op*, Table api, const KernelInfo* info, void** out) {
+    FeedForward* layer = static_cast<FeedForward*>(calloc(1, sizeof(FeedForward)));
+    if (!layer) return create_status(api, kFail, "out of memory");
+    Status* status = create_both(api, info, *layer);
+    if (status) destroy(layer);
+    else *out = layer;
+    return status;
+}
+
+Status* compute(void* kernel, KernelContext* context) {
+    const FeedForward& layer = *static_cast<FeedForward*>(kernel);
+    const Table api = layer.gated.api;
+    const PackedMatrix &m = layer.gated.matrix, &next = layer.second.matrix;
+    InputRows input;
+    EDGE_TRY(read_rows(api, context, m.inputs, next.outputs, input));
+    if (input.rows == 0) return nullptr;
+    const size_t bytes = (RoundedRows::bytes(m, input.rows) + kLine - 1) / kLine * kLine;
+    char* memory = scratch(bytes + RoundedRows::bytes(next, input.rows));
+    if (!memory) return create_status(api, kFail, "out of memory");
+    const Product gated = {layer.gated, {m, input.rows, memory}, nullptr}, second = {layer.second, {next, input.rows, memory + bytes}, input.out};
+    Gating job = {layer, gated.rows, second.rows};
+    Status* status = round_all(gated, input.values, context);
+    if (!status) status = parallel_for(api, context, gate_chunk, static_cast<size_t>(next.inputs / layer.width()), 0, &job);
+    if (!status) status = multiply_all(second, context);
+    give_back_scratch(memory);
+    return status;
+}
+
+const char* op_name(const Op*) { return "FeedForwardRows"; }
+size_t inputs(const Op*) { return 5; }
+
+}  // namespace
+
+constexpr Op ort::kFeedForwardRows = operator_of({op_name, inputs, product_input, one_output, create, compute, destroy});
+
+}  // namespace edge
