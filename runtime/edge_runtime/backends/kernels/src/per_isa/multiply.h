@@ -107,7 +107,7 @@ template <class Isa, int kBits, int kBlock, int kRows, int kVectors>
             const typename Isa::Floats scale = half ? Isa::load_half(scales) : Isa::load_float(scales);
             for (int r = 0; r < kRows; r++)
                 at.result[r][v] = Isa::fma(Isa::convert(sum[r][v]), Isa::mul(scale, Isa::splat(a.scales[entry + r])), at.result[r][v]);
-            if constexpr (kBits == 4 || kBits == 5)
+            if constexpr ((kBits == 4 || kBits == 5) && kBlock == 32)
                 if (m.minimums) {
                     const typename Isa::Floats minimum = Isa::load_half(scales + 2 * kTile);
                     for (int r = 0; r < kRows; r++) at.result[r][v] = Isa::fma(minimum, Isa::splat(a.sums[entry + r]), at.result[r][v]);
