@@ -26,6 +26,7 @@ _COMMON = (
         "variants.cpp",
         "ggml/attention.cpp",
         "ggml/elementwise.cpp",
+        "ggml/feed_forward.cpp",
         "ggml/multiply.cpp",
         "ggml/read_rows.cpp",
         "ggml/visible_cells.cpp",

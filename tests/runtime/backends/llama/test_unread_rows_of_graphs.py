@@ -23,8 +23,9 @@ from edge_runtime.backends.llama.loader import declare, llama_library
 pytestmark = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")
 HEADS, DIM, CELLS = 4, 8, 16
 WIDTH = HEADS * DIM
+HIDDEN = 64
 # enum ggml_type, enum ggml_backend_buffer_usage, enum ggml_op_hint, GGML_ROPE_TYPE_NEOX
-F32, F16, I32 = 0, 1, 26
+F32, F16, Q4_0, I32 = 0, 1, 2, 26
 WEIGHTS, HADAMARD, NEOX = 1, 1, 2
 LOGITS = b"result_output"
 _P, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
@@ -53,23 +54,43 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_rope": (_P, [_P, _P, _P, _INT, _INT]),
     "ggml_flash_attn_ext": (_P, [_P] * 5 + [_FLOAT] * 3),
     "ggml_backend_alloc_ctx_tensors": (_P, [_P, _P]),
+    "ggml_backend_alloc_ctx_tensors_from_buft": (_P, [_P, _P]),
+    "ggml_backend_tensor_set": (None, [_P, _P, ctypes.c_size_t, ctypes.c_size_t]),
     "ggml_backend_buffer_clear": (None, [_P, ctypes.c_uint8]),
     "ggml_backend_buffer_set_usage": (None, [_P, _INT]),
 }
 
 
-class Graph:
-    """A random graph over rows [WIDTH, batch], of which `read` are chosen at its end."""
+REGISTRY_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_backend_cpu_reg": (_P, []),
+    "ggml_backend_reg_dev_get": (_P, [_P, ctypes.c_size_t]),
+    "ggml_backend_reg_get_proc_address": (_P, [_P, ctypes.c_char_p]),
+}
 
-    def __init__(self, seed: int, logits: bytes) -> None:
+
+def packed_buffer_type() -> Any:
+    """The kernels' buffer type: the first extra one of the CPU."""
+    library = declare(llama_library().api._lib, REGISTRY_SIGNATURES)
+    registry = library.ggml_backend_cpu_reg()
+    listed = library.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
+    device = _P(library.ggml_backend_reg_dev_get(registry, 0))
+    return ctypes.CFUNCTYPE(ctypes.POINTER(_P), _P)(listed)(device)[0]
+
+
+class Graph:
+    """A random graph over rows [WIDTH, batch], of which `read` are chosen at its end. Not `joined`: each product is computed as floats."""
+
+    def __init__(self, seed: int, logits: bytes, *, joined: bool = True) -> None:
         self._random, self._numbers = random.Random(seed), np.random.default_rng(seed)
-        self._context, self._weights = GgmlContext(llama_library()), GgmlContext(llama_library())
+        self._context, self._weights, self._packed = (GgmlContext(llama_library()) for _ in range(3))
         self._ggml = declare(llama_library().ggml, SIGNATURES)
+        self._joined_products = joined
         self._filled: list[tuple[Any, NDArray[Any]]] = []
         self.batch = self._random.randint(1, 20)
         self.read = sorted(self._random.sample(range(self.batch), self._random.choice([0, 1, self._random.randint(0, self.batch)])))
         self._matrix = self._filling(self._weights, (WIDTH, WIDTH), np.float32)
         self._scale = self._filling(self._weights, (WIDTH,), np.float32)
+        self._matrices = [self._packed_matrix(*shape) for shape in ((HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN))]
         self._positions = self._leaf(self._context, I32, np.arange(self.batch, dtype=np.int32))
         self._cells = [self._filling(self._context, (DIM, CELLS, HEADS), np.float16) for _ in range(2)]
         self._mask = self._leaf(self._context, F16, np.zeros((self.batch, CELLS), np.float16))
@@ -86,6 +107,11 @@ class Graph:
             context._buffers.append(buffer)
             self._ggml.ggml_backend_buffer_clear(buffer, 0xFF)
         self._ggml.ggml_backend_buffer_set_usage(self._weights._buffers[-1], WEIGHTS)
+        buffer = self._ggml.ggml_backend_alloc_ctx_tensors_from_buft(self._packed._context, packed_buffer_type())
+        self._packed._buffers.append(buffer)
+        self._ggml.ggml_backend_buffer_set_usage(buffer, WEIGHTS)
+        for tensor, data in self._matrices:
+            self._ggml.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
         for tensor, values in self._filled:
             if values.size:
                 ctypes.memmove(self._ggml.ggml_get_data(tensor), np.ascontiguousarray(values).ctypes.data, values.nbytes)
@@ -94,8 +120,8 @@ class Graph:
         return [self._values(tensor) for tensor in self._results]
 
     def close(self) -> None:
-        self._context.close()
-        self._weights.close()
+        for context in (self._context, self._weights, self._packed):
+            context.close()
 
     def _values(self, tensor: Any) -> NDArray[np.float32]:
         count = self._ggml.ggml_nbytes(tensor) // 4
@@ -107,6 +133,12 @@ class Graph:
         self._filled.append((tensor, values))
         return tensor
 
+    def _packed_matrix(self, outputs: int, inputs: int) -> tuple[Any, NDArray[np.uint8]]:
+        """A matrix in q4_0, of small scales, and its bytes in a file."""
+        blocks = self._numbers.integers(0, 256, (outputs, inputs // 32, 18)).astype(np.uint8)
+        blocks[..., :2] = np.float16([0.02]).view(np.uint8)
+        return self._ggml.ggml_new_tensor(self._packed._context, Q4_0, 2, (ctypes.c_int64 * 2)(inputs, outputs)), blocks
+
     def _filling(self, context: GgmlContext, shape: tuple[int, ...], kind: type[Any]) -> Any:
         values = self._numbers.standard_normal(shape[::-1]) / WIDTH**0.5
         return self._leaf(context, F16 if kind is np.float16 else F32, values.astype(kind))
@@ -117,7 +149,10 @@ class Graph:
         self._results = []
         for _ in range(draw.randint(2, 14)):
             step: Callable[[Any], Any] = draw.choice(
-                [self._norm, self._product, self._gated, self._turned, self._transformed, self._attended, self._permuted, self._single]
+                [
+                    *(self._norm, self._product, self._gated, self._turned, self._transformed, self._attended, self._permuted),
+                    *(self._single, self._fed_forward, self._fed_forward),
+                ]
             )
             rows.append(step(draw.choice(rows[-3:])))
             if draw.random() < 0.5:
@@ -147,6 +182,16 @@ class Graph:
     def _gated(self, rows: Any) -> Any:
         return self._call("geglu_split", self._product(rows), rows)
 
+    def _fed_forward(self, rows: Any) -> Any:
+        (gate, _), (up, _), (down, _) = self._matrices
+        gates, values = self._call("mul_mat", gate, rows), self._call("mul_mat", up, rows)
+        hidden = self._call("geglu_split", gates, values)
+        if not self._joined_products:
+            self._ggml.ggml_set_output(gates)
+        if self._random.random() < 0.2:
+            self._results.append(self._call("sum_rows", self._random.choice([gates, values, hidden])))
+        return self._call("mul_mat", down, hidden)
+
     def _single(self, rows: Any) -> Any:
         name = self._random.choice(["gelu", "tanh", "soft_max", "scale"])
         return self._call(name, rows, 0.7) if name == "scale" else self._call(name, rows)
@@ -174,8 +219,8 @@ class Graph:
         return self._joined(self._call("cont", self._call("permute", by_head, 0, 2, 1, 3)))
 
 
-def results_of(seed: int, logits: bytes) -> tuple[Graph, list[NDArray[np.float32]]]:
-    graph = Graph(seed, logits)
+def results_of(seed: int, logits: bytes, *, joined: bool = True) -> tuple[Graph, list[NDArray[np.float32]]]:
+    graph = Graph(seed, logits, joined=joined)
     try:
         return graph, graph.results()
     finally:
@@ -183,11 +228,11 @@ def results_of(seed: int, logits: bytes) -> tuple[Graph, list[NDArray[np.float32
 
 
 @pytest.mark.parametrize("part", range(5))
-def test_results_of_random_graphs_have_the_bits_of_all_rows(part: int) -> None:
+def test_results_of_random_graphs_have_the_bits_of_all_rows_and_of_each_product_alone(part: int) -> None:
     left_out = 0
     for seed in range(part * 60, part * 60 + 60):
         before = ggml.unread_rows()
-        _, expected = results_of(seed, b"another name")
+        _, expected = results_of(seed, b"another name", joined=False)
         assert ggml.unread_rows() == before
         _, found = results_of(seed, LOGITS)
         left_out += ggml.unread_rows() - before

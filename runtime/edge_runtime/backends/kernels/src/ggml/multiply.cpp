@@ -1,32 +1,16 @@
 #include "multiply.h"
 
+#include "feed_forward.h"
 #include "weights.h"
 
 namespace edge::ggml {
 namespace {
 
 constexpr int64_t kChunk = 4;  // tiles of a piece of work, at least
-constexpr int64_t kShares = 16;  // pieces for each thread, so that a slow one gets fewer
+constexpr int64_t kShares = 16;  // pieces for each thread
 constexpr int64_t kMaxBatchRows = int64_t{1} << 20;
 
 int64_t rows_of(const Tensor& op) { return op.src[1]->ne[1]; }
-
-// The next piece of work, each with its own first one.
-struct Pieces {
-    const Functions& ggml;
-    const Work& work;
-    int64_t count, current;
-    Pieces(const Functions& functions, const Work& of, int64_t pieces) : ggml(functions), work(of), count(pieces), current(of.thread) {}
-    bool left() const { return current < count; }
-    void next() { current = ggml.add_chunk(work.pool, 1); }
-};
-
-void round_part(const Variant& variant, const Work& work, const Tensor& values, const PackedMatrix& m, const RoundedRows& to) {
-    const int64_t first = m.blocks() * work.thread / work.threads, last = m.blocks() * (work.thread + 1) / work.threads;
-    variant.round_rows(m, first, last, to, [&](int64_t row) {
-        return reinterpret_cast<const float*>(static_cast<const char*>(values.data) + static_cast<size_t>(row) * values.nb[1]);
-    });
-}
 
 // Whether both are matrices that `op` multiplies, with rows of floats and a result of floats.
 bool is_product_of_rows(const Tensor& op) {
@@ -41,6 +25,18 @@ size_t float_bytes(int type) { return type == kF32 ? 4 : type == kF16 || type ==
 
 }  // namespace
 
+int64_t parts_of_piece(const Work& work, int64_t count, int64_t least) {
+    const int64_t share = count / (work.threads * kShares);
+    return share < least ? least : share / least * least;
+}
+
+void round_part(const Variant& variant, const Work& work, const Tensor& values, int64_t first, const PackedMatrix& m, const RoundedRows& to) {
+    const int64_t begin = m.blocks() * work.thread / work.threads, end = m.blocks() * (work.thread + 1) / work.threads;
+    variant.round_rows(m, begin, end, to, [&](int64_t row) {
+        return reinterpret_cast<const float*>(static_cast<const char*>(values.data) + static_cast<size_t>(first + row) * values.nb[1]);
+    });
+}
+
 bool multiplies(const Tensor& op) { return is_product_of_rows(op) && packs(*op.src[0]); }
 
 size_t multiply_memory(const Tensor& op) {
@@ -51,11 +47,12 @@ bool multiply(const Functions& ggml, const Variant& variant, const Work& work, c
     if (work.size < multiply_memory(op)) return false;
     const PackedMatrix m = packed_matrix(*op.src[0]);
     const uintptr_t start = (reinterpret_cast<uintptr_t>(work.memory) + kAlignment - 1) / kAlignment * kAlignment;
-    const RoundedRows rows(m, rows_of(op), reinterpret_cast<void*>(start));
-    round_part(variant, work, *op.src[1], m, rows);
+    const bool rounded = is_rounded(*op.src[1]);
+    const RoundedRows rows(m, rows_of(op), rounded ? op.src[1]->data : reinterpret_cast<void*>(start));
+    if (!rounded) round_part(variant, work, *op.src[1], 0, m, rows);
     if (work.thread == 0) ggml.set_chunk(work.pool, work.threads);
     ggml.barrier(work.pool);
-    const int64_t tiles = m.tiles(), share = tiles / (work.threads * kShares), step = share < kChunk ? kChunk : share / kChunk * kChunk;
+    const int64_t tiles = m.tiles(), step = parts_of_piece(work, tiles, kChunk);
     for (Pieces pieces(ggml, work, (tiles + step - 1) / step); pieces.left(); pieces.next()) {
         const int64_t first = pieces.current * step, last = first + step < tiles ? first + step : tiles;
         variant.multiply(m, rows, first, last, {m, static_cast<float*>(op.data)});

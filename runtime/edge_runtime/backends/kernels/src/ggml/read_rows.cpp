@@ -260,6 +260,11 @@ void plan_node(const Functions& ggml, Tensor* node, bool cuts) {
     plan->ended = true;
 }
 
+Tensor* planned_before(int distance) {
+    const Plan* plan = static_cast<Plan*>(pthread_getspecific(key));
+    return plan && plan->count > distance ? plan->nodes[plan->count - 1 - distance].tensor : nullptr;
+}
+
 void end_plan() {
     if (Plan* plan = static_cast<Plan*>(pthread_getspecific(key))) plan->ended = true;
 }

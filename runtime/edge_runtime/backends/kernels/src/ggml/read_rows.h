@@ -48,6 +48,8 @@ struct Restriction {
 bool prepare_read_rows();
 // Called where ggml plans a graph, for each of its nodes in order. `cuts` says that an operation can be computed for some rows.
 void plan_node(const Functions& ggml, Tensor* node, bool cuts);
+// A node of this thread's plan, so many before the last one; null where there is none.
+Tensor* planned_before(int distance);
 // Called by the thread that planned a graph, with each operation it computes: the next planned node begins another graph.
 void end_plan();
 Restriction restriction_of(const Tensor& op);

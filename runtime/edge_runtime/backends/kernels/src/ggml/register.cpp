@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "feed_forward.h"
 #include "multiply.h"
 #include "pack.h"
 #include "read_rows.h"
@@ -85,13 +86,20 @@ void run_read_rows(const Work& work, Tensor* op, bool shared, Run run) {
     }
 }
 
+void plan(const Tensor* op, bool cuts, bool product = false) {
+    Tensor* node = const_cast<Tensor*>(op);
+    plan_node(functions, node, cuts);
+    plan_feed_forward(*node, product, planned_before(1), planned_before(2));
+}
+
 struct Multiplication final : Operation {
     bool work_size(int, const Tensor* op, size_t& size) override {
-        plan_node(functions, const_cast<Tensor*>(op), true);
+        plan(op, true, true);
         size = multiply_memory(*op);
         return true;
     }
     bool compute(Work* work, Tensor* op) override {
+        if (is_left_out(*op)) return true;
         run_read_rows(*work, op, true, [&](Tensor* rows) {
             if (!multiply(functions, *variant, *work, *rows)) fail(*work, *rows);
         });
@@ -101,7 +109,7 @@ struct Multiplication final : Operation {
 
 struct FloatMultiplication final : Operation {
     bool work_size(int, const Tensor* op, size_t& size) override {
-        plan_node(functions, const_cast<Tensor*>(op), true);
+        plan(op, true);
         size = 0;
         return true;
     }
@@ -113,7 +121,7 @@ struct FloatMultiplication final : Operation {
 
 struct Attention final : Operation {
     bool work_size(int threads, const Tensor* op, size_t& size) override {
-        plan_node(functions, const_cast<Tensor*>(op), true);
+        plan(op, true);
         size = attention_memory(*op, threads);
         return true;
     }
@@ -128,11 +136,16 @@ struct Attention final : Operation {
 
 struct Elementwise final : Operation {
     bool work_size(int, const Tensor* op, size_t& size) override {
-        plan_node(functions, const_cast<Tensor*>(op), true);
-        size = 0;
+        plan(op, true);
+        size = joins_products(*op) ? gates_memory(*op) : 0;
         return true;
     }
     bool compute(Work* work, Tensor* op) override {
+        if (joins_products(*op)) {
+            if (work->thread == 0) end_plan();
+            if (!compute_gates(functions, *variant, *work, *op, restriction_of(*op).rows)) fail(*work, *op);
+            return true;
+        }
         run_read_rows(*work, op, false, [&](Tensor* rows) { compute_elementwise(*variant, *work, *rows); });
         return true;
     }
@@ -141,7 +154,7 @@ struct Elementwise final : Operation {
 // ggml's own operations: it plans all of them, and computes those that are not marked.
 struct StockOperation final : Operation {
     bool work_size(int, const Tensor* op, size_t&) override {
-        plan_node(functions, const_cast<Tensor*>(op), is_row_by_row(*op));
+        plan(op, is_row_by_row(*op));
         return false;
     }
     bool compute(Work* work, Tensor* op) override {

@@ -3,6 +3,7 @@
 // the nearest cache. For wide layers that traffic costs more than the products.
 #include <stdlib.h>
 
+#include "gated.h"
 #include "onnxruntime/memory.h"
 #include "onnxruntime/product.h"
 #include "pack.h"
@@ -12,13 +13,12 @@ namespace {
 
 using namespace ort;
 
-constexpr int64_t kMaxWidth = 128;  // outputs of each half that a thread computes together: whole blocks of the second product
 constexpr WeightNames kSecond = {"second_K", "second_N", "second_bits", "second_block_size", 3};
 
 struct FeedForward {
     Weights gated, second;
 
-    int64_t width() const { return second.matrix.block < kTilesAtOnce * kTile ? kTilesAtOnce * kTile : second.matrix.block; }
+    int64_t width() const { return gated_width(second.matrix.block); }
 };
 
 struct Gating {
@@ -31,16 +31,10 @@ void gate_chunk(void* data, size_t chunk) {
     const Gating& job = *static_cast<Gating*>(data);
     const PackedMatrix &m = job.layer.gated.matrix, &next = job.layer.second.matrix;
     const Variant& variant = *job.layer.gated.variant;
-    const int64_t width = job.layer.width(), tiles = width / kTile, first = static_cast<int64_t>(chunk) * tiles, other = first + next.inputs / kTile;
-    const int64_t block = first * kTile / next.block;
-    alignas(kLine) float gates[kMaxRows * kMaxWidth], values[kMaxRows * kMaxWidth];
-    for (int64_t p = 0; p < job.rows.panels(); p++) {
-        const RoundedRows panel = job.rows.panel(m, p), to = job.hidden.panel(next, p);
-        variant.multiply(m, panel, first, first + tiles, {gates, width, first});
-        variant.multiply(m, panel, other, other + tiles, {values, width, other});
-        variant.gate(gates, values, gates, panel.rows * width);
-        for (int64_t r = 0; r < panel.rows; r++) variant.round(gates + r * width, next, block, block + width / next.block, r, to);
-    }
+    const int64_t width = job.layer.width(), first = static_cast<int64_t>(chunk) * width / kTile;
+    each_gated_panel(variant, {m, m, next.inputs / kTile}, job.rows, first, width, [&](int64_t p, const float* gated) {
+        round_gated(variant, gated, first, width, next, job.hidden.panel(next, p));
+    });
 }
 
 void destroy(void* kernel) {
