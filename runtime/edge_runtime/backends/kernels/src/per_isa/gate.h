@@ -5,11 +5,20 @@
 namespace edge {
 namespace {
 
-// 1 / x for 1 <= x <= 2: three of Newton's steps, much cheaper than a division.
+// 1 / x for 1 <= x <= 2: two of Newton's steps from the parabola whose greatest error is least, a hundredth; much cheaper than a division.
 Floats16 inverse16(Floats16 x) {
-    Floats16 y = __builtin_elementwise_fma(x, Floats16(-8.0f / 17), Floats16(24.0f / 17));  // wrong by a 17th at most
-    for (int step = 0; step < 3; step++) y = __builtin_elementwise_fma(y, __builtin_elementwise_fma(-x, y, Floats16(1)), y);
+    Floats16 y = __builtin_elementwise_fma(__builtin_elementwise_fma(x, Floats16(0.323231846f), Floats16(-1.45454395f)), x, Floats16(2.12121105f));
+    for (int step = 0; step < 2; step++) y = __builtin_elementwise_fma(y, __builtin_elementwise_fma(-x, y, Floats16(1)), y);
     return y;
+}
+
+// 2^x for -126 <= x <= 0. Polynomial on [-1/2, 1/2] whose greatest error is least: 9.3e-8.
+Floats16 exp2_16(Floats16 x) {
+    const Floats16 shifted = x + 12582912.0f, rest = x - (shifted - 12582912.0f);
+    Floats16 sum = Floats16(1.34072592e-3f);
+    constexpr float kFactors[] = {9.67187528e-3f, 5.55030853e-2f, 2.4022235e-1f, 6.93147242e-1f, 1.0f};
+    for (const float factor : kFactors) sum = __builtin_elementwise_fma(sum, rest, Floats16(factor));
+    return __builtin_bit_cast(Floats16, __builtin_bit_cast(Ints16, sum) + (__builtin_bit_cast(Ints16, shifted) << 23));
 }
 
 // tanh(x). Polynomial for small x: Cephes, tanhf.
@@ -23,11 +32,12 @@ Floats16 tanh16(Floats16 x) {
 }
 
 // x / 2 * (1 + tanh(u)), u = sqrt(2 / pi) * (x + 0.044715 x^3): GELU as Gemma has it (arXiv 1606.08415). It is x / (1 + e^-2u), which keeps its
-// digits where tanh(u) is nearly -1.
+// digits where tanh(u) is nearly -1. Powers are of 2: 2u * log2(e) = x * (2.3022082 + 0.10294324 x^2).
 Floats16 gelu16(Floats16 x) {
-    const Floats16 cubic = __builtin_elementwise_fma(x * x, x * 0.044715f, x), twice = cubic * 1.59576912f;
-    const Floats16 size = __builtin_elementwise_abs(twice), power = size > Floats16(87.0f) ? Floats16(0) : exp16(-size);
-    return x * ((twice < Floats16(0) ? power : Floats16(1)) * inverse16(1.0f + power));
+    const Floats16 exponent = x * __builtin_elementwise_fma(x * x, Floats16(0.10294324f), Floats16(2.3022082f));
+    const Floats16 size = -__builtin_elementwise_abs(exponent), least = -126.0f;
+    const Floats16 power = exp2_16(size < least ? least : size) - 0x1p-126f;  // 0 where it is least
+    return x * ((x < Floats16(0) ? power : Floats16(1)) * inverse16(1.0f + power));
 }
 
 // Calls `part` with the place and the number of up to 16 values at a time.
