@@ -8,14 +8,15 @@ namespace edge {
 namespace {
 
 struct NeonBase {
-    static constexpr int width = 4, kRows = 12;
+    static constexpr int width = 4;
     static constexpr bool kSigned8 = true, kByPart = false;
     using Ints = int32x4_t;
     using Floats = float32x4_t;
     // One or two rows wait for memory anyway, which the processor fetches ahead by itself.
     static constexpr bool fetches_ahead(int rows) { return rows > 2; }
     // 32 registers; a line is 4 of them wide.
-    static constexpr int vectors(int rows) { return rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
+    static constexpr int rows(bool) { return kMaxRows; }
+    static constexpr int vectors(int rows, bool) { return rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
 
     static Floats zero() { return vdupq_n_f32(0); }
     static Ints set(int32_t value) { return vdupq_n_s32(value); }

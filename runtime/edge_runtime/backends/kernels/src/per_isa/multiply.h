@@ -12,12 +12,53 @@ struct Group {
     static constexpr int inputs = octets * kOctet;
 };
 
+// How many groups' products an instruction set without dot products adds up in 16 bits, before it adds them to 32; 0 where it does not.
+template <class Isa, int kBits>
+constexpr int short_groups() {
+    if constexpr (requires { Isa::template kShortGroups<kBits>; }) return Isa::template kShortGroups<kBits>;
+    return 0;
+}
+// For a row or two the sums' way into 32 bits costs less than it saves: these wait for memory.
+template <class Isa, int kBits>
+constexpr bool adds_short(int rows) { return short_groups<Isa, kBits>() > 0 && rows > 2; }
+
+// As add_products below, in 16 bits first: no sum of so many groups leaves them.
+template <class Isa, int kBits, int kRows, int kVectors>
+[[gnu::always_inline]] inline void add_short_products(const uint8_t* const (&weights)[kVectors], int64_t count, const int8_t* levels, int64_t pitch,
+                                                      typename Isa::Ints (&sum)[kRows][kVectors]) {
+    using Each = Group<kBits>;
+    for (int64_t g = 0; g < count;) {
+        typename Isa::Ints few[kRows][kVectors];
+        for (int r = 0; r < kRows; r++)
+            for (int v = 0; v < kVectors; v++) few[r][v] = Isa::set(0);
+        const int64_t end = g + short_groups<Isa, kBits>() < count ? g + short_groups<Isa, kBits>() : count;
+#pragma clang loop unroll(disable)
+        for (; g < end; g++, levels += Each::octets * pitch) {
+            typename Isa::template Weights<kBits> w[kVectors];
+            for (int v = 0; v < kVectors; v++) {
+                const uint8_t* line = weights[v] + g * Each::lines * kLine;
+                w[v].load(line);
+                __builtin_prefetch(line + kAhead, 0, 3);
+                __builtin_prefetch(line + kFarAhead, 0, 2);
+            }
+            for (int p = 0; p < Each::parts; p++)
+                for (int r = 0; r < kRows; r++) {
+                    const typename Isa::Ints x = Isa::four(levels + p / 2 * pitch + r * kOctet + p % 2 * 4);
+                    for (int v = 0; v < kVectors; v++) few[r][v] = Isa::add_short(few[r][v], w[v].part[p], x);
+                }
+        }
+        for (int r = 0; r < kRows; r++)
+            for (int v = 0; v < kVectors; v++) sum[r][v] = Isa::widen(sum[r][v], few[r][v]);
+    }
+}
+
 // Weights from line `line` of a tile, which begins at `weights`, by `count` groups of rounded inputs: row r begins at levels + r * kOctet, and its
 // octets are `pitch` bytes apart.
 template <class Isa, int kBits, int kRows, int kVectors>
 [[gnu::always_inline]] inline void add_products(const uint8_t* const (&weights)[kVectors], int64_t count, const int8_t* levels, int64_t pitch,
                                                 typename Isa::Ints (&sum)[kRows][kVectors]) {
     using Each = Group<kBits>;
+    if constexpr (adds_short<Isa, kBits>(kRows)) return add_short_products<Isa, kBits, kRows, kVectors>(weights, count, levels, pitch, sum);
     // A constant count would be unrolled whole: more sums than registers, as the next group's products do not wait for these.
 #pragma clang loop unroll_count(kRows * kVectors <= 4 ? 2 : 1)
     for (int64_t g = 0; g < count; g++, levels += Each::octets * pitch) {
@@ -167,13 +208,13 @@ struct RowGroup {
 // As many vectors at once as registers hold beside the sums of these rows; whole tiles come in groups of so many.
 template <class Isa, int kBits, int kBlock, int kRows>
 void multiply_rows(const PackedMatrix& m, const RowGroup& rows, int64_t first, int64_t last, Blocks part, const Products& out) {
-    constexpr int kVectors = Isa::vectors(kRows);
+    constexpr int kVectors = Isa::vectors(kRows, adds_short<Isa, kBits>(kRows));
     for (int64_t v = first; v < last; v += kVectors)
         if constexpr (kBlock == kSuper) multiply_supers<Isa, kBits, kRows, kVectors>(m, rows.panel, rows.first, v, part, out);
         else multiply_blocks<Isa, kBits, kBlock, kRows, kVectors>(m, rows.panel, rows.first, v, part, out);
 }
 
-template <class Isa, int kBits, int kBlock, int kRows = Isa::kRows>
+template <class Isa, int kBits, int kBlock, int kRows = Isa::rows(short_groups<Isa, kBits>())>
 void multiply_few_rows(const PackedMatrix& m, const RowGroup& rows, int64_t first, int64_t last, Blocks part, const Products& out) {
     if (rows.count == kRows) return multiply_rows<Isa, kBits, kBlock, kRows>(m, rows, first, last, part, out);
     if constexpr (kRows > 1) multiply_few_rows<Isa, kBits, kBlock, kRows - 1>(m, rows, first, last, part, out);
@@ -201,8 +242,9 @@ template <class Use>
 template <class Isa, int kBits, int kBlock>
 void multiply_all(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
     constexpr int64_t kParts = kTile / Isa::width;
-    if (a.rows <= Isa::kRows) return multiply_few_rows<Isa, kBits, kBlock>(m, {a, 0, a.rows}, first * kParts, last * kParts, {0, m.blocks()}, out);
-    each_group(m, a, Isa::kRows, first, last, out, [&](Blocks part, int64_t tile, int64_t end, const RowGroup& rows, const Products& to) {
+    constexpr int kRows = Isa::rows(short_groups<Isa, kBits>());
+    if (a.rows <= kRows) return multiply_few_rows<Isa, kBits, kBlock>(m, {a, 0, a.rows}, first * kParts, last * kParts, {0, m.blocks()}, out);
+    each_group(m, a, kRows, first, last, out, [&](Blocks part, int64_t tile, int64_t end, const RowGroup& rows, const Products& to) {
         multiply_few_rows<Isa, kBits, kBlock>(m, rows, tile * kParts, end * kParts, part, to);
     });
 }

@@ -8,13 +8,14 @@ namespace edge {
 namespace {
 
 struct Avx2Base {
-    static constexpr int width = 8, kRows = 6;
+    static constexpr int width = 8;
     static constexpr bool kSigned8 = false;
     using Ints = __m256i;
     using Floats = __m256;
     static constexpr bool fetches_ahead(int) { return true; }
-    // 16 registers hold sums and results of few rows.
-    static constexpr int vectors(int rows) { return rows <= 1 ? 4 : rows <= 2 ? 2 : 1; }
+    // 16 registers hold sums and results of few rows. Sums in 16 bits leave no room for results, which lie in the nearest cache meanwhile.
+    static constexpr int rows(bool adds_short) { return adds_short ? 8 : 6; }
+    static constexpr int vectors(int rows, bool adds_short) { return rows <= 1 ? 4 : rows <= (adds_short ? 5 : 2) ? 2 : 1; }
 
     template <int kBits>
     struct Weights {

@@ -13,6 +13,9 @@ namespace {
 
 struct Avx2 : Avx2Base {
     static constexpr bool kSigned8 = true, kByPart = false;
+    // 16 products of 15 times 127, or 86 of 3 times 127, fit 16 bits: two of them are a part's, and a group has two or four parts.
+    template <int kBits>
+    static constexpr int kShortGroups = kBits == 4 ? 4 : kBits == 2 ? 8 : 0;
 
     template <int kBits>
     struct Inputs {
@@ -37,6 +40,9 @@ struct Avx2 : Avx2Base {
             return sum;
         }
     }
+
+    static Ints add_short(Ints few, Ints weights, Ints inputs) { return _mm256_add_epi16(few, _mm256_maddubs_epi16(weights, inputs)); }
+    static Ints widen(Ints sum, Ints few) { return _mm256_add_epi32(sum, _mm256_madd_epi16(few, _mm256_set1_epi16(1))); }
 
 private:
     static Ints products_of_signed(Ints weights, Ints inputs) {

@@ -13,14 +13,15 @@ namespace edge {
 namespace {
 
 struct Avx512Vnni {
-    static constexpr int width = 16, kRows = 12;
+    static constexpr int width = 16;
     static constexpr bool kSigned8 = false, kByPart = true;
     using Ints = __m512i;
     using Floats = __m512;
     static constexpr bool fetches_ahead(int) { return true; }
     // For a row or two one tile at a time: one stream of memory, which the processor fetches ahead by itself too. For 3 to 5 rows two tiles,
     // so that dot products of twice as many sums wait for each other less; more rows have enough sums.
-    static constexpr int vectors(int rows) { return rows > 2 && rows <= 5 ? 2 : 1; }
+    static constexpr int rows(bool) { return kMaxRows; }
+    static constexpr int vectors(int rows, bool) { return rows > 2 && rows <= 5 ? 2 : 1; }
 
     // A group's inputs of 16 outputs, as registers of bytes.
     template <int kBits>
