@@ -3,12 +3,12 @@ second, what drafts bring. All sides in turn in one run, each engine in a proces
 
     make llama-cpp
     .venv/bin/python scripts/benchmarks/bench_peers.py --runs peers.jsonl --json peers.json
-    sh scripts/setup/build_peers.sh /tmp/peers                     # once, a quarter of an hour: the other engines and their files
+    sh scripts/setup/build_peers.sh /tmp/peers                     # once: the other engines and their files
     .venv/bin/python scripts/benchmarks/bench_peers.py /tmp/peers/bundle --peers /tmp/peers --runs peers.jsonl --json peers.json
     .venv/bin/python scripts/benchmarks/bench_peers.py --report peers.jsonl
 
 Without a BUNDLE, the reference pair is widened and exported to build/wide first. Tools of llama.cpp that are missing are built;
-llama-cpp-python loads the same libraries as the tools. Run it on a quiet machine (about 7 minutes) and quote the ratios.
+llama-cpp-python loads the same libraries as the tools. Run it on a quiet machine and quote the ratios.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 #!/bin/sh
 # The other engines of bench_peers.py on the widened pair: build_peers.sh FOLDER [VENV]
-#   FOLDER/env                          LiteRT-LM 0.18.1 and onnxruntime-genai 0.18.0, with what exports their files (2.6 GB with the files)
+#   FOLDER/env                          LiteRT-LM 0.18.1 and onnxruntime-genai 0.18.0, with what exports their files (2.4 GB)
 #   FOLDER/pair, FOLDER/bundle          the widened reference pair, and its bundle for both backends
 #   FOLDER/litert-lm-int4, -int8        the pair with its drafter as LiteRT-LM reads it
 #   FOLDER/onnxruntime-genai-int4       a target of as many weights (scripts/pairs/export_genai_target.py says what differs)
-# VENV (.venv) has edge-mtp[all,train]. What is there is kept. A quarter of an hour on two processors.
+# VENV (.venv) has edge-mtp[all,train]. What is there is kept.
 set -eu
 cd "$(dirname "$0")/../.."
 folder=${1:?name the folder}
