@@ -16,11 +16,26 @@ from edge_runtime.decoding.loop import Round
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import SequenceBatch
 from edge_runtime.session.cache_claim import PairLock
-from edge_runtime.session.generation import Generation
+from edge_runtime.session.generation import PREFILL_ROWS, Generation
 from edge_runtime.session.row_equality import RowEquality, known_row_equality
 from edge_runtime.session.session import Session
 
-_END = object()
+# Of a round, that a piece of another request's prompt may take; the first piece is as short as takes less almost everywhere.
+PIECE_SECONDS = 0.1
+FIRST_PIECE, SHORTEST_PIECE = 16, 8
+
+
+class PrefillPace:
+    """How many tokens of prompts are computed between two rounds of others, so that these wait for `PIECE_SECONDS`."""
+
+    def __init__(self) -> None:
+        self.rows = FIRST_PIECE
+
+    def count(self, rows: int, seconds: float) -> None:
+        """Takes a piece of `rows` tokens into account, which took `seconds`. It may be shorter than asked for, at a prompt's end."""
+        fitting = int(rows * PIECE_SECONDS / seconds) if seconds > 0 else PREFILL_ROWS
+        if rows >= self.rows or seconds > PIECE_SECONDS:
+            self.rows = max(SHORTEST_PIECE, min(fitting, 2 * self.rows, PREFILL_ROWS))
 
 
 class BatchDecoder:
@@ -30,7 +45,8 @@ class BatchDecoder:
         """`lock` is that of the sessions on the context; None makes one, for a context that nothing else uses."""
         self._together = together
         self._lock = lock or PairLock()
-        self._joining: dict[Generation, Iterator[None]] = {}
+        self._joining: dict[Generation, Iterator[int]] = {}
+        self._pace = PrefillPace()
         self._running: list[Generation] = []
         self._failures: list[tuple[Generation, EdgeRuntimeError]] = []
 
@@ -52,10 +68,13 @@ class BatchDecoder:
             self._begin(generation)
 
     def join(self, generation: Generation) -> None:
-        """As `add`, but the prompt is prefilled in pieces, one per step, so that other requests do not wait for all of it."""
+        """As `add`, but the prompt is prefilled in pieces, one per step, so that other requests do not wait for all of it.
+
+        Beside running requests a piece takes `PIECE_SECONDS`. Several prompts take turns, so a short one does not wait for a long one.
+        """
         with self._lock.held():
             self._require_free(generation)
-            self._joining[generation] = generation.prefilling()
+            self._joining[generation] = generation.prefilling(lambda: self._pace.rows if self._running else PREFILL_ROWS)
 
     def remove(self, generation: Generation) -> None:
         """Ends a request early; the others continue. Does nothing if it has ended."""
@@ -141,17 +160,19 @@ class BatchDecoder:
     def _prefill_a_piece(self) -> None:
         if self._joining:
             generation, pieces = next(iter(self._joining.items()))
+            begin = time.perf_counter()
+            del self._joining[generation]
             try:
-                ended = next(pieces, _END) is _END
-            except BaseException as error:
-                del self._joining[generation]
-                if not isinstance(error, RequestError):
-                    raise
+                rows = next(pieces, None)
+            except RequestError as error:
                 self._failures.append((generation, error))
                 return
-            if ended:
-                del self._joining[generation]
+            if rows is None:
                 self._begin(generation)
+                return
+            self._joining[generation] = pieces  # behind the other prompts
+            if rows:
+                self._pace.count(rows, time.perf_counter() - begin)
 
     def _able(self) -> list[Generation]:
         """Returns the running requests that can continue, and drops the others."""

@@ -260,12 +260,16 @@ class Generation:
         for _ in self.prefilling():
             pass
 
-    def prefilling(self) -> Iterator[None]:
-        """Prefills in pieces of at most `PREFILL_ROWS` tokens, or of a file of a prompt cache; between two of them, others may run."""
+    def prefilling(self, longest: Callable[[], int] = lambda: PREFILL_ROWS) -> Iterator[int]:
+        """Prefills in pieces, and yields after each how many tokens it had: none where it was a file of a prompt cache.
+
+        A piece ends at the next multiple of `PREFILL_ROWS`, and has at most as many tokens as `longest` returns for it, but an image whose
+        rows attend to each other is one. Between two of them, requests on other sequences may run.
+        """
         while self._prefilled is None or self._prefilled < len(self.prompt) - 1:
             with self._pair.claim.lock.computing(), self.guarded():
-                self._prefill_piece()
-            yield
+                rows = self._prefill_piece(longest())
+            yield rows
 
     def require_claim(self) -> None:
         """Raises RequestError if the request cannot continue: it failed, another one began on its session, or that is closed."""
@@ -303,7 +307,7 @@ class Generation:
         if self.done:  # while the vocabulary is open for certain
             self._detokenizer.feed_rest(self.tokens)
             if self._cached is not None:
-                self._cached.keep(0, 0.0)
+                self._cached.keep(0, 0.0, complete=True)
             if self._draft_store is not None:
                 self._draft_store.remember(b"".join(map(self._pair.vocabulary.piece, self.tokens)).decode("utf-8", "ignore"))
 
@@ -319,7 +323,8 @@ class Generation:
         if self.options.on_round:
             self.options.on_round(round_done)
 
-    def _prefill_piece(self) -> None:
+    def _prefill_piece(self, longest: int) -> int:
+        """Reads or computes a piece; returns how many tokens were computed."""
         target, stats, prompt, start = self._pair.target, self.stats, self.prompt[:-1], time.perf_counter()
         if self._prefilled is None:
             self._pair.claim.claim(self)
@@ -328,23 +333,32 @@ class Generation:
             self._reading = self._cached.reading(self._prefilled) if self._cached is not None else iter(())
         if (length := next(self._reading, None)) is not None:
             stats.reused_tokens = self._prefilled = length
-        elif (piece := next(pieces(self._prefilled, len(prompt), self._spans, PREFILL_ROWS), None)) is not None:
-            first, end, span = piece
-            begin = time.perf_counter()
-            if span is None:
-                target.prefill(prompt[first:end], rows_read=int(end == len(prompt)))
-            elif isinstance(target, MediaTarget):
-                rows = span.rows()
-                stats.encode_seconds += time.perf_counter() - begin
-                stats.media_rows += end - first
-                target.prefill_rows(prompt[first:end], rows[first - span.first : end - span.first], whole=span.whole)
-            else:
-                raise RequestError("this target takes text only; leave the images and sounds out")
-            seconds = time.perf_counter() - begin
-            self._prefilled = end
-            if self._cached is not None:
-                self._cached.keep(end - first, seconds)
+            rows = 0
+        else:
+            rows = self._compute_piece(prompt, longest)
         stats.prefill_seconds += time.perf_counter() - start
+        return rows
+
+    def _compute_piece(self, prompt: Sequence[int], longest: int) -> int:
+        target, stats, first, begin = self._pair.target, self.stats, self._prefilled or 0, time.perf_counter()
+        piece = next(pieces(first, len(prompt), self._spans, PREFILL_ROWS - first % PREFILL_ROWS), None)
+        if piece is None:
+            return 0
+        _, whole, span = piece
+        end = whole if span is not None and span.whole else min(whole, first + longest)
+        if span is None:
+            target.prefill(prompt[first:end], rows_read=int(end == len(prompt)))
+        elif isinstance(target, MediaTarget):
+            rows = span.rows()
+            stats.encode_seconds += time.perf_counter() - begin
+            stats.media_rows += end - first
+            target.prefill_rows(prompt[first:end], rows[first - span.first : end - span.first], whole=span.whole)
+        else:
+            raise RequestError("this target takes text only; leave the images and sounds out")
+        self._prefilled = end
+        if self._cached is not None:
+            self._cached.keep(end - first, time.perf_counter() - begin, complete=end == whole)
+        return end - first
 
     def _advance(self) -> bool:
         """Runs one round, after the prefill if that is not done. Returns False if the request has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.media.image import Image
 from edge_runtime.session.open import open_session
+from edge_runtime.session.saved import prompt_cache
 from edge_runtime.session.session import Session
 from tiny_media import MEDIA_IDS, export_media_pair, noise, picture, write_media_assistant, write_media_member
 
@@ -72,6 +74,30 @@ def test_no_picture_is_taken_for_another(session: Session) -> None:
     assert same.stats.reused_tokens == len(same.prompt) - 1
     assert changed.stats.reused_tokens == 4  # three tokens and the begin of an image
     assert (same.tokens, changed.tokens) == (fresh[id(first)], fresh[id(second)])
+
+
+def test_prompts_with_pictures_come_back_from_the_disk(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_cache, "SPEEDUP", 0.0)
+    cache = prompt_cache.PromptCache(tmp_path / "prompts", session._parts.row_facts, limit=1 << 26)
+    cached, begin, end = Session(replace(session._parts, prompt_cache=cache)), TEXT[:3] * 15, TEXT[3:] * 10
+
+    def run(image: Image) -> Any:
+        session.target.rollback(0)
+        prompt = session.media_prompt([*begin, MEDIA_IDS["<|image|>"], *end], [image])
+        generation = cached.generate(prompt, max_tokens=8, draft_length=0, reuse_prefix=True)
+        list(generation)
+        cache.close()
+        return generation
+
+    first, again, other = run(picture(96, 144, 5)), run(picture(96, 144, 5)), run(picture(96, 144, 6))
+    assert again.tokens == first.tokens
+    assert [each.stats.reused_tokens for each in (first, again, other)] == [0, len(first.prompt) - 1, len(begin) + 1]
+    assert [each.stats.media_rows > 0 for each in (first, again, other)] == [True, False, True]
+    plain = session.generate(
+        session.media_prompt([*begin, MEDIA_IDS["<|image|>"], *end], [picture(96, 144, 6)]), max_tokens=8, draft_length=0
+    )
+    list(plain)
+    assert other.tokens == plain.tokens
 
 
 def test_the_encoder_can_be_freed(session: Session) -> None:

@@ -10,7 +10,8 @@ import pytest
 from edge_runtime.backends.kernels import loader
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import RequestError
-from edge_runtime.session.batch import Sessions
+from edge_runtime.session import batch
+from edge_runtime.session.batch import PrefillPace, Sessions
 from edge_runtime.session.generation import PREFILL_ROWS
 from edge_runtime.session.open import open_session, open_sessions
 from edge_runtime.session.row_equality import compare_rows
@@ -48,24 +49,59 @@ def test_a_full_context_ends_only_its_own_request() -> None:
     assert short.tokens == plain_greedy([2], 12)
 
 
-def test_a_long_prompt_joins_piece_by_piece() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "lengths"), [(1e9, [16, 48, 112, 240, 496, 512, 1024, 1123]), (0.0, [16, *range(24, 512, 8)])], ids=["quick", "slow"]
+)
+def test_a_long_prompt_joins_piece_by_piece(seconds: float, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "PIECE_SECONDS", seconds)
     _, sessions = scripted_sessions(2, context=4096)
-    running = sessions.sessions[0].generate([1, 2], max_tokens=20, draft_length=0)
+    running = sessions.sessions[0].generate([1, 2], max_tokens=2 * PREFILL_ROWS, draft_length=0)
     long = [i % 17 for i in range(2 * PREFILL_ROWS + 100)]
     joining = sessions.sessions[1].generate(long, max_tokens=5)
     step = sessions.decoder
     step.add(running)
     step.join(joining)
-    for pieces in (1, 2, 3):
+    for length in lengths:
         assert len(step.step()) == 1, "the other one goes on"
-        assert joining.target.length == min(pieces * PREFILL_ROWS, len(long) - 1)
+        assert joining.target.length == length
     with pytest.raises(RequestError, match="cannot share a sequence"):
         step.join(sessions.sessions[1].generate([5]))
     while step.running:
         step.step()
     assert step.step() == []
-    assert running.tokens == plain_greedy([1, 2], 20)
+    assert running.tokens == plain_greedy([1, 2], 2 * PREFILL_ROWS)
     assert joining.tokens == plain_greedy(long, 5)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "PIECE_SECONDS", 0.0)
+    _, sessions = scripted_sessions(3, context=4096)
+    prompts = [[1, 2], [i % 17 for i in range(1000)], [3] * 30]
+    running, long, short = (session.generate(p, max_tokens=40) for session, p in zip(sessions.sessions, prompts, strict=True))
+    step = sessions.decoder
+    step.add(running)
+    step.join(long)
+    step.join(short)
+    while not short.tokens:
+        step.step()
+    assert 0 < long.target.length < 60
+    while step.running:
+        step.step()
+    assert [each.tokens for each in (running, long, short)] == [plain_greedy(prompt, 40) for prompt in prompts]
+
+
+def test_pieces_are_as_long_as_their_time_allows() -> None:
+    pace = PrefillPace()
+    lengths = []
+    for seconds_a_token in (0.001, 0.001, 0.001, 0.001, 0.01, 0.01, 1.0, 0.0):
+        lengths.append(pace.rows)
+        pace.count(pace.rows, pace.rows * seconds_a_token)
+    assert lengths == [16, 32, 64, 100, 100, 10, 10, 8]
+    pace.count(3, 0.02)  # the end of a prompt says little
+    assert pace.rows == 16
+    for _ in range(9):
+        pace.count(pace.rows, 1e-6)
+    assert pace.rows == PREFILL_ROWS
 
 
 def test_one_that_fails_by_itself_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,7 +330,7 @@ def cache(folder: Path) -> Iterator[PromptCache]:
 
 
 def kept(cache: PromptCache, tokens: list[int], client: str = "") -> None:
-    cache.request(Rows(tokens), tokens, client).keep(len(tokens), 1.0)
+    cache.request(Rows(tokens), tokens, client).keep(len(tokens), 1.0, complete=True)
     cache.close()
 
 
@@ -442,7 +442,7 @@ def test_the_disk_is_not_waited_for(cache: PromptCache, monkeypatch: pytest.Monk
     request = cache.request(Rows(tokens), tokens)
     for length in range(MAX_TOKENS, 2000, MAX_TOKENS):
         request._target.tokens = np.asarray(tokens[:length], np.int32)  # type: ignore[misc]
-        request.keep(MAX_TOKENS, 1.0)
+        request.keep(MAX_TOKENS, 1.0, complete=True)
     go.set()
     cache.close()
     assert read(cache, tokens) == 2 * MAX_TOKENS

@@ -261,13 +261,16 @@ class CachedPrompt:
             if (yield from self._read(known, held)):
                 return
 
-    def keep(self, computed: int, seconds: float) -> None:
-        """Keeps the rows of the target that the folder has not; `computed` of the prompt's were made just now, in `seconds`."""
+    def keep(self, computed: int, seconds: float, *, complete: bool) -> None:
+        """Keeps the rows of the target that the folder has not; `computed` of the prompt's were made just now, in `seconds`.
+
+        Where that was not a `complete` piece, they are kept together with the rest of it.
+        """
         cache, target = self._cache, self._target
         self._computed, self._seconds = self._computed + computed, self._seconds + seconds
         if self._computed:
             cache.seconds_a_token = self._seconds / self._computed
-        if not (cache.usable and cache.writable):
+        if not (complete and cache.usable and cache.writable):
             return
         tokens = target.tokens.copy()
         if self._stored is None:
