@@ -122,6 +122,8 @@ def pair(target_name: str | None, drafter_name: str | None, models: Models, **op
 def reference(widened: bool, models: Models, **options: Any) -> None:
     """Export the small trained pair that comes with this package."""
     target, drafter = reference_pair()
+    # It is for trying commands: calibrated by --calibrate only, so that it is there in seconds.
+    options["importance"] = replace(options["importance"], by_default=False)
     with widened_target(target) if widened else contextlib.nullcontext(target) as folder:
         _export(str(folder), str(drafter), models.config(), description=DESCRIPTION, **options)
 
@@ -168,6 +170,8 @@ def _export(
 def _check(formats: str, request: ExportRequest, importance: ImportanceSources, onnx: OnnxRequest, option_names: set[str]) -> None:
     if importance.calibrate and (importance.imatrix or importance.drafter_imatrix):
         raise click.UsageError("give --calibrate or an importance matrix, not both")
+    if importance.calibrate and "by_default" in option_names:
+        raise click.UsageError("give --calibrate TEXT or --no-calibrate, not both")
     if importance.save and not (importance.calibrate and importance.save.is_dir()):
         raise click.UsageError("--save-imatrix needs an existing folder, and --calibrate")
     if "tune_minutes" in option_names and not request.tune_drafter:

@@ -35,8 +35,9 @@ from edge_export.pipeline.bundle_files import (
 from edge_export.pipeline.gguf_step import GgufFiles, make_gguf, plan_pair
 from edge_export.pipeline.request import DEFAULT_CONTEXT, SWITCHED_OFF, ExportJob, ExportRequest
 from edge_export.pipeline.tuning_step import clear_tuning, with_tuned_drafter
+from edge_export.quantization.calibration import expected_minutes
 from edge_export.quantization.importance import Importance
-from edge_export.quantization.importance_sources import importance_of_pair
+from edge_export.quantization.importance_sources import CALIBRATION_TEXT, calibrated_by_default, importance_of_pair
 from edge_export.quantization.llama_quantize import check_quantization
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings
@@ -144,14 +145,19 @@ def _onnx_bytes(job: ExportJob, request: OnnxRequest) -> int:
 def _importance(job: ExportJob, gguf: GgufFiles | None, scratch: Path) -> dict[str, Importance]:
     """The importance by role; `scratch` gets second moments."""
     sources, onnx = job.request.importance, job.request.onnx
+    roles = dict(onnx.importance_roles) if onnx is not None else {}
+    # llama.cpp's types that take account of importance all gain by compensation.
+    roles |= dict.fromkeys(gguf.importance_roles, True) if gguf is not None else {}
+    trained = onnx is not None and onnx.on_grid
+    if not trained and calibrated_by_default(sources, job.reference, roles, job.progress.note):
+        sources, roles = replace(sources, calibrate=CALIBRATION_TEXT), {"target": True}
+        minutes = expected_minutes(job.reference)
+        job.progress.note(f"Calibrating the target takes about {minutes:.0f} minutes here; --no-calibrate leaves it out.")
     if not sources.are_given:
         return {}
     text = sources.calibrate
     title = f"Calibrate on {text.name}" if text else "Read the importance matrix"
     job.progress.step(title, text.stat().st_size if text and text.is_file() else None)
-    roles = dict(onnx.importance_roles) if onnx is not None else {}
-    # llama.cpp's types that take account of importance all gain by compensation.
-    roles |= dict.fromkeys(gguf.importance_roles, True) if gguf is not None else {}
     return importance_of_pair(sources, job.reference, roles, scratch=scratch, progress=job.progress.advance)
 
 

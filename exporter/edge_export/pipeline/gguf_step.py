@@ -18,7 +18,7 @@ from edge_export.gguf.writer import ExactReport, GgufPlan, plan_exact, plan_gguf
 from edge_export.output.atomic_folder import BundlePart
 from edge_export.parity.gguf import ComparedModel, encoder_parity, measure_parity
 from edge_export.pipeline.bundle_files import copy_file
-from edge_export.pipeline.request import DRAFTER_QUANTIZATION, SWITCHED_OFF, TARGET_QUANTIZATION, ExportJob
+from edge_export.pipeline.request import DRAFTER_QUANTIZATION, SWITCHED_OFF, TARGET_QUANTIZATION, TRAINED_QUANTIZATION, ExportJob
 from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.llama_quantize import DIRECT, library_version, quantize_gguf
@@ -117,9 +117,10 @@ def _plan(source: ResolvedSource, requested: str | None, default: str, folder: P
         _check_runs(source, None)
         path = folder / f"{source.role}-{source.quantization}.gguf"
         return GgufModel(source=source, quantization=source.quantization, weight_type="f32", plan=None, unquantized=path, exported=path)
-    quantization = requested or default
+    trained = requested in (None, TRAINED_QUANTIZATION) and trained_for_q4(source.checkpoint)
+    quantization = requested or (TRAINED_QUANTIZATION if trained and source.role == "target" else default)
     exported = folder / f"{source.role}-{quantization}.gguf"
-    report = ExactReport() if quantization == "q4_0" and trained_for_q4(source.checkpoint) else None
+    report = ExactReport() if quantization == TRAINED_QUANTIZATION and trained else None
     weight_type, unquantized = DIRECT.get(quantization), exported
     if weight_type is None:
         if report is None:

@@ -18,7 +18,9 @@ from edge_runtime.bundle.manifest import CacheLayout, DrafterTuning, GenerationD
 from edge_runtime.config.schema import SpeculativeConfig
 
 DEFAULT_CONTEXT = 4096
-TARGET_QUANTIZATION, DRAFTER_QUANTIZATION = "q4_0", "q8_0"
+TARGET_QUANTIZATION, DRAFTER_QUANTIZATION = "q4_k_m", "q8_0"
+# Of weights that were trained for it, which it holds exactly.
+TRAINED_QUANTIZATION = "q4_0"
 # The manifest's `parity` without a comparison.
 SWITCHED_OFF = {"skipped": "it was switched off with --no-verify"}
 
@@ -57,7 +59,8 @@ class ExportRequest:
         "--target-quant",
         choices=OFFERED,
         panel="Quantization",
-        help=f"Quantization of the target's GGUF.  [default: {TARGET_QUANTIZATION}, the 4-bit type that CPUs run fastest]",
+        help=f"Quantization of the target's GGUF.  [default: {TARGET_QUANTIZATION}; {TRAINED_QUANTIZATION} for weights that were trained"
+        " for it]",
     )
     drafter_quantization: str | None = option(
         "--drafter-quant",

@@ -6,6 +6,7 @@ With parity/reference.py the only module that imports torch and transformers, an
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,8 @@ MAX_CHUNKS = 64
 DRAFT_EVERY = 32
 # Second moments that are added up in memory at once; a model with more of them runs on the text several times.
 MOMENT_BYTES = 2 << 30
+# Attention, norms and what else is no product take about as long as the products.
+PRODUCT_SHARE = 2.0
 _HEAD = "token_embd.weight"
 
 
@@ -101,6 +104,27 @@ def calibrate(request: CalibrationRequest, progress: Callable[[int], None] = lam
         raise ExportError(f"calibration failed: {error}") from error
     tokens = sum(len(chunk) for chunk in chunks)
     return Calibration(source=replace(source, tokens=tokens), target=sums[0].entries(), drafter=sums[1].entries(), chunk=len(chunks[0]))
+
+
+def expected_minutes(reference: Reference) -> float:
+    """About how long it takes to run the target on a long text and to compensate its errors, from a product of matrices measured here."""
+    import torch
+
+    with inference(reference.threads):
+        square = torch.ones(1024, 1024)
+        seconds = min(_seconds(lambda: square @ square) for _ in range(3))
+    shapes = {gguf_name(name): tensor.shape for name, tensor in reference.target.checkpoint.tensors.items() if len(tensor.shape) == 2}
+    matrices = {name: shape for name, shape in shapes.items() if name is not None and name.startswith("blk.")}
+    moments = sum(columns**2 for name, (_, columns) in matrices.items() if shared_name(name) == name and columns <= MAX_CHANNELS)
+    run = CHUNK * MAX_CHUNKS * (moments + sum(rows * columns for rows, columns in matrices.values()))
+    compensated = sum(rows * columns**2 for name, (rows, columns) in shapes.items() if columns <= MAX_CHANNELS)
+    return PRODUCT_SHARE * (run + compensated) * seconds / 1024**3 / 60
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def _share(total: int, index: int, parts: int) -> int:

@@ -54,14 +54,20 @@ class Factor:
 
 
 def factor_of(moments: Floats, damping: float) -> Factor | None:
-    """Factors second moments [K, K] after adding `damping` times their mean diagonal to it; None if they are all zero."""
+    """Factors second moments [K, K] after adding `damping` times their mean diagonal to it, or more where they do not factor so.
+
+    None if they are all zero or not finite.
+    """
     damped = moments.astype(np.float64)
     mean = float(np.trace(damped)) / len(damped)
-    if not mean > 0:
+    if not (mean > 0 and np.isfinite(damped).all()):
         return None
     damped[np.diag_indices_from(damped)] += damping * mean
-    # Reversed, the lower triangle of Cholesky's method is the upper one of H.
-    root = np.ascontiguousarray(np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1])
+    try:
+        # Reversed, the lower triangle of Cholesky's method is the upper one of H.
+        root = np.ascontiguousarray(np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1])
+    except np.linalg.LinAlgError:
+        return factor_of(moments, 10 * damping)
     return Factor(root=root.astype(np.float32), inverse=_inverted(root).astype(np.float32))
 
 

@@ -22,13 +22,16 @@ from edge_devices.files.limited_read import read_at_most
 from edge_devices.option_fields import option
 from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import CheckpointError, ExportError
-from edge_export.parity.reference import Reference
+from edge_export.parity.reference import Reference, why_no_reference
 from edge_export.quantization.importance import ChannelSums, Importance, SecondMoments, fitted
 from edge_runtime.bundle.gguf_header import TensorInfo
 from edge_runtime.bundle.manifest import ImportanceSource
 
 SAVED = {"target": "target.imatrix.gguf", "drafter": "drafter.imatrix.gguf"}
 MAX_BYTES = 256 << 20
+# Smaller targets are for tests and demonstrations, which have to be exported in seconds.
+CALIBRATED_FROM = 100_000_000
+CALIBRATION_TEXT = Path(__file__).with_name("calibration.txt")
 _MAX_NAME = 1 << 10
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _F32 = 0
@@ -39,13 +42,21 @@ _Entries = dict[str, ChannelSums]
 class ImportanceSources:
     """Where importance comes from: imatrix files of the two models, or a text to calibrate on.
 
-    `save` is a folder that gets the matrices computed from the text.
+    `save` is a folder that gets the matrices computed from the text. `by_default`: a target of CALIBRATED_FROM weights is calibrated on
+    the text that comes with the package, where nothing else is given and the machine can run it.
     """
 
     calibrate: Path | None = option(
         metavar="TEXT",
-        help="Weigh and compensate the errors of quantization by running the pair in transformers on this text file:"
-        " a few hundred kB of the kind of text that the model will read.",
+        help="Weigh and compensate the errors of quantization by running the pair in transformers on this text file: a few hundred kB"
+        " of the kind of text that the model will read.  [default: for the target a text that comes with this package]",
+    )
+    by_default: bool = option(
+        "--no-calibrate",
+        default=True,
+        flag_value=False,
+        show_default=False,
+        help="Leave the calibration out: the export takes minutes less, and answers get worse (see docs/gguf.md).",
     )
     save: Path | None = option("--save-imatrix", metavar="FOLDER", help="Save the matrices of --calibrate here, in llama.cpp's format.")
     imatrix: Path | None = option(metavar="FILE", help="The target's importance matrix, as written by llama-imatrix.")
@@ -55,6 +66,21 @@ class ImportanceSources:
     def are_given(self) -> bool:
         """Whether there is any source."""
         return bool(self.imatrix or self.drafter_imatrix or self.calibrate)
+
+
+def calibrated_by_default(
+    sources: ImportanceSources, reference: Reference, roles: Mapping[str, bool], notify: Callable[[str], None]
+) -> bool:
+    """Whether the target is calibrated though nobody asked for it: a language model, in types that gain by it, where it runs."""
+    target = reference.target
+    parameters = target.checkpoint.parameters
+    asked = sources.are_given or not sources.by_default
+    if asked or not roles.get("target") or target.gguf is not None or target.checkpoint.rounding or parameters < CALIBRATED_FROM:
+        return False
+    reason = why_no_reference(parameters)
+    if reason is not None:
+        notify(f"The target is not calibrated, so its answers get worse than they need to be: {reason}.")
+    return reason is None
 
 
 def importance_of_pair(

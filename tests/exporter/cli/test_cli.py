@@ -108,7 +108,7 @@ def test_help_shows_examples_and_the_version_is_there() -> None:
     shown = CliRunner().invoke(main, ["--help"])
     assert shown.exit_code == 0
     assert "edge-export pair google/gemma-4-E2B-it" in shown.stdout
-    assert "default: q4_0" in " ".join(invoke("--help").stdout.split())
+    assert "default: q4_k_m" in " ".join(invoke("--help").stdout.split())
     assert "version" in CliRunner().invoke(main, ["--version"]).stdout
 
 
@@ -116,6 +116,7 @@ def test_help_shows_examples_and_the_version_is_there() -> None:
     "arguments",
     [
         ["--calibrate", "t", "--imatrix", "i"],
+        ["--calibrate", "t", "--no-calibrate"],
         ["--save-imatrix", "."],
         ["--calibrate", "t", "--save-imatrix", "no"],
         ["--tune-minutes", "3"],

@@ -74,7 +74,7 @@ def test_the_bundle_opens_and_says_where_it_came_from(export: Export, tmp_path: 
     bundle = open_bundle(tmp_path / "out")
     assert bundle.manifest == made.manifest
     assert [(f.role, f.path, f.quantization) for f in bundle.manifest.files] == [
-        ("target", "target-q4_0.gguf", "q4_0"),
+        ("target", "target-q4_k_m.gguf", "q4_k_m"),
         ("drafter", "drafter-q8_0.gguf", "q8_0"),
         ("drafter_body", "drafter-body-q8_0.gguf", "q8_0"),
         ("drafter_head", "drafter-head-q8_0.gguf", "q8_0"),
@@ -92,7 +92,7 @@ def test_the_bundle_opens_and_says_where_it_came_from(export: Export, tmp_path: 
     assert '"media"' not in (tmp_path / "out" / MANIFEST_NAME).read_text()
     assert any("vision_tower" in sentence for sentence in log.messages)
     assert bundle.manifest.parity == {"skipped": "it was switched off with --no-verify"}
-    assert read_gguf_header(bundle.path("target")).keys["general.file_type"] == 2
+    assert read_gguf_header(bundle.path("target")).keys["general.file_type"] == 15
 
 
 def test_progress_ends_near_its_totals(export: Export) -> None:

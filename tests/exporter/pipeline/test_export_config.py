@@ -29,7 +29,7 @@ def test_a_bundle_says_how_it_is_run(pair: list[Path], tmp_path: Path) -> None:
     bundle = open_bundle(tmp_path / "out")
     config = read_config(tmp_path / "out" / CONFIG_NAME)
     assert (config.verifier.model, config.drafter.model) == tuple(path.name for path in pair), "no folder of its maker"
-    assert (config.verifier.precision, config.drafter.precision) == ("q4_0", "q8_0")
+    assert (config.verifier.precision, config.drafter.precision) == ("q4_k_m", "q8_0")
     assert (config.tuning.min_horizon, config.tuning.max_horizon, config.tuning.preset) == (2, 4, None)
     settings = load_settings(bundle)
     assert (settings.context, settings.policy, settings.draft_length, settings.longest_draft) == (100, "rolling", 3, 12)

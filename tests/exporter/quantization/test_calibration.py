@@ -21,7 +21,7 @@ from edge_export.errors import ExportError
 from edge_export.gguf.writer import write_gguf
 from edge_export.parity import reference
 from edge_export.parity.reference import Reference
-from edge_export.quantization import calibration
+from edge_export.quantization import calibration, importance_sources
 from edge_export.quantization.calibration import CalibrationRequest, calibrate, read_text
 from edge_export.quantization.importance import Importance, SecondMoments, fitted
 from edge_export.quantization.importance_sources import SAVED, ImportanceSources
@@ -121,6 +121,16 @@ def test_moments_are_those_of_the_inputs_in_one_run_or_several(
     assert not moments["target"].has("blk.0.ffn_gate_up_exps.weight")
 
 
+def test_values_that_are_not_finite_are_named(request_for: Callable[[str], CalibrationRequest]) -> None:
+    request = request_for("12b")
+    made = calibrate(replace(request, with_drafter=False))
+    made.target["blk.1.ffn_down.weight"].sums[0] = np.nan
+    with pytest.raises(
+        ExportError, match=r"computes values at blk.1.ffn_down.weight that are not finite, on text.txt; check the checkpoint"
+    ):
+        fitted(made.target, request.reference.target.checkpoint, made.source)
+
+
 def test_moments_without_room_are_refused(
     request_for: Callable[[str], CalibrationRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +208,26 @@ def test_what_a_text_gave_can_be_saved_and_given_back(
     one, other = (blocks(bundle.path("target"), "blk.0.attn_q.weight") for bundle in (calibrated, from_files))
     assert np.array_equal(one[:, :2], other[:, :2])
     assert not np.array_equal(one[:, 2:], other[:, 2:])
+
+
+def test_a_language_model_is_calibrated_by_default(
+    export: Callable[..., Bundle], request_for: Callable[[str], CalibrationRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request_for("e2b")  # for its small limits
+    both = {"target_quantization": "q4_k_m", "drafter_quantization": "q4_0", "force": True}
+    assert export(**both).manifest.importance == {}, "as small as a test's"
+    monkeypatch.setattr(importance_sources, "CALIBRATED_FROM", 1)
+    lines: list[str] = []
+    made = export(lines.append, **both).manifest.importance
+    assert set(made) == {"target"}
+    assert (made["target"].name, made["target"].tokens) == ("calibration.txt", TOKENS)
+    assert any("Calibrating the target takes about 0 minutes here; --no-calibrate leaves it out." in line for line in lines)
+    assert export(importance=ImportanceSources(by_default=False), **both).manifest.importance == {}
+    assert export(force=True, target_quantization="q8_0").manifest.importance == {}, "nothing to gain"
+    monkeypatch.setattr(reference, "available_memory_bytes", lambda: 1)
+    lines.clear()
+    assert export(lines.append, **both).manifest.importance == {}
+    assert any("The target is not calibrated, so its answers get worse than they need to be: the float32" in line for line in lines)
 
 
 def test_importance_that_nothing_would_use_is_refused(

@@ -111,3 +111,13 @@ def test_weights_near_the_ends_of_float32_stay_finite() -> None:
         made = dequantize(quantize_matrix(weight, WeightSpec(bits=4, block=32), None, factor))
         assert np.isfinite(made).all()
         assert np.abs(made - weight).max() < 0.5 * np.abs(weight).max()
+
+
+def test_moments_that_do_not_factor_are_damped_more() -> None:
+    indefinite = np.array([[1.0, 2.0], [2.0, 1.0]], np.float32)
+    factor = factored(indefinite)
+    product = factor.root @ factor.root.T
+    assert product[0, 1] == pytest.approx(2.0)
+    assert product[0, 0] > 1.9
+    assert factor_of(np.full((2, 2), np.nan, np.float32), DAMPING) is None
+    assert factor_of(np.zeros((2, 2), np.float32), DAMPING) is None
