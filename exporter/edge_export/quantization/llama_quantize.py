@@ -1,12 +1,13 @@
 """Quantization by llama.cpp itself, in a child process. The only module of the exporter that imports llama-cpp-python.
 
 llama.cpp ends the process on a failed assertion, so it runs in a child, whose death becomes an ExportError.
-The child is this module, with the arguments SOURCE DESTINATION FTYPE THREADS [IMPORTANCE].
+The child is this module, with the arguments SOURCE DESTINATION QUANTIZATION THREADS [IMPORTANCE].
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from edge_devices.children.running import run_child
 from edge_export.checkpoint.safetensors import FloatType
 from edge_export.errors import ExportError
 from edge_export.quantization.importance import Importance
-from edge_runtime.bundle.gguf_types import OFFERED, QUANTIZATIONS
+from edge_runtime.bundle.gguf_types import OFFERED, QUANTIZATIONS, TYPE_NUMBERS
 
 # Written by our own converter, without llama.cpp.
 DIRECT: dict[str, FloatType] = {"f16": "f16", "bf16": "bf16"}
@@ -53,8 +54,7 @@ def quantize_gguf(
     check_quantization(quantization)
     if quantization in DIRECT:
         raise ExportError(f"{quantization} is not made by quantizing; write the GGUF with this weight type instead")
-    numbers = str(QUANTIZATIONS[quantization].file_type), str(threads)
-    command = [*limited_command("edge_export.quantization.llama_quantize", str(source), str(destination), *numbers)]
+    command = [*limited_command("edge_export.quantization.llama_quantize", str(source), str(destination), quantization, str(threads))]
     if not destination.parent.is_dir():
         raise ExportError(f"llama.cpp could not quantize {source.name}: {destination.parent} does not exist; create it first")
     written = 0
@@ -87,7 +87,7 @@ def library_version() -> str:
         raise ExportError(message) from error
 
 
-def _quantize_here(source: str, destination: str, file_type: int, threads: int, importance: str | None = None) -> int:
+def _quantize_here(source: str, destination: str, quantization: str, threads: int, importance: str | None = None) -> int:
     """Runs in the child: prints what llama.cpp logs as errors, returns the exit code."""
     import ctypes
 
@@ -107,8 +107,14 @@ def _quantize_here(source: str, destination: str, file_type: int, threads: int, 
     callback = api.llama_log_callback(keep_errors)
     api.llama_log_set(callback, ctypes.c_void_p(0))
     api.llama_backend_init()
-    parameters = api.llama_model_quantize_default_params()
-    parameters.ftype, parameters.nthread, parameters.max_buf_size = file_type, threads, MAX_BUFFER_BYTES
+    parameters, kind = api.llama_model_quantize_default_params(), QUANTIZATIONS[quantization]
+    parameters.ftype, parameters.nthread, parameters.max_buf_size = kind.file_type, threads, MAX_BUFFER_BYTES
+    if kind.raised:
+        # An array that ends with one without a pattern, which is a regular expression.
+        raised = (api.llama_model_tensor_override * (len(kind.raised) + 1))()
+        for index, (part, type) in enumerate(kind.raised):
+            raised[index] = api.llama_model_tensor_override(pattern=re.escape(part).encode(), type=TYPE_NUMBERS[type])
+        parameters.tt_overrides = raised
     if importance is not None:
         with np.load(importance, allow_pickle=False) as file:
             arrays = {name: np.ascontiguousarray(file[name], np.float32) for name in file.files}
@@ -130,4 +136,4 @@ def _imatrix(api: Any, arrays: dict[str, NDArray[np.float32]]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(_quantize_here(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:6]))
+    sys.exit(_quantize_here(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), *sys.argv[5:6]))

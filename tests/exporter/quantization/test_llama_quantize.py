@@ -59,6 +59,8 @@ def test_a_file_has_the_types_and_the_size_of_its_entry_in_the_table(quantizatio
     # 65,536 weights are in rows of 32, which fit no block of 256.
     matrices = {kind for name, kind in stored.items() if "embd" not in name and "inp_gate" not in name and "proj" not in name}
     assert matrices - set(FLOATS) == {kind for kind, _ in entry.matrices}
+    for part, kind in entry.raised:
+        assert {stored[name] for name in stored if part in name} == {kind}
     size = sum(tensor.bytes for tensor in header.tensors if stored[tensor.name] != "f32")
     assert entry.file_bytes(8_421_376, checkpoint.architecture.table_weights) == pytest.approx(size, rel=0.025)
 
