@@ -51,7 +51,7 @@ EXPORTS = {f"ONNX int4, blocks of {block}": OnnxRequest(block=block) for block i
     "ONNX int4, mixed": OnnxRequest(),
     "ONNX int4, mixed, int8 embedding": OnnxRequest(embedding="int8"),
 }
-SENSITIVE = re.compile(r"blk\.\d+\.(attn_v|proj)\.weight")
+SENSITIVE = re.compile(r"blk\.\d+\.(attn_v|ffn_down|proj)\.weight")
 TEXT_BYTES = 1_000_000
 
 

@@ -61,8 +61,8 @@ WEIGHT_TYPES: dict[OnnxWeights, WeightType] = {
 class OnnxRequest:
     """How the two models' weights are stored; `block` applies to int8 and int4. `embedding` None: as the target's other weights.
 
-    `block` None: 128; in graphs of dynamic shapes int4 is then *mixed*, with smaller blocks or 8 bits for the few weights whose rounding
-    costs most (see weights.py).
+    `block` None: 128; in graphs of dynamic shapes int4 is then *mixed*, with 8 bits for the embedding, which is the head too, and for the
+    few weights whose rounding costs most (see weights.py).
 
     Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
     `on_grid`: the target was trained for int4 in blocks of 32, as `block` says then; its int4 matrices that lie on no grid get 8 bits.
@@ -73,7 +73,8 @@ class OnnxRequest:
     target: OnnxWeights = option("--onnx-target", default="int4", help="Weight type of the target's ONNX graphs.")
     drafter: OnnxWeights = option("--onnx-drafter", default="int8", help="Weight type of the drafter's ONNX graph.")
     embedding: OnnxWeights | None = option(
-        "--onnx-embedding", help="Weight type of the target's embedding and output head in ONNX.  [default: that of --onnx-target]"
+        "--onnx-embedding",
+        help="Weight type of the target's embedding and output head in ONNX.  [default: that of --onnx-target, int8 where int4 is mixed]",
     )
     kv: KvKind = option("--onnx-kv", default="f32", help="Type of the K/V cache of ONNX graphs; f32 is the fastest.")
     block: Block | None = option(
@@ -97,6 +98,11 @@ class OnnxRequest:
         return weights == "int4" and self.block is None and self.device is None
 
     @property
+    def table(self) -> OnnxWeights:
+        """The type of the target's embedding and head."""
+        return self.embedding or ("int8" if self.mixed(self.target) else self.target)
+
+    @property
     def importance_roles(self) -> dict[str, bool]:
         """The roles whose quantization takes account of importance, and whether its errors are compensated: 4 bits gain by that."""
         roles = (("target", self.target), ("drafter", self.drafter))
@@ -107,8 +113,10 @@ def expected_onnx_bytes(target: Checkpoint, drafter: Checkpoint, request: OnnxRe
     """Returns about how many bytes the graphs' data take, and the embeddings that a host looks up: float32 for f32, else float16."""
     pair = ((target, request.target), (drafter, request.drafter))
     weights = sum(int(half.parameters * WEIGHT_TYPES[kind].bytes) for half, kind in pair)
+    embedding = target.architecture.vocab_size * target.architecture.hidden_size
+    weights += int(embedding * (WEIGHT_TYPES[request.table].bytes - WEIGHT_TYPES[request.target].bytes))
     looked_up = 0 if request.device is None else target.architecture.table_weights
-    return weights + looked_up * (4 if (request.embedding or request.target) == "f32" else 2)
+    return weights + looked_up * (4 if request.table == "f32" else 2)
 
 
 def reads_rows(target: TextArchitecture, layer: int, *, drafter: bool = False) -> bool:

@@ -1,7 +1,7 @@
 """Weights of ONNX graphs: the format of each of a pair's matrices, and data files, written piece by piece as the graphs are built.
 
-int4 is mixed unless a block is asked for: most weights are in blocks of 128, the fastest to multiply with. The few weights that lose most
-by it are stored more exactly. Figures: docs/onnx.md, from scripts/benchmarks/bench_quantizers.py.
+int4 is mixed unless a block is asked for: most weights are in blocks of 128, the fastest to multiply with. The embedding and the layers'
+weights that lose most by it are stored in 8 bits. Figures: docs/onnx.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLOATS: dict[str, type[np.floating[Any]]] = {"f32": np.float32, "f16": np.float
 _Piece = tuple[NDArray[np.float32], Weighing]
 # Large tensors begin on a page, so that they can be mapped.
 _PAGE, _LINE = 4096, 64
-# The token embedding, which is also the head, loses more than any other matrix.
+# The token embedding, which is also the head, loses more than any other matrix, should it be in 4 bits.
 _MIXED_TABLE_BLOCK = 64
 # QNN multiplies with integers of one scale for each channel.
 _CHANNELS = "qnn"
@@ -39,8 +39,8 @@ _CHANNELS = "qnn"
 class WeightFormat:
     """How matrices are stored: as "f32", as "f16", or in blocks of integers by `spec`; without it, in 8 bits with a scale for each row.
 
-    `sensitive` is the format of a layer's few weights whose rounding costs most, if it differs; `off_grid` that of matrices that lie on
-    no grid of 4 bits, where the others were trained for one.
+    `sensitive` is the format of a layer's weights whose rounding costs most, if it differs: V, what ends the feed-forward, and what comes
+    back from per-layer embeddings; `off_grid` that of matrices that lie on no grid of 4 bits, where the others were trained for one.
     """
 
     kind: Literal["f32", "f16", "blocks"]
@@ -363,10 +363,9 @@ def layers_format(request: OnnxRequest) -> WeightFormat:
 
 def table_format(request: OnnxRequest) -> WeightFormat:
     """The format of the target's token embedding."""
-    weights = request.embedding or request.target
-    if request.mixed(weights):
+    if request.mixed(request.table):
         return WeightFormat(kind="blocks", spec=WeightSpec(bits=4, block=_MIXED_TABLE_BLOCK))
-    return _target_format(weights, request)
+    return _target_format(request.table, request)
 
 
 def _target_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:

@@ -46,11 +46,16 @@ def test_int4_is_mixed_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
     assert (mixed.name, plain.name) == ("target-int4-mixed.onnx", "target-int4-b32.onnx")
     found = forms_of(mixed)
     # What comes back from the per-layer embeddings has rows of 32 weights.
-    assert {format: count for format, count in found.items() if format[1] == 8} == {(64, 8, 128): 3, (128, 8, 128): 1, (256, 8, 32): 8}
+    assert {format: count for format, count in found.items() if format[1] == 8} == {
+        (64, 8, 128): 3,
+        (128, 8, 128): 1,
+        (256, 8, 32): 8,
+        (256, 8, 128): 8,
+    }
     assert {block for rows, bits, block in found if bits == 4} == {128}
     assert {(bits, block) for _, bits, block in forms_of(plain)} == {(4, 32)}
     head = forms_of(mixed.with_name("target-head-int4-mixed.onnx"))
-    assert head == {(4096, 4, 64): 1}
+    assert head == {(4096, 8, 128): 1}
 
 
 def test_where_the_keys_are_the_values_they_stand_apart_too(exported: Callable[..., Bundle], tmp_path: Path) -> None:

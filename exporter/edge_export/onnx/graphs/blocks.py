@@ -65,7 +65,7 @@ def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, format:
         ),
         output=matrix("self_attn.o_proj"),
         gate_up=matrix("mlp.gate_proj", "mlp.up_proj"),
-        down=matrix("mlp.down_proj"),
+        down=matrix("mlp.down_proj", format=sensitive),
         layer_scalar=weights.vector(checkpoint, f"{prefix}layer_scalar"),
         per_layer=(matrix("per_layer_input_gate"), matrix("per_layer_projection", format=sensitive)) if model.per_layer_size else None,
         experts=store_experts(weights, checkpoint, prefix, format) if model.experts else None,
