@@ -12,9 +12,11 @@ torch = pytest.importorskip("torch", reason="needs edge-mtp[train]")
 pytest.importorskip("transformers", reason="needs edge-mtp[train]")
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 from click.testing import CliRunner
-from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 import real_matrices
+from edge_export.checkpoint.shipped_pair import reference_pair
+from refpair.drafter import DrafterRecipe, distillation_loss, target_rows
 
 TOKENS = 96
 
@@ -69,6 +71,23 @@ def test_a_fitted_projection_undoes_the_norm_of_values(model):
     real_matrices.refit(model, tokens, lambda record: errors.append(record["error_of_rows"]))
     assert len(errors) == 2
     assert (logits(model, tokens) - wanted).pow(2).mean() < 0.75 * taken_over
+
+
+def test_a_drafter_that_chooses_among_all_pieces_has_the_whole_loss():
+    """The shipped pair: its drafter's loss over some tokens is less, as there are fewer to choose from."""
+    target, drafter = reference_pair()
+    load = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = Gemma4ForCausalLM.from_pretrained(target, **load).eval()
+    assistant = Gemma4AssistantForCausalLM.from_pretrained(drafter, **load).eval()
+    recipe = DrafterRecipe(num_centroids=assistant.config.num_centroids, draft_steps=2)
+    tokens = torch.randint(20, 4096, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole, every, fewer = (
+            float(distillation_loss(assistant, model, tokens, target_rows(model, tokens, pieces), recipe))
+            for pieces in (None, torch.arange(4096), torch.arange(0, 4096, 8))
+        )
+    assert every == pytest.approx(whole, rel=1e-4)
+    assert fewer < whole
 
 
 def test_packages_that_are_not_there_are_named(tmp_path, monkeypatch):
