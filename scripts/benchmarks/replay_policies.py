@@ -346,10 +346,10 @@ def record_load(session: Session, seconds: float) -> list[Sample]:
     """Times rounds of random lengths, as many of each, for so long; the draft asks for the confidence of each token, as `profit` does."""
     target, drafter, token = session.target, session.drafter, max(session.vocabulary.bos, 0)
     longest, samples, dice = session.settings.longest_draft, list[Sample](), random.Random(0)
-    begin = time.perf_counter()
     with session.exclusive():
         begin_text(target, token, longest)
-        while time.perf_counter() - begin < seconds:
+        begin = time.perf_counter()
+        while not samples or time.perf_counter() - begin < seconds:
             for steps in dice.sample(range(longest + 1), longest + 1):
                 if target.length + longest >= target.context:
                     begin_text(target, token, longest)

@@ -37,7 +37,7 @@ class ExactCosts:
     def learn(self, timing: Timing) -> None:
         """Exact costs have nothing to learn."""
 
-    def least_timed(self, limit: int) -> int | None:
+    def rows_to_time(self, limit: int) -> int | None:
         """Nor are any to be timed."""
 
 

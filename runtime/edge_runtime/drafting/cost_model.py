@@ -49,7 +49,7 @@ class Costs(Protocol):
     def learn(self, timing: Timing) -> None:
         """Learns from the timing of one round."""
 
-    def least_timed(self, limit: int) -> int | None:
+    def rows_to_time(self, limit: int) -> int | None:
         """Returns the number of rows, up to `limit`, that the fewest rounds timed; None where all are known well enough."""
 
 
@@ -144,7 +144,7 @@ class CostCurve:
         """Whether no probe measured these costs, however many rounds taught them."""
         return self._timed is not None
 
-    def least_timed(self, limit: int) -> int | None:
+    def rows_to_time(self, limit: int) -> int | None:
         """Returns the number of rows, up to `limit`, that the fewest rounds timed; None where each has SETTLED, or a probe measured."""
         if self._timed is None:
             return None
@@ -174,7 +174,7 @@ class CostCurve:
         overhead, step = self._drafts.get(requests, self._drafts[1])
         extrapolated = requests * overhead + steps * step
         share = self._share("draft", requests, DRAFT_SHARE, measured=requests == 1 and self._timed is None)
-        error = extrapolated * (_bounded(seconds / extrapolated) - 1) * share
+        error = extrapolated * (_bounded(seconds / extrapolated) ** share - 1)
         weight = OVERHEAD_VARIANCE * requests**2 + steps**2
         self._drafts[requests] = (
             max(overhead + error * OVERHEAD_VARIANCE * requests / weight, 0.0),

@@ -93,9 +93,9 @@ class EnergyCosts:
         """Joules of drafting `steps` tokens, for one of `requests` requests that draft together, with the price of its time."""
         return self._seconds.draft(steps, requests) * (self._power.draft + self.price)
 
-    def least_timed(self, limit: int) -> int | None:
+    def rows_to_time(self, limit: int) -> int | None:
         """Returns the number of rows whose seconds the fewest rounds timed."""
-        return self._seconds.least_timed(limit)
+        return self._seconds.rows_to_time(limit)
 
     def keep_promise(self, tokens: Sequence[float], requests: int, seconds_per_token: float | None) -> bool:
         """Sets the price of time so that rounds are at most `slowdown` slower than the fastest; returns whether it changed.

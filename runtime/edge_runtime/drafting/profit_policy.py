@@ -185,7 +185,7 @@ class Profit:
 
     def _trial(self) -> int:
         """Returns the rows of a round that is made to time them, 0 for none; takes what it loses from the budget."""
-        rows = self._costs.least_timed(self._max_rows + 1) if self._longest else None
+        rows = self._costs.rows_to_time(self._max_rows + 1) if self._longest else None
         if rows is None:
             return 0
         worths = self._worth_of_lengths()

@@ -48,13 +48,14 @@ def test_one_timing_counts_as_at_most_a_factor_of_two(off: float, counted: float
     assert curve.verify(2) == pytest.approx(LINEAR[1] * counted**0.15)
     curve = CostCurve(COSTS)
     curve.learn(took(steps=3, draft=off * 3.5))
-    assert curve.draft(3) == pytest.approx(3.5 + 3.5 * (counted - 1) * 0.2)
+    assert curve.draft(3) == pytest.approx(3.5 * counted**0.2)
 
 
 def test_a_draft_s_error_goes_to_overhead_and_step_by_their_parts() -> None:
     curve = CostCurve(COSTS)
-    curve.learn(took(steps=3, draft=4.2))  # 3.5 were expected: a fifth of 0.7, of which 4 parts in 13 go to the overhead, 3 to the step
-    overhead, step = 0.5 + 0.14 * 4 / 13, 1 + 0.14 * 3 / 13
+    curve.learn(took(steps=3, draft=4.2))  # 3.5 were expected: of the error 4 parts in 13 go to the overhead, 3 to the step
+    error = 3.5 * (1.2**0.2 - 1)
+    overhead, step = 0.5 + error * 4 / 13, 1 + error * 3 / 13
     assert [curve.draft(n) for n in (1, 2, 6)] == pytest.approx([overhead + n * step for n in (1, 2, 6)])
     assert curve.verify(1) == LINEAR[0]
 
@@ -68,7 +69,8 @@ def test_the_first_draft_of_several_requests_is_taken_as_it_is() -> None:
     assert 2 * overhead + 4 * step == 6.0
     assert curve.draft(4) == 4.5
     curve.learn(took(steps=4, draft=7.0, requests=2))  # the second one by half
-    assert curve.draft(4, 2) == pytest.approx(overhead + 0.5 * 8 / 32 + 4 * (step + 0.5 * 4 / 32))
+    error = 6 * ((7 / 6) ** 0.5 - 1)
+    assert curve.draft(4, 2) == pytest.approx(overhead + error * 8 / 32 + 4 * (step + error * 4 / 32))
 
 
 def test_draft_costs_never_become_negative() -> None:
@@ -264,11 +266,11 @@ def test_the_rows_that_were_timed_least_are_named_until_all_are_settled() -> Non
     curve = CostCurve(COMPUTED)
     for _ in range(3):
         for n in range(1, 6):
-            assert curve.least_timed(5) == n
+            assert curve.rows_to_time(5) == n
             curve.learn(took(rows=n, verify=LINEAR[n - 1]))
-    assert curve.least_timed(5) is None
-    assert curve.least_timed(6) == 6
-    assert CostCurve(COSTS).least_timed(6) is None, "measured ones need no more"
+    assert curve.rows_to_time(5) is None
+    assert curve.rows_to_time(6) == 6
+    assert CostCurve(COSTS).rows_to_time(6) is None, "measured ones need no more"
 
 
 def test_batches_of_several_requests_follow_provisional_costs() -> None:

@@ -255,7 +255,7 @@ def test_trials_time_every_number_of_rows_and_lose_a_fiftieth(acceptance: float)
         costs = CostCurve(MeasuredCosts(verify=start, step=1.0, timings=(0,) * 13))
         policy = Profit(costs, AcceptanceModel(), longest=8)
         rate(truth, policy, lambda _: acceptance, 6000, 1)
-        assert costs.least_timed(9) is None
+        assert costs.rows_to_time(9) is None
         off, before = (math.log(curve[8] / curve[0] * LINEAR[0] / LINEAR[8]) for curve in ([costs.verify(n) for n in range(1, 14)], start))
         assert 0 <= off / before < 0.7
         again = rate(truth, policy, lambda _: acceptance, 600, 2)
@@ -265,7 +265,7 @@ def test_trials_time_every_number_of_rows_and_lose_a_fiftieth(acceptance: float)
 
 def test_trials_stay_within_their_budget() -> None:
     class NeverSettled(ExactCosts):
-        def least_timed(self, limit: int) -> int | None:
+        def rows_to_time(self, limit: int) -> int | None:
             return limit
 
     dear = NeverSettled(STEEP, 1.0)

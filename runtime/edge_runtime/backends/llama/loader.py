@@ -128,8 +128,8 @@ def llama_library() -> LlamaLibrary:
 def _package_version() -> str:
     """Returns the version that the package states; an empty one where it states none. Raises ImportError without the package."""
     text = Path(_package().origin or "").read_text(encoding="utf-8")
-    found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
-    return found[1] if found else ""
+    stated = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    return stated[1] if stated else ""
 
 
 def _package() -> ModuleSpec:
