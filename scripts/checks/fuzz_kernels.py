@@ -100,6 +100,25 @@ class Fuzzer:
         ]
         self._agreed("multiply", words, (rows, outputs), f"a product of {sizes}", wrong=wrong)
 
+    def static_products(self) -> None:
+        """One matrix with a scale for each output, by activations of a static scale; such as are no scales included."""
+        random = self._random
+        bits, block = int(random.choice([2, 4, 8])), int(random.choice([16, 32, 64, 128]))
+        outputs, blocks, rows = int(random.integers(1, 150)), int(random.integers(1, 40)), int(random.integers(1, 40))
+        levels = filled(random.integers(0, 256, (outputs, blocks * block * bits // 8)).astype(np.uint8))
+        scales = np.repeat(_floats(random, (outputs, 1)), blocks, axis=1)
+        steps = filled(np.array([random.uniform(1e-3, 1), random.choice([0, 0.1])], np.float32))
+        sizes, wrong = [outputs, blocks * block, bits, block, rows], int(random.integers(12))
+        if wrong == 0:
+            steps[int(random.integers(2))] = random.choice([np.nan, -1.0])
+        elif wrong == 1:
+            sizes[int(random.integers(5))] = int(random.choice((0, -1, 3, -(1 << 62), (1 << 63) - 1)))
+            if _fits(*sizes):
+                return
+        arrays = levels, filled(scales), steps, filled(_floats(random, (rows, blocks * block)))
+        words = [*map(pointer, arrays), *map(ctypes.c_int64, sizes)]
+        self._agreed("multiply_static", words, (rows, outputs), f"a static product of {sizes}", wrong=wrong < 2)
+
     def gguf_products(self) -> None:
         """One matrix as a GGUF file has it, of random bytes; scales that are no numbers included."""
         random = self._random
@@ -315,6 +334,7 @@ def main(inputs: int, seed: int) -> None:
         fuzzer = Fuzzer(ctypes.CDLL(str(build(target, Path(folder), SANITIZERS))), seed)
         for _ in range(inputs):
             fuzzer.products()
+            fuzzer.static_products()
             fuzzer.gguf_products()
             fuzzer.float_products()
             fuzzer.attentions()
@@ -322,7 +342,7 @@ def main(inputs: int, seed: int) -> None:
             fuzzer.single_values()
             fuzzer.drafts()
             _kept.clear()
-    kinds = "products, of GGUF weights, of floats, of attentions, of those over cells, of single values and of drafts"
+    kinds = "products, of static ones, of GGUF weights, of floats, of attentions, of those over cells, of single values and of drafts"
     click.echo(f"{inputs} each of {kinds} on {', '.join(fuzzer.variants)}: no failure")
 
 

@@ -6,6 +6,7 @@
 
 extern "C" {
 int edge_rows_multiply(const char*, int64_t, int64_t, int, int, const void*, const void*, const void*, int64_t, void*);
+int edge_rows_multiply_static(const char*, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, void*);
 int edge_rows_multiply_gguf(const char*, int, int64_t, int64_t, size_t, const void*, const void*, int64_t, void*);
 int edge_rows_multiply_floats(const char*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, void*);
 int edge_rows_gate(const char*, const void*, const void*, int64_t, void*);
@@ -118,6 +119,7 @@ int run(const Call& call, void* const (&a)[kArrays]) {
     void* out = a[kArrays - 1];
     if (!strcmp(call.function, "multiply"))
         return edge_rows_multiply(call.variant, n[0], n[1], static_cast<int>(n[2]), static_cast<int>(n[3]), a[0], a[1], a[2], n[4], out);
+    if (!strcmp(call.function, "multiply_static")) return edge_rows_multiply_static(call.variant, a[0], a[1], a[2], a[3], n[0], n[1], n[2], n[3], n[4], out);
     if (!strcmp(call.function, "multiply_gguf"))
         return edge_rows_multiply_gguf(call.variant, static_cast<int>(n[0]), n[1], n[2], static_cast<size_t>(n[3]), a[0], a[1], n[4], out);
     if (!strcmp(call.function, "attend_cells"))

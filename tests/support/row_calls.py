@@ -75,6 +75,13 @@ def multiplication(levels: Array, scales: Array, bits: int, block: int, values: 
     return Call("multiply", (outputs, inputs, bits, block, len(values)), (levels, scales, values), (len(values), outputs))
 
 
+def static_multiplication(levels: Array, scales: Array, bits: int, block: int, steps: Array, values: Array) -> Call:
+    """The same with activations and results rounded by the static scales `steps`, float32 [2]."""
+    outputs, inputs = len(levels), levels.shape[1] * 8 // bits
+    sizes = outputs, inputs, bits, block, len(values)
+    return Call("multiply_static", sizes, (levels, scales, steps, values), (len(values), outputs))
+
+
 def gguf_multiplication(kind: int, data: NDArray[np.uint8], values: Array) -> Call:
     """Weights [outputs, bytes of a row] of a type of GGUF files by values [rows, inputs]."""
     sizes = kind, len(data), values.shape[1], data.shape[1], len(values)

@@ -31,7 +31,7 @@ _TYPES = {
 Shape = Sequence[int | str]
 # The activations of block-quantized products are rounded to int8 (MatMulNBits, accuracy_level).
 _INT8_ACTIVATIONS = 4
-# Activations that a checkpoint rounds itself are multiplied as they are.
+# Activations that a checkpoint rounds itself are multiplied as they are; the row kernels take both roundings and the product as one.
 _FLOAT_ACTIVATIONS = 1
 _LOWEST, _HIGHEST = -128.0, 127.0
 
@@ -107,9 +107,7 @@ class GraphBuilder:
         return name
 
     def linear(self, value: str, matrix: Matrix) -> str:
-        """value [..., columns] times the transposed matrix: [..., rows]."""
-        if matrix.parts:
-            return self.op("Concat", *(self.linear(value, part) for part in matrix.parts), axis=-1)
+        """value [..., columns] times the transposed matrix: [..., rows]. One of several parts is multiplied part by part."""
         before, after = matrix.rounding or (0.0, 0.0)
         return self._as_int8(self._product(self._as_int8(value, before), matrix), after)
 

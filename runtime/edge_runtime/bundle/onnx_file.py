@@ -25,7 +25,7 @@ _MAX_DEPTH = 16
 # More elements are no shape.
 _MAX_CONSTANT = 64
 LARGEST = 1 << 62
-INT64 = 7
+FLOAT, INT64, FLOAT16 = 1, 7, 10
 _EXTERNAL = 1
 # Fields by message; those in no list (functions, sparse tensors, descriptions) are refused.
 _GRAPH_OF_MODEL, _OPSETS = 7, 8
@@ -35,7 +35,7 @@ _SUBGRAPH = 6
 # Attributes' fields of which one has a value, unless the value is a list of integers.
 _SINGLE = {2, 3, 4, _SUBGRAPH}
 # AttributeProto.AttributeType
-_INTEGER = 2
+_FLOAT, _INTEGER = 1, 2
 _KNOWN = {
     "model": {1, 2, _GRAPH_OF_MODEL, _OPSETS},
     "graph": {_NODE, 2, _TENSOR, _INPUT, _OUTPUT},
@@ -68,6 +68,14 @@ class Tensor:
         if self.raw is None or self.type != INT64 or len(self.raw) > 8 * _MAX_CONSTANT or len(self.raw) % 8:
             return None
         return struct.unpack(f"<{len(self.raw) // 8}q", self.raw)
+
+    @property
+    def number(self) -> float | None:
+        """The element of a float32 scalar."""
+        if self.raw is None or self.type != FLOAT or self.shape or len(self.raw) != 4:
+            return None
+        value: float = struct.unpack("<f", self.raw)[0]
+        return value
 
 
 @dataclass(slots=True)
@@ -164,6 +172,12 @@ def integer_attribute(name: str, value: int) -> Attribute:
     """An attribute that is an integer from 0 on."""
     message = bytes_field(1, name.encode()) + number_field(3, value) + number_field(20, _INTEGER)
     return Attribute(message, name.encode(), value, (value,))
+
+
+def float_attribute(name: str, value: float) -> Attribute:
+    """An attribute that is a float32."""
+    message = bytes_field(1, name.encode()) + b"\x15" + struct.pack("<f", value) + number_field(20, _FLOAT)
+    return Attribute(message, name.encode(), value)
 
 
 def read_graph(model: bytes) -> OnnxGraph:

@@ -152,8 +152,7 @@ class Blocks:
             sizes = [of_key] * ((matrix.rows - (0 if parts else of_query)) // of_key)
             if not parts:
                 sizes = [of_query, *sizes]
-            product = self._graph.linear(rows[bool(parts)], matrix)
-            parts += self._split(self._graph, product, sizes) if len(sizes) > 1 else [product]
+            parts += self._products(self._graph, rows[bool(parts)], matrix, sizes)
         return parts
 
     def window_of(self, layer: int) -> int:
@@ -173,11 +172,18 @@ class Blocks:
 
     def _gated(self, graph: GraphBuilder, value: str, gate_up: Matrix, down: Matrix) -> str:
         """The gated feed-forward; its nodes go into `graph`, which may be a branch."""
-        gate, up = self._split(graph, graph.linear(value, gate_up), [down.columns] * 2)
+        gate, up = self._products(graph, value, gate_up, [down.columns] * 2)
         return graph.linear(graph.op("Mul", self._gelu(graph, gate), up), down)
 
     def _gelu(self, graph: GraphBuilder, value: str) -> str:
         return graph.op("Gelu", value, approximate="tanh")
+
+    def _products(self, graph: GraphBuilder, value: str, matrix: Matrix, sizes: list[int]) -> list[str]:
+        """The products with parts of a matrix that have so many rows."""
+        if matrix.parts:
+            return [graph.linear(value, part) for part in matrix.parts]
+        product = graph.linear(value, matrix)
+        return self._split(graph, product, sizes) if len(sizes) > 1 else [product]
 
     def _split(self, graph: GraphBuilder, value: str, sizes: list[int]) -> list[str]:
         return graph.ops("Split", [value, graph.integers(sizes)], len(sizes), axis=-1)

@@ -2,6 +2,8 @@
 
 - Products: MatMulNBits becomes MatMulRows, of which only name and domain differ. Nodes with zero points, or with blocks that do not fill
   their rows, stay as they are.
+- Products of checkpoints that were trained for integers, as `edge_export.onnx.graph_builder` writes them: with the rounding of activations
+  and results by scales of their own they become MatMulStatic. Their few float16 matrices are multiplied by MatMulHalves.
 - Attention, as `edge_export.onnx.graphs.attention` writes it: GroupQueryAttention on float32 buffers, and the nodes of attention on rows
   together, whose sums for a row then depend on nothing else in its batch.
 - The gated feed-forward, as `edge_export.onnx.graphs.blocks` writes it: the product with both halves, their split, GELU, the product of
@@ -11,17 +13,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 
-from edge_runtime.bundle.onnx_file import Node, OnnxGraph, Tensor, integer_attribute, read_graph, with_graph
+from edge_runtime.bundle.onnx_file import FLOAT16, Node, OnnxGraph, Tensor, float_attribute, integer_attribute, read_graph, with_graph
 from edge_runtime.bundle.onnx_graph import CONTRIB
 
 DOMAIN = "edge.mtp"
 PRODUCT, STOCK_PRODUCT = "MatMulRows", "MatMulNBits"
+STATIC, HALVES = "MatMulStatic", "MatMulHalves"
 ATTENTION, WRITER, READER, STOCK_ATTENTION = "AttendRows", "AttendBuffers", "ReadBuffers", "GroupQueryAttention"
 FEED_FORWARD = "FeedForwardRows"
 _BITS, _BLOCKS = {2, 4, 8}, {16, 32, 64, 128}
 # MatMulNBits, accuracy_level
-_INT8_ACTIVATIONS = 4
+_FLOAT_ACTIVATIONS, _INT8_ACTIVATIONS = 1, 4
+# The levels of activations that are rounded to int8.
+_LEVELS = [-128.0, 127.0]
 # What a GroupQueryAttention may say besides its sizes: no soft cap, no sinks, no rotation of neighbours.
 _SIZES, _FIXED = {b"num_heads", b"kv_num_heads", b"local_window_size"}, {b"do_rotary": 1, b"scale": 1.0}
 _POSITIONS = b"position_ids"
@@ -34,8 +40,9 @@ _LEAST_WIDTH = 64
 def with_row_kernels(model: bytes) -> tuple[bytes, int]:
     """Returns the model with the operators, and how many nodes have one. `model` has passed `check_onnx`."""
     graph = read_graph(model)
-    products = [node for node in _all_nodes(graph) if _is_product(node)]
-    if not products:
+    nodes = list(_all_nodes(graph))
+    products = [node for node in nodes if _is_product(node, _INT8_ACTIVATIONS)]
+    if not products and not any(_is_product(node, _FLOAT_ACTIVATIONS) for node in nodes):
         return model, 0
     for node in products:
         node.operator, node.domain = PRODUCT, DOMAIN
@@ -50,13 +57,13 @@ def _all_nodes(graph: OnnxGraph) -> Iterator[Node]:
             yield from _all_nodes(inner)
 
 
-def _is_product(node: Node) -> bool:
-    """Whether this is a product that the kernels take: activations rounded to int8, no zero points (three inputs), whole blocks."""
+def _is_product(node: Node, accuracy_level: int) -> bool:
+    """Whether this is a product that the kernels take: activations of this kind, no zero points (three inputs), whole blocks."""
     if (node.operator, node.domain) != (STOCK_PRODUCT, CONTRIB) or len(node.inputs) != 3:
         return False
     numbers = node.numbers
     block = numbers.get(b"block_size", 0)
-    if numbers.get(b"accuracy_level", _INT8_ACTIVATIONS) != _INT8_ACTIVATIONS:
+    if numbers.get(b"accuracy_level", _INT8_ACTIVATIONS) != accuracy_level:
         return False
     return numbers.get(b"bits") in _BITS and block in _BLOCKS and numbers.get(b"K", 1) % block == 0
 
@@ -76,10 +83,12 @@ def _join(graph: OnnxGraph, outer: Mapping[bytes, Tensor]) -> int:
         or attention_on_buffers(node)
         or attention_of_last_rows(node, constants)
         or feed_forward(node, constants)
+        or static_product(node, constants)
+        or product_of_halves(node, constants)
         for node in graph.nodes
     ]
-    count = len(joins) - joins.count(None)
-    if not count:
+    made = {id(node) for node in joins if node is not None}
+    if not made:
         return within
     read = set(graph.outputs)
     kept: list[Node] = []
@@ -88,7 +97,7 @@ def _join(graph: OnnxGraph, outer: Mapping[bytes, Tensor]) -> int:
             kept.append(node)
             read.update(node.inputs, node.names_within)
     graph.nodes = kept[::-1]
-    return within + count
+    return within + sum(id(node) in made for node in kept)
 
 
 def attention_on_buffers(node: Node) -> Node | None:
@@ -196,6 +205,40 @@ def feed_forward(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
         return None
     attributes = [*product.attributes, *(integer_attribute(f"second_{name.decode()}", number) for name, number in second.items())]
     return Node(FEED_FORWARD, [*product.inputs, *end.inputs[1:]], end.outputs, attributes, DOMAIN)
+
+
+def static_product(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
+    """The operator for a product of activations with a static scale, if `end` rounds its results, or is it and nobody rounds them."""
+    after = _rounding(end, constants)
+    product, output_scale = (after[0].sources[0], after[1]) if after else (end, 0.0)
+    if product is None or not _is_product(product, _FLOAT_ACTIVATIONS):
+        return None
+    before = _rounding(product.sources[0], constants)
+    if before is None:
+        return None
+    sizes = [attribute for attribute in product.attributes if attribute.name != b"accuracy_level"]
+    scales = [float_attribute("input_scale", before[1]), float_attribute("output_scale", output_scale)]
+    return Node(STATIC, [before[0].inputs[0], *product.inputs[1:]], end.outputs, [*sizes, *scales], DOMAIN)
+
+
+def _rounding(end: Node | None, constants: Mapping[bytes, Tensor]) -> tuple[Node, float] | None:
+    """The division by a scale whose nearest level `end` multiplies with that scale, and the scale."""
+    level, _ = _sources(end, "Mul", 2) or (None, None)
+    nearest, _, _ = _sources(level, "Clip", 3) or (None, None, None)
+    (divided,) = _sources(nearest, "Round", 1) or (None,)
+    if end is None or level is None or divided is None or _sources(divided, "Div", 2) is None or end.inputs[1] != divided.inputs[1]:
+        return None
+    scale, *levels = (constants[name].number if name in constants else None for name in (end.inputs[1], *level.inputs[1:]))
+    return (divided, scale) if scale is not None and 0 < scale < inf and levels == _LEVELS else None
+
+
+def product_of_halves(node: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
+    """The operator for a product with a matrix of float16 constants."""
+    _, cast = _sources(node, "FusedMatMul", 2, transB=1) or (None, None)
+    weights = constants.get(cast.inputs[0]) if cast is not None and cast.operator == "Cast" else None
+    if cast is None or weights is None or weights.type != FLOAT16 or len(weights.shape) != 2:
+        return None
+    return Node(HALVES, [node.inputs[0], cast.inputs[0]], node.outputs, [], DOMAIN)
 
 
 def _sources(node: Node | None, operator: str, count: int, **numbers: int) -> Sequence[Node | None] | None:

@@ -26,6 +26,7 @@ from row_calls import (
     gguf_multiplication,
     gguf_weights,
     multiplication,
+    static_multiplication,
     tanh_of,
 )
 
@@ -74,6 +75,19 @@ def products() -> Iterator[Call]:
             yield from (gguf_multiplication(kind, data, values[:rows]) for rows in batches)
 
 
+def static_products() -> Iterator[Call]:
+    random = np.random.default_rng(5)
+    for bits in (2, 4, 8):
+        for inputs, block in ((48, 16), (256, 128), (1312, 32)):
+            levels = random.integers(0, 256, (37, inputs * bits // 8)).astype(np.uint8)
+            levels[:2] = [[0], [255]]
+            scales = np.repeat(random.standard_normal((37, 1)).astype(np.float32), inputs // block, axis=1)
+            values = random.standard_normal((BATCHES[-1], inputs)).astype(np.float32)
+            values[0] = -9
+            for steps in ((0.02, 0.3), (0.05, 0)):
+                yield from (static_multiplication(levels, scales, bits, block, np.float32(steps), values[:rows]) for rows in BATCHES)
+
+
 def float_products() -> Iterator[Call]:
     random = np.random.default_rng(4)
     for inputs in (1, 16, 250):
@@ -118,7 +132,7 @@ def single_values() -> Iterator[Call]:
 
 
 @pytest.mark.parametrize(("cpu", "variant"), [("cortex-a76", "dotprod"), ("max", "dotprod"), ("max", "i8mm")])
-@pytest.mark.parametrize("calls", [products, float_products, attentions, attentions_over_cells, single_values, drafts])
+@pytest.mark.parametrize("calls", [products, static_products, float_products, attentions, attentions_over_cells, single_values, drafts])
 def test_arm_variants_have_the_bits_of_this_machine(driver: Path, cpu: str, variant: str, calls: type[Iterator[Call]]) -> None:
     made = list(calls())
     words = b"".join(call.written(variant) for call in made)

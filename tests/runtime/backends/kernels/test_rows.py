@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels import loader
-from row_calls import GGUF_BLOCKS, HALVES, Q4_K, Q5_1, Q5_K, Q6_K, gguf_multiplication, gguf_weights, multiplication
+from row_calls import GGUF_BLOCKS, HALVES, Q4_K, Q5_1, Q5_K, Q6_K, gguf_multiplication, gguf_weights, multiplication, static_multiplication
 
 KERNELS = loader.load_library()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the row kernels were not built: pip install -e . builds them")
@@ -74,6 +74,41 @@ def test_every_variant_has_the_same_bits_for_a_row_in_any_batch(bits: int, block
             assert np.array_equal(multiply(variant, matrix, bits, block, values[7:8]), first[7:8]), variant
 
 
+@pytest.mark.parametrize("output_scale", [0, 0.4])
+@pytest.mark.parametrize("block", [16, 64, 128])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_static_scales_add_integers_over_whole_rows(bits: int, block: int, output_scale: float) -> None:
+    """Every result is the one rounding of an exact sum, with the least and the largest levels of both sides too."""
+    random = np.random.default_rng(bits * block)
+    steps = np.array([0.03, output_scale], np.float32)
+    for outputs, blocks in [*SHAPES, (3, 2048 // block + 3)]:
+        inputs = blocks * block
+        levels = random.integers(0, 1 << bits, (outputs, inputs)).astype(np.uint8)
+        levels[0] = 0
+        scales = np.repeat(random.standard_normal((outputs, 1)).astype(np.float32) / 100, blocks, axis=1)
+        values = random.standard_normal((BATCHES[-1], inputs)).astype(np.float32)
+        values[2], values[3] = -99, np.where(random.random(inputs) < 0.5, -99, 99)
+        rounded = np.clip(np.rint(values / steps[0]), -128, 127).astype(np.int64)
+        sums = rounded @ (levels.astype(np.int64) - (1 << bits - 1)).T
+        wanted = sums.astype(np.float32) * (scales[:, 0] * steps[0])
+        if output_scale:
+            wanted = np.clip(np.rint(wanted / steps[1]), -128, 127) * steps[1]
+        for variant in VARIANTS:
+            for count in BATCHES:
+                found = static_multiplication(packed(levels, bits), scales, bits, block, steps, values[:count]).here(variant)
+                assert np.array_equal(found, wanted[:count]), (variant, count, outputs)
+
+
+def test_weights_without_one_scale_for_a_row_have_no_static_product() -> None:
+    random = np.random.default_rng(0)
+    (levels, scales), _ = drawn(0, 5, 64, 4, 32, np.float32)
+    values, steps = random.standard_normal((1, 64)).astype(np.float32), np.array([0.1, 0], np.float32)
+    static_multiplication(levels, scales[:, :1].repeat(2, axis=1), 4, 32, steps, values).here(VARIANTS[0])
+    for wrong in ((scales, steps), (scales[:, :1].repeat(2, axis=1), -steps), (scales[:, :1].repeat(2, axis=1), 0 * steps)):
+        with pytest.raises(ValueError, match="refused"):
+            static_multiplication(levels, wrong[0], 4, 32, wrong[1], values).here(VARIANTS[0])
+
+
 @pytest.mark.parametrize("kind", GGUF_BLOCKS)
 def test_types_of_gguf_files_have_the_same_bits_for_a_row_in_any_batch(kind: int) -> None:
     gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
@@ -117,6 +152,18 @@ def test_what_is_no_number_reaches_the_results_of_its_row_alone(value: float) ->
     values[5, 40] = value
     for variant in VARIANTS:
         found = multiply(variant, matrix, 4, 32, values)
+        assert np.isnan(found[5]).all(), variant
+        assert np.array_equal(np.delete(found, 5, axis=0), np.delete(clean, 5, axis=0)), variant
+
+
+def test_what_is_no_number_reaches_the_static_products_of_its_row_alone() -> None:
+    (levels, scales), _ = drawn(0, 33, 160, 4, 32, np.float32)
+    scales, steps = scales[:, :1].repeat(5, axis=1), np.array([0.1, 0.5], np.float32)
+    values = np.random.default_rng(0).standard_normal((13, 160)).astype(np.float32)
+    clean = static_multiplication(levels, scales, 4, 32, steps, values).here(VARIANTS[0])
+    values[5, 140] = np.nan
+    for variant in VARIANTS:
+        found = static_multiplication(levels, scales, 4, 32, steps, values).here(variant)
         assert np.isnan(found[5]).all(), variant
         assert np.array_equal(np.delete(found, 5, axis=0), np.delete(clean, 5, axis=0)), variant
 

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 from edge_runtime.backends.kernels import loader
 from edge_runtime.backends.onnx import loader as ort_library
-from edge_runtime.backends.onnx.row_kernels import DOMAIN, FEED_FORWARD, PRODUCT, with_row_kernels
+from edge_runtime.backends.onnx.row_kernels import DOMAIN, FEED_FORWARD, PRODUCT, STATIC, with_row_kernels
 from edge_runtime.session.open import open_session
 from row_calls import gate, multiplication
 
@@ -63,6 +63,51 @@ def test_products_in_the_graph_and_in_its_loops_are_replaced() -> None:
 def test_what_the_kernels_do_not_take_stays(node: onnx.NodeProto) -> None:
     before = model(node)
     assert with_row_kernels(before) == (before, 0)
+
+
+def trained(
+    *, end: str = "step", lowest: float = -128, block: int = 32, accuracy_level: int = 1, step: float = 0.1, before: bool = True
+) -> onnx.GraphProto:
+    """y = a product of rounded activations whose results are rounded by another scale, as checkpoints that were trained for it have it."""
+    random = np.random.default_rng(1)
+    constants = {"step": np.float32(step), "end": np.float32(0.5), "lowest": np.float32(lowest), "highest": np.float32(127)}
+    constants |= {
+        "b": random.integers(0, 256, (24, 64 // block, block // 2)).astype(np.uint8),
+        "s": np.full((24, 64 // block), 0.01, np.float32),
+    }
+
+    def rounding(value: str, scale: str, name: str, last: str) -> list[onnx.NodeProto]:
+        names = [f"{name}{part}" for part in range(3)]
+        return [
+            helper.make_node("Div", [value, scale], names[:1]),
+            helper.make_node("Round", names[:1], names[1:2]),
+            helper.make_node("Clip", [names[1], "lowest", "highest"], names[2:]),
+            helper.make_node("Mul", [names[2], last], [name]),
+        ]
+
+    sizes = {"K": 64, "N": 24, "bits": 4, "block_size": block, "accuracy_level": accuracy_level}
+    product = helper.make_node("MatMulNBits", ["r" if before else "x", "b", "s"], ["p"], domain="com.microsoft", **sizes)
+    nodes = [*rounding("x", "step", "r", end), product, *rounding("p", "end", "y", "end")]
+    weights = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
+    rows, result = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in (("x", ["r", 64]), ("y", None)))
+    return helper.make_graph(nodes, "g", [rows], [result], weights)
+
+
+def test_a_product_and_the_roundings_around_it_become_one_operator() -> None:
+    model, count = with_row_kernels(encoded(trained()))
+    (node,) = onnx.load_from_string(model).graph.node
+    assert (node.op_type, list(node.input), list(node.output), count) == (STATIC, ["x", "b", "s"], ["y"], 1)
+    numbers = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    assert numbers == {"K": 64, "N": 24, "bits": 4, "block_size": 32, "input_scale": np.float32(0.1), "output_scale": 0.5}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"end": "end"}, {"lowest": -127}, {"step": 0}, {"step": float("nan")}, {"step": -1}, {"before": False}],
+    ids=["two scales of one rounding", "other levels", "no scale", "NaN", "a negative scale", "activations as they are"],
+)
+def test_products_without_such_a_rounding_stay(change: dict[str, float]) -> None:
+    assert "MatMulNBits" in operators(encoded(trained(**change)))
 
 
 def gated(

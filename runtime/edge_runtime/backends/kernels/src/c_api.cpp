@@ -5,6 +5,7 @@
 #include "cells.h"
 #include "ggml/weights.h"
 #include "pack.h"
+#include "static_rows.h"
 #include "variants.h"
 
 #define EDGE_EXPORT extern "C" __attribute__((visibility("default")))
@@ -116,6 +117,25 @@ EDGE_EXPORT int edge_rows_multiply(const char* name, int64_t outputs, int64_t in
     const int failed = multiply_packed(*variant, matrix, values, rows, out);
     release(matrix);
     return failed;
+}
+
+// The same with activations and results that are rounded by the static scales[0] and scales[1] of `steps` (0: not rounded, of results alone).
+EDGE_EXPORT int edge_rows_multiply_static(const char* name, const uint8_t* levels, const float* scales, const float* steps, const float* values, int64_t outputs,
+                                          int64_t inputs, int64_t bits, int64_t block, int64_t rows, float* out) {
+    const Variant* variant = variant_by_name(name);
+    PackedMatrix m;
+    if (!variant || rows < 1 || !(steps[0] > 0) || !(steps[1] >= 0) || !fits(outputs, inputs, bits, block)) return 1;
+    if (!pack(m, outputs, inputs, static_cast<int>(bits), static_cast<int>(block), levels, scales, steps[0])) return 1;
+    void* memory = aligned_alloc(kLine, (StaticRows::bytes(m, rows) + kLine - 1) / kLine * kLine);
+    if (memory) {
+        const StaticRows rounded(m, rows, memory);
+        variant->round_rows(rounded.parts_of, 0, rounded.parts_of.blocks(), rounded.parts, [&](int64_t row) { return values + row * m.inputs; });
+        rounded.join(m);
+        multiply_static(*variant, m, rounded, 0, m.tiles(), {m, out}, steps[1]);
+        free(memory);
+    }
+    release(m);
+    return !memory;
 }
 
 // The same with weights as a GGUF file stores them in the type of this number (enum ggml_type); 1 also for a type that no kernel takes.

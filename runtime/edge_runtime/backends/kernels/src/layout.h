@@ -14,6 +14,9 @@
 // acc = fma(minimum, s * float(sum of q), acc). So a row's numbers depend on nothing else in its batch, on no number of threads, and on no
 // instruction set.
 //
+// Activations of a static scale s, fixed in training, are rounded to q = clamp(round(a / s), -128, 127). Then a row of weights is one block, with one
+// scale for each output, and its integers are added over the whole row: out = float(sum) * (weight_scale * s).
+//
 // A block of 256 is a super-block, as q4_K, q5_K and q6_K of GGUF files have it: parts of it have integer scales. For each tile and super-block,
 // 16 outputs beside each other, there are in place of the scales:
 //   4 and 5 bits: 8 times scales and 8 times minimums for 32 inputs each (int8), a factor of the scales and one of the minimums (float16);
@@ -33,6 +36,8 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kTilesAtOnce = 4;  // the most that a kernel takes; matrices are filled up to whole groups with tiles of zeros
 constexpr int64_t kOctet = 8;  // inputs of a row that lie together once they are rounded: an octet
 constexpr int64_t kSuper = 256;  // inputs of a super-block
+constexpr int64_t kMaxPart = 128;  // inputs of a row that are rounded together by a static scale
+constexpr int64_t kMaxStaticInputs = int64_t{1} << 16;  // of a row: sums of products stay in 32 bits
 constexpr int64_t kStarts = 16, kSums = 8;  // parts of a super-block of 6 bits, and of 4 and 5
 constexpr int64_t kMinimums = kSums * kTile, kFactors = 2 * kMinimums;  // where they begin behind a super-block's scales
 constexpr int kMaxRows = 12;  // rows that a kernel keeps in registers, and of a panel
@@ -46,8 +51,9 @@ struct PackedMatrix {
     const uint8_t* levels;
     const void* scales;
     bool minimums = false;  // beside the scales of blocks; super-blocks of 4 and 5 bits have theirs
+    float static_scale = 0;  // of activations; 0: each row and block has its own
 
-    bool super() const { return block == kSuper; }
+    bool super() const { return block == kSuper && static_scale == 0; }
     int64_t blocks() const { return inputs / block; }
     int64_t tiles() const { return (outputs + kTile * kTilesAtOnce - 1) / (kTile * kTilesAtOnce) * kTilesAtOnce; }
     int64_t tile_bytes() const { return inputs * kTile * bits / 8; }
@@ -192,6 +198,8 @@ struct Variant {
     // out = gelu(gates) * values, and out = tanh(values), of `count` values each.
     void (*gate)(const float* gates, const float* values, float* out, int64_t count);
     void (*tanh)(const float* values, float* out, int64_t count);
+    // Each value becomes the nearest of the multiples of `scale` from -128 to 127 times it.
+    void (*round_levels)(float* values, int64_t count, float scale);
     // The outputs [first, last) of all rows.
     void (*multiply_floats)(const FloatProduct&, int64_t first, int64_t last);
     const DraftSteps* draft;

@@ -27,6 +27,13 @@ uint32_t packed_dword(const uint8_t* row, int bits, int64_t line) {
     return out;
 }
 
+// Whether all blocks of each output have the same scale.
+bool has_row_scales(int64_t outputs, int64_t blocks, const float* scales) {
+    for (int64_t i = 0; i < outputs * blocks; i++)
+        if (scales[i] != scales[i - i % blocks]) return false;
+    return true;
+}
+
 bool is_half(float value) {
     const _Float16 half = static_cast<_Float16>(value);
     return static_cast<float>(half) == value;
@@ -49,10 +56,15 @@ void* memory_for_weights(size_t size) {
     return memory;
 }
 
-bool pack(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales) {
+bool pack(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales, float static_scale) {
     if (!fits(outputs, inputs, bits, block)) return false;
     m = {outputs, inputs, bits, block, true, nullptr, nullptr};
-    const int64_t blocks = m.blocks(), count = outputs * blocks;
+    const int64_t stored_blocks = m.blocks(), count = outputs * stored_blocks;
+    if (static_scale > 0) {
+        if (inputs > kMaxStaticInputs || !has_row_scales(outputs, stored_blocks, scales)) return false;
+        m.block = static_cast<int>(inputs), m.static_scale = static_scale;
+    }
+    const int64_t blocks = m.blocks();
     for (int64_t i = 0; i < count && m.half_scales; i++) m.half_scales = is_half(scales[i]);
     const size_t level_bytes = m.level_bytes();
     uint8_t* memory = static_cast<uint8_t*>(memory_for_weights(m.bytes()));
@@ -68,7 +80,7 @@ bool pack(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block,
                 memcpy(to + line * kLine + n * 4, &dword, 4);
             }
             for (int64_t b = 0; b < blocks; b++) {
-                const float scale = output < outputs ? scales[output * blocks + b] : 0.0f;
+                const float scale = output < outputs ? scales[output * stored_blocks + b] : 0.0f;
                 const int64_t at = (tile * blocks + b) * kTile + n;
                 if (m.half_scales) reinterpret_cast<_Float16*>(memory + level_bytes)[at] = static_cast<_Float16>(scale);
                 else reinterpret_cast<float*>(memory + level_bytes)[at] = scale;

@@ -6,7 +6,8 @@ namespace edge {
 
 // What packing makes: one allocation, aligned to lines. `levels` [outputs, inputs * bits / 8] little end first, `scales` [outputs, blocks].
 // Returns false where there is no memory for it, or for a shape that no kernel takes.
-bool pack(PackedMatrix& out, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales);
+// With a `static_scale` of activations all blocks of an output must have the same scale.
+bool pack(PackedMatrix& out, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales, float static_scale = 0);
 void release(PackedMatrix& matrix);
 // Memory for weights, to be freed by `free`; null where there is none. It begins at a line, and large pieces at a large page: weights are
 // read from end to end, so that fewer addresses have to be translated.

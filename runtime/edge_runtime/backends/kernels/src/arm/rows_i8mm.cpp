@@ -165,6 +165,6 @@ void multiply_i8mm(const PackedMatrix& m, const RoundedRows& a, int64_t first, i
 
 }  // namespace
 
-const Variant kI8mm = {"i8mm", multiply_i8mm, round_row<NeonBase>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply, &kDraftSteps};
+const Variant kI8mm = {"i8mm", multiply_i8mm, round_row<NeonBase>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, round_levels, FloatKernels<1>::multiply, &kDraftSteps};
 
 }  // namespace edge

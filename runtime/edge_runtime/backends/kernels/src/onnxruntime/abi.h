@@ -17,7 +17,7 @@ struct Op;
 using Table = void* const*;
 
 constexpr uint32_t kVersion = 17;
-enum Type : int { kFloat = 1, kUint8 = 2, kInt32 = 6, kInt64 = 7 };
+enum Type : int { kFloat = 1, kUint8 = 2, kInt32 = 6, kInt64 = 7, kHalf = 10 };
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
 
 struct ApiBase {
@@ -41,6 +41,7 @@ inline Status* dimension_count(Table api, const ShapeInfo* info, size_t* out) { 
 inline Status* dimensions(Table api, const ShapeInfo* info, int64_t* out, size_t count) { return function<Status*(const ShapeInfo*, int64_t*, size_t)>(api, 62)(info, out, count); }
 inline Status* element_count(Table api, const ShapeInfo* info, size_t* out) { return function<Status*(const ShapeInfo*, size_t*)>(api, 64)(info, out); }
 inline Status* shape_of(Table api, const Value* value, ShapeInfo** out) { return function<Status*(const Value*, ShapeInfo**)>(api, 65)(value, out); }
+inline Status* attribute(Table api, const KernelInfo* info, const char* name, float* out) { return function<Status*(const KernelInfo*, const char*, float*)>(api, 85)(info, name, out); }
 inline Status* attribute(Table api, const KernelInfo* info, const char* name, int64_t* out) { return function<Status*(const KernelInfo*, const char*, int64_t*)>(api, 86)(info, name, out); }
 inline Status* input(Table api, const KernelContext* context, size_t index, const Value** out) { return function<Status*(const KernelContext*, size_t, const Value**)>(api, 90)(context, index, out); }
 inline Status* output(Table api, KernelContext* context, size_t index, const int64_t* shape, size_t count, Value** out) { return function<Status*(KernelContext*, size_t, const int64_t*, size_t, Value**)>(api, 91)(context, index, shape, count, out); }

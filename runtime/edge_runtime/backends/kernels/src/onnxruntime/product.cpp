@@ -66,7 +66,7 @@ void multiply_chunk(void* data, size_t chunk) {
 
 }  // namespace
 
-Status* create_weights(Table api, const KernelInfo* info, const WeightNames& names, Weights& weights) {
+Status* create_weights(Table api, const KernelInfo* info, const WeightNames& names, Weights& weights, float static_scale) {
     int64_t inputs, outputs, bits, block;
     EDGE_TRY(attribute(api, info, names.inputs, &inputs));
     EDGE_TRY(attribute(api, info, names.outputs, &outputs));
@@ -78,8 +78,8 @@ Status* create_weights(Table api, const KernelInfo* info, const WeightNames& nam
     EDGE_TRY(constant_of(api, info, names.levels, bytes, &levels));
     EDGE_TRY(constant_of(api, info, names.levels + 1, static_cast<size_t>(outputs * (inputs / block)), &scales));
     weights = {api, chosen_variant(), {}};
-    if (!weights.variant || !pack(weights.matrix, outputs, inputs, static_cast<int>(bits), static_cast<int>(block), static_cast<const uint8_t*>(levels), static_cast<const float*>(scales)))
-        return failed(api, "out of memory, or no kernel for this processor");
+    if (!weights.variant || !pack(weights.matrix, outputs, inputs, static_cast<int>(bits), static_cast<int>(block), static_cast<const uint8_t*>(levels), static_cast<const float*>(scales), static_scale))
+        return failed(api, "out of memory, no kernel for this processor, or more than a scale for each output");
     give_back(levels, bytes);
     return nullptr;
 }

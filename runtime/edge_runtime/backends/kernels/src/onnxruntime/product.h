@@ -19,8 +19,8 @@ struct WeightNames {
 };
 constexpr WeightNames kOwnWeights = {"K", "N", "bits", "block_size", 1};
 
-// Packs such weights.
-Status* create_weights(Table api, const KernelInfo* info, const WeightNames& names, Weights& weights);
+// Packs such weights, for activations of a static scale or (0) of their own.
+Status* create_weights(Table api, const KernelInfo* info, const WeightNames& names, Weights& weights, float static_scale = 0);
 
 // The rows of a node's first input, and the memory of its output.
 struct InputRows {

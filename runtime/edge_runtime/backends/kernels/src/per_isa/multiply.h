@@ -225,7 +225,7 @@ void multiply_few_rows(const PackedMatrix& m, const RowGroup& rows, int64_t firs
 template <class Use>
 [[gnu::always_inline]] inline void each_group(const PackedMatrix& m, const RoundedRows& a, int64_t limit, int64_t first, int64_t last, const Products& out, Use use) {
     constexpr int64_t kInputs = 1024, kTiles = 2;
-    const int64_t blocks = m.blocks(), step = kInputs / m.block;
+    const int64_t blocks = m.blocks(), step = m.block < kInputs ? kInputs / m.block : 1;
     for (int64_t b = 0; b < blocks; b += step)
         for (int64_t tile = first; tile < last; tile += kTiles)
             for (int64_t p = 0; p < a.panels(); p++) {

@@ -17,18 +17,36 @@ float greatest_of(const float* values, int64_t count) {
     return __builtin_bit_cast(float, __builtin_reduce_max(greatest));
 }
 
-// A multiple of 16 values; their octets go `pitch` bytes apart. Returns the sum of levels.
-int32_t round_values(const float* values, int64_t count, float inverse, int8_t* octets, int64_t pitch) {
+// Adding 1.5 * 2^23 rounds to the nearest even integer, which then stands in the low bits.
+constexpr float kShift = 12582912.0f;
+
+// A multiple of 16 values, which `scaled` makes levels that are not rounded yet; their octets go `pitch` bytes apart. Returns the sum of levels.
+template <class Scaled>
+int32_t round_values(const float* values, int64_t count, int8_t* octets, int64_t pitch, Scaled scaled) {
     Ints16 sum = 0;
     for (int64_t i = 0; i < count; i += kLanes, octets += 2 * pitch) {
-        // Adding 1.5 * 2^23 rounds to the nearest even integer, which then stands in the low bits.
-        const Floats16 shifted = load16(values + i) * inverse + 12582912.0f;
+        const Floats16 shifted = scaled(load16(values + i)) + kShift;
         const Levels16 levels = __builtin_convertvector(__builtin_bit_cast(Ints16, shifted), Levels16);
         sum += __builtin_convertvector(levels, Ints16);
         __builtin_memcpy(octets, &levels, kOctet);
         __builtin_memcpy(octets + pitch, reinterpret_cast<const char*>(&levels) + kOctet, kOctet);
     }
     return __builtin_reduce_add(sum);
+}
+
+// What is no number stays so.
+Floats16 static_levels(Floats16 values, float scale) {
+    Floats16 levels = values / scale;
+    levels = levels < Floats16(-128) ? Floats16(-128) : levels;
+    return levels > Floats16(127) ? Floats16(127) : levels;
+}
+
+void round_levels(float* values, int64_t count, float scale) {
+    for (int64_t at = 0; at < count; at += kLanes) {
+        const int64_t lanes = count - at < kLanes ? count - at : kLanes;
+        const Floats16 levels = static_levels(lanes == kLanes ? load16(values + at) : load16(values + at, lanes), scale);
+        store16(values + at, (levels + kShift - kShift) * scale, lanes);
+    }
 }
 
 // `Isa` says which zero point its 8-bit levels have.
@@ -39,9 +57,15 @@ void round_row(const float* values, const PackedMatrix& m, int64_t first, int64_
         const int64_t at = b * to.rows + row;
         const float greatest = greatest_of(values, m.block), inverse = greatest > 0 ? 127.0f / greatest : 0.0f;
         int8_t* octets = to.octets(m, b, row);
+        if (m.static_scale > 0) {
+            to.scales[at] = greatest == greatest ? m.static_scale : greatest;
+            to.starts[at] = -zero * round_values(values, m.block, octets, to.pitch(), [&](Floats16 x) { return static_levels(x, m.static_scale); });
+            continue;
+        }
+        const auto scaled = [&](Floats16 x) { return x * inverse; };
         to.scales[at] = greatest / 127.0f;
         if (!m.super()) {
-            const int32_t sum = round_values(values, m.block, inverse, octets, to.pitch());
+            const int32_t sum = round_values(values, m.block, octets, to.pitch(), scaled);
             to.starts[at] = -zero * sum;
             if (m.minimums) to.sums[at] = to.scales[at] * static_cast<float>(sum);
             continue;
@@ -51,7 +75,7 @@ void round_row(const float* values, const PackedMatrix& m, int64_t first, int64_
             int32_t sums[2];
             for (int64_t half = 0; half < 2; half++) {
                 const int64_t from = i + half * kSuper / kStarts;
-                sums[half] = round_values(values + from, kSuper / kStarts, inverse, octets + from / kOctet * to.pitch(), to.pitch());
+                sums[half] = round_values(values + from, kSuper / kStarts, octets + from / kOctet * to.pitch(), to.pitch(), scaled);
                 to.starts[at * kStarts + 2 * part + half] = -zero * sums[half];
             }
             to.sums[at * kSums + part] = static_cast<float>(-sums[0] - sums[1]);

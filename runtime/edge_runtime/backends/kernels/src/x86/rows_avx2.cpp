@@ -13,7 +13,7 @@ namespace {
 
 struct Avx2 : Avx2Base {
     static constexpr bool kSigned8 = true, kByPart = false;
-    // 16 products of 15 times 127, or 86 of 3 times 127, fit 16 bits: two of them are a part's, and a group has two or four parts.
+    // 16 products of 15 times 128, or 85 of 3 times 128 (static scales), fit 16 bits: two of them are a part's, and a group has two or four parts.
     template <int kBits>
     static constexpr int kShortGroups = kBits == 4 ? 4 : kBits == 2 ? 8 : 0;
 
@@ -51,8 +51,30 @@ private:
     }
 };
 
+// Static scales round to -128 too, whose products with levels of -128 leave 16 bits in pairs: bytes are made words first.
+struct Avx2Static : Avx2 {
+    template <int kBits>
+    static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {
+        for (int p = 0; p < Group<kBits>::parts; p++) {
+            const Ints levels = _mm256_xor_si256(w.part[p], _mm256_set1_epi8(static_cast<char>(0x80)));
+            const Ints first = _mm256_madd_epi16(even(levels), even(x.part[p])), second = _mm256_madd_epi16(odd(levels), odd(x.part[p]));
+            sum = _mm256_add_epi32(sum, _mm256_add_epi32(first, second));
+        }
+        return sum;
+    }
+
+private:
+    static Ints even(Ints bytes) { return odd(_mm256_slli_epi16(bytes, 8)); }
+    static Ints odd(Ints bytes) { return _mm256_srai_epi16(bytes, 8); }
+};
+
+void multiply_avx2(const PackedMatrix& m, const RoundedRows& a, int64_t first, int64_t last, const Products& out) {
+    if (m.static_scale > 0 && m.bits == 8) return multiply_all<Avx2Static, 8, 0>(m, a, first, last, out);
+    return multiply<Avx2>(m, a, first, last, out);
+}
+
 }  // namespace
 
-const Variant kAvx2 = {"avx2", multiply<Avx2>, round_row<Avx2>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<1>::multiply, &kDraftSteps};
+const Variant kAvx2 = {"avx2", multiply_avx2, round_row<Avx2>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, round_levels, FloatKernels<1>::multiply, &kDraftSteps};
 
 }  // namespace edge

@@ -75,6 +75,6 @@ struct Avx512Vnni {
 
 }  // namespace
 
-const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row<Avx512Vnni>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, FloatKernels<4>::multiply, &kDraftSteps};
+const Variant kAvx512Vnni = {"avx512vnni", multiply<Avx512Vnni>, round_row<Avx512Vnni>, {attend_span, merge_spans}, attend_cells, gate, tanh_of, round_levels, FloatKernels<4>::multiply, &kDraftSteps};
 
 }  // namespace edge
