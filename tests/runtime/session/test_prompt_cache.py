@@ -456,6 +456,8 @@ def test_commands_keep_prompts_and_forget_them(exported_pair: Path, folder: Path
 
     prompt = "def area(r): return 3 * r * r\n" * 20
     request = ("generate", str(exported_pair), "-b", "llama", "-t", "1", "-n", "4", "--prompt-cache", str(folder), prompt)
+    if json.loads(run(*request[:-2], "off", prompt, "--json").stdout)["row_kernels"] is None:
+        pytest.skip("generate leaves the prompt cache alone on stock kernels")
     first, second = run(*request), run(*request)
     assert first.stdout == second.stdout
     assert "came from the prompt cache" in second.stderr
