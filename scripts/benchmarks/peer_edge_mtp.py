@@ -42,7 +42,7 @@ def engine() -> Iterator[tuple[dict[str, Any], Answer]]:
         distribution = DISTRIBUTIONS[options.backend]
         about = {
             "version": f"edge-mtp {installed_version('edge-mtp')} on {distribution} {installed_version(distribution)}",
-            "flags": f"{session.drafter_kind} drafter",
+            "flags": f"{session.drafter_kind} drafter, kernels: {session.row_kernels or 'those of the engine alone'}",
             "drafter": session.drafter_kind,
         }
         yield about, lambda request: answer(session, runner, request)
