@@ -48,7 +48,7 @@ class ModelCard:
             "n_params": facts.parameters,
             "rows": self.rows.to_json(),
             "description": self.manifest.description,
-            "input_modalities": ["text", *(name for name, taken in self._modalities.items() if taken)],
+            "input_modalities": ["text", *(name for name, accepted in self._modalities.items() if accepted)],
         }
         created = int(self._created.timestamp())
         return {

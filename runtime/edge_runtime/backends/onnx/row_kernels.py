@@ -34,7 +34,7 @@ _POSITIONS = b"position_ids"
 # The end of a Slice that goes to the end.
 _END = (1 << 63) - 1
 # The fewest outputs of each half of a gate that a thread computes together: whole blocks of the product behind it.
-_LEAST_WIDTH = 64
+_MIN_WIDTH = 64
 
 
 def with_row_kernels(model: bytes) -> tuple[bytes, int]:
@@ -199,7 +199,7 @@ def feed_forward(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
         return None
     second = {name: int(end.numbers.get(name, 0)) for name in (b"K", b"N", b"bits", b"block_size")}
     width, sizes = second[b"K"], constants.get(gates.inputs[1])
-    if min(second.values()) < 1 or width % max(_LEAST_WIDTH, second[b"block_size"]) or product.numbers.get(b"N") != 2 * width:
+    if min(second.values()) < 1 or width % max(_MIN_WIDTH, second[b"block_size"]) or product.numbers.get(b"N") != 2 * width:
         return None
     if sizes is None or sizes.integers != (width, width):
         return None

@@ -20,36 +20,36 @@ class Places:
     def __init__(self, capacity: int, clients: int = 1) -> None:
         self._capacity, self._clients = capacity, clients
         self._lock = threading.Lock()
-        self._taken: Counter[int] = Counter()
+        self._held: Counter[int] = Counter()
 
     def total(self) -> int:
         """Returns how many are taken."""
         with self._lock:
-            return self._taken.total()
+            return self._held.total()
 
     def take(self, client: int, requests: int = 1) -> None:
         """Takes places for a client, all or none.
 
         Raises ApiError: 503 if as many are not free, 429 if the free ones are for other clients, 400 if as many never will be.
         """
-        most = max(1, self._capacity - self._clients + 1)
-        if requests > most:
-            raise ApiError(400, f"the request has {requests} answers; this server queues at most {most}", param="n")
+        limit = max(1, self._capacity - self._clients + 1)
+        if requests > limit:
+            raise ApiError(400, f"the request has {requests} answers; this server queues at most {limit}", param="n")
         with self._lock:
-            total, held = self._taken.total(), self._taken[client]
+            total, held = self._held.total(), self._held[client]
             if total + requests > self._capacity:
                 raise _busy(503, f"{total} requests are running or waiting, which is the limit", "queue_full")
-            without = sum(not self._taken[other] for other in range(self._clients) if other != client)
+            without = sum(not self._held[other] for other in range(self._clients) if other != client)
             if held + requests > 1 and total + requests + without > self._capacity:
                 raise _busy(
                     429, f"{held} requests of this key are running or waiting; the free places are for other keys", "key_queue_full"
                 )
-            self._taken[client] += requests
+            self._held[client] += requests
 
     def give_back(self, client: int) -> None:
         """Frees one place."""
         with self._lock:
-            self._taken[client] -= 1
+            self._held[client] -= 1
 
 
 def _busy(status: int, reason: str, code: str) -> ApiError:
