@@ -35,7 +35,7 @@ try_python() { # PYTHON VERSION
     for command in edge-run edge-bench edge-devices; do
         "$bin/$command" --version >/dev/null
     done
-    { "$bin/edge-export" --version 2>&1 || true; } | grep -q "^Error: edge-export needs .*edge-mtp\[export\]"
+    { "$bin/edge-export" reference --output refused 2>&1 || true; } | grep -q "^Error: edge-export needs .*edge-mtp\[export\]"
     "$bin/edge-run" doctor --json | "$bin/python" -c 'import json, sys; found = json.load(sys.stdin); assert not found["ready"] and found["install"], found'
     "${install[@]}" "$wheel[onnx,export-onnx,grammar,serve]"
     "$bin/edge-run" doctor --json | "$bin/python" -c 'import json, sys; found = json.load(sys.stdin); assert found["ready"], found'
