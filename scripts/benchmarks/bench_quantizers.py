@@ -49,7 +49,7 @@ BLOCKS = (32, 128)
 # What the ONNX exporter makes of int4, the embedding included.
 EXPORTS = {f"ONNX int4, blocks of {block}": OnnxRequest(block=block) for block in (32, 64, 128)} | {
     "ONNX int4, mixed": OnnxRequest(),
-    "ONNX int4, mixed, int8 embedding": OnnxRequest(embedding="int8"),
+    "ONNX int4, mixed, int4 embedding": OnnxRequest(embedding="int4"),
 }
 SENSITIVE = re.compile(r"blk\.\d+\.(attn_v|ffn_down|proj)\.weight")
 TEXT_BYTES = 1_000_000

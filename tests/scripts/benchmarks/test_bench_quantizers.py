@@ -36,7 +36,7 @@ def script() -> Any:
 def test_every_way_is_compared(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "BLOCKS", (32,))
     monkeypatch.setattr(script, "GGUF_TYPES", ("q4_0",))
-    monkeypatch.setattr(script, "EXPORTS", {"mixed": OnnxRequest(), "mixed, int8 embedding": OnnxRequest(embedding="int8")})
+    monkeypatch.setattr(script, "EXPORTS", {"mixed": OnnxRequest(), "mixed, int4 embedding": OnnxRequest(embedding="int4")})
     monkeypatch.setattr(calibration, "MAX_CHUNKS", 2)
     (tmp_path / "prompts.json").write_text(json.dumps(["def area(width, height):\n    return width * height\n"]))
     text = Path(json.__file__).read_text()
@@ -74,7 +74,7 @@ def test_exports_mix_as_the_graphs_do(script: Any) -> None:
     weights = {name: random.standard_normal((4, 128)).astype(np.float32) for name in names}
     _, mixed = script.exported(weights, OnnxRequest(), None)
     _, plain = script.exported(weights, OnnxRequest(block=32), None)
-    assert mixed == pytest.approx((4 + 32 / 64 + 2 * (8 + 32 / 128) + 4 + 32 / 128) / 4)
+    assert mixed == pytest.approx((3 * (8 + 32 / 128) + 4 + 32 / 128) / 4)
     assert plain == pytest.approx(5)
 
 

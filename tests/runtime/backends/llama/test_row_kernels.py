@@ -151,7 +151,7 @@ def test_other_types_are_not_packed(kind: int) -> None:
 
 
 def test_a_library_without_the_symbols_keeps_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ggml, "load_library", lambda: SimpleNamespace(edge_ggml_unread_rows=None))
+    monkeypatch.setattr(ggml, "load_library", lambda: SimpleNamespace(edge_ggml_watch_cells=None))
     monkeypatch.setattr(ggml, "variant", lambda: "avx2")
     reason = ggml.register(SimpleNamespace(ggml_nbytes=1))
     assert reason is not None
