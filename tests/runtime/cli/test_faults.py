@@ -104,7 +104,7 @@ def test_a_memory_limit_while_a_bundle_is_opened_is_one_sentence(exported_pair: 
     code = """
 import resource, sys
 from edge_runtime.cli.run import main
-import edge_runtime.backends.llama.target
+import edge_runtime.backends.llama.target, edge_runtime.cli.generate
 from edge_runtime.backends.llama.loader import llama_library
 llama_library()
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + int(sys.argv[1])
