@@ -21,6 +21,8 @@ KERNELS := $(wildcard $(addprefix runtime/edge_runtime/backends/kernels/,build.p
 SETUP := PYTHON=$(PYTHON) scripts/setup/setup.sh
 AUDIT = $(BIN)/python scripts/setup/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin \
 	--lock requirements/ci.txt --lock requirements/runtime.txt
+# Where it is set, as in containers, each of the thousands of processes that tests start compiles every module it imports: half of its start.
+export PYTHONDONTWRITEBYTECODE :=
 DEMO_BUNDLE ?= demo-bundle
 # make demo BACKEND=llama runs on llama.cpp, which is compiled; onnx needs wheels only.
 BACKEND ?= onnx
@@ -83,11 +85,10 @@ RUN_TESTS := -m pytest -n $(WORKERS) --dist loadfile
 test: setup-test
 	$(SHORT_VENV)/bin/python $(RUN_TESTS) --short -rfE -m "not slow"
 
-# The slow tests are statistics over thousands of samples, complete benchmarks on devices, and emulated phones and boards: in random order
-# always; the seed is printed. A failure among them does not hide what the others find.
+# The slow tests are statistics over thousands of samples, complete benchmarks on devices, and emulated phones and boards: their files come
+# first, and they are in random order always; the seed is printed.
 test-all: setup-all
-	@slow=0; set -x; $(BIN)/python $(RUN_TESTS) $(if $(SEED),--randomly-seed=$(SEED)) -m slow || slow=$$?; \
-		$(BIN)/python $(RUN_TESTS) $(if $(SEED),--randomly-seed=$(SEED),-p no:randomly) -m "not slow" && exit $$slow
+	$(BIN)/python $(RUN_TESTS) --no-loadscope-reorder $(if $(SEED),--randomly-seed=$(SEED),--randomly-dont-reorganize)
 
 # Writes tests/data/long_tests.txt: what make test leaves out because it takes half a second of processor time or more.
 test-times: setup-test setup-all

@@ -11,10 +11,9 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter
-from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
 from edge_runtime.config.yaml_file import CONFIG_NAME, read_config
 from edge_runtime.errors import ConfigError, RequestError
-from edge_runtime.session.monitoring.monitor import MonitorOptions
+from edge_runtime.session.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
 
 pytestmark = pytest.mark.usefixtures("probe_memory")
@@ -30,7 +29,7 @@ def config_file(folder: Path, **sections: Any) -> Path:
 
 def support(drafter: object) -> int:
     """How many tokens the split drafter's head picks from."""
-    assert isinstance(drafter, LlamaKernelDrafter | LlamaSplitDrafter)
+    assert isinstance(drafter, LlamaKernelDrafter)
     seen: list[int] = []
 
     def sampler(logits, tokens=None):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from edge_bench.contribution.energy_records import check_record
-from edge_bench.devices.package import read_package
+from edge_bench.devices.remote_run import read_package
 from edge_bench.devices.results import read_result
 from edge_bench.measure.records import read_records
 from edge_bench.report.figures import figures

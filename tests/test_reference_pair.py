@@ -104,7 +104,7 @@ def test_llama_cpps_own_tool_runs_the_pair_and_accepts_as_much(exported_pair: Pa
         generation.text()
         counts["ours"][0] += generation.stats.accepted
         counts["ours"][1] += generation.stats.drafted
-        models = "-m", str(exported_pair / "target-f16.gguf"), "-md", str(exported_pair / "drafter-f16.gguf")
+        models = "-m", str(exported_pair / "target-F16.gguf"), "-md", str(exported_pair / "mtp-target-F16.gguf")
         options = "--spec-type draft-mtp --spec-draft-n-max 3 --temp 0 -n 119 -c 1024 -ngl 0 --no-escape -t 2"
         command = [str(Path(folder) / "llama-speculative-simple"), *models, *options.split(), "-p", prompt]
         found = peer_counts(command)

@@ -55,3 +55,15 @@ def test_long_tests_are_listed_and_left_out(pytester: pytest.Pytester, monkeypat
     result = pytester.runpytest_inprocess(*options, "--short")
     result.assert_outcomes(passed=5, deselected=2)
     result.stdout.fnmatch_lines([f"make test-all runs 2 more tests, which need {short_set.NEEDS}"])
+
+
+def test_workers_begin_with_the_files_that_take_longest(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_a="def test_short(): ...",
+        test_b="import pytest\n\ndef test_short(): ...\n\n@pytest.mark.slow\ndef test_slow(): ...",
+        test_c="def test_short(): ...\n\ndef test_other(): ...",
+    )
+    options = ("-p", "short_set", "-p", "xdist", "-p", "no:randomly", "--no-loadscope-reorder")
+    lines = pytester.runpytest_inprocess(*options, "--collect-only", "-q").outlines
+    names = ["test_b.py::test_slow", "test_b.py::test_short", "test_c.py::test_short", "test_c.py::test_other", "test_a.py::test_short"]
+    assert [line for line in lines if "::" in line] == names

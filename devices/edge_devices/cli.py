@@ -13,9 +13,8 @@ from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.table import COLUMNS_HELP, import_csv, parse_choice
 from edge_devices.energy.protocol import busy_load, characterise_meter
-from edge_devices.energy.report import make_report
+from edge_devices.energy.report import make_report, meter_lines, report_lines
 from edge_devices.energy.run_log import read_log
-from edge_devices.energy.text import meter_lines, report_lines
 from edge_devices.errors import DeviceError, printable
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.facts import usable_processors

@@ -148,7 +148,6 @@ class PanelGroup(click.Group):
             formatter.write_dl([(f"{ctx.command_path} COMMAND --help", "the options of a command")])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command."""
         with one_sentence_errors(out_of_memory=self._out_of_memory):
             return super().invoke(ctx)
 

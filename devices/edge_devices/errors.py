@@ -11,6 +11,9 @@ EdgeError
 Messages quote files and devices, which may be hostile: `one_line` keeps such text from moving a terminal's cursor or filling its screen.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 _LONGEST = 1600
 OUT_OF_MEMORY = "there is not enough memory; close other programs"
 
@@ -55,3 +58,13 @@ class TransportError(DeviceError):
 
 class LinkError(TransportError):
     """The device cannot be reached now: unplugged, offline, restarting, not authorised. Its files stay."""
+
+
+@contextlib.contextmanager
+def errors_as(kind: Callable[[str], Exception], wrong: str, remedy: str, *causes: type[Exception]) -> Iterator[None]:
+    """Turns `causes`, without any OSError, into an error of `kind`: what is `wrong`, with the cause in brackets, then the remedy."""
+    caught = causes or (OSError,)
+    try:
+        yield
+    except caught as error:
+        raise kind(f"{wrong} ({getattr(error, 'strerror', None) or error}); {remedy}") from error

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from edge_runtime.decoding.sampling import SamplingParams
     from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
     from edge_runtime.session.batch import Sessions
-    from edge_runtime.session.chat import Answer, Chat
+    from edge_runtime.session.chat import Answer, Chat, chat, generate
     from edge_runtime.session.generation import Generation
     from edge_runtime.session.load_options import LoadOptions
-    from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
-    from edge_runtime.session.one_call import chat, generate
+    from edge_runtime.session.monitor import Monitor, MonitorOptions
     from edge_runtime.session.open import open_session, open_sessions
     from edge_runtime.session.session import Session
     from edge_runtime.session.stats import DecodeStats
@@ -46,8 +45,8 @@ _HOMES = {
     "Generation": "session.generation",
     "JsonSchema": "text.constraints",
     "LoadOptions": "session.load_options",
-    "Monitor": "session.monitoring.monitor",
-    "MonitorOptions": "session.monitoring.monitor",
+    "Monitor": "session.monitor",
+    "MonitorOptions": "session.monitor",
     "Regex": "text.constraints",
     "RequestError": "errors",
     "Round": "decoding.loop",
@@ -58,8 +57,8 @@ _HOMES = {
     "Thought": "text.channels",
     "ToolCall": "text.tool_calls",
     "ToolCalls": "text.constraints",
-    "chat": "session.one_call",
-    "generate": "session.one_call",
+    "chat": "session.chat",
+    "generate": "session.chat",
     "open_bundle": "bundle.bundle",
     "open_session": "session.open",
     "open_sessions": "session.open",

@@ -1,4 +1,4 @@
-"""Times a draft step of the dense, split and prompt lookup drafters of a bundle, and the part of the split step outside llama.cpp.
+"""Times a draft step of llama.cpp's own drafter, of the kernels' with the dense and the sparse head, and of prompt lookup.
 
     python scripts/pairs/widen_pair.py exporter/edge_export/reference_pair -o /tmp/wide
     edge-export pair /tmp/wide/target /tmp/wide/drafter -o /tmp/wide-bundle
@@ -22,18 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from edge_devices.command_line import one_sentence_errors
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.crash_probe import probe_load_options
-from edge_runtime.backends.llama.loader import llama_library
-from edge_runtime.backends.llama.mapped_gguf import map_gguf
-from edge_runtime.backends.llama.pair import has_split, open_model_drafter
-from edge_runtime.backends.llama.sparse_head import SparseHead, read_head
-from edge_runtime.backends.llama.split_drafter import EMBEDDING
+from edge_runtime.backends.llama.drafter import LlamaDrafter
+from edge_runtime.backends.llama.pair import open_model_drafter
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
@@ -60,40 +56,14 @@ def quartiles(values: list[float], steps: int) -> dict[str, float]:
 
 def draft_steps(drafters: dict[str, Drafter], last: int, draft_length: int, rounds: int) -> dict[str, Any]:
     """Returns milliseconds per step for drafts of one and of `draft_length` tokens; every round runs all drafters in turn."""
-    taken: dict[str, dict[int, list[float]]] = {kind: {1: [], draft_length: []} for kind in drafters}
+    timings: dict[str, dict[int, list[float]]] = {kind: {1: [], draft_length: []} for kind in drafters}
     for number in range(WARM_UP + rounds):
         for kind, drafter in drafters.items():
-            for length in taken[kind]:
+            for length in timings[kind]:
                 passed = seconds(lambda drafter=drafter, length=length: drafter.draft(last, length))  # type: ignore[misc]
                 if number >= WARM_UP:
-                    taken[kind][length].append(passed)
-    return {kind: {str(length): quartiles(values, length) for length, values in by.items()} for kind, by in taken.items()}
-
-
-def host_work(bundle: Bundle, target: LlamaTarget, threads: int, rounds: int) -> dict[str, Any]:
-    """Returns milliseconds of each part of the split step computed outside llama.cpp, on random rows and tokens."""
-    hidden, vocabulary = bundle.manifest.architecture.drafter_hidden_size, target.vocabulary.size
-    weights = read_head(
-        llama_library(), bundle.path("drafter_head"), hidden_size=hidden, target_hidden_size=target.hidden_size, vocabulary=vocabulary
-    )
-    table = map_gguf(llama_library(), bundle.path("target", "gguf"), (EMBEDDING,)).tensor(EMBEDDING, (target.hidden_size, vocabulary))
-    head = SparseHead(llama_library(), weights, table, threads)
-    noise = np.random.default_rng(0)
-    taken: dict[str, list[float]] = {"block input": [], "centroid head and carry": [], "best token": []}
-    try:
-        for number in range(WARM_UP + rounds):
-            token, output = int(noise.integers(vocabulary)), noise.normal(size=hidden).astype(np.float32)
-            parts = (
-                seconds(lambda token=token: head.block_input(token, np.zeros(hidden, np.float32))),  # type: ignore[misc]
-                seconds(lambda output=output: head.feed(output)),  # type: ignore[misc]
-                seconds(head.best_token),
-            )
-            for part, passed in zip(taken.values(), parts, strict=True):
-                if number >= WARM_UP:
-                    part.append(passed)
-    finally:
-        head.close()
-    return {name: quartiles(values, 1) for name, values in taken.items()}
+                    timings[kind][length].append(passed)
+    return {kind: {str(length): quartiles(values, length) for length, values in by.items()} for kind, by in timings.items()}
 
 
 def repeating_text(vocabulary: int, count: int) -> list[int]:
@@ -106,9 +76,10 @@ def repeating_text(vocabulary: int, count: int) -> list[int]:
 def measure(bundle: Bundle, options: LlamaOptions, tokens: int, draft_length: int, rounds: int) -> dict[str, Any]:
     """Opens all drafters of the bundle on one target and times them after a text of `tokens` tokens."""
     with LlamaTarget(bundle.path("target", "gguf"), options) as target:
-        drafters: dict[str, Drafter] = {"dense": open_model_drafter(bundle, target, options, "dense")}
-        if has_split(bundle):
-            drafters["split"] = open_model_drafter(bundle, target, options, "split")
+        drafters: dict[str, Drafter] = {"llama.cpp": LlamaDrafter(bundle.path("drafter", "gguf"), target, options)}
+        drafters["dense"] = open_model_drafter(bundle, target, options, "dense")[0]
+        if bundle.has("drafter_head"):
+            drafters["split"] = open_model_drafter(bundle, target, options, "split")[0]
         drafters["lookup"] = LookupDrafter(target)
         text = repeating_text(target.vocabulary.size, tokens)
         target.prefill(text[:-1])
@@ -121,29 +92,24 @@ def measure(bundle: Bundle, options: LlamaOptions, tokens: int, draft_length: in
             "tokens": len(text),
             "rounds": rounds,
             "steps": draft_steps(drafters, text[-1], draft_length, rounds),
-            "split_host_work": host_work(bundle, target, options.threads, rounds) if has_split(bundle) else None,
         }
 
 
 def table(record: dict[str, Any]) -> Table:
-    """Returns one row per drafter and draft length, then the host parts of the split step."""
+    """Returns one row per drafter and draft length."""
     shape = f"drafter {record['drafter_hidden_size']} wide, vocabulary {record['vocabulary']}"
     made = Table(title=f"{shape}, {record['threads']} threads, medians of {record['rounds']}")
-    for column in ("drafter", "draft length", "ms per step", "quartiles", "of dense"):
+    for column in ("drafter", "draft length", "ms per step", "quartiles", "of llama.cpp"):
         made.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
     for kind, lengths in record["steps"].items():
-        for length, found in lengths.items():
-            share = found["median_ms"] / record["steps"]["dense"][length]["median_ms"]
-            made.add_row(kind, length, f"{found['median_ms']:.3f}", _spread(found), f"1/{1 / share:.1f}")
-    if record["split_host_work"]:
-        made.add_section()
-        for name, found in record["split_host_work"].items():
-            made.add_row(f"split, {name}", "", f"{found['median_ms']:.3f}", _spread(found), "")
+        for length, figures in lengths.items():
+            share = figures["median_ms"] / record["steps"]["llama.cpp"][length]["median_ms"]
+            made.add_row(kind, length, f"{figures['median_ms']:.3f}", _spread(figures), f"1/{1 / share:.1f}")
     return made
 
 
-def _spread(found: dict[str, float]) -> str:
-    return f"{found['low_quartile_ms']:.3f} to {found['high_quartile_ms']:.3f}"
+def _spread(figures: dict[str, float]) -> str:
+    return f"{figures['low_quartile_ms']:.3f} to {figures['high_quartile_ms']:.3f}"
 
 
 @click.command(context_settings={"show_default": True})

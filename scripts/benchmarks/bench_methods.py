@@ -70,7 +70,7 @@ class Pair:
         decoding = Decoding(
             target, prompt[-1], policy or Fixed(0), max_tokens=min(len(text) - 16, 3 * self.tokens), rule=TraceRule(text), sources=sources
         )
-        tokens = [token for one in decode(target, self.both.drafter, decoding) for token in one.tokens]
+        tokens = [token for each in decode(target, self.both.drafter, decoding) for token in each.tokens]
         return time.perf_counter() - begin, tokens
 
 
@@ -148,13 +148,13 @@ def measure(bundle: Path, output: Path, part: str, label: str, seconds: float, c
     """Append timed cases of a part to OUTPUT."""
     end = time.monotonic() + seconds
     known = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()] if output.exists() else []
-    number = 1 + max((one["case"] for one in known), default=0)
+    number = 1 + max((each["case"] for each in known), default=0)
     chance = random.Random(number)
     with open_session(bundle, threads=threads, check="none") as opened, output.open("a", encoding="utf-8") as file:
-        found = {"sampled": sampled, "schemas": schemas, "memory": memory}[part](Pair(opened, tokens), chance)
-        next(iter(next(found)[1].values()))()  # to warm up
+        drawn = {"sampled": sampled, "schemas": schemas, "memory": memory}[part](Pair(opened, tokens), chance)
+        next(iter(next(drawn)[1].values()))()  # to warm up
         while time.monotonic() < end and cases > 0:
-            name, sides = next(found)
+            name, sides = next(drawn)
             runs = {side: sides[side]() for side in chance.sample(list(sides), len(sides))}
             texts = {tuple(text) for _, text in runs.values()}
             for side, (took, text) in runs.items():

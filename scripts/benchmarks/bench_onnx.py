@@ -102,23 +102,23 @@ def measure_load(runner: Runner) -> dict[str, float]:
 
 
 def _resident() -> Resident:
-    found = resident_bytes()
-    if found is None:
+    measured = resident_bytes()
+    if measured is None:
         raise BackendError("resident memory is read from /proc, which this system does not have; omit --openings")
-    return found
+    return measured
 
 
 def measure_loads(runners: Sequence[Runner], repeats: int) -> dict[str, dict[str, float]]:
     """Returns medians over `repeats` loads of each runner, in turn; the first load packs weights and is not counted."""
-    taken: dict[str, list[dict[str, float]]] = {runner.name: [] for runner in runners}
+    samples: dict[str, list[dict[str, float]]] = {runner.name: [] for runner in runners}
     spawn = multiprocessing.get_context("spawn")
     for number in range(repeats + 1):
         for runner in runners:
             with spawn.Pool(1) as pool:
-                found = pool.apply(measure_load, (runner,))
+                measured = pool.apply(measure_load, (runner,))
             if number:
-                taken[runner.name].append(found)
-    return {name: {key: statistics.median(one[key] for one in many) for key in many[0]} for name, many in taken.items()}
+                samples[runner.name].append(measured)
+    return {name: {key: statistics.median(each[key] for each in many) for key in many[0]} for name, many in samples.items()}
 
 
 def in_turn(sessions: dict[str, Session], repeats: int) -> Iterator[tuple[str, Session, bool]]:
@@ -140,14 +140,14 @@ def forwards(
     """Returns typical milliseconds of a verify for each row count, and of one draft step, after `context` tokens."""
     for session in sessions.values():
         fill(session, context)
-    taken: dict[str, dict[str, list[float]]] = {name: {} for name in sessions}
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in sessions}
     for name, session, counts in in_turn(sessions, repeats):
-        found = {f"verify {rows}": verify_seconds(session.target, rows, context) for rows in row_counts}
+        measured = {f"verify {rows}": verify_seconds(session.target, rows, context) for rows in row_counts}
         if session.drafter is not None:
-            found["draft step"] = draft_seconds(session.target, session.drafter, draft_length, context)
-        for key, seconds in found.items() if counts else ():
-            taken[name].setdefault(key, []).append(1000 * seconds)
-    return {name: {key: typical(values) for key, values in by.items()} for name, by in taken.items()}
+            measured["draft step"] = draft_seconds(session.target, session.drafter, draft_length, context)
+        for key, seconds in measured.items() if counts else ():
+            samples[name].setdefault(key, []).append(1000 * seconds)
+    return {name: {key: typical(values) for key, values in by.items()} for name, by in samples.items()}
 
 
 def verify_seconds(target: Target, rows: int, context: int) -> float:
@@ -207,22 +207,22 @@ def table(title: str, rows: dict[str, dict[str, str]]) -> Table:
     return made
 
 
-def load_table(found: dict[str, dict[str, float]]) -> Table:
+def load_table(measured: dict[str, dict[str, float]]) -> Table:
     """Returns the table of loads: seconds and megabytes."""
     rows = {
         name: {"seconds": f"{by['seconds']:.2f}"}
         | {key.removesuffix("_bytes") + " MB": f"{by[key] / 1e6:.0f}" for key in by if key != "seconds"}
-        for name, by in found.items()
+        for name, by in measured.items()
     }
     return table("load", rows)
 
 
-def forward_table(context: int, found: dict[str, dict[str, float]]) -> Table:
+def forward_table(context: int, measured: dict[str, dict[str, float]]) -> Table:
     """Returns the table of milliseconds, with the speed relative to the first runner."""
-    first = next(iter(found.values()))
+    first = next(iter(measured.values()))
     rows = {
         name: {key: f"{value:.2f} ({first[key] / value:.2f})" if key in first else f"{value:.2f}" for key, value in by.items()}
-        for name, by in found.items()
+        for name, by in measured.items()
     }
     return table(f"milliseconds after {context} tokens (speed relative to the first)", rows)
 
@@ -236,16 +236,16 @@ def growth_table(by_context: dict[str, dict[str, dict[str, float]]]) -> Table:
     return table(f"milliseconds after {last} tokens relative to {first}", rows)
 
 
-def text_table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
+def text_table(measured: dict[str, dict[str, dict[str, float]]]) -> Table:
     """Returns the table of tokens per second, with the ratio to the first runner and the share of drafts accepted."""
-    first = next(iter(found.values()))
+    first = next(iter(measured.values()))
     rows = {
         name: {
             length: f"{of['tokens_per_second']:.1f} "
             f"({of['tokens_per_second'] / first[length]['tokens_per_second']:.2f}) {of['accepted']:.0%}"
             for length, of in by.items()
         }
-        for name, by in found.items()
+        for name, by in measured.items()
     }
     return table("tokens per second by draft length (relative to the first), drafts accepted", rows)
 
@@ -308,8 +308,8 @@ def main(
     with ExitStack() as stack:
         sessions = {runner.name: stack.enter_context(runner.open(verbose=True)) for runner in runners}
         for context in sorted(contexts):
-            found = record["forwards"][str(context)] = forwards(sessions, context, row_counts, max([3, *lengths]), repeats, typical)
-            keep(forward_table(context, found))
+            measured = record["forwards"][str(context)] = forwards(sessions, context, row_counts, max([3, *lengths]), repeats, typical)
+            keep(forward_table(context, measured))
         if len(contexts) > 1:
             keep(growth_table(record["forwards"]))
         if listed:

@@ -92,18 +92,18 @@ class Target:
         """What the model loses with these weights in place of its own; it has its own again afterwards."""
         self._put(weights)
         try:
-            found = [divergence(wanted, self._logits(tokens)) for tokens, wanted in zip(self._texts, self._reference, strict=True)]
+            results = [divergence(exact, self._logits(tokens)) for tokens, exact in zip(self._texts, self._reference, strict=True)]
         finally:
             self._put(self.weights)
         counts = np.array([len(tokens) for tokens in self._texts])
         share = counts / counts.sum()
-        kls = np.array([each.mean_kl for each in found])
+        kls = np.array([each.mean_kl for each in results])
         mean = float(share @ kls)
         return Loss(
             way=way,
             kl=mean,
             kl_error=float(np.sqrt(np.sum((share * (kls - mean)) ** 2))),
-            greedy_agreement=float(share @ [each.greedy_agreement for each in found]),
+            greedy_agreement=float(share @ [each.greedy_agreement for each in results]),
             bits=bits,
         )
 
@@ -131,10 +131,10 @@ def losses(
     weighed = replace(importance, moments=None)
     ways = {"": None, ", importance": weighed, ", compensated": importance}
     for kind in GGUF_TYPES:
-        for name, given in ways.items():
+        for name, counts in ways.items():
             say(way := f"GGUF {kind}{name}")
-            quantize_gguf(plain, folder / "made.gguf", kind, threads, importance=given)
-            if given is importance:
+            quantize_gguf(plain, folder / "made.gguf", kind, threads, importance=counts)
+            if counts is importance:
                 compensate_gguf(folder / "made.gguf", checkpoint, importance)
             weights, bits = read_weights(folder / "made.gguf", target.weights)
             yield target.loss(way, weights, bits)
@@ -144,16 +144,16 @@ def losses(
             weights, bits = rounded(target.weights, WeightSpec(bits=4, block=block, method=method), used)  # type: ignore[arg-type]
             yield target.loss(way, weights, bits)
     for name, request in EXPORTS.items():
-        for how, given in ways.items():
+        for how, counts in ways.items():
             say(way := f"{name}{how}")
-            weights, bits = exported(target.weights, request, given)
+            weights, bits = exported(target.weights, request, counts)
             yield target.loss(way, weights, bits)
 
 
-def read_weights(path: Path, wanted: Weights) -> tuple[Weights, float]:
+def read_weights(path: Path, exact: Weights) -> tuple[Weights, float]:
     """The dequantized matrices of a GGUF file, and their bits per weight."""
-    tensors = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name in wanted]
-    weights = {t.name: np.array(gguf.quants.dequantize(t.data, t.tensor_type), np.float32).reshape(wanted[t.name].shape) for t in tensors}
+    tensors = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name in exact]
+    weights = {t.name: np.array(gguf.quants.dequantize(t.data, t.tensor_type), np.float32).reshape(exact[t.name].shape) for t in tensors}
     return weights, 8 * sum(int(t.n_bytes) for t in tensors) / sum(values.size for values in weights.values())
 
 
@@ -185,10 +185,10 @@ def quantized(weights: Weights, spec_of: Callable[[str, int], WeightSpec], impor
     """The matrices quantized and back, and their bits per weight; `spec_of` says how from a name and a row's length."""
     made, stored = {}, 0
     for name, values in weights.items():
-        given = importance.values.get(name) if importance else None
+        counts = importance.values.get(name) if importance else None
         moments = importance.moments if importance else None
         factor = moments.factor(name) if moments and moments.has(name) else None
-        packed = quantize_matrix(values, spec_of(name, values.shape[1]), None if given is None else given[0], factor)
+        packed = quantize_matrix(values, spec_of(name, values.shape[1]), None if counts is None else counts[0], factor)
         made[name] = dequantize(packed)
         stored += packed.packed.nbytes + packed.scales.nbytes
     return made, 8 * stored / sum(values.size for values in weights.values())
@@ -213,10 +213,10 @@ def measured_importance(folder: Path, text: Path, checkpoint: Checkpoint, scratc
     return replace(fitted(made.target, checkpoint, made.source), moments=moments)
 
 
-def report(found: list[Loss]) -> str:
+def report(results: list[Loss]) -> str:
     """One line per way."""
     lines = [f"{'way':<40} {'mean KL':>9} {'+-':>8} {'greedy':>7} {'bits/weight':>11}"]
-    for loss in found:
+    for loss in results:
         lines.append(f"{loss.way:<40} {loss.kl:>9.5f} {loss.kl_error:>8.5f} {loss.greedy_agreement:>7.1%} {loss.bits:>11.2f}")
     return "\n".join(lines)
 
@@ -254,7 +254,7 @@ def main(
         importance = measured_importance(folder, text, checkpoint, Path(name) / "moments", threads)
         say(f"running {len(prompts)} prompts")
         model = Target(folder, prompts, continuation)
-        found = list(losses(model, checkpoint, importance, Path(name), threads, say))
+        results = list(losses(model, checkpoint, importance, Path(name), threads, say))
     if json_path:
         result: dict[str, Any] = {
             "target": str(folder),
@@ -262,9 +262,9 @@ def main(
             "prompts": len(prompts),
             "importance": asdict(importance.source),
         }
-        json_path.write_text(json.dumps(result | {"losses": [asdict(loss) for loss in found]}, indent=1), encoding="utf-8")
+        json_path.write_text(json.dumps(result | {"losses": [asdict(loss) for loss in results]}, indent=1), encoding="utf-8")
     click.echo(f"{model.rows} rows of {len(prompts)} prompts; importance from {importance.source.tokens} tokens")
-    click.echo(report(found))
+    click.echo(report(results))
 
 
 if __name__ == "__main__":

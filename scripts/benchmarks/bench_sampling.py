@@ -65,7 +65,7 @@ class PairedRule(BlockRule):
 
 def expected_by_rejection(drafts: Sequence[int], proposed: Sequence[Distribution], rows: Sequence[Distribution]) -> float:
     """Returns the expected tokens of a round, given its drafts."""
-    ratios = [min(1.0, row.of(draft) / one.of(draft)) for draft, one, row in zip(drafts, proposed, rows, strict=False)]
+    ratios = [min(1.0, row.of(draft) / proposal.of(draft)) for draft, proposal, row in zip(drafts, proposed, rows, strict=False)]
     return 1.0 + sum(math.prod(ratios[: i + 1]) for i in range(len(ratios)))
 
 

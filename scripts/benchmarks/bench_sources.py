@@ -107,13 +107,13 @@ class Pair:
         """Runs a request; `alone` with the drafter alone, `plain` without drafts."""
         session, spent = self.session, [0.0, 0.0]
         policy = None if plain else session.profit(assisted="constraint" in options)
-        given: dict[str, Any] = {"draft_length": 0} if plain else {"policy": policy} if alone else {}
+        drafting: dict[str, Any] = {"draft_length": 0} if plain else {"policy": policy} if alone else {}
 
         def count(_: object) -> None:
             spent[1] += 1
             spent[0] += self.curve.verify(1) if policy is None else policy.last.cost
 
-        generation = session.generate(prompt, on_round=count, **options, **given)
+        generation = session.generate(prompt, on_round=count, **options, **drafting)
         generation.text()
         return Run(generation.tokens, spent[0], int(spent[1]), dict(generation.stats.accepted_from))
 
@@ -138,14 +138,14 @@ def run_trace(session: Session, prompt: Sequence[int], text: Sequence[int], poli
     target.rollback(0)
     target.prefill(list(prompt[:-1]))
     sources = None if odds is None else Sources([TextMemory(prompt)], odds)
-    most = len(text) - 16
-    decoding = Decoding(target, prompt[-1], policy, max_tokens=most, rule=TraceRule(text), sources=sources)
+    longest = len(text) - 16
+    decoding = Decoding(target, prompt[-1], policy, max_tokens=longest, rule=TraceRule(text), sources=sources)
     run = Run([], 0.0, 0, defaultdict(int))
-    for one in decode(target, session.drafter, decoding):
-        run.tokens += one.tokens
+    for done in decode(target, session.drafter, decoding):
+        run.tokens += done.tokens
         run.rounds += 1
         run.seconds += policy.last.cost
-        for source in one.sources:
+        for source in done.sources:
             run.accepted_from[source] += 1
     return run
 
@@ -205,7 +205,7 @@ def main(bundle: Path, schemas: int, files: Path | None, texts: int, curves: tup
     table = Table(
         "curve", "text", "all over plain", "all over drafter alone", "forced text over plain", "tokens a forward", "accepted from"
     )
-    found: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     with open_session(bundle, threads=1) as session:
         for name in curves:
             for text, rows in texts_of(session, name, schemas, files, texts).items():
@@ -227,10 +227,10 @@ def main(bundle: Path, schemas: int, files: Path | None, texts: int, curves: tup
                 shares = ", ".join(f"{source} {count / tokens:.0%}" for source, count in sorted(accepted.items()))
                 cells = [interval(ratios[kind]) if ratios[kind] else "-" for kind in ("plain", "alone", "forced")]
                 table.add_row(name, text, *cells, f"{tokens / rounds:.2f}", shares)
-                found[f"{name} {text}"] = dict(ratios)
+                results[f"{name} {text}"] = dict(ratios)
     Console(width=160).print(table)
     if json_path:
-        json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        json_path.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
 def texts_of(session: Session, name: str, schemas: int, files: Path | None, texts: int) -> dict[str, list[Callable[[], dict[str, Any]]]]:
@@ -246,10 +246,10 @@ def texts_of(session: Session, name: str, schemas: int, files: Path | None, text
             "all": both.run(prompt, **options),
             "forced": bare.run(prompt, **options),
         }
-        wanted = pair.run(prompt, plain=True, **options).tokens
-        if any(run.tokens != wanted for run in runs.values()):
+        expected = pair.run(prompt, plain=True, **options).tokens
+        if any(run.tokens != expected for run in runs.values()):
             click.echo(f"outputs differ for {json.dumps(schema)}", err=True)
-        return runs | {"plain": len(wanted) * plain}
+        return runs | {"plain": len(expected) * plain}
 
     def written(ids: Sequence[int]) -> dict[str, Any]:
         runs = {"all": both.run(ids, max_tokens=128), "alone": pair.run(ids, alone=True, max_tokens=128)}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, cast
 
 from edge_bench.measure.prompts import Prompt, long_prompt, prepare, shipped_prompts
@@ -18,7 +16,7 @@ from edge_runtime.backends.selection import BackendKind
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from peer_protocol import Answer
+from peer_protocol import Answer, worker_options
 
 DISTRIBUTIONS = {"onnx": "onnxruntime", "llama": "llama-cpp-python"}
 # Of a run, what the benchmark knows itself.
@@ -28,11 +26,8 @@ PLACE = ("part", "domain", "prompt", "repeat", "variant")
 @contextmanager
 def engine() -> Iterator[tuple[dict[str, Any], Answer]]:
     """Opens the bundle that the arguments name."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("bundle", type=Path)
+    parser = worker_options("bundle")
     parser.add_argument("--backend", choices=DISTRIBUTIONS)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--context", type=int)
     options = parser.parse_args()
     load = LoadOptions(
         backend=cast(BackendKind, options.backend), threads=options.threads, context=options.context, measure=True, check="none"

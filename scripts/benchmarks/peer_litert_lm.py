@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import litert_lm
 from litert_lm import interfaces
 
-from peer_protocol import Answer, timed
+from peer_protocol import Answer, timed, worker_options
 
 # Gemma's first token, which this engine does not add to a text.
 BOS = "<bos>"
@@ -22,12 +20,8 @@ GREEDY = interfaces.SamplerConfig(top_k=1, top_p=1.0, temperature=1.0, seed=0)
 @contextmanager
 def engine() -> Iterator[tuple[dict[str, Any], Answer]]:
     """Opens the model that the arguments name."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--context", type=int, help="not used: the file has its own")
-    options = parser.parse_args()
-    # Drafts are switched for each session; a file without a drafter refuses them then.
+    options = worker_options("model").parse_args()
+    # The file has a context of its own. Drafts are switched for each session; a file without a drafter refuses them then.
     with litert_lm.Engine(str(options.model), backend=interfaces.CPU(thread_count=options.threads), enable_benchmark=True) as opened:
         about = {
             "version": f"LiteRT-LM {version('litert-lm-api')}",

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import onnxruntime_genai as genai
 
-from peer_protocol import Answer, timed
+from peer_protocol import Answer, timed, worker_options
 
 
 @contextmanager
 def engine() -> Iterator[tuple[dict[str, Any], Answer]]:
     """Opens the model that the arguments name."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--context", type=int)
-    options = parser.parse_args()
+    options = worker_options("model").parse_args()
     config = genai.Config(str(options.model))
     config.overlay(f'{{"model": {{"decoder": {{"session_options": {{"intra_op_num_threads": {options.threads}}}}}}}}}')
     model = genai.Model(config)

@@ -6,6 +6,7 @@ environments of their own, so this file and they need nothing but Python's libra
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 # The reply about a request whose tokens came in `seconds` after the first one's.
@@ -32,6 +34,15 @@ def main(module: str) -> None:
             for reply in replies(about, answer):
                 output.write(json.dumps(reply) + "\n")
                 output.flush()
+
+
+def worker_options(model: str) -> argparse.ArgumentParser:
+    """Returns what each worker's command line has: its `model`, a path, and the threads and tokens of context, of which it may use less."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument(model, type=Path)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--context", type=int)
+    return parser
 
 
 def replies(about: dict[str, Any], answer: Answer) -> Iterator[dict[str, Any]]:

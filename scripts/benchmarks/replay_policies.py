@@ -52,7 +52,7 @@ from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed, PolicyOptio
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Logits
-from edge_runtime.planning.computed_costs import computed_costs
+from edge_runtime.planning.speed import computed_costs
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
@@ -217,11 +217,11 @@ class Replay:
 
 def clairvoyant(text: Text, costs: CostCurve) -> float:
     """Returns the least seconds in which rounds of any length can emit a text, by dynamic programming over its positions."""
-    least = [0.0] * (len(text.places) + 1)
+    best = [0.0] * (len(text.places) + 1)
     for place in range(len(text.places) - 1, -1, -1):
         accepted = text.places[place].accepted
-        least[place] = min(costs.draft(k) + costs.verify(k + 1) + least[min(place + k + 1, len(text.places))] for k in range(accepted + 1))
-    return least[0]
+        best[place] = min(costs.draft(k) + costs.verify(k + 1) + best[min(place + k + 1, len(text.places))] for k in range(accepted + 1))
+    return best[0]
 
 
 def read_texts(path: Path) -> list[Text]:
@@ -327,10 +327,10 @@ def main() -> None:
     "--prompts", "own", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True, help="Instead of the shipped ones."
 )
 @click.option("--max-tokens", default=64, help="Tokens per prompt.")
-@click.option("--most", default=20, help="Prompts per domain.")
-def record(bundle: Path, output: Path, own: tuple[Path, ...], max_tokens: int, most: int) -> None:
+@click.option("--most", "count", default=20, help="Prompts per domain.")
+def record(bundle: Path, output: Path, own: tuple[Path, ...], max_tokens: int, count: int) -> None:
     """Write the drafts at every position of BUNDLE's greedy texts."""
-    prompts = [prompt for path in own for prompt in read_prompts(path, most)] or shipped_prompts(DOMAINS, most)
+    prompts = [prompt for path in own for prompt in read_prompts(path, count)] or shipped_prompts(DOMAINS, count)
     with open_session(bundle) as session, output.open("w", encoding="utf-8") as file:
         for prompt in track(prepare(prompts, session), console=Console(stderr=True)):
             places = record_text(session, prompt.ids, max_tokens)

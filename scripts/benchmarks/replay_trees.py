@@ -51,10 +51,10 @@ def record(output: Path, texts: int) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folders[0] / "tokenizer.json"))
     prompts = []
     for kind in ("code", "prose"):
-        found = json.loads((folders[0].parent / f"prompts.{kind}.json").read_text(encoding="utf-8"))
-        prompts += [tokenizer.encode(text)[:PROMPT] for text in found[:texts]]
+        result = json.loads((folders[0].parent / f"prompts.{kind}.json").read_text(encoding="utf-8"))
+        prompts += [tokenizer.encode(text)[:PROMPT] for text in result[:texts]]
     written = written_after(
-        target, np.array([one for one in prompts if len(one) == PROMPT]), length=LENGTH, temperature=0.0, banned=[1], seed=1
+        target, np.array([each for each in prompts if len(each) == PROMPT]), length=LENGTH, temperature=0.0, banned=[1], seed=1
     )
     segment = Segment(first=PROMPT - 1, count=LENGTH - PROMPT - STEPS + 1, steps=STEPS)
     right, sure = [], []
@@ -64,10 +64,10 @@ def record(output: Path, texts: int) -> None:
             for_steps: list[tuple[Any, Any]] = []
             for step, state in enumerate(draft_states(drafter, target_rows(target, tokens, segment), segment), start=1):
                 best = torch.softmax(drafter.lm_head(state).float(), -1).topk(2)
-                wanted = tokens[:, segment.first + step : segment.first + step + segment.count]
-                for_steps.append((best.indices == wanted[..., None], best.values))
-            right.append(torch.stack([one for one, _ in for_steps], 2).numpy())
-            sure.append(torch.stack([one for _, one in for_steps], 2).numpy())
+                expected = tokens[:, segment.first + step : segment.first + step + segment.count]
+                for_steps.append((best.indices == expected[..., None], best.values))
+            right.append(torch.stack([each for each, _ in for_steps], 2).numpy())
+            sure.append(torch.stack([each for _, each in for_steps], 2).numpy())
     np.savez(output, right=np.concatenate(right), sure=np.concatenate(sure))
 
 
@@ -81,8 +81,8 @@ def chances_of(right: NDArray[np.bool_], sure: NDArray[np.float32]) -> tuple[NDA
 
     def share(bins: NDArray[np.int64], hit: NDArray[np.bool_], of_it: NDArray[np.bool_]) -> NDArray[np.float64]:
         count = np.bincount(bins[of_it], minlength=len(BINS) + 1)
-        found = np.bincount(bins[of_it & hit], minlength=len(BINS) + 1) / np.maximum(count, 1)
-        return found[bins]
+        result = np.bincount(bins[of_it & hit], minlength=len(BINS) + 1) / np.maximum(count, 1)
+        return result[bins]
 
     return share(first, right[..., 0], np.ones_like(wrong)), share(second, right[..., 1], wrong)
 
@@ -109,21 +109,21 @@ def rate(
 
 
 def plan(
-    first: NDArray[np.float64], second: NDArray[np.float64], verify: tuple[float, ...], worth: float, most: int
+    first: NDArray[np.float64], second: NDArray[np.float64], verify: tuple[float, ...], worth: float, limit: int
 ) -> tuple[int, set[int]]:
     """Returns the number of drafts and the places of second candidates with the most expected tokens less `worth` times the cost."""
-    best, found = 1 - worth * verify[0], (0, set[int]())
+    best, result = 1 - worth * verify[0], (0, set[int]())
     reached = np.concatenate([[1.0], np.cumprod(first)])
     for drafts in range(1, len(first) + 1):
         gains = reached[:drafts] * (1 - first[:drafts]) * second[:drafts]
         order = np.argsort(-gains)
-        for count in range(min(most, drafts, len(verify) - 1 - drafts) + 1):
+        for count in range(min(limit, drafts, len(verify) - 1 - drafts) + 1):
             chosen = order[:count]
             value = reached[: drafts + 1].sum() + gains[chosen].sum()
             value -= worth * (verify[drafts + count] + 1e3 * (OVERHEAD + STEP * drafts))
             if value > best:
-                best, found = value, (drafts, set(chosen.tolist()))
-    return found
+                best, result = value, (drafts, set(chosen.tolist()))
+    return result
 
 
 @main.command()
@@ -137,7 +137,7 @@ def replay(recorded: Path) -> None:
     click.echo(f"{len(right)} texts; where the first candidate is wrong, the second is right: {right[..., 1][wrong].mean():.1%}")
     for name, verify in COSTS.items():
         alone = rate(right, chances, verify, 0)
-        ratios = " ".join(f"{most}: {interval(list(rate(right, chances, verify, most) / alone))}" for most in (1, 2, 4))
+        ratios = " ".join(f"{limit}: {interval(list(rate(right, chances, verify, limit) / alone))}" for limit in (1, 2, 4))
         click.echo(f"{name}: chain {alone.mean() * verify[0]:.2f} times plain; at most so many second candidates {ratios}")
 
 

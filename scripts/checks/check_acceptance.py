@@ -146,15 +146,15 @@ def main(
             text = [*generation.prompt, *generation.tokens]
             positions = range(len(generation.prompt), len(text) - draft_length, every)
             rows = reference.read(text)
-            wanted = [reference.draft(rows, text, p, draft_length, sparse=True) for p in positions]
+            expected = [reference.draft(rows, text, p, draft_length, sparse=True) for p in positions]
             drafts = {
-                SPARSE: wanted,
+                SPARSE: expected,
                 DENSE: [reference.draft(rows, text, p, draft_length, sparse=False) for p in positions],
                 "split": drafts_of(split, text, positions, draft_length),
                 "dense": drafts_of(dense, text, positions, draft_length),
             }
             for name, made in drafts.items():
-                accepted = [counts[name].add(d, text[p + 1 :], w) for d, p, w in zip(made, positions, wanted, strict=True)]
+                accepted = [counts[name].add(d, text[p + 1 :], w) for d, p, w in zip(made, positions, expected, strict=True)]
                 counts[name].by_prompt.append(sum(accepted) / (len(accepted) * draft_length) if accepted else 0.0)
     if as_json:
         click.echo(json.dumps({"prompts": len(prompts), "draft_length": draft_length, **{n: c.to_json() for n, c in counts.items()}}))

@@ -57,10 +57,10 @@ def main(bundle: Path, clients: int, sessions: int, tokens: int, options: tuple[
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
         assert server.stdout is not None
         try:
-            found = next((match for line in server.stdout if line.startswith("serving") and (match := _ADDRESS.search(line))), None)
-            if found is None:
+            matched = next((match for line in server.stdout if line.startswith("serving") and (match := _ADDRESS.search(line))), None)
+            if matched is None:
                 raise click.ClickException("the server did not start; try the same options with edge-run serve")
-            address = found.group()
+            address = matched.group()
             alone = [answer(address, request) for request in asked]
             begin = time.monotonic()
             with ThreadPoolExecutor(clients) as pool:

@@ -75,17 +75,17 @@ def outcome(meter: str, seed: int) -> Outcome | None:
 
 def coverage(meter: str, runs: int, first: int = 0) -> Coverage:
     """Simulates `runs` measurements with the seeds from `first` on."""
-    found = [o for seed in range(first, first + runs) if (o := outcome(meter, seed))]
-    errors = [o.error for o in found]
+    outcomes = [o for seed in range(first, first + runs) if (o := outcome(meter, seed))]
+    errors = [o.error for o in outcomes]
     return Coverage(
         meter=meter,
         runs=runs,
-        counted=len(found),
-        refused=runs - len(found),
+        counted=len(outcomes),
+        refused=runs - len(outcomes),
         median_error=median(map(abs, errors)),
         mean_error=fmean(errors),
-        covered=fmean(o.covered for o in found),
-        net_covered=fmean(o.net_covered for o in found if o.net_covered is not None),
+        covered=fmean(o.covered for o in outcomes),
+        net_covered=fmean(o.net_covered for o in outcomes if o.net_covered is not None),
     )
 
 

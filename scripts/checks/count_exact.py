@@ -38,20 +38,20 @@ class Campaign:
         self._texts = [text for name in ("code", "prose") for text in json.loads((PROMPTS / f"prompts.{name}.json").read_text())]
         self.compared = self.different = 0
 
-    def run(self, most: int) -> Iterator[None]:
-        """Compares until `most` tokens were compared; yields after each group of requests."""
+    def run(self, limit: int) -> Iterator[None]:
+        """Compares until `limit` tokens were compared; yields after each group of requests."""
         sessions = self._sessions.sessions
-        while self.compared < most:
+        while self.compared < limit:
             prompts = [self._prompt(session) for session in sessions]
             plain = [self._generate(session, prompt, 0) for session, prompt in zip(sessions, prompts, strict=True)]
-            for one in plain:
-                one.text()
+            for generation in plain:
+                generation.text()
             for length in self._random.permutation(np.array(LENGTHS, object))[:5]:
                 drafted = [self._generate(session, prompt, length) for session, prompt in zip(sessions, prompts, strict=True)]
                 for _ in self._sessions.run(drafted):
                     pass
-                for one, wanted in zip(drafted, plain, strict=True):
-                    self._compare(one.tokens, wanted.tokens, length)
+                for generation, expected in zip(drafted, plain, strict=True):
+                    self._compare(generation.tokens, expected.tokens, length)
             yield
 
     def _prompt(self, session: Session) -> list[int]:
@@ -63,12 +63,12 @@ class Campaign:
     def _generate(self, session: Session, prompt: Sequence[int], length: int | None) -> Generation:
         return session.generate(prompt, max_tokens=self._tokens, draft_length=length)
 
-    def _compare(self, found: Sequence[int], wanted: Sequence[int], length: int | None) -> None:
-        self.compared += len(found)
-        if list(found) != list(wanted):
+    def _compare(self, tokens: Sequence[int], expected: Sequence[int], length: int | None) -> None:
+        self.compared += len(tokens)
+        if list(tokens) != list(expected):
             self.different += 1
-            at = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted)))
-            click.echo(f"drafts of {length}: token {at} of {len(wanted)} differs")
+            at = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), min(len(tokens), len(expected)))
+            click.echo(f"drafts of {length}: token {at} of {len(expected)} differs")
 
 
 @click.command(context_settings={"show_default": True})

@@ -36,7 +36,7 @@ for number in range(int(first), int(end)):
 # The sizes at which the oldest texts make room often, and never.
 SMALL, LARGE = 4 << 10, 1 << 20
 KILLS_PER_WRITER = 2
-_MOST_SECONDS = 60.0
+_MAX_SECONDS = 60.0
 
 
 class Writer:
@@ -117,12 +117,12 @@ def resurrected_texts(folder: Path, *, forgets: int) -> tuple[int, int]:
 
 
 def _wait_for_texts(path: Path) -> list[str]:
-    end = time.monotonic() + _MOST_SECONDS
+    end = time.monotonic() + _MAX_SECONDS
     while time.monotonic() < end:
         if texts := read_store(path):
             return texts
         time.sleep(0.0005)
-    raise click.ClickException(f"nothing was written in {_MOST_SECONDS:.0f} s")
+    raise click.ClickException(f"nothing was written in {_MAX_SECONDS:.0f} s")
 
 
 @click.command()

@@ -52,10 +52,10 @@ if limit is not None:
 print("ready", flush=True)
 main(sys.argv[3:], standalone_mode=True)
 """
-_MOST_SECONDS = 900
+_MAX_SECONDS = 900
 # The replacement of the old bundle, with its removal, takes at most this long.
 _MOVING_SECONDS = 0.01
-_LARGEST_FILE, _MOST_MEMORY = 20 << 20, 30 << 20
+_LARGEST_FILE, _MAX_MEMORY = 20 << 20, 30 << 20
 
 
 class FaultError(Exception):
@@ -83,20 +83,20 @@ def arguments(output: Path) -> list[str]:
 def one_fault(kind: str, output: Path, chance: random.Random, seconds: float) -> Outcome:
     """Exports over the bundle at `output` with one fault; without a fault it takes `seconds`. Raises FaultError."""
     before = (output / MANIFEST_NAME).read_bytes()
-    most = {"file-size": _LARGEST_FILE, "memory": _MOST_MEMORY}.get(kind, 0)
-    command = [sys.executable, "-c", PROGRAM, kind, str(chance.randrange(most + 1)), *arguments(output)]
+    limit = {"file-size": _LARGEST_FILE, "memory": _MAX_MEMORY}.get(kind, 0)
+    command = [sys.executable, "-c", PROGRAM, kind, str(chance.randrange(limit + 1)), *arguments(output)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "COLUMNS": "500"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        if most == 0:
+        if limit == 0:
             if chance.random() < 0.5:
                 child.stdout.readline()
                 time.sleep(chance.random() * _MOVING_SECONDS)
             else:
                 time.sleep(chance.random() * seconds)
             child.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGINT)
-        _, errors = child.communicate(timeout=_MOST_SECONDS)
+        _, errors = child.communicate(timeout=_MAX_SECONDS)
     left = _state(output, before)
     if left == "none" and has_exchange(output.parent):
         raise FaultError("no bundle was left, though the file system can exchange two names")
@@ -118,8 +118,8 @@ def _state(output: Path, before: bytes) -> str:
 
 def has_exchange(folder: Path) -> bool:
     """Returns whether the file system of `folder` can exchange two folders atomically."""
-    with tempfile.TemporaryDirectory(dir=folder) as one, tempfile.TemporaryDirectory(dir=folder) as other:
-        return exchange(Path(one), Path(other))
+    with tempfile.TemporaryDirectory(dir=folder) as first, tempfile.TemporaryDirectory(dir=folder) as other:
+        return exchange(Path(first), Path(other))
 
 
 def _check_next_start(output: Path) -> None:
@@ -149,7 +149,7 @@ def _seconds_of_an_export(output: Path) -> float:
         assert child.stdout is not None
         child.stdout.readline()
         begin = time.monotonic()
-        child.communicate(timeout=_MOST_SECONDS)
+        child.communicate(timeout=_MAX_SECONDS)
         return time.monotonic() - begin
 
 

@@ -27,7 +27,7 @@ import click
 READERS = ("gguf-header", "onnx-header", "manifest", "state-file", "chat-template", "run-log", "image", "sound", "api-request", "config")
 COUNTS = ("inputs", "read", "refused")
 _TIMEOUT_SECONDS, _MEMORY_MB = 60, 2048
-_MOST_CHILDREN = 50
+_MAX_CHILDREN = 50
 _LONGEST = 1 << 16
 
 
@@ -66,7 +66,7 @@ def fuzz(name: str, folder: Path, inputs: int, seed: int) -> None:
         (corpus / f"seed-{number}").write_bytes(data)
     counts, guard, known = Counts(folder / "counts"), Guard(opened.folder), set[str]()
 
-    def one(data: bytes) -> None:
+    def read_input(data: bytes) -> None:
         counts.add("inputs")
         guard.on = reader.guarded
         outcome = outcome_of(reader, opened.read, data)
@@ -79,19 +79,19 @@ def fuzz(name: str, folder: Path, inputs: int, seed: int) -> None:
             with (folder / "failures.jsonl").open("a") as file:
                 file.write(json.dumps({"what": outcome}) + "\n")
 
-    def mutate(data: bytes, most: int, chance: int) -> bytes:
+    def mutate(data: bytes, max_size: int, chance: int) -> bytes:
         """Half by libFuzzer; half by fuzz.py's mutations, which keep JSON valid and know lengths."""
         if chance % 2 or not data:
-            return bytes(atheris.Mutate(data, most))
+            return bytes(atheris.Mutate(data, max_size))
         try:
-            return input_of([data], chance, 0, structured=reader.structured)[:most]
+            return input_of([data], chance, 0, structured=reader.structured)[:max_size]
         except RecursionError:
             return data
 
     longest = min(_LONGEST, 2 * max(len(data) for data in opened.seeds))
     limits = [f"-timeout={_TIMEOUT_SECONDS}", f"-rss_limit_mb={_MEMORY_MB}", f"-max_len={longest}", "-detect_leaks=0"]
     run = [f"-runs={inputs}", f"-seed={seed}", f"-artifact_prefix={folder}/died-", str(corpus)]
-    atheris.Setup([sys.argv[0], *limits, *run], one, custom_mutator=mutate)
+    atheris.Setup([sys.argv[0], *limits, *run], read_input, custom_mutator=mutate)
     atheris.Fuzz()
 
 
@@ -99,7 +99,7 @@ def campaign(name: str, folder: Path, inputs: int, seed: int) -> dict[str, Any]:
     """Runs a reader in child processes until it had `inputs` inputs; returns the counts and failures."""
     folder.mkdir(parents=True)
     counts, begin, failures = Counts(folder / "counts"), time.monotonic(), []
-    for attempt in range(_MOST_CHILDREN):
+    for attempt in range(_MAX_CHILDREN):
         if counts["inputs"] >= inputs:
             break
         subprocess.run(["rm", "-rf", str(folder / "work")], check=True)
@@ -110,8 +110,8 @@ def campaign(name: str, folder: Path, inputs: int, seed: int) -> dict[str, Any]:
             )
         if ended.returncode:
             failures.append({"what": f"the child ended with {ended.returncode}, see {folder}/log-{attempt}"})
-    found = folder / "failures.jsonl"
-    failures += [json.loads(line) for line in found.read_text().splitlines()] if found.exists() else []
+    failures_file = folder / "failures.jsonl"
+    failures += [json.loads(line) for line in failures_file.read_text().splitlines()] if failures_file.exists() else []
     kept = len(list((folder / "corpus").iterdir()))
     seconds = round(time.monotonic() - begin, 1)
     return {"reader": name, "seed": seed, **{key: counts[key] for key in COUNTS}, "corpus": kept, "seconds": seconds, "failures": failures}

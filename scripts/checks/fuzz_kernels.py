@@ -164,8 +164,8 @@ class Fuzzer:
         keys = [filled(_floats(random, (count, dim))) for count in (past, past, fresh, fresh)]
         sizes = [past, fresh, heads, dim, origin, window]
         words = [*map(pointer, (queries, *keys)), *map(ctypes.c_int64, sizes)]
-        found = self._agreed("attend", words, (fresh * heads, dim), f"attention of {sizes}", batched=True)
-        if not np.allclose(found, _attention(queries, keys, heads, window), rtol=1e-3, atol=1e-4):
+        results = self._agreed("attend", words, (fresh * heads, dim), f"attention of {sizes}", batched=True)
+        if not np.allclose(results, _attention(queries, keys, heads, window), rtol=1e-3, atol=1e-4):
             raise AssertionError(f"attention of {sizes} is wrong")
 
     def attentions_over_cells(self) -> None:
@@ -262,17 +262,17 @@ class Fuzzer:
         Raises AssertionError where two differ, and where one computes what is `wrong`, or refuses what is not.
         """
         call = getattr(self._library, f"edge_rows_{function}")
-        found = []
+        results = []
         for name in self.variants:
             for last in ([16], [int(self._random.integers(1, 17))]) if batched else ([],):
-                found.append(guarded(shape, np.float32))
-                if bool(call(name.encode(), *words, *map(ctypes.c_int64, last), pointer(found[-1]))) != wrong:
+                results.append(guarded(shape, np.float32))
+                if bool(call(name.encode(), *words, *map(ctypes.c_int64, last), pointer(results[-1]))) != wrong:
                     raise AssertionError(
                         f"{name}: {what} was not {'refused' if wrong else 'computed'}{f', {last} at once' if last else ''}"
                     )
-                if not np.array_equal(found[-1], found[0], equal_nan=True):
+                if not np.array_equal(results[-1], results[0], equal_nan=True):
                     raise AssertionError(f"{name} differs from {self.variants[0]} at {what}{f', {last} at once' if last else ''}")
-        return found[0]
+        return results[0]
 
 
 class RandomRule:
@@ -305,8 +305,8 @@ def _floats(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.f
 
 
 def _fits(outputs: int, inputs: int, bits: int, block: int, rows: int) -> bool:
-    most = 1 << 31
-    sound = bits in (2, 4, 8) and block in (16, 32, 64, 128) and 0 < outputs < most and 0 < inputs < most
+    limit = 1 << 31
+    sound = bits in (2, 4, 8) and block in (16, 32, 64, 128) and 0 < outputs < limit and 0 < inputs < limit
     return sound and inputs % block == 0 and rows > 0
 
 

@@ -60,7 +60,7 @@ MODULES: dict[str, tuple[str, Sequence[str]]] = {
         "edge_runtime.bundle.bundle",
         (f"{_RUNTIME}/bundle/test_bundle.py", f"{_RUNTIME}/bundle/test_integrity.py", *_QUICK_BUNDLE),
     ),
-    "manifest_checks": ("edge_runtime.bundle.manifest_checks", (f"{_RUNTIME}/bundle/test_bundle.py", *_QUICK_BUNDLE)),
+    "manifest_checks": ("edge_runtime.bundle.manifest", (f"{_RUNTIME}/bundle/test_bundle.py", *_QUICK_BUNDLE)),
     "transports": ("edge_devices.transports.base", (f"{_DEVICES}/transports/test_exit_codes.py",)),
     "cost_model": (
         "edge_runtime.drafting.cost_model",
@@ -73,7 +73,7 @@ MODULES: dict[str, tuple[str, Sequence[str]]] = {
 }
 _OWN = ("edge_runtime", "edge_devices", "edge_export")
 # A mutant that takes so many times the processor time of the tests is killed; one that waits, after so many seconds.
-_SLOWER, _LEAST_CPU_SECONDS, _HANGING_SECONDS = 10, 10.0, 1200
+_SLOWER, _MIN_CPU_SECONDS, _HANGING_SECONDS = 10, 10.0, 1200
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -172,11 +172,11 @@ def _code(tree: ast.Module) -> Iterator[tuple[int, ast.AST]]:
 
 def mutants_of(source: str) -> list[Mutant]:
     """Returns all mutants of a module."""
-    found = []
+    kept = []
     for place, node in _code(ast.parse(source)):
         for number, (what, _) in enumerate(changes_of(node)):
-            found.append(Mutant(node=place, change=number, line=getattr(node, "lineno", 0), what=what))
-    return found
+            kept.append(Mutant(node=place, change=number, line=getattr(node, "lineno", 0), what=what))
+    return kept
 
 
 def mutated(source: str, mutant: Mutant) -> ast.Module:
@@ -252,10 +252,10 @@ def survivors_in(path: Path, module: str, digest: str) -> tuple[set[tuple[int, i
     Raises ClickException where the module's source had another `digest`: places of mutants are those of one source.
     """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found = [line for line in lines if (line["module"], line.get("source_sha256")) == (module, digest)]
-    if not found:
+    kept = [line for line in lines if (line["module"], line.get("source_sha256")) == (module, digest)]
+    if not kept:
         raise click.ClickException(f"{path} has no line about {module} as it is now; leave out --again for it")
-    return {(one["node"], one["change"]) for one in found[-1]["survivors"]}, found[-1]["killed"]
+    return {(mutant["node"], mutant["change"]) for mutant in kept[-1]["survivors"]}, kept[-1]["killed"]
 
 
 def check(name: str, sample: int | None, seed: int, again: Path | None, on_survivor: Callable[[Mutant], None]) -> dict[str, object]:
@@ -269,12 +269,12 @@ def check(name: str, sample: int | None, seed: int, again: Path | None, on_survi
     before = 0
     if again is not None:
         left, before = survivors_in(again, module, digest)
-        chosen = [one for one in every if (one.node, one.change) in left]
+        chosen = [mutant for mutant in every if (mutant.node, mutant.change) in left]
     _warm_up(tests)
     unchanged = run_tests(tests, 600, None)
     if not unchanged.passed:
         raise click.ClickException(f"the tests of {name} fail without a mutant: {' '.join(tests)}")
-    limit = max(_LEAST_CPU_SECONDS, _SLOWER * unchanged.cpu_seconds)
+    limit = max(_MIN_CPU_SECONDS, _SLOWER * unchanged.cpu_seconds)
     survivors, too_long = [], 0
     for mutant in chosen:
         outcome = run_tests(tests, limit, _Hook(module, path, mutated(source, mutant)))
@@ -286,7 +286,7 @@ def check(name: str, sample: int | None, seed: int, again: Path | None, on_survi
     killed = tried - len(survivors)
     return {
         "module": module, "source_sha256": digest, "mutants": len(every), "tried": tried, "killed": killed,
-        "score": round(killed / max(1, tried), 3), "too_long": too_long, "survivors": [asdict(one) for one in survivors],
+        "score": round(killed / max(1, tried), 3), "too_long": too_long, "survivors": [asdict(mutant) for mutant in survivors],
     }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from edge_runtime.session.trials.lossless import check_lossless
+from edge_runtime.session.trials import check_lossless
 from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema, Regex
 
 # Share of the run that is not counted: allocators and caches reach their final size, and the first use of a token faults pages in.
@@ -120,9 +120,9 @@ class Soak:
             on_round=self._failing if chance.random() < 0.02 else None,
         )
 
-    def run(self, most: int) -> Iterator[int]:
-        """Runs requests until `most` tokens have been emitted; yields the token count after each."""
-        while self.counts["tokens"] < most:
+    def run(self, limit: int) -> Iterator[int]:
+        """Runs requests until `limit` tokens have been emitted; yields the token count after each."""
+        while self.counts["tokens"] < limit:
             before = self.counts["tokens"]
             try:
                 generation = self.request()
@@ -219,7 +219,7 @@ def sample(tokens: int) -> Sample:
 
 def growth(samples: list[Sample], size: Callable[[Sample], int]) -> float:
     """Returns the relative growth of a size between the first and the last tenth of the samples after the warm-up."""
-    after = [size(found) for found in samples if found.tokens >= WARM_UP * samples[-1].tokens]
+    after = [size(sample) for sample in samples if sample.tokens >= WARM_UP * samples[-1].tokens]
     tenth = max(1, len(after) // 10)
     return statistics.median(after[-tenth:]) / statistics.median(after[:tenth]) - 1
 
@@ -232,9 +232,9 @@ def draw(samples: list[Sample], title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
-    thousands = [found.tokens / 1000 for found in samples]
-    axes.plot(thousands, [found.resident / 1e6 for found in samples], color="#0072b2", linewidth=1.4, label="with pages of mapped files")
-    axes.plot(thousands, [found.anonymous / 1e6 for found in samples], color="#d55e00", linewidth=1.4, label="the process's own")
+    thousands = [sample.tokens / 1000 for sample in samples]
+    axes.plot(thousands, [sample.resident / 1e6 for sample in samples], color="#0072b2", linewidth=1.4, label="with pages of mapped files")
+    axes.plot(thousands, [sample.anonymous / 1e6 for sample in samples], color="#d55e00", linewidth=1.4, label="the process's own")
     axes.axvline(WARM_UP * samples[-1].tokens / 1000, color="grey", linestyle=":", linewidth=1)
     axes.set(xlabel="thousand tokens (dotted: end of the warm-up)", ylabel="resident MB", title=title, ylim=(0, None))
     axes.legend(loc="lower right")
@@ -297,7 +297,7 @@ def main(
     if plot is not None:
         draw(samples, f"{soak.counts['tokens']:,} tokens on {backend}: {grown['resident']:+.2%} after the warm-up", plot)
     for name in ("descriptors", "children"):
-        if getattr(samples[-1], name) > max(getattr(found, name) for found in samples if found.tokens <= WARM_UP * samples[-1].tokens):
+        if getattr(samples[-1], name) > max(getattr(sample, name) for sample in samples if sample.tokens <= WARM_UP * samples[-1].tokens):
             raise click.ClickException(f"more {name} than in the warm-up: {getattr(samples[-1], name)}")
     for name, share in grown.items():
         if share >= MAX_GROWTH:

@@ -168,9 +168,9 @@ def problems(samples: list[Idle]) -> list[str]:
     tenth = max(1, len(rest) // 10)
     before, after = (statistics.median(idle.anonymous for idle in part) for part in (rest[:tenth], rest[-tenth:]))
     grown = [
-        f"{name}: {getattr(samples[-1], name)} at the end, at most {most} in the warm-up"
+        f"{name}: {getattr(samples[-1], name)} at the end, at most {allowed} in the warm-up"
         for name in ("children", "descriptors", "threads")
-        if getattr(samples[-1], name) > (most := max(getattr(idle, name) for idle in warm))
+        if getattr(samples[-1], name) > (allowed := max(getattr(idle, name) for idle in warm))
     ]
     return grown + ([f"the server's own memory grew from {before:.0f} to {after:.0f} bytes"] if after > (1 + MAX_GROWTH) * before else [])
 

@@ -143,8 +143,8 @@ class Draft(torch.nn.Module):
             return logits
         nearness = head.centroids(hidden)[0, 0]
         # torch.topk becomes STABLEHLO_SORT, which the runtime does not have.
-        least = torch.ops.tfl.topk_v2(nearness, head.centroid_intermediate_top_k)[0][-1:]
-        return logits + ((nearness >= least).to(torch.float32)[self.cluster] - 1.0).view(1, 1, -1) * -OUT_OF_REACH
+        weakest = torch.ops.tfl.topk_v2(nearness, head.centroid_intermediate_top_k)[0][-1:]
+        return logits + ((nearness >= weakest).to(torch.float32)[self.cluster] - 1.0).view(1, 1, -1) * -OUT_OF_REACH
 
 
 def export_draft(drafter: Path, text: Any, cache: int, path: Path, recipe: str) -> str:

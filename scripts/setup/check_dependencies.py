@@ -80,7 +80,7 @@ def _is_allowed_expression(expression: str) -> bool:
         return False
 
     def is_allowed_part(part: str) -> bool:
-        return any(all(one in ALLOWED for one in terms.split(" AND ")) for terms in part.split(" OR "))
+        return any(all(each in ALLOWED for each in terms.split(" AND ")) for terms in part.split(" OR "))
 
     while "(" in text:
         text = re.sub(r"\(([^()]*)\)", lambda match: "MIT" if is_allowed_part(match[1]) else "refused", text)
@@ -98,16 +98,16 @@ class Advisories:
 
 def read_advisories(report: dict[str, Any]) -> Advisories:
     """Reads the JSON of pip-audit. A skipped package counts as not checked."""
-    checked, skipped, found = 0, [], []
+    checked, skipped, sentences = 0, [], []
     for entry in report["dependencies"]:
         if "skip_reason" in entry:
             skipped.append(str(entry["name"]))
             continue
         checked += 1
-        for one in entry["vulns"]:
-            fixed = ", ".join(one["fix_versions"]) or "no release"
-            found.append(f"{entry['name']} {entry['version']}: {one['id']}, fixed in {fixed}")
-    return Advisories(checked=checked, not_checked=tuple(skipped), vulnerabilities=tuple(found))
+        for each in entry["vulns"]:
+            fixed = ", ".join(each["fix_versions"]) or "no release"
+            sentences.append(f"{entry['name']} {entry['version']}: {each['id']}, fixed in {fixed}")
+    return Advisories(checked=checked, not_checked=tuple(skipped), vulnerabilities=tuple(sentences))
 
 
 def query_advisories(tool: Sequence[str], lock: Path, service: str) -> Advisories | str:

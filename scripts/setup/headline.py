@@ -21,8 +21,7 @@ import click
 from edge_bench.measure.records import read_records
 from edge_bench.measure.runners import CONTEXTS_PART
 from edge_bench.measure.variants import DEFAULT, LLAMA_CPP, OURS, PLAIN
-from edge_bench.report.figures import Figures, figures
-from edge_bench.report.ratios import first_token_ratio
+from edge_bench.report.figures import Figures, figures, first_token_ratio
 from edge_devices.command_line import one_sentence_errors
 
 ROOT = Path(__file__).resolve().parents[2]

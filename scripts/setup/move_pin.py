@@ -26,9 +26,9 @@ def move(root: Path, library: str, version: str, *, keep_older: bool) -> list[st
     first = tuple(int(part) for part in version.split("."))[:digits]
     end = (*first[:-1], first[-1] + 1)
     until = ".".join(map(str, end))
-    least = r"\1" if keep_older else version
+    oldest = r"\1" if keep_older else version
     changes = [
-        ("pyproject.toml", rf'"{library}>=([0-9.]+),<[0-9.]+"', rf'"{library}>={least},<{until}"'),
+        ("pyproject.toml", rf'"{library}>=([0-9.]+),<[0-9.]+"', rf'"{library}>={oldest},<{until}"'),
         (module, r"^END_VERSION = \(.*\)$", f"END_VERSION = {end}"),
         *((name, r'^VERSION = "[0-9.]+"$', f'VERSION = "{version}"') for name in others),
     ]

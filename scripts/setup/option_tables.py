@@ -27,7 +27,7 @@ def option_table(name: str, *, frequent: bool = False) -> list[str]:
     """
     command = import_module(MODULES[name]).main
     commands = command.commands
-    parameters = {each.name: each for taken in commands.values() for each in taken.params}
+    parameters = {each.name: each for command in commands.values() for each in command.params}
     lines = ["| option | of | what for |", "|:--|:--|:--|"]
     for parameter in parameters.values():
         takers = [taker for taker, taking in commands.items() if any(other.name == parameter.name for other in taking.params)]

@@ -27,7 +27,6 @@ NEEDS = {
     "head-file": "llama_cpp",
     "gguf-model": "llama_cpp",
     "gguf-drafter": "llama_cpp",
-    "gguf-body": "llama_cpp",
     "gguf-weights": "llama_cpp",
     "gguf-encoder": "llama_cpp",
     "kv-state": "llama_cpp",
@@ -35,7 +34,7 @@ NEEDS = {
     "onnx-model": "onnxruntime",
     "tokenizer-library": "tokenizers",
 }
-FEW = {"gguf-model": 60, "gguf-drafter": 60, "gguf-body": 60, "gguf-weights": 10, "gguf-encoder": 150, "onnx-model": 150, "config": 150}
+FEW = {"gguf-model": 60, "gguf-drafter": 60, "gguf-weights": 10, "gguf-encoder": 150, "onnx-model": 150, "config": 150}
 READERS = all_readers()
 
 

@@ -12,13 +12,12 @@ from kept import PAIR, kept
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Folders of the two checkpoints, the float16 GGUF files made from them, and the split drafter's two files."""
+    """Folders of the two checkpoints, the float16 GGUF files made from them, and the file of the drafter's sparse head."""
 
     target_checkpoint: Path
     drafter_checkpoint: Path
     target: Path
     drafter: Path
-    body: Path
     head: Path
 
 
@@ -32,19 +31,17 @@ def reference_pair() -> Reference:
         drafter_checkpoint=PAIR / "drafter",
         target=folder / "target.gguf",
         drafter=folder / "drafter.gguf",
-        body=folder / "body.gguf",
         head=folder / "head.gguf",
     )
 
 
 def _write_pair(folder: Path) -> None:
     from edge_export.checkpoint.checkpoint import open_checkpoint
-    from edge_export.gguf.split_drafter import write_body, write_head
+    from edge_export.gguf.drafter_head import write_head
     from edge_export.gguf.writer import write_gguf
 
     folder.mkdir()
     for role in ("target", "drafter"):
         write_gguf(open_checkpoint(PAIR / role), folder / f"{role}.gguf", "f16", lambda _: None, tokenizer_folder=PAIR / "target")
     drafter = open_checkpoint(PAIR / "drafter")
-    write_body(drafter, folder / "drafter.gguf", folder / "body.gguf")
     write_head(drafter, folder / "drafter.gguf", folder / "head.gguf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,43 @@ SCRIPTS = sorted(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help(script):
+# One process imports what takes seconds, and forks for each script.
+RUN_ALL = """
+import contextlib, json, os, runpy, sys, tempfile
+import gguf, numpy, torch, edge_bench.cli.main, edge_export.pipeline.export, edge_runtime.session.open
+answers = {}
+for script in sys.argv[1:]:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        if not (child := os.fork()):
+            os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
+            sys.argv, sys.path[0], code = [script, "--help"], os.path.dirname(script), 1
+            try:
+                runpy.run_path(script, run_name="__main__")
+            except SystemExit as ended:
+                code = ended.code
+            finally:
+                with contextlib.suppress(Exception):
+                    sys.stdout.flush()
+                os._exit(code or 0 if isinstance(code, int | None) else 1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        texts = [(file.seek(0), file.read())[1] for file in (out, err)]
+    answers[script] = [code, *texts]
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, tuple[int, str, str]]:
+    """The exit status, output and errors of each script."""
     pytest.importorskip("torch", reason="some scripts import torch")
     pytest.importorskip("gguf", reason="some scripts import gguf")
-    done = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"Usage: {Path(script).name} ")
+    done = subprocess.run([sys.executable, "-c", RUN_ALL, *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script: str, answers: dict[str, tuple[int, str, str]]) -> None:
+    code, output, errors = answers[script]
+    assert (code, errors) == (0, "")
+    assert output.startswith(f"Usage: {Path(script).name} ")

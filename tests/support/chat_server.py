@@ -96,7 +96,7 @@ def scripted_server(*replies: Any, keys: Sequence[str] = (), origins: Sequence[s
     from edge_runtime.server.http.connections import server_config
     from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard
     from edge_runtime.server.model_card import ModelCard
-    from edge_runtime.session.monitoring.monitor import Monitor
+    from edge_runtime.session.monitor import Monitor
 
     worker, together, notes = scripted_worker(*replies, **sessions, clients=client_names(keys))
     card = ModelCard(

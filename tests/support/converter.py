@@ -1,37 +1,81 @@
-"""llama.cpp's own converter on several checkpoints in one process: starting it costs more than a tiny conversion."""
+"""llama.cpp's own converter in one process for all checkpoints: starting it costs more than a tiny conversion."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-_ALL = """
-import json, runpy, sys
-script, jobs = sys.argv[1], json.loads(sys.argv[2])
-for job in jobs:
-    sys.argv = [script, *job]
-    runpy.run_path(script, run_name="__main__")
+SCRIPT = Path(os.environ.get("EDGE_MTP_LLAMA_CPP") or "/nowhere") / "convert_hf_to_gguf.py"
+# Answers each line of jobs with a line when they are done; what they say and how they fail is in its errors.
+_SERVE = """
+import contextlib, json, runpy, sys, traceback
+script, answers = sys.argv[1], sys.stdout
+sys.stdout = sys.stderr
+for line in sys.stdin:
+    for job in json.loads(line):
+        sys.argv = [script, *job]
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except BaseException:
+            traceback.print_exc()
+    sys.stderr.flush()
+    print(file=answers, flush=True)
 """
 
 
-def convert(jobs: Sequence[tuple[Path, Path, str]], *options: str) -> None:
-    """Converts checkpoints, each to a GGUF file with weights of a type. Skips the test without llama.cpp's sources."""
-    sources = os.environ.get("EDGE_MTP_LLAMA_CPP")
-    if not sources or not (Path(sources) / "convert_hf_to_gguf.py").is_file():
+class _Converter:
+    def __init__(self) -> None:
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE, str(SCRIPT)],
+            env=os.environ | {"PYTHONPATH": f"{SCRIPT.parent}{os.pathsep}{SCRIPT.parent}/gguf-py"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+        )
+
+    def run(self, jobs: list[list[str]]) -> str:
+        place = self._said.seek(0, os.SEEK_END)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(jobs) + "\n")
+        self._process.stdin.flush()
+        ended = self._process.stdout.readline() == "\n"
+        self._said.seek(place)
+        said = self._said.read()
+        assert ended, said[-3000:]
+        return said
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._said.close()
+
+
+@cache
+def _converter() -> _Converter:
+    made = _Converter()
+    atexit.register(made.end)
+    return made
+
+
+def convert(jobs: Sequence[tuple[Path, Path, str]], *options: str, may_fail: bool = False) -> str:
+    """Converts checkpoints, each to a GGUF file with weights of a type; returns what the converter said, failures included.
+
+    Skips the test without llama.cpp's sources.
+    """
+    if not SCRIPT.is_file():
         pytest.skip("EDGE_MTP_LLAMA_CPP does not name a folder with llama.cpp's convert_hf_to_gguf.py")
-    words = [[str(folder), "--outfile", str(path), "--outtype", kind, *options] for folder, path, kind in jobs]
-    done = subprocess.run(
-        [sys.executable, "-c", _ALL, str(Path(sources) / "convert_hf_to_gguf.py"), json.dumps(words)],
-        env=os.environ | {"PYTHONPATH": f"{sources}{os.pathsep}{sources}/gguf-py"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    said = _converter().run([[str(folder), "--outfile", str(path), "--outtype", kind, *options] for folder, path, kind in jobs])
+    assert may_fail or all(path.is_file() for _, path, _ in jobs), said[-3000:]
+    return said

@@ -35,6 +35,9 @@ int posix_memalign(void** memory_of, size_t alignment, size_t size) {
     return *memory_of ? 0 : 12;
 }
 int madvise(void*, size_t, int) { return 0; }
+long sysconf(int) { return 1; }
+int pthread_create(unsigned long*, const void*, void* (*)(void*), void*) { return 11; }
+int pthread_join(unsigned long, void**) { return 3; }
 void* malloc(size_t size) { return aligned_alloc(64, size); }
 void free(void*) {}
 void* memset(void* to, int value, size_t size) {

@@ -22,6 +22,15 @@ WIDE_HEADS = {"head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": False
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scales:
+    """How many times as large as usual weights are: all matrices, the head and its table included, norms of queries, per-layer tables."""
+
+    matrices: float = 1.0
+    queries: float = 1.0
+    tables: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RandomPair:
     """A drawn pair: the text configs of both halves, and how they are saved."""
 
@@ -118,7 +127,12 @@ def draw(seed: int) -> RandomPair:
 
 
 def write_random_pair(
-    seed: int, folder: Path, *, both: Mapping[str, Any] | None = None, drafter: Mapping[str, Any] | None = None
+    seed: int,
+    folder: Path,
+    *,
+    both: Mapping[str, Any] | None = None,
+    drafter: Mapping[str, Any] | None = None,
+    scales: Scales = Scales(),
 ) -> tuple[RandomPair, Path, Path]:
     """Draws a pair and writes it, with these values in both configs, and in the drafter's; returns it with the folders of both."""
     import torch
@@ -142,7 +156,7 @@ def write_random_pair(
     torch.manual_seed(seed)
     for half, config, made in (("target", target_config, name), ("drafter", assistant, f"{prefix}AssistantForCausalLM")):
         model = getattr(transformers, made)(config)
-        _fill(model, seed)
+        _fill(model, seed, scales)
         model.to(getattr(torch, pair.dtype)).save_pretrained(folder / half)
         if pair.published:
             _publish(folder / half / "config.json", pair.target if half == "target" else pair.drafter)
@@ -151,7 +165,7 @@ def write_random_pair(
     return pair, folder / "target", folder / "drafter"
 
 
-def _fill(model: Any, seed: int) -> None:
+def _fill(model: Any, seed: int, scales: Scales) -> None:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -162,10 +176,10 @@ def _fill(model: Any, seed: int) -> None:
             near_one = 1 + 0.1 * torch.randn(tensor.shape, generator=generator)
             signs = torch.where(torch.rand(tensor.shape, generator=generator) < 0.2, -1.0, 1.0)
             # Scores of random queries and keys spread by sqrt(head_dim); attention to one row alone would make chaos of rounding errors.
-            sharp = tensor.numel() ** -0.5 if name.endswith("q_norm.weight") else 1.0
+            sharp = scales.queries * tensor.numel() ** -0.5 if name.endswith("q_norm.weight") else 1.0
             tensor.copy_(near_one * (signs if name.endswith("per_expert_scale") else sharp))
         else:
-            scale = 0.5 if "embed_tokens" in name else tensor.shape[-1] ** -0.5
+            scale = 0.5 * scales.tables if "embed_tokens" in name else scales.matrices * tensor.shape[-1] ** -0.5
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale)
 
 

@@ -3,11 +3,14 @@
 `--short` leaves out the tests of LONG, which took LIMIT seconds of processor time or more, and those whose fixtures need more than Python
 packages (MACHINE). A test that needs a library outside requirements/test.txt skips itself. `--measure` writes LONG anew. Every run ends
 with a report of short tests that took LIMIT seconds or more in this run and in the one before.
+
+With `--no-loadscope-reorder`, workers begin with the files that take longest, so that none is left with one of them at the end.
 """
 
 from __future__ import annotations
 
 import os
+import random
 from collections import defaultdict
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -21,6 +24,8 @@ LONG = Path(__file__).parents[1] / "data" / "long_tests.txt"
 MACHINE = {"browser", "desk", "host"}
 TOTAL = "# tests in all: "
 NEEDS = "a C++ compiler (llama.cpp), PyTorch, Chromium, adb, sshd, qemu, or more than half a second of processor time each"
+# About what a test takes, in seconds, by which files are ordered.
+SLOW_SECONDS, LONG_SECONDS, SHORT_SECONDS = 5.0, 1.0, 0.05
 _HEADER = "# Tests of half a second of processor time and more, which make test leaves out. Written by make test-times.\n"
 
 
@@ -97,12 +102,32 @@ class Selection:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if not self.short:
+            if not self.config.getoption("loadscopereorder", True):
+                items[:] = self._longest_first(items)
             return
         out = [item for item in items if _listed(item.nodeid, self.long) or MACHINE & set(getattr(item, "fixturenames", ()))]
         if out:
             self.config.hook.pytest_deselected(items=out)
             left_out = set(out)
             items[:] = [item for item in items if item not in left_out]
+
+    def _longest_first(self, items: list[pytest.Item]) -> list[pytest.Item]:
+        """Whole files, in each its slow tests first: in random order where pytest-randomly is there, whose seed all workers have."""
+        files: dict[Path, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            files[item.path].append(item)
+        chance = random.Random(self.config.getoption("randomly_seed", 0))
+        for tests in files.values():
+            slow = [item for item in tests if item.get_closest_marker("slow")]
+            chance.shuffle(slow)
+            tests[:] = [*slow, *(item for item in tests if not item.get_closest_marker("slow"))]
+        ordered = sorted(files.values(), key=lambda tests: -sum(map(self._about, tests)))
+        return [item for tests in ordered for item in tests]
+
+    def _about(self, item: pytest.Item) -> float:
+        if item.get_closest_marker("slow"):
+            return SLOW_SECONDS
+        return LONG_SECONDS if _listed(item.nodeid, self.long) else SHORT_SECONDS
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from bench_records import whole_benchmark
 from edge_bench.measure.records import line_of
 from edge_devices.energy.run_log import write_log
-from edge_runtime.bundle.manifest_checks import with_hash
+from edge_runtime.bundle.manifest import with_hash
 from simulated_session import two_variants
 
 ROOT = Path(__file__).parent.parent.parent

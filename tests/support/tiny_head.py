@@ -1,4 +1,4 @@
-"""Small head files for the split drafter, written by hand: valid by default, damaged on request."""
+"""Small head files written by hand: valid by default, damaged on request."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import gguf
 import numpy as np
 
-CENTROIDS, PER_CENTROID, HIDDEN, TARGET, TOP = 6, 5, 32, 64, 2
+CENTROIDS, PER_CENTROID, HIDDEN, TOP = 6, 5, 32, 2
 VOCABULARY = CENTROIDS * PER_CENTROID
-SIZES: dict[str, int] = {"hidden_size": HIDDEN, "target_hidden_size": TARGET, "vocabulary": VOCABULARY}
-KEYS: dict[str, Any] = {"drafter_head.format": 2, "drafter_head.top_centroids": TOP}
+SIZES: dict[str, int] = {"hidden_size": HIDDEN, "vocabulary": VOCABULARY}
+KEYS: dict[str, Any] = {"drafter_head.format": 3, "drafter_head.top_centroids": TOP}
 
 
 def head_arrays(seed: int = 0) -> dict[str, Any]:
@@ -25,9 +25,6 @@ def head_arrays(seed: int = 0) -> dict[str, Any]:
         "rows": halves(CENTROIDS, PER_CENTROID, HIDDEN),
         "token_ordering": random.permutation(VOCABULARY).astype(np.int32).reshape(CENTROIDS, PER_CENTROID),
         "centroids": halves(CENTROIDS, HIDDEN),
-        "embedding_projection": halves(HIDDEN, TARGET),
-        "hidden_projection": halves(HIDDEN, TARGET),
-        "feedback": halves(HIDDEN, HIDDEN),
     }
 
 

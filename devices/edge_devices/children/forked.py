@@ -90,7 +90,6 @@ class Child:
             raise ChildError from error
 
     def close(self) -> None:
-        """Ends the process."""
         self._close()
 
 

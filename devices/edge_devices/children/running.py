@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from edge_devices.errors import DeviceError, EdgeError
+from edge_devices.errors import DeviceError, EdgeError, errors_as
 
 MAX_OUTPUT_BYTES = 16 << 20
 _PIECE = 1 << 16
@@ -109,10 +109,8 @@ def run_child(
     # Without the variable, ggml calls a debugger on the dying child to print its stack (ggml/src/ggml.c).
     variables = {**os.environ, "GGML_NO_BACKTRACE": "1", **(environment or {})}
     words = [str(word) for word in command]
-    try:
+    with errors_as(failure, "a child process could not be started", f"check that {command[0]} can be run"):
         process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env=variables, cwd=folder)
-    except OSError as error:
-        raise failure(f"a child process could not be started ({error}); check that {command[0]} can be run") from error
     run = _Run(process, output_bytes, budget, seconds)
     try:
         run.begin(stdin)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.intervals import Interval, of_error, of_model
 from edge_devices.energy.recorder import Recorder
-from edge_devices.energy.text import figure_text
+from edge_devices.energy.report import figure_text
 from edge_devices.energy.windows import MIN_UPDATES, fresh_values, measure_window, sampling_error
 from edge_devices.errors import DeviceError, MeasurementError
 from edge_devices.machine.system import System
@@ -77,7 +77,6 @@ class RunEnergy:
         return figure_text(self.joules_per_token, basis=basis)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
         return {
             "kind": self.kind,
             "meter": self.facts.to_json() if self.facts else None,
@@ -237,7 +236,6 @@ class SharedWatch:
             self._thread.start()
 
     def begin(self) -> Share:
-        """Starts a request."""
         with self._changed:
             for share in self._open:
                 share.others += 1
@@ -276,7 +274,6 @@ class SharedWatch:
             return self._pool.energy() if self._recorder else RunEnergy(facts=None, reason=self._reason)
 
     def close(self) -> None:
-        """Stops reading."""
         with self._changed:
             self._ended.set()
             self._changed.notify()

@@ -71,7 +71,8 @@ def share_out(
     mean = joules / window_s
     idle = min(max(idle_watts, 0.0), mean)
     known = seconds.keys() <= powers.keys() or len(seconds) == 1
-    used = {phase: powers.get(phase, PhaseWatts(watts=mean)) for phase in seconds} if known else _unknown(seconds, mean, idle)
+    unknown = PhaseWatts(watts=mean, error=0.0 if known else (mean - idle) / math.sqrt(3))
+    used = {phase: powers.get(phase, unknown) if known else unknown for phase in seconds}
     if rest_s:
         seconds = {**seconds, OTHER: rest_s}
         used[OTHER] = PhaseWatts(watts=(mean + idle) / 2, error=(mean - idle) / math.sqrt(12))
@@ -89,7 +90,3 @@ def share_out(
     return PhaseShares(
         joules=shares, method="calibrated", closure=difference / joules if joules else math.inf, closes=closes, errors=errors
     )
-
-
-def _unknown(phases: Collection[str], mean: float, idle: float) -> dict[str, PhaseWatts]:
-    return {phase: PhaseWatts(watts=mean, error=(mean - idle) / math.sqrt(3)) for phase in phases}

@@ -72,7 +72,6 @@ class PhaseLoop:
     work: Workload
 
     def __call__(self) -> Work:
-        """Runs the loop once."""
         return self.work()
 
 

@@ -61,7 +61,6 @@ class LoggedRun:
 
     @property
     def seconds(self) -> float:
-        """The window's length."""
         return self.end_s - self.start_s
 
 

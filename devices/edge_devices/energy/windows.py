@@ -39,7 +39,6 @@ class WindowEnergy:
 
     @property
     def seconds(self) -> float:
-        """The window's length."""
         return self.end_s - self.start_s
 
     @property

@@ -52,7 +52,6 @@ class MachineLoad:
         return self.words() + ("; the figures are disturbed, close other programs and run again" if self.is_busy else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
         return asdict(self) | {"busy": self.is_busy}
 
 

@@ -29,7 +29,6 @@ class CommandResult:
 
     @property
     def text(self) -> str:
-        """Returns the output as text."""
         return self.output.decode("utf-8", errors="replace")
 
     @property

@@ -72,7 +72,6 @@ class MeterFacts:
         return self.scope is Scope.ESTIMATE
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
         return asdict(self) | {"notes": list(self.notes), "estimate": self.is_estimate}
 
 

@@ -84,7 +84,6 @@ class Recording:
     traces: dict[str, bytes] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
         commands = [{"command": c, "code": code, "output": text} for c, (code, text) in self.commands.items()]
         traces = {command: base64.b64encode(trace).decode() for command, trace in self.traces.items()}
         record = {"schema": SCHEMA, "platform": self.platform, "files": self.files, "denied": list(self.denied), "commands": commands}

@@ -94,7 +94,6 @@ class AdbTransport:
         return framed.result(done, self._failure)
 
     def put(self, source: Path, target: str) -> None:
-        """Pushes a file."""
         done = run_command([*self._adb, "push", str(source), target], seconds=3600)
         if done.code != 0:
             raise self._failure(done)

@@ -126,7 +126,7 @@ def _fields(keys: CheckedValues, tensors: dict[str, TensorInfo], vocabulary: int
         "experts_used": keys.integer("expert_used_count") if experts else 0,
         "expert_size": keys.integer("expert_feed_forward_length") if experts else 0,
         "norm_epsilon": keys.number("attention.layer_norm_rms_epsilon"),
-        "logit_softcap": None if keys.get("final_logit_softcapping") is None else keys.number("final_logit_softcapping"),
+        "logit_softcap": keys.number("final_logit_softcapping") if keys.get("final_logit_softcapping") else None,
         "full_rope_base": keys.number("rope.freq_base"),
         "sliding_rope_base": keys.number("rope.freq_base_swa"),
         "full_rotary_share": _rotary_share(keys, tensors.get("rope_freqs.weight"), full_head_dim),

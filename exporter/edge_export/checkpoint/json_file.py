@@ -70,14 +70,12 @@ class CheckedValues:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Returns a positive number."""
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
             raise self.wrong(key, f"a positive number of at most {MAX_NUMBER:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Returns true or false."""
         value = default if self.get(key) is None else self.get(key)
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")

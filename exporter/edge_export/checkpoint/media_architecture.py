@@ -112,7 +112,9 @@ def parse_media(config: dict[str, Any], path: Path, text_size: int, vocab_size: 
     vision = outer.section("vision_config")
     _check_built_in(vision, _PATCHES)
     architecture = MediaArchitecture(
-        vision=_embedder(vision) if kind == _UNIFIED else _vision(vision),
+        vision=VisionEmbedder(hidden_size=_size(vision, "mm_embed_dim"), positions=_size(vision, "mm_posemb_size"))
+        if kind == _UNIFIED
+        else _vision(vision),
         audio=None,
         text_size=text_size,
         bidirectional=text.get("use_bidirectional_attention") == "vision",
@@ -129,10 +131,6 @@ def parse_media(config: dict[str, Any], path: Path, text_size: int, vocab_size: 
 
 def _size(values: CheckedValues, key: str) -> int:
     return values.integer(key, high=_LARGEST)
-
-
-def _embedder(values: CheckedValues) -> VisionEmbedder:
-    return VisionEmbedder(hidden_size=_size(values, "mm_embed_dim"), positions=_size(values, "mm_posemb_size"))
 
 
 def _vision(values: CheckedValues) -> VisionTower:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.errors import errors_as
 from edge_export.checkpoint.json_file import read_json_object, refuse_pointer
 from edge_export.errors import CheckpointError
 
@@ -131,10 +132,8 @@ def read_header(path: Path) -> list[StoredTensor]:
         if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
             raise CheckpointError(f"{path} is not a safetensors file or is truncated ({size} bytes, header {length}); download it again")
         text = file.read(length)
-    try:
+    with errors_as(CheckpointError, f"{path} has a header that is not valid JSON", "download it again", ValueError, RecursionError):
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a header that is not valid JSON ({error}); download it again") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} has a header that is not a JSON object; download it again")
     start = 8 + length

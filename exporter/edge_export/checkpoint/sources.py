@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
+from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import sha256_of
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.checkpoint import MAX_CONFIG_BYTES, Checkpoint, check_pair, mismatch, open_checkpoint, planned_checkpoint
 from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
 from edge_export.checkpoint.json_file import read_json_object
 from edge_export.checkpoint.published.formats import published_config
-from edge_export.checkpoint.published.hub import PATTERNS, fetch, fetch_config, hub_name
+from edge_export.checkpoint.published.gguf_listing import file_of_role
+from edge_export.checkpoint.published.hub import PATTERNS, check_pair_exists, fetch, fetch_config, hub_name, local_ggufs
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, GgufVocabulary, TokenTable, read_table, read_vocabulary
 from edge_export.errors import CheckpointError
@@ -56,6 +58,12 @@ class ResolvedSource:
         return self.checkpoint.folder
 
     @property
+    def public_name(self) -> str:
+        """A hub id as it is; of a local path only its last part, as a bundle must not tell of its maker's folders."""
+        path = Path(self.origin)
+        return (path.name or path.resolve().name) if path.exists() else self.origin
+
+    @property
     def quantization(self) -> str | None:
         """The quantization of an existing GGUF; None for a checkpoint."""
         return None if self.gguf is None else quantization_of(self.gguf)
@@ -78,11 +86,31 @@ def resolve_pair(target: str, drafter: str, progress: Progress | None = None) ->
 
     Raises CheckpointError if one cannot be read, if target and drafter are exchanged, or if they are not a pair.
     """
-    try:
+    with _readable(f"{target} or {drafter}"):
         return _resolved(target, drafter, progress)
+
+
+def resolve_target(target: str) -> ResolvedSource:
+    """Opens a target's checkpoint by itself, as `resolve_pair` does. Raises CheckpointError, for a GGUF too."""
+    with _readable(target):
+        source = _open("target", target, None)
+        if source.gguf is not None:
+            raise CheckpointError(f"{target} is a GGUF file; give the folder or hub name of a checkpoint")
+        _check_target(source)
+        return _with_tokenizer(source, _table(source), None)
+
+
+@contextlib.contextmanager
+def _readable(names: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        where = error.filename or f"{target} or {drafter}"
-        raise CheckpointError(f"{where} cannot be read ({error.strerror or error}); check the checkpoint") from error
+        raise CheckpointError(f"{error.filename or names} cannot be read ({error.strerror or error}); check the checkpoint") from error
+
+
+def _check_target(source: ResolvedSource) -> None:
+    if source.checkpoint.model_type.endswith("_assistant"):
+        raise CheckpointError(f"{source.origin} is an assistant, not a target; give the full model first, its assistant second")
 
 
 def planned_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource]:
@@ -94,11 +122,16 @@ def planned_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSou
     return (first, second) if first is not None and second is not None else resolve_pair(target, drafter)
 
 
+def _local(origin: str) -> Path:
+    """The path that a name would be here; ~name of an unknown user is an ordinary path."""
+    with contextlib.suppress(RuntimeError):
+        return Path(origin).expanduser()
+    return Path(origin)
+
+
 def _planned(role: str, origin: str) -> ResolvedSource | None:
     """None for what has weights here: its files tell more."""
-    path = Path(origin)
-    with contextlib.suppress(RuntimeError):
-        path = path.expanduser()
+    path = _local(origin)
     config = None if path.exists() else published_config(origin, assistant=role == "drafter")
     if config is None:
         name = None if path.exists() else hub_name(origin)
@@ -110,9 +143,9 @@ def _planned(role: str, origin: str) -> ResolvedSource | None:
 
 
 def _resolved(target: str, drafter: str, progress: Progress | None) -> tuple[ResolvedSource, ResolvedSource]:
+    check_pair_exists(*(None if _local(origin).exists() else hub_name(origin) for origin in (target, drafter)))
     first, second = _open("target", target, progress), _open("drafter", drafter, progress)
-    if first.checkpoint.model_type.endswith("_assistant"):
-        raise CheckpointError(f"{target} is an assistant, not a target; give the full model first, its assistant second")
+    _check_target(first)
     if not second.checkpoint.model_type.endswith("_assistant"):
         raise CheckpointError(
             f"{drafter} is a {second.checkpoint.model_type} model, not an MTP assistant; give its assistant as the drafter"
@@ -145,13 +178,7 @@ def mixed_training(target: ResolvedSource, drafter: ResolvedSource) -> str | Non
 def manifest_source(source: ResolvedSource, progress: Callable[[int], None] = lambda _: None) -> ModelSource:
     """Hashes the files the export read; `progress` gets the bytes read since its last call."""
     files = tuple(_hashed(path, progress) for path in source_files(source))
-    return ModelSource(origin=_public_name(source.origin), model_type=source.checkpoint.model_type, files=files)
-
-
-def _public_name(origin: str) -> str:
-    """A hub id as it is; of a local path only its last part, as a bundle must not tell of its maker's folders."""
-    path = Path(origin)
-    return (path.name or path.resolve().name) if path.exists() else origin
+    return ModelSource(origin=source.public_name, model_type=source.checkpoint.model_type, files=files)
 
 
 def source_files(source: ResolvedSource) -> list[Path]:
@@ -163,9 +190,7 @@ def source_files(source: ResolvedSource) -> list[Path]:
 
 
 def _open(role: str, origin: str, progress: Progress | None) -> ResolvedSource:
-    path = Path(origin)
-    with contextlib.suppress(RuntimeError):  # ~name of an unknown user is an ordinary path
-        path = path.expanduser()
+    path = _local(origin)
     if not path.exists():
         name = hub_name(origin)
         if name is None:
@@ -174,6 +199,13 @@ def _open(role: str, origin: str, progress: Progress | None) -> ResolvedSource:
                 " or a hub name like google/name or owner/name:file.gguf"
             )
         path = fetch(name, role, progress)
+    if path.is_dir() and (ggufs := local_ggufs(path)):
+        file = file_of_role(ggufs, role, None)
+        if file is None:
+            raise CheckpointError(
+                f"{origin} holds no GGUF file for a {role} ({', '.join(ggufs[:3])}); name the file, or give its assistant as DRAFTER"
+            )
+        path /= file
     if path.is_file():
         checkpoint, header = open_gguf(path)
         return ResolvedSource(role=role, origin=origin, checkpoint=checkpoint, gguf=header)
@@ -243,7 +275,5 @@ def _gguf_pieces(source: ResolvedSource) -> LongArray:
 
 
 def _hashed(path: Path, progress: Callable[[int], None]) -> SourceFile:
-    try:
+    with errors_as(CheckpointError, f"{path} cannot be read", "check the checkpoint"):
         return SourceFile(name=path.name, bytes=path.stat().st_size, sha256=sha256_of(path, progress=progress))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); check the checkpoint") from error

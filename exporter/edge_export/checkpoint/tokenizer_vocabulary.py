@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_devices.errors import errors_as
 from edge_export.checkpoint.json_file import read_json_object, read_optional_json_object
 from edge_export.errors import CheckpointError
 
@@ -231,10 +232,8 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     if template is None and path.is_file():
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any chat template; check where it came from")
-        try:
+        with errors_as(CheckpointError, f"{path} is not UTF-8 text", "download it again", UnicodeDecodeError):
             template = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is not UTF-8 text ({error}); download it again") from error
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{folder}: the chat template is a {type(template).__name__}, not text; keep only the default template")
     if template is not None and len(template.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_BYTES:

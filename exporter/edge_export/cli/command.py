@@ -25,8 +25,8 @@ Examples:
   edge-export pair ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
   edge-export pair ./target ./drafter -o my-bundle --tune-drafter my-texts.txt
   edge-export pair ./target ./drafter -o my-bundle --media f16
-  edge-export pair target-q4_0.gguf ./drafter -o my-bundle --force
-  edge-export pair unsloth/gemma-4-E2B-it-GGUF:gemma-4-E2B-it-Q4_0.gguf unsloth/gemma-4-E2B-it-GGUF:mtp-gemma-4-E2B-it.gguf -o e2b
+  edge-export pair gemma-4-E2B-it-Q4_0.gguf ./drafter -o my-bundle --force
+  edge-export pair unsloth/gemma-4-E2B-it-GGUF:Q4_0 -o e2b              with the drafter beside it
   edge-export plan E2B --profile raspberry-pi-5
   edge-export reference -o reference
   edge-export reference -o reference --format onnx --onnx-target int8

@@ -47,7 +47,6 @@ class Display:
         self._task = self._bars.add_task(title, total=total_bytes, counted=total_bytes is not None)
 
     def advance(self, done_bytes: int) -> None:
-        """Moves the bar."""
         if self._task is not None:
             self._bars.advance(self._task, done_bytes)
 
@@ -78,7 +77,7 @@ def summary(bundle: Bundle) -> Table:
     """A table of the bundle's files with their sizes."""
     table = Table(title=f"{bundle.folder}: Gemma 4 {bundle.manifest.architecture.family}", title_justify="left")
     for column, justify in (("file", "left"), ("role", "left"), ("quantization", "left"), ("size", "right")):
-        table.add_column(column, justify="right" if justify == "right" else "left", overflow="fold")
+        table.add_column(column, justify="right" if justify == "right" else "left", overflow="fold", no_wrap=column in ("file", "size"))
     for entry in bundle.manifest.files:
         table.add_row(entry.path, entry.role, entry.quantization or "", byte_text(entry.bytes))
     table.add_section()
@@ -104,8 +103,15 @@ def parity_sentence(parity: dict[str, Any]) -> str:
         f"Parity with {parity['reference']}: unquantized logits within {plain['max_abs_difference']:.3g}, "
         f"drafts agree {drafts['unquantized_agreement']:.0%} ({drafts['quantized_agreement']:.0%} quantized)."
         f" On {quality.rows} rows of English, code and chat {parity['quantized']['quantization']} {quality.words}."
+        + calibration_sentence(parity["quality"])
         + media_sentence(parity.get("media"))
     )
+
+
+def calibration_sentence(figures: dict[str, Any]) -> str:
+    """What the calibration brought, with a space before it; nothing without one."""
+    before = figures.get("mean_kl_uncalibrated")
+    return "" if before is None else f" The calibration brought mean KL from {before:.3g} to {figures['mean_kl']:.3g}."
 
 
 def media_sentence(figures: dict[str, Any] | None) -> str:

@@ -15,13 +15,14 @@ from rich.console import Console
 from edge_devices.command_line import PanelCommand, given_options, one_sentence_errors, option_group, takes
 from edge_devices.option_fields import option
 from edge_export.checkpoint.published.formats import published_config
-from edge_export.checkpoint.published.hub import published_assistant, with_revision
+from edge_export.checkpoint.published.hub import own_drafter, with_revision
 from edge_export.checkpoint.shipped_pair import DESCRIPTION, reference_pair, widened_target
 from edge_export.cli.display import Display, show
 from edge_export.onnx.request import DEVICE_WEIGHTS, OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization.importance_sources import ImportanceSources
+from edge_export.quantization.llama_quantize import gguf_can_be_written
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
 from edge_runtime.config.settings import expanded, preset_of
 from edge_runtime.config.yaml_file import read_config
@@ -34,7 +35,12 @@ drafter_name = click.argument("drafter_name", metavar="[DRAFTER]", required=Fals
 REQUEST = ExportRequest(target="", drafter="", output=Path())
 _export_options = option_group(
     click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Folder to write the bundle to."),
-    click.option("--format", "formats", type=click.Choice(("gguf", "onnx", "both")), default="gguf", help="Format of the models."),
+    click.option(
+        "--format",
+        "formats",
+        type=click.Choice(("gguf", "onnx", "both")),
+        help="Format of the models.  [default: gguf, or onnx where llama-cpp-python is not installed]",
+    ),
     takes("request", REQUEST, panel="Bundle"),
     takes("importance", ImportanceSources, panel="Quantization"),
     takes("onnx", OnnxRequest, panel="ONNX graphs"),
@@ -73,11 +79,13 @@ class Models:
         """
         target, drafter = target or config.verifier.model, drafter or config.drafter.model
         if target and not drafter:
-            drafter = published_assistant(target)
+            drafter = own_drafter(target)
         if planning and target and not drafter and published_config(target, assistant=True):
             drafter = target
         if not (target and drafter):
-            raise click.UsageError("give TARGET and DRAFTER (only google/gemma-4-...-it has an assistant by name), or a --config with both")
+            raise click.UsageError(
+                "give TARGET and DRAFTER, or a --config with both (of google/gemma-4-...-it and of GGUF repositories DRAFTER is known)"
+            )
         return with_revision(target, self.revision), with_revision(drafter, self.drafter_revision)
 
 
@@ -105,7 +113,8 @@ def pair(target_name: str | None, drafter_name: str | None, models: Models, **op
     """Export TARGET and its MTP assistant DRAFTER as one bundle.
 
     Each is a Hugging Face checkpoint folder, a GGUF file, which is checked and copied unchanged, or a hub name: OWNER/NAME, with
-    @REVISION, and with :FILE for a GGUF file of the repository. A --config file may name them instead.
+    @REVISION, and with :FILE or :TAG (Q4_K_M) for a GGUF file of the repository. DRAFTER may be left out for google/gemma-4-...-it and for
+    GGUF files that lie together. A --config file may name them instead.
     """
     config = models.config()
     _export(*models.names(config, target_name, drafter_name), config, **options)
@@ -134,7 +143,7 @@ def _export(
     config: SpeculativeConfig,
     *,
     output: Path,
-    formats: str,
+    formats: str | None,
     request: ExportRequest,
     importance: ImportanceSources,
     onnx: OnnxRequest,
@@ -143,6 +152,13 @@ def _export(
 ) -> None:
     """Exports and prints the bundle. Raises ExportError, or a usage error for options that exclude each other."""
     option_names = given_options(click.get_current_context())
+    console = Console(stderr=True)
+    if formats is None:
+        formats = "gguf" if gguf_can_be_written() or request.target_quantization or request.drafter_quantization else "onnx"
+        if formats == "onnx":
+            console.print(
+                "Writing ONNX graphs. For GGUF files: pip install 'edge-mtp\\[llama,export]', then --format gguf.", highlight=False
+            )
     _check(formats, request, importance, onnx, option_names)
     gguf = formats != "onnx"
     device_weights = {name: value for name, value in DEVICE_WEIGHTS.get(onnx.device or "", {}).items() if name not in option_names}
@@ -160,7 +176,6 @@ def _export(
         importance=importance,
         description=description,
     )
-    console = Console(stderr=True)
     with Display(console) as display:
         bundle = export_pair(complete, display)
     with contextlib.suppress(KeyboardInterrupt):  # too late to stop anything: the bundle is complete

@@ -61,7 +61,6 @@ class Inventory:
 
     @property
     def bytes(self) -> int:
-        """Size of all files."""
         return sum(file.bytes for file in self.files)
 
 

@@ -9,6 +9,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
+from edge_devices.errors import errors_as
 from edge_export.device_package.inventory import Component, keep_licence
 from edge_export.device_package.platforms import PYTHON, SITE, Platform
 from edge_export.device_package.wheels import DISTRIBUTION, own_licence
@@ -110,7 +111,5 @@ def _add_kernels(folder: Path, platform: Platform) -> None:
     target = TARGETS.get(("Linux", platform.machine))
     if target is None or find_spec("ziglang") is None:
         return
-    try:
+    with errors_as(PackageError, f"the row kernels cannot be built for {platform.name}", "report this error", RuntimeError, OSError):
         build(target, folder)
-    except (RuntimeError, OSError) as error:
-        raise PackageError(f"the row kernels cannot be built for {platform.name} ({error}); report this error") from error

@@ -1,1 +1,1 @@
-"""Writing GGUF files, the split drafter included."""
+"""Writing GGUF files, a drafter's sparse head included."""

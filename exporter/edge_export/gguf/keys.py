@@ -89,8 +89,9 @@ def architecture_entries(checkpoint: Checkpoint, file_type: int) -> list[Entry]:
         (f"{name}.attention.value_length", "uint32", model.full_head_dim),
         ("general.file_type", "uint32", file_type),
     ]
-    if model.logit_softcap is not None:
-        entries.append((f"{name}.final_logit_softcapping", "float32", model.logit_softcap))
+    # Without the key llama.cpp caps a target's logits at 30 (src/llama-hparams.h); it caps no drafter's, and none at 0.
+    if model.logit_softcap is not None or not isinstance(model, AssistantArchitecture):
+        entries.append((f"{name}.final_logit_softcapping", "float32", model.logit_softcap or 0.0))
     entries += [
         (f"{name}.attention.sliding_window", "uint32", model.window),
         (f"{name}.attention.shared_kv_layers", "uint32", model.kv_shared_layers),

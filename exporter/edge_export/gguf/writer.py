@@ -218,7 +218,6 @@ class ExactReport:
     off_grid: list[str] = field(default_factory=list)
 
     def sentence(self) -> str:
-        """The report in a sentence."""
         total, equal = sum(self.values.values()), sum(self.equal.values())
         blocks = f"{equal / total:.2%} of their blocks bit for bit" if total else "no blocks"
         text = f"{len(self.values)} matrices lie on the grid of q4_0 and are written as such, {blocks}"

@@ -106,8 +106,11 @@ def _part(role: str, path: Path, kind: str, request: OnnxRequest) -> BundlePart:
     return BundlePart(role=role, path=path, format=kind, quantization=quantization_name(role, request))
 
 
-def compare(reference: Reference, files: OnnxFiles, request: OnnxRequest, inputs: MediaInputs | None, folder: Path) -> dict[str, Any]:
-    """Compares written graphs with the reference. If their weights are not float32, float32 graphs are written, compared and removed too.
+def compare(
+    reference: Reference, files: OnnxFiles, request: OnnxRequest, inputs: MediaInputs | None, folder: Path, *, calibrated: bool
+) -> dict[str, Any]:
+    """Compares written graphs with the reference. If their weights are not float32, float32 graphs are written, compared and removed too,
+    and where they are `calibrated`, graphs that are not.
 
     `inputs` are those of the encoders. Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
     """
@@ -124,14 +127,20 @@ def compare(reference: Reference, files: OnnxFiles, request: OnnxRequest, inputs
         return {"skipped": reason}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         plain = files
-        if not exact:
-            of_plain = OnnxRequest(target="f32", drafter="f32", device="static" if request.device else None)
-            written = write_onnx(
-                target, reference.drafter, of_plain, layout=files.layout, importance={}, folder=Path(scratch), progress=lambda _: None
+
+        def other(request: OnnxRequest) -> OnnxFiles:
+            made = write_onnx(
+                target, reference.drafter, request, layout=files.layout, importance={}, folder=Path(scratch), progress=lambda _: None
             )
-            plain = replace(files, parts=written.parts, layout=written.layout)
+            return replace(files, parts=made.parts, layout=made.layout)
+
+        if not exact:
+            plain = other(OnnxRequest(target="f32", drafter="f32", device="static" if request.device else None))
+        uncalibrated = other(request) if calibrated else None
         better = _better(reference, request)
-        figures = measure_onnx_parity(reference, plain, files, request, rounded=rounded is not None, better=better)
+        figures = measure_onnx_parity(
+            reference, plain, files, request, rounded=rounded is not None, better=better, uncalibrated=uncalibrated
+        )
     if request.media is None or inputs is None:
         return figures
     return figures | {"media": encoder_parity(reference, files.paths, request.media, inputs, reference.architecture.hidden_size)}

@@ -34,10 +34,18 @@ ENCODER_LIMITS: dict[MediaWeights, float] = {"f32": 1e-3, "f16": 1e-3, "int8": 0
 
 
 def measure_onnx_parity(
-    reference: Reference, plain: OnnxFiles, exported: OnnxFiles, request: OnnxRequest, *, rounded: bool, better: str | None = None
+    reference: Reference,
+    plain: OnnxFiles,
+    exported: OnnxFiles,
+    request: OnnxRequest,
+    *,
+    rounded: bool,
+    better: str | None = None,
+    uncalibrated: OnnxFiles | None = None,
 ) -> dict[str, Any]:
     """Compares graphs of the request's weights and K/V rows, and `plain` ones with float32 weights (or the same).
 
+    `uncalibrated` are the graphs as they would be without their calibration.
     `rounded`: activations are rounded to int8. `better` names the next better type for a refusal. Returns the figures for the manifest.
     Raises ParityError, naming the figure, the limit and --no-verify, if one is beyond its limit, or if the graphs do not run.
     """
@@ -47,11 +55,12 @@ def measure_onnx_parity(
         weight_type="f32",
         quantization=request.target,
         limits=ROUNDED_LIMITS if rounded else LIMITS,
-        kl_limit=max(WEIGHT_TYPES[name].mean_kl for name in (request.target, request.kv)),
+        kl_limit=request.kl_limit,
         better=better,
     )
     final = None if plain == exported else partial(_rows, reference, exported)
-    return compare_export(reference, partial(_rows, reference, plain), final, judgement, as_llama=False)
+    before = None if uncalibrated is None else partial(_rows, reference, uncalibrated)
+    return compare_export(reference, partial(_rows, reference, plain), final, judgement, as_llama=False, uncalibrated=before)
 
 
 def encoder_parity(

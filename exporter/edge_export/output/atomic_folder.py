@@ -34,6 +34,9 @@ _NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 REPLACE_EVENT = "edge_export.replace_folder"
 
 
+# What other programs and people read in a bundle's folder: presets of llama.cpp's server and of Ollama, the model card.
+PRESET_NAME, MODELFILE_NAME, CARD_NAME = "models.ini", "Modelfile", "README.md"
+COMPANIONS = (PRESET_NAME, MODELFILE_NAME, CARD_NAME)
 _MAX_LIST_BYTES = 64 << 20
 # Python's compiled files, beside their source.
 _COMPILED = "__pycache__/*.pyc"
@@ -55,7 +58,7 @@ class FolderKind:
 BUNDLE = FolderKind(
     name="bundle",
     list_name=MANIFEST_NAME,
-    unlisted=frozenset((MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME)),
+    unlisted=frozenset((MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME, *COMPANIONS)),
     is_ours=lambda manifest: type(manifest.get("schema_version")) is int and str(manifest.get("created_by")).startswith("edge-mtp "),
 )
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from edge_devices.machine.facts import installed_version
 from edge_export.errors import ParityError
-from edge_export.parity.quality import ROWS_PER_FORWARD, export_logits, held_out_tokens, overall, quality_of
+from edge_export.parity.held_out import TEXT_TOKENS, held_out_tokens
 from edge_export.parity.reference import (
     DRAFT_LENGTH,
     REFUSED,
@@ -26,6 +26,7 @@ from edge_export.parity.reference import (
 )
 from edge_runtime.bundle.exported_quality import Quality
 from edge_runtime.decoding.loop import Decoding, decode
+from edge_runtime.decoding.quality import ROWS_PER_FORWARD, RowFigures, joined, row_figures, text_rows
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
 from edge_runtime.errors import EdgeRuntimeError
@@ -68,7 +69,7 @@ class Judgement:
         self,
         plain: Divergence,
         final: Divergence,
-        qualities: Mapping[str, Quality],
+        texts: Mapping[str, RowFigures],
         *,
         length: int,
         agreements: Sequence[float],
@@ -80,7 +81,7 @@ class Judgement:
         demand(f"largest logit difference of {whose}", plain.max_abs_difference, maximum=limits.max_abs_difference)
         demand(f"mean KL of {whose}", plain.mean_kl, maximum=limits.mean_kl)
         demand(f"greedy agreement of {whose}", plain.greedy_agreement, minimum=limits.greedy_agreement)
-        quality = overall(qualities)
+        quality = joined(texts).quality
         self._demand_quality(quality)
         demand(f"share of {whose}'s drafts that are the reference assistant's", agreements[0], minimum=limits.draft_agreement)
         return {
@@ -90,7 +91,7 @@ class Judgement:
             "rows": ROWS,
             "unquantized": {"weight_type": self.weight_type, **asdict(plain)},
             "quantized": {"quantization": self.quantization, **asdict(final)},
-            "quality": {**asdict(quality), "texts": {name: asdict(each) for name, each in qualities.items()}},
+            "quality": {**asdict(quality), "texts": {name: asdict(each.quality) for name, each in texts.items()}},
             "drafts": {
                 "draft_length": DRAFT_LENGTH,
                 "contexts": list(contexts),
@@ -114,17 +115,22 @@ class Judgement:
 Run = Callable[[list[int], Mapping[str, list[int]]], Rowset]
 
 
-def compare_export(reference: Reference, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool) -> dict[str, Any]:
+def compare_export(
+    reference: Reference, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool, uncalibrated: Run | None = None
+) -> dict[str, Any]:
     """Runs the unquantized and the final export (None: the same) over the tokens and returns the figures for the manifest.
 
-    `as_llama`: as of `reference_rows`. Raises ParityError, naming the figure, the limit and --no-verify, if a figure is beyond its limit,
+    `as_llama`: as of `reference_rows`. `uncalibrated` is the final export without its calibration: how far that is away is a figure too.
+
+    Raises ParityError, naming the figure, the limit and --no-verify, if a figure is beyond its limit,
     or if the export does not run.
     """
     tokens = parity_tokens(reference)
-    texts = held_out_tokens(reference.tokenizer(), min(reference.context, len(tokens) + ROOM))
+    texts = held_out_tokens(reference.tokenizer(), min(TEXT_TOKENS, reference.context, len(tokens) + ROOM))
     try:
         first = plain(tokens, texts if final is None else {})
         last = first if final is None else final(tokens, texts)
+        before = {} if uncalibrated is None else uncalibrated(tokens, texts).texts
     except EdgeRuntimeError as error:
         library = judgement.library.removesuffix("-python").replace("llama-cpp", "llama.cpp")
         raise ParityError(f"the export does not run in {library}: {error}; correct that, or export with --no-verify") from error
@@ -132,12 +138,15 @@ def compare_export(reference: Reference, plain: Run, final: Run | None, judgemen
     figures = judgement.figures(
         divergence(logits, first.logits),
         divergence(logits, last.logits),
-        {name: quality_of(text_logits[name], last.texts[name], text) for name, text in texts.items()},
+        {name: row_figures(text_logits[name], [last.texts[name]], text) for name, text in texts.items()},
         length=len(tokens),
         agreements=agreements,
         contexts=first.contexts,
     )
     figures["drafts"]["confidence"] = last.confidence
+    if before:
+        rows = {name: row_figures(text_logits[name], [before[name]], text) for name, text in texts.items()}
+        figures["quality"]["mean_kl_uncalibrated"] = joined(rows).quality.mean_kl
     return figures
 
 
@@ -161,7 +170,7 @@ def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int], te
         if drafter is not None:
             drafts.append(tuple(drafter.draft(tokens[end], DRAFT_LENGTH)))
     confidence = drafter_confidence(target, drafter, tokens[-1])
-    text_logits = {name: export_logits(target, text) for name, text in texts.items()}
+    text_logits = {name: np.concatenate([np.array(rows) for rows in text_rows(target, text)]) for name, text in texts.items()}
     return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts), confidence=confidence, texts=text_logits)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,12 @@ class ComparedModel:
 Compared = tuple[ComparedModel, ComparedModel]
 
 
-def measure_parity(reference: Reference, models: Compared, notify: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure_parity(
+    reference: Reference, models: Compared, notify: Callable[[str], None] = lambda _: None, uncalibrated: Path | None = None
+) -> dict[str, Any]:
     """Compares target and drafter; returns the figures for the manifest, or {"skipped": reason}.
+
+    `uncalibrated` is the target's file as it would be without its calibration.
 
     Raises ParityError, naming the figure, the limit and --no-verify, if one is beyond its limit, or if the export does not run.
     """
@@ -67,13 +72,15 @@ def measure_parity(reference: Reference, models: Compared, notify: Callable[[str
         types = [model.weight_type for model in models]
         return _export_rows(reference, target.unquantized, drafter.unquantized, types, tokens, texts, notify)
 
-    def final(tokens: list[int], texts: Mapping[str, list[int]]) -> Rowset:
+    def quantized(path: Path, tokens: list[int], texts: Mapping[str, list[int]]) -> Rowset:
         types = [model.quantization for model in models]
-        return _export_rows(reference, target.exported, drafter.exported, types, tokens, texts, notify)
+        return _export_rows(reference, path, drafter.exported, types, tokens, texts, notify)
 
     same = all(model.unquantized == model.exported for model in models)
     judgement = replace(judgement_of(models, reference.architecture.experts), better=_better(reference, target.quantization))
-    return compare_export(reference, plain, None if same else final, judgement, as_llama=True)
+    final = None if same else partial(quantized, target.exported)
+    before = None if uncalibrated is None else partial(quantized, uncalibrated)
+    return compare_export(reference, plain, final, judgement, as_llama=True, uncalibrated=before)
 
 
 def encoder_parity(reference: Reference, target: Path, encoder: Path, quantization: str, inputs: MediaInputs) -> dict[str, Any]:
@@ -93,10 +100,9 @@ def encoder_parity(reference: Reference, target: Path, encoder: Path, quantizati
 
 def _better(reference: Reference, quantization: str) -> str | None:
     """The option for the next better type, with about how many bytes it takes."""
-    place = OFFERED.index(quantization) + 1
-    if place == len(OFFERED) or quantization in UNQUANTIZED_LIMITS:
+    if quantization in UNQUANTIZED_LIMITS:
         return None
-    better, model = QUANTIZATIONS[OFFERED[place]], reference.target.checkpoint
+    better, model = QUANTIZATIONS[OFFERED[OFFERED.index(quantization) + 1]], reference.target.checkpoint
     return f"--target-quant {better.name}, {byte_text(better.file_bytes(model.parameters, model.architecture.table_weights))}"
 
 

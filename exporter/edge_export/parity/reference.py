@@ -21,10 +21,9 @@ from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
+from edge_runtime.decoding.quality import agrees, divergence_of, log_softmax
 
 Rows = NDArray[np.float32]
-# A token counts as the reference's own choice when the reference rates it this close to its best, in standard deviations of the row.
-TIE = 0.02
 # transformers 5.19 added the assistant; 5.23.0 cannot build it ("cache-producing layer types").
 FIRST_TRANSFORMERS, END_TRANSFORMERS = (5, 19), (5, 23)
 SEED = 20260101
@@ -77,10 +76,7 @@ class Reference:
 
     def tokenizer(self) -> Any:
         """Returns the target's own tokenizer, run by transformers."""
-        from transformers import PreTrainedTokenizerFast
-
-        assert self.target.tokenizer is not None  # only a GGUF has none
-        return PreTrainedTokenizerFast(tokenizer_file=str(self.target.tokenizer.folder / TOKENIZER_NAME))
+        return tokenizer_of(self.target)
 
     def load_target(self) -> Any:
         """Loads the target; see `load_reference`."""
@@ -105,6 +101,14 @@ class Rowset:
     texts: Mapping[str, Rows] = field(default_factory=dict)
 
 
+def tokenizer_of(source: ResolvedSource) -> Any:
+    """Returns a checkpoint's own tokenizer, run by transformers."""
+    from transformers import PreTrainedTokenizerFast
+
+    assert source.tokenizer is not None  # only a GGUF has none
+    return PreTrainedTokenizerFast(tokenizer_file=str(source.tokenizer.folder / TOKENIZER_NAME))
+
+
 def why_not(reference: Reference, library: str, extra: str) -> str | None:
     """Returns the reason why parity cannot be measured here, or None if it can. Imports nothing heavy.
 
@@ -120,15 +124,20 @@ def why_not(reference: Reference, library: str, extra: str) -> str | None:
 
 def why_no_reference(parameters: int) -> str | None:
     """Returns the reason why transformers cannot run so many parameters in float32 here, or None. Imports nothing heavy."""
+    return why_no_run(int(4 * parameters * MEMORY_MARGIN), "the float32 reference")
+
+
+def why_no_run(needed: int, what: str) -> str | None:
+    """Returns the reason why transformers cannot run `what` here, which needs so many bytes, or None. Imports nothing heavy."""
     for package in ("torch", "transformers"):
         if installed_version(package) is None:
             return f"{package} is not installed; pip install 'edge-mtp[verify]' to compare with the reference"
     installed = installed_version("transformers") or ""
     if not FIRST_TRANSFORMERS <= tuple(int(part) for part in re.findall(r"\d+", installed)[:2]) < END_TRANSFORMERS:
         return f"transformers {installed} cannot build the Gemma 4 assistant, 5.19 to 5.22.2 can; pip install 'edge-mtp[verify]'"
-    needed, free = int(4 * parameters * MEMORY_MARGIN), available_memory_bytes()
+    free = available_memory_bytes()
     if free is not None and needed > free:
-        return f"the float32 reference needs {needed} bytes of memory, {free} are available"
+        return f"{what} needs {needed} bytes of memory, {free} are available"
     return None
 
 
@@ -306,27 +315,10 @@ def divergence(reference: Rows, export: Rows) -> Divergence:
     """Compares logits [rows, vocabulary], row by row so that no float64 copy of all rows is made. A NaN or infinity gives infinity."""
     if not np.isfinite(export).all():
         return Divergence(max_abs_difference=float("inf"), mean_kl=float("inf"), median_kl=float("inf"), greedy_agreement=0.0)
-    divergences = [_kl(expected, actual) for expected, actual in zip(reference, export, strict=True)]
+    divergences = [divergence_of(log_softmax(expected), log_softmax(actual)) for expected, actual in zip(reference, export, strict=True)]
     return Divergence(
         max_abs_difference=float(np.abs(reference - export).max()),
         mean_kl=float(np.mean(divergences)),
         median_kl=float(np.median(divergences)),
         greedy_agreement=float(np.mean([agrees(row, int(own.argmax())) for row, own in zip(reference, export, strict=True)])),
     )
-
-
-def agrees(reference: Rows, token: int) -> bool:
-    """Whether `token` is the greedy choice of the reference's logits [vocabulary], or within TIE of it."""
-    return bool(reference.max() - reference[token] <= TIE * reference.std())
-
-
-def _kl(reference: Rows, export: Rows) -> float:
-    expected, actual = log_softmax(reference), log_softmax(export)
-    return float(np.sum(np.exp(expected) * (expected - actual)))
-
-
-def log_softmax(row: Rows) -> NDArray[np.float64]:
-    """The logarithms of a row's probabilities [vocabulary]."""
-    shifted = row.astype(np.float64) - row.max()
-    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
-    return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from edge_export.checkpoint.published.formats import rounds_activations
 from edge_export.checkpoint.sources import ResolvedSource, planned_pair
 from edge_export.errors import ExportError
-from edge_export.gguf.split_drafter import can_split, head_bytes
+from edge_export.gguf.drafter_head import head_bytes
 from edge_export.pipeline.bundle_files import architecture, cache_layout
 from edge_export.pipeline.request import DEFAULT_CONTEXT, DRAFTER_QUANTIZATION, TARGET_QUANTIZATION
 from edge_export.quantization.llama_quantize import check_quantization
@@ -36,10 +36,9 @@ def planned_manifest(
     facts = architecture(first.checkpoint, second.checkpoint, context)
     quantization = drafter_quantization or DRAFTER_QUANTIZATION
     files = [_file(first, target_quantization or TARGET_QUANTIZATION), _file(second, quantization)]
-    if second.gguf is None and can_split(facts.hidden_size, second.checkpoint):
-        kind, body = QUANTIZATIONS[quantization], facts.drafter_parameters - second.checkpoint.architecture.table_weights
-        head = head_bytes(second.checkpoint, kind.file_bytes(facts.drafter_hidden_size, facts.drafter_hidden_size))
-        files += [_entry("drafter_body", quantization, kind.file_bytes(body)), _entry("drafter_head", quantization, head)]
+    if second.gguf is None and second.checkpoint.assistant.ordered_embeddings:
+        row_bytes = QUANTIZATIONS[quantization].file_bytes(facts.drafter_hidden_size, facts.drafter_hidden_size)
+        files.append(_entry("drafter_head", quantization, head_bytes(second.checkpoint, row_bytes)))
     return Manifest(
         schema_version=SCHEMA_VERSION,
         created_by="plan",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from edge_devices.errors import errors_as
 from edge_devices.waiting import Progress, ProgressLines
 from edge_export.checkpoint.architecture import SPARSE_HEAD
+from edge_export.checkpoint.published.hub import fetched_checkpoint
 from edge_export.checkpoint.sources import ResolvedSource, mixed_training, resolve_pair
 from edge_export.errors import ExportError
 from edge_export.gguf.media_encoder import TOWERS, media_architecture, media_inputs
-from edge_export.gguf.split_drafter import can_split
 from edge_export.gguf.writer import trained_for_q4
 from edge_export.onnx.request import ONNX_MEDIA, OnnxFiles, OnnxRequest, check_onnx_sources, check_towers, expected_onnx_bytes
 from edge_export.output.atomic_folder import check_output, check_outside, partial_folder, sync_files
@@ -32,13 +34,14 @@ from edge_export.pipeline.bundle_files import (
     read_signing_key,
     sign_manifest,
 )
+from edge_export.pipeline.companions import write_companions
 from edge_export.pipeline.gguf_step import GgufFiles, make_gguf, plan_pair
 from edge_export.pipeline.request import DEFAULT_CONTEXT, SWITCHED_OFF, ExportJob, ExportRequest
 from edge_export.pipeline.tuning_step import clear_tuning, with_tuned_drafter
 from edge_export.quantization.calibration import expected_minutes
 from edge_export.quantization.importance import Importance
-from edge_export.quantization.importance_sources import CALIBRATION_TEXT, calibrated_by_default, importance_of_pair
-from edge_export.quantization.llama_quantize import check_quantization
+from edge_export.quantization.importance_sources import CALIBRATION_TEXT, LAYERS_FILE, calibrated_by_default, importance_of_pair
+from edge_export.quantization.llama_quantize import DIRECT, check_quantization, library_version
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings
 from edge_runtime.config.yaml_file import CONFIG_NAME, config_text
@@ -58,6 +61,7 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
             check_quantization(quantization)
     key = read_signing_key(request.sign) if request.sign is not None else None
     check_output(request.output, request.force)
+    _check_tools(request)
     progress.step("Open the checkpoints", None)
     job = _open_job(request, progress)
     if (sentence := mixed_training(*job.pair)) is not None:
@@ -65,19 +69,19 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
     job = with_tuned_drafter(job)
     for role, name in job.left_out:
         progress.note(f"Left out of the {role}: {name}.")
-    with partial_folder(request.output, request.force) as folder:
+    with _kept_calibration(job), partial_folder(request.output, request.force) as folder:
         gguf = plan_pair(job, folder) if request.gguf else None
         _check_onnx_space(job, folder)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            importance = _importance(job, gguf, Path(scratch))
-            onnx, onnx_figures = _make_onnx(job, importance, folder)
-            gguf_parts, gguf_figures = make_gguf(gguf, job, importance) if gguf is not None else ([], {})
+        importance = _importance(job, gguf)
+        onnx, onnx_figures = _make_onnx(job, importance, folder)
+        gguf_parts, gguf_figures = make_gguf(gguf, job, importance) if gguf is not None else ([], {})
         parts = [*gguf_parts, *(onnx.parts if onnx is not None else ()), *copy_texts(job.pair[0], folder, progress)]
         manifest = _manifest(job, hash_parts(parts, folder, progress), onnx, parity=gguf_figures | onnx_figures, importance=importance)
         (folder / MANIFEST_NAME).write_bytes(manifest.to_json().encode())
         if key is not None:
             sign_manifest(folder, manifest.to_json().encode(), key)
         (folder / CONFIG_NAME).write_text(config_text(bundle_config(request.config, manifest)), encoding="utf-8")
+        write_companions(folder, manifest)
         # The hashes were just computed from these files; names, sizes and layout are checked once more, as a reader would.
         open_bundle(folder, check="none")
         # A power cut must not leave the bundle's name on incomplete files, least of all where it replaces an old bundle.
@@ -85,6 +89,16 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
         sync_files(folder)
     clear_tuning(request)
     return Bundle(request.output, manifest)
+
+
+def _check_tools(request: ExportRequest) -> None:
+    """Raises ExportError, before anything is fetched, if a package is missing without which the export cannot end."""
+    if request.onnx is not None and find_spec("onnx") is None:
+        raise ExportError("onnx is not installed; pip install 'edge-mtp[export-onnx]' to write ONNX graphs")
+    halves = ((request.target, request.target_quantization), (request.drafter, request.drafter_quantization))
+    # What comes as a GGUF is copied; what was trained for q4_0 may need no llama.cpp.
+    if request.gguf and any(quantization not in DIRECT and fetched_checkpoint(origin) for origin, quantization in halves):
+        library_version()
 
 
 def _open_job(request: ExportRequest, progress: Progress) -> ExportJob:
@@ -101,8 +115,9 @@ def _open_job(request: ExportRequest, progress: Progress) -> ExportJob:
         request = replace(request, onnx=onnx)
     context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)
     layout = cache_layout(target.checkpoint, drafter.checkpoint, context)
-    split = request.gguf and drafter.gguf is None and can_split(target.checkpoint.architecture.hidden_size, drafter.checkpoint)
-    sparse = split or (request.onnx is not None and drafter.checkpoint.assistant.ordered_embeddings)
+    ordered = drafter.checkpoint.assistant.ordered_embeddings
+    sparse_head = request.gguf and drafter.gguf is None and ordered
+    sparse = sparse_head or (request.onnx is not None and ordered)
     if request.config.drafter.sparse_output and not sparse:
         raise ExportError(f"{request.drafter} gives no split drafter, which drafter.sparse_output true asks for; leave that key out")
     if request.media is not None and target.gguf is not None:
@@ -119,7 +134,7 @@ def _open_job(request: ExportRequest, progress: Progress) -> ExportJob:
         reference=Reference(target=target, drafter=drafter, threads=request.thread_count, context=context),
         context=context,
         layout=layout,
-        split=split,
+        sparse_head=sparse_head,
         left_out=tuple((part.role, name) for part in pair for name in part.checkpoint.left_out if not name.startswith(written)),
         media=None if media is None else media_inputs(media),
         generation=generation_defaults(target),
@@ -142,8 +157,32 @@ def _onnx_bytes(job: ExportJob, request: OnnxRequest) -> int:
     return expected_onnx_bytes(target.checkpoint, drafter.checkpoint, request)
 
 
-def _importance(job: ExportJob, gguf: GgufFiles | None, scratch: Path) -> dict[str, Importance]:
-    """The importance by role; `scratch` gets second moments."""
+def calibration_folder(request: ExportRequest) -> Path:
+    """The folder of the state of a calibration, from which the next call goes on."""
+    return request.output.absolute().with_name(f"{request.output.name}.calibration")
+
+
+@contextlib.contextmanager
+def _kept_calibration(job: ExportJob) -> Iterator[None]:
+    """Keeps the state if the export does not end, once a layer has been run, and says where it is."""
+    folder = calibration_folder(job.request)
+    existed = folder.exists()
+    try:
+        yield
+    except BaseException:
+        if (folder / LAYERS_FILE).is_file():
+            job.progress.note(
+                f"The calibration is kept in {folder}, and the next export of this pair to the same place goes on from there."
+            )
+        elif not existed:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if (folder / LAYERS_FILE).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _importance(job: ExportJob, gguf: GgufFiles | None) -> dict[str, Importance]:
+    """The importance by role."""
     sources, onnx = job.request.importance, job.request.onnx
     roles = dict(onnx.importance_roles) if onnx is not None else {}
     # llama.cpp's types that take account of importance all gain by compensation.
@@ -158,7 +197,7 @@ def _importance(job: ExportJob, gguf: GgufFiles | None, scratch: Path) -> dict[s
     text = sources.calibrate
     title = f"Calibrate on {text.name}" if text else "Read the importance matrix"
     job.progress.step(title, text.stat().st_size if text and text.is_file() else None)
-    return importance_of_pair(sources, job.reference, roles, scratch=scratch, progress=job.progress.advance)
+    return importance_of_pair(sources, job.reference, roles, state=calibration_folder(job.request), progress=job.progress.advance)
 
 
 def _make_onnx(job: ExportJob, importance: dict[str, Importance], folder: Path) -> tuple[OnnxFiles | None, dict[str, Any]]:
@@ -166,16 +205,15 @@ def _make_onnx(job: ExportJob, importance: dict[str, Importance], folder: Path) 
     request, progress = job.request.onnx, job.progress
     if request is None:
         return None, {}
-    try:  # onnx is needed only where graphs are asked for
+    with errors_as(ExportError, "onnx is not installed", "pip install 'edge-mtp[export]' to write ONNX graphs", ImportError):
         from edge_export.onnx.export import compare, write_onnx
-    except ImportError as error:
-        raise ExportError(f"onnx is not installed ({error}); pip install 'edge-mtp[export]' to write ONNX graphs") from error
     progress.step("Write the ONNX graphs", _onnx_bytes(job, request))
     files = write_onnx(*job.pair, request, layout=job.layout, importance=importance, folder=folder, progress=progress.advance)
     if not job.request.verify:
         return files, {"onnx": dict(SWITCHED_OFF)}
     progress.step("Compare the ONNX graphs with the reference", None)
-    return files, {"onnx": compare(job.reference, files, request, job.media, folder)}
+    calibrated = any(each.source.kind == "calibration" for each in importance.values())
+    return files, {"onnx": compare(job.reference, files, request, job.media, folder, calibrated=calibrated)}
 
 
 def _manifest(

@@ -1,8 +1,10 @@
-"""The GGUF part of an export: convert, quantize, split the drafter, compare with the reference."""
+"""The GGUF part of an export: convert, quantize, write the drafter's sparse head, compare with the reference."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +13,9 @@ from typing import Any
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
+from edge_export.gguf.drafter_head import head_bytes, output_rows, write_head
 from edge_export.gguf.keys import architecture_name
 from edge_export.gguf.media_encoder import plan_encoder
-from edge_export.gguf.split_drafter import head_bytes, output_rows, write_body, write_head
 from edge_export.gguf.writer import ExactReport, GgufPlan, plan_exact, plan_gguf, trained_for_q4
 from edge_export.output.atomic_folder import BundlePart
 from edge_export.parity.gguf import ComparedModel, encoder_parity, measure_parity
@@ -30,6 +32,21 @@ from edge_runtime.errors import BackendError
 
 # Tokenizer, template and manifest.
 _SMALL_FILES_BYTES = 64 << 20
+# llama.cpp takes the files of a folder for drafters, encoders and parts by these words (common/download.cpp, common/preset.cpp).
+_DRAFTER_PREFIX, _ENCODER_PREFIX = "mtp-", "mmproj-"
+_WORDS_OF_OTHERS = re.compile(r"(mtp|dspark|dflash|eagle3)-|mmproj|imatrix|-\d{5}-of-\d{5}", re.IGNORECASE)
+_QUANTIZATION_SUFFIX = re.compile(r"[-._](i?q\d\w*|bf16|f16|f32|mxfp4)$", re.IGNORECASE)
+_LONGEST_NAME = 80
+
+
+def model_name(target: ResolvedSource) -> str:
+    """The beginning of the GGUF files' names: gemma-4-E2B-it for google/gemma-4-E2B-it, gemma-4-E2B-it-Q4_0.gguf or a folder of that name.
+
+    It holds no word by which llama.cpp would take the target for something else.
+    """
+    name = re.sub(r"@[^:]*", "", target.public_name).rpartition("/")[2].rpartition(":")[2].removesuffix(".gguf")
+    name = _WORDS_OF_OTHERS.sub("", _QUANTIZATION_SUFFIX.sub("", re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)))
+    return name[:_LONGEST_NAME].strip("-.") or "target"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +64,6 @@ class GgufModel(ComparedModel):
 
     @property
     def direct(self) -> bool:
-        """Whether no quantization follows."""
         return self.unquantized == self.exported
 
     @property
@@ -70,7 +86,7 @@ class GgufModel(ComparedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class GgufFiles:
-    """The GGUF files of a bundle: those of target and drafter, a split drafter if the job asks for one, the encoder of images and sound."""
+    """The GGUF files of a bundle: those of target and drafter, the drafter's sparse head if it has one, the encoder of images and sound."""
 
     models: tuple[GgufModel, GgufModel]
     encoder: GgufPlan | None = None
@@ -85,14 +101,15 @@ class GgufFiles:
 def plan_pair(job: ExportJob, folder: Path) -> GgufFiles:
     """Plans the GGUF files. Raises ExportError if a quantization cannot be had, or if the disk has no room."""
     request, (target, drafter) = job.request, job.pair
+    name = model_name(target)
     planned = GgufFiles(
         models=(
-            _plan(target, request.target_quantization, TARGET_QUANTIZATION, folder),
-            _plan(drafter, request.drafter_quantization, DRAFTER_QUANTIZATION, folder),
+            _plan(target, request.target_quantization, TARGET_QUANTIZATION, folder, name),
+            _plan(drafter, request.drafter_quantization, DRAFTER_QUANTIZATION, folder, _DRAFTER_PREFIX + name),
         ),
         encoder=None if request.media is None else plan_encoder(target.checkpoint, request.media),
     )
-    check_space(planned, job.split, folder)
+    check_space(planned, job.sparse_head, folder)
     return planned
 
 
@@ -107,7 +124,10 @@ def _check_runs(source: ResolvedSource, plan: GgufPlan | None) -> None:
         raise ExportError(f"{str(error).split(';', maxsplit=1)[0]}, so the runtime would refuse its GGUF; {instead}") from error
 
 
-def _plan(source: ResolvedSource, requested: str | None, default: str, folder: Path) -> GgufModel:
+def _plan(source: ResolvedSource, requested: str | None, default: str, folder: Path, name: str) -> GgufModel:
+    def named(quantization: str) -> Path:
+        return folder / f"{name}-{quantization.upper()}.gguf"
+
     if source.quantization is not None:
         if requested not in (None, source.quantization):
             raise ExportError(
@@ -115,11 +135,11 @@ def _plan(source: ResolvedSource, requested: str | None, default: str, folder: P
                 f" leave --{source.role}-quant out, or give the checkpoint"
             )
         _check_runs(source, None)
-        path = folder / f"{source.role}-{source.quantization}.gguf"
+        path = named(source.quantization)
         return GgufModel(source=source, quantization=source.quantization, weight_type="f32", plan=None, unquantized=path, exported=path)
     trained = requested in (None, TRAINED_QUANTIZATION) and trained_for_q4(source.checkpoint)
     quantization = requested or (TRAINED_QUANTIZATION if trained and source.role == "target" else default)
-    exported = folder / f"{source.role}-{quantization}.gguf"
+    exported = named(quantization)
     report = ExactReport() if quantization == TRAINED_QUANTIZATION and trained else None
     weight_type, unquantized = DIRECT.get(quantization), exported
     if weight_type is None:
@@ -142,15 +162,15 @@ def _plan(source: ResolvedSource, requested: str | None, default: str, folder: P
     )
 
 
-def check_space(files: GgufFiles, split: bool, folder: Path) -> None:
+def check_space(files: GgufFiles, sparse_head: bool, folder: Path) -> None:
     """Raises ExportError if the disk has no room for the unquantized files and the bundle together."""
     needed = _SMALL_FILES_BYTES + sum(model.needed_bytes for model in files.models)
     needed += files.encoder.bytes if files.encoder is not None else 0
-    if split:
+    if sparse_head:
         drafter = files.models[1]
         hidden = drafter.source.checkpoint.assistant.hidden_size
         row_bytes = QUANTIZATIONS[drafter.quantization].file_bytes(hidden, hidden)
-        needed += head_bytes(drafter.source.checkpoint, row_bytes) + drafter.exported_bytes
+        needed += head_bytes(drafter.source.checkpoint, row_bytes)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ExportError(
@@ -165,16 +185,16 @@ def make_gguf(files: GgufFiles, job: ExportJob, importance: Mapping[str, Importa
     for model in files.models:
         _make_model(model, request.thread_count, importance.get(model.source.role), progress)
     parts = [model.part(model.source.role, model.exported) for model in files.models]
-    if job.split:
-        parts += _make_split(drafter, progress)
+    if job.sparse_head:
+        parts.append(_make_head(drafter, progress))
     encoder = None
     if files.encoder is not None and request.media is not None:
-        path = target.exported.parent / f"media-encoder-{request.media}.gguf"
+        path = target.exported.with_name(f"{_ENCODER_PREFIX}{model_name(target.source)}-{request.media.upper()}.gguf")
         progress.step(f"Convert the media encoder to {request.media}", files.encoder.bytes)
         files.encoder.write(path, progress.advance)
         encoder = BundlePart(role=MEDIA_ENCODER, path=path, format="gguf", quantization=request.media)
         parts.append(encoder)
-    parity = _parity(files, encoder, job)
+    parity = _parity(files, encoder, job, importance)
     for model in files.models:
         if not model.direct:
             model.unquantized.unlink(missing_ok=True)
@@ -201,27 +221,30 @@ def _make_model(model: GgufModel, threads: int, importance: Importance | None, p
             compensate_gguf(model.exported, source.checkpoint, importance, progress.advance)
 
 
-def _make_split(drafter: GgufModel, progress: Progress) -> list[BundlePart]:
-    """Writes the split drafter, which llama.cpp alone cannot run, from the exported drafter, which it can."""
-    checkpoint, folder = drafter.source.checkpoint, drafter.exported.parent
-    body = folder / f"drafter-body-{drafter.quantization}.gguf"
-    progress.step("Write the split drafter's body", None)
-    write_body(checkpoint, drafter.exported, body, progress.advance)
-    head = folder / f"drafter-head-{drafter.quantization}.gguf"
+def _make_head(drafter: GgufModel, progress: Progress) -> BundlePart:
+    """Writes the sparse head, which llama.cpp's drafter has not, with the exported drafter's rows."""
+    checkpoint = drafter.source.checkpoint
+    # Another ending, as other programs would take it for a model.
+    head = drafter.exported.with_suffix(".gguf_head")
     rows = output_rows(drafter.exported)
-    progress.step("Write the split drafter's head", head_bytes(checkpoint, rows.bytes // rows.shape[1]))
+    progress.step("Write the drafter's sparse head", head_bytes(checkpoint, rows.bytes // rows.shape[1]))
     write_head(checkpoint, drafter.exported, head, progress.advance)
-    return [drafter.part("drafter_body", body), drafter.part("drafter_head", head)]
+    return drafter.part("drafter_head", head)
 
 
-def _parity(files: GgufFiles, encoder: BundlePart | None, job: ExportJob) -> dict[str, Any]:
+def _parity(files: GgufFiles, encoder: BundlePart | None, job: ExportJob, importance: Mapping[str, Importance]) -> dict[str, Any]:
     if not job.request.verify:
         return dict(SWITCHED_OFF)
     if existing := [model.source.role for model in files.models if model.plan is None]:
         return {"skipped": f"the {' and '.join(existing)} came as GGUF, without a checkpoint to compare with"}
     job.progress.step("Compare with the reference", None)
-    figures = measure_parity(job.reference, files.models, job.progress.note)
+    target = files.models[0]
+    with tempfile.TemporaryDirectory(dir=target.exported.parent) as scratch:
+        uncalibrated = None
+        if "target" in importance and importance["target"].source.kind == "calibration":
+            uncalibrated = Path(scratch) / target.exported.name
+            quantize_gguf(target.unquantized, uncalibrated, target.quantization, job.request.thread_count)
+        figures = measure_parity(job.reference, files.models, job.progress.note, uncalibrated)
     if encoder is None or job.media is None or "skipped" in figures:
         return figures
-    target = files.models[0].exported
-    return figures | {"media": encoder_parity(job.reference, target, encoder.path, encoder.quantization or "", job.media)}
+    return figures | {"media": encoder_parity(job.reference, target.exported, encoder.path, encoder.quantization or "", job.media)}

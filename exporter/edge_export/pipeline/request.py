@@ -91,13 +91,12 @@ class ExportRequest:
 
     @property
     def thread_count(self) -> int:
-        """How many threads to use."""
         return self.threads or usable_processors()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportJob:
-    """A checked request, with the opened pair and what follows from both. `split`: a split drafter is written too.
+    """A checked request, with the opened pair and what follows from both. `sparse_head`: the drafter's is written too.
 
     `left_out` are groups of tensors that are not exported, each with its half's role.
     """
@@ -107,7 +106,7 @@ class ExportJob:
     reference: Reference
     context: int
     layout: CacheLayout
-    split: bool
+    sparse_head: bool
     left_out: tuple[tuple[str, str], ...]
     media: MediaInputs | None
     generation: GenerationDefaults | None

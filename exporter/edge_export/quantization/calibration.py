@@ -7,31 +7,29 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.files.limited_read import read_at_most
 from edge_export.checkpoint.architecture import text_name
+from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.errors import ExportError, ParityError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
-from edge_export.parity.reference import (
-    DRAFT_LENGTH,
-    Reference,
-    ReferenceRows,
-    draft_steps,
-    inference,
-    run_target,
-    why_no_reference,
-)
+from edge_export.parity.reference import DRAFT_LENGTH, Reference, ReferenceRows, draft_steps, inference, why_no_run
 from edge_export.quantization.importance import MAX_CHANNELS, ChannelSums, SecondMoments, shared_name
 from edge_runtime.bundle.manifest import ImportanceSource
+
+if TYPE_CHECKING:
+    from edge_export.quantization.layered_target import LayeredTarget, LayerRows
 
 MAX_TEXT_BYTES = 64 << 20
 # Tokens per forward (as llama-imatrix), and the most forwards of a long text, evenly spread over it.
@@ -39,23 +37,25 @@ CHUNK = 512
 MAX_CHUNKS = 64
 # Tokens of a chunk from one draft to the next.
 DRAFT_EVERY = 32
-# Second moments that are added up in memory at once; a model with more of them runs on the text several times.
-MOMENT_BYTES = 2 << 30
 # Attention, norms and what else is no product take about as long as the products.
 PRODUCT_SHARE = 2.0
+# Copies of the text's rows, and of a matrix's moments (in float64 while they are factored), that are in memory at once.
+_ROW_COPIES, _MOMENT_COPIES = 4, 8
 _HEAD = "token_embd.weight"
+Entries = dict[str, ChannelSums]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
     """The pair and the text. `with_drafter`: it is measured too. `moments` get the second moments of the inputs of the models that it
-    names, target or drafter.
+    names, target or drafter. `state` is a file from which a calibration that was stopped goes on, with the same moments.
     """
 
     reference: Reference
     text: Path
     with_drafter: bool = True
     moments: Mapping[str, SecondMoments] = field(default_factory=dict)
+    state: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +93,32 @@ def calibrate(request: CalibrationRequest, progress: Callable[[int], None] = lam
     """
     text, source = read_text(request.text)
     reference = request.reference
-    reason = why_no_reference(reference.parameters if request.with_drafter else reference.target.checkpoint.parameters)
+    reason = why_no_calibration(reference, with_drafter=request.with_drafter)
     if reason is not None:
         raise ExportError(f"calibration runs the checkpoint in transformers, but {reason}; make an importance matrix elsewhere (--imatrix)")
     chunks = _chunks(request, text)
     try:
         with inference(reference.threads):
-            sums = _run(request, chunks, lambda index, parts: progress(_share(source.bytes, index, parts)))
+            target, drafter = _run(request, chunks, lambda index, parts: progress(_share(source.bytes, index, parts)))
     except ParityError as error:
         raise ExportError(f"calibration failed: {error}") from error
     tokens = sum(len(chunk) for chunk in chunks)
-    return Calibration(source=replace(source, tokens=tokens), target=sums[0].entries(), drafter=sums[1].entries(), chunk=len(chunks[0]))
+    return Calibration(source=replace(source, tokens=tokens), target=target, drafter=drafter, chunk=len(chunks[0]))
+
+
+def why_no_calibration(reference: Reference, *, with_drafter: bool) -> str | None:
+    """Returns the reason why the target cannot be calibrated here, or None. Its layers are in memory one at a time, the drafter whole."""
+    checkpoint = reference.target.checkpoint
+    model, tokens = checkpoint.architecture, CHUNK * MAX_CHUNKS
+    layers: Counter[str] = Counter()
+    for name, tensor in checkpoint.tensors.items():
+        layers[name.partition("layers.")[2].partition(".")[0]] += prod(tensor.shape)
+    largest = max(count for layer, count in layers.items() if layer)
+    widest = min(MAX_CHANNELS, max(tensor.shape[-1] for tensor in checkpoint.tensors.values()))
+    rows = _ROW_COPIES * tokens * (model.hidden_size + model.layers * model.per_layer_size)
+    values = 2 * largest + rows + _MOMENT_COPIES * widest**2
+    values += reference.drafter.checkpoint.parameters if with_drafter else 0
+    return why_no_run(4 * values, "calibration")
 
 
 def expected_minutes(reference: Reference) -> float:
@@ -145,67 +160,96 @@ def _chunks(request: CalibrationRequest, text: str) -> list[list[int]]:
     return [[*begin, *tokens[start : start + length]] for start in starts]
 
 
-def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[int, int], None]) -> tuple[_Sums, _Sums]:
+def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[int, int], None]) -> tuple[Entries, Entries]:
     """Runs the pair; `done` gets the number of every piece of work that is done, and how many there are."""
-    target, drafter = request.reference.load_target(), None
-    if request.with_drafter:
-        drafter = request.reference.load_drafter()
-        # The dense head has the same input row as the sparse one.
-        drafter.config.use_ordered_embeddings = False
-    runs = _runs(target, request.moments.get("target"), MOMENT_BYTES)
-    parts = len(runs) * len(chunks)
-    # A drafter is small.
-    sums = _Sums(runs[0]), _Sums(_runs(drafter, request.moments.get("drafter"), None)[0])
-    for index, tokens in enumerate(chunks):
-        with _collecting(target, sums[0]), _collecting(drafter, sums[1]):
-            rows = _rows(target, tokens, request.reference.architecture.window, sums[0])
-            if drafter is not None:
-                _draft(drafter, rows, tokens)
-        done(index, parts)
-    for role, moments in request.moments.items():
-        sums[role == "drafter"].move_moments(moments)
-    for run, names in enumerate(runs[1:], 1):
-        more = _Sums(names)
-        with _collecting(target, more):
-            for index, tokens in enumerate(chunks):
-                _rows(target, tokens, request.reference.architecture.window, more)
-                done(run * len(chunks) + index, parts)
-        more.move_moments(request.moments["target"])
-    return sums
+    # Imported here, as it imports torch.
+    from edge_export.quantization.layered_target import LayeredTarget
+
+    reference, moments = request.reference, request.moments.get("target")
+    target, layers = LayeredTarget(reference.target), reference.architecture.layers
+    if moments is not None:
+        moments.check_space(_moment_bytes(reference.target.checkpoint))
+    start, entries = _read_state(request.state)
+    for number in range(start.layers):
+        done(number, layers)
+
+    def collect(module: Any, name: str, run: Callable[[], Any]) -> Any:
+        sums = _Sums(moments)
+        with _collecting(module, sums, f"{name}."):
+            rows = run()
+        entries.update(_finite(sums.entries(), request.text.name))
+        return rows
+
+    def behind(rows: LayerRows) -> None:
+        if request.state is not None:
+            _write_state(request.state, rows, entries)
+        done(rows.layers - 1, layers)
+
+    last = target.run(chunks, collect, behind, start)
+    head = _Sums(moments)
+    for rows in last.rows:
+        head.add(_HEAD if reference.architecture.tied else "output.weight", rows)
+    entries.update(_finite(head.entries(), request.text.name))
+    return entries, _run_drafter(request, chunks, target, last) if request.with_drafter else {}
 
 
-def _rows(target: Any, tokens: list[int], window: int, sums: _Sums) -> ReferenceRows:
-    """Runs the target on a piece of text."""
-    _, rows = run_target(target, tokens, 1, window - 1)
-    # The head ran on one row only: all logits of a chunk would be hundreds of megabytes.
-    sums.add(_HEAD if _tied(target) else "output.weight", rows.hidden)
-    return rows
+def _finite(entries: Entries, text: str) -> Entries:
+    """The entries as they are. Raises ExportError if one holds a value that is not finite."""
+    for name, entry in entries.items():
+        if not np.isfinite(entry.sums).all():
+            raise ExportError(f"the model computes values at {name} that are not finite, on {text}; check the checkpoint's weights")
+    return entries
 
 
-def _runs(model: Any, moments: SecondMoments | None, max_bytes: int | None) -> list[set[str]]:
-    """The matrices whose second moments are added up, in sets that need at most so many bytes at once.
+def _run_drafter(request: CalibrationRequest, chunks: list[list[int]], target: LayeredTarget, last: LayerRows) -> Entries:
+    """Drafts along the texts, from the target's rows."""
+    drafter = request.reference.load_drafter()
+    # The dense head has the same input row as the sparse one.
+    drafter.config.use_ordered_embeddings = False
+    sums, window = _Sums(request.moments.get("drafter")), request.reference.architecture.window - 1
+    with _collecting(drafter, sums, "", head=_HEAD if _tied(drafter) else None):
+        for index, tokens in enumerate(chunks):
+            here = slice(index, index + 1)
+            shared = {kind: (keys[here], values[here]) for kind, (keys, values) in last.shared.items()}
+            _draft(drafter, ReferenceRows(target.embed, last.rows[here], shared, window), tokens)
+    return _finite(sums.entries(), request.text.name)
 
-    Raises ExportError if the disk has no room for them.
-    """
+
+def _moment_bytes(checkpoint: Checkpoint) -> int:
+    """How many bytes the second moments of a target's matrices take."""
+    widths = {gguf_name(name): tensor.shape[1] for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2}
+    kept = [width for name, width in widths.items() if name is not None and shared_name(name) == name and not stays_float32(name, 2)]
+    return sum(4 * width**2 for width in kept if width <= MAX_CHANNELS)
+
+
+def _read_state(path: Path | None) -> tuple[LayerRows, Entries]:
+    """The rows behind the last layer that a stopped calibration finished, and its sums."""
     import torch
 
-    runs: list[set[str]] = [set()]
-    used = total = 0
-    for name, module in model.named_modules() if moments is not None else ():
-        if not isinstance(module, torch.nn.Linear) or module.in_features > MAX_CHANNELS:
-            continue
-        short = _HEAD if name == "lm_head" and _tied(model) else gguf_name(_text_name(f"{name}.weight"))
-        if short is None or shared_name(short) != short:
-            continue
-        size = 4 * int(module.in_features) ** 2
-        if max_bytes is not None and used + size > max_bytes:
-            runs.append(set())
-            used = 0
-        runs[-1].add(short)
-        used, total = used + size, total + size
-    if moments is not None:
-        moments.check_space(total)
-    return runs
+    from edge_export.quantization.layered_target import LayerRows
+
+    if path is None or not path.is_file():
+        return LayerRows(), {}
+    with np.load(path, allow_pickle=False) as file:
+        parts = {name: file[name] for name in file.files}
+    shared = {kind: tuple(torch.from_numpy(parts[f"{part}/{kind}"]) for part in ("keys", "values")) for kind in _kinds(parts, "keys")}
+    entries = {name: ChannelSums(sums=parts[f"sums/{name}"], counts=parts[f"counts/{name}"]) for name in _kinds(parts, "sums")}
+    return LayerRows(layers=int(parts["layers"]), rows=torch.from_numpy(parts["rows"]), shared=shared), entries
+
+
+def _kinds(parts: Mapping[str, object], kind: str) -> list[str]:
+    return [name.partition("/")[2] for name in parts if name.startswith(f"{kind}/")]
+
+
+def _write_state(path: Path, rows: LayerRows, entries: Entries) -> None:
+    parts = {"layers": np.array(rows.layers), "rows": rows.rows.numpy()}
+    for kind, (keys, values) in rows.shared.items():
+        parts |= {f"keys/{kind}": keys.numpy(), f"values/{kind}": values.numpy()}
+    for name, entry in entries.items():
+        parts |= {f"sums/{name}": entry.sums, f"counts/{name}": entry.counts}
+    unfinished = path.with_suffix(".unfinished.npz")
+    np.savez(unfinished, **parts)
+    unfinished.replace(path)
 
 
 def _draft(drafter: Any, rows: ReferenceRows, tokens: list[int]) -> None:
@@ -218,52 +262,51 @@ def _draft(drafter: Any, rows: ReferenceRows, tokens: list[int]) -> None:
 
 
 class _Sums:
-    """Adds up the squares of rows, by GGUF tensor name, and all products of their channels for the matrices in `names`."""
+    """Adds up the squares of rows, by GGUF tensor name, and all products of their channels for the matrices that `moments` keep."""
 
-    def __init__(self, names: Collection[str] = ()) -> None:
-        self._names = names
+    def __init__(self, moments: SecondMoments | None) -> None:
+        self._moments = moments
         self._products: dict[str, Any] = {}
         self._sums: dict[str, NDArray[np.float64]] = {}
         self._counts: dict[str, NDArray[np.float64]] = {}
 
-    def add(self, name: str, rows: Any, expert: int = 0, experts: int = 1) -> None:
-        """Adds rows [..., K] that were multiplied with this matrix, or with this expert of it."""
+    def add(self, name: str, rows: Any, expert: int | None = None, experts: int = 1) -> None:
+        """Adds rows [..., K] that were multiplied with this matrix, or with this expert of it, which has no moments."""
         flat = rows.reshape(-1, rows.shape[-1]).float()
+        place, width = expert or 0, flat.shape[1]
         if name not in self._sums:
-            self._sums[name], self._counts[name] = np.zeros((experts, flat.shape[1])), np.zeros(experts)
-        self._sums[name][expert] += (flat * flat).sum(0).double().numpy()
-        self._counts[name][expert] += len(flat)
-        if name in self._names:
+            self._sums[name], self._counts[name] = np.zeros((experts, width)), np.zeros(experts)
+        self._sums[name][place] += (flat * flat).sum(0).double().numpy()
+        self._counts[name][place] += len(flat)
+        if self._moments is not None and expert is None and shared_name(name) == name and width <= MAX_CHANNELS:
             if name not in self._products:
-                self._products[name] = flat.new_zeros(flat.shape[1], flat.shape[1])
+                self._products[name] = flat.new_zeros(width, width)
             self._products[name].addmm_(flat.T, flat)
 
-    def entries(self) -> dict[str, ChannelSums]:
-        """All that was added."""
-        return {name: ChannelSums(sums=self._sums[name].reshape(-1), counts=self._counts[name]) for name in self._sums}
-
-    def move_moments(self, moments: SecondMoments) -> None:
-        """Moves the means of the products there."""
+    def entries(self) -> Entries:
+        """All that was added; the means of the products go to the moments."""
         for name in list(self._products):
-            moments.add(name, (self._products.pop(name) / self._counts[name][0]).numpy())
+            assert self._moments is not None
+            self._moments.add(name, (self._products.pop(name) / self._counts[name][0]).numpy())
+        return {name: ChannelSums(sums=self._sums[name].reshape(-1), counts=self._counts[name]) for name in self._sums}
 
 
 @contextmanager
-def _collecting(model: Any, sums: _Sums) -> Iterator[None]:
-    """Hooks `sums` to the inputs of every matrix that a GGUF of the model quantizes; a tied head's rows count for the embedding."""
+def _collecting(model: Any, sums: _Sums, prefix: str, head: str | None = None) -> Iterator[None]:
+    """Hooks `sums` to the inputs of every matrix that a GGUF quantizes, of a module whose names in the whole model have this prefix.
+
+    The rows of `lm_head` count for `head`, if it is given.
+    """
     import torch
 
     hooks = []
-    for name, module in model.named_modules() if model is not None else ():
+    for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            short = gguf_name(_text_name(f"{name}.weight"))
-            if name == "lm_head":
-                # A drafter's head runs on every row that counts, a target's does not (see _run).
-                short = _HEAD if _tied(model) and hasattr(model, "pre_projection") else None
+            short = head if name == "lm_head" else gguf_name(_text_name(f"{prefix}{name}.weight"))
             if short is not None and not stays_float32(short, 2):
                 hooks.append(module.register_forward_pre_hook(partial(_add_inputs, sums, short)))
-        elif name.endswith(".experts") and hasattr(module, "gate_up_proj"):
-            names = tuple(gguf_name(_text_name(f"{name}.{weight}")) or "" for weight in ("gate_up_proj", "down_proj"))
+        elif name.rpartition(".")[2] == "experts" and hasattr(module, "gate_up_proj"):
+            names = tuple(gguf_name(_text_name(f"{prefix}{name}.{weight}")) or "" for weight in ("gate_up_proj", "down_proj"))
             hooks.append(module.register_forward_pre_hook(partial(_add_inputs_experts, sums, names)))
     try:
         yield

@@ -176,8 +176,6 @@ def _means(name: str, entry: ChannelSums, tensor: StoredTensor, source: Importan
             " give the importance of this model"
         )
     if not (np.isfinite(entry.sums).all() and np.isfinite(entry.counts).all()) or (entry.sums < 0).any() or (entry.counts < 0).any():
-        if source.kind == "calibration":
-            raise ExportError(f"the model computes values at {name} that are not finite, on {source.name}; check the checkpoint's weights")
         raise ExportError(f"{source.name} has values for {name} that are negative or not finite; make the file again")
     counts = np.broadcast_to(entry.counts.reshape(-1, 1), (matrices, 1))
     means = entry.sums.reshape(matrices, width) / np.maximum(counts, 1)

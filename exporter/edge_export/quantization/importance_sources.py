@@ -22,7 +22,9 @@ from edge_devices.files.limited_read import read_at_most
 from edge_devices.option_fields import option
 from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import CheckpointError, ExportError
-from edge_export.parity.reference import Reference, why_no_reference
+from edge_export.output.state_folder import prepare_state
+from edge_export.parity.reference import Reference
+from edge_export.quantization.calibration import CHUNK, MAX_CHUNKS, CalibrationRequest, calibrate, read_text, why_no_calibration
 from edge_export.quantization.importance import ChannelSums, Importance, SecondMoments, fitted
 from edge_runtime.bundle.gguf_header import TensorInfo
 from edge_runtime.bundle.manifest import ImportanceSource
@@ -32,6 +34,7 @@ MAX_BYTES = 256 << 20
 # Smaller targets are for tests and demonstrations, which have to be exported in seconds.
 CALIBRATED_FROM = 100_000_000
 CALIBRATION_TEXT = Path(__file__).with_name("calibration.txt")
+LAYERS_FILE = "layers.npz"
 _MAX_NAME = 1 << 10
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _F32 = 0
@@ -77,19 +80,20 @@ def calibrated_by_default(
     asked = sources.are_given or not sources.by_default
     if asked or not roles.get("target") or target.gguf is not None or target.checkpoint.rounding or parameters < CALIBRATED_FROM:
         return False
-    reason = why_no_reference(parameters)
+    reason = why_no_calibration(reference, with_drafter=False)
     if reason is not None:
         notify(f"The target is not calibrated, so its answers get worse than they need to be: {reason}.")
     return reason is None
 
 
 def importance_of_pair(
-    sources: ImportanceSources, reference: Reference, roles: Mapping[str, bool], *, scratch: Path, progress: Callable[[int], None]
+    sources: ImportanceSources, reference: Reference, roles: Mapping[str, bool], *, state: Path, progress: Callable[[int], None]
 ) -> dict[str, Importance]:
     """Returns the importance by role, of the roles in `roles` only: those whose quantization uses it, and whether it uses moments too.
 
-    `scratch` is a folder for the second moments that a calibration computes, and has to stay as long as the importance is used;
-    `progress` gets the bytes of calibration text done. Raises ExportError if no quantization uses it, or if it does not fit the model.
+    `state` is the folder of what a calibration computes: one that was stopped goes on from it, and it stays as long as the importance is
+    used. `progress` gets the bytes of calibration text done. Raises ExportError if no quantization uses it, or if it does not fit the
+    model.
     """
     files = {"target": sources.imatrix, "drafter": sources.drafter_imatrix}
     for role in [role for role, path in files.items() if path is not None and role not in roles]:
@@ -106,15 +110,16 @@ def importance_of_pair(
             importance[role] = fitted(entries, models[role], source)
     if sources.calibrate is None:
         return importance
-    # Imported here, as only a calibration needs torch.
-    from edge_export.quantization.calibration import CalibrationRequest, calibrate
-
     target, drafter = reference.target, reference.drafter
     if target.gguf is not None or target.tokenizer is None:
         raise ExportError(f"calibration runs the target in transformers, and {target.origin} is a GGUF; give its checkpoint")
     with_drafter = drafter.gguf is None and ("drafter" in roles or sources.save is not None)
-    moments = {role: SecondMoments(scratch / role) for role, used in roles.items() if used}
-    request = CalibrationRequest(reference=reference, text=sources.calibrate, with_drafter=with_drafter, moments=moments)
+    facts = (read_text(sources.calibrate)[1].sha256, sorted(roles.items()), with_drafter, CHUNK, MAX_CHUNKS)
+    prepare_state(state, facts, (target.path, drafter.path), "a calibration")
+    moments = {role: SecondMoments(state / role) for role, used in roles.items() if used}
+    request = CalibrationRequest(
+        reference=reference, text=sources.calibrate, with_drafter=with_drafter, moments=moments, state=state / LAYERS_FILE
+    )
     made = calibrate(request, progress)
     for role, entries in (("target", made.target), ("drafter", made.drafter)):
         if role in roles:

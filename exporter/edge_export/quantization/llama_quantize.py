@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,6 +75,11 @@ def quantize_gguf(
         end = "" if child.code > 0 and child.reason else f" (it {child.end})"
         reason = f": {child.reason}" if child.reason else ""
         raise ExportError(f"llama.cpp could not quantize {source.name} to {quantization}{end}{reason}")
+
+
+def gguf_can_be_written() -> bool:
+    """Whether llama-cpp-python is installed, or the packages that ONNX graphs need are missing too."""
+    return find_spec("llama_cpp") is not None or find_spec("onnx") is None
 
 
 def library_version() -> str:

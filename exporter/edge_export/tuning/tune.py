@@ -5,7 +5,6 @@ Imports torch: import it only where a drafter is trained.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from edge_export.errors import ExportError, ParityError
+from edge_export.output.state_folder import prepare_state
 from edge_export.parity.reference import Reference, load_reference, torch_threads
 from edge_export.quantization.calibration import read_text
 from edge_export.tuning.texts import Tokens, parts_of, prompts_from, written_after
@@ -32,7 +32,6 @@ TEMPERATURES = (0.0, 0.7)
 DRAFT_LENGTH = 3
 # Acceptance is shown after each of these shares of the training.
 PARTS = 4
-_LIST = "tuning.json"
 _SEED = 20261122
 
 
@@ -58,7 +57,8 @@ def tune(request: TuningRequest, notify: Callable[[str], None]) -> DrafterTuning
     A call that was stopped goes on where it was. Raises ExportError if the text is unusable or too short.
     """
     text, source = read_text(request.text, "text to tune on")
-    _prepare(request, source.sha256)
+    facts = (source.sha256, asdict(Recipe(minutes=request.minutes)), TEXTS, LENGTH)
+    prepare_state(request.folder, facts, (request.reference.target.path, request.reference.drafter.path), "--tune-drafter")
     with torch_threads(request.reference.threads):
         try:
             target = request.reference.load_target().requires_grad_(False)
@@ -96,24 +96,6 @@ def tune(request: TuningRequest, notify: Callable[[str], None]) -> DrafterTuning
 
 def _judge(target: Any, drafter: Any, held: Tokens) -> Accepted:
     return acceptance(target, drafter, held, prompt=PROMPT, length=DRAFT_LENGTH, batch=8)
-
-
-def _prepare(request: TuningRequest, text: str) -> None:
-    """Makes the folder of the state, or takes the one of an earlier call with the same pair, text and recipe."""
-    folder = request.folder
-    files = [path for part in (request.reference.target, request.reference.drafter) for path in sorted(part.path.glob("*.safetensors"))]
-    stated = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    digest = hashlib.sha256(repr((text, stated, asdict(Recipe(minutes=request.minutes)), TEXTS, LENGTH)).encode()).hexdigest()
-    if folder.exists():
-        try:
-            previous = json.loads((folder / _LIST).read_text(encoding="utf-8"))["request"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ExportError(f"{folder} is in the way and no state of --tune-drafter; move it away") from error
-        if previous == digest:
-            return
-        shutil.rmtree(folder)
-    folder.mkdir()
-    (folder / _LIST).write_text(json.dumps({"request": digest}) + "\n", encoding="utf-8")
 
 
 def _texts(request: TuningRequest, target: Any, text: str, notify: Callable[[str], None]) -> tuple[Tokens, Tokens]:

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from edge_bench.cli.outputs import Outputs
-from edge_bench.devices.package import read_package
-from edge_bench.devices.remote_run import RemoteRequest, bench_on, clean, deploy, end_run
+from edge_bench.devices.remote_run import RemoteRequest, bench_on, clean, deploy, end_run, read_package
 from edge_bench.devices.results import DeviceResult
 from edge_bench.measure.progress import note
 from edge_bench.measure.request import LOADING, BenchRequest, MeterOptions, option_words

@@ -10,6 +10,10 @@ from edge_runtime.errors import OUT_OF_MEMORY
 COMMANDS = LazyCommands(
     {
         "run": ("edge_bench.cli.run", "Measure BUNDLE on this machine, plainly and with drafts in turn."),
+        "quality": (
+            "edge_bench.cli.quality",
+            "Compare the answers of BUNDLEs with those of their checkpoint, or of another bundle, on English, code and chat.",
+        ),
         "devices": ("edge_bench.cli.devices", "Measure BUNDLE on phones and hosts, and collect their results."),
         "report": ("edge_bench.cli.report", "Compute the figures of FILE again, which --runs or --energy wrote."),
         "compare": ("edge_bench.cli.compare", "Compare the results of devices below the FOLDERs."),
@@ -31,6 +35,8 @@ Examples:
   edge-bench run my-bundle --image-sizes 70,280
   edge-bench run my-bundle --prompts my-prompts.json --domains none
   edge-bench run my-bundle --runs run.jsonl --energy energy.jsonl
+  edge-bench quality my-bundle --checkpoint google/gemma-4-E2B-it
+  edge-bench quality my-bundle smaller-bundle --against f16-bundle --html quality.html
   edge-bench report run.jsonl --html report.html
   edge-bench report energy.jsonl --html energy.html      (the log of --energy)
   edge-bench run my-bundle --energy energy.jsonl --meter external    (afterwards, with the meter's table:)
@@ -46,7 +52,7 @@ Examples:
 @click.group(cls=PanelGroup, commands=COMMANDS, epilog=EXAMPLES, out_of_memory=OUT_OF_MEMORY)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
-    """Compare plain decoding with drafting: fixed lengths, policies, drafters, and llama.cpp's own drafting.
+    """Compare plain decoding with drafting: fixed lengths, policies, drafters, and llama.cpp's own drafting. Compare bundles' answers.
 
     Use an otherwise idle machine. Ctrl-C stops the benchmark and keeps what was measured.
     """

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,12 +16,14 @@ from edge_bench.devices.results import DeviceResult, comparison_tables
 from edge_bench.measure.records import trace_lines
 from edge_bench.report.figures import ROWS, Figures
 from edge_bench.report.tables import TextTable, print_report, print_tables
-from edge_devices.energy.report import EnergyReport
+from edge_devices.energy.report import EnergyReport, report_lines
 from edge_devices.energy.run_log import RunLog
-from edge_devices.energy.text import report_lines
 from edge_devices.files.atomic_write import write_text
 from edge_devices.option_fields import option
 from edge_runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from edge_bench.measure.quality import QualityResult
 
 STDOUT = "-"
 
@@ -85,6 +87,18 @@ class Outputs:
         records = [result.to_json() for result in results]
         self.write_csv([{"device": each["device"], "run": each["run"], **line} for each in records for line in _row_lines(each["figures"])])
         if self.write_json({"devices": records}):
+            print_tables(tables)
+
+    def write_quality(self, result: QualityResult) -> None:
+        """Writes what bundles keep of a model's answers to all outputs."""
+        from edge_bench.report.quality import quality_plots, quality_tables
+
+        tables = quality_tables(result)
+        if self.html is not None:
+            from edge_bench.report.html import tables_page
+
+            write_text(self.html, [tables_page("edge-bench: quality", tables, quality_plots(result))])
+        if self.write_json(result.to_json()):
             print_tables(tables)
 
     def write_csv(self, lines: Sequence[dict[str, Any]]) -> None:

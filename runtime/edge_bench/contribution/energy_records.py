@@ -23,10 +23,9 @@ from edge_bench.measure.energy import energy_figures
 from edge_bench.measure.variants import PLAIN
 from edge_bench.report.tables import NONE, PROMPT_JOULES, TextTable, joules, scope_tables
 from edge_devices.energy.intervals import mean_interval
-from edge_devices.energy.report import EnergyReport, VariantEnergy
+from edge_devices.energy.report import EnergyReport, VariantEnergy, ratio_text
 from edge_devices.energy.run_log import RunLog, read_log
-from edge_devices.energy.text import ratio_text
-from edge_devices.errors import DeviceError, EdgeError, printable
+from edge_devices.errors import DeviceError, EdgeError, errors_as, printable
 from edge_devices.files.atomic_write import write_text
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.files.typed_json import from_json, to_json
@@ -132,10 +131,8 @@ def write_record(path: Path, record: EnergyRecord) -> None:
 
 def read_record(path: Path) -> bytes:
     """Returns the bytes of a record. Raises RequestError if the file cannot be read."""
-    try:
+    with errors_as(RequestError, f"{path} cannot be read", "give a file that edge-bench contribute wrote"):
         return read_at_most(path, MAX_BYTES)
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read ({error}); give a file that edge-bench contribute wrote") from error
 
 
 def check_record(path: Path, data: bytes) -> CheckedRecord:
@@ -229,7 +226,6 @@ class Pool:
     signed: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
         records = [
             {
                 "file": str(checked.path),

@@ -15,7 +15,7 @@ from typing import Any
 from edge_bench.devices.remote_run import RemoteRequest, bench_on
 from edge_bench.devices.results import DEVICE, ENERGY, LOG, RUNS, WATCH, DeviceResult, read_result
 from edge_bench.measure.progress import note
-from edge_devices.errors import DeviceError, EdgeError
+from edge_devices.errors import DeviceError, EdgeError, errors_as
 from edge_devices.transports.adb import AdbTransport, usable_serials
 from edge_runtime.errors import RequestError
 
@@ -64,10 +64,8 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
         options=tuple(option.resolve() if isinstance(option, Path) else option for option in request.options),
         patience_s=PATIENCE_SECONDS,
     )
-    try:
+    with errors_as(RequestError, f"the scheduler {address} cannot be reached", "start one with dask scheduler", OSError, ValueError):
         client = distributed.Client(address, timeout=20)
-    except (OSError, ValueError) as error:
-        raise RequestError(f"the scheduler {address} cannot be reached ({error}); start one with dask scheduler") from error
     collected: list[DeviceResult] = []
     with client:
         futures = []

@@ -27,6 +27,7 @@ from edge_bench.report.tables import (
     share,
     table_of,
 )
+from edge_devices.errors import errors_as
 from edge_devices.files.atomic_write import write_text
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.files.typed_json import from_json, to_json
@@ -63,7 +64,6 @@ class DeviceResult(DeviceDescription):
         return f"{self.device} ({self.model})" if self.model else self.device
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
         return {field.name: to_json(getattr(self, field.name)) for field in fields(DeviceDescription)} | {
             "run": self.run,
             "figures": self.figures.to_json(),
@@ -85,15 +85,16 @@ def complete_result(
 
 
 def _write(folder: Path, description: DeviceDescription) -> None:
-    try:
+    with errors_as(RequestError, f"{folder} cannot be created", "choose another folder with --results"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError(f"{folder} cannot be created ({error.strerror}); choose another folder with --results") from error
     write_text(folder / DEVICE, [json.dumps(to_json(description), ensure_ascii=False, indent=1), "\n"])
 
 
 def read_result(folder: Path) -> DeviceResult:
     """Reads a device's folder; without device.json it is a run of this machine. Raises RequestError for anything else."""
+    for path in (folder / RUNS, folder / ENERGY, folder / DEVICE):
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise RequestError(f"{path} is not a regular file; give the --results folder of earlier runs")
     noted = _description(folder / DEVICE)
     records = read_records(folder / RUNS)
     energy, log = read_energy(folder / ENERGY) if (folder / ENERGY).exists() else (None, None)
@@ -113,12 +114,10 @@ def find_results(places: Sequence[Path]) -> list[DeviceResult]:
 def _description(path: Path) -> DeviceDescription:
     if not path.exists():
         return DeviceDescription()
-    try:
+    with errors_as(RequestError, f"{path} is not a device description", "collect the run again", OSError, ValueError, RecursionError):
         description = from_json(DeviceDescription, json.loads(read_at_most(path, MAX_BYTES).decode()), "device", exact=True)
         if description.schema != SCHEMA:
             raise ValueError(f"schema {description.schema}; this version reads {SCHEMA}: upgrade edge-mtp")
-    except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"{path} is not a device description ({error}); collect the run again") from error
     return description
 
 

@@ -11,12 +11,11 @@ from pathlib import Path, PurePath
 from typing import TypeVar
 
 from edge_bench.measure.energy import energy_workloads
-from edge_bench.measure.llama_tools import llama_tools
 from edge_bench.measure.memory import measure_memory
 from edge_bench.measure.prompts import Prompt, prepare
 from edge_bench.measure.records import SCHEMA, CostRecord, Header, ModelFile, Note, Record, Run
 from edge_bench.measure.request import BenchRequest
-from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedule, context_schedule
+from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedule, context_schedule, llama_tools
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
 from edge_bench.measure.variants import BASELINE, OURS, Variant, edge_variants, peer_variants

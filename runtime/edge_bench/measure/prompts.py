@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import read_at_most
 from edge_runtime.errors import RequestError
 from edge_runtime.session.session import Session
@@ -54,10 +55,8 @@ def read_prompts(path: Path, count: int) -> list[Prompt]:
 
     The domain is an entry's `category`, else the file's name. Raises RequestError.
     """
-    try:
+    with errors_as(RequestError, f"{path} cannot be read as UTF-8 text", "give a file of prompts", OSError, UnicodeDecodeError):
         text = read_at_most(path, MAX_FILE_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} cannot be read as UTF-8 text ({error}); give a file of prompts") from error
     prompts: dict[str, list[Prompt]] = {}
     for domain, prompt, is_turn in _entries(path, text):
         if not 0 < len(domain) <= MAX_DOMAIN_LETTERS:

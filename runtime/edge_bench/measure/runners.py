@@ -1,17 +1,23 @@
-"""Runs requests of a benchmark on edge-mtp, with the time of each phase, and their order: all variants in turn on the same prompt."""
+"""Runs requests of a benchmark on edge-mtp, with the time of each phase, or with llama.cpp's tools: all variants in turn on a prompt."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 from edge_bench.measure.prompts import Prompt, long_prompt
 from edge_bench.measure.records import Run
 from edge_bench.measure.variants import FIXED, PLAIN, Variant
+from edge_devices.children.running import run_child
+from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.policies import Fixed
+from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 
@@ -124,3 +130,119 @@ def start(
 def digest(tokens: Sequence[int]) -> str:
     """Returns a short digest of the tokens."""
     return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
+
+
+SPECULATIVE, BENCH = "llama-speculative-simple", "llama-bench"
+ATTEMPTS = 4
+TIMEOUT_SECONDS = 600
+TRIAL_ROWS = 8
+DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
+ENCODED = re.compile(r"encoded\s+(\d+) tokens in\s+([\d.]+) seconds")
+COUNTS = re.compile(r"n_(drafted|accept)\s+=\s+(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaTools:
+    """The tools in the folder `tools`: greedy, on the CPU, without weight repacking if they die of it on this machine."""
+
+    tools: Path
+    target: Path
+    drafter: Path
+    context: int
+    threads: int
+    repack: bool = True
+
+    def __post_init__(self) -> None:
+        for name in (SPECULATIVE, BENCH):
+            if not (self.tools / name).is_file():
+                raise RequestError(
+                    f"{self.tools} has no {name}; give the folder of llama.cpp's binaries (scripts/setup/build_llama_cpp.sh builds it)"
+                )
+
+    def run(self, variant: Variant, prompt: Prompt, tokens: int, *, part: str = DOMAINS_PART, repeat: int = 0) -> Run:
+        """Runs one request. Plain decoding is timed by llama-bench at the prompt's depth, as the speculative tool has no plain mode.
+
+        Each run loads the files again; its seconds are for decoding only. llama-bench's prefill ends with the first token's logits; the
+        speculative tool times all but the last row. Raises BackendError if a tool fails.
+        """
+        first_token = prefill = None
+        if variant.policy == PLAIN:
+            emitted, drafted, accepted, depth = tokens, 0, 0, len(prompt.ids)
+            seconds = self._bench_seconds(tokens, "-p", "0", "-n", str(tokens), "-d", str(depth))
+            first_token = self._bench_seconds(depth, "-p", str(depth), "-n", "0")
+        else:
+            emitted, drafted, accepted, seconds, prefill = self._speculative(variant, prompt.text, tokens)
+        if not seconds > 0 or not emitted > 0 or accepted > drafted:
+            raise BackendError(f"llama.cpp's tool reported {emitted} tokens in {seconds} s; the output of this build is not supported")
+        return Run(
+            part=part,
+            domain=prompt.domain,
+            prompt=prompt.number,
+            repeat=repeat,
+            variant=variant,
+            prompt_tokens=len(prompt.ids),
+            tokens=emitted,
+            seconds=seconds,
+            drafted=drafted,
+            accepted=accepted,
+            prefill_seconds=prefill,
+            first_token_seconds=first_token,
+        )
+
+    def _speculative(self, variant: Variant, text: str, tokens: int) -> tuple[int, int, int, float, float | None]:
+        """Returns emitted, drafted and accepted tokens, seconds of decoding and of the prefill."""
+        drafts = ["-md", str(self.drafter), "--spec-type", "draft-mtp"]
+        drafts += ["--spec-draft-n-max", str(variant.length)] if variant.policy == FIXED else []
+        request = ["--temp", "0", "-c", str(self.context), "-n", str(tokens), "--no-escape", "-p", text]
+        # The tool's log thread sometimes ends before it has written the last lines; then the tool runs again.
+        for _ in range(ATTEMPTS):
+            output = self._output(SPECULATIVE, *drafts, *request, *([] if self.repack else ["--no-repack"]))
+            timing, prefill, counts = DECODED.search(output), ENCODED.search(output), dict(COUNTS.findall(output))
+            if timing and len(counts) == 2:
+                seconds = float(prefill[2]) if prefill else None
+                return int(timing[1]), int(counts["drafted"]), int(counts["accept"]), float(timing[2]), seconds
+        raise BackendError(f"{SPECULATIVE} printed no figures in {ATTEMPTS} runs: {' '.join(output.splitlines()[-3:])}")
+
+    def _bench_seconds(self, tokens: int, *test: str) -> float:
+        """Returns the seconds that llama-bench needs for the `tokens` of a test."""
+        record = self._bench(*test)
+        try:
+            return tokens / float(record["avg_ts"])
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise BackendError(f"{BENCH} printed no figures ({error!r}); the output of this build is not supported") from error
+
+    def _bench(self, *test: str) -> dict[str, Any]:
+        """Returns what llama-bench prints of its first test."""
+        output = self._output(BENCH, *test, "-r", "1", "-o", "json", *([] if self.repack else ["--repack", "0"]))
+        try:
+            record: dict[str, Any] = json.loads(output[output.index("[") : output.rindex("]") + 1])[0]
+        except (ValueError, IndexError) as error:
+            raise BackendError(f"{BENCH} printed no figures ({error!r}); the output of this build is not supported") from error
+        return record
+
+    def tried(self) -> LlamaTools:
+        """Returns the tools as they run here: a build for AMX dies on virtual machines that report AMX without having it."""
+        try:
+            self._bench_seconds(TRIAL_ROWS, "-p", str(TRIAL_ROWS), "-n", "1")
+        except BackendError:
+            return replace(self, repack=False)
+        return self
+
+    def build(self) -> str:
+        """Returns number and commit of the build, as llama-bench states them."""
+        record = self._bench("-p", "1", "-n", "0")
+        return f"b{record.get('build_number', '?')} ({record.get('build_commit', '?')})"
+
+    def _output(self, tool: str, *arguments: str) -> str:
+        command = [str(self.tools / tool), "-m", str(self.target), "-t", str(self.threads), "-ngl", "0", *arguments]
+        done = run_child(command, seconds=TIMEOUT_SECONDS, failure=BackendError)
+        if done.end:
+            raise BackendError(f"{tool} {done.end}: {done.reason or 'it printed nothing'}")
+        output, errors = (data.decode("utf-8", "replace") for data in (done.output, done.errors))
+        return output if tool == BENCH else output + errors
+
+
+def llama_tools(bundle: Bundle, tools: Path, *, context: int, threads: int) -> LlamaTools:
+    """Returns the tools for a bundle's model files, tried. What llama.cpp's library does here, with our kernels, says nothing of them."""
+    target, drafter = (bundle.folder / bundle.file(role, "gguf").path for role in ("target", "drafter"))
+    return LlamaTools(tools=tools, target=target, drafter=drafter, context=context, threads=threads).tried()

@@ -16,8 +16,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from edge_bench.measure.variants import FIXED, OURS, PLAIN, Variant
-from edge_bench.report.figures import Figures, Row
-from edge_bench.report.ratios import Ratio
+from edge_bench.report.figures import Figures, Ratio, Row
 from edge_bench.report.tables import PHASES
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.report import EnergyReport, VariantEnergy, exclusion_reasons

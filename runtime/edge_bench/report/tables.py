@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from edge_bench.measure.records import Header, KvTypeCost
 from edge_bench.measure.variants import OURS, PLAIN
-from edge_bench.report.figures import Figures, ImageRow, Level, Row
-from edge_bench.report.ratios import WIDEST, Ratio
+from edge_bench.report.figures import WIDEST, Figures, ImageRow, Level, Ratio, Row
 from edge_devices.energy.intervals import Interval
-from edge_devices.energy.report import EnergyReport, VariantEnergy
+from edge_devices.energy.report import EnergyReport, VariantEnergy, figure_text, report_lines
+from edge_devices.energy.report import ratio_text as energy_ratio_text
 from edge_devices.energy.run_log import RunLog
-from edge_devices.energy.text import figure_text, report_lines
-from edge_devices.energy.text import ratio_text as energy_ratio_text
 from edge_devices.errors import printable
 from edge_devices.meters.base import Kind
 from edge_runtime.drafting.policies import DEFAULT_POLICY

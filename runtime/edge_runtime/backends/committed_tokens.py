@@ -58,10 +58,10 @@ class CommittedText(ABC):
             raise RequestError("there is no token to decode; give at least one")
         if self.length + len(tokens) > self.context:
             raise RequestError(f"{self.length} + {len(tokens)} tokens exceed the context of {self.context}; shorten the text or raise it")
-        ids = np.asarray(tokens, dtype=np.int64)
-        if ids.min() < 0 or ids.max() >= self.vocabulary.size:
-            self.vocabulary.check(int(ids.min() if ids.min() < 0 else ids.max()))
-        return ids
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.vocabulary.size:
+            self.vocabulary.check(low if low < 0 else high)
+        return np.asarray(tokens, dtype=np.int64)
 
     def checked_soft(self, ids: Sequence[int], rows: NDArray[np.float32]) -> NDArray[np.int64]:
         """Returns the ids of soft rows [n, hidden size] as an array; raises RequestError unless they fit the context and are negative."""

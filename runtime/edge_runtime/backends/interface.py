@@ -66,7 +66,8 @@ class OpenedPair:
     `speed_facts` are what its speed depends on beside files, threads and machine; `answer_facts` what its answers depend on beside files,
     context and machine; `row_kernel_facts` what the bits of K/V rows depend on beside files, K/V type and machine. `exported_parity` is
     what the export measured with these files. `row_kernels` names the variant of the project's own kernels that multiplies, None for stock
-    ones. `set_threads` is None where all phases run on as many threads.
+    ones; `stock_attention` says that the engine's own attention reads K/V rows beside them. `set_threads` is None where all phases run on
+    as many threads.
     """
 
     together: SequenceBatch
@@ -78,6 +79,7 @@ class OpenedPair:
     row_kernel_facts: tuple[object, ...]
     exported_parity: object
     row_kernels: str | None
+    stock_attention: bool = False
     encoder: LazyEncoder | None = None
     set_threads: SetThreads | None = None
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
+from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import FileTooLarge, read_regular
 from edge_devices.files.typed_json import StructureError, from_json
 from edge_runtime.bundle.integrity import CheckMode, is_intact
@@ -27,14 +28,15 @@ from edge_runtime.bundle.manifest import (
     BundleFile,
     CacheLayout,
     Manifest,
+    check_numbers,
+    has_own_hash,
 )
-from edge_runtime.bundle.manifest_checks import check_numbers, has_own_hash
 from edge_runtime.bundle.signature import check_signature
 from edge_runtime.errors import BundleError, RequestError
 
 # Folders are searched no further than this, so that an error comes at once.
 _MAX_ENTRIES = 2000
-_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@[\w./-]+)?(?::[^:]+\.gguf)?")
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@[\w./-]+)?(?::[^:]+\.gguf|:\w+)?")
 _CHECKPOINT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 
 
@@ -47,7 +49,7 @@ def advice(folder: Path, manifest_name: str) -> str:
     if not folder.exists():
         if near := _near(folder, manifest_name):
             return f"there is no such folder; did you mean {near}?"
-        if _HUB_NAME.fullmatch(str(folder)):
+        if hub_repository(str(folder)):
             return f"there is no such folder; if it names a checkpoint on the hub, make a bundle with: {_hub_export(str(folder))}"
         return "there is no such folder; make a bundle with edge-export, or check the path"
     names = {path.name for path in _entries(folder)}
@@ -63,12 +65,18 @@ def advice(folder: Path, manifest_name: str) -> str:
     return f"it has no {manifest_name}; make one with edge-export"
 
 
-def _hub_export(name: str) -> str:
+def hub_repository(name: str) -> str | None:
+    """Returns OWNER/NAME of a hub name; None if it is none."""
     match = _HUB_NAME.fullmatch(name)
-    repository = match[1] if match else name
-    # A repository of GGUF files holds the drafter too; edge-export finds it, or lists the files.
-    drafter = repository if name.endswith(".gguf") or repository.lower().endswith("-gguf") else f"{repository}-assistant"
-    return f"edge-export pair {shlex.quote(name)} {drafter} --output {repository.rpartition('/')[2]}"
+    return match[1] if match else None
+
+
+def _hub_export(name: str) -> str:
+    repository = hub_repository(name) or name
+    # Of Google's targets and among GGUF files edge-export finds the drafter.
+    known = ":" in name or repository.lower().endswith("-gguf") or repository.startswith("google/")
+    drafter = "" if known else f" {repository}-assistant"
+    return f"edge-export pair {shlex.quote(name)}{drafter} --output {repository.rpartition('/')[2]}"
 
 
 def _target_first(names: list[str]) -> list[str]:
@@ -143,10 +151,8 @@ def _read_manifest(folder: Path, public_key: Path | None) -> Manifest:
     raw = _manifest_bytes(folder, path)
     if public_key is not None:
         check_signature(folder, raw, public_key)
-    try:
+    with errors_as(BundleError, f"{path} is not JSON", "export the bundle again", ValueError, RecursionError):
         data = json.loads(raw.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{path} is not JSON ({error}); export the bundle again") from error
     version = data.get("schema_version") if isinstance(data, dict) else None
     if type(version) is not int:
         raise BundleError(f"{path} has no schema_version; it is not an edge-mtp manifest")
@@ -222,9 +228,7 @@ def _check_file(folder: Path, entry: BundleFile, check: CheckMode) -> None:
         raise BundleError(f"{path} is missing; copy the bundle again or export it again")
     if path.stat().st_size != entry.bytes:
         raise BundleError(f"{path} has {path.stat().st_size} bytes, the manifest says {entry.bytes}; copy the bundle again")
-    try:
+    with errors_as(BundleError, f"{path} cannot be read", "check the disk, or copy the bundle again"):
         intact = is_intact(path, entry.sha256, check)
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read ({error.strerror or error}); check the disk, or copy the bundle again") from error
     if not intact:
         raise BundleError(f"{path} does not have the sha256 of the manifest; copy the bundle again or export it again")

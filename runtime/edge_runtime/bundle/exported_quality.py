@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from edge_devices.errors import EdgeError
+from edge_devices.files.user_cache import cache_folder, cache_put, entry_key, read_entries
 
 # Above this mean KL, in nats, another word than the model's own is often the likeliest. Real matrices (docs/gguf.md): 8 bits have 0.03,
 # a calibrated mix of 4 to 8 bits 0.1.
 DEGRADED_KL = 0.3
+# Which bundles were mentioned.
+CACHE_NAME = "mentioned.json"
 # A manifest may hold any number: NaN, infinity, integers that no float holds.
 _BEYOND = 1e300
 
@@ -40,6 +46,19 @@ def exported_quality(parity: object) -> Quality | None:
     values: dict[str, Any] = {name: figures.get(name) for name in Quality.__dataclass_fields__}
     sound = all(type(value) in (int, float) and 0 <= value < _BEYOND for value in values.values())
     return Quality(**values) if sound else None
+
+
+def first_time(facts: Sequence[str]) -> bool:
+    """Whether a bundle of these facts is mentioned for the first time on this machine, which is kept; without a cache, every time."""
+    try:
+        path = cache_folder() / CACHE_NAME
+    except EdgeError:  # a user without a home folder
+        return True
+    key = entry_key(facts)
+    if key in read_entries(path):
+        return False
+    cache_put(path, key, True)
+    return True
 
 
 def degradation(parity: object, name: str) -> str | None:

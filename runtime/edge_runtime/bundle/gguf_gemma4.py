@@ -6,7 +6,6 @@ create_memory in llama.cpp's src/llama-model.cpp, src/models/gemma4.cpp, the ass
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -114,7 +113,7 @@ def check_gemma4(header: GgufHeader) -> None:
             raise BackendError(f"{header.path}: {header.architecture}.{name} is missing; export the bundle again")
     integers = {name: keys.integer(name, minimum, maximum) for name, (minimum, maximum) in _INTEGERS.items()}
     for name, (lowest, highest) in _REALS.items():
-        keys.real(name, lowest, highest)
+        keys.real(name, lowest, highest, zero=name == "final_logit_softcapping")  # at 0 nothing is capped
     layers, experts = integers["block_count"], integers["expert_count"]
     each = {name: keys.of_each_layer(name, layers, minimum, maximum) for name, (minimum, maximum) in _OF_EACH_LAYER.items()}
     if any(heads % shared for heads, shared in zip(each["attention.head_count"], each["attention.head_count_kv"], strict=True)):
@@ -200,9 +199,11 @@ class _Keys:
             raise self.wrong(name, f"an integer from {minimum} to {maximum}")
         return int(value)
 
-    def real(self, name: str, minimum: float, maximum: float) -> None:
+    def real(self, name: str, minimum: float, maximum: float, *, zero: bool = False) -> None:
+        """With `zero`, 0 may be below the minimum."""
         value = self.value(name)
-        if value is not None and not (isinstance(value, float) and math.isfinite(value) and minimum <= value <= maximum):
+        in_range = isinstance(value, float) and (minimum <= value <= maximum or (zero and value == 0))
+        if value is not None and not in_range:
             raise self.wrong(name, f"a number from {minimum:g} to {maximum:g}")
 
     def of_each_layer(self, name: str, layers: int, minimum: int, maximum: int) -> Sequence[int]:

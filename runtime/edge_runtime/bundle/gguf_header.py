@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from edge_devices.errors import errors_as
 from edge_runtime.bundle.gguf_types import TENSOR_TYPES
 
 _MAGIC = b"GGUF"
@@ -86,11 +87,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
     Raises GgufError if it is no GGUF file of a known version, or is truncated or corrupt.
     """
-    try:
-        with path.open("rb") as file:
-            return _Reader(path, file, path.stat().st_size).header()
-    except OSError as error:
-        raise GgufError(f"{path} cannot be read ({error.strerror or error}); check the path") from error
+    with errors_as(GgufError, f"{path} cannot be read", "check the path"), path.open("rb") as file:
+        return _Reader(path, file, path.stat().st_size).header()
 
 
 def parse_gguf_header(path: Path, data: bytes, size: int) -> GgufHeader:

@@ -134,7 +134,6 @@ class Node:
         return {name for graph in self.graphs.values() for name in graph.names}
 
     def encoded(self) -> bytes:
-        """The node as a message."""
         parts = [(1, name) for name in self.inputs] + [(2, name) for name in self.outputs]
         parts += [(3, self.name)] * bool(self.name) + [(_OPERATOR, self.operator.encode())]
         parts += [(_ATTRIBUTE, self._encoded_attribute(attribute)) for attribute in self.attributes]

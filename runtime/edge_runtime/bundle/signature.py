@@ -11,6 +11,7 @@ import binascii
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edge_devices.errors import errors_as
 from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.limited_read import FileTooLarge, read_regular
 from edge_runtime.errors import BackendError, BundleError
@@ -45,12 +46,10 @@ def sign_file(path: Path, key: Ed25519PrivateKey) -> Path:
 
 def read_signing_key(path: Path) -> Ed25519PrivateKey:
     """Returns the private key in a PEM file without a password. Raises BundleError if it is none."""
-    try:
+    with errors_as(BackendError, "signing needs cryptography, which is not installed", INSTALL, ImportError):
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
-    except ImportError as error:
-        raise BackendError(f"signing needs cryptography, which is not installed ({error}); {INSTALL}") from error
     try:
         with path.open("rb") as file:
             key = load_pem_private_key(file.read(_MAX_KEY_BYTES), password=None)
@@ -66,12 +65,10 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
 
 
 def _check(path: Path, data: bytes, public_key: Path, what: str, thing: str) -> None:
-    try:
+    with errors_as(BackendError, "checking signatures needs cryptography, which is not installed", INSTALL, ImportError):
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
-    except ImportError as error:
-        raise BackendError(f"checking signatures needs cryptography, which is not installed ({error}); {INSTALL}") from error
     try:
         key = load_pem_public_key(_read_key(public_key))
     except (ValueError, UnsupportedAlgorithm) as error:
@@ -88,13 +85,9 @@ def _check(path: Path, data: bytes, public_key: Path, what: str, thing: str) -> 
 
 def _read_key(path: Path) -> bytes:
     """Reads at most _MAX_KEY_BYTES of the user's key file, which may be a symbolic link or a pipe."""
-    try:
-        with path.open("rb") as file:
-            return file.read(_MAX_KEY_BYTES)
-    except OSError as error:
-        raise BundleError(
-            f"the public key {path} cannot be read ({error.strerror or error}); give the PEM file of an Ed25519 public key"
-        ) from error
+    unreadable = errors_as(BundleError, f"the public key {path} cannot be read", "give the PEM file of an Ed25519 public key")
+    with unreadable, path.open("rb") as file:
+        return file.read(_MAX_KEY_BYTES)
 
 
 def _read_signature(path: Path, thing: str) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from edge_devices.errors import errors_as
 from edge_runtime.bundle.integrity import read_part
 from edge_runtime.errors import BundleError
 
@@ -60,10 +61,8 @@ def check_parts(tokenizer: Any, path: Path) -> None:
 
 def check_file(path: Path) -> None:
     """Checks a tokenizer.json as `read_tokenizer` and `check_parts` do, without the tokenizers library. Raises BundleError."""
-    try:
+    with errors_as(BundleError, f"{path} is not JSON", "take the tokenizer.json of the checkpoint", ValueError, RecursionError):
         tokenizer = json.loads(read_tokenizer(path))
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{path} is not JSON ({error}); take the tokenizer.json of the checkpoint") from error
     if not isinstance(tokenizer, dict):
         raise BundleError(f"{path} is not a JSON object; take the tokenizer.json of the checkpoint")
     for place in _LISTS:

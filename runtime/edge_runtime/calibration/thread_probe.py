@@ -46,11 +46,9 @@ class ThreadCounts:
 
     @property
     def largest(self) -> int:
-        """The largest of them."""
         return max(self.prefill, self.verify, self.draft)
 
     def to_json(self) -> dict[str, int]:
-        """Plain values under stable keys."""
         return asdict(self)
 
 

@@ -19,8 +19,9 @@ import click
 
 from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
-from edge_devices.errors import EdgeError
+from edge_devices.errors import EdgeError, errors_as
 from edge_devices.option_fields import option
+from edge_runtime.cli.hub_bundle import hub_bundle
 from edge_runtime.cli.messages import MAX_INPUT, MessageOptions, printable
 from edge_runtime.cli.options import (
     BundlePath,
@@ -92,7 +93,7 @@ class ChatOptions:
 def chat(bundle: Path, options: ChatOptions, message: MessageOptions, sampling: SamplingParams, opening: Opening) -> None:
     """Chat with BUNDLE in the terminal. A pipe is one message."""
     refuse_greedy_filters(sampling)
-    with opening.session(bundle) as session:
+    with opening.session(hub_bundle(bundle)) as session:
         conversation = Chat(
             session,
             max_tokens=options.max_tokens,
@@ -190,15 +191,13 @@ class TerminalChat:
     def _piped(self) -> Iterator[str]:
         """Yields the lines of standard input with their ends."""
         left = MAX_INPUT
-        try:
+        with errors_as(RequestError, "standard input is not UTF-8 text", "convert it", UnicodeDecodeError):
             while line := sys.stdin.readline(left + 1):
                 if len(line) > left:
                     raise RequestError(f"standard input has more than {MAX_INPUT} characters in a message; give less")
                 if not self._lines:
                     left -= len(line)
                 yield line
-        except UnicodeDecodeError as error:
-            raise RequestError(f"standard input is not UTF-8 text ({error}); convert it") from error
 
     def _turn(self, line: str, *, verbatim: bool = False) -> None:
         """Runs a command or sends a message; `verbatim` is always a message."""

@@ -103,7 +103,6 @@ class Diagnosis:
         return f"{shlex.quote(self.executable)} -m pip install '{DISTRIBUTION}[{','.join(missing)}]'" if missing else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
         return {
             "ready": self.ready,
             "version": self.version,
@@ -221,7 +220,8 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
     )
     yield "profile", "", f"{device.profile.name}: {device.profile.quantization}, {device.threads} threads ({device.why})"
     yield from _backend_rows(diagnosis)
-    yield from _choice_rows(diagnosis)
+    for choice in diagnosis.choices:
+        yield "faster backend", "ok", f"{choice.bundle}: {choice.sentence()}, as measured"
     for extra in diagnosis.extras:
         if extra.name not in diagnosis.backends:
             versions = ", ".join(f"{name} {version}" for name, version in extra.installed.items())
@@ -250,11 +250,6 @@ def _backend_rows(diagnosis: Diagnosis) -> Iterator[Row]:
             yield card.title, "broken", f"{description['error']}{f'; {remedy}' if remedy else ''}"
         else:
             yield from load_backend(kind).findings(description)
-
-
-def _choice_rows(diagnosis: Diagnosis) -> Iterator[Row]:
-    for choice in diagnosis.choices:
-        yield "faster backend", "ok", f"{choice.bundle}: {choice.sentence()}, as measured"
 
 
 def _meter_rows(diagnosis: Diagnosis) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from edge_devices.command_line import PanelCommand
+from edge_devices.errors import errors_as
 from edge_runtime.drafting.draft_store import forget_store
 from edge_runtime.errors import RequestError
 from edge_runtime.session.saved.prompt_cache import default_folder, shrink
@@ -38,10 +39,8 @@ def forget(folder: Path | None, store: Path | None, as_json: bool) -> None:
     """
     emptied = default_folder() if folder is None else folder
     texts = None if store is None else forget_store(store)
-    try:
+    with errors_as(RequestError, f"the prompt cache {emptied} cannot be emptied", "remove the folder"):
         files, size = shrink(emptied, 0)
-    except OSError as error:
-        raise RequestError(f"the prompt cache {emptied} cannot be emptied ({error.strerror or error}); remove the folder") from error
     if as_json:
         click.echo(json.dumps({"prompt_cache": str(emptied), "files": files, "bytes": size, "texts": texts}))
         return

@@ -15,6 +15,7 @@ from edge_devices.energy.live import RunEnergy
 from edge_devices.option_fields import option
 from edge_devices.waiting import terminal_wait
 from edge_runtime.cli.compare import NOTHING_DRAFTED
+from edge_runtime.cli.hub_bundle import hub_bundle
 from edge_runtime.cli.messages import MediaFiles, MessageOptions, printable, read_prompt, sent_prompt
 from edge_runtime.cli.options import (
     BundlePath,
@@ -33,7 +34,7 @@ from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.chat import MAX_TOKENS
 from edge_runtime.session.generation import Generation, GenerationOptions
 from edge_runtime.session.session import Session
-from edge_runtime.session.trials.lossless import LosslessReport, check_lossless
+from edge_runtime.session.trials import LosslessReport, check_lossless
 
 RUN_TOKENS = 128
 EXAMPLES = """
@@ -106,7 +107,7 @@ def generate(
     constraint, text = limits.constraint(), read_prompt(prompt)
     if not (text or files.images or files.sounds):
         raise click.UsageError("PROMPT is empty; give a text, or - for standard input")
-    with opening.session(bundle) as session:
+    with opening.session(hub_bundle(bundle)) as session:
         if not output.verify_lossless:
             sampling = sampling_of(sampling, session.bundle)
         if output.load_state:

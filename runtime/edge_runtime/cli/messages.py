@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from edge_devices.errors import errors_as
 from edge_devices.option_fields import option
 from edge_runtime.errors import RequestError
 from edge_runtime.media.reading import read_image, read_sound
@@ -95,10 +96,8 @@ def read_prompt(prompt: str) -> str:
         return prompt
     if sys.stdin is None:
         raise RequestError("standard input is closed; give the prompt as an argument")
-    try:
+    with errors_as(RequestError, "standard input is not UTF-8 text", "convert it", UnicodeDecodeError):
         text = sys.stdin.read(MAX_INPUT + 1)
-    except UnicodeDecodeError as error:
-        raise RequestError(f"standard input is not UTF-8 text ({error}); convert it") from error
     if len(text) > MAX_INPUT:
         raise RequestError(f"standard input has more than {MAX_INPUT} characters, too many for a prompt; give less")
     return text

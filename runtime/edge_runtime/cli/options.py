@@ -34,7 +34,7 @@ from edge_runtime.drafting.phase_power import PhasePower, read_phase_power
 from edge_runtime.errors import RequestError
 from edge_runtime.session.generation import GREEDY_PARAMS
 from edge_runtime.session.load_options import LoadOptions
-from edge_runtime.session.monitoring.monitor import MonitorOptions
+from edge_runtime.session.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
 from edge_runtime.session.saved.prompt_cache import LIMIT, default_folder
 from edge_runtime.session.session import Session

@@ -25,7 +25,7 @@ from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import Range, SpeedPlan, deviation, manifest_plan
 from edge_runtime.session.session import Session
-from edge_runtime.session.trials.image_timing import square, time_image
+from edge_runtime.session.trials import square, time_image
 
 PROMPT = "def area(width, height):\n"
 MEASURE_REPEATS = 3
@@ -191,6 +191,8 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
             ("and prefill", "ms", image.prefill_seconds.times(1000), None if prefill is None else prefill * 1000),
         ]
     lines = [f"{plan.device}:", f"  worth it      {plan.decision()[1]}"]
+    if plan.answers:
+        lines.append(f"  answers       {plan.answers}")
     if plan.load:
         lines.append(f"  this machine is busy, so it is faster than these figures say: {plan.load}")
     for name, unit, value, measurement in rows:

@@ -16,6 +16,7 @@ COMMANDS = LazyCommands(
         "generate": ("edge_runtime.cli.generate", "Generate text after PROMPT ('-' reads standard input)."),
         "serve": ("edge_runtime.cli.serve", "Serve the OpenAI and Ollama APIs and a chat page over HTTP."),
         "compare": ("edge_runtime.cli.compare", "Run PROMPT with and without drafts in turn and print a table."),
+        "prove": ("edge_runtime.cli.prove", "Compare text with drafts and without, and rows of logits, on this machine."),
         "demo": ("edge_runtime.cli.demo", "Stream several kinds of text with accepted drafts in colour, beside plain decoding."),
         "tune": ("edge_runtime.cli.tune", "Measure threads, costs of drafts and the faster backend now, in seconds, for all later starts."),
         "plan": (
@@ -34,6 +35,7 @@ Examples:
   edge-run chat my-bundle
   edge-run generate my-bundle "def fibonacci(n):" --max-tokens 64
   edge-run compare my-bundle "import os"   with and without drafts
+  edge-run prove my-bundle                 do drafts leave the text as it is, here?
   edge-run serve my-bundle --sessions 4    OpenAI API and chat page
   edge-run plan my-bundle --profile raspberry-pi-5
   edge-run generate my-bundle -- "-1 + 2"  -- before a text that begins with a dash

@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from edge_devices.command_line import PanelCommand, takes
+from edge_runtime.cli.hub_bundle import hub_bundle
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, refuse_threads
 from edge_runtime.server.options import ServeOptions
-from edge_runtime.session.monitoring.monitor import MonitorOptions
+from edge_runtime.session.monitor import MonitorOptions
 
 
 @click.command(cls=PanelCommand)
@@ -22,4 +23,4 @@ def serve(bundle: Path, options: ServeOptions, opening: Opening, monitoring: Mon
     from edge_runtime.server.serve import serve as run_server
 
     refuse_threads(opening.load.threads)
-    run_server(bundle, options, opening.options(monitoring), note, opening.energy.shared_watch())
+    run_server(hub_bundle(bundle), options, opening.options(monitoring), note, opening.energy.shared_watch())

@@ -124,7 +124,7 @@ class DrafterConfig(Section):
     model: str | None = _key(TEXT, "source of the drafter; read by edge-export, checked when the bundle is opened")
     precision: str | None = _key(TEXT, "the drafter's quantization; read by edge-export, checked when the bundle is opened")
     sparse_output: bool | None = _key(
-        FLAG, "true: the split drafter with its sparse head; false: the dense one; null: the faster one on this machine"
+        FLAG, "true: the split drafter with its sparse head; false: the dense one; null: split where it is there and runs"
     )
     max_candidates: int | None = _key(integer(1, 1 << 24), "most tokens the sparse head scores; null: the number of the bundle")
 

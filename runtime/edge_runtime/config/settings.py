@@ -9,6 +9,7 @@ from functools import reduce
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
+from edge_devices.errors import errors_as
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, RuntimeSettings
 from edge_runtime.config.schema import CacheConfig, SpeculativeConfig, StreamingConfig, TuningConfig, bytes_of
@@ -58,7 +59,7 @@ WINDOW_TOKENS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Every setting with its value. `drafter` and `max_candidates` None: the faster kind, the head's own number.
+    """Every setting with its value. `drafter` and `max_candidates` None: the kind that the backend takes, the head's own number.
 
     `longest_draft` bounds any draft; `draft_length`, the first, `shortest` and `longest` are those of the policy; `window` is in drafted
     tokens; `memory_limit` in bytes, None for no limit.
@@ -100,7 +101,6 @@ class Settings:
         return policy_kind(self.policy).new(options)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
         return asdict(self)
 
 
@@ -156,10 +156,8 @@ def resolve_settings(layers: Iterable[SpeculativeConfig], bundle: Bundle) -> Set
     Raises ConfigError if they name other models or quantizations than the bundle's, BundleError if the bundle's recommendation is out
     of range.
     """
-    try:
+    with errors_as(BundleError, f"{bundle.folder}: the manifest recommends invalid settings", "export it again", ConfigError):
         lowest = defaults(bundle.manifest.runtime)
-    except ConfigError as error:
-        raise BundleError(f"{bundle.folder}: the manifest recommends invalid settings ({error}); export it again") from error
     config = reduce(lambda upper, lower: upper.over(lower), [*(expanded(layer) for layer in layers), lowest])
     _check_files(config, bundle)
     tuning, sparse, memory = config.tuning, config.drafter.sparse_output, config.cache.memory_limit

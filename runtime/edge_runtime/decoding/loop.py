@@ -58,8 +58,9 @@ class Decoding:
         self.stopped = False
         self._target = target
         self._policy = policy
+        self._offer = policy.offer if isinstance(policy, WeighingPolicy) else None
         self._is_stop = is_stop
-        self._suppressed = list(suppressed)
+        self._suppressed = np.array(suppressed, np.intp)
         self._left = max_tokens
         self._plan = RoundPlan(0)
         self._start = self._room = self._steps = self._rows = 0
@@ -81,8 +82,8 @@ class Decoding:
         # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
         self._room = min(self._left - 1, target.context - target.length - 1, target.rewind_slack)
         self._proposal = self._propose([])
-        if self._proposal.chances and isinstance(self._policy, WeighingPolicy):
-            self._policy.offer(self._proposal.chances)
+        if self._proposal.chances and self._offer is not None:
+            self._offer(self._proposal.chances)
         self._plan = plan = self._policy.plan(requests, any_prefix=rule.any_prefix)
         return DraftRequest(
             sequence=sequence,
@@ -147,7 +148,7 @@ class Decoding:
         Of requests that share a round, one reports the timing to its policy: they share one cost model.
         """
         drafts, shadow = self._drafts, self._shadow
-        if self._suppressed:
+        if self._suppressed.size:
             # In the backend's own memory, before anything reads it: so greedy, sampled and constrained tokens are chosen from the others.
             logits[:, self._suppressed] = -np.inf
         result = self.rule.accept(drafts, logits)

@@ -174,7 +174,6 @@ class PositionModel:
         self._prior = prior
 
     def bin_of(self, confidence: float, position: int) -> int:  # noqa: ARG002
-        """Returns the position."""
         return position
 
     def forecast(self, longest: int) -> Forecast:

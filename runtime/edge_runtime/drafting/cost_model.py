@@ -109,12 +109,14 @@ class CostCurve:
             self._verify = _in_proportion(self._start, self._timed)
             self._drafts[1] = _drafts_in_proportion(start, kept, self._verify[0] / self._start[0])
         self._learned = False
+        self._stale = False  # timings were added since `_verify` was computed
         self._timings: dict[tuple[str, int], int] = {}
         self._buckets = {0: 1.0}
         self._bucket = 0
 
     def verify(self, rows: int) -> float:
         """Seconds of one target forward of `rows` rows at the current length."""
+        self._bring_up_to_date()
         while rows > len(self._verify):
             self._verify.append(extrapolated(self._verify))
         return self._verify[rows - 1] * self._buckets[self._bucket]
@@ -128,10 +130,11 @@ class CostCurve:
         """Learns from the timing of one round."""
         self._enter(timing.length)
         if timing.rows >= 1 and timing.verify_seconds > 0:
-            off = _bounded(timing.verify_seconds / self.verify(timing.rows))
             if self._timed is not None and timing.rows <= MAX_ROWS:
-                self._time_rows(self._timed, timing.rows, timing.verify_seconds, off)
+                self._time_rows(self._timed, timing.rows, timing.verify_seconds)
                 off = 1.0
+            else:
+                off = _bounded(timing.verify_seconds / self.verify(timing.rows))
             share = self._share("rows", timing.rows, ROWS_SHARE, measured=timing.rows <= MAX_ROWS)
             if timing.rows <= MAX_ROWS:  # an extrapolated figure tells nothing about the length
                 self._buckets[self._bucket] *= off**BUCKET_SHARE
@@ -155,19 +158,27 @@ class CostCurve:
         """Returns what rounds made of provisional costs; None for measured ones, and before the first round."""
         if self._timed is None or not self._learned:
             return None
+        self._bring_up_to_date()
         overhead, step = self._drafts[1]
         counts = tuple(len(self._timed.get(rows, ())) for rows in range(1, MAX_ROWS + 1))
         return MeasuredCosts(verify=tuple(self._verify[:MAX_ROWS]), step=step, overhead=overhead, timings=counts)
 
-    def _time_rows(self, timed: dict[int, deque[float]], rows: int, seconds: float, off: float) -> None:
+    def _time_rows(self, timed: dict[int, deque[float]], rows: int, seconds: float) -> None:
         """Adds a timing; the speed of the machine at the moment, which all numbers of rows share, is taken out of it."""
         if rows in timed:
-            self._buckets[self._bucket] *= off**BUCKET_SHARE
+            off = seconds / (statistics.median(timed[rows]) * self._buckets[self._bucket])
+            self._buckets[self._bucket] *= _bounded(off) ** BUCKET_SHARE
         timed.setdefault(rows, deque(maxlen=WINDOW)).append(seconds / self._buckets[self._bucket])
-        single = _in_proportion(self._start, timed)
+        self._learned = self._stale = True
+
+    def _bring_up_to_date(self) -> None:
+        """Computes provisional costs from their timings when somebody reads them, which takes longer than all else of a round."""
+        if self._timed is None or not self._stale:
+            return
+        self._stale = False
+        single = _in_proportion(self._start, self._timed)
         factor = single[-1] / self._verify[MAX_ROWS - 1]
         self._verify = [*single, *(several * factor for several in self._verify[MAX_ROWS:])]
-        self._learned = True
 
     def _learn_draft(self, requests: int, steps: int, seconds: float) -> None:
         """Corrects overhead and step by the time of a draft, each by its part in it (normalised least mean squares)."""

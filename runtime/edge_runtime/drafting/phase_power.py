@@ -41,7 +41,8 @@ class PhasePower:
 
     def __post_init__(self) -> None:
         for phase, watts in asdict(self).items():
-            if watts is not None and not _is_power(watts):
+            is_number = isinstance(watts, int | float) and not isinstance(watts, bool)
+            if watts is not None and not (is_number and math.isfinite(watts) and 0 < watts <= MAX_WATTS):
                 raise ConfigError(f"{watts!r} W in the phase {phase} is no power; give a number above 0 and at most {MAX_WATTS:g}")
 
     def forward(self, rows: int) -> float:
@@ -49,7 +50,6 @@ class PhasePower:
         return self.plain if rows == 1 and self.plain is not None else self.verify
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
         return asdict(self)
 
 
@@ -133,7 +133,3 @@ class EnergyCosts:
 
 
 _EXAMPLE = '{"draft": 3.1, "verify": 5.2, "plain": 4.4}'
-
-
-def _is_power(watts: object) -> bool:
-    return isinstance(watts, int | float) and not isinstance(watts, bool) and math.isfinite(watts) and 0 < watts <= MAX_WATTS

@@ -117,7 +117,6 @@ class Fixed(CountingPolicy):
             raise RequestError(f"draft length {self.length} is outside 0..{MAX_DRAFT_LENGTH}; choose a length in that range")
 
     def draft_length(self) -> int:
-        """Returns the fixed length."""
         return self.length
 
     def observe(self, result: RoundResult) -> None:
@@ -143,6 +142,29 @@ class RecentAcceptance:
         return sum(a for _, a in self._rounds) / drafted if drafted else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """The first draft length and the range of later ones; `threshold` and `penalty` of `Rolling`; `window` in rounds.
+
+    Raises RequestError for one that is out of range.
+    """
+
+    first: int = 1
+    shortest: int = 1
+    longest: int = 8
+    threshold: float = 0.7
+    penalty: float = 1.0
+    window: int = WINDOW_ROUNDS
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shortest <= self.longest <= MAX_DRAFT_LENGTH:
+            raise RequestError(f"draft lengths from {self.shortest} to {self.longest} are no range within 1..{MAX_DRAFT_LENGTH}")
+        if not 0 <= self.threshold <= 1:
+            raise RequestError(f"the acceptance threshold is {self.threshold}; it must be 0 to 1")
+        if not (self.penalty > 0 and math.isfinite(self.penalty)):
+            raise RequestError(f"the rejection penalty is {self.penalty}; it must be a number of tokens above 0")
+
+
 class Rolling(CountingPolicy):
     """Adds one token after a round if the acceptance of the last `window` rounds is above `threshold`; takes off `penalty` if it is below.
 
@@ -150,22 +172,13 @@ class Rolling(CountingPolicy):
     policy that drafts nothing would never learn that drafts are accepted again.
     """
 
-    def __init__(
-        self, start: int, *, shortest: int = 1, longest: int = 8, threshold: float = 0.7, penalty: float = 1.0, window: int = WINDOW_ROUNDS
-    ) -> None:
-        if not 1 <= shortest <= longest <= MAX_DRAFT_LENGTH:
-            raise RequestError(f"draft lengths from {shortest} to {longest} are no range within 1..{MAX_DRAFT_LENGTH}")
-        if not shortest <= start <= longest:
-            raise RequestError(f"the first draft length {start} is outside {shortest}..{longest}; choose one inside")
-        if not 0 <= threshold <= 1:
-            raise RequestError(f"the acceptance threshold is {threshold}; it must be 0 to 1")
-        if not (penalty > 0 and math.isfinite(penalty)):
-            raise RequestError(f"the rejection penalty is {penalty}; it must be a number of tokens above 0")
-        self._length = float(start)
-        self._bounds = (shortest, longest)
-        self._threshold = threshold
-        self._penalty = penalty
-        self._recent = RecentAcceptance(window)
+    def __init__(self, options: PolicyOptions) -> None:
+        """Raises RequestError for a first length outside the range; 0 is taken for 1."""
+        self._options, first = options, max(options.first, 1)
+        if not options.shortest <= first <= options.longest:
+            raise RequestError(f"the first draft length {first} is outside {options.shortest}..{options.longest}; choose one inside")
+        self._length = float(first)
+        self._recent = RecentAcceptance(options.window)
 
     def draft_length(self) -> int:
         """Returns the current length, rounded down."""
@@ -174,11 +187,11 @@ class Rolling(CountingPolicy):
     def observe(self, result: RoundResult) -> None:
         """Adjusts the length; keeps it at exactly the threshold and after a round without drafts."""
         self._recent.add(result.verified, result.accepted)
-        rate = self._recent.rate
-        if not result.verified or rate is None or rate == self._threshold:
+        rate, options = self._recent.rate, self._options
+        if not result.verified or rate is None or rate == options.threshold:
             return
-        shortest, longest = self._bounds
-        self._length = min(max(self._length + (1 if rate > self._threshold else -self._penalty), shortest), longest)
+        length = self._length + (1 if rate > options.threshold else -options.penalty)
+        self._length = min(max(length, options.shortest), options.longest)
 
 
 class Stepped(CountingPolicy):
@@ -187,32 +200,17 @@ class Stepped(CountingPolicy):
     The length is clamped to [shortest, longest].
     """
 
-    def __init__(self, *, shortest: int = 1, longest: int = MAX_DRAFT_LENGTH, window: int = WINDOW_ROUNDS) -> None:
-        if not 1 <= shortest <= longest <= MAX_DRAFT_LENGTH:
-            raise RequestError(f"draft lengths from {shortest} to {longest} are no range within 1..{MAX_DRAFT_LENGTH}")
-        self._bounds = (shortest, longest)
-        self._recent = RecentAcceptance(window)
+    def __init__(self, options: PolicyOptions) -> None:
+        self._options = options
+        self._recent = RecentAcceptance(options.window)
 
     def draft_length(self) -> int:
         """Returns the length for the current acceptance."""
         rate = self._recent.rate or 0.0
-        shortest, longest = self._bounds
-        return min(max(6 if rate > 0.9 else 4 if rate > 0.7 else 2, shortest), longest)
+        return min(max(6 if rate > 0.9 else 4 if rate > 0.7 else 2, self._options.shortest), self._options.longest)
 
     def observe(self, result: RoundResult) -> None:
         self._recent.add(result.verified, result.accepted)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
-    """The first draft length and the range of later ones; `threshold` and `penalty` of `Rolling`; `window` in rounds."""
-
-    first: int
-    shortest: int = 1
-    longest: int = 8
-    threshold: float = 0.7
-    penalty: float = 1.0
-    window: int = WINDOW_ROUNDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,27 +224,12 @@ class PolicyKind:
     needs_costs: bool = False
 
 
-def _rolling(options: PolicyOptions) -> Rolling:
-    return Rolling(
-        max(options.first, 1),
-        shortest=options.shortest,
-        longest=options.longest,
-        threshold=options.threshold,
-        penalty=options.penalty,
-        window=options.window,
-    )
-
-
-def _stepped(options: PolicyOptions) -> Stepped:
-    return Stepped(shortest=options.shortest, longest=options.longest, window=options.window)
-
-
 # The first one is the default.
 _KINDS: dict[str, PolicyKind] = {
     "profit": PolicyKind(new=lambda options: Fixed(options.first), needs_costs=True),
     "fixed": PolicyKind(new=lambda options: Fixed(options.first)),
-    "rolling": PolicyKind(new=_rolling),
-    "stepped": PolicyKind(new=_stepped),
+    "rolling": PolicyKind(new=Rolling),
+    "stepped": PolicyKind(new=Stepped),
 }
 POLICIES = tuple(_KINDS)
 DEFAULT_POLICY = POLICIES[0]

@@ -298,7 +298,6 @@ class Profit:
         return float(next_bin @ worth) - rate * float(drafts[0] - self._draft_costs[drafted]) - self._worth
 
     def numbers(self) -> StopNumbers:
-        """Returns what `continues` decides by."""
         known = self._forecast
         if self._tables[0] is not known or self._tables[1] is not self._row_costs:
             parts = (self._model.bounds, self._row_costs, self._draft_costs, known.accept_prob, known.transition, known.further)

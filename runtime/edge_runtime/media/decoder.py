@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.errors import EdgeError
+from edge_devices.errors import EdgeError, errors_as
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.media.formats import IMAGE_FORMATS, MAX_CHANNELS, MAX_PIXELS, MAX_SCANS, MAX_SECONDS, SAMPLE_RATES, format_of, kind_of
 from edge_runtime.media.image import Image, final_size
@@ -51,11 +51,9 @@ def decode_image(data: bytes, budget: int) -> Image:
 
     Raises RequestError for a file that is damaged or too large, BackendError without Pillow.
     """
-    try:
+    with errors_as(BackendError, "Pillow, which decodes images, is not installed", f"run: {INSTALL}", ImportError):
         from PIL import Image as pillow
         from PIL import ImageOps
-    except ImportError as error:
-        raise BackendError(f"Pillow, which decodes images, is not installed ({error}); run: {INSTALL}") from error
     with _damaged("image"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _check_scans(data)

@@ -29,7 +29,6 @@ class Image:
 
     @property
     def rows(self) -> int:
-        """The number of soft rows."""
         return self.rgb.size // (3 * SIDE**2)
 
     def patches(self) -> NDArray[np.float32]:

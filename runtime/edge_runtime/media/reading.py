@@ -10,6 +10,7 @@ import numpy as np
 
 from edge_devices.children.commands import Limits, import_paths, limited_command
 from edge_devices.children.running import ChildBudget, run_child
+from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import read_at_most
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.media.formats import MAX_FILE_BYTES, kind_of
@@ -36,10 +37,8 @@ def read_media(source: Path | str | bytes, budget: int = DEFAULT_BUDGET, childre
     """
     check_budget(budget)
     name = "the media data" if isinstance(source, bytes) else str(source)
-    try:
+    with errors_as(RequestError, f"{name} cannot be read", "choose another file"):
         data = source if isinstance(source, bytes) else read_at_most(Path(source), MAX_FILE_BYTES)
-    except OSError as error:
-        raise RequestError(f"{name} cannot be read ({error.strerror or error}); choose another file") from error
     if len(data) > MAX_FILE_BYTES:
         raise RequestError(f"{name} has {len(data)} bytes, at most {MAX_FILE_BYTES} are allowed; reduce it")
     try:

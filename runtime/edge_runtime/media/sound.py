@@ -40,7 +40,6 @@ class Sound:
 
     @property
     def frames(self) -> int:
-        """The number of mel frames."""
         return (len(self.samples) + _PAD - _FRAME - 1) // _HOP + 1
 
     @property

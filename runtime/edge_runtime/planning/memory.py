@@ -314,20 +314,18 @@ def _padded(cells: int) -> int:
 
 def _files(files: Sequence[BundleFile], drafter: str | None) -> list[BundleFile]:
     roles = {"target"}
-    if drafter == "dense":
+    if drafter in ("dense", "split"):
         roles.add("drafter")
     if drafter == "split":
-        roles |= {"drafter_body", "drafter_head"}
+        roles.add("drafter_head")
     return [file for file in files if file.role in roles and file.format in ("gguf", "safetensors")]
 
 
 def _repacked(manifest: Manifest, files: Sequence[BundleFile]) -> int:
-    """Matrices are repacked, the head among them; embedding tables are not. Of an unknown mix of types a copy is as large as the file."""
+    """Matrices are repacked, the head among them; the target's embedding tables are not. Of an unknown mix of types a copy is as large as
+    the file."""
     own = manifest.architecture
-    tables = {
-        "target": own.vocab_size * (own.hidden_size + own.layers * (own.per_layer_size or 0)),
-        "drafter": own.vocab_size * own.drafter_hidden_size,
-    }
+    tables = {"target": own.vocab_size * (own.hidden_size + own.layers * (own.per_layer_size or 0)), "drafter": 0}
     weights = {"target": own.parameters, "drafter": own.drafter_parameters}
     heads = {"target": own.vocab_size * own.hidden_size, "drafter": 0}
     total = 0
@@ -356,9 +354,8 @@ def _buffers(manifest: Manifest, request: MemoryRequest) -> int:
     total = rows * (target * _FLOAT + cells * _MASK) + _logits(own, outputs, own.vocab_size) + own.vocab_size * _TOKEN_BYTES
     if request.drafter in ("dense", "split"):
         widest = own.drafter_feed_forward_size or _WIDEST * own.drafter_hidden_size
-        vocabulary = own.vocab_size if request.drafter == "dense" else 0
         total += _DRAFTER_ROWS * ((3 * widest + 2 * own.hidden_size) * _FLOAT + cells * _MASK)
-        total += _logits(own, request.sequences, vocabulary) + vocabulary * _TOKEN_BYTES
+        total += _logits(own, request.sequences, own.vocab_size) + own.vocab_size * _TOKEN_BYTES
     return total
 
 

@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from edge_devices.machine.memory import byte_text
+from edge_runtime.bundle.exported_quality import exported_quality
 from edge_runtime.bundle.kv_types import KvType, check_kv_type, row_bytes
 from edge_runtime.bundle.manifest import MEDIA_ENCODER, Architecture, Manifest, VisionSize
 from edge_runtime.config.settings import LONGEST
-from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.drafting.cost_model import MAX_ROWS, MIN_SECONDS, MeasuredCosts
+from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET, PATCH, POOLING, SIDE
@@ -132,7 +134,7 @@ PROMPT_TOKENS = 2000
 SPARSE_SHARE = 1 / 32
 # No Gemma 4 block has wider attention than this many times the hidden size (queries, keys, values and output together).
 _ATTENTION = 8
-DRAFTER_ROLES = {"dense": ("drafter",), "split": ("drafter_body", "drafter_head")}
+DRAFTER_ROLES = {"dense": ("drafter",), "split": ("drafter", "drafter_head")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +176,7 @@ class SpeedPlan:
     where the power is not known).
 
     `first_token_seconds` are those until the first token after a prompt of `prompt_tokens`. `verify_seconds[n - 1]` is the middle
-    prediction for n rows. `derived` explains how each figure was computed.
+    prediction for n rows. `derived` explains how each figure was computed. `answers` is what the export keeps of the model's, in words.
     """
 
     device: str
@@ -194,6 +196,7 @@ class SpeedPlan:
     image: ImagePlan | None = None
     memory_available: int | None = None
     load: str = ""
+    answers: str = ""
 
     def decision(self) -> tuple[bool, str]:
         """Returns whether the pair is worth running on the device, and the sentence that says why."""
@@ -208,7 +211,6 @@ class SpeedPlan:
         return True, f"yes: {byte_text(enough)} of memory are enough, {there}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
         low, middle, high = self.draft_length
         record = asdict(self) | {"draft_length": {"low": low, "middle": middle, "high": high}, "verify_seconds": list(self.verify_seconds)}
         record["fits"], record["decision"] = self.decision()
@@ -238,14 +240,17 @@ def role_bytes(manifest: Manifest) -> dict[str, int]:
     return sizes
 
 
+def sparse_share(own: Architecture) -> float:
+    """The share of a drafter's weights that a step with the sparse head reads."""
+    return 1 - (1 - SPARSE_SHARE) * min(1.0, own.vocab_size * own.drafter_hidden_size / max(1, own.drafter_parameters))
+
+
 def pair_facts(manifest: Manifest, drafter: str, context: int, kv_type: KvType) -> PairFacts:
     """Returns the sizes of the pair of a manifest; `drafter` is dense or split. Embedding tables are not read as a whole."""
     own, sizes = manifest.architecture, role_bytes(manifest)
     read = read_parameters(own)
-    head = sizes.get("drafter_head", 0) * SPARSE_SHARE
-    step = sizes.get("drafter_body", 0) + head if drafter == "split" else sizes.get("drafter", 0)
-    if is_onnx(manifest) and own.ordered_embeddings:
-        step *= 1 - (1 - SPARSE_SHARE) * min(1.0, own.vocab_size * own.drafter_hidden_size / max(1, own.drafter_parameters))
+    sparse = drafter == "split" or (is_onnx(manifest) and own.ordered_embeddings)
+    step = sizes.get("drafter", 0) * (sparse_share(own) if sparse else 1.0)
     layout, kv = manifest.cache_layout, 0
     for owner in (*layout.layer_owners, *layout.drafter_sources):
         sliding = layout.sliding if layout.sliding and owner in layout.sliding.owner_layers else None
@@ -289,7 +294,9 @@ def manifest_plan(
     facts, prompt_tokens = pair_facts(manifest, chosen, context, kv), min(PROMPT_TOKENS, context)
     memory = onnx_memory_plan(manifest, request) if onnx else memory_plan(manifest, request)
     plan = speed_plan(facts, device, memory, longest, power, prompt_tokens)
-    return replace(plan, image=image_plan(manifest, device.operations, plan.prefill, power))
+    quality = exported_quality((manifest.parity or {}).get("onnx") if onnx else manifest.parity)
+    answers = "" if quality is None else quality.words
+    return replace(plan, image=image_plan(manifest, device.operations, plan.prefill, power), answers=answers)
 
 
 def speed_plan(
@@ -418,3 +425,38 @@ def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, 
         if power is None
         else "seconds of each phase x its watts, at the best length; of a prompt's token those of the prefill x the watts of a verify",
     }
+
+
+# Bytes per second that forwards of one row read on two cores of a Xeon (docs/onnx.md); assumed of all processors.
+BANDWIDTH = 20e9
+# What a further row takes of the first one: with the project's kernels on integer products of 64 bytes or of matrices, with its other
+# kernels, and with stock ones. The first and the last are measured (docs/onnx.md), the second is assumed.
+WIDE_KERNELS = ("avx512vnni", "avxvnni", "i8mm")
+WIDE_ROW, NARROW_ROW, STOCK_ROW = 0.07, 0.2, 0.25
+# How many times as long stock kernels take for one row, by the format of the files (E2B's shapes, docs/onnx.md).
+STOCK_FIRST = {"gguf": 2.0, "onnx": 1.7}
+# Seconds of starting a draft and of each of its steps, beside reading the drafter's weights; assumed from one small pair.
+DRAFT_SECONDS, STEP_SECONDS = 0.5e-3, 0.2e-3
+# A drafter that is no model copies from the text.
+COPY_SECONDS = 10e-6
+
+
+def computed_costs(manifest: Manifest, format: str, drafter: DrafterKind, row_kernels: str | None) -> MeasuredCosts:
+    """Returns the costs by the files of a `format`, such as gguf; `row_kernels` names the kernels that multiply, None for stock ones.
+
+    A session starts with them where nothing was measured. A forward of one row reads every weight once, so it takes the bytes over the
+    bandwidth; a further row takes a share of that, by the kernels. The proportions decide how much is drafted. The first rounds replace
+    all of it, so none of it needs to be exact.
+    """
+    sizes = {file.role: file.bytes for file in manifest.files if file.format.startswith(format)}
+    architecture = manifest.architecture
+    target = sum(size for role, size in sizes.items() if role.startswith("target"))
+    read_share = min(1.0, read_parameters(architecture) / max(1, architecture.parameters))
+    first = max(target * read_share / BANDWIDTH, MIN_SECONDS) * (STOCK_FIRST[format] if row_kernels is None else 1.0)
+    further = STOCK_ROW if row_kernels is None else WIDE_ROW if row_kernels in WIDE_KERNELS else NARROW_ROW
+    step, overhead = COPY_SECONDS, 0.0
+    if is_model(drafter):
+        read = (sizes.get("drafter", 0) + sizes.get("drafter_data", 0)) * (sparse_share(architecture) if drafter == "split" else 1.0)
+        step, overhead = STEP_SECONDS + read / BANDWIDTH, DRAFT_SECONDS
+    verify = tuple(first * (1 + further * n) for n in range(MAX_ROWS))
+    return MeasuredCosts(verify=verify, step=step, overhead=overhead, timings=(0,) * MAX_ROWS)

@@ -28,8 +28,7 @@ from edge_runtime.server.responses.response_format import Json, ResponseFormat, 
 from edge_runtime.server.responses.responses_api import ResponsesFormat
 from edge_runtime.server.responses.usage import energy_metrics
 from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, result_of, unless_disconnected
-from edge_runtime.session.monitoring.monitor import Monitor
-from edge_runtime.session.monitoring.prometheus import CONTENT_TYPE, exposition
+from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
 _OLLAMA = "/api/"
@@ -147,7 +146,6 @@ class Json200(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Returns the body."""
         return encoded(content)
 
 

@@ -88,7 +88,6 @@ class ModelCard:
         }
 
     def ollama_details(self) -> Json:
-        """Returns the response of /api/show."""
         facts = self.manifest.architecture
         return {
             "modelfile": "",

@@ -34,7 +34,6 @@ class PendingResponse:
 
     @property
     def media_type(self) -> str:
-        """The type of the stream."""
         return self._form.media_type
 
     def cancel(self) -> None:

@@ -249,7 +249,8 @@ class Sessions:
             self._lock.require_idle()
             for session in self.sessions:
                 session.claim.release()
-            return known_row_equality(first.fingerprint, self._together, first.settings.longest_draft + 1, notify, waiting)
+            longest, stock_attention = first.settings.longest_draft + 1, first.stock_attention
+            return known_row_equality(first.fingerprint, self._together, longest, notify, waiting, stock_attention=stock_attention)
 
     def close(self) -> None:
         """Saves the acceptance models, frees the pair and ends all sessions. Can be called twice."""

@@ -10,6 +10,8 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 from edge_runtime.errors import RequestError
 
@@ -28,11 +30,9 @@ class PairLock:
         self._lock = threading.RLock()
         self._computing = False
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[Any]:
         """Waits for other threads; inside, only this thread uses the pair."""
-        with self._lock:
-            yield
+        return self._lock
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -67,7 +67,6 @@ class CacheClaim:
         self._owner: weakref.ref[object] | None = None  # weak, so that a request is freed as soon as nothing else needs it
 
     def claim(self, owner: object) -> None:
-        """Gives the cache to `owner`."""
         self._owner = weakref.ref(owner)
 
     def release(self) -> None:

@@ -1,10 +1,10 @@
-"""A conversation with a session: history, answers as events, and the overflow of the context."""
+"""A conversation with a session: history, answers as events, and the overflow of the context; and one call for one answer."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, Unpack, get_args
@@ -15,7 +15,8 @@ from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.errors import RequestError
 from edge_runtime.media.soft_rows import MEDIA, Media, MediaPrompt, user_message, without_media
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation
-from edge_runtime.session.load_options import with_keywords
+from edge_runtime.session.load_options import LoadOptions, with_keywords
+from edge_runtime.session.open import open_session
 from edge_runtime.session.saved import chat_file
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats, generation_html, shortened
@@ -281,7 +282,11 @@ class Chat:
             calls = self.messages[-1].get("tool_calls", []) if self.messages else []
             if not calls or len(calls) != len(results):
                 raise RequestError(f"the last answer made {len(calls)} tool calls, but there are {len(results)} results; give one for each")
-            return self._answer_to([*self.messages, *(_tool_message(call, result) for call, result in zip(calls, results, strict=True))])
+            answered = [
+                {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": result}
+                for call, result in zip(calls, results, strict=True)
+            ]
+            return self._answer_to([*self.messages, *answered])
 
     def regenerate(self) -> Answer:
         """Answers the last message of the user again, in place of the answer there is. Raises RequestError if there is no message."""
@@ -374,5 +379,31 @@ def _without_thoughts(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "reasoning_content"}
 
 
-def _tool_message(call: Mapping[str, Any], result: str) -> Message:
-    return {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": result}
+def generate(
+    bundle: Path | str,
+    prompt: str,
+    *,
+    max_tokens: int = 128,
+    sampling: SamplingParams = GREEDY_PARAMS,
+    options: LoadOptions | None = None,
+) -> str:
+    """Returns the text that continues `prompt`, without a chat template. `options` are those of `open_session`, which raises the same.
+
+    Opening takes most of the time of a short request: keep a session open for several.
+    """
+    with open_session(bundle, options) as session:
+        return session.generate(prompt, max_tokens=max_tokens, sampling=sampling).text()
+
+
+def chat(
+    bundle: Path | str,
+    message: str,
+    *,
+    system: str | None = None,
+    max_tokens: int = MAX_TOKENS,
+    sampling: SamplingParams = GREEDY_PARAMS,
+    options: LoadOptions | None = None,
+) -> str:
+    """Returns the model's answer to one message, through the bundle's chat template. Otherwise as `generate`."""
+    with open_session(bundle, options) as session:
+        return Chat(session, system=system, max_tokens=max_tokens, sampling=sampling).say(message).read()

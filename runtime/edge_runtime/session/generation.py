@@ -23,11 +23,11 @@ from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, MediaTarget, Target, Vocabulary, inside_image
 from edge_runtime.media.soft_rows import MediaPrompt, pieces
 from edge_runtime.session.cache_claim import SUPERSEDED, CacheClaim
-from edge_runtime.session.monitoring.monitor import RequestMonitor
+from edge_runtime.session.monitor import RequestMonitor
 from edge_runtime.session.saved.prompt_cache import CachedPrompt
 from edge_runtime.session.stats import DecodeStats, generation_html, shortened
+from edge_runtime.text.channels import OutputText
 from edge_runtime.text.constraints import Constraint, ConstraintSource
-from edge_runtime.text.stream import OutputText
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0)
 # The default batch of llama.cpp, so that prefilling in pieces costs nothing and computes the same rows.
@@ -367,7 +367,8 @@ class Generation:
             if self.done:
                 return False
             lock.require_idle()
-            self.prefill()
+            if not self._rounds:
+                self.prefill()
             with lock.computing(), self.guarded():
                 begin = time.perf_counter()  # only the loop's own time counts, not what the caller does with a round
                 round_done = next(self._decode, None)

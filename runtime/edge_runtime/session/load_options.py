@@ -23,14 +23,10 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET
-from edge_runtime.session.monitoring.monitor import MonitorOptions
+from edge_runtime.session.monitor import MonitorOptions
 from edge_runtime.session.saved.prompt_cache import LIMIT
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _ignore(_: str) -> None:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +39,7 @@ class LoadOptions:
     Attributes:
         threads: Threads of every phase; None takes the fastest numbers that were measured, else those that are usual for such processors.
         context: Size of the KV cache in tokens, prompt and answer together.
-        drafter: Kind of drafter; None takes the one of dense and split that reads less a step, where the bundle has both.
+        drafter: Kind of drafter; None takes split where the bundle has it and the row kernels run, else dense.
         config: A configuration file, or a `SpeculativeConfig`.
         preset: Name of a preset: code, chat, edge or batch.
         monitoring: Thresholds, log file and callback of the session's monitor; its window is the configured one.
@@ -82,7 +78,7 @@ class LoadOptions:
     drafter: DrafterKind | None = option(
         panel="Drafting",
         help="dense: MTP drafter; split: MTP drafter with a sparse head; lookup: copies from the text; none: no drafts."
-        "  [default: from the configuration, else dense, or split where it reads far less]",
+        "  [default: from the configuration, else split where it is there and runs, else dense]",
     )
     config: SpeculativeConfig | Path | str | None = option(
         type=Path, metavar="FILE", panel="Bundle", help="YAML file whose settings override those of the bundle's config.yaml."
@@ -109,7 +105,7 @@ class LoadOptions:
         panel="Bundle",
         help="Refuse the bundle unless it is signed with this Ed25519 key (PEM). Needs edge-mtp[sign].",
     )
-    notify: Callable[[str], None] = _ignore
+    notify: Callable[[str], None] = lambda _: None
     waiting: Waiting = silent_wait
     power: PhasePower | PowerSource | None = None
     backend: BackendKind | None = option(

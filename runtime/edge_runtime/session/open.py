@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,10 @@ from edge_runtime.backends.interface import OpenedPair, OpenRequest
 from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.selection import CARDS, BackendKind, check_options, fitting_backends, kept_rates, load_backend, measured_rates
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.exported_quality import degradation
+from edge_runtime.bundle.exported_quality import degradation, first_time
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE
-from edge_runtime.calibration.acceptance_cache import AcceptanceCache, exported_counts
 from edge_runtime.calibration.first_use import MeasuredPair, PairCosts, on_best_threads
-from edge_runtime.calibration.measured import without_repeats
+from edge_runtime.calibration.measured import AcceptanceCache, exported_counts, without_repeats
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.cost_model import CostCurve
@@ -26,12 +26,12 @@ from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, is_model
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import SavableTarget, Vocabulary
-from edge_runtime.planning.computed_costs import computed_costs
 from edge_runtime.planning.memory import memory_bytes
+from edge_runtime.planning.speed import computed_costs
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.cache_claim import CacheClaim
 from edge_runtime.session.load_options import LoadOptions, with_keywords
-from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
+from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.session.saved.kv_state_file import row_facts
 from edge_runtime.session.saved.prompt_cache import PromptCache
 from edge_runtime.session.session import Session, SessionParts, rate_with
@@ -122,7 +122,7 @@ class _PairLoader:
         request, settings, options = self._request(count), self.settings, self.options
         check_options(kind, request)
         opened = load_backend(kind).open(request)
-        if (sentence := degradation(opened.exported_parity, self.bundle.folder.name)) is not None:
+        if (sentence := degradation(opened.exported_parity, self.bundle.folder.name)) is not None and first_time([kind, *self.hashes]):
             options.notify(sentence)
         pair = self._measured_pair(opened)
         computed = computed_costs(self.bundle.manifest, CARDS[kind].format, opened.drafter_kind, opened.row_kernels)
@@ -141,6 +141,7 @@ class _PairLoader:
             drafter_kind=opened.drafter_kind,
             backend=kind,
             row_kernels=opened.row_kernels,
+            stock_attention=opened.stock_attention,
             settings=settings,
             monitor=self.monitor,
             costs=costs,
@@ -233,6 +234,7 @@ class _PairLoader:
             )
 
 
+@functools.cache
 def project_version() -> str:
     """Returns the installed version of this project, or an empty text in packages for devices."""
     return installed_version("edge-mtp") or ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,15 @@ _COMPARED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RowEquality:
-    """Of `compared` rows of verifies, how many have not the bits of the same row alone, and the largest difference of two logits."""
+    """Of `compared` rows of verifies, how many have not the bits of the same row alone, and the largest difference of two logits.
+
+    `stock_attention`: the engine's own attention reads K/V rows, whose sums depend on the batch in too few rows for this to find out.
+    """
 
     compared: int
     different: int
     largest: float
+    stock_attention: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.different <= self.compared or not self.largest >= 0:
@@ -36,7 +40,7 @@ class RowEquality:
     @property
     def exact(self) -> bool:
         """Whether drafts leave greedy text as it is: every row has the same bits alone and in a verify."""
-        return self.different == 0
+        return self.different == 0 and not self.stock_attention
 
     @property
     def verdict(self) -> str:
@@ -49,9 +53,10 @@ class RowEquality:
             return (
                 f"drafts leave greedy text as it is here: {self.compared} of {self.compared} rows have the same bits alone and in a verify"
             )
+        seldom = ", and the engine's own attention on these K/V rows differs in few" if self.stock_attention else ""
         return (
             f"drafts may change near ties here: {self.different} of {self.compared} rows differ alone and in a verify,"
-            f" by up to {self.largest:.2g}"
+            f" by up to {self.largest:.2g}{seldom}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -62,6 +67,7 @@ class RowEquality:
             "compared": self.compared,
             "different": self.different,
             "largest_difference": self.largest,
+            "stock_attention": self.stock_attention,
         }
 
 
@@ -70,15 +76,18 @@ _KNOWN = MeasuredValue(
 )
 
 
-def known_row_equality(fingerprint: str, batch: SequenceBatch, longest: int, notify: Notify, waiting: Waiting = silent_wait) -> RowEquality:
+def known_row_equality(
+    fingerprint: str, batch: SequenceBatch, longest: int, notify: Notify, waiting: Waiting = silent_wait, *, stock_attention: bool = False
+) -> RowEquality:
     """Returns what is kept for a context of this fingerprint, else compares, which empties the caches; without a fingerprint always.
 
-    A verify has at most `longest` rows of each sequence.
+    A verify has at most `longest` rows of each sequence. `stock_attention` is as of `RowEquality`.
     """
     if not fingerprint:
-        return compare_rows(batch, longest)
+        return replace(compare_rows(batch, longest), stock_attention=stock_attention)
     key = f"{fingerprint} {len(batch.targets)} {longest}"
-    return _KNOWN.known_or_measured(key, lambda *_: compare_rows(batch, longest), notify, waiting=waiting)
+    known = _KNOWN.known_or_measured(key, lambda *_: compare_rows(batch, longest), notify, waiting=waiting)
+    return replace(known, stock_attention=stock_attention)
 
 
 def compare_rows(batch: SequenceBatch, longest: int) -> RowEquality:

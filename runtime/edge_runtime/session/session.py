@@ -16,27 +16,27 @@ from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.interface import SingleSequence
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, MediaInputs
-from edge_runtime.calibration.acceptance_cache import AcceptanceCache, exported_counts
+from edge_runtime.calibration.measured import AcceptanceCache, exported_counts
 from edge_runtime.config.settings import Settings, resolve_settings
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.constrained_acceptance import GRAMMAR_PRIORS, GrammarSource
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
+from edge_runtime.drafting.acceptance_window import Guarded, SafetyNet
 from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.draft_store import STORE_PRIORS, DraftStore
 from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.phase_power import EnergyCosts
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
 from edge_runtime.drafting.profit_policy import Profit, expected_rate
-from edge_runtime.drafting.safety_net import Guarded, SafetyNet
 from edge_runtime.drafting.sources import Source, SourceOdds, Sources
 from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory, predicted_tokens
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import MediaTarget, SavableTarget
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair
-from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
+from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.session.row_equality import RowEquality, known_row_equality
 from edge_runtime.session.saved.kv_state_file import load_state, save_state
 from edge_runtime.session.saved.prompt_cache import CachedPrompt, PromptCache
@@ -52,7 +52,8 @@ class SessionParts(LoadedPair):
     `keep_costs` is called at the end.
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
     `draft_store` holds earlier answers and files to copy drafts from. `row_kernels` names the variant of the project's kernels that
-    multiplies, None for stock ones. `prompt_cache` keeps the rows of prompts on disk; `row_facts` are what rows belong to.
+    multiplies, None for stock ones; `stock_attention` is as of `OpenedPair`. `prompt_cache` keeps the rows of prompts on disk;
+    `row_facts` are what rows belong to.
     `fingerprint` stands for all that an answer depends on beside its request.
     """
 
@@ -60,6 +61,7 @@ class SessionParts(LoadedPair):
     drafter_kind: DrafterKind = "dense"
     backend: str = ""
     row_kernels: str | None = None
+    stock_attention: bool = False
     settings: Settings | None = None
     monitor: Monitor | None = None
     costs: Callable[[], Costs] | None = None
@@ -86,6 +88,7 @@ class Session:
         self.drafter_kind = parts.drafter_kind
         self.backend = parts.backend
         self.row_kernels = parts.row_kernels
+        self.stock_attention = parts.stock_attention
         self.vocabulary = parts.vocabulary
         self.claim = parts.claim
         self.fingerprint = parts.fingerprint
@@ -300,7 +303,8 @@ class Session:
         with self._open():
             self.claim.release()
             sequence = SingleSequence(self.target, self.drafter)
-            return known_row_equality(self.fingerprint, sequence, self.settings.longest_draft + 1, notify, waiting)
+            longest, stock_attention = self.settings.longest_draft + 1, self.stock_attention
+            return known_row_equality(self.fingerprint, sequence, longest, notify, waiting, stock_attention=stock_attention)
 
     def with_policy(self, name: str) -> Session:
         """Returns a session on the same loaded pair that drafts by another policy, with its own safety net and monitor."""

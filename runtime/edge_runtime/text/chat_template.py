@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from edge_devices.errors import errors_as
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Vocabulary
@@ -55,10 +56,8 @@ class ChatTemplate:
         self.name = name
         self._vocabulary = vocabulary
         self._foreign = _ForeignText([text for text in vocabulary.control_tokens if len(text) > 1])
-        try:
+        with errors_as(BundleError, f"{name} does not compile", "export the bundle again with a template that does", TemplateError):
             self._renderer = Renderer(source)
-        except TemplateError as error:
-            raise BundleError(f"{name} does not compile ({error}); export the bundle again with a template that does") from error
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, prompt_answer: bool = True
@@ -157,7 +156,5 @@ def bundle_template(bundle: Bundle, vocabulary: Vocabulary) -> ChatTemplate:
         raise BundleError(
             f"{path} has {path.stat().st_size} bytes, more than the {MAX_TEMPLATE_BYTES} of a chat template; do not use this bundle"
         )
-    try:
+    with errors_as(BundleError, f"{path} is not UTF-8 text", "export the bundle again", UnicodeDecodeError):
         return ChatTemplate(path.read_text(encoding="utf-8"), vocabulary, name=str(path))
-    except UnicodeDecodeError as error:
-        raise BundleError(f"{path} is not UTF-8 text ({error}); export the bundle again") from error

@@ -35,7 +35,6 @@ class ForcedText:
         self._unread = b""
 
     def add(self, token: int) -> None:
-        """Adds an emitted token."""
         if self._make_blankless is not None:
             self._unread += self._json.feed(self._vocabulary.piece(token))
 

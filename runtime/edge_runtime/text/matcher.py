@@ -166,7 +166,6 @@ class Matcher:
         return self._error
 
     def is_stopped(self) -> bool:
-        """Whether no text can follow."""
         return self._stopped
 
     def is_accepting(self) -> bool:

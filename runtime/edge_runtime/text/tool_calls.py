@@ -1,11 +1,20 @@
-"""Gemma 4's notation for a tool call: call:NAME{key:value,...}, with strings between <|"|> marks and bare keys."""
+"""Gemma 4's notation for a tool call: call:NAME{key:value,...}, with strings between <|"|> marks and bare keys; and its grammar for given
+functions, in llguidance's dialect of Lark.
+
+The grammar enforces of a function's parameters: names, required ones, types, nesting, enum, const, anyOf, oneOf and local references. Other
+keywords of JSON Schema are not enforced. Properties are in alphabetical order, as the chat template writes them.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from edge_runtime.errors import RequestError
+from edge_runtime.text.constraints import ToolCalls
 
 MAX_DEPTH = 32
 QUOTE = '<|"|>'
@@ -126,3 +135,124 @@ def _expect(text: str, at: int, mark: str, depth: int) -> int:
 def _skip(text: str, at: int) -> int:
     space = _SPACE.match(text, at)
     return space.end() if space else at
+
+
+CALL_BEGINS, CALL_ENDS = "<|tool_call>", "<tool_call|>"
+MAX_RULES = 2000
+_FUNCTION_NAME = re.compile(r"[\w.\-]+", re.ASCII)
+_BARE_KEY = re.compile(r"[^:{}\[\],\"\s][^:{}\[\],\"\n]*")
+_COMMON = """
+string: {quote} /([^<]|<+[^<|])*<*/ {quote}
+integer: /-?(0|[1-9][0-9]{{0,17}})/
+number: /-?(0|[1-9][0-9]{{0,17}})(\\.[0-9]{{1,17}})?([eE][+-]?[0-9]{{1,3}})?/
+boolean: "true" | "false"
+null: "null"
+key: /[A-Za-z_][A-Za-z0-9_.\\-]*/
+array: "[" (value ("," value)*)? "]"
+object: "{{" (key ":" value ("," key ":" value)*)? "}}"
+value: string | number | boolean | null | array | object
+"""
+_PLAIN = {"string", "integer", "number", "boolean", "null", "array", "object"}
+
+
+def tool_call_grammar(calls: ToolCalls, control: Mapping[str, int]) -> str:
+    """Returns the grammar of one call, or of one or more. Raises RequestError if the vocabulary has no tokens for calls."""
+    if missing := [text for text in (CALL_BEGINS, CALL_ENDS, QUOTE) if text not in control]:
+        raise RequestError(f"this model cannot be made to call a function: its vocabulary has no {missing[0]}; leave tool_choice at 'auto'")
+    return _Writer(calls, control).text()
+
+
+class _Writer:
+    def __init__(self, calls: ToolCalls, control: Mapping[str, int]) -> None:
+        self._calls = calls
+        self._control = control
+        self._rules: list[str] = []
+        self._references: dict[tuple[int, str], str] = {}
+        self._root: Any = {}
+        self._function = 0
+
+    def text(self) -> str:
+        bodies = []
+        for number, (name, schema) in enumerate(self._calls.functions):
+            if not _FUNCTION_NAME.fullmatch(name):
+                raise RequestError(f"the function name {name[:60]!r} cannot be called; use letters, digits, '_', '-' and '.'")
+            self._function, self._root = number, schema or {"type": "object"}
+            bodies.append(f"{_literal(f'call:{name}')} {self._value(self._root | {'type': 'object'})}")
+        call = f"call: {self._token(CALL_BEGINS)} ({' | '.join(bodies)}) {self._token(CALL_ENDS)}"
+        start = "start: call+" if self._calls.several else "start: call"
+        return "\n".join((start, call, *self._rules)) + _COMMON.format(quote=self._token(QUOTE))
+
+    def _value(self, schema: object) -> str:
+        """Returns the expression of a value that fits a schema."""
+        if not isinstance(schema, Mapping):
+            return "value"
+        if isinstance(reference := schema.get("$ref"), str):
+            return self._referenced(reference)
+        if "const" in schema or isinstance(schema.get("enum"), list):
+            options = [schema["const"]] if "const" in schema else schema["enum"]
+            return self._choice([self._constant(option) for option in options])
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(schema.get(keyword), list):
+                return self._choice([self._value(option) for option in schema[keyword]])
+        kinds = schema.get("type")
+        if isinstance(kinds, list):
+            return self._choice([self._value({**schema, "type": kind}) for kind in kinds])
+        if kinds == "object" and isinstance(schema.get("properties"), Mapping) and schema["properties"]:
+            return self._object(schema["properties"], schema.get("required"))
+        if kinds == "array" and ("items" in schema or schema.get("minItems")):
+            item = self._value(schema.get("items"))
+            return f'"[" {item} ("," {item})* "]"' if schema.get("minItems") else f'"[" ({item} ("," {item})*)? "]"'
+        return str(kinds) if isinstance(kinds, str) and kinds in _PLAIN else "value"
+
+    def _object(self, properties: Mapping[str, Any], required: object) -> str:
+        """One rule for each place: `first` before any property was written, `more` after one."""
+        needed = set(required) if isinstance(required, list) and all(isinstance(name, str) for name in required) else set()
+        number, names = len(self._rules), sorted(properties, key=str.lower)
+        first, more = [f"o{number}_{i}" for i in range(len(names) + 1)], [f"m{number}_{i}" for i in range(len(names) + 1)]
+        self._add(f'{first[-1]}: ""', f'{more[-1]}: ""')
+        for i, name in enumerate(names):
+            rule = self._add(f"p{number}_{i}: {self._key(name)} {self._value(properties[name])}")
+            skip = "" if name in needed else f" | {first[i + 1]}"
+            self._add(f"{first[i]}: {rule} {more[i + 1]}{skip}")
+            self._add(f'{more[i]}: "," {rule} {more[i + 1]}' + ("" if name in needed else f" | {more[i + 1]}"))
+        return f'"{{" {first[0]} "}}"'
+
+    def _referenced(self, reference: str) -> str:
+        if (self._function, reference) not in self._references:
+            schema = self._root
+            for part in reference.removeprefix("#").split("/")[1:]:
+                schema = schema.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
+            if not reference.startswith("#") or schema is None:
+                raise RequestError(f"the reference {reference[:60]!r} in a function's parameters leads nowhere; use '#/$defs/NAME'")
+            name = self._references[self._function, reference] = f"r{len(self._references)}"
+            self._add(f"{name}: {self._value(schema)}")
+        return self._references[self._function, reference]
+
+    def _constant(self, value: object) -> str:
+        if isinstance(value, str):
+            quote = self._token(QUOTE)
+            return f"{quote} {_literal(value)} {quote}" if value else f"{quote} {quote}"
+        if isinstance(value, Mapping | list):
+            return "value"
+        return _literal(json.dumps(value))
+
+    def _choice(self, options: list[str]) -> str:
+        if not options:
+            raise RequestError("a function's parameters have an empty enum, anyOf or oneOf, which nothing satisfies; give it a value")
+        return f"({' | '.join(options)})" if len(options) > 1 else options[0]
+
+    def _key(self, name: str) -> str:
+        return _literal(f"{name if _BARE_KEY.fullmatch(name) else json.dumps(name)}:")
+
+    def _token(self, text: str) -> str:
+        return f"<[{self._control[text]}]>"
+
+    def _add(self, *rules: str) -> str:
+        self._rules += rules
+        if len(self._rules) > MAX_RULES:
+            raise RequestError(f"the functions' parameters need more than {MAX_RULES} grammar rules; declare fewer or simpler ones")
+        return rules[0].partition(":")[0]
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

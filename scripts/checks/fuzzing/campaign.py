@@ -95,23 +95,23 @@ def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = N
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as name:
         folder = Path(name)
         opened = reader.open(folder / "work", bundle)
-        found = folder / "failures.jsonl"
-        found.touch()
+        failures_file = folder / "failures.jsonl"
+        failures_file.touch()
         number, end = first, first + inputs
         while number < end and len(failures) < _MAX_FAILURES:
             last = min(number + _PER_CHILD, end)
             shared["number"] = number
             child = os.fork()
             if child == 0:
-                _child(reader, opened, range(number, last), seed, shared, found)
+                _child(reader, opened, range(number, last), seed, shared, failures_file)
             ended = _watch(child, shared)
             if ended is not None:
                 failures.append(Failure(number=shared["number"], kind=ended[0], what=ended[1]))
                 number = shared["number"] + 1
             else:
                 number = last
-            failures += [Failure(**json.loads(line)) for line in found.read_text().splitlines()]
-            found.write_text("")
+            failures += [Failure(**json.loads(line)) for line in failures_file.read_text().splitlines()]
+            failures_file.write_text("")
             if any(failure.kind == "campaign" for failure in failures):
                 break
     return Report(
@@ -147,7 +147,7 @@ def _watch(child: int, shared: _Shared) -> tuple[str, str] | None:
         time.sleep(_POLL_SECONDS)
 
 
-def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _Shared, found: Path) -> None:
+def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _Shared, failures_file: Path) -> None:
     """Never returns."""
     code = 1
     try:
@@ -159,23 +159,23 @@ def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _S
         resource.setrlimit(resource.RLIMIT_AS, (size + _ROOM_BYTES,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         guard = Guard(opened.folder)
-        with found.open("a") as log:
+        with failures_file.open("a") as log:
             for number in numbers:
                 data = make_input(opened, seed, number)
                 shared["number"] = number
-                failure = _one(reader, opened, data, number, guard, shared)
+                failure = _try_input(reader, opened, data, number, guard, shared)
                 if failure is not None:
                     log.write(json.dumps({"number": number, "kind": failure[0], "what": failure[1]}) + "\n")
                     log.flush()
         code = 0
     except BaseException:  # noqa: BLE001 - the parent reads it from the log
-        with found.open("a") as log:
+        with failures_file.open("a") as log:
             log.write(json.dumps({"number": shared["number"], "kind": "campaign", "what": traceback.format_exc()[-600:]}) + "\n")
     finally:
         os._exit(code)
 
 
-def _one(reader: Reader, opened: Opened, data: bytes, number: int, guard: Guard, shared: _Shared) -> tuple[str, str] | None:
+def _try_input(reader: Reader, opened: Opened, data: bytes, number: int, guard: Guard, shared: _Shared) -> tuple[str, str] | None:
     traced = number % _TRACED == 0
     if traced:
         tracemalloc.start()

@@ -62,8 +62,8 @@ class _Answers:
 
     name, folder = "adb:fuzz", "/data/local/tmp/edge-mtp"
 
-    def __init__(self, said: bytes) -> None:
-        self._code, _, self._output = said.partition(b"\n")
+    def __init__(self, answer: bytes) -> None:
+        self._code, _, self._output = answer.partition(b"\n")
 
     def run(self, arguments: Sequence[str], *, seconds: float = 0.0) -> CommandResult:  # noqa: ARG002
         framed = frame_command(arguments)

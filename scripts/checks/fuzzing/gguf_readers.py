@@ -10,6 +10,7 @@ import math
 import shutil
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,10 +114,6 @@ def _drafter_file(bundle: Path) -> Path:
     return opened_bundle(bundle).path("drafter", "gguf")
 
 
-def _body_file(bundle: Path) -> Path:
-    return opened_bundle(bundle).path("drafter_body", "gguf")
-
-
 def _model(folder: Path, bundle: Path | None) -> Read:
     """The target, opened and used for texts and one token."""
     from edge_runtime.backends.llama.target import LlamaTarget
@@ -136,35 +133,21 @@ def _model(folder: Path, bundle: Path | None) -> Read:
 
 
 def _drafter(folder: Path, bundle: Path | None) -> Read:
-    """The dense drafter on a sound target's cache, opened and used for a draft."""
+    """The drafters with the dense head on a sound target's cache, opened and used for a draft: the kernels' own, then llama.cpp's."""
     from edge_runtime.backends.llama.drafter import LlamaDrafter
+    from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter
     from edge_runtime.backends.llama.target import LlamaTarget
 
     assert bundle is not None
-    put = _file_with_header(folder, _drafter_file(bundle))
-    target = LlamaTarget(_target_file(bundle), _options())
-    target.verify(list(_PROMPT))
-
-    def read(data: bytes) -> None:
-        with LlamaDrafter(put(data), target, _options()) as drafter:
-            drafter.draft(8, 3)
-
-    return read
-
-
-def _body(folder: Path, bundle: Path | None) -> Read:
-    """The split drafter's body with its sound head, likewise."""
-    from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
-    from edge_runtime.backends.llama.target import LlamaTarget
-
-    assert bundle is not None
-    put = _file_with_header(folder, _body_file(bundle))
-    head, target_file = (Path(shutil.copy(path, folder)) for path in (opened_bundle(bundle).path("drafter_head"), _target_file(bundle)))
+    put, target_file = _file_with_header(folder, _drafter_file(bundle)), Path(shutil.copy(_target_file(bundle), folder))
     target = LlamaTarget(target_file, _options())
     target.verify(list(_PROMPT))
 
     def read(data: bytes) -> None:
-        with LlamaSplitDrafter(put(data), head, target, target_file, _options()) as drafter:
+        path = put(data)
+        with suppress(ValueError), closing(LlamaKernelDrafter(path, None, target, target_file)) as own:
+            own.draft(8, 3)
+        with LlamaDrafter(path, target, _options()) as drafter:
             drafter.draft(8, 3)
 
     return read
@@ -240,5 +223,4 @@ READERS = (
     Reader(name="gguf-model", make=_model, needs_bundle=True, header_of=_target_file, focus=gguf_places),
     Reader(name="gguf-drafter", make=_drafter, needs_bundle=True, header_of=_drafter_file, focus=gguf_places),
     Reader(name="gguf-weights", make=_weights, needs_bundle=True, seeds=_weight_seeds, memory_factor=math.inf),
-    Reader(name="gguf-body", make=_body, needs_bundle=True, header_of=_body_file, focus=gguf_places),
 )

@@ -21,7 +21,7 @@ _VOCABULARY = 300
 _STATE_ROWS = 12
 TEXTS = ("def area(r):\n", "<|turn>user\n<eos>\u00e9\U0001f600 \x00", " " * 50)
 # Sizes of the head file in the corpus (tests/support/tiny_head.py).
-_HEAD = {"hidden_size": 32, "target_hidden_size": 64, "vocabulary": 30}
+_HEAD = {"hidden_size": 32, "vocabulary": 30}
 
 
 def opened_bundle(bundle: Path | None) -> Bundle:
@@ -31,8 +31,8 @@ def opened_bundle(bundle: Path | None) -> Bundle:
 
 
 def _mapped_head(folder: Path, _: Path | None) -> Read:
+    from edge_runtime.backends.llama.head_file import read_head
     from edge_runtime.backends.llama.loader import llama_library
-    from edge_runtime.backends.llama.sparse_head import read_head
 
     path = folder / "head.gguf"
 

@@ -78,10 +78,10 @@ def data_start(path: Path) -> int:
 
 def corpus(name: str) -> list[bytes]:
     """Returns the corpus of a reader, in the order of the file names."""
-    found = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
-    if not found:
+    files = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
+    if not files:
         raise ValueError(f"{CORPUS / name} is empty")
-    return found
+    return files
 
 
 def from_file(name: str, read: Callable[[Path], object]) -> Callable[[Path, Path | None], Read]:
@@ -90,10 +90,10 @@ def from_file(name: str, read: Callable[[Path], object]) -> Callable[[Path, Path
     def make(folder: Path, _: Path | None) -> Read:
         path = folder / name
 
-        def one(data: bytes) -> None:
+        def read_input(data: bytes) -> None:
             path.write_bytes(data)
             read(path)
 
-        return one
+        return read_input
 
     return make

@@ -10,5 +10,5 @@ def all_readers() -> dict[str, Reader]:
     from fuzzing import device_readers, export_readers, gguf_readers, media_readers, model_readers, runtime_readers
 
     modules = (runtime_readers, export_readers, device_readers, media_readers, model_readers, gguf_readers)
-    found: list[Reader] = [reader for module in modules for reader in module.READERS]
-    return {reader.name: reader for reader in found}
+    readers: list[Reader] = [reader for module in modules for reader in module.READERS]
+    return {reader.name: reader for reader in readers}

@@ -9,7 +9,7 @@ import numpy as np
 
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.gguf_header import GgufError, read_gguf_header
-from edge_runtime.bundle.manifest_checks import with_hash
+from edge_runtime.bundle.manifest import with_hash
 from edge_runtime.bundle.onnx_file import read_graph
 from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.calibration.cost_probe import COSTS

@@ -140,17 +140,17 @@ def batches(tokenizer: Tokenizer, size: int, length: dict[bool, int], seed: int)
     while True:
         pictured = number % 3 != 2
         number += 1
-        found, numbers = [], []
+        examples, numbers = [], []
         for _ in range(size):
             scene = random_scene(random)
             numbers.append(labels(scene))
             question = str(random.choice(list(scene.answers()), p=[0.6, 0.2, 0.2]))
-            found.append(example(tokenizer, scene, question, draw(scene, random) if pictured else None))
+            examples.append(example(tokenizer, scene, question, draw(scene, random) if pictured else None))
         ids, answers = np.zeros((size, length[pictured]), np.int64), np.zeros((size, length[pictured]), bool)
-        for row, one in enumerate(found):
-            ids[row, : len(one.ids)] = one.ids
-            answers[row, len(one.ids) - one.answer : len(one.ids)] = True
-        images = [one.image for one in found if one.image is not None]
+        for row, each in enumerate(examples):
+            ids[row, : len(each.ids)] = each.ids
+            answers[row, len(each.ids) - each.answer : len(each.ids)] = True
+        images = [each.image for each in examples if each.image is not None]
         patches = np.stack([image.patches() for image in images]) if images else None
         positions = np.stack([image.positions() for image in images]) if images else None
         yield Batch(ids, answers, np.array(numbers), patches, positions)

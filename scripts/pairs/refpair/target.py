@@ -138,9 +138,9 @@ def next_token_loss(model: Gemma4ForCausalLM, batch: torch.Tensor) -> torch.Tens
 
 
 @torch.no_grad()
-def validation_loss(model: Gemma4ForCausalLM, tokens: np.ndarray, length: int, most_windows: int | None = None) -> float:
+def validation_loss(model: Gemma4ForCausalLM, tokens: np.ndarray, length: int, max_windows: int | None = None) -> float:
     """Cross-entropy in nats per token over evenly spaced windows of held-out text, in float32; all windows by default."""
-    count = min(most_windows or len(tokens), (len(tokens) - 1) // length)
+    count = min(max_windows or len(tokens), (len(tokens) - 1) // length)
     starts = np.linspace(0, len(tokens) - length - 1, count).astype(int)
     losses = [float(next_token_loss(model, torch.from_numpy(tokens[s : s + length + 1].astype(np.int64))[None])) for s in starts]
     return sum(losses) / len(losses)

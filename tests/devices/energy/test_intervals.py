@@ -16,7 +16,7 @@ from edge_devices.energy.intervals import (
     t_quantile,
     widened,
 )
-from edge_devices.energy.text import figure_text
+from edge_devices.energy.report import figure_text
 from edge_devices.errors import MeasurementError
 
 

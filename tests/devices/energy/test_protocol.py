@@ -18,9 +18,8 @@ from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.phases import PhaseWatts, share_out
 from edge_devices.energy.protocol import PhaseLoop, Plan, busy_load, characterise_meter, measure, planned_seconds
 from edge_devices.energy.recorder import Recorder
-from edge_devices.energy.report import make_report
+from edge_devices.energy.report import make_report, report_lines
 from edge_devices.energy.run_log import RunLog, read_log, write_log
-from edge_devices.energy.text import report_lines
 from edge_devices.energy.virtual_meters import PendingExternalMeter
 from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.load import MachineLoad

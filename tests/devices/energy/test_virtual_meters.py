@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from edge_devices.energy.live import EnergyWatch, run_energy
-from edge_devices.energy.report import make_report
+from edge_devices.energy.report import make_report, report_lines
 from edge_devices.energy.run_log import write_log
-from edge_devices.energy.text import report_lines
 from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter, virtual_meter
 from edge_devices.errors import DeviceError, MeterError
 from edge_devices.files.typed_json import from_json

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from edge_devices import cli
 from edge_devices.cli import main
-from edge_devices.energy.text import meter_lines
+from edge_devices.energy.report import meter_lines
 from edge_devices.energy.virtual_meters import EstimateMeter
 from edge_devices.errors import MeterError
 from edge_devices.machine.power_supply import parse_uevent

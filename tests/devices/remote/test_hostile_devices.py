@@ -11,7 +11,7 @@ import pytest
 
 from edge_bench.measure.progress import note
 from edge_bench.report.tables import TextTable, print_tables
-from edge_devices.energy.text import meter_lines
+from edge_devices.energy.report import meter_lines
 from edge_devices.errors import MeasurementError, one_line, printable
 from edge_devices.meters.base import present
 from edge_devices.remote.incidents import read_job_history

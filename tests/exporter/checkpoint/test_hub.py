@@ -7,13 +7,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.published.hub import HubName, fetch, fetch_config, hub_name, published_assistant, with_revision
+from edge_export.checkpoint.published.hub import HubName, fetch, fetch_config, hub_name, own_drafter, with_revision
 from edge_export.checkpoint.sources import resolve_pair
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError
@@ -66,7 +67,8 @@ def hub(member_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("google/gemma-4-E2B-it@refs/pr/1", HubName("google/gemma-4-E2B-it", "refs/pr/1")),
         ("unsloth/x-GGUF:MTP/mtp-x.gguf", HubName("unsloth/x-GGUF", None, "MTP/mtp-x.gguf")),
         ("unsloth/x-GGUF@v1.0:x Q4.gguf", HubName("unsloth/x-GGUF", "v1.0", "x Q4.gguf")),
-        *((text, None) for text in ("gemma", "a/b/c", "a/b@", "a/b:", "a/b:file.bin", "/a/b", "../a/b", "a/b@x y")),
+        ("unsloth/x-GGUF:Q4_K_M", HubName("unsloth/x-GGUF", tag="Q4_K_M")),
+        *((text, None) for text in ("gemma", "a/b/c", "a/b@", "a/b:", "a/b:file.bin", "a/b:Q4/0", "/a/b", "../a/b", "a/b@x y")),
     ],
 )
 def test_names(text: str, name: HubName | None) -> None:
@@ -137,13 +139,17 @@ def test_a_pair_of_published_gguf_files(hub: FakeHub) -> None:
     assert [source.path for source in named] == [target.path, drafter.path]
 
 
-def test_a_choice_of_gguf_files_is_listed(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_tag_names_a_quantization(hub: FakeHub, tmp_path: Path) -> None:
     shutil.copy(tmp_path / "files" / TARGET, tmp_path / "files/gemma-4-E2B-it-Q8_0.gguf")
     repository = "unsloth/gemma-4-E2B-it-GGUF"
-    with pytest.raises(CheckpointError, match=rf"2 GGUF files for a target .*; name one, such as {repository}:gemma-4-E2B-it-Q8_0.gguf"):
-        fetch(HubName(repository), "target")
+    assert fetch(HubName(repository), "target").name == "gemma-4-E2B-it-Q8_0.gguf"
+    assert fetch(HubName(repository, tag="q4_k_xl"), "target").name == TARGET
+    with pytest.raises(CheckpointError, match=r"holds no GGUF file of Q5_0 for a target \(MTP/mtp-.*; name one, such as .*:FILE\.gguf"):
+        fetch(HubName(repository, tag="Q5_0"), "target")
     with pytest.raises(CheckpointError, match=r"has no file other\.gguf; it has MTP/mtp"):
         fetch(HubName(repository, None, "other.gguf"), "target")
+    with pytest.raises(CheckpointError, match=r"is no repository of GGUF files, so :Q4_0 names nothing in it"):
+        fetch(HubName("google/gemma-4-E2B-it", tag="Q4_0"), "target")
 
 
 def test_a_hub_that_has_not_the_repository(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,23 +228,51 @@ def test_tags_that_are_names_are_taken(hub: FakeHub) -> None:
 
 
 @pytest.mark.parametrize("size", ["E2B", "E4B", "12B", "26B-A4B", "31B"])
-@pytest.mark.parametrize("kind", ["", "-qat-q4_0-unquantized"])
-def test_a_published_target_has_its_assistant(size: str, kind: str) -> None:
-    target = f"google/gemma-4-{size}-it{kind}"
-    assert published_assistant(target) == f"{target}-assistant"
-    assert published_assistant(f"{target}@main") == f"{target}-assistant"
+@pytest.mark.parametrize(
+    ("kind", "assistant"),
+    [
+        ("", "-assistant"),
+        ("@main", "-assistant"),
+        *((f"-qat-{kind}", "-qat-q4_0-unquantized-assistant") for kind in ("q4_0-unquantized", "q4_0-gguf", "w4a16-ct", "mobile-ct")),
+    ],
+)
+def test_a_published_target_has_its_assistant(size: str, kind: str, assistant: str) -> None:
+    assert own_drafter(f"google/gemma-4-{size}-it{kind}") == f"google/gemma-4-{size}-it{assistant}"
+
+
+@pytest.mark.parametrize("target", ["google/gemma-4-E2B", "google/gemma-4-E2B-it-assistant", "someone/gemma-4-E2B-it", "./gemma-4-E2B-it"])
+def test_other_targets_have_none(target: str) -> None:
+    assert own_drafter(target) is None
 
 
 @pytest.mark.parametrize(
-    "target",
+    ("target", "drafter"),
     [
-        "google/gemma-4-E2B",
-        "google/gemma-4-E2B-it-assistant",
-        "google/gemma-4-E2B-it-qat-q4_0-gguf",
-        "google/gemma-4-E2B-it:x.gguf",
-        "someone/gemma-4-E2B-it",
-        "./gemma-4-E2B-it",
+        ("someone/x-GGUF", "someone/x-GGUF"),
+        ("someone/x:Q4_0", "someone/x:Q4_0"),
+        ("someone/x@v1:sub/x-Q8_0.gguf", "someone/x@v1:Q8_0"),
+        ("someone/x:x.gguf", "someone/x"),
     ],
 )
-def test_other_targets_have_none(target: str) -> None:
-    assert published_assistant(target) is None
+def test_the_drafter_of_a_gguf_repository_lies_in_it(target: str, drafter: str) -> None:
+    assert own_drafter(target) == drafter
+
+
+def test_a_folder_of_gguf_files_is_a_pair(tmp_path: Path, hub: FakeHub) -> None:
+    folder = Path(shutil.copytree(tmp_path / "files", tmp_path / "downloaded"))
+    assert own_drafter(str(folder)) == str(folder)
+    assert own_drafter(str(folder / TARGET)) == str(folder / DRAFTER)
+    target, drafter = resolve_pair(str(folder), str(folder))
+    assert (target.path, drafter.path) == (folder / TARGET, folder / DRAFTER)
+    (folder / DRAFTER).unlink()
+    with pytest.raises(CheckpointError, match="holds no GGUF file for a drafter"):
+        resolve_pair(str(folder), str(folder))
+
+
+def test_nothing_is_fetched_if_one_half_is_missing_or_the_disk_is_full(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match="could not be fetched"):
+        resolve_pair("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-asistant")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=1000))
+    with pytest.raises(CheckpointError, match=r"needs 0\.\d GB of downloads, .* free some space"):
+        resolve_pair("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant")
+    assert hub.ranges == []

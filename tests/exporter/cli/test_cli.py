@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,42 @@ def test_a_target_without_a_command_gets_the_way_out(tmp_path: Path) -> None:
     assert (result.exit_code, "edge-export pair google/gemma-4-E2B-it DRAFTER --output BUNDLE" in result.stderr) == (2, True)
     result = invoke("someone/target", "-o", tmp_path / "out")
     assert (result.exit_code, "give TARGET and DRAFTER" in result.stderr) == (2, True)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """These packages are not installed."""
+    from edge_export.pipeline import export
+    from edge_export.quantization import llama_quantize
+
+    def spec(name: str) -> object:
+        return None if name in packages else find_spec(name)
+
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(llama_quantize, "find_spec", spec)
+    monkeypatch.setattr(export, "find_spec", spec)
+    if "llama_cpp" in packages:
+        monkeypatch.setattr("importlib.metadata.version", version)
+
+
+def test_nothing_is_fetched_where_a_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "llama_cpp")
+    names = ("google/gemma-4-E2B-it", "-o", tmp_path / "out")
+    result = invoke(*names, "--format", "gguf")
+    assert (result.exit_code, "quantizing needs llama-cpp-python" in result.stderr) == (1, True)
+    without(monkeypatch, "onnx")
+    result = invoke(*names, "--format", "onnx")
+    assert (result.exit_code, "onnx is not installed; pip install" in result.stderr) == (1, True)
+
+
+def test_the_format_is_what_the_installed_packages_write(pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "llama_cpp")
+    result = invoke(*pair, "-o", tmp_path / "out", "--no-verify")
+    assert result.exit_code == 0, result.stderr
+    assert "For GGUF files: pip install 'edge-mtp[llama,export]'" in result.stderr
+    assert list((tmp_path / "out").glob("*.onnx"))
+    assert not list((tmp_path / "out").glob("*.gguf"))
 
 
 def test_refusals_are_one_sentence_and_exit_1(pair: list[Path], tmp_path: Path) -> None:
@@ -142,7 +180,7 @@ def test_a_plan_makes_nothing_and_its_sizes_are_those_of_an_export(pair: list[Pa
     assert invoke(*pair, "-o", tmp_path / "out", *QUICK).exit_code == 0
     target = open_bundle(tmp_path / "out").file("target")
     assert planned["memory"]["weights"] == pytest.approx(
-        target.bytes + sum(f.bytes for f in open_bundle(tmp_path / "out").manifest.files if f.role in ("drafter_body", "drafter_head")),
+        target.bytes + sum(f.bytes for f in open_bundle(tmp_path / "out").manifest.files if f.role in ("drafter", "drafter_head")),
         rel=0.1,
     )
 

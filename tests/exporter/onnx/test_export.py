@@ -68,7 +68,7 @@ def test_rounded_weights_stay_near_and_float32_graphs_leave_no_trace(
     assert parity["unquantized"]["max_abs_difference"] < 1e-4
     assert 0 <= parity["quantized"]["mean_kl"] < most
     listed = {file.path for file in bundle.manifest.files}
-    assert {path.name for path in bundle.folder.iterdir()} == listed | {"manifest.json", "config.yaml"}
+    assert {path.name for path in bundle.folder.iterdir()} == listed | {"manifest.json", "config.yaml", "README.md"}
 
 
 def test_the_shipped_pair_is_within_a_thousandth(tmp_path: Path) -> None:
@@ -223,10 +223,10 @@ def test_both_formats_lie_in_one_bundle(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--onnx-target", "int8"], "need --format onnx or both"),
+        (["--format", "gguf", "--onnx-target", "int8"], "need --format onnx or both"),
         (["--format", "onnx", "--target-quant", "q4_0"], "are for GGUF files"),
         (["--format", "onnx", "--onnx-block", "16"], "is not one of"),
-        (["--device", "static"], "need --format onnx or both"),
+        (["--format", "gguf", "--device", "static"], "need --format onnx or both"),
         (["--format", "onnx", "--device", "openvino-npu", "--onnx-block", "32"], "has a fixed block size"),
     ],
 )

@@ -21,12 +21,12 @@ from edge_export.errors import ParityError
 from edge_export.gguf.writer import GgufPlan
 from edge_export.parity import reference
 from edge_export.parity.gguf import ComparedModel, judgement_of, unquantized_limits
-from edge_export.parity.quality import KINDS, SKIPPED_ROWS, TEXT_TOKENS, overall, quality_of
-from edge_export.parity.reference import Divergence, agrees, divergence
+from edge_export.parity.held_out import TEXT_TOKENS
+from edge_export.parity.reference import Divergence, divergence
 from edge_export.pipeline import gguf_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
-from edge_runtime.bundle.exported_quality import Quality
+from edge_runtime.decoding.quality import KINDS, SKIPPED_ROWS, RowFigures, agrees
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from tiny_members import settled
 
@@ -83,7 +83,7 @@ def tampering(monkeypatch: pytest.MonkeyPatch, role: str, tensor: str) -> None:
 
     def wrong(plan: GgufPlan, path: Path, progress: Callable[[int], None]) -> None:
         real(plan, path, progress)
-        if path.name == f"{role}-f16.gguf":
+        if path.name.endswith("-F16.gguf") and path.name.startswith("mtp-") == (role == "drafter"):
             info = next(info for info in read_gguf_header(path).tensors if info.name == tensor)
             with path.open("r+b") as file:
                 file.seek(info.offset)
@@ -122,7 +122,7 @@ def test_a_broken_quantization_refuses_the_bundle(
             file.write(bytes(info.bytes // 2))  # all of it would make equal logits, which are refused as such
 
     monkeypatch.setattr(gguf_step, "quantize_gguf", wrong)
-    with pytest.raises(ParityError, match=r"mean KL of the q8_0 export is .*at most 0.1 is wanted"):
+    with pytest.raises(ParityError, match=r"mean KL of the q8_0 export is .*at most 0.08 is wanted"):
         export_pair(request_for(target_quantization="q8_0"))
     assert list(tmp_path.iterdir()) == []
 
@@ -162,7 +162,7 @@ def test_experts_that_rounding_exchanges_move_single_rows_and_drafts() -> None:
     assert unquantized_limits("f32", 128) == unquantized_limits("f32", 0), "float32 exchanges none"
 
 
-QUALITY = Quality(rows=100, mean_kl=0.001, perplexity=11.0, reference_perplexity=10.0, greedy_agreement=0.9)
+ROWS = RowFigures(kl=(0.001,), surprise=(2.0,), reference_surprise=(1.9,), agrees=(True,))
 
 
 @pytest.mark.parametrize(("experts", "refused"), [(0, False), (128, True)])
@@ -171,31 +171,7 @@ def test_with_experts_the_median_of_the_rows_is_judged(experts: int, refused: bo
     model = ComparedModel(quantization="f16", weight_type="f16", unquantized=Path("a"), exported=Path("a"))
     found = Divergence(max_abs_difference=0.1, mean_kl=0.0049, median_kl=0.0051, greedy_agreement=1.0)
     with pytest.raises(ParityError, match=r"the median KL of the f16 export is 0\.0051") if refused else nullcontext():
-        judgement_of((model, model), experts).figures(found, found, {"english": QUALITY}, length=80, agreements=[1.0, 1.0], contexts=(16,))
-
-
-def test_quality_is_of_the_rows_behind_the_first() -> None:
-    random = np.random.default_rng(0)
-    tokens = random.integers(5, size=40).tolist()
-    reference = random.normal(size=(40, 5)).astype(np.float32)
-    same = quality_of(reference, reference, tokens)
-    assert (same.rows, same.mean_kl, same.greedy_agreement) == (40 - SKIPPED_ROWS - 1, 0.0, 1.0)
-    assert same.perplexity == same.reference_perplexity
-    export = reference.copy()
-    export[:SKIPPED_ROWS] = export[-1:] = random.normal(size=5)
-    assert quality_of(reference, export, tokens) == same
-    following = np.exp(reference[np.arange(8, 39), tokens[9:]]) / np.exp(reference[8:39]).sum(1)
-    assert same.perplexity == pytest.approx(float(np.exp(-np.log(following).mean())), rel=1e-5)
-    export[20] = np.nan
-    assert quality_of(reference, export, tokens).mean_kl == float("inf")
-
-
-def test_all_rows_of_several_texts_count_alike() -> None:
-    one = Quality(rows=100, mean_kl=0.1, perplexity=10.0, reference_perplexity=9.0, greedy_agreement=0.9)
-    other = Quality(rows=300, mean_kl=0.5, perplexity=1000.0, reference_perplexity=9.0, greedy_agreement=0.5)
-    both = overall({"english": one, "code": other})
-    assert (both.rows, both.mean_kl, both.greedy_agreement) == (400, pytest.approx(0.4), pytest.approx(0.6))
-    assert both.perplexity == pytest.approx(10 ** (0.25 + 3 * 0.75))
+        judgement_of((model, model), experts).figures(found, found, {"english": ROWS}, length=80, agreements=[1.0, 1.0], contexts=(16,))
 
 
 def test_divergence_figures() -> None:

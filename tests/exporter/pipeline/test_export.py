@@ -34,7 +34,6 @@ STEPS = [
     (gguf_step, "check_space"),
     (GgufPlan, "write"),
     (gguf_step, "quantize_gguf"),
-    (gguf_step, "write_body"),
     (gguf_step, "write_head"),
     (gguf_step, "measure_parity"),
     (pipeline, "copy_texts"),
@@ -73,16 +72,17 @@ def test_the_bundle_opens_and_says_where_it_came_from(export: Export, tmp_path: 
     made = export(log, target_quantization=None, drafter_quantization=None, context=700)
     bundle = open_bundle(tmp_path / "out")
     assert bundle.manifest == made.manifest
+    name = Path(bundle.manifest.sources["target"].origin).name
     assert [(f.role, f.path, f.quantization) for f in bundle.manifest.files] == [
-        ("target", "target-q4_k_m.gguf", "q4_k_m"),
-        ("drafter", "drafter-q8_0.gguf", "q8_0"),
-        ("drafter_body", "drafter-body-q8_0.gguf", "q8_0"),
-        ("drafter_head", "drafter-head-q8_0.gguf", "q8_0"),
+        ("target", f"{name}-Q4_K_M.gguf", "q4_k_m"),
+        ("drafter", f"mtp-{name}-Q8_0.gguf", "q8_0"),
+        ("drafter_head", f"mtp-{name}-Q8_0.gguf_head", "q8_0"),
         ("tokenizer", "tokenizer.json", None),
         ("chat_template", "chat_template.jinja", None),
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-    assert len(list((tmp_path / "out").iterdir())) == 8, "the files of the manifest, the manifest and config.yaml, nothing unquantized"
+    others = {path.name for path in (tmp_path / "out").iterdir()} - {f.path for f in bundle.manifest.files}
+    assert others == {MANIFEST_NAME, "config.yaml", "models.ini", "Modelfile", "README.md"}, "nothing unquantized"
     assert bundle.manifest.runtime.context == bundle.manifest.cache_layout.full.capacity == 700
     assert bundle.manifest.created_by.startswith("edge-mtp ")
     weights = [f.name for f in bundle.manifest.sources["target"].files if f.name.endswith(".safetensors")]
@@ -200,7 +200,7 @@ def test_force_takes_no_manifest_of_others_for_a_bundle(manifest: str, tmp_path:
         atomic_folder.check_output(tmp_path, force=True)
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "sub/target-f16.gguf", "link"])
+@pytest.mark.parametrize("name", ["notes.txt", "sub/target-F16.gguf", "link"])
 def test_force_replaces_no_bundle_with_files_of_others(name: str, export: Export, tmp_path: Path) -> None:
     export()
     foreign = tmp_path / "out" / name
@@ -212,10 +212,10 @@ def test_force_replaces_no_bundle_with_files_of_others(name: str, export: Export
 
 
 def test_a_bundle_is_not_replaced_by_what_is_made_of_it(export: Export, tmp_path: Path) -> None:
-    export()
+    made = export()
     before = snapshot(tmp_path)
-    changes = {"target": str(tmp_path / "out" / "target-f16.gguf"), "target_quantization": None}
-    with pytest.raises(ExportError, match=r"target-f16\.gguf lies in .*out, which --force would replace"):
+    changes = {"target": str(made.path("target")), "target_quantization": None}
+    with pytest.raises(ExportError, match=r"-F16\.gguf lies in .*out, which --force would replace"):
         export(force=True, **changes)
     assert snapshot(tmp_path) == before
 

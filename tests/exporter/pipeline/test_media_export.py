@@ -41,7 +41,7 @@ def request(pair: tuple[Path, Path], output: Path, **changes) -> ExportRequest:
 def test_the_bundle_has_the_encoder_and_its_tokens(pair, tmp_path):
     export_pair(request(pair, tmp_path / "bundle"))
     bundle = open_bundle(tmp_path / "bundle", check="full")
-    assert bundle.file(MEDIA_ENCODER).path == "media-encoder-f16.gguf"
+    assert bundle.file(MEDIA_ENCODER).path == "mmproj-target-F16.gguf"
     media = bundle.manifest.media
     assert media is not None
     assert media.image == MediaTokens(begin=MEDIA_IDS["<|image>"], placeholder=MEDIA_IDS["<|image|>"], end=MEDIA_IDS["<image|>"])

@@ -1,6 +1,7 @@
 """Every repository that Google published: fetched by its name from a hub on this machine, exported, and decoded with drafts.
 
-Each holds a small synthetic checkpoint in its layout. With EDGE_MTP_NAMES_TABLE=FILE, a line for each name is written there.
+Each holds a small synthetic checkpoint in its layout. With EDGE_MTP_NAMES_TABLE=FILE, a line for each name is written there, and those of
+pretrained models are tried too, whose layout is that of "-it".
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.session.open import open_session
-from edge_runtime.session.trials.lossless import check_lossless
+from edge_runtime.session.trials import check_lossless
 from fake_hub import FakeHub, point_client_at, serving
 from published_formats import bfloat16, to_mobile, to_q4_grid, to_w4a16
 from tiny_members import settle, settled, write_member
@@ -48,7 +49,7 @@ GGUF_NAMES = {"E2B": "gemma-4-E2B_q4_0-it.gguf", "12B": "gemma-4-12b-it-qat-q4_0
 PUBLISHED = [
     (size, suffix)
     for size in SIZES
-    for suffix in ("", "-it", *QAT)
+    for suffix in (*([""] if os.environ.get("EDGE_MTP_NAMES_TABLE") else []), "-it", *QAT)
     if not ("mobile" in suffix and size not in ("E2B", "E4B")) and not ("w4a16" in suffix and size == "26B-A4B")
 ]
 

@@ -17,9 +17,11 @@ pytest.importorskip("llama_cpp", reason="llama.cpp quantizes")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.sources import resolve_pair
+from edge_export.cli.display import parity_sentence
 from edge_export.errors import ExportError
 from edge_export.gguf.writer import write_gguf
-from edge_export.parity import reference
+from edge_export.onnx.request import OnnxRequest
+from edge_export.parity import comparison, reference
 from edge_export.parity.reference import Reference
 from edge_export.quantization import calibration, importance_sources
 from edge_export.quantization.calibration import CalibrationRequest, calibrate, read_text
@@ -97,11 +99,9 @@ def test_the_sums_are_those_of_the_inputs(request_for: Callable[[str], Calibrati
     assert np.allclose(second.sums, torch.einsum("te,tei->ei", taken, inner.double() ** 2).reshape(-1).numpy(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("most", [1 << 30, 1])
-def test_moments_are_those_of_the_inputs_in_one_run_or_several(
-    most: int, request_for: Callable[[str], CalibrationRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_moments_are_those_of_the_inputs(
+    request_for: Callable[[str], CalibrationRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "MOMENT_BYTES", most)
     monkeypatch.setattr(calibration, "MAX_CHANNELS", 128)
     moments = {role: SecondMoments(tmp_path / role) for role in ("target", "drafter")}
     request, progress = replace(request_for("26b-a4b"), moments=moments), []
@@ -121,14 +121,35 @@ def test_moments_are_those_of_the_inputs_in_one_run_or_several(
     assert not moments["target"].has("blk.0.ffn_gate_up_exps.weight")
 
 
-def test_values_that_are_not_finite_are_named(request_for: Callable[[str], CalibrationRequest]) -> None:
-    request = request_for("12b")
-    made = calibrate(replace(request, with_drafter=False))
-    made.target["blk.1.ffn_down.weight"].sums[0] = np.nan
+def test_values_that_are_not_finite_are_named_at_their_layer(
+    request_for: Callable[[str], CalibrationRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    add = calibration._Sums.add
+    monkeypatch.setattr(
+        calibration._Sums,
+        "add",
+        lambda self, name, rows, *rest: add(self, name, rows * (float("nan") if name == "blk.1.ffn_down.weight" else 1), *rest),
+    )
+    state = tmp_path / "layers.npz"
     with pytest.raises(
         ExportError, match=r"computes values at blk.1.ffn_down.weight that are not finite, on text.txt; check the checkpoint"
     ):
-        fitted(made.target, request.reference.target.checkpoint, made.source)
+        calibrate(replace(request_for("12b"), with_drafter=False, state=state))
+    with np.load(state) as kept:
+        assert kept["layers"] == 1, "it ended there"
+
+
+def test_activations_that_are_all_zero_change_nothing(
+    request_for: Callable[[str], CalibrationRequest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    add = calibration._Sums.add
+    monkeypatch.setattr(calibration._Sums, "add", lambda self, name, rows, *rest: add(self, name, 0 * rows, *rest))
+    request = replace(request_for("12b"), with_drafter=False, moments={"target": SecondMoments(tmp_path / "target")})
+    made = calibrate(request)
+    importance = replace(fitted(made.target, request.reference.target.checkpoint, made.source), moments=request.moments["target"])
+    assert all((values == 1).all() for values in importance.values.values())
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert importance.factor(name, request.reference.target.checkpoint.tensors[name]) is None
 
 
 def test_moments_without_room_are_refused(
@@ -157,9 +178,7 @@ def test_texts_that_cannot_be_used(request_for: Callable[[str], CalibrationReque
         read_text(text)
     monkeypatch.undo()
     monkeypatch.setattr(reference, "available_memory_bytes", lambda: 1)
-    with pytest.raises(
-        ExportError, match=r"but the float32 reference needs \d+ bytes of memory, 1 are available; make an importance matrix"
-    ):
+    with pytest.raises(ExportError, match=r"but calibration needs \d+ bytes of memory, 1 are available; make an importance matrix"):
         calibrate(request_for("e2b"))
 
 
@@ -227,7 +246,77 @@ def test_a_language_model_is_calibrated_by_default(
     monkeypatch.setattr(reference, "available_memory_bytes", lambda: 1)
     lines.clear()
     assert export(lines.append, **both).manifest.importance == {}
-    assert any("The target is not calibrated, so its answers get worse than they need to be: the float32" in line for line in lines)
+    assert any("The target is not calibrated, so its answers get worse than they need to be: calibration needs" in line for line in lines)
+
+
+def test_a_calibration_that_was_stopped_goes_on_where_it_was(
+    export: Callable[..., Bundle],
+    request_for: Callable[[str], CalibrationRequest],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request_for("e2b")  # for its small limits
+    wanted = {"importance": ImportanceSources(calibrate=text), "target_quantization": "q4_0"}
+    whole = export(output=tmp_path / "whole", **wanted)
+    written, run, lines = calibration._write_state, [], []
+
+    def stop_behind(path: Path, rows: Any, entries: Any) -> None:
+        written(path, rows, entries)
+        run.append(rows.layers)
+        if rows.layers == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibration, "_write_state", stop_behind)
+    with pytest.raises(KeyboardInterrupt):
+        export(lines.append, **wanted)
+    state = tmp_path / "out.calibration"
+    assert f"The calibration is kept in {state}, and the next" in lines[-1]
+    assert not (tmp_path / "out").exists()
+    made = export(**wanted)
+    assert run[:3] == [1, 2, 3], "no layer was run twice"
+    assert made.file("target").sha256 == whole.file("target").sha256
+    assert not state.exists()
+
+
+def test_what_a_calibration_brings_is_measured(
+    export: Callable[..., Bundle], request_for: Callable[[str], CalibrationRequest], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime")
+    # Random weights lose more by rounding than any limit allows.
+    monkeypatch.setattr(comparison.Judgement, "_demand_quality", lambda *_: None)
+    request_for("e2b")  # for its small limits
+    wanted = {"verify": True, "force": True, "target_quantization": "q4_0", "onnx": OnnxRequest()}
+    plain, made = (export(**wanted, importance=ImportanceSources(calibrate=given)).manifest.parity for given in (None, text))
+    for before, after in ((plain, made), (plain["onnx"], made["onnx"])):
+        assert "mean_kl_uncalibrated" not in before["quality"]
+        assert after["quality"]["mean_kl_uncalibrated"] == pytest.approx(before["quality"]["mean_kl"], rel=1e-3)
+        assert after["quality"]["mean_kl"] != before["quality"]["mean_kl"]
+    assert "The calibration brought mean KL from" in parity_sentence(made)
+    assert "The calibration brought" not in parity_sentence(plain)
+
+
+def test_a_text_of_one_long_line_is_a_text(request_for: Callable[[str], CalibrationRequest], text: Path) -> None:
+    text.write_text("a" * (1 << 20))
+    assert calibrate(request_for("e2b")).source.tokens == TOKENS
+
+
+def test_a_full_disk_leaves_no_bundle(
+    export: Callable[..., Bundle],
+    request_for: Callable[[str], CalibrationRequest],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request_for("e2b")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "layers.npz")
+
+    monkeypatch.setattr(calibration, "_write_state", full)
+    with pytest.raises(ExportError, match=r"the export to .* failed \(No space left on device: layers.npz\); check the disk"):
+        export(importance=ImportanceSources(calibrate=text), target_quantization="q4_0")
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
 
 
 def test_importance_that_nothing_would_use_is_refused(

@@ -22,8 +22,7 @@ from edge_bench.cli import contribute as command
 from edge_bench.cli.contribute import steps
 from edge_bench.contribution import energy_records as pool
 from edge_bench.devices import remote_run
-from edge_bench.devices.package import DevicePackage
-from edge_bench.devices.remote_run import RemoteRequest
+from edge_bench.devices.remote_run import DevicePackage, RemoteRequest
 from edge_bench.measure.energy import fitted, planned_seconds
 from edge_devices.energy import protocol
 from edge_devices.energy.characteristics import Characteristics

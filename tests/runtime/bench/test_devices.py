@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -310,12 +312,26 @@ def test_comparing_nothing_is_refused(tmp_path: Path) -> None:
     assert bench("compare").exit_code == 2
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("name", ["runs.jsonl", "energy.jsonl", "device.json"])
+def test_a_pipe_among_results_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    (tmp_path / "runs.jsonl").touch()
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    results: list[Result] = []
+    reader = threading.Thread(target=lambda: results.append(bench("compare", tmp_path)), daemon=True)
+    reader.start()
+    reader.join(20)
+    assert [result.exit_code for result in results] == [1]
+    assert f"{name} is not a regular file" in results[0].stderr
+
+
 @pytest.mark.slow
 def test_a_real_benchmark_over_ssh_drafts_what_this_machine_drafts(
     host: SshHost, exported_pair: Path, probe_memory: None, tmp_path: Path
 ) -> None:
     package = stub_package(tmp_path / "package", real=True)
-    what = (*ONE_OF_EACH, "--drafters", "split", "--max-tokens", "8")
+    what = (*ONE_OF_EACH, "--drafters", "dense", "--max-tokens", "8")
     arguments = ("--ssh", "pi", "--ssh-config", host.config, "--package", package, "--results", tmp_path / "results", "--run", "there")
     folder = ("--device-folder", tmp_path / "device folder")
     result = bench("devices", exported_pair, *what, *arguments, *folder)

@@ -10,8 +10,7 @@ import pytest
 from bench_records import PEER_PLAIN, fixed, header, noisy_runs, rolling, run, whole_benchmark
 from edge_bench.measure.records import RecordFile, collect, line_of, read_records
 from edge_bench.measure.variants import BASELINE, LLAMA_CPP
-from edge_bench.report.figures import best_fixed, figures
-from edge_bench.report.ratios import paired_logs, ratio
+from edge_bench.report.figures import best_fixed, figures, paired_logs, ratio
 from edge_bench.report.tables import all_tables, machine_line, notes
 from edge_devices.errors import EdgeError
 from edge_devices.files.atomic_write import write_text

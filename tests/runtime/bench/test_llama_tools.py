@@ -10,10 +10,9 @@ import pytest
 from bench_records import ONE_OF_EACH, PEER_PLAIN, fixed
 from device_runs import bench
 from edge_bench.devices import remote_run
-from edge_bench.measure.llama_tools import BENCH, SPECULATIVE, LlamaTools, llama_tools
 from edge_bench.measure.prompts import Prompt, prepare, shipped_prompts
 from edge_bench.measure.records import read_records
-from edge_bench.measure.runners import EdgeRunner
+from edge_bench.measure.runners import BENCH, SPECULATIVE, EdgeRunner, LlamaTools, llama_tools
 from edge_bench.measure.variants import DEFAULT, LLAMA_CPP, Variant
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BackendError, RequestError

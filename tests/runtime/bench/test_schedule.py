@@ -8,15 +8,7 @@ import pytest
 
 from edge_bench.measure.prompts import DOMAINS, Prompt, long_prompt, prepare, read_prompts, shipped_prompts
 from edge_bench.measure.runners import Schedule, context_schedule
-from edge_bench.measure.variants import (
-    BASELINE,
-    CHOOSING_POLICIES,
-    edge_variants,
-    parse_lengths,
-    parse_names,
-    parse_numbers,
-    peer_variants,
-)
+from edge_bench.measure.variants import BASELINE, CHOOSING_POLICIES, edge_variants, parse_lengths, parse_names, parse_numbers, peer_variants
 from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.errors import RequestError
 from scripted import make_session

@@ -12,11 +12,10 @@ from bench_records import fixed, header, noisy_runs, rolling, run, whole_benchma
 from chromium import chromium
 from edge_bench.measure.records import Record, collect
 from edge_bench.measure.variants import BASELINE, OURS, Variant
-from edge_bench.report.figures import figures
-from edge_bench.report.ratios import Ratio
+from edge_bench.report.figures import Ratio, figures
 from edge_bench.report.tables import ratio_text, verdict
 from edge_devices.energy.intervals import Interval
-from edge_devices.energy.text import ratio_text as energy_ratio
+from edge_devices.energy.report import ratio_text as energy_ratio
 
 PROFIT = Variant(side=OURS, drafter="dense", policy="profit")
 COUNTS = {"drafted_at": (5,), "accepted_at": (4,)}

@@ -27,8 +27,8 @@ from edge_runtime.bundle.manifest import (
     ModelSource,
     RuntimeSettings,
     SourceFile,
+    with_hash,
 )
-from edge_runtime.bundle.manifest_checks import with_hash
 from edge_runtime.errors import BundleError, RequestError
 
 GOLDEN = Path(__file__).parents[2] / "data" / "manifest-2.json"

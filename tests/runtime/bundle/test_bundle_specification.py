@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from edge_devices.files.typed_json import from_json
-from edge_runtime.bundle.manifest import SCHEMA_VERSION, Manifest
-from edge_runtime.bundle.manifest_checks import FROM_ZERO, has_own_hash, with_hash
+from edge_runtime.bundle.manifest import FROM_ZERO, SCHEMA_VERSION, Manifest, has_own_hash, with_hash
 
 TEXT = (Path(__file__).parents[3] / "docs" / "bundle.md").read_text(encoding="utf-8")
 NAMES = {int: "integer", float: "number", str: "text", bool: "boolean", type(None): "null"}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from edge_runtime.bundle import integrity
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.integrity import CHECK_MODES, SAMPLE_BYTES, SAMPLES, is_intact, read_part, samples_of
-from edge_runtime.bundle.manifest_checks import with_hash
+from edge_runtime.bundle.manifest import with_hash
 from edge_runtime.errors import BundleError
 
 DATA = Path(__file__).parents[2] / "data" / "manifest-2.json"

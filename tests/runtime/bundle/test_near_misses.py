@@ -33,15 +33,17 @@ def test_what_is_no_bundle_is_recognised(tmp_path: Path, files: list[str], given
 @pytest.mark.parametrize(
     ("name", "drafter", "output"),
     [
-        ("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant", "gemma-4-E2B-it"),
-        ("google/gemma-4-E2B-it@main", "google/gemma-4-E2B-it-assistant", "gemma-4-E2B-it"),
-        ("unsloth/x-GGUF", "unsloth/x-GGUF", "x-GGUF"),
-        ("ggml-org/x:x-Q4_0.gguf", "ggml-org/x", "x"),
+        ("google/gemma-4-E2B-it", "", "gemma-4-E2B-it"),
+        ("google/gemma-4-E2B-it@main", "", "gemma-4-E2B-it"),
+        ("someone/gemma-4-E2B-it", " someone/gemma-4-E2B-it-assistant", "gemma-4-E2B-it"),
+        ("unsloth/x-GGUF", "", "x-GGUF"),
+        ("ggml-org/x:x-Q4_0.gguf", "", "x"),
+        ("ggml-org/x:Q4_0", "", "x"),
     ],
 )
 def test_a_hub_name_is_answered_with_its_export(
     name: str, drafter: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BundleError, match=f"edge-export pair {name} {drafter} --output {output}$"):
+    with pytest.raises(BundleError, match=f"edge-export pair {name}{drafter} --output {output}$"):
         open_bundle(name)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from edge_bench.devices.package import read_package
+from edge_bench.devices.remote_run import read_package
 from edge_devices.files.typed_json import StructureError, from_json
 from edge_runtime.errors import RequestError
 from edge_runtime.session.chat import ChatSettings

@@ -17,7 +17,7 @@ from edge_runtime.calibration.measured import Known
 from edge_runtime.calibration.thread_probe import THREADS, ThreadCounts, ThreadTimes, candidates, usual_threads
 from edge_runtime.drafting.cost_model import MAX_ROWS, SETTLED, MeasuredCosts
 from edge_runtime.drafting.policies import Timing
-from edge_runtime.planning.computed_costs import NARROW_ROW, STOCK_FIRST, STOCK_ROW, WIDE_ROW, computed_costs
+from edge_runtime.planning.speed import NARROW_ROW, STOCK_FIRST, STOCK_ROW, WIDE_ROW, computed_costs
 from edge_runtime.session.session import Session
 from scripted import MANIFEST, ScriptedDrafter, ScriptedTarget, make_session, next_token
 from simulated_rounds import LINEAR, STEEP
@@ -195,8 +195,8 @@ def test_computed_costs_follow_sizes_and_kernels(kernels: str | None, row: float
     def of(role: str, size: int, format: str = "gguf") -> SimpleNamespace:
         return SimpleNamespace(role=role, bytes=size, format=format)
 
-    files = (of("target", 2 * 10**9), of("drafter", 4 * 10**7), of("drafter_body", 10**7), of("target", 10**6, "onnx"))
-    manifest = replace(MANIFEST, files=(*files, of("target_data", 10**9, "onnx_data"), of("drafter_head", 32 * 10**6, "safetensors")))
+    files = (of("target", 2 * 10**9), of("drafter", 4 * 10**7), of("target", 10**6, "onnx"))
+    manifest = replace(MANIFEST, files=(*files, of("target_data", 10**9, "onnx_data")))
     costs = computed_costs(manifest, "gguf", "dense", kernels)
     assert costs.timings == (0,) * MAX_ROWS
     assert costs.verify[8] / costs.verify[0] == pytest.approx(1 + 8 * row)

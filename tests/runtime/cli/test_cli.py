@@ -14,7 +14,7 @@ from edge_runtime.cli import messages
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.session.load_options import LoadOptions
-from edge_runtime.session.monitoring.monitor import Monitor
+from edge_runtime.session.monitor import Monitor
 from edge_runtime.session.session import Session
 from scripted import LetterVocabulary, make_session, next_token
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_devices.files.user_cache import CACHE_VARIABLE
-from edge_runtime.calibration.acceptance_cache import AcceptanceCache
-from edge_runtime.calibration.measured import cache_file
+from edge_runtime.calibration.measured import AcceptanceCache, cache_file
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 
 

@@ -18,7 +18,7 @@ outcomes = st.lists(st.tuples(st.integers(0, 12), st.floats(0, 1)), max_size=60)
 @given(outcomes, st.integers(1, 12), st.integers(1, 12), st.floats(0, 1), st.floats(0.1, 20))
 def test_rolling_stays_in_its_bounds(rounds, one, other, threshold, penalty):
     shortest, longest = min(one, other), max(one, other)
-    policy = Rolling(longest, shortest=shortest, longest=longest, threshold=threshold, penalty=penalty)
+    policy = Rolling(PolicyOptions(first=longest, shortest=shortest, longest=longest, threshold=threshold, penalty=penalty))
     for drafted, share in rounds:
         before = policy.plan().draft_length
         policy.observe(RoundResult(drafted, int(drafted * share)))
@@ -34,7 +34,7 @@ def test_no_policy_leaves_the_legal_lengths(rounds, name, start):
 
 
 def test_rolling_grows_by_one_and_shrinks_by_the_penalty():
-    policy = Rolling(4, threshold=0.5, penalty=1.5, window=1)
+    policy = Rolling(PolicyOptions(first=4, threshold=0.5, penalty=1.5, window=1))
     lengths = []
     for drafted, accepted in [(4, 4), (5, 5), (6, 3), (6, 1), (4, 0), (0, 0)]:
         policy.observe(RoundResult(drafted, accepted))
@@ -43,7 +43,7 @@ def test_rolling_grows_by_one_and_shrinks_by_the_penalty():
 
 
 def test_rolling_looks_at_ten_rounds():
-    policy = Rolling(4, longest=12, threshold=0.5)
+    policy = Rolling(PolicyOptions(first=4, longest=12, threshold=0.5))
     for _ in range(10):
         policy.observe(RoundResult(4, 4))
     assert policy.plan().draft_length == 12
@@ -56,14 +56,14 @@ def test_rolling_looks_at_ten_rounds():
 
 @pytest.mark.parametrize(("accepted", "length"), [(100, 6), (91, 6), (90, 4), (71, 4), (70, 2), (0, 2)])
 def test_stepped_has_three_steps(accepted, length):
-    policy = Stepped()
+    policy = Stepped(PolicyOptions())
     assert policy.plan().draft_length == 2
     policy.observe(RoundResult(100, accepted))
     assert policy.plan().draft_length == length
 
 
 def test_stepped_forgets_after_ten_rounds():
-    policy = Stepped()
+    policy = Stepped(PolicyOptions())
     policy.observe(RoundResult(4, 0))
     for _ in range(10):
         assert policy.plan().draft_length != 6
@@ -74,19 +74,19 @@ def test_stepped_forgets_after_ten_rounds():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"start": 0}, "0 is outside 1..8"),
-        ({"start": 9}, "9 is outside 1..8"),
-        ({"start": 2, "longest": 13}, "from 1 to 13"),
-        ({"start": 2, "shortest": 0}, "from 0 to 8"),
-        ({"start": 2, "threshold": 1.5}, "threshold is 1.5"),
-        ({"start": 2, "penalty": 0}, "penalty is 0"),
-        ({"start": 2, "penalty": math.nan}, "penalty is nan"),
-        ({"start": 2, "window": 0}, "window is 0 rounds"),
+        ({"first": 0, "shortest": 2}, "1 is outside 2..8"),
+        ({"first": 9}, "9 is outside 1..8"),
+        ({"first": 2, "longest": 13}, "from 1 to 13"),
+        ({"first": 2, "shortest": 0}, "from 0 to 8"),
+        ({"first": 2, "threshold": 1.5}, "threshold is 1.5"),
+        ({"first": 2, "penalty": 0}, "penalty is 0"),
+        ({"first": 2, "penalty": math.nan}, "penalty is nan"),
+        ({"first": 2, "window": 0}, "window is 0 rounds"),
     ],
 )
 def test_rolling_refuses_nonsense(arguments, words):
     with pytest.raises(RequestError, match=words):
-        Rolling(**arguments)
+        Rolling(PolicyOptions(**arguments))
 
 
 def test_unknown_policies_are_refused():

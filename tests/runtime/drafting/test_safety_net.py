@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.drafting.acceptance_window import Event
-from edge_runtime.drafting.policies import Fixed, RoundResult, Stepped
-from edge_runtime.drafting.safety_net import FIRST_WAIT, LONGEST_WAIT, PROBE_TOKENS, Guarded, SafetyNet
+from edge_runtime.drafting.acceptance_window import FIRST_WAIT, LONGEST_WAIT, PROBE_TOKENS, Event, Guarded, SafetyNet
+from edge_runtime.drafting.policies import Fixed, PolicyOptions, RoundResult, Stepped
 from edge_runtime.errors import RequestError
 from scripted import make_session, next_token, plain_greedy
 
@@ -70,7 +69,7 @@ def test_plain_decoding_never_hears_of_the_net():
 
 @given(st.lists(st.floats(0, 1), max_size=300), st.integers(1, 60), st.floats(0.05, 0.95))
 def test_never_longer_than_the_policy_asks(shares, window, limit):
-    policy, net = Stepped(), SafetyNet(window=window, limit=limit)
+    policy, net = Stepped(PolicyOptions()), SafetyNet(window=window, limit=limit)
     guarded = Guarded(policy, net)
     for share in shares:
         length = guarded.plan().draft_length

@@ -323,6 +323,16 @@ def test_a_busy_machine_is_named() -> None:
     assert plan_lines(replace(plan(), load="other programs used 89%"))[2].endswith("say: other programs used 89%")
 
 
+def test_a_plan_says_what_the_export_keeps() -> None:
+    kept = {"rows": 501, "mean_kl": 0.14, "perplexity": 94.0, "reference_perplexity": 87.0, "greedy_agreement": 0.81}
+    files = tuple(BundleFile(path=role, role=role, format="gguf", bytes=1_000_000, sha256="0" * 64) for role in ("target", "drafter"))
+    made = manifest_plan(replace(MANIFEST, files=files, parity={"quality": kept}), device(20, 4000), context=64)
+    words = "keeps 81% of the model's first choices, perplexity 94 instead of 87 (mean KL 0.14)"
+    assert made.to_json()["answers"] == words
+    assert plan_lines(made)[2].split(maxsplit=1) == ["answers", words]
+    assert "answers" not in "\n".join(plan_lines(plan()))
+
+
 def test_onnx_graphs_are_planned() -> None:
     files = [("target", "onnx", 10), ("target_data", "onnx_data", 1_000_000), ("target_head", "onnx", 5), ("drafter", "onnx", 1_000)]
     entries = [BundleFile(path=role, role=role, format=kind, bytes=size, sha256="0" * 64) for role, kind, size in files]

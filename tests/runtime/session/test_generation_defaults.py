@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.manifest import GenerationDefaults
-from edge_runtime.bundle.manifest_checks import with_hash
+from edge_runtime.bundle.manifest import GenerationDefaults, with_hash
 from edge_runtime.cli.run import main
 from edge_runtime.decoding.sampling import MODEL_SAMPLING, SamplingParams, default_sampling, over_defaults, sampling_sentence
 from edge_runtime.errors import BundleError

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.acceptance_window import AcceptanceWindow, Event, RejectionAlarm
 from edge_runtime.errors import RequestError
-from edge_runtime.session.monitoring.monitor import Monitor, MonitorOptions
-from edge_runtime.session.monitoring.prometheus import Metric, Point, exposition
+from edge_runtime.session.monitor import Metric, Monitor, MonitorOptions, Point, exposition
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats, Latencies
 from scripted import make_session, next_token

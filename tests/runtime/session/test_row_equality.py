@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+
 from edge_devices.files.user_cache import CACHE_VARIABLE
+from edge_export.onnx.request import KvKind, OnnxRequest
 from edge_runtime.errors import RequestError
 from edge_runtime.session import row_equality
 from edge_runtime.session.open import open_session, open_sessions
 from edge_runtime.session.row_equality import RowEquality, compare_rows, known_row_equality
+from kept import shipped_bundle
+
+NEAR_TIES = "near ties may differ"
 
 
 class Together:
@@ -119,6 +126,16 @@ def test_a_damaged_result_is_refused() -> None:
     for values in ((3, 4, 0.0), (3, -1, 0.0), (3, 1, float("nan"))):
         with pytest.raises(ValueError, match="rows differ"):
             RowEquality(compared=values[0], different=values[1], largest=values[2])
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "int8"])
+def test_rows_that_stock_attention_reads_are_not_exact_whatever_few_rows_say(kind: KvKind) -> None:
+    """Of 1,000 rows of the shipped pair on float16 K/V 42 differ, in stretches, so that a few show none."""
+    bundle = shipped_bundle(gguf=False, onnx=OnnxRequest(kv=kind))
+    with open_sessions(bundle, 1, threads=1) as sessions:
+        for equality in (sessions.row_equality(), sessions.sessions[0].row_equality()):
+            assert equality.stock_attention == (kind != "f32")
+            assert equality.to_json()["verdict"] == ("exact" if kind == "f32" and sessions.sessions[0].row_kernels else NEAR_TIES)
 
 
 def test_a_session_says_it_and_goes_on(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import pytest
 from edge_runtime.cli.compare import compare_runs, comparison_table
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
-from edge_runtime.drafting.policies import Fixed, Stepped
+from edge_runtime.drafting.policies import Fixed, PolicyOptions, Stepped
 from edge_runtime.errors import RequestError
-from edge_runtime.session.trials.lossless import check_lossless
+from edge_runtime.session.trials import check_lossless
 from scripted import LetterVocabulary, make_session, plain_greedy
 
 
@@ -175,7 +175,7 @@ def test_rounds_are_told_before_their_text():
 
 
 def test_a_policy_is_told_what_happened():
-    generation = make_session().generate([1, 2, 3], max_tokens=60, policy=Stepped())
+    generation = make_session().generate([1, 2, 3], max_tokens=60, policy=Stepped(PolicyOptions()))
     rounds = [one.drafted for one in generation.rounds()]
     assert rounds[:3] == [2, 6, 6]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_runtime.errors import RequestError
-from edge_runtime.text.stream import OutputText, StopStrings, TextStream
+from edge_runtime.text.channels import OutputText, StopStrings, TextStream
 
 
 @given(st.text(), st.integers(1, 5))

@@ -23,7 +23,7 @@ from edge_bench.measure.prompts import Prompt
 from edge_bench.measure.records import Note, RecordFile, Run, read_records
 from edge_bench.measure.runners import EdgeRunner, Schedule
 from edge_bench.measure.variants import BASELINE, DEFAULT, LLAMA_CPP, OURS, PLAIN, Variant
-from edge_bench.report.ratios import first_token_ratio
+from edge_bench.report.figures import first_token_ratio
 from edge_devices.files.typed_json import to_json
 from edge_runtime.errors import BackendError
 from scripted import make_session

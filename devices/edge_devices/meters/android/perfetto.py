@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edge_devices.errors import MeterError
+from edge_devices.errors import MeterError, errors_as
 from edge_devices.files.protobuf_wire import WireError, bytes_field, fields_of
 from edge_devices.machine.system import CommandResult, System
 
@@ -73,7 +73,5 @@ def _packets(trace: bytes, kind: int) -> Iterator[bytes]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    try:
+    with errors_as(MeterError, "the trace is damaged", "record it again", WireError):
         yield from fields_of(message)
-    except WireError as error:
-        raise MeterError(f"the trace is damaged ({error}); record it again") from error

@@ -7,22 +7,25 @@ client gets it.
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.published.formats import ADAPTER_NAME
+from edge_export.checkpoint.published.gguf_listing import drafter_file, file_of_role, quantization_tag
 from edge_export.errors import CheckpointError
 
 # Files that an export reads of a checkpoint's repository.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")
 _WITH_ASSISTANT = re.compile(r"google/gemma-4-[\w.]+(-A4B)?-it(-qat-q4_0-unquantized)?")
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w.][\w./-]*))?(?::([^:]+\.gguf))?")
-_DRAFTER_FILE = re.compile(r"mtp|assistant", re.IGNORECASE)
+_QUANTIZED = re.compile(r"(google/gemma-4-[\w.]+(-A4B)?-it-qat)-(q4_0-gguf|w4a16-ct|mobile-ct|mobile-transformers)")
+_SIZE = re.compile(r"gemma-4-([\w.]+?(-A4B)?)-it", re.IGNORECASE)
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w.][\w./-]*))?(?::([^:]+\.gguf)|:(\w+))?", re.ASCII)
 _NAMED = 8
 # Headers that huggingface_hub joins into paths, and keys of JSON whose values it does.
 _PATH_HEADERS = ("X-Repo-Commit", "X-Linked-ETag", "ETag", "X-Xet-Hash")
@@ -33,15 +36,16 @@ _CLIENT_LOCK = threading.Lock()
 
 @dataclass(frozen=True)
 class HubName:
-    """OWNER/NAME, with @REVISION (a branch, tag or commit) and with :FILE, a GGUF file in the repository."""
+    """OWNER/NAME, with @REVISION (a branch, tag or commit) and with :FILE, a GGUF file in the repository, or :TAG, its quantization."""
 
     repository: str
     revision: str | None = None
     file: str | None = None
+    tag: str | None = None
 
     def __str__(self) -> str:
-        revision, file = f"@{self.revision}" if self.revision else "", f":{self.file}" if self.file else ""
-        return f"{self.repository}{revision}{file}"
+        revision, file = f"@{self.revision}" if self.revision else "", self.file or self.tag
+        return f"{self.repository}{revision}" + (f":{file}" if file else "")
 
 
 def hub_name(text: str) -> HubName | None:
@@ -50,15 +54,40 @@ def hub_name(text: str) -> HubName | None:
     return None if match is None else HubName(*match.groups())
 
 
-def published_assistant(target: str) -> str | None:
-    """Returns the assistant that Google published for a target: its repository's name with "-assistant"; None for other names.
+def own_drafter(target: str) -> str | None:
+    """Returns what goes with a target by its name; None for other names.
 
-    Assistants exist of the instruction-tuned models in bfloat16 and of their QAT checkpoints before quantization, not of GGUF files.
+    Google's instruction-tuned checkpoints have an assistant each, their quantized QAT releases share that of the unquantized one. Of a
+    repository of GGUF files the drafter lies among them, of a GGUF file here beside it.
     """
-    name = hub_name(target)
-    if name is None or name.file is not None or Path(target).exists() or not _WITH_ASSISTANT.fullmatch(name.repository):
+    path, name = Path(target), hub_name(target)
+    if path.is_file():
+        beside = drafter_file(local_ggufs(path.parent), path.name)
+        return None if beside is None else str(path.parent / beside)
+    if path.exists():
+        return target if local_ggufs(path) else None
+    if name is None:
         return None
-    return f"{name.repository}-assistant"
+    if quantized := _QUANTIZED.fullmatch(name.repository):
+        return f"{quantized[1]}-q4_0-unquantized-assistant"
+    if _WITH_ASSISTANT.fullmatch(name.repository) and not (name.file or name.tag):
+        return f"{name.repository}-assistant"
+    if name.file:
+        return str(replace(name, file=None, tag=quantization_tag(name.file)))
+    return target if name.tag or name.repository.lower().endswith("-gguf") else None
+
+
+def fetched_checkpoint(origin: str) -> bool:
+    """Whether a name is that of a repository on the hub that holds a checkpoint, by the name alone."""
+    name = None if Path(origin).exists() else hub_name(origin)
+    return name is not None and own_drafter(origin) != origin and not (name.file or "-qat-" in name.repository)
+
+
+def local_ggufs(folder: Path) -> list[str]:
+    """The GGUF files in a folder that is no checkpoint."""
+    if any(folder.glob("*.safetensors")):
+        return []
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
 
 
 def with_revision(text: str, revision: str | None) -> str:
@@ -68,22 +97,83 @@ def with_revision(text: str, revision: str | None) -> str:
     name = hub_name(text)
     if name is None or name.revision is not None or Path(text).exists() or hub_name(f"{name.repository}@{revision}") is None:
         raise CheckpointError(f"revision {revision!r} does not fit {text}; a revision needs the name of a hub repository without one")
-    return str(HubName(name.repository, revision, name.file))
+    return str(replace(name, revision=revision))
 
 
 def fetch(name: HubName, role: str, progress: Progress | None = None) -> Path:
     """Downloads what an export needs, unless it is in the cache; returns the folder of a checkpoint, or a GGUF file.
 
-    Of a repository of GGUF files, that of `role` ("target", "drafter") is taken if there is one only. Raises CheckpointError if
-    huggingface_hub is missing, the hub cannot be reached, or repository, revision or file do not exist.
+    Of a repository of GGUF files, that of `role` ("target", "drafter") is taken, by the rules of `gguf_listing`. Raises
+    CheckpointError if huggingface_hub is missing, the hub cannot be reached, repository, revision or file do not exist, or the cache
+    has no room.
     """
     with _errors(name):
         sizes = _files(name)
-        file = name.file or _only_gguf(name, role, list(sizes))
-        if file is not None and sizes and file not in sizes:
-            raise CheckpointError(f"{name.repository} has no file {file}; it has {_listed(_ggufs(list(sizes)))}")
-        folder = _download(name, [file] if file is not None else list(PATTERNS), sizes, progress)
+        file = chosen_gguf(list(sizes), name, role)
+        patterns = [file] if file is not None else list(PATTERNS)
+        _check_room(name, _missing_bytes(name, patterns, sizes))
+        folder = _download(name, patterns, sizes, progress)
     return folder / file if file is not None else folder
+
+
+def check_pair_exists(target: HubName | None, drafter: HubName | None) -> None:
+    """Raises CheckpointError, before anything is downloaded, if either has not the file of its role; None is no hub name."""
+    missing = 0
+    for name, role in ((target, "target"), (drafter, "drafter")):
+        if name is not None:
+            with _errors(name):
+                sizes = _files(name)
+                file = chosen_gguf(list(sizes), name, role)
+                missing += _missing_bytes(name, [file] if file is not None else list(PATTERNS), sizes)
+                _check_room(name, missing)
+
+
+def chosen_gguf(files: list[str], name: HubName, role: str) -> str | None:
+    """The GGUF file for this role; None for a checkpoint, and where the hub cannot be asked. Raises CheckpointError if there is none."""
+    if name.file is not None:
+        if files and name.file not in files:
+            raise CheckpointError(f"{name.repository} has no file {name.file}; it has {_listed(files)}")
+        return name.file
+    ggufs = [file for file in files if file.endswith(".gguf")]
+    if not ggufs or ADAPTER_NAME in files or any(file.endswith(".safetensors") for file in files):
+        if name.tag is not None and files:
+            raise CheckpointError(f"{name.repository} is no repository of GGUF files, so :{name.tag} names nothing in it; leave it out")
+        return None
+    file = file_of_role(ggufs, role, name.tag)
+    if file is None:
+        raise CheckpointError(_no_gguf(files, name, role))
+    return file
+
+
+def _no_gguf(files: list[str], name: HubName, role: str) -> str:
+    size = _SIZE.search(name.repository)
+    tagged = f" of {name.tag}" if role == "target" and name.tag else ""
+    assistant = f"google/gemma-4-{size[1]}-it-assistant" if size else "its assistant"
+    advice = f"give {assistant} as DRAFTER" if role == "drafter" else f"name one, such as {replace(name, tag=None, file='FILE.gguf')}"
+    return f"{name.repository} holds no GGUF file{tagged} for a {role} ({_listed(files)}); {advice}"
+
+
+def _missing_bytes(name: HubName, patterns: list[str], sizes: dict[str, int]) -> int:
+    """Bytes to download: of the files that fit and are not in the cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    fitting = [file for file in sizes if any(PurePosixPath(file).match(pattern) for pattern in patterns)]
+    return sum(
+        sizes[file] for file in fitting if not isinstance(try_to_load_from_cache(name.repository, file, revision=name.revision), str)
+    )
+
+
+def _check_room(name: HubName, needed: int) -> None:
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
+    while not folder.exists():
+        folder = folder.parent
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise CheckpointError(
+            f"{name} needs {needed / 1e9:.1f} GB of downloads, {folder} has {free / 1e9:.1f} GB free; free some space"
+            " or set HF_HOME to a larger disk"
+        )
 
 
 def fetch_config(name: HubName) -> Path:
@@ -179,26 +269,11 @@ def _files(name: HubName) -> dict[str, int]:
     return {file.rfilename: file.size or 0 for file in siblings or ()}
 
 
-def _only_gguf(name: HubName, role: str, files: list[str]) -> str | None:
-    """The GGUF file that a repository without a checkpoint has for this role; None for a checkpoint."""
-    ggufs = _ggufs(files)
-    if not ggufs or ADAPTER_NAME in files or any(file.endswith(".safetensors") for file in files):
-        return None
-    fitting = [file for file in ggufs if bool(_DRAFTER_FILE.search(file)) == (role == "drafter")]
-    if len(fitting) == 1:
-        return fitting[0]
-    example = HubName(name.repository, name.revision, (fitting or ggufs)[0])
-    raise CheckpointError(f"{name} holds {len(fitting) or 'no'} GGUF files for a {role} ({_listed(ggufs)}); name one, such as {example}")
-
-
-def _ggufs(files: list[str]) -> list[str]:
-    """GGUF files of language models."""
-    return sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file.lower())
-
-
 def _listed(files: list[str]) -> str:
-    more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
-    return (", ".join(files[:_NAMED]) or "no GGUF files") + more
+    """The GGUF files of language models, for messages."""
+    ggufs = sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file.lower())
+    more = f" and {len(ggufs) - _NAMED} more" if len(ggufs) > _NAMED else ""
+    return (", ".join(ggufs[:_NAMED]) or "no GGUF files") + more
 
 
 def _download(name: HubName, patterns: list[str], sizes: dict[str, int], progress: Progress | None) -> Path:

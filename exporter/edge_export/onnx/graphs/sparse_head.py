@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.architecture import CENTROIDS
 from edge_export.checkpoint.checkpoint import Checkpoint, cluster_rows
-from edge_export.gguf.split_drafter import token_order
+from edge_export.gguf.drafter_head import token_order
 from edge_export.onnx.block_quantization import round_rows
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.weights import WeightFile, WeightFormat

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from edge_bench.measure.records import KvTypeCost
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
+from edge_runtime.decoding.quality import divergence_of, log_softmax
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.errors import RequestError
 from edge_runtime.planning.memory import BATCH, MemoryRequest, cache_bytes
@@ -93,7 +94,7 @@ def _read(
     drafted = accepted = done = 0
     for prompt, tokens in texts:
         for drafts, logits in _steps(session, prompt, tokens, draft_length):
-            rows[done] = _log_softmax(logits[0])
+            rows[done] = log_softmax(logits[0])
             done += 1
             drafted += len(drafts)
             accepted += _accepted(drafts, logits)
@@ -145,16 +146,10 @@ def _accepted(drafts: Sequence[int], logits: NDArray[np.float32]) -> int:
     return len(drafts)
 
 
-def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    shifted = logits.astype(np.float64) - logits.max()
-    result: NDArray[np.float32] = (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
-    return result
-
-
 def _cost(bundle: Bundle, context: int, kv_type: KvType, reference: _Reading, reading: _Reading) -> KvTypeCost:
     divergences, same = [], 0
     for p, q in zip(reference.rows, reading.rows, strict=True):
-        divergences.append(float(np.sum(np.exp(p, dtype=np.float64) * (p.astype(np.float64) - q))))
+        divergences.append(divergence_of(p.astype(np.float64), q.astype(np.float64)))
         same += int(p.argmax() == q.argmax())
     request = MemoryRequest(context=context, kv_type=kv_type, sequences=1, batch=BATCH, verify_rows=1, drafter=None, repack=False)
     return KvTypeCost(

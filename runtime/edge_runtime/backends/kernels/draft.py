@@ -192,6 +192,8 @@ class NativeDraft:
         self._scores, self._candidates = self._views()
         self._sampler: DraftSampler | None = None
         self._should_continue: ShouldContinue | None = None
+        self._rule_source: ShouldContinue | None = None  # what was asked last whether it is a rule, and the answer
+        self._stop_rule: StopRule | None = None
         self._error: BaseException | None = None
 
     def _views(self) -> tuple[NDArray[np.float32], NDArray[np.int32] | None]:
@@ -219,7 +221,10 @@ class NativeDraft:
         call = self._call
         call.token, call.steps, call.hidden = last, draft_length, address(hidden)
         call.min_probability = min_probability if sampler is None and should_continue is None else 0.0
-        rule = should_continue if sampler is None and isinstance(should_continue, StopRule) else None
+        if should_continue is not self._rule_source:
+            self._rule_source = should_continue
+            self._stop_rule = should_continue if isinstance(should_continue, StopRule) else None
+        rule = self._stop_rule if sampler is None else None
         call.rule = None if rule is None else self._handed_over(rule.numbers())
         asked = sampler is not None or (should_continue is not None and rule is None)
         call.choose = self._choose if asked else self._likeliest

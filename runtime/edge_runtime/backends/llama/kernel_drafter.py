@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from edge_runtime.backends.kernels.draft import DraftLayer, DraftWeights, GgufMatrix, NativeDraft, SparseHeadWeights, address, can_draft
 from edge_runtime.backends.kernels.ggml import CellWatch, is_switched_on
 from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.head_file import HeadWeights, read_head
 from edge_runtime.backends.llama.loader import LlamaLibrary, llama_library
 from edge_runtime.backends.llama.mapped_gguf import MappedGguf, MappedTensor, map_gguf
-from edge_runtime.backends.llama.sparse_head import HeadWeights, read_head
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.gguf_gemma4 import DRAFTER, check_model, rows_read
 from edge_runtime.bundle.gguf_header import GgufHeader
@@ -30,6 +30,11 @@ _FACTOR = "layer_output_scale"
 _VALUE_TURN = 64
 
 
+def kernels_draft() -> bool:
+    """Whether the row kernels run in llama.cpp's graphs, and draft."""
+    return can_draft() and llama_library().row_kernels is not None and is_switched_on()
+
+
 class LlamaKernelDrafter:
     """Implements `interfaces.Drafter` as `LlamaDrafter` does. Where a forward's cells are not known, as they always are on the kernels'
     attention, there are no drafts: llama.cpp's own drafter can only be opened on an empty memory.
@@ -43,12 +48,9 @@ class LlamaKernelDrafter:
         self._target = target
         self._max_draft_length = options.max_draft_length
         header = check_model(path, DRAFTER)
-        if (
-            not can_draft()
-            or library.row_kernels is None
-            or not is_switched_on()
-            or len(set(map(str, rows_read(header, shared.header)))) != 1
-        ):
+        if not kernels_draft():
+            raise ValueError("they do not run here")
+        if len(set(map(str, rows_read(header, shared.header)))) != 1:
             raise ValueError("its rows")
         weights = _read(library, header, path, head, target, target_path, options)
         self._rotations = [_Rotation(header, path, library, sliding=sliding) for sliding in (True, False)]
@@ -171,7 +173,7 @@ def _read(
         )
     sparse, rows = None, _matrix(file, EMBEDDING)
     if head is not None:
-        parts = read_head(library, head, hidden_size=width, target_hidden_size=hidden, vocabulary=vocabulary)
+        parts = read_head(library, head, hidden_size=width, vocabulary=vocabulary)
         rows, sparse = _sparse(parts, options.max_candidates, width)
     embedding = map_gguf(library, target_path, (EMBEDDING,)).tensor(EMBEDDING, (hidden, vocabulary))
     return DraftWeights(

@@ -72,13 +72,12 @@ class LogRing:
 @dataclass(frozen=True, kw_only=True)
 class LlamaLibrary:
     """The loaded library: `api` is llama_cpp's ctypes module, `staging` its module for the MTP symbols, `ggml` the bare library of
-    tensors, graphs and the file format, `devices` the one that knows what can compute them. All are untyped. `row_kernels` is the variant
-    of the project's own kernels that multiplies, or None, and then `stock_reason` says why llama.cpp's own do."""
+    tensors, graphs and the file format. All are untyped. `row_kernels` is the variant of the project's own kernels that multiplies, or
+    None, and then `stock_reason` says why llama.cpp's own do."""
 
     api: Any
     staging: Any
     ggml: Any
-    devices: Any
     version: str
     log: LogRing
     callback: Any
@@ -116,7 +115,6 @@ def llama_library() -> LlamaLibrary:
         api=api,
         staging=staging,
         ggml=base,
-        devices=_beside(api, "ggml"),
         version=version,
         log=log,
         callback=callback,
@@ -172,7 +170,7 @@ def declare(library: Any, signatures: Mapping[str, tuple[Any, list[Any]]]) -> An
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name, None)
         if function is None:
-            raise BackendError(f"this build of llama.cpp has no {name}, which the split drafter and sound need; run: {INSTALL}")
+            raise BackendError(f"this build of llama.cpp has no {name}, which drafters and sound need; run: {INSTALL}")
         function.restype, function.argtypes = result, arguments
     return library
 

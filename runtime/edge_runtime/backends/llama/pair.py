@@ -7,16 +7,14 @@ from pathlib import Path
 
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.drafter import LlamaDrafter
-from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter
+from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter, kernels_draft
 from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
-from edge_runtime.backends.llama.split_drafter import LlamaSplitDrafter
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.text_memory import LookupDrafter
 from edge_runtime.errors import BackendError, BundleError
 from edge_runtime.interfaces import Drafter, DraftRequest, DraftSampler, Logits, ShouldContinue
-from edge_runtime.planning.speed import SPARSE_SHARE
 
 ModelDrafter = LlamaDrafter | LlamaKernelDrafter
 
@@ -85,9 +83,7 @@ class LlamaSequenceBatch:
         self._shared.close()
 
 
-_BODY, _HEAD = "drafter_body", "drafter_head"
-# Bytes that the split drafter must read fewer a step, about 0.2 ms: assumed to be what its head outside of the graph takes longer.
-SPLIT_SAVES = 4_000_000
+_HEAD = "drafter_head"
 
 
 def open_pair(target_path: Path, drafter_path: Path | None, options: LlamaOptions) -> tuple[LlamaTarget, LlamaDrafter | None]:
@@ -108,47 +104,46 @@ def open_pair(target_path: Path, drafter_path: Path | None, options: LlamaOption
 def open_with_drafter(
     bundle: Bundle, options: LlamaOptions, requested: DrafterKind | None
 ) -> tuple[LlamaTarget, Drafter | None, DrafterKind]:
-    """Returns the target, its drafter and the kind of drafter, see `drafter_opened`. Closing the target closes both.
+    """Returns the target, its drafter and the kind of drafter. Closing the target closes both.
 
     Raises BundleError if the bundle has no such drafter, BackendError if a file does not load; then nothing stays open.
     """
     target = LlamaTarget(bundle.path("target", "gguf"), options)
     try:
-        kind = drafter_opened(bundle, requested)
-        if kind == "none":
-            return target, None, kind
-        if kind == "lookup":
-            return target, LookupDrafter(target), kind
-        return target, open_model_drafter(bundle, target, options, kind), kind
+        if requested == "none":
+            return target, None, requested
+        if requested == "lookup":
+            return target, LookupDrafter(target), requested
+        return target, *open_model_drafter(bundle, target, options, requested)
     except BaseException:
         target.close()
         raise
 
 
-def open_model_drafter(bundle: Bundle, target: LlamaTarget, options: LlamaOptions, kind: DrafterKind) -> ModelDrafter:
-    """Opens the drafter with the dense or the sparse head on an opened target: the kernels' own, where they run, else llama.cpp's."""
-    if kind == "split" and not has_split(bundle):
+def open_model_drafter(
+    bundle: Bundle, target: LlamaTarget, options: LlamaOptions, requested: DrafterKind | None
+) -> tuple[ModelDrafter, DrafterKind]:
+    """Opens a drafter on an opened target: the kernels' own, or where they do not compute it llama.cpp's, which is dense. Returns its kind.
+
+    Raises BundleError for a split drafter that the bundle has not, BackendError for one that the kernels do not compute.
+    """
+    if requested == "split" and not bundle.has(_HEAD):
         raise BundleError(f"{bundle.folder} has no split drafter: only checkpoints with ordered embeddings give one; choose dense")
-    drafter, target_path = bundle.path("drafter", "gguf"), bundle.path("target", "gguf")
-    head = bundle.path(_HEAD) if kind == "split" else None
-
+    path, target_path = bundle.path("drafter", "gguf"), bundle.path("target", "gguf")
+    kind: DrafterKind = requested or ("split" if bundle.has(_HEAD) else "dense")
     try:
-        return LlamaKernelDrafter(drafter, head, target, target_path)
-    except (ValueError, BackendError):  # what is wrong with the files, llama.cpp's drafter says
-        if head is None:
-            return LlamaDrafter(drafter, target, options)
-        return LlamaSplitDrafter(bundle.path(_BODY, "gguf"), head, target, target_path, options)
-
-
-def has_split(bundle: Bundle) -> bool:
-    """Whether the bundle holds both files of the split drafter."""
-    return bundle.has(_BODY, "gguf") and bundle.has(_HEAD)
+        return LlamaKernelDrafter(path, bundle.path(_HEAD) if kind == "split" else None, target, target_path), kind
+    except ValueError as error:  # what is wrong with the files, llama.cpp's drafter says
+        if requested == "split":
+            raise BackendError(
+                f"the row kernels do not compute this split drafter ({error}), and llama.cpp has none; choose dense"
+            ) from error
+    except BackendError:
+        if kind == "split":
+            raise
+    return LlamaDrafter(path, target, options), "dense"
 
 
 def drafter_opened(bundle: Bundle, requested: DrafterKind | None) -> DrafterKind:
-    """Returns the requested kind, else split where it reads at least SPLIT_SAVES bytes fewer a step than dense."""
-    if requested is not None or not has_split(bundle):
-        return requested or "dense"
-    sizes = {role: bundle.file(role, "gguf").bytes for role in ("drafter", _BODY)}
-    split = sizes[_BODY] + SPARSE_SHARE * bundle.file(_HEAD).bytes
-    return "split" if sizes["drafter"] - split >= SPLIT_SAVES else "dense"
+    """Returns the requested kind, else split where the bundle has it and the row kernels run, which compute it."""
+    return requested or ("split" if bundle.has(_HEAD) and kernels_draft() else "dense")

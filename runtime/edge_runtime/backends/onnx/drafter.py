@@ -1,4 +1,4 @@
-"""MTP drafters on the target's own K/V rows: the kernels' own, and graphs of a complete draft or of one step on ONNX Runtime."""
+"""MTP drafters on the target's own K/V rows: the kernels' own, and graphs on ONNX Runtime, step by step, where these do not run."""
 
 from __future__ import annotations
 
@@ -49,13 +49,12 @@ class _Place(NamedTuple):
 
 
 class GraphDrafter(ABC, Generic[T]):
-    """Implements `interfaces.Drafter`. `min_probability` ends a draft before a token that the drafter itself gives less."""
+    """Implements `interfaces.Drafter`, step by step."""
 
     stepwise = True
 
-    def __init__(self, path: Path, target: T, session: SessionOptions, *, min_probability: float = 0.0) -> None:
+    def __init__(self, path: Path, target: T, session: SessionOptions) -> None:
         self._target = target
-        self.min_probability = min_probability
         graph = Graph(path, session)
         self._graph: Graph | None = graph
         self._call: Call | None = self._bind(graph, path)
@@ -64,7 +63,9 @@ class GraphDrafter(ABC, Generic[T]):
     def draft(
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
     ) -> list[int]:
-        """Returns `draft_length` tokens after `last`, fewer where the drafter is unsure, or none where the target has no hidden row.
+        """Returns `draft_length` tokens after `last`, fewer where `sampler` or `should_continue` ends the draft.
+
+        Returns none where the target has no hidden row.
 
         All steps are at the same position, that of `last`, and write nothing to the cache.
         """
@@ -77,9 +78,16 @@ class GraphDrafter(ABC, Generic[T]):
         self._target.vocabulary.check(last)
         self._sampled = sampler is not None
         self._begin(hidden)
-        if sampler is None and should_continue is None:
-            return self._likeliest(last, draft_length)
-        return self._chosen(last, draft_length, sampler, should_continue)
+        tokens: list[int] = []
+        while len(tokens) < draft_length:
+            step = self._step(tokens[-1] if tokens else last, probability=should_continue is not None)
+            chosen = step.likeliest if sampler is None else sampler(step.scores, step.candidates)
+            if chosen is None:
+                break
+            tokens.append(chosen)
+            if should_continue is not None and not should_continue(step.probability):
+                break
+        return tokens
 
     def assignments(self) -> dict[str, dict[str, int]]:
         """Per execution provider how many nodes of each operator it runs."""
@@ -110,33 +118,9 @@ class GraphDrafter(ABC, Generic[T]):
         The probability may be 1 where it is not asked for, and the scores may be missing unless the draft is sampled.
         """
 
-    def _likeliest(self, last: int, draft_length: int) -> list[int]:
-        """Drafts the likeliest tokens, until one is less likely than `min_probability`."""
-        tokens: list[int] = []
-        while len(tokens) < draft_length:
-            step = self._step(tokens[-1] if tokens else last, probability=self.min_probability > 0)
-            if step.probability < self.min_probability:
-                break
-            tokens.append(step.likeliest)
-        return tokens
-
-    def _chosen(self, last: int, draft_length: int, sampler: DraftSampler | None, should_continue: ShouldContinue | None) -> list[int]:
-        """The host picks each token from the scores, or decides after each whether to continue."""
-        tokens: list[int] = []
-        while len(tokens) < draft_length:
-            token = tokens[-1] if tokens else last
-            step = self._step(token, probability=should_continue is not None)
-            chosen = step.likeliest if sampler is None else sampler(step.scores, step.candidates)
-            if chosen is None:
-                break
-            tokens.append(chosen)
-            if should_continue is not None and not should_continue(step.probability):
-                break
-        return tokens
-
 
 class OrtDrafter(GraphDrafter[OrtTarget]):
-    """A drafter whose graph is a loop over draft steps."""
+    """A drafter whose graph is a loop over draft steps, of which each run takes one."""
 
     def _bind(self, graph: Graph, path: Path) -> Call:
         target, width = self._target, graph.inputs.get("hidden", (0,))[-1]
@@ -167,15 +151,6 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
         assert self._call is not None
         target.cache.place_drafter_rows(self._call, self._inputs, target.length)
         self._position[...], self._hidden[0, 0] = target.length, hidden
-
-    def _likeliest(self, last: int, draft_length: int) -> list[int]:
-        """All steps in one run."""
-        self._token[...], self._length[...] = last, draft_length
-        self._threshold[...], self._with_scores[...] = self.min_probability, False
-        drafts, probabilities = self._run().outputs()[:2]
-        sure = len(drafts) - int(probabilities[-1] < self.min_probability)
-        tokens: list[int] = drafts[:sure].tolist()
-        return tokens
 
     def _step(self, token: int, *, probability: bool) -> Step:
         # The graph computes probabilities only with a least probability above 0.
@@ -219,16 +194,12 @@ class StaticOrtDrafter(GraphDrafter[StaticOrtTarget]):
 
 
 class KernelDrafter:
-    """The graph's weights in the kernels' own drafter, which reads the target's K/V rows where they lie. Implements `interfaces.Drafter`.
-
-    `min_probability` ends a draft before a token that the drafter itself gives less.
-    """
+    """Implements `interfaces.Drafter` with the graph's weights in the kernels' own drafter, on the target's K/V rows where they lie."""
 
     stepwise = True
 
     def __init__(self, path: Path, target: OrtTarget, layout: CacheLayout) -> None:
         """Raises OtherGraphError, ValueError where the kernels do not compute this graph: then `OrtDrafter` does."""
-        self.min_probability = 0.0
         self._target = target
         weights = read_weights(path, layout)
         if weights.after.outputs != target.hidden_size:
@@ -269,7 +240,7 @@ class KernelDrafter:
             first, source.count = target.cache.drafter_rows(buffer.kind, target.length)
             source.keys, source.values = place.keys + first * source.key_step, place.values + first * source.value_step
             source.cosine, source.sine = place.cosine + target.length * place.step, place.sine + target.length * place.step
-        return self._draft.run(last, draft_length, hidden, sampler, should_continue, min_probability=self.min_probability)
+        return self._draft.run(last, draft_length, hidden, sampler, should_continue)
 
     def assignments(self) -> dict[str, dict[str, int]]:
         """No execution provider runs it."""

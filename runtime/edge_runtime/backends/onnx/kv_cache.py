@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.onnx.loader import Call, scalar, value_over
+from edge_runtime.backends.onnx.loader import Call, PlacedRows, scalar, value_over
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, Rotation
 from edge_runtime.errors import BundleError
 from edge_runtime.interfaces import KvRows
@@ -36,62 +37,117 @@ class RowCount:
         self._rows_array[...] = rows
 
 
-class KeyValueCache:
+class LayerBuffers(ABC):
+    """The buffers [1, kv_heads, rows, head_dim] of all owner layers, as rows that can be saved; a subclass says where they lie.
+
+    `kept` is how many sliding rows are always there, once written.
+    """
+
+    kept: int
+
+    def __init__(self, layout: CacheLayout) -> None:
+        """Raises BundleError for buffers that cannot be laid out."""
+        check_buffers(layout)
+        self.window = layout.sliding.window if layout.sliding else None
+        self._buffers: dict[str, list[NDArray[Any]]] = {FULL: [], SLIDING: []}
+
+    @property
+    @abstractmethod
+    def lost(self) -> int:
+        """How many of the oldest sliding rows are gone."""
+
+    @abstractmethod
+    def _sliding_places(self, first: int, length: int) -> slice | NDArray[np.int64]:
+        """Where the sliding buffers hold the positions from `first` to `length` - 1, those that are still there."""
+
+    @abstractmethod
+    def _set_held(self, length: int, held: int) -> None:
+        """Counts `length` rows, of which the sliding buffers hold the last `held`."""
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of a position in all full and in all sliding buffers."""
+        full, sliding = (sum(array[0, :, 0].nbytes for array in self._buffers[kind]) for kind in (FULL, SLIDING))
+        return full, sliding
+
+    @property
+    def sliding_rows(self) -> int:
+        """How many sliding rows before a position target and drafter see from it."""
+        return 0 if self.window is None else self.window + 1
+
+    @property
+    def rollback_floor(self) -> int:
+        """The smallest length above 0 at which all rows are there that the target and the drafter see."""
+        return 1 if self.window is None or not self.lost else self.lost + self.window + 1
+
+    def rows_from(self, first: int, length: int) -> KvRows:
+        """Returns the rows of the positions from `first` to `length` - 1; of sliding buffers those that are still there."""
+        places = self._sliding_places(first, length)
+        return KvRows(
+            full=joined_rows([array[:, :, first:length] for array in self._buffers[FULL]], length - first),
+            sliding=joined_rows([array[:, :, places] for array in self._buffers[SLIDING]], length - first),
+        )
+
+    def put_rows(self, rows: KvRows) -> None:
+        """Replaces all rows by these."""
+        length, held = len(rows.full), min(len(rows.sliding), self.kept)
+        self._set_held(length, held)
+        put_joined(rows.full, self._buffers[FULL], slice(length))
+        put_joined(rows.sliding[len(rows.sliding) - held :], self._buffers[SLIDING], self._sliding_places(length - held, length))
+
+
+class KeyValueCache(LayerBuffers):
     """Buffers of all owner layers. Row r of a full buffer is position r; of a sliding one it is position `first` + r.
 
     When a sliding buffer is full its newest rows move to its front, so its size does not grow with the context.
     """
 
     def __init__(self, layout: CacheLayout, context: int) -> None:
+        super().__init__(layout)
         buffers = layout.buffers
-        check_buffers(layout)
-        window = layout.sliding.window if layout.sliding else None
         # The drafter sees `window` + 1 rows (see onnx_blocks), also after a roll back by the slack.
-        self.kept = 0 if window is None else window + 1 + layout.rewind_slack
+        self.kept = 0 if self.window is None else self.window + 1 + layout.rewind_slack
         spare = context + MAX_ROWS
         sliding = next((buffer.rows for buffer in buffers if buffer.kind == SLIDING), 0)
         self.capacity = {FULL: spare, SLIDING: min(sliding, spare)}
         self.first = 0
         self.counts = {FULL: RowCount(), SLIDING: RowCount()}
-        self._window = window
         self._arrays: dict[str, NDArray[Any]] = {}
         self.values: dict[str, Any] = {}
-        self._sliding: list[NDArray[Any]] = []
-        self._full: set[str] = set()
         self.read_by_rows: list[str] = []
+        self._rows: dict[str, PlacedRows] = {}  # of those that target or drafter read by rows
         self._drafter_by_rows: dict[str, str] = {}
         for buffer in buffers:
             for name in (buffer.key, buffer.value):
                 shape = (1, buffer.kv_heads, self.capacity[buffer.kind], buffer.head_dim)
                 self._arrays[name] = np.zeros(shape, DTYPES[buffer.dtype])
+                if ROWS in (buffer.read, buffer.drafter_read):
+                    self._rows[name] = PlacedRows.of(self._arrays[name])
                 if buffer.read == ROWS:
                     self.read_by_rows.append(name)
                 else:
                     self.values[name] = value_over(self._arrays[name])
                 if buffer.drafter_read == ROWS:
                     self._drafter_by_rows[name] = buffer.kind
-                if buffer.kind == SLIDING:
-                    self._sliding.append(self._arrays[name])
-                else:
-                    self._full.add(name)
+                self._buffers[buffer.kind].append(self._arrays[name])
 
     def place_rows(self, call: Call, length: int, new: int) -> None:
         """Gives the target's call the first `length` rows of buffers that it reads by rows, and the place of `new` ones behind them."""
         for name in self.read_by_rows:
-            call.place_input(name, self._arrays[name][:, :, :length])
-            call.place_output(f"new_{name}", self._arrays[name][:, :, length : length + new])
+            call.place_input(name, self._rows[name], 0, length)
+            call.place_output(f"new_{name}", self._rows[name], length, new)
 
     def place_drafter_rows(self, call: Call, names: Container[str], length: int) -> None:
         """Gives the drafter's call, of the buffers among `names` that it reads by rows, those that it sees behind `length` rows."""
         for name, kind in self._drafter_by_rows.items():
             if name in names:
                 first, rows = self.drafter_rows(kind, length)
-                call.place_input(name, self._arrays[name][:, :, first : first + rows])
+                call.place_input(name, self._rows[name], first, rows)
 
     def drafter_rows(self, kind: str, length: int) -> tuple[int, int]:
         """Returns which row of such a buffer is the first that the drafter sees behind `length` rows, and how many it sees."""
         end = length if kind == FULL else length - self.first
-        rows = end if kind == FULL or self._window is None else min(end, self._window + 1)
+        rows = end if kind == FULL or self.window is None else min(end, self.window + 1)
         return end - rows, rows
 
     def array(self, name: str) -> NDArray[Any]:
@@ -106,11 +162,12 @@ class KeyValueCache:
     @property
     def chunk(self) -> int:
         """How many rows one forward may write at any time."""
-        return self.capacity[SLIDING] - self.kept if self._sliding and self.capacity[SLIDING] < self.capacity[FULL] else self.capacity[FULL]
+        moves = self._buffers[SLIDING] and self.capacity[SLIDING] < self.capacity[FULL]
+        return self.capacity[SLIDING] - self.kept if moves else self.capacity[FULL]
 
     def make_room(self, length: int, rows: int) -> None:
         """Gets ready for `rows` rows after the first `length`; sets the counts that the graphs read."""
-        if length - self.first + rows > self.capacity[SLIDING] and self._sliding:
+        if length - self.first + rows > self.capacity[SLIDING] and self._buffers[SLIDING]:
             self._move(length)
         self.set_counts(length + rows)
 
@@ -119,47 +176,25 @@ class KeyValueCache:
         self.counts[FULL].set(length)
         self.counts[SLIDING].set(length - self.first)
 
-    @property
-    def rollback_floor(self) -> int:
-        """The smallest length above 0 at which all rows are there that the target and the drafter see."""
-        return 1 if self._window is None or self.first == 0 else self.first + self._window + 1
-
     def restart(self) -> None:
         """Forgets everything."""
         self.first = 0
 
     @property
-    def row_bytes(self) -> tuple[int, int]:
-        """Bytes of a position in all full and in all sliding buffers."""
-        full, sliding = (sum(array[0, :, 0].nbytes for array in self._arrays_of(kind)) for kind in (FULL, SLIDING))
-        return full, sliding
+    def lost(self) -> int:
+        """How many of the oldest sliding rows are gone."""
+        return self.first
 
-    @property
-    def sliding_rows(self) -> int:
-        """How many sliding rows before a position target and drafter see from it."""
-        return 0 if self._window is None else self._window + 1
+    def _sliding_places(self, first: int, length: int) -> slice:
+        return slice(max(first - self.first, 0), length - self.first)
 
-    def rows_from(self, first: int, length: int) -> KvRows:
-        """Returns the rows of the positions from `first` to `length` - 1; of sliding buffers those that are still there."""
-        return KvRows(
-            full=joined_rows([array[:, :, first:length] for array in self._arrays_of(FULL)], length - first),
-            sliding=joined_rows([a[:, :, max(first - self.first, 0) : length - self.first] for a in self._sliding], length - first),
-        )
-
-    def put_rows(self, rows: KvRows) -> None:
-        """Replaces all rows by these."""
-        length, held = len(rows.full), min(len(rows.sliding), self.kept)
-        put_joined(rows.full, [array[:, :, :length] for array in self._arrays_of(FULL)])
-        put_joined(rows.sliding[len(rows.sliding) - held :], [array[:, :, :held] for array in self._sliding])
-        self.first = length - held if self._sliding else 0
-
-    def _arrays_of(self, kind: str) -> list[NDArray[Any]]:
-        return self._sliding if kind == SLIDING else [array for name, array in self._arrays.items() if name in self._full]
+    def _set_held(self, length: int, held: int) -> None:
+        self.first = length - held if self._buffers[SLIDING] else 0
 
     def _move(self, length: int) -> None:
         held = length - self.first
         kept = min(self.kept, held)
-        for array in self._sliding:
+        for array in self._buffers[SLIDING]:
             array[:, :, :kept] = array[:, :, held - kept : held]
         self.first += held - kept
 
@@ -177,10 +212,10 @@ def joined_rows(arrays: Sequence[NDArray[Any]], rows: int) -> NDArray[np.uint8]:
     return joined
 
 
-def put_joined(joined: NDArray[np.uint8], arrays: Sequence[NDArray[Any]]) -> None:
-    """Writes what `joined_rows` returned to buffers of the same shapes."""
+def put_joined(joined: NDArray[np.uint8], arrays: Sequence[NDArray[Any]], places: slice | NDArray[np.int64]) -> None:
+    """Writes what `joined_rows` returned to these rows of buffers."""
     for array, place in zip(arrays, _columns(arrays), strict=True):
-        array[0].view(np.uint8).transpose(1, 0, 2)[...] = _by_head(joined[:, place], array)
+        array[0].view(np.uint8).transpose(1, 0, 2)[places] = _by_head(joined[:, place], array)
 
 
 def _by_head(rows: NDArray[np.uint8], array: NDArray[Any]) -> NDArray[np.uint8]:

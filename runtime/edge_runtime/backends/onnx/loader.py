@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,12 +226,30 @@ def _environment(name: str, value: str) -> Iterator[None]:
         os.environ.pop(name, None)
 
 
+class PlacedRows(NamedTuple):
+    """Where the rows of a buffer [1, 1, rows, width] lie, which must stay alive; `step` bytes from row to row."""
+
+    address: int
+    step: int
+    kind: type[np.generic]
+    before: tuple[int, ...]
+    width: int
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Self:
+        """Those of a contiguous buffer."""
+        *before, _, width = array.shape
+        return cls(array.ctypes.data, width * array.itemsize, array.dtype.type, tuple(before), width)
+
+
 class Call:
     """A graph with its inputs and outputs bound."""
 
     def __init__(self, session: Any, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         self._session, self._name = session, name
         self._binding = session.io_binding()
+        # What the binding's own methods call, which make a device anew each time.
+        self._bound, self._device = self._binding._iobinding, onnxruntime_module().OrtDevice.make("cpu", 0)._get_c_device()
         for key, value in inputs.items():
             self._binding.bind_ortvalue_input(key, value)
         self._allocated = [key for key, value in outputs.items() if value is None]
@@ -241,13 +259,13 @@ class Call:
             else:
                 self._binding.bind_ortvalue_output(key, value)
 
-    def place_input(self, name: str, array: NDArray[Any]) -> None:
-        """Has the graph read `array` from now on, which must be contiguous and stay alive."""
-        self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.__array_interface__["data"][0])
+    def place_input(self, name: str, rows: PlacedRows, first: int, count: int) -> None:
+        """Has the graph read `count` rows from now on."""
+        self._bound.bind_input(name, self._device, rows.kind, (*rows.before, count, rows.width), rows.address + first * rows.step)
 
-    def place_output(self, name: str, array: NDArray[Any]) -> None:
-        """Has the graph write to `array` from now on, which must be contiguous and stay alive."""
-        self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.__array_interface__["data"][0])
+    def place_output(self, name: str, rows: PlacedRows, first: int, count: int) -> None:
+        """Has the graph write to `count` rows from now on."""
+        self._bound.bind_output(name, self._device, rows.kind, (*rows.before, count, rows.width), rows.address + first * rows.step)
 
     def run(self) -> None:
         """Runs the graph. Raises BackendError in onnxruntime's words if it fails."""

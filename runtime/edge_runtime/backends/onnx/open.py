@@ -81,6 +81,8 @@ class OrtBackend:
             row_kernel_facts=(library_version(), options.provider, variant(), build_hash()),
             exported_parity=(manifest.parity or {}).get("onnx"),
             row_kernels=variant() if target.row_kernels else None,
+            # Of float16 and int8 rows: the kernels read float32 ones.
+            stock_attention=any(buffer.dtype != "f32" for buffer in manifest.cache_layout.buffers),
             encoder=None if whole_images else lazy_encoder(bundle, "onnx", lambda: media_encoder(bundle, options), room),
         )
 

@@ -10,23 +10,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.onnx.kv_cache import FULL, SLIDING, check_buffers, joined_rows, put_joined
+from edge_runtime.backends.onnx.kv_cache import FULL, SLIDING, LayerBuffers
 from edge_runtime.backends.onnx.loader import value_over
 from edge_runtime.bundle.manifest import CacheLayout
 from edge_runtime.errors import BundleError
-from edge_runtime.interfaces import KvRows
 
 # Added to what is not seen. Float16, in which an NPU may compute, holds it, and its exponential is zero there.
 HIDDEN = np.float32(-30000)
 _MAX_ROWS = 1 << 21
 
 
-class StaticRows:
+class StaticRows(LayerBuffers):
     """Buffers of all owner layers, float32 [1, kv_heads, rows, head_dim], bound once to every graph."""
 
     def __init__(self, layout: CacheLayout) -> None:
-        check_buffers(layout)
-        self.window = layout.sliding.window if layout.sliding else None
+        super().__init__(layout)
         self.rows: dict[str, int] = {}
         self.arrays: dict[str, NDArray[np.float32]] = {}
         self.values: dict[str, Any] = {}
@@ -39,43 +37,20 @@ class StaticRows:
             for name in (buffer.key, buffer.value):
                 array = np.zeros((1, buffer.kv_heads, buffer.rows, buffer.head_dim), np.float32)
                 self.arrays[name], self.values[name], self._kinds[name] = array, value_over(array), buffer.kind
+                self._buffers[buffer.kind].append(array)
+        self.kept = self.rows.get(SLIDING, 0)
         self._written = self._gone = 0
 
     @property
-    def row_bytes(self) -> tuple[int, int]:
-        """Bytes of a position in all full and in all sliding buffers."""
-        full, sliding = (sum(array[0, :, 0].nbytes for array in self._arrays_of(kind)) for kind in (FULL, SLIDING))
-        return full, sliding
-
-    @property
-    def sliding_rows(self) -> int:
-        """How many sliding rows before a position target and drafter see from it."""
-        return 0 if self.window is None else self.window + 1
-
-    def rows_from(self, first: int, length: int) -> KvRows:
-        """Returns the rows of the positions from `first` to `length` - 1; of sliding buffers those that are still there."""
-        full = [array[:, :, first:length] for array in self._arrays_of(FULL)]
-        places = np.arange(max(first, self._lost), length) % self.rows.get(SLIDING, 1)
-        sliding = [array[:, :, places] for array in self._arrays_of(SLIDING)]
-        return KvRows(joined_rows(full, length - first), joined_rows(sliding, length - first))
-
-    def put_rows(self, rows: KvRows) -> None:
-        """Replaces all rows by these."""
-        length, held = len(rows.full), min(len(rows.sliding), self.rows.get(SLIDING, 0))
-        put_joined(rows.full, [array[:, :, :length] for array in self._arrays_of(FULL)])
-        sliding = [np.empty_like(array[:, :, :held]) for array in self._arrays_of(SLIDING)]
-        put_joined(rows.sliding[len(rows.sliding) - held :], sliding)
-        for array, new in zip(self._arrays_of(SLIDING), sliding, strict=True):
-            array[:, :, np.arange(length - held, length) % array.shape[2]] = new
-        self._written, self._gone = length, length - held
-
-    def _arrays_of(self, kind: str) -> list[NDArray[np.float32]]:
-        return [array for name, array in self.arrays.items() if self._kinds[name] == kind]
-
-    @property
-    def _lost(self) -> int:
+    def lost(self) -> int:
         """How many of the oldest sliding rows are gone."""
         return max(self._gone, self._written - self.rows.get(SLIDING, self._written))
+
+    def _sliding_places(self, first: int, length: int) -> NDArray[np.int64]:
+        return np.arange(max(first, self.lost), length) % self.rows.get(SLIDING, 1)
+
+    def _set_held(self, length: int, held: int) -> None:
+        self._written, self._gone = length, length - held
 
     def write(self, new_rows: dict[str, NDArray[np.float32]], start: int, count: int) -> None:
         """Writes the first `count` rows of new_rows[name] [1, kv_heads, rows, head_dim] as positions from `start` on."""
@@ -104,13 +79,6 @@ class StaticRows:
         positions = self._positions(kind, length)
         first = length - 1 - self.window if kind == SLIDING and self.window is not None else 0
         out[0, 0, 0] = np.where((positions >= 0) & (positions >= first), np.float32(0), HIDDEN)
-
-    @property
-    def rollback_floor(self) -> int:
-        """The smallest length above 0 at which all rows are there that the target and the drafter see."""
-        if self.window is None:
-            return 1
-        return 1 if not self._lost else self._lost + self.window + 1
 
     def restart(self) -> None:
         """Forgets everything."""

@@ -64,8 +64,8 @@ class TokenizerVocabulary:
     @cached_property
     def control_tokens(self) -> Mapping[str, int]:
         """Text -> id of the control tokens: of <|turn> and its like, and of what is visible in output but no text, as <|channel>."""
-        hidden = {self._tokenizer.id_to_token(token): token for token in sorted(self._control) if token < self.size}
-        return hidden | self._bracketed
+        listed = [(self._tokenizer.id_to_token(token), token) for token in sorted(self._control) if token < self.size]
+        return {text: token for text, token in listed if text is not None} | self._bracketed
 
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
         """Returns the token ids of `text`; a surrogate that is no half of a pair becomes U+FFFD.

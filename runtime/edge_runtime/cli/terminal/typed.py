@@ -30,7 +30,6 @@ class History:
         self._path = path
 
     def load(self) -> list[str]:
-        """Returns the newest messages."""
         messages: list[str] = []
         with contextlib.suppress(OSError, ValueError):
             messages = [text for line in self._path.read_text(encoding="utf-8").splitlines() if isinstance(text := json.loads(line), str)]
@@ -40,7 +39,6 @@ class History:
         return messages[-MAX_MESSAGES:]
 
     def add(self, text: str) -> None:
-        """Appends a message."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with os.fdopen(os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:

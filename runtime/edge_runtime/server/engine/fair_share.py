@@ -23,7 +23,6 @@ class Places:
         self._held: Counter[int] = Counter()
 
     def total(self) -> int:
-        """Returns how many are taken."""
         with self._lock:
             return self._held.total()
 
@@ -47,7 +46,6 @@ class Places:
             self._held[client] += requests
 
     def give_back(self, client: int) -> None:
-        """Frees one place."""
         with self._lock:
             self._held[client] -= 1
 

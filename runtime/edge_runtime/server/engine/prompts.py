@@ -11,8 +11,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.media.soft_rows import MEDIA, Media, MediaPrompt, without_media
 from edge_runtime.server.errors import ApiError, invalid
 from edge_runtime.server.requests.completions import Prompt
-from edge_runtime.server.requests.media import SentMedia
-from edge_runtime.server.requests.messages import Conversation
+from edge_runtime.server.requests.messages import Conversation, SentMedia
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import MARK, ChatTemplate
 

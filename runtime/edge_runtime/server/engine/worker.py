@@ -24,7 +24,7 @@ from edge_runtime.server.engine.jobs import Failed, Job, StreamEvent
 from edge_runtime.server.engine.prompts import Prompts, is_short, media_of
 from edge_runtime.server.errors import ApiError, to_api_error
 from edge_runtime.server.requests.completions import CompletionRequest, Prompt
-from edge_runtime.server.requests.media import SentMedia
+from edge_runtime.server.requests.messages import SentMedia
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation, reusable_prefix
 from edge_runtime.text.chat_template import ChatTemplate
@@ -91,7 +91,6 @@ class Worker:
         self._compilers = FairPool(COMPILERS, "edge-mtp constraints")
 
     def start(self) -> None:
-        """Starts the worker thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -243,7 +242,6 @@ class Worker:
             self._inbox.put(job)
 
     def _drop_cancelled(self) -> None:
-        """Removes cancelled requests."""
         for job in [job for job in self._waiting if job.cancelled]:
             self._waiting.remove(job)
             self._places.give_back(job.client)

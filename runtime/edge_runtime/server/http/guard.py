@@ -47,7 +47,6 @@ class Guard:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Responds to refused requests itself."""
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}

@@ -16,8 +16,8 @@ from edge_runtime.server.errors import invalid
 from edge_runtime.server.requests.fields import Fields
 from edge_runtime.server.requests.messages import Conversation, read_messages
 from edge_runtime.server.requests.tools import read_constraint, read_tools
+from edge_runtime.text.channels import StopStrings
 from edge_runtime.text.constraints import ConstraintSource
-from edge_runtime.text.stream import StopStrings
 
 MAX_CHOICES = 32
 MAX_PROMPTS = 32
@@ -198,7 +198,8 @@ def _request(
             CompletionRequest(
                 prompt=prompt,
                 max_tokens=max_tokens,
-                sampling=replace(sampling, seed=_next_seed(sampling.seed, number)),
+                # Choices with the same seed would be the same.
+                sampling=replace(sampling, seed=None if sampling.seed is None else (sampling.seed + number) % _SEEDS),
                 sampling_fields=sampling_fields,
                 stop=stop,
                 constraint=constraint,
@@ -230,11 +231,6 @@ def _sampling(fields: Fields) -> SamplingParams:
         logit_bias=_biases(fields),
         seed=None if seed is None else seed % _SEEDS,
     )
-
-
-def _next_seed(seed: int | None, number: int) -> int | None:
-    """Returns the seed of the choice `number` of a request: choices with the same seed would be the same."""
-    return None if seed is None else (seed + number) % _SEEDS
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:

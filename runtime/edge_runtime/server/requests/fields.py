@@ -39,12 +39,10 @@ class Fields:
             raise self.wrong(name, f"is not supported; {why}", code="unsupported_parameter")
 
     def text(self, name: str, default: str | None = None) -> str | None:
-        """Returns a string."""
         value: str | None = self._typed(name, str, default)
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Returns a boolean."""
         value: bool = self._typed(name, bool, default)
         return value
 
@@ -72,7 +70,6 @@ class Fields:
         return value
 
     def object(self, name: str) -> dict[str, Any] | None:
-        """Returns an object."""
         value: dict[str, Any] | None = self._typed(name, dict, None)
         return value
 

@@ -10,8 +10,7 @@ from typing import Any
 from edge_runtime.server.errors import invalid
 from edge_runtime.server.requests.completions import SAMPLING_FIELDS, ApiRequest, read_chat, read_completion
 from edge_runtime.server.requests.fields import Fields
-from edge_runtime.server.requests.media import MAX_MEDIA
-from edge_runtime.server.requests.messages import MAX_CALLS, MAX_MESSAGES
+from edge_runtime.server.requests.messages import MAX_CALLS, MAX_MEDIA, MAX_MESSAGES
 
 _IGNORED = {"keep_alive", "model"}
 _COMMON = {"format", "logprobs", "options", "stream", "think", "top_logprobs"}

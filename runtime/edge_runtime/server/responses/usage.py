@@ -5,7 +5,7 @@ from __future__ import annotations
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.live import RunEnergy
 from edge_runtime.server.responses.response_format import Json
-from edge_runtime.session.monitoring.prometheus import Metric, Point
+from edge_runtime.session.monitor import Metric, Point
 from edge_runtime.session.stats import DecodeStats
 
 

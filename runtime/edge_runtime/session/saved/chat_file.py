@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from edge_devices.errors import errors_as
 from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.files.typed_json import StructureError, from_json, to_json
@@ -28,10 +29,8 @@ def save(path: Path, settings: Any, messages: Sequence[dict[str, Any]]) -> None:
     # JSON has neither integer keys nor infinity.
     data["sampling"]["logit_bias"] = {str(k): "-inf" if v == -math.inf else v for k, v in settings.sampling.logit_bias.items()}
     record = {"format": FORMAT, "version": VERSION, "settings": data, "messages": list(messages)}
-    try:
+    with errors_as(RequestError, f"the conversation cannot be saved to {path}", "choose another file", OSError, ValueError):
         atomic_write(path, [json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False).encode(), b"\n"])
-    except (OSError, ValueError) as error:
-        raise RequestError(f"the conversation cannot be saved to {path} ({error}); choose another file") from error
 
 
 def load(path: Path, settings_type: type[Settings]) -> tuple[Settings, list[dict[str, Any]]]:

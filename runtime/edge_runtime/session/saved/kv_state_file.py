@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.errors import errors_as
 from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.typed_json import StructureError, from_json, to_json
 from edge_runtime.errors import RequestError
@@ -146,10 +147,8 @@ def save_state(path: Path, target: SavableTarget, facts: Mapping[str, str]) -> N
     """Writes the target's committed rows to `path`, atomically. Raises RequestError if that is not possible."""
     if not target.length:
         raise RequestError("the KV cache is empty, so there is no state to save; generate something first")
-    try:
+    with errors_as(RequestError, f"the state cannot be written to {path}", "choose another file"):
         write_segment(path, RowSegment(tokens=target.tokens.astype(np.int64), rows=target.state()), facts, target.context)
-    except OSError as error:
-        raise RequestError(f"the state cannot be written to {path} ({error.strerror}); choose another file") from error
 
 
 def load_state(path: Path, target: SavableTarget, facts: Mapping[str, str], ids: range) -> None:
@@ -159,20 +158,18 @@ def load_state(path: Path, target: SavableTarget, facts: Mapping[str, str], ids:
     """
     if not path.is_file():
         raise RequestError(f"the state {path} is not a file; check the path")
-    try:
-        with SegmentFile(Path(os.path.realpath(path)), facts, target.row_bytes) as file:
-            header = file.header
-            if header.first:
-                raise RequestError(f"the state {path} begins at token {header.first}, as a prompt cache's; save one with --save-state")
-            if header.tokens > target.context:
-                raise RequestError(
-                    f"the state {path} has {header.tokens} tokens, the context {target.context}; open with --context {header.context}"
-                )
-            full, sliding = (np.empty((n, b), np.uint8) for n, b in zip((header.tokens, header.sliding), target.row_bytes, strict=True))
-            tokens = file.read_full(full)
-            file.read_sliding(sliding)
-    except OSError as error:
-        raise RequestError(f"the state {path} cannot be read ({error.strerror}); check the path") from error
+    unreadable = errors_as(RequestError, f"the state {path} cannot be read", "check the path")
+    with unreadable, SegmentFile(Path(os.path.realpath(path)), facts, target.row_bytes) as file:
+        header = file.header
+        if header.first:
+            raise RequestError(f"the state {path} begins at token {header.first}, as a prompt cache's; save one with --save-state")
+        if header.tokens > target.context:
+            raise RequestError(
+                f"the state {path} has {header.tokens} tokens, the context {target.context}; open with --context {header.context}"
+            )
+        full, sliding = (np.empty((n, b), np.uint8) for n, b in zip((header.tokens, header.sliding), target.row_bytes, strict=True))
+        tokens = file.read_full(full)
+        file.read_sliding(sliding)
     if tokens.min() < ids.start or tokens.max() >= ids.stop:
         raise RequestError(f"the state {path} has tokens outside of 0..{ids.stop - 1}; it is damaged, save it again")
     target.restore(tokens.tolist(), KvRows(full, sliding))
@@ -187,13 +184,11 @@ def _read_header(path: Path, file: BinaryIO, row_bytes: tuple[int, int]) -> Stat
         raise RequestError(
             f"the state {path} has a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; it is damaged, save it again"
         )
-    try:
+    with errors_as(RequestError, f"the state {path} has a damaged header", "save it again", ValueError, RecursionError, StructureError):
         data = json.loads(file.read(length))
         if isinstance(data, dict) and type(version := data.get("version")) is int and version != VERSION:
             raise RequestError(f"the state {path} has version {version}, this reader supports {VERSION}; save it again")
         header = from_json(StateHeader, data, "header")
-    except (ValueError, RecursionError, StructureError) as error:
-        raise RequestError(f"the state {path} has a damaged header ({error}); save it again") from error
     sound = header.tokens >= 1 and 0 <= header.sliding <= header.tokens and header.first >= 0 and 0 <= header.seconds <= MAX_SECONDS
     if not sound:
         raise RequestError(

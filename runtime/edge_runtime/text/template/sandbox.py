@@ -183,7 +183,6 @@ class Counting(NodeTransformer):
         return _filtered(node, "_measured") if node.ctx == "load" else node
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Expr:
-        """Measures a mapping literal."""
         self.generic_visit(node)
         return _filtered(node, "_measured")
 

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
+from edge_runtime.backends.llama.head_file import HeadWeights, read_head
 from edge_runtime.backends.llama.loader import llama_library
-from edge_runtime.backends.llama.sparse_head import HeadWeights, read_head
 from edge_runtime.errors import BackendError
 from tiny_head import KEYS, SIZES, TOP, VOCABULARY, head_arrays, write_head_file, write_tensors
 
@@ -36,7 +36,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"drafter_head.format": 3}, "is no head file of this version"),
+        ({"drafter_head.format": 4}, "is no head file of this version"),
         ({"drafter_head.format": "2"}, "is no head file of this version"),
         ({"drafter_head.top_centroids": 0}, "top_centroids is 0, not a number from 1 to 6"),
         ({"drafter_head.top_centroids": 7}, "top_centroids is 7"),
@@ -48,7 +48,7 @@ def test_keys_that_lie_are_refused(tmp_path: Path, changes: dict[str, Any], word
         read(write_head_file(tmp_path / "head", head_arrays(), KEYS | changes))
 
 
-@pytest.mark.parametrize("name", ["rows", "token_ordering", "centroids", "embedding_projection", "hidden_projection", "feedback"])
+@pytest.mark.parametrize("name", ["rows", "token_ordering", "centroids"])
 def test_a_tensor_that_is_missing_misshapen_or_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
     arrays = head_arrays()
     wrong = {"cut": arrays[name][:-1], "typed": arrays[name].astype(np.int8)}
@@ -58,7 +58,7 @@ def test_a_tensor_that_is_missing_misshapen_or_of_another_type_is_refused(tmp_pa
             read(write_tensors(tmp_path / "head", arrays | case, KEYS, {}))
 
 
-@pytest.mark.parametrize(("field", "value"), [("hidden_size", 64), ("target_hidden_size", 96), ("vocabulary", VOCABULARY * 2)])
+@pytest.mark.parametrize(("field", "value"), [("hidden_size", 64), ("vocabulary", VOCABULARY * 2)])
 def test_the_head_of_another_pair_is_refused(tmp_path: Path, field: str, value: int) -> None:
     with pytest.raises(BackendError, match=r"export the (pair|bundle) again"):
         read(write_head_file(tmp_path / "head", head_arrays()), **{field: value})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
@@ -16,11 +19,16 @@ from edge_runtime.backends.llama.drafter import LlamaDrafter
 from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
-from edge_runtime.errors import RequestError
+from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftRequest
 
 if llama_library().row_kernels is None:
     pytest.skip("the row kernels do not run here", allow_module_level=True)
+
+
+STEPS, ROWS = 4, 5
+# llama.cpp rounds weights, activations and K/V to float16, the reference does not.
+NEAR_TIE = 0.08
 
 
 def options(**changes: Any) -> LlamaOptions:
@@ -33,6 +41,51 @@ def kernel_drafter(pair: Any, target: LlamaTarget, *, sparse: bool = False) -> L
 
 def text(target: LlamaTarget, count: int) -> list[int]:
     return target.vocabulary.encode(Path(__file__).read_text("utf-8"))[:count]
+
+
+class Reference:
+    """The assistant in float32 with its sparse head, unrolled at constant position."""
+
+    def __init__(self, pair: Any, tokens: list[int]) -> None:
+        torch = pytest.importorskip("torch")
+        transformers = pytest.importorskip("transformers")
+        load = {"dtype": torch.float32, "local_files_only": True}
+        self.torch = torch
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(pair.target_checkpoint, **load).eval()
+        self.assistant = transformers.Gemma4AssistantForCausalLM.from_pretrained(pair.drafter_checkpoint, **load).eval()
+        assert self.assistant.config.use_ordered_embeddings
+        self.window = int(json.loads((pair.target_checkpoint / "config.json").read_text())["sliding_window"])
+        output = self.model(torch.tensor([tokens]), output_hidden_states=True, return_shared_kv_states=True)
+        self.hidden, self.shared = output.hidden_states[-1], output.shared_kv_states
+
+    def rows_before(self, position: int) -> Any:
+        # llama.cpp's window ends at the drafter's own position, which has no row: one row less than transformers takes.
+        first = {"sliding_attention": max(0, position - self.window + 1)}
+        return {kind: tuple(part[:, :, first.get(kind, 0) : position] for part in pair) for kind, pair in self.shared.items()}
+
+    def unroll(self, position: int, last: int, draft: list[int]) -> Iterator[tuple[Any, Any]]:
+        """Yields the sparse and the dense logits of every step, each after the tokens of `draft` before it."""
+        hidden, torch = self.hidden[:, position - 1 : position], self.torch
+        for token in draft:
+            embeddings = torch.cat([self.model.get_input_embeddings()(torch.tensor([[last]])), hidden], dim=-1)
+            captured: list[Any] = []
+            hook = self.assistant.post_projection.register_forward_pre_hook(lambda _, given, into=captured: into.append(given[0]))
+            output = self.assistant(
+                inputs_embeds=embeddings, shared_kv_states=self.rows_before(position), position_ids=torch.tensor([[position]])
+            )
+            hook.remove()
+            yield output.logits[0, -1].numpy(), self.assistant.lm_head(captured[0])[0, -1].numpy()
+            hidden, last = output.last_hidden_state, token
+
+
+def with_top(head: Path, top: int, to: Path) -> Path:
+    """A copy of the head file that looks into `top` centroids."""
+    key, uint32 = b"drafter_head.top_centroids", (4).to_bytes(4, "little")
+    before, after = (key + uint32 + count.to_bytes(4, "little") for count in (8, top))
+    data = head.read_bytes()
+    assert data.count(before) == 1
+    to.write_bytes(data.replace(before, after))
+    return to
 
 
 @pytest.fixture(params=["f16", "q8_0", "q4_0"])
@@ -52,6 +105,70 @@ def test_drafts_are_llama_cpps(reference_pair: Any, target: LlamaTarget, sparse:
         equal += next((n for n in range(3) if mine[n] != its[n]), 3)
         target.verify([token])
     assert equal > 0.9 * 3 * 300
+
+
+# The shipped pair's 8 centroids, and so few that the sparse head often chooses otherwise than a dense one would.
+@pytest.mark.parametrize(("random_text", "top"), [(False, 8), (True, 8), (False, 1), (True, 1)])
+def test_drafts_are_those_of_the_reference_s_sparse_head(reference_pair: Any, random_text: bool, top: int, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    same = steps = sparse_matters = others = 0
+    head = with_top(reference_pair.head, top, tmp_path / "head.gguf")
+    with torch.no_grad(), LlamaTarget(reference_pair.target, options()) as target:
+        drafter = LlamaKernelDrafter(reference_pair.drafter, head, target, reference_pair.target)
+        generator = random.Random(4)
+        count = 64 * ROWS + 1
+        tokens = [2, *(generator.randrange(300, 4096) for _ in range(count - 1))] if random_text else text(target, count)
+        reference = Reference(reference_pair, tokens)
+        reference.assistant.masked_embedding.centroid_intermediate_top_k = top
+        for end in range(ROWS, len(tokens), ROWS):
+            target.verify(tokens[end - ROWS : end])
+            draft = drafter.draft(tokens[end], STEPS)
+            for token, (sparse, dense) in zip(draft, reference.unroll(end, tokens[end], draft), strict=True):
+                choice = int(sparse.argmax())
+                steps += 1
+                same += token == choice
+                sparse_matters += choice != int(dense.argmax())
+                if sparse[token] == sparse.min():  # of a centroid that the reference did not take: two tied
+                    others += 1
+                else:
+                    assert sparse[choice] - sparse[token] < NEAR_TIE, f"{token} instead of {choice} at {end} is no near-tie"
+    assert steps == 64 * STEPS
+    assert others <= 0.01 * steps
+    assert same >= 0.98 * steps
+    assert top > 1 or sparse_matters > 0.02 * steps, "a dense head would have passed too"
+
+
+def test_a_sampler_gets_the_candidates_and_its_choice_leads_the_next_step(reference_pair: Any) -> None:
+    scored: list[Any] = []
+
+    def always(token: int) -> Any:
+        scored.clear()
+        return lambda logits, tokens=None: [token, scored.append((tokens.copy(), logits.copy()))][0]
+
+    with LlamaTarget(reference_pair.target, options()) as target:
+        drafter, tokens = kernel_drafter(reference_pair, target, sparse=True), text(target, 51)
+        target.prefill(tokens[:50])
+        greedy = drafter.draft(tokens[50], 4)
+        assert drafter.draft(tokens[50], 4, lambda logits, tokens=None: int(tokens[logits.argmax()])) == greedy
+        assert drafter.draft(tokens[50], 2, always(300)) == [300, 300]
+        assert all(len(set(tokens.tolist())) == len(tokens) == len(logits) == 8 * 64 for tokens, logits in scored)
+        after_one = scored[1]
+        assert drafter.draft(tokens[50], 2, always(301)) == [301, 301]
+        assert not np.array_equal(after_one[1], scored[1][1])
+        assert drafter.draft(tokens[50], 4) == greedy, "drafts do not depend on what was drafted before"
+
+
+def test_files_that_do_not_fit_are_refused(reference_pair: Any, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(reference_pair.head.read_bytes()[:-1])
+    with LlamaTarget(reference_pair.target, options()) as target:
+        with pytest.raises(BackendError, match="is truncated"):
+            LlamaKernelDrafter(reference_pair.drafter, cut, target, reference_pair.target)
+        with pytest.raises(BackendError, match="not a file"):
+            LlamaKernelDrafter(tmp_path / "none.gguf", reference_pair.head, target, reference_pair.target)
+        with pytest.raises(BackendError, match=r"token_embd.weight has the shape \[192, 4096\]"):
+            LlamaKernelDrafter(reference_pair.drafter, reference_pair.head, target, reference_pair.drafter)
+        assert not target.shared.drafters
 
 
 def test_a_rollback_leaves_the_rows_that_the_kept_token_attends_to(reference_pair: Any) -> None:
@@ -97,7 +214,7 @@ def test_without_known_cells_there_are_no_drafts_and_no_drafter_is_opened(refere
         try:
             target.verify(tokens[-1:])
             assert drafter.draft(300, 3) == []
-            with pytest.raises(ValueError, match="its rows"):
+            with pytest.raises(ValueError, match="do not run here"):
                 kernel_drafter(reference_pair, target)
         finally:
             ggml.switch(enabled=True)

@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_runtime.backends.llama.ggml_graph import GgmlContext
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.mapped_gguf import MappedTensor, map_gguf
 from edge_runtime.errors import BackendError
+from ggml_graph import GgmlContext
 
 COUNT, WIDTH = 11, 512
 NAME = "token_embd.weight"

@@ -148,7 +148,7 @@ def test_rollback_into_a_prompt_and_a_prefix_used_again(path: Path, kept: int) -
 
 
 def test_drafts_before_the_first_verify_are_the_same(path: Path) -> None:
-    drafter_path = next(path.parent.glob("drafter-q*.gguf"))
+    drafter_path = next(path.parent.glob("mtp-*.gguf"))
     target, drafter = open_pair(path, drafter_path, options())
     assert drafter is not None
     with target:

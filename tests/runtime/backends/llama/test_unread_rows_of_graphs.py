@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_runtime.backends.kernels import ggml
-from edge_runtime.backends.llama.ggml_graph import GgmlContext
 from edge_runtime.backends.llama.loader import declare, llama_library
+from ggml_graph import GgmlContext
 
 pytestmark = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")
 HEADS, DIM, CELLS = 4, 8, 16

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 import edge_export
-from edge_runtime.bundle.manifest_checks import with_hash
+from edge_runtime.bundle.manifest import with_hash
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.session.open import open_session
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import resource
 import sys
 import threading
@@ -246,3 +248,27 @@ def test_a_bundle_drafts_and_verifies_on_the_kernels(onnx_pair: Bundles, weights
     with open_session(folder, threads=1) as session:
         stock = session.generate("class Stack:", max_tokens=24, draft_length=0).text()
     assert fast[:16] == stock[:16]
+
+
+def cached_share(path: Path) -> float:
+    """How much of a file is in the system's cache."""
+    pages = -(-path.stat().st_size // mmap.PAGESIZE)
+    resident = np.zeros(pages, np.uint8)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        place = np.frombuffer(mapped, np.uint8)
+        libc = ctypes.CDLL(None)
+        assert libc.mincore(ctypes.c_void_p(place.ctypes.data), ctypes.c_size_t(place.size), ctypes.c_void_p(resident.ctypes.data)) == 0
+        del place
+    return float((resident & 1).mean())
+
+
+@built
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux")
+def test_an_opened_bundle_leaves_its_files_in_the_cache_of_the_system(onnx_pair: Bundles) -> None:
+    folder = onnx_pair("int4")
+    (data,) = folder.glob("target*.onnx_data")
+    data.read_bytes()
+    assert cached_share(data) == 1
+    with open_session(folder, threads=1) as session:
+        assert session.row_kernels
+    assert cached_share(data) > 0.9

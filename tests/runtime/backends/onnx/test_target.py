@@ -151,24 +151,6 @@ def test_a_choosing_host_gets_candidates_and_its_choice_is_taken(target: OrtTarg
     assert chosen != drafter.draft(300, 3)
 
 
-def test_an_unsure_drafter_stops_early(onnx_pair: Bundles) -> None:
-    files = pair_of(open_bundle(onnx_pair("f32")), drafter=True)
-    target, drafter = open_pair(files, options())
-    assert drafter is not None
-    with target:
-        target.prefill(random_tokens(10, 30))
-        whole = drafter.draft(300, 12)
-        lengths = []
-        for least in (0.05, 0.3, 0.6, 1.1):
-            drafter.min_probability = least
-            drafts = drafter.draft(300, 12)
-            assert drafts == whole[: len(drafts)]
-            lengths.append(len(drafts))
-        assert lengths == sorted(lengths, reverse=True)
-        assert lengths[-1] == 0 < lengths[0]
-        assert len(drafter.draft(300, 3, lambda scores, tokens=None: int(tokens[0]))) == 3, "what the host chose is kept"
-
-
 def test_every_node_runs_on_the_cpu_and_the_report_says_so(target: OrtTarget, drafter: OrtDrafter) -> None:
     graphs = {**target.assignments(), "drafter": drafter.assignments()}
     assert len(graphs) == 3

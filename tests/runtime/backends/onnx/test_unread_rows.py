@@ -25,7 +25,7 @@ from edge_runtime.backends.kernels import loader
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
 from edge_runtime.backends.onnx.target import GraphTarget
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.manifest_checks import with_hash
+from edge_runtime.bundle.manifest import with_hash
 from edge_runtime.interfaces import Drafter
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.session.open import open_session
+from edge_runtime.text.chat_template import bundle_template
 
 Both = tuple[TokenizerVocabulary, LlamaVocabulary]
 
@@ -81,6 +83,17 @@ def test_ids_and_files_that_are_none(both: Both, onnx_pair: Callable[[str], Path
     assert graphs is not None
     with pytest.raises(BundleError, match="is no tokenizer"):
         TokenizerVocabulary(tmp_path / "tokenizer.json", graphs, 10)
+
+
+def test_a_listed_control_token_that_the_file_does_not_have(onnx_pair: Callable[[str], Path]) -> None:
+    """A hostile bundle lists one: a chat would end in a traceback."""
+    bundle = open_bundle(onnx_pair("f32"))
+    assert bundle.manifest.onnx is not None
+    size = bundle.manifest.architecture.vocab_size
+    graphs = replace(bundle.manifest.onnx, control_tokens=(*bundle.manifest.onnx.control_tokens, size))
+    own = TokenizerVocabulary(bundle.path("tokenizer"), graphs, size + 1)
+    assert size not in own.control_tokens.values()
+    assert bundle_template(bundle, own).render([{"role": "user", "content": "hi"}])
 
 
 def test_marks_that_the_file_calls_ordinary_are_kept_out_of_foreign_text_too(onnx_pair: Callable[[str], Path], tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 #include "pack.h"
 
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 namespace edge {
 namespace {
@@ -39,7 +41,69 @@ bool is_half(float value) {
     return static_cast<float>(half) == value;
 }
 
+// Pieces of a matrix that threads take in turn, so that none waits for one whose processor is busy.
+struct Pieces {
+    int64_t tiles, next;
+    void (*part)(void*, int64_t, int64_t);
+    void* data;
+};
+
+constexpr int64_t kTilesOfPiece = 16;
+constexpr int kMaxThreads = 4;  // more wait for memory
+constexpr size_t kWorthThreads = size_t{1} << 20;
+
+void* take_pieces(void* argument) {
+    Pieces& pieces = *static_cast<Pieces*>(argument);
+    for (;;) {
+        const int64_t first = __atomic_fetch_add(&pieces.next, kTilesOfPiece, __ATOMIC_RELAXED), end = first + kTilesOfPiece;
+        if (first >= pieces.tiles) return nullptr;
+        pieces.part(pieces.data, first, end < pieces.tiles ? end : pieces.tiles);
+    }
+}
+
+// What packing a matrix reads and writes.
+struct Packing {
+    const PackedMatrix& matrix;
+    int64_t stored_blocks;
+    const uint8_t* levels;
+    const float* scales;
+    uint8_t* memory;
+};
+
+void pack_tiles(void* argument, int64_t first, int64_t last) {
+    const auto& [m, stored_blocks, levels, scales, memory] = *static_cast<const Packing*>(argument);
+    const int64_t blocks = m.blocks(), row_bytes = m.inputs * m.bits / 8, lines = row_bytes / 4;
+    uint8_t* packed_scales = memory + m.level_bytes();
+    for (int64_t tile = first; tile < last; tile++) {
+        uint8_t* to = memory + tile * m.tile_bytes();
+        for (int64_t n = 0; n < kTile; n++) {
+            const int64_t output = tile * kTile + n;
+            const uint8_t* row = levels + output * row_bytes;
+            for (int64_t line = 0; line < lines; line++) {
+                const uint32_t dword = output < m.outputs ? packed_dword(row, m.bits, line) : 0;
+                memcpy(to + line * kLine + n * 4, &dword, 4);
+            }
+            for (int64_t b = 0; b < blocks; b++) {
+                const float scale = output < m.outputs ? scales[output * stored_blocks + b] : 0.0f;
+                const int64_t at = (tile * blocks + b) * kTile + n;
+                if (m.half_scales) reinterpret_cast<_Float16*>(packed_scales)[at] = static_cast<_Float16>(scale);
+                else reinterpret_cast<float*>(packed_scales)[at] = scale;
+            }
+        }
+    }
+}
+
 }  // namespace
+
+void for_all_tiles(int64_t tiles, size_t bytes, void (*part)(void*, int64_t, int64_t), void* data) {
+    Pieces pieces = {tiles, 0, part, data};
+    pthread_t threads[kMaxThreads];
+    const long processors = bytes < kWorthThreads ? 1 : sysconf(_SC_NPROCESSORS_ONLN);
+    int others = 0;
+    while (others + 1 < processors && others + 1 < kMaxThreads && pthread_create(&threads[others], nullptr, take_pieces, &pieces) == 0) others++;
+    take_pieces(&pieces);
+    while (others) pthread_join(threads[--others], nullptr);
+}
 
 bool fits(int64_t outputs, int64_t inputs, int64_t bits, int64_t block) {
     return (bits == 2 || bits == 4 || bits == 8) && (block == 16 || block == 32 || block == 64 || block == 128) && outputs > 0 &&
@@ -64,29 +128,12 @@ bool pack(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block,
         if (inputs > kMaxStaticInputs || !has_row_scales(outputs, stored_blocks, scales)) return false;
         m.block = static_cast<int>(inputs), m.static_scale = static_scale;
     }
-    const int64_t blocks = m.blocks();
     for (int64_t i = 0; i < count && m.half_scales; i++) m.half_scales = is_half(scales[i]);
     const size_t level_bytes = m.level_bytes();
     uint8_t* memory = static_cast<uint8_t*>(memory_for_weights(m.bytes()));
     if (!memory) return false;
-    const int64_t row_bytes = inputs * bits / 8, lines = row_bytes / 4;
-    for (int64_t tile = 0; tile < m.tiles(); tile++) {
-        uint8_t* to = memory + tile * m.tile_bytes();
-        for (int64_t n = 0; n < kTile; n++) {
-            const int64_t output = tile * kTile + n;
-            const uint8_t* row = levels + output * row_bytes;
-            for (int64_t line = 0; line < lines; line++) {
-                const uint32_t dword = output < outputs ? packed_dword(row, bits, line) : 0;
-                memcpy(to + line * kLine + n * 4, &dword, 4);
-            }
-            for (int64_t b = 0; b < blocks; b++) {
-                const float scale = output < outputs ? scales[output * stored_blocks + b] : 0.0f;
-                const int64_t at = (tile * blocks + b) * kTile + n;
-                if (m.half_scales) reinterpret_cast<_Float16*>(memory + level_bytes)[at] = static_cast<_Float16>(scale);
-                else reinterpret_cast<float*>(memory + level_bytes)[at] = scale;
-            }
-        }
-    }
+    Packing packing = {m, stored_blocks, levels, scales, memory};
+    for_all_tiles(m.tiles(), m.bytes(), pack_tiles, &packing);
     m.levels = memory;
     m.scales = memory + level_bytes;
     return true;

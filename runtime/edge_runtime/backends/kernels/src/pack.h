@@ -12,6 +12,8 @@ void release(PackedMatrix& matrix);
 // Memory for weights, to be freed by `free`; null where there is none. It begins at a line, and large pieces at a large page: weights are
 // read from end to end, so that fewer addresses have to be translated.
 void* memory_for_weights(size_t size);
+// Calls `part(data, first, last)` for pieces of the tiles of a matrix of `bytes`, on several processors where that is worth their start.
+void for_all_tiles(int64_t tiles, size_t bytes, void (*part)(void*, int64_t, int64_t), void* data);
 // Whether kernels take such a matrix.
 bool fits(int64_t outputs, int64_t inputs, int64_t bits, int64_t block);
 

@@ -185,11 +185,17 @@ void pack_block(const Q6K& from, Target to) {
     put_scale(from.scale, to.scales + kFactors, to);
 }
 
+struct Source {
+    const PackedMatrix& matrix;
+    const void* data;
+};
+
 template <class Block>
-void pack_all(const PackedMatrix& m, const void* data) {
+void pack_tiles(void* argument, int64_t first, int64_t last) {
+    const auto& [m, data] = *static_cast<const Source*>(argument);
     const int64_t blocks = m.blocks(), block_bytes = m.tile_bytes() / blocks, scale_bytes = m.scale_bytes();
     uint8_t *levels = const_cast<uint8_t*>(m.levels), *scales = static_cast<uint8_t*>(const_cast<void*>(m.scales));
-    for (int64_t tile = 0; tile < m.tiles(); tile++)
+    for (int64_t tile = first; tile < last; tile++)
         for (int64_t n = 0; n < kTile; n++) {
             const int64_t output = tile * kTile + n;
             if (output >= m.outputs) break;
@@ -197,6 +203,12 @@ void pack_all(const PackedMatrix& m, const void* data) {
             for (int64_t b = 0, at = tile * blocks; b < blocks; b++, at++)
                 pack_block(from[b], {levels + at * block_bytes + n * 4, scales + at * scale_bytes, n});
         }
+}
+
+template <class Block>
+void pack_all(const PackedMatrix& m, const void* data) {
+    Source source = {m, data};
+    for_all_tiles(m.tiles(), m.bytes(), pack_tiles<Block>, &source);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""The two files of the split drafter: the body keeps the drafter's blocks, the head follows its formulas."""
+"""The file of the sparse head: the drafter's rows in the order of centroids."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ gguf = pytest.importorskip("gguf")
 
 
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from edge_export.errors import CheckpointError, ExportError
-from edge_export.gguf.split_drafter import head_bytes, write_body, write_head
+from edge_export.errors import CheckpointError
+from edge_export.gguf.drafter_head import head_bytes, write_head
 from edge_export.gguf.writer import write_gguf
 from edge_export.quantization.llama_quantize import quantize_gguf
 
@@ -42,7 +42,7 @@ def finished_as(drafter: Checkpoint, folder: Path, quantization: str) -> Path:
 
 @pytest.mark.parametrize("quantization", ["bf16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("name", ASSISTANTS)
-def test_the_head_holds_what_its_formulas_say(member_folder: Folders, tmp_path: Path, name: str, quantization: str) -> None:
+def test_the_head_holds_the_drafters_rows_and_centroids(member_folder: Folders, tmp_path: Path, name: str, quantization: str) -> None:
     drafter, weights, told = open_checkpoint(member_folder(name)), values(member_folder(name)), []
     finished, model = finished_as(drafter, tmp_path, quantization), drafter.assistant
     write_head(drafter, finished, tmp_path / "head", told.append)
@@ -54,13 +54,9 @@ def test_the_head_holds_what_its_formulas_say(member_folder: Folders, tmp_path: 
     assert list(head["rows"].shape) == [model.hidden_size, len(order) // model.centroids, model.centroids]
     bytes_of_rows = dense.data.view(np.uint8).reshape(len(order), -1)
     assert np.array_equal(head["rows"].data.view(np.uint8).reshape(len(order), -1), bytes_of_rows[order])
-    halves = np.split(weights["pre_projection.weight"], 2, axis=1)
-    feedback = halves[1].astype(np.float64) @ weights["post_projection.weight"]
-    wanted = {"centroids": weights["masked_embedding.centroids.weight"], "embedding_projection": halves[0], "hidden_projection": halves[1]}
-    for matrix, numbers in (wanted | {"feedback": feedback}).items():
-        assert np.array_equal(head[matrix].data, numbers.astype(np.float16)), matrix
+    assert np.array_equal(head["centroids"].data, weights["masked_embedding.centroids.weight"].astype(np.float16))
     keys = {key: field.contents() for key, field in gguf.GGUFReader(tmp_path / "head").fields.items()}
-    assert keys["drafter_head.format"] == 2
+    assert keys["drafter_head.format"] == 3
     assert keys["drafter_head.top_centroids"] == model.top_centroids
     assert (tmp_path / "head").stat().st_size == sum(told) == pytest.approx(head_bytes(drafter, bytes_of_rows.shape[1]), abs=1024)
 
@@ -95,46 +91,3 @@ def test_an_order_that_is_none_is_refused(member_folder: Folders, tmp_path: Path
     drafter = spoiled(member_folder("e4b-assistant"), tmp_path / "spoiled", change)
     with pytest.raises(CheckpointError, match="does not name every token once"):
         write_head(drafter, finished_as(drafter, tmp_path, "bf16"), tmp_path / "head")
-
-
-@pytest.fixture
-def finished(member_folder: Folders, tmp_path: Path) -> tuple[Checkpoint, Path]:
-    drafter = open_checkpoint(member_folder("e2b-assistant"))
-    write_gguf(drafter, tmp_path / "plain.gguf", "bf16", lambda _: None)
-    return drafter, tmp_path / "plain.gguf"
-
-
-def test_the_body_keeps_the_quantized_blocks_and_selects_around_them(finished: tuple[Checkpoint, Path], tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp", reason="quantizes with llama.cpp")
-    drafter, plain = finished
-    quantize_gguf(plain, tmp_path / "quantized.gguf", "q8_0", 1)
-    told: list[int] = []
-    write_body(drafter, tmp_path / "quantized.gguf", tmp_path / "body.gguf", told.append)
-    assert sum(told) == (tmp_path / "body.gguf").stat().st_size
-    source, body = gguf.GGUFReader(tmp_path / "quantized.gguf"), gguf.GGUFReader(tmp_path / "body.gguf")
-    theirs, ours = ({tensor.name: tensor for tensor in reader.tensors} for reader in (source, body))
-    assert set(ours) == set(theirs) - {name for name in theirs if name.startswith("masked_embd")}
-    replaced = {"token_embd.weight", "nextn.pre_projection.weight", "nextn.post_projection.weight"}
-    for name in set(ours) - replaced:
-        assert (ours[name].tensor_type, list(ours[name].shape)) == (theirs[name].tensor_type, list(theirs[name].shape)), name
-        assert np.array_equal(ours[name].data.view(np.uint8), theirs[name].data.view(np.uint8)), name
-    hidden, target = drafter.assistant.hidden_size, drafter.assistant.target_hidden_size
-    # Ones and zeros are exact in q4_0, too.
-    selector = gguf.quants.dequantize(ours["nextn.pre_projection.weight"].data, gguf.GGMLQuantizationType.Q4_0)
-    assert np.array_equal(selector, np.eye(hidden, 2 * target, k=target))
-    assert np.array_equal(ours["token_embd.weight"].data, np.eye(hidden))
-    assert not ours["nextn.post_projection.weight"].data.any()
-    keys = {key: field.contents() for key, field in body.fields.items()}
-    assert keys["tokenizer.ggml.model"] == "none"
-    assert keys["gemma4-assistant.vocab_size"] == hidden
-    for key, field in source.fields.items():
-        if key.startswith("gemma4-assistant."):
-            assert keys[key] == field.contents(), key
-
-
-def test_a_body_of_something_else_is_refused_and_leaves_nothing(member_folder: Folders, finished: tuple[Checkpoint, Path]) -> None:
-    folder = finished[1].parent
-    write_gguf(open_checkpoint(member_folder("e2b-text")), folder / "target.gguf", "bf16", lambda _: None)
-    with pytest.raises(ExportError, match=r"lacks nextn.post_projection.weight, nextn.pre_projection.weight"):
-        write_body(finished[0], folder / "target.gguf", folder / "body.gguf")
-    assert not (folder / "body.gguf").exists()

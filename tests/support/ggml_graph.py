@@ -1,4 +1,4 @@
-"""Small graphs of ggml's own operations over mapped weights: what the host computes, with the kernels llama.cpp has for this processor.
+"""Small graphs of ggml's own operations over mapped weights.
 
 Graphs are built once and computed again and again. All vectors have memory of their own, which numpy looks at (ggml/include/ggml.h,
 ggml-backend.h, ggml-alloc.h).
@@ -36,7 +36,10 @@ class GgmlContext:
     def __init__(self, library: LlamaLibrary) -> None:
         """Raises BackendError if this build of ggml lacks something or memory runs out."""
         self._ggml = declare(library.ggml, _SIGNATURES)
-        devices = declare(library.devices, {"ggml_backend_init_by_type": (_POINTER, [ctypes.c_int, ctypes.c_char_p])})
+        devices = declare(
+            library.api.load_shared_library("ggml", library.api._base_path),
+            {"ggml_backend_init_by_type": (_POINTER, [ctypes.c_int, ctypes.c_char_p])},
+        )
         self._maps: list[NDArray[np.uint8]] = []
         self._buffers: list[Any] = []
         size = _MAX_TENSORS * self._ggml.ggml_tensor_overhead() + _MAX_GRAPHS * self._ggml.ggml_graph_overhead()
@@ -44,7 +47,7 @@ class GgmlContext:
         self._backend: Any = devices.ggml_backend_init_by_type(_CPU, None)
         if not self._context or not self._backend:
             self.close()
-            raise BackendError("ggml could not be started on this processor; choose the dense drafter")
+            raise BackendError("ggml could not be started on this processor")
 
     def mapped(self, tensor: MappedTensor) -> Tensor:
         """A tensor whose values lie in a mapped file."""
@@ -59,37 +62,13 @@ class GgmlContext:
         self._check(self._ggml.ggml_backend_tensor_alloc(buffer, made, address), "map weights")
         return made
 
-    def floats(self, count: int) -> Tensor:
-        """A float32 vector to be filled through `array`."""
-        return self._ggml.ggml_new_tensor_1d(self._context, _F32, count)
-
     def numbers(self, count: int) -> Tensor:
         """An int32 vector to be filled through `array`."""
         return self._ggml.ggml_new_tensor_1d(self._context, _I32, count)
 
-    def product(self, matrix: Tensor, vector: Tensor) -> Tensor:
-        """Matrix [K, H] times vector [H]."""
-        return self._ggml.ggml_mul_mat(self._context, matrix, vector)
-
-    def product_of(self, matrices: Tensor, vector: Tensor, which: Tensor) -> Tensor:
-        """Matrices [C, K, H] times vector [H], for those of the indices `which` [N] only: [N, K]."""
-        return self._ggml.ggml_mul_mat_id(self._context, matrices, vector, which)
-
-    def sum(self, vector: Tensor, other: Tensor) -> Tensor:
-        """The sum of two vectors."""
-        return self._ggml.ggml_add(self._context, vector, other)
-
-    def scaled(self, vector: Tensor, factor: float) -> Tensor:
-        """A vector times a number."""
-        return self._ggml.ggml_scale(self._context, vector, factor)
-
     def row(self, table: Tensor, index: Tensor) -> Tensor:
         """Row `index` [1] of a table as float32. An index outside the table aborts the process: check it before."""
         return self._ggml.ggml_get_rows(self._context, table, index)
-
-    def greatest(self, vector: Tensor, count: int) -> Tensor:
-        """The indices of the `count` greatest values, in any order: different ones even where values are not numbers."""
-        return self._ggml.ggml_top_k(self._context, vector, count)
 
     def graph(self, *results: Tensor) -> Graph:
         """What computes `results` and all they depend on."""
@@ -102,7 +81,7 @@ class GgmlContext:
         """Gives memory to every tensor that is not mapped."""
         buffer = self._ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend)
         if not buffer:
-            raise BackendError("no memory for the split drafter's vectors; close other programs")
+            raise BackendError("no memory for the graph's vectors")
         self._buffers.append(buffer)
 
     def array(self, tensor: Tensor, count: int, kind: type[np.float32] | type[np.int32] = np.float32) -> NDArray[Any]:
@@ -115,7 +94,7 @@ class GgmlContext:
     def compute(self, graph: Graph) -> None:
         """Computes a graph."""
         if self._ggml.ggml_backend_graph_compute(self._backend, graph) != _SUCCESS:
-            raise BackendError("ggml failed on the split drafter's head; choose the dense drafter")
+            raise BackendError("ggml failed on a graph")
 
     def close(self) -> None:
         """Frees tensors and graphs; mapped files stay as long as someone holds them. Harmless when done twice."""
@@ -139,7 +118,7 @@ class GgmlContext:
 
     def _check(self, status: int, what: str) -> None:
         if status != _SUCCESS:
-            raise BackendError(f"ggml could not {what} (status {status}); choose the dense drafter")
+            raise BackendError(f"ggml could not {what} (status {status})")
 
 
 # Buffers begin at a multiple of ggml's TENSOR_ALIGNMENT, which is less.
@@ -152,12 +131,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_graph_overhead": (ctypes.c_size_t, []),
     "ggml_new_tensor": (_POINTER, [_POINTER, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64)]),
     "ggml_new_tensor_1d": (_POINTER, [_POINTER, ctypes.c_int, ctypes.c_int64]),
-    "ggml_mul_mat": (_POINTER, [_POINTER] * 3),
-    "ggml_mul_mat_id": (_POINTER, [_POINTER] * 4),
-    "ggml_add": (_POINTER, [_POINTER] * 3),
-    "ggml_scale": (_POINTER, [_POINTER, _POINTER, ctypes.c_float]),
     "ggml_get_rows": (_POINTER, [_POINTER] * 3),
-    "ggml_top_k": (_POINTER, [_POINTER, _POINTER, ctypes.c_int]),
     "ggml_new_graph": (_POINTER, [_POINTER]),
     "ggml_build_forward_expand": (None, [_POINTER, _POINTER]),
     "ggml_get_data": (_POINTER, [_POINTER]),

@@ -1,4 +1,7 @@
-"""Monitoring of a session: acceptance over the newest drafts, warnings, latencies, a record per request, totals for Prometheus."""
+"""Monitoring of a session: acceptance over the newest drafts, warnings, latencies, a record per request, totals for Prometheus.
+
+Prometheus' text exposition format is version 0.0.4 (prometheus.io/docs/instrumenting/exposition_formats).
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,65 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from edge_devices.errors import errors_as
 from edge_devices.option_fields import option
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.acceptance_window import WARN_ABOVE, WINDOW_TOKENS, AcceptanceWindow, Event, RejectionAlarm
 from edge_runtime.errors import RequestError
-from edge_runtime.session.monitoring.prometheus import Metric, Point, counter, exposition
 from edge_runtime.session.stats import DecodeStats, Latencies
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One value of a metric; `suffix` is _sum or _count of a summary."""
+
+    value: float
+    labels: Mapping[str, str]
+    suffix: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A metric with its samples; `description` is its help text."""
+
+    name: str
+    kind: Literal["counter", "gauge", "summary"]
+    description: str
+    samples: Sequence[Point]
+
+
+def counter(name: str, description: str, value: float) -> Metric:
+    """A counter without labels."""
+    return Metric(name=name, kind="counter", description=description, samples=[Point(value=value, labels={})])
+
+
+def exposition(metrics: Sequence[Metric]) -> str:
+    """Returns the text of a scrape, ending in a newline. A metric without samples is left out."""
+    lines = []
+    for metric in metrics:
+        if metric.samples:
+            lines += [f"# HELP {metric.name} {_escaped(metric.description)}", f"# TYPE {metric.name} {metric.kind}"]
+            lines += [f"{metric.name}{sample.suffix}{_labels(sample.labels)} {sample.value!r}" for sample in metric.samples]
+    return "\n".join(lines) + "\n"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    if not labels:
+        return ""
+    return "{" + ",".join(f'{name}="{_escaped(value, quoted=True)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(text: str, *, quoted: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quoted else text
+
 
 # Percentiles over all requests are of the newest rounds and requests only, so that memory is bounded.
 KEPT_ROUNDS = 4096
@@ -87,7 +138,11 @@ class Monitor:
     def record_round(self, round_done: Round, seconds: float) -> Event | None:
         """Counts a round; returns the warning that it caused, after `on_event` was called with it."""
         with self._lock:
-            self._totals.update(rounds=1, tokens=len(round_done.tokens), drafted=round_done.drafted, accepted=round_done.accepted)
+            totals = self._totals
+            totals["rounds"] += 1
+            totals["tokens"] += len(round_done.tokens)
+            totals["drafted"] += round_done.drafted
+            totals["accepted"] += round_done.accepted
             self._token_latencies.add(seconds, len(round_done.tokens))
             self._window.add(round_done.drafted, round_done.accepted)
             event = self._alarm.event(self._window) if round_done.drafted else None
@@ -192,7 +247,7 @@ def _summary(name: str, description: str, latencies: Latencies) -> Metric:
 
 def _append(path: Path, line: bytes) -> None:
     """Appends in one write, so that lines of several processes do not mix."""
-    try:
+    with errors_as(RequestError, f"the log {path} cannot be appended to", "choose another file"):
         # Opening a pipe without a reader fails instead of waiting for one.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o644)
         try:
@@ -202,5 +257,3 @@ def _append(path: Path, line: bytes) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise RequestError(f"the log {path} cannot be appended to ({error.strerror or error}); choose another file") from error

@@ -1,4 +1,4 @@
-"""Checks that drafts do not change the output, and reports the first divergence.
+"""Requests that a session runs to check or to time itself: that drafts do not change the output, and how long an image takes.
 
 One row and several rows may go through different kernels, whose last bits differ. Where the two best logits are that close, the most
 likely token can change. The logit gap distinguishes such a tie from a fault.
@@ -6,11 +6,15 @@ likely token can change. The logit gap distinguishes such a tie from a fault.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.errors import RequestError
+from edge_runtime.media.image import SIDE, Image
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 
@@ -27,7 +31,6 @@ class LosslessReport:
     logit_gap: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
         return asdict(self)
 
     def sentence(self) -> str:
@@ -70,3 +73,40 @@ def _logit_gap(session: Session, context: list[int], first: int, second: int) ->
         session.target.prefill(context[:-1])
         row = session.target.verify(context[-1:])[0]
         return float(row[first] - row[second])
+
+
+QUESTION = "What is this?"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTiming:
+    """Seconds of the phases of a request about an image of `rows` soft rows, up to its first token."""
+
+    rows: int
+    encode_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    prompt_tokens: int
+    tokens: int
+
+
+def square(budget: int, seed: int) -> Image:
+    """Returns a square image of noise within the budget; each seed is another image, whose rows are not kept from earlier."""
+    side = SIDE * math.isqrt(budget)
+    return Image(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
+
+
+def time_image(session: Session, image: Image) -> ImageTiming:
+    """Runs the request; the first of a session loads the encoder too."""
+    generation = session.generate(session.media_prompt(QUESTION, [image]), max_tokens=1, draft_length=0)
+    for _ in generation.rounds():
+        pass
+    stats = generation.stats
+    return ImageTiming(
+        rows=stats.media_rows,
+        encode_seconds=stats.encode_seconds,
+        prefill_seconds=stats.prefill_seconds - stats.encode_seconds,
+        decode_seconds=stats.decode_seconds,
+        prompt_tokens=stats.prompt_tokens,
+        tokens=stats.tokens,
+    )

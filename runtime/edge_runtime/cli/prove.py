@@ -1,0 +1,134 @@
+"""`edge-run prove`: whether drafts leave the text as it is, with this bundle on this machine."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edge_devices.command_line import PanelCommand, takes
+from edge_devices.files.atomic_write import atomic_write
+from edge_devices.machine.facts import read_machine
+from edge_devices.option_fields import option
+from edge_devices.waiting import Waiting, silent_wait, terminal_wait
+from edge_runtime.bundle.signature import read_signing_key, sign_file
+from edge_runtime.cli.demo import MESSAGES, TEXTS
+from edge_runtime.cli.messages import is_instruction_tuned
+from edge_runtime.cli.options import BundlePath, Opening, opens_bundle
+from edge_runtime.drafting.policies import Fixed
+from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.session.row_equality import RowEquality
+from edge_runtime.session.session import Session
+from edge_runtime.session.trials import LosslessReport, check_lossless
+from edge_runtime.text.chat_template import bundle_template
+
+# Tokens between two comparisons; each is drafted with another length.
+_PIECE = 50
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveOptions:
+    """How much to compare, and where the result goes."""
+
+    tokens: int = option("-n", default=2000, low=1, panel="Output", help="Tokens to compare with plain decoding.")
+    record: Path | None = option(metavar="FILE", panel="Output", help="Write the result as JSON to this file, without any text.")
+    sign: Path | None = option(
+        metavar="KEY", panel="Output", help="Sign the record with this Ed25519 private key (PEM), as FILE.sig; needs [sign]."
+    )
+    as_json: bool = option("--json", default=False, panel="Output", help="Print one JSON object instead of text.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was compared: rows of logits, and greedy texts with drafts of several lengths against plain decoding."""
+
+    rows: RowEquality
+    reports: tuple[LosslessReport, ...]
+    drafted: int
+    accepted: int
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were compared."""
+        return sum(report.tokens for report in self.reports)
+
+    @property
+    def equal(self) -> int:
+        """How many of them are those of plain decoding; behind a first difference none counts."""
+        return sum(report.tokens if report.equal else report.position or 0 for report in self.reports)
+
+    def sentences(self) -> list[str]:
+        """Returns the result for people, the worst last."""
+        share = f", {self.accepted / self.drafted:.0%} of {self.drafted} drafts accepted" if self.drafted else ", nothing was drafted"
+        result = f"{self.equal:,} of {self.tokens:,} tokens are those of plain decoding{share}"
+        return [self.rows.sentence(), result, *(report.sentence() for report in self.reports if not report.equal)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values under stable keys."""
+        return {
+            "tokens": self.tokens,
+            "equal_tokens": self.equal,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "seconds": round(self.seconds, 1),
+            "rows": self.rows.to_json(),
+            "differences": [report.to_json() for report in self.reports if not report.equal],
+        }
+
+
+def proof(session: Session, tokens: int, waiting: Waiting = silent_wait) -> Proof:
+    """Lets five kinds of text grow by turns with drafts of all lengths, each piece compared with plain decoding of the same piece."""
+    begin, rows = time.perf_counter(), session.row_equality(waiting=waiting)
+    template = bundle_template(session.bundle, session.vocabulary) if is_instruction_tuned(session) else None
+    if template is None:
+        texts = [session.vocabulary.encode(text) for text in TEXTS.values()]
+    else:
+        texts = [template.encode([{"role": "user", "content": text}]) for text in MESSAGES.values()]
+    starts = list(texts)
+    reports: list[LosslessReport] = []
+    done = drafted = accepted = 0
+    with waiting(f"comparing {tokens} tokens with plain decoding") as report:
+        while done < tokens:
+            report(done / tokens)
+            kind = len(reports) % len(texts)
+            length = _LENGTHS[len(reports) // len(texts) % len(_LENGTHS)]
+            generation = session.generate(texts[kind], max_tokens=min(_PIECE, tokens - done), policy=Fixed(length))
+            for _ in generation.rounds():
+                pass
+            reports.append(check_lossless(session, generation))
+            done += len(generation.tokens)
+            drafted, accepted = drafted + generation.stats.drafted, accepted + generation.stats.accepted
+            ended = generation.finish_reason != "length" or len(texts[kind]) + 2 * _PIECE > session.target.context
+            texts[kind] = starts[kind] if ended else [*texts[kind], *generation.tokens]
+    return Proof(rows=rows, reports=tuple(reports), drafted=drafted, accepted=accepted, seconds=time.perf_counter() - begin)
+
+
+@click.command(cls=PanelCommand)
+@click.argument("bundle", type=BundlePath())
+@takes("options", ProveOptions)
+@opens_bundle(tuning=(), energy=())
+def prove(bundle: Path, options: ProveOptions, opening: Opening) -> None:
+    """Compare text with drafts and without, and rows of logits, on this machine.
+
+    Greedy text grows in pieces with drafts of 1 to 12, each compared with plain decoding. Exit code 1 says that they differ.
+    """
+    if options.sign is not None and options.record is None:
+        raise click.UsageError("--sign needs --record FILE")
+    key = None if options.sign is None else read_signing_key(options.sign)
+    with opening.session(bundle, warn=False) as session:
+        result = proof(session, options.tokens, silent_wait if options.as_json else terminal_wait)
+        facts = {"bundle": session.fingerprint, "processor": read_machine().processor, "backend": session.backend}
+    record = json.dumps({"schema": "edge-mtp proof 1", **facts, **result.to_json()}, indent=1)
+    if options.record is not None:
+        atomic_write(options.record, [record.encode()])
+        if key is not None:
+            sign_file(options.record, key)
+    click.echo(record if options.as_json else "\n".join(result.sentences()))
+    if result.equal != result.tokens:
+        raise EdgeRuntimeError("drafts changed the text; near ties can, where rows are not exact (docs/limits.md)")

@@ -1,1 +1,0 @@
-"""Counts and events of a session: callbacks, a log file, Prometheus metrics."""

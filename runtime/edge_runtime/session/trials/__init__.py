@@ -1,1 +1,0 @@
-"""Requests that a session runs to check or to time itself."""

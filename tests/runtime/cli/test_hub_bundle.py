@@ -1,0 +1,63 @@
+"""A hub name in place of a bundle: plan, question, export into the cache, once; against a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("huggingface_hub", reason="needs edge-mtp[export-onnx]")
+pytest.importorskip("onnx", reason="needs edge-mtp[export-onnx]")
+
+from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_runtime.cli import hub_bundle
+from edge_runtime.cli import run as cli
+from fake_hub import FakeHub, serving
+
+NAME = "google/gemma-4-E2B-it"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    target, drafter = reference_pair()
+    with serving(FakeHub({NAME: {"main": target}, f"{NAME}-assistant": {"main": drafter}})) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+        monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
+        yield running
+
+
+def generate(monkeypatch: pytest.MonkeyPatch, answer: str, *, terminal: bool = True):
+    monkeypatch.setattr(hub_bundle, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: terminal)))
+    return CliRunner().invoke(cli.main, ["generate", NAME, "class Stack:", "-n", "8", "--json"], input=answer, prog_name="edge-run")
+
+
+def test_a_hub_name_is_exported_once(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = generate(monkeypatch, "y\n")
+    assert first.exit_code == 0, first.output
+    assert "Download google/gemma-4-E2B-it with its drafter and make a bundle of it in" in first.stderr
+    assert "tok/s" in capfd.readouterr().out, "the plan"
+    assert (tmp_path / "cache/bundles/google--gemma-4-E2B-it/manifest.json").is_file()
+    asked = len(hub.ranges)
+    second = generate(monkeypatch, "")
+    assert json.loads(second.stdout)["text"] == json.loads(first.stdout)["text"]
+    assert (len(hub.ranges), "Download" in second.stderr) == (asked, False)
+
+
+def test_a_no_fetches_no_weights(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert generate(monkeypatch, "n\n").exit_code == 1
+    assert {name for name, _ in hub.ranges} <= {"config.json"}
+    assert not (tmp_path / "cache" / "bundles").exists()
+
+
+def test_without_a_terminal_the_command_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = generate(monkeypatch, "", terminal=False)
+    assert result.exit_code == 1
+    assert f"make a bundle with: edge-export pair {NAME} --output gemma-4-E2B-it" in result.stderr
+    assert hub.ranges == []
