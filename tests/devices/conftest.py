@@ -14,5 +14,6 @@ from ssh_host import SshHost
 def pi(host: SshHost, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshTransport]:
     """A transport to that host, with a folder of its own."""
     transport = SshTransport("pi", str(tmp_path_factory.mktemp("pi") / "own"), ["-F", str(host.config)])
+    transport.lock = f"{transport.folder}.lock"
     yield transport
     transport.close()

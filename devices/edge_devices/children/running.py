@@ -21,6 +21,7 @@ MAX_OUTPUT_BYTES = 16 << 20
 _PIECE = 1 << 16
 _POLL_SECONDS = 0.05
 _INTERRUPT_SECONDS = 0.25  # after Ctrl-C, which the child gets too: what it may take to end by itself
+_GROUP_SECONDS = 5.0  # what a group may take to end by itself after SIGTERM
 
 
 class ChildBudget:
@@ -94,13 +95,15 @@ def run_child(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
     budget: ChildBudget | None = None,
+    with_children: bool = False,
     each_poll: Callable[[], None] = lambda: None,
     failure: type[EdgeError] = DeviceError,
 ) -> ChildEnd:
     """Runs a command with `stdin` as its standard input and `environment` beside this process's own, and returns how it ended.
 
     A child that takes more than `seconds`, or writes more than `output_bytes` to one of its outputs, is ended; as is one whose budget is
-    cancelled or used up. `each_poll` is called while it runs, and may raise. Raises `failure` if the child cannot be started.
+    cancelled or used up. `each_poll` is called while it runs, and may raise. `with_children`: it is ended with SIGTERM first, and its own
+    children with it, as a build tool's compilers. Raises `failure` if the child cannot be started.
     """
     budget = budget or ChildBudget()
     if budget.cancelled or not budget.cpu_seconds_left:
@@ -110,8 +113,9 @@ def run_child(
     variables = {**os.environ, "GGML_NO_BACKTRACE": "1", **(environment or {})}
     words = [str(word) for word in command]
     with errors_as(failure, "a child process could not be started", f"check that {command[0]} can be run"):
-        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env=variables, cwd=folder)
-    run = _Run(process, output_bytes, budget, seconds)
+        group = 0 if with_children and os.name == "posix" else None
+        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env=variables, cwd=folder, process_group=group)
+    run = _Run(process, output_bytes, budget, seconds, leads_group=group is not None)
     try:
         run.begin(stdin)
         while not run.is_over():
@@ -136,7 +140,10 @@ def signal_name(number: int) -> str:
 class _Run:
     """One child while it runs. Only the thread that made this object waits for the process and ends it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], output_bytes: int, budget: ChildBudget, seconds: float) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], output_bytes: int, budget: ChildBudget, seconds: float, *, leads_group: bool
+    ) -> None:
+        self._leads_group = leads_group
         self._process, self._budget, self._seconds, self._output_bytes = process, budget, seconds, output_bytes
         self._start = time.monotonic()
         self._readers = [_Reader(pipe, output_bytes) for pipe in (process.stdout, process.stderr) if pipe is not None]
@@ -178,10 +185,23 @@ class _Run:
     def end(self) -> None:
         """Ends the process if it still runs."""
         if not self._reaped():
+            if self._leads_group:
+                self._end_group()
             self._process.kill()
             self.wait(math.inf)
         for reader in self._readers:
             reader.may_close.set()
+
+    def _end_group(self) -> None:
+        """Ends the process and what it started. ninja's compilers lead groups of their own: ninja itself has to end them, at SIGTERM."""
+        end = time.monotonic() + _GROUP_SECONDS
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+            while time.monotonic() < end:
+                self._reaped()
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.01)
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def result(self) -> ChildEnd:
         code = self._process.returncode

@@ -108,6 +108,8 @@ def _ending(history: JobHistory, status: JobStatus) -> list[str]:
             return [f"the battery ran empty: {percent} % in the last sample, after {last.t:.0f} s; the results until then are kept"]
         when = f" after {last.t:.0f} s or more" if last else ""
         return [f"the device restarted{when}; the results until then are kept"]
+    if status.state is JobState.STOPPED:
+        return ["it was stopped with --stop" + (f" after {last.t:.0f} s" if last else "")]
     if status.state is JobState.DIED:
         left = f"; {byte_text(last.memory)} of memory were available in the last sample" if last and last.memory is not None else ""
         return [f"the run was killed from outside, most likely by the kernel to reclaim memory{left}"]

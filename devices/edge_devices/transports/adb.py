@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -81,7 +82,7 @@ class AdbTransport:
     def __init__(self, serial: str, folder: str = FOLDER) -> None:
         """Does not connect yet."""
         self.name = f"adb:{serial}"
-        self.folder = folder
+        self.folder, self.lock = folder, f"{posixpath.dirname(self.FOLDER)}/.edge-mtp-running"
         self._adb = [find_adb(), "-s", serial]
         self._has_exit_codes: bool | None = None
 

@@ -1,6 +1,7 @@
 """Detached jobs: commands in a session of their own on the device, which survive unplugging, adb restarts and the end of this program.
 
-A job is a folder on the device: `boot` (the kernel's boot id), `pid`, `log` (both outputs), `exit` (the code, written last).
+A job is a folder on the device: `boot` (the kernel's boot id), `pid` (its process, and when that began), `log` (both outputs),
+`stopped` (by `stop_job`), `exit` (the code, written last). A device runs one job at a time: its lock is a link to the job's folder.
 """
 
 from __future__ import annotations
@@ -13,34 +14,58 @@ from enum import StrEnum
 from edge_devices.errors import TransportError
 from edge_devices.transports.base import Transport, parse_integer, shell
 
-EXISTS = 17
+EXISTS, BUSY = 17, 18
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
-START = f"""
-mkdir -p "$(dirname "$1")" || exit 1
-mkdir "$1" 2>/dev/null || exit {EXISTS}
-cd "$1" || exit 1
-shift
-cat {BOOT_ID} > boot 2>/dev/null
-session=setsid; command -v setsid > /dev/null || session=
-$session nohup sh -c 'echo $$ > pid; "$@"; echo $? > exit.new; mv exit.new exit' sh "$@" < /dev/null > log 2>&1 &
-left=100; while ! test -s pid; do left=$((left - 1)); test $left -gt 0 || exit 1; sleep 0.05; done
+# Whether the job in a folder goes on. The number of its process may belong to another one after a restart, or after many processes.
+LIVE = f"""
+born() {{ cut -d' ' -f22 "/proc/$1/stat" 2>/dev/null; }}
+live() {{
+  {{ read -r p began < "$1/pid"; }} 2>/dev/null && test ! -e "$1/exit" || return 1
+  test "$(cat "$1/boot" 2>/dev/null)" = "$(cat {BOOT_ID} 2>/dev/null)" || return 1
+  case "$p" in ''|0|1|*[!0-9]*) return 1;; esac
+  kill -0 "$p" 2>/dev/null && test "$began" = "$(born "$p")"
+}}
 """
-POLL = f"""
+HOLDER = f"""{LIVE}
+job="$(readlink "$1" 2>/dev/null)" && live "$job" && echo "$job"
+exit 0
+"""
+# Until the job has a process of its own, this shell is that of the job. The lock is judged and taken by one shell at a time: a folder is
+# made by one alone, and a shell that died in between has left it there for longer than any other needs it.
+START = f"""{LIVE}
+mkdir -p "$(dirname "$1")" "$(dirname "$2")" || exit 1
+lock="$(cd "$(dirname "$1")" && pwd)/$(basename "$1")"; job="$2"
+mkdir "$job" 2>/dev/null || exit {EXISTS}
+cd "$job" || exit 1
+shift 2
+cat {BOOT_ID} > boot 2>/dev/null
+echo "$$ $(born $$)" > pid
+left=300; while ! mkdir "$lock.taking" 2>/dev/null && test $left -gt 0; do left=$((left - 1)); sleep 0.1; done
+other="$(readlink "$lock")"
+if live "$other"; then rmdir "$lock.taking"; cd ..; rm -rf "$job"; echo "$other"; exit {BUSY}; fi
+rm -f "$lock"; ln -s "$job" "$lock"; taken=$?; rmdir "$lock.taking"; test $taken = 0 || exit 1
+session=setsid; command -v setsid > /dev/null || session=
+$session nohup sh -c 'lock="$1"; shift
+  echo "$$ $(cut -d" " -f22 "/proc/$$/stat" 2>/dev/null)" > pid.new; mv pid.new pid
+  "$@"; echo $? > exit.new; mv exit.new exit
+  test "$(readlink "$lock")" = "$PWD" && rm -f "$lock"' sh "$lock" "$@" < /dev/null > log 2>&1 &
+left=100; while read -r p began < pid && test "$p" = $$; do left=$((left - 1)); test $left -gt 0 || exit 1; sleep 0.05; done
+"""
+POLL = f"""{LIVE}
 cd "$1" 2>/dev/null || {{ echo absent=1; exit 0; }}
 echo "then=$(cat boot 2>/dev/null)"; echo "now=$(cat {BOOT_ID} 2>/dev/null)"
-kill -0 "$(cat pid 2>/dev/null)" 2>/dev/null && echo alive=1
+live . && echo alive=1
+test -e stopped && echo stopped=1
 echo "exit=$(cat exit 2>/dev/null)"
 for f in "$2" "$2.partial"; do test -f "$f" && echo "lines=$(wc -l < "$f")" && break; done
 echo log=; tail -n 5 log 2>/dev/null
 exit 0
 """
-# The job leads its session, so its process id is also that of the process group. dash's kill takes no "--". After a restart of the device
-# the number belongs to another process.
-STOP = f"""
-cd "$1" 2>/dev/null || exit 0
-p="$(cat pid 2>/dev/null)"
-case "$p" in ''|0|1|*[!0-9]*) exit 0;; esac
-test "$(cat boot 2>/dev/null)" = "$(cat {BOOT_ID} 2>/dev/null)" || exit 0
+# The job leads its session, so its process id is also that of the process group. dash's kill takes no "--".
+STOP = f"""{LIVE}
+cd "$1" 2>/dev/null || {{ echo absent; exit 0; }}
+live . || {{ echo over; exit 0; }}
+: > stopped
 kill -TERM "-$p" 2>/dev/null || kill -TERM "$p" 2>/dev/null
 left=100; while kill -0 "-$p" 2>/dev/null && test $left -gt 0; do left=$((left - 1)); sleep 0.1; done
 kill -KILL "-$p" 2>/dev/null
@@ -49,12 +74,15 @@ exit 0
 
 
 class JobState(StrEnum):
-    """The state of a job. `DIED`: ended without an exit code, as after an out-of-memory kill; `RESTARTED`: the device restarted."""
+    """The state of a job. `DIED`: ended without an exit code, as after an out-of-memory kill; `RESTARTED`: the device restarted;
+    `STOPPED`: by `stop_job`.
+    """
 
     RUNNING = "running"
     FINISHED = "finished"
     DIED = "died"
     RESTARTED = "restarted"
+    STOPPED = "stopped"
     ABSENT = "absent"
 
 
@@ -69,14 +97,28 @@ class JobStatus:
 
 
 def start_job(transport: Transport, job: str, command: Sequence[str]) -> None:
-    """Starts a command in the new folder `job` and returns at once. Raises TransportError if the folder exists."""
-    done = transport.run(["sh", "-c", START, "sh", job, *command])
+    """Starts a command in the new folder `job` and returns at once. Raises TransportError if the folder exists, or another job goes on."""
+    done = transport.run(["sh", "-c", START, "sh", transport.lock, job, *command])
     if done.code == EXISTS:
         raise TransportError(f"{transport.name}: {job} already exists; give the run another name, or collect it first")
+    if done.code == BUSY:
+        raise TransportError(busy(transport, done.text.strip()))
     if done.code != 0:
         raise TransportError(
             f"{transport.name}: {job} could not be started; check that the device has free space and that its folder is writable"
         )
+
+
+def running_job(transport: Transport) -> str:
+    """Returns the folder of the job that goes on on the device, whoever started it; empty without one."""
+    return shell(transport, HOLDER, transport.lock).strip()
+
+
+def busy(transport: Transport, job: str) -> str:
+    """Returns a sentence about the job that goes on there, and what can be done with it."""
+    home, name = posixpath.dirname(posixpath.dirname(job)), posixpath.basename(job)
+    where = "" if home in ("", transport.folder) or home.endswith("/" + transport.folder) else f" --device-folder {home}"
+    return f"{transport.name}: run {name} goes on there: `--run {name}{where}` follows and collects it, and with --stop ends it"
 
 
 def poll_job(transport: Transport, job: str, results: str) -> JobStatus:
@@ -96,12 +138,21 @@ def _state(fields: dict[str, str], code: int | None) -> JobState:
         return JobState.FINISHED
     if fields.get("then") != fields.get("now"):
         return JobState.RESTARTED
+    if "stopped" in fields and "alive" not in fields:
+        return JobState.STOPPED
     return JobState.RUNNING if "alive" in fields else JobState.DIED
 
 
 def stop_job(transport: Transport, job: str) -> None:
-    """Sends SIGTERM to a job and all its children, and SIGKILL to those that still run after 10 seconds."""
-    shell(transport, STOP, job)
+    """Sends SIGTERM to a job and all its children, and SIGKILL to those that still run after 10 seconds.
+
+    Raises TransportError if there is no such job, or it is over.
+    """
+    outcome, name = shell(transport, STOP, job).strip(), posixpath.basename(job)
+    if outcome == "absent":
+        raise TransportError(f"{transport.name}: there is no run {name}; check its name")
+    if outcome == "over":
+        raise TransportError(f"{transport.name}: run {name} is over already; `--run {name}` collects it")
 
 
 def remove(transport: Transport, path: str) -> None:

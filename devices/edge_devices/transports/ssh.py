@@ -26,6 +26,7 @@ class SshTransport:
     """
 
     FOLDER = ".cache/edge-mtp/device"  # below the home folder, where ssh and sftp both begin
+    LOCK = ".cache/edge-mtp/running"
 
     def __init__(self, host: str, folder: str = FOLDER, options: Sequence[str] = ()) -> None:
         """`options`: further options of ssh and sftp, such as -F FILE. Raises TransportError for a host that would be read as an option."""
@@ -34,7 +35,7 @@ class SshTransport:
         for tool in ("ssh", "sftp"):
             if not shutil.which(tool):
                 raise TransportError(f"{tool} is not installed; install OpenSSH's client")
-        self.name, self.folder, self._host = f"ssh:{host}", folder, host
+        self.name, self.folder, self.lock, self._host = f"ssh:{host}", folder, self.LOCK, host
         # The socket's path must stay below 104 characters, so it lives in the system's own temporary folder.
         _clear_old_sockets()
         sockets = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")

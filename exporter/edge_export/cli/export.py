@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -91,10 +92,16 @@ class Models:
 
 @contextlib.contextmanager
 def export_errors() -> Iterator[None]:
-    """`one_sentence_errors` for an export, whose progress display runs in a thread."""
+    """`one_sentence_errors` for an export, whose progress display runs in a thread. SIGTERM ends it with its children and its files."""
     threading.excepthook = _thread_ended
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminated)
     with one_sentence_errors(out_of_memory=OUT_OF_MEMORY, stopped="stopped; nothing unfinished was left behind"):
         yield
+
+
+def _terminated(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _thread_ended(ended: threading.ExceptHookArgs) -> None:

@@ -23,7 +23,7 @@ def program_path(program: str, advice: str) -> str:
 
 def run(command: Sequence[str | Path], advice: str, *, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
     """Returns what a program writes to standard output. Raises PackageError, with its last line and `advice`, if it fails."""
-    done = run_child(command, environment=environment, folder=folder, failure=PackageError)
+    done = run_child(command, environment=environment, folder=folder, with_children=True, failure=PackageError)
     if done.end:
         raise PackageError(f"{_short(command)} failed ({done.reason or done.end}); {advice}")
     return done.output.decode("utf-8", "replace")

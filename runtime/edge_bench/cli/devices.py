@@ -73,7 +73,7 @@ class FleetOptions(ReachOptions):
         metavar="ADDRESS", help="Measure on the phones of all workers of this Dask scheduler (needs edge-mtp[fleet])."
     )
     deploy_only: bool = option(default=False, help="Copy package and bundle to the devices without starting a run.")
-    stop: bool = option(default=False, help="End the run --run on the devices; repeat the command without --stop to collect it.")
+    stop: bool = option(default=False, help="End the run --run on the devices; BUNDLE is not needed for it, but to collect the run.")
     clean: bool = option(default=False, help="Remove everything edge-bench put on the devices, after collecting; without BUNDLE at once.")
     energy: bool = option(
         default=False, panel="Energy", help="Also measure energy on the devices by the protocol of docs/energy.md (takes long)."
@@ -97,16 +97,18 @@ def devices(
         raise click.UsageError("name devices with --adb SERIAL, --adb all, --ssh HOST or --fleet ADDRESS")
     if meters.minutes and not reach.energy:
         raise click.UsageError("--minutes is for --energy; add it, or leave --minutes out")
+    if reach.stop:
+        if not reach.run_name:
+            raise RequestError("--stop needs the name of the run, --run NAME")
+        on_each(reach.connect(), lambda transport: end_run(transport, str(reach.run_name), device_log(transport)))
+        return
     if bundle is None:
         if not reach.clean:
             raise RequestError("name the BUNDLE to measure")
-        on_each(reach.connect(), clean)
+        on_each(reach.connect(), lambda transport: clean(transport, device_log(transport)))
         return
     request.prompts()  # those that cannot be used are refused before anything is sent
     remote = remote_request(bundle, reach, request, load, meters)
-    if reach.stop:
-        on_each(reach.connect(), lambda transport: end_run(transport, remote.name))
-        return
     if reach.deploy_only:
         on_each(reach.connect(), lambda transport: deploy(transport, remote, device_log(transport)))
         return
@@ -119,8 +121,6 @@ def devices(
 
 def remote_request(bundle: Path, reach: FleetOptions, request: BenchRequest, load: LoadOptions, meters: MeterOptions) -> RemoteRequest:
     """Builds the request from the command's options. Raises RequestError for those that do not apply to a device."""
-    if reach.stop and not reach.run_name:
-        raise RequestError("--stop needs the name of the run, --run NAME")
     if request.tools not in (None, PACKAGES_TOOLS):
         raise RequestError(f"--against {request.tools} is a folder of this machine; devices have their package's: llama.cpp=package")
     remote = reach.run_of(

@@ -24,7 +24,7 @@ from edge_devices.remote.job_monitor import MAX_WAIT_SECONDS, STILL_CHARGING
 from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, preflight_warnings, take_snapshot
 from edge_devices.transports.base import Transport, prepare_folder
 from edge_devices.transports.file_sync import pull_file, push_file, push_tree
-from edge_devices.transports.jobs import JobState, JobStatus, poll_job, remove, start_job, stop_job
+from edge_devices.transports.jobs import JobState, JobStatus, busy, poll_job, remove, running_job, start_job, stop_job
 from edge_devices.waiting import Report
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.integrity import CheckMode
@@ -104,8 +104,13 @@ class RemoteRequest:
 
     def __post_init__(self) -> None:
         """Raises RequestError for a name that is not a plain folder name."""
-        if not NAMES.fullmatch(self.name):
-            raise RequestError(f"{self.name!r} is not a valid run name; use letters, digits, dots and dashes")
+        check_name(self.name)
+
+
+def check_name(run: str) -> None:
+    """Raises RequestError for a name of a run that is not a plain folder name."""
+    if not NAMES.fullmatch(run):
+        raise RequestError(f"{run!r} is not a valid run name; use letters, digits, dots and dashes")
 
 
 def device_label(name: str) -> str:
@@ -117,6 +122,7 @@ def deploy(transport: Transport, request: RemoteRequest, log: Log) -> tuple[str,
     """Checks bundle and device and copies package and bundle there; returns its folder, its snapshot and the warnings. Raises EdgeError."""
     names = _bundle_files(request)
     folder = prepare_folder(transport)
+    _refuse_beside_another(transport)
     snapshot = take_snapshot(transport)
     battery = request.energy and _at_battery(snapshot, request.meter)
     refusals = preflight_refusals(snapshot, platform=request.package.platform, at_battery=battery, waits_for_unplugging=request.unplugged)
@@ -150,17 +156,34 @@ def bench_on(transport: Transport, request: RemoteRequest, results: Path, log: L
     else:
         log(f"run {request.name} already exists: following it")
     status = _follow(transport, job, request, log)
-    return _collect_in_tries(transport, job, request, home, status)
+    result = _collect_in_tries(transport, job, request, home, status)
+    if request.clean:
+        try:
+            clean(transport, log)
+        except RequestError as error:  # the results are here
+            log(str(error))
+    return result
 
 
-def end_run(transport: Transport, name: str) -> None:
-    """Ends a run on the device; its records stay there."""
+def end_run(transport: Transport, name: str, log: Log) -> None:
+    """Ends a run on the device; its records stay there. Raises RequestError for no valid name, TransportError if it does not run."""
+    check_name(name)
     stop_job(transport, posixpath.join(prepare_folder(transport), "runs", name))
+    log(f"run {name} is stopped; `--run {name}` without --stop collects what it measured")
 
 
-def clean(transport: Transport) -> None:
-    """Removes everything edge-bench put on the device: package, bundles, runs."""
+def clean(transport: Transport, log: Log) -> None:
+    """Removes everything edge-bench put on the device: package, bundles, runs. Raises RequestError while a run goes on."""
+    _refuse_beside_another(transport)
     remove(transport, transport.folder)
+    log(f"{transport.folder} is removed")
+
+
+def _refuse_beside_another(transport: Transport) -> None:
+    """Raises RequestError while a run goes on on the device: two would take power and processors from each other."""
+    job = running_job(transport)
+    if job:
+        raise RequestError(busy(transport, job))
 
 
 def _bundle_files(request: RemoteRequest) -> list[str]:
@@ -266,12 +289,7 @@ def _collect(transport: Transport, job: str, request: RemoteRequest, folder: Pat
     history = read_job_history(folder / WATCH) if (folder / WATCH).exists() else JobHistory(samples=(), ended=False)
     incidents = find_incidents(history, status)
     _raise_for(transport, status, folder, incidents)
-    result = complete_result(
-        folder, device=transport.name, incidents=incidents, hottest_c=history.hottest_c, charge_used=history.charge_used
-    )
-    if request.clean:
-        clean(transport)
-    return result
+    return complete_result(folder, device=transport.name, incidents=incidents, hottest_c=history.hottest_c, charge_used=history.charge_used)
 
 
 def _pull_if_present(transport: Transport, source: str, target: Path) -> bool:

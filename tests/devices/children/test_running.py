@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_devices.children import running
 from edge_devices.children.commands import Limits, import_paths, limited_command
 from edge_devices.children.running import ChildBudget, run_child
 from edge_devices.errors import DeviceError
@@ -153,3 +154,22 @@ def test_a_grandchild_that_keeps_the_output_open_is_not_waited_for() -> None:
 
 def test_what_is_given_is_read_while_output_is_written() -> None:
     assert run_child(["cat"], bytes(1_000_000)).output == bytes(1_000_000)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs process groups")
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_child_is_ended_with_its_children(stubborn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_GROUP_SECONDS", 0.5)
+    begun = tmp_path / "begun"
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if stubborn else ""
+    grandchild = f"{ignore}import os, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    child = python("import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])", grandchild)
+
+    def stop() -> None:
+        if begun.exists() and begun.read_text():
+            raise SystemExit(143)
+
+    with pytest.raises(SystemExit):
+        run_child(child, with_children=True, each_poll=stop)
+    number = begun.read_text()
+    assert wait(lambda: not Path(f"/proc/{number}").exists() or "Z" in Path(f"/proc/{number}/stat").read_text().split()[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from edge_devices.machine.system import CommandResult
 from edge_devices.transports import file_sync as tree
 from edge_devices.transports.adb import AdbTransport
 from edge_devices.transports.base import Transport, frame_command, prepare_folder, shell
-from edge_devices.transports.jobs import JobState, poll_job, remove, start_job, stop_job
+from edge_devices.transports.jobs import JobState, poll_job, remove, running_job, start_job, stop_job
 from edge_devices.transports.ssh import SshTransport
 from local_transport import LocalTransport
 from polling import wait
@@ -214,10 +215,65 @@ def test_a_job_that_is_killed_or_restarted_is_seen_as_such(transport: Transport)
     job = f"{prepare_folder(transport)}/runs/two"
     start_job(transport, job, ["sleep", "60"])
     assert poll_job(transport, job, "res").state is JobState.RUNNING
-    stop_job(transport, job)
+    shell(transport, 'kill -KILL "-$(cut -d" " -f1 "$1/pid")"', job)
     assert wait(lambda: poll_job(transport, job, "res").state is JobState.DIED)
     shell(transport, 'echo another > "$1/boot"', job)
     assert poll_job(transport, job, "res").state is JobState.RESTARTED
+
+
+def test_a_device_runs_one_job_at_a_time(transport: Transport) -> None:
+    runs = f"{prepare_folder(transport)}/runs"
+    assert running_job(transport) == ""
+    start_job(transport, f"{runs}/first", ["sleep", "60"])
+    assert running_job(transport) == f"{runs}/first"
+    with pytest.raises(TransportError, match=r"run first goes on there: `--run first` follows and collects it, and with --stop ends it"):
+        start_job(transport, f"{runs}/second", ["true"])
+    assert poll_job(transport, f"{runs}/second", "res").state is JobState.ABSENT
+    stop_job(transport, f"{runs}/first")
+    assert poll_job(transport, f"{runs}/first", "res").state is JobState.STOPPED
+    start_job(transport, f"{runs}/second", ["true"])
+    assert wait(lambda: poll_job(transport, f"{runs}/second", "res").state is JobState.FINISHED)
+    assert wait(lambda: shell(transport, 'ls -d "$1" 2>/dev/null; exit 0', transport.lock) == "")  # freed by its end
+    for name, words in (("second", "run second is over already"), ("third", "there is no run third")):
+        with pytest.raises(TransportError, match=words):
+            stop_job(transport, f"{runs}/{name}")
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        'kill -KILL "-$(cut -d" " -f1 "$1/pid")"',
+        'echo another > "$1/boot"',
+        'p="$(cut -d" " -f1 "$1/pid")"; echo "$p 1" > "$1/pid"',
+        'mv "$1" "$1.gone"',
+    ],
+)
+def test_a_lock_that_was_left_behind_holds_nobody_up(transport: Transport, stale: str) -> None:
+    """After a crash, after a restart, with its number at another process, and without its folder."""
+    runs = f"{prepare_folder(transport)}/runs"
+    start_job(transport, f"{runs}/crashed", ["sleep", "5"])
+    shell(transport, stale, f"{runs}/crashed")
+    assert wait(lambda: running_job(transport) == "")
+    start_job(transport, f"{runs}/next", ["sleep", "60"])
+    assert running_job(transport) == f"{runs}/next"
+    stop_job(transport, f"{runs}/next")
+
+
+def test_of_several_that_start_at_once_one_runs(tmp_path: Path) -> None:
+    device = LocalTransport(tmp_path / "device")
+    runs = f"{prepare_folder(device)}/runs"
+    Path(device.lock).symlink_to(f"{runs}/left behind")
+
+    def start(number: int) -> bool:
+        try:
+            start_job(device, f"{runs}/{number}", ["sleep", "60"])
+        except TransportError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(start, range(8))) == 1
+    stop_job(device, running_job(device))
 
 
 def test_nothing_outside_the_own_folder_is_removed(transport: Transport) -> None:

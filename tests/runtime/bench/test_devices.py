@@ -240,18 +240,29 @@ def test_a_run_is_followed_by_name_and_cleaned_up(daemon: FakeAdbd, package: Pat
     assert not daemon.phone.path(AdbTransport.FOLDER).exists()
 
 
-@pytest.mark.slow
-def test_a_run_is_stopped_by_name(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+def test_a_second_run_is_refused_and_a_stop_is_a_stop(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     hold(daemon)
-    arguments = ("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--run", "long")
-    said: list[Result] = []
-    thread = in_background(lambda: said.append(bench(*arguments)))
+    where = "devices", "--adb", daemon.serial
+    arguments = (*where, bundle, "--package", package, "--results", tmp_path)
+    ended: list[Result] = []
+    thread = in_background(lambda: ended.append(bench(*arguments, "--run", "long")))
     when_running(daemon, lambda: None).join()
-    assert bench(*arguments, "--stop").exit_code == 0
+    goes_on = "run long goes on there: `--run long` follows and collects it, and with --stop ends it"
+    for words in (arguments, (*arguments, "--deploy-only"), (*where, "--clean")):
+        refused = bench(*words)
+        assert refused.exit_code == 1
+        assert refused.stderr.splitlines()[-1] == f"Error: adb:{daemon.serial}: {goes_on}"
+    stopped = bench(*where, "--stop", "--run", "long")
+    assert stopped.exit_code == 0, stopped.output
+    assert "run long is stopped; `--run long` without --stop collects what it measured" in stopped.stderr
     thread.join()
-    assert said[0].exit_code == 0, said[0].output
-    assert "ended from outside" in said[0].stdout or "3 records" in said[0].stderr
-    hold(daemon).unlink()
+    assert ended[0].exit_code == 0, ended[0].output
+    assert "it was stopped with --stop after" in ended[0].stdout
+    assert "killed" not in ended[0].stdout
+    again = bench(*where, "--stop", "--run", "long")
+    assert (again.exit_code, "run long is over already" in again.stderr) == (1, True)
+    assert f"{AdbTransport.FOLDER} is removed" in bench(*where, "--clean").stderr
+    assert not daemon.phone.path(AdbTransport.FOLDER).exists()
 
 
 def test_deploying_only_starts_nothing_and_is_cleaned_without_a_bundle(
@@ -287,7 +298,8 @@ def test_a_full_phone_is_told_before_anything_runs(daemon: FakeAdbd, package: Pa
     [
         (("--adb", "X"), "needs --package"),
         (("--adb", "X", "--package", "PACKAGE", "--run", "../x"), "is not a valid run name"),
-        (("--adb", "X", "--package", "PACKAGE", "--stop"), "--stop needs the name"),
+        (("--adb", "X", "--stop"), "--stop needs the name"),
+        (("--adb", "X", "--stop", "--run", "../x"), "is not a valid run name"),
         (("--adb", "X", "--package", "NOWHERE"), "is not a device package"),
         (("--adb", "X", "--package", "PACKAGE", "--lengths", "x"), "draft lengths"),
         (("--ssh", "-oProxyCommand=id", "--package", "PACKAGE"), "is not a host"),
