@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 STOPPED = 130
+# OpenBLAS's threads wait 2 ** so many cycles for work before they sleep. With its own 26 each keeps a processor busy from numpy's import on,
+# while a command starts.
+_BLAS_WAITING = "10"
 _NO_MEMORY = "there is not enough memory to start; close other programs, or raise the limit (ulimit -v)"
 
 
@@ -52,6 +55,7 @@ class StandardOutput(io.FileIO):
 def run(module: str, name: str) -> NoReturn:
     """Runs the command `main` of a module and ends the process with its exit code."""
     output = None
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", _BLAS_WAITING)
     try:
         output = _replace_output()
         _try_numpy_first()

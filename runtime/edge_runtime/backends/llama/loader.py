@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import platform
 import re
 import sys
 from collections import deque
@@ -38,6 +39,9 @@ STAGING_SYMBOLS = (
 # enum ggml_log_level in ggml/include/ggml.h
 _LOG_ERROR, _LOG_CONTINUED = 4, 5
 _LOG_LINES = 200
+# How often libgomp asks whether the others have come before it sleeps, about 0.2 ms on x86; its own 300,000 are 10 ms, for which a thread
+# that waits keeps the processor from the one it waits for where other processes run too. Elsewhere a turn takes another time.
+_SPINS = {"x86_64": "5000", "AMD64": "5000"}
 
 
 class LogRing:
@@ -93,6 +97,7 @@ class LlamaLibrary:
 @functools.cache
 def llama_library() -> LlamaLibrary:
     """Loads and checks llama-cpp-python once. Raises BackendError if it is missing, of another version, or lacks a symbol."""
+    _limit_spinning()
     try:
         version, api = _package_version(), _bindings("llama_cpp")
     except ImportError as error:
@@ -121,6 +126,13 @@ def llama_library() -> LlamaLibrary:
         row_kernels=variant() if reason is None else None,
         stock_reason=reason,
     )
+
+
+def _limit_spinning() -> None:
+    """Has the threads of a forward sleep soon where they wait; libgomp reads it when it is loaded. What the user has set stays."""
+    spins = _SPINS.get(platform.machine())
+    if spins is not None and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", spins)
 
 
 def _package_version() -> str:

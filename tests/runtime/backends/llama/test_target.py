@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import random
 import subprocess
 import sys
@@ -245,6 +246,19 @@ def test_chat_formats_and_caches_of_the_package_are_not_imported_and_can_be_afte
     )
     path = os.pathsep.join(sys.path)
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, check=False).returncode == 0
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="other libraries of threads, or another time of a turn"
+)
+@pytest.mark.parametrize(("own", "spins"), [({}, "5000"), ({"OMP_WAIT_POLICY": "passive"}, "0"), ({"GOMP_SPINCOUNT": "77"}, "77")])
+def test_threads_that_wait_sleep_soon_unless_the_user_says_how_long(own: dict[str, str], spins: str) -> None:
+    code = "from edge_runtime.backends.llama.loader import llama_library; llama_library()"
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_DISPLAY_ENV": "verbose", **own}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("this build of llama.cpp does not use libgomp")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
 def test_the_log_quotes_the_first_error_and_joins_continued_lines() -> None:
