@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 STOPPED = 130
-# OpenBLAS's threads wait 2 ** so many cycles for work before they sleep. With its own 26 each keeps a processor busy from numpy's import on,
-# while a command starts.
+# OpenBLAS's threads wait 2 ** so many cycles for work before they sleep. With its own 26 each keeps a processor busy from numpy's import
+# on, while a command starts.
 _BLAS_WAITING = "10"
 _NO_MEMORY = "there is not enough memory to start; close other programs, or raise the limit (ulimit -v)"
 
