@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,21 @@ class MachineLoad:
         return asdict(self) | {"busy": self.is_busy}
 
 
+def mean_load(loads: Sequence[MachineLoad]) -> MachineLoad:
+    """Returns the mean over the time of all loads together; unknown parts do not count."""
+
+    def mean(values: Sequence[tuple[float | None, float]]) -> float | None:
+        known = [(value, seconds) for value, seconds in values if value is not None]
+        total = sum(seconds for _, seconds in known)
+        return sum(value * seconds for value, seconds in known) / total if total else None
+
+    return MachineLoad(
+        others=mean([(load.others, load.seconds) for load in loads]),
+        waiting=mean([(load.waiting, load.seconds) for load in loads]),
+        seconds=sum(load.seconds for load in loads),
+    )
+
+
 def load_now() -> MachineLoad:
     """Waits BEFORE_SECONDS and returns the load meanwhile."""
     watch = LoadWatch()
@@ -92,6 +108,14 @@ class LoadWatch:
         if begin.waited is not None and end.waited is not None:
             waiting = min(1.0, max(0.0, (end.waited - begin.waited) / seconds))
         return MachineLoad(others=others, seconds=seconds, waiting=waiting)
+
+    def next(self) -> MachineLoad | None:
+        """Returns the load since the last call that returned one; None where it is not known, as of too short a span."""
+        load = self.load()
+        if load.others is None and load.waiting is None:
+            return None
+        self._begin = self._read()
+        return load
 
     def _read(self) -> _Reading:
         own = os.times()  # of this process and its ended children

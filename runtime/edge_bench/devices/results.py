@@ -154,6 +154,7 @@ _SPEEDS: Columns[tuple[DeviceResult, Row]] = (
     ("", lambda pair: pair[1].variant.label),
     ("tok/s", lambda pair: f"{pair[1].tokens_per_second:.1f}"),
     ("over plain [95%]", lambda pair: ratio_text(pair[1].speed_up)),
+    ("claim", lambda pair: pair[1].claim),
     ("accepted", lambda pair: share(pair[1].acceptance_rate)),
     *_of_row(PROMPTS),
     ("peak MB", lambda pair: megabytes(_peak(pair[0]))),
@@ -176,11 +177,15 @@ def _energy(results: Sequence[DeviceResult]) -> list[TextTable]:
     return scope_tables("energy", "Energy", columns, rows, note)
 
 
+def _remarks(result: DeviceResult) -> tuple[str, ...]:
+    return (*(f"before the run: {text}" for text in result.warnings), *result.happenings)
+
+
 def _incidents(results: Sequence[DeviceResult]) -> TextTable:
+    """Each device's doubts, remarks and notes, which `read_result` adds the remarks to."""
     rows = [
-        (result.label, result.run, when, text)
+        (result.label, result.run, text)
         for result in results
-        for when, texts in (("before", result.warnings), ("during", result.happenings))
-        for text in texts
+        for text in dict.fromkeys((*result.figures.doubts, *_remarks(result), *result.figures.records.notes))
     ]
-    return TextTable(name="happened", title="Warnings and incidents", columns=("", "run", "", ""), rows=tuple(rows))
+    return TextTable(name="happened", title="Doubts, warnings and incidents", columns=("", "run", ""), rows=tuple(rows))

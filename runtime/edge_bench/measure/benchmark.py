@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -12,13 +13,14 @@ from typing import TypeVar
 
 from edge_bench.measure.energy import energy_workloads
 from edge_bench.measure.memory import measure_memory
+from edge_bench.measure.progress import duration
 from edge_bench.measure.prompts import Prompt, prepare
 from edge_bench.measure.records import SCHEMA, CostRecord, Header, ModelFile, Note, Record, Run
 from edge_bench.measure.request import BenchRequest
 from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedule, context_schedule, llama_tools
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
-from edge_bench.measure.variants import BASELINE, OURS, Variant, edge_variants, peer_variants
+from edge_bench.measure.variants import BASELINE, FIXED, OURS, Variant, edge_variants, peer_variants
 from edge_devices.energy.protocol import Workload
 from edge_devices.machine.facts import installed_version, read_machine
 from edge_devices.machine.system import WallClock
@@ -36,6 +38,7 @@ from edge_runtime.session.open import default_threads, faster_backend, open_sess
 Counted = TypeVar("Counted")
 # The distributions of the backends' engines.
 ENGINES = ("llama-cpp-python", "onnxruntime")
+LONG_SECONDS = 300
 
 
 class Benchmark:
@@ -100,7 +103,7 @@ class Benchmark:
         with open_session(self._folder, self._load) as session:
             return session.drafter_kind
 
-    def _header(self, drafters: Sequence[str], lengths: Sequence[int]) -> Header:
+    def _header(self, drafters: Sequence[DrafterKind], lengths: Sequence[int]) -> Header:
         request, source = self._request, self._bundle.manifest.sources.get("target")
         return Header(
             schema=SCHEMA,
@@ -125,7 +128,22 @@ class Benchmark:
                 "session": self._settings.to_json(),
             },
             engines={name: number for name in ENGINES if (number := installed_version(name))},
+            planned=self._planned(drafters, lengths),
         )
+
+    def _planned(self, drafters: Sequence[DrafterKind], lengths: Sequence[int]) -> int:
+        """Returns how many measurements are planned, as `Records.measured` counts them."""
+        request = self._request
+        peers = len(peer_variants(lengths)) if request.tools else 0
+        kinds, few = len(edge_variants(drafters, lengths, request.policies)), _few(lengths, request.policies)
+        runs = (kinds + peers) * len(request.prompts()) + len(edge_variants(drafters, few, request.policies)) * len(self._fitting())
+        clients = len(request.concurrency) * len(edge_variants(drafters[:1], few, request.policies))
+        kv_types = len({"f16", *request.kv_types}) if request.kv_types else 0
+        return request.repeats * (runs + clients + len(request.image_sizes)) + kv_types
+
+    def _fitting(self) -> list[int]:
+        """Returns the lengths of the text that fit into the context together with the new tokens."""
+        return [length for length in self._request.contexts if length <= self._settings.context - self._request.tokens]
 
     def _memory(self, drafters: Sequence[str]) -> Iterator[Record]:
         levels = [(kind, 1) for kind in drafters] + [(drafters[0], n) for n in self._request.concurrency if n > 1]
@@ -165,10 +183,24 @@ class Benchmark:
             return runner.run(variant, prompt, plan.tokens, part=plan.part, repeat=repeat)
 
         warm_up = plan.warm_up(self._request.warm_up)
-        for request in self._counted(f"{title}: warm-up", warm_up, len(warm_up)):
-            run(*request)
+        warm = [run(*request) for request in self._counted(f"{title}: warm-up", warm_up, len(warm_up))]
+        if warm and plan.part == DOMAINS_PART:
+            self._announce(warm, len(plan))
         for request in self._counted(title, plan.requests(), len(plan)):
             yield run(*request)
+
+    def _announce(self, warm: Sequence[Run], runs: int) -> None:
+        """Says how long the runs here and those of longer texts will take, as fast as the `warm` ones."""
+        request = self._request
+        seconds = statistics.mean(run.seconds + (run.first_token_seconds or 0.0) for run in warm)
+        prompt_seconds = statistics.median((run.first_token_seconds or 0.0) / max(run.prompt_tokens, 1) for run in warm)
+        lengths = self._fitting()
+        variants = max(2, len({run.variant for run in warm if run.variant.side == OURS and run.variant.policy != FIXED}))
+        longer = (request.repeats + request.warm_up / max(len(lengths), 1)) * variants
+        total = runs * seconds + longer * sum(seconds + length * prompt_seconds for length in lengths)
+        fewer = "; fewer: --domains code,chat --repeats 2 --contexts none" if total > LONG_SECONDS else ""
+        what = f"{runs} requests, and {len(lengths)} longer prompts"
+        self._load.notify(f"about {duration(total)} for {what}{fewer}; Ctrl-C keeps what is measured")
 
     def _costs(self, edge_runners: Mapping[DrafterKind, EdgeRunner]) -> Iterator[Record]:
         for kind, runner in edge_runners.items():
@@ -187,7 +219,7 @@ class Benchmark:
                     text=f"a text of {length} tokens is left out: with {request.tokens} more it does not fit into the "
                     f"context of {self._settings.context}"
                 )
-        fitting = [length for length in request.contexts if length <= room]
+        fitting = self._fitting()
         if fitting:
             variants = edge_variants(list(edge_runners), _few(lengths, request.policies), request.policies)
             plan = context_schedule(prompts, variants, fitting, repeats=request.repeats, tokens=request.tokens)

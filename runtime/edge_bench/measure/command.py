@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -12,7 +12,7 @@ import click
 from edge_bench.measure.benchmark import Benchmark
 from edge_bench.measure.energy import find_meter, measure_energy
 from edge_bench.measure.progress import BenchScreen, note
-from edge_bench.measure.records import Note, Record, RecordFile, Records, collect
+from edge_bench.measure.records import Concurrency, Header, ImageCost, Note, Record, RecordFile, Records, Run, collect
 from edge_bench.measure.request import LOADING, BenchRequest, MeterOptions
 from edge_devices.command_line import INTERRUPTED, PanelGroup, takes
 from edge_devices.energy.report import EnergyReport
@@ -87,12 +87,14 @@ def measure_bundle(bundle: Path, request: BenchRequest, load: LoadOptions, files
 def measure_speeds(
     bundle: Path, request: BenchRequest, load: LoadOptions, runs: Path | None, remark: str = ""
 ) -> tuple[list[Record], bool]:
-    """Returns all records, then `remark` and how busy the machine was, and whether it was interrupted; records until then are kept."""
+    """Returns all records, with `remark` and the load before the first run behind the header, and whether it was interrupted."""
     records: list[Record] = []
     with ExitStack() as stack, BenchScreen() as screen:
         file = stack.enter_context(RecordFile(runs)) if runs else None
 
         def keep(record: Record) -> None:
+            if isinstance(record, Run | Concurrency | ImageCost):
+                record = replace(record, load=watch.next())
             records.append(record)
             if file:
                 file.add(record)
@@ -101,10 +103,9 @@ def measure_speeds(
         try:
             for record in Benchmark(bundle, request, screen.shows(load)).records():
                 keep(record)
-            now = watch.load()
-            for text in (remark, busy, now.sentence() if now.is_busy else ""):
-                if text:
-                    keep(Note(text=text))
+                for text in (remark, busy) if isinstance(record, Header) else ():
+                    if text:
+                        keep(Note(text=text))
         except KeyboardInterrupt:
             if not records:
                 raise

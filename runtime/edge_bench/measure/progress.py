@@ -24,6 +24,11 @@ def note(text: str) -> None:
     click.echo(printable(text), err=True)
 
 
+def duration(seconds: float) -> str:
+    """Returns a time in words, as exactly as an estimate deserves."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+
+
 class BenchScreen:
     """Bars of waits inside each other, with messages above them; `wait` is a `Waiting`."""
 
@@ -39,14 +44,15 @@ class BenchScreen:
     @contextmanager
     def wait(self, title: str) -> Iterator[Report]:
         """Shows a wait while it lasts."""
-        task = self._bars.add_task(title, total=None)
+        task, begin = self._bars.add_task(title, total=None), time.monotonic()
 
         def report(share: float, step: str = "") -> None:
             text = f"{title}: {step}" if step else title
             self._bars.update(task, total=100, completed=round(100 * share), description=text)
             if step and not self._bars.console.is_terminal and time.monotonic() - self._last_line >= LINE_SECONDS:
                 self._last_line = time.monotonic()
-                note(text)
+                left = (time.monotonic() - begin) * (1 / share - 1) if share else 0.0
+                note(f"{text}, about {duration(left)} left" if left else text)
 
         try:
             yield report

@@ -14,12 +14,15 @@ from typing import Any
 from edge_bench.measure.variants import Variant
 from edge_devices.files.atomic_write import GrowingFile
 from edge_devices.files.typed_json import StructureError, from_json, to_json
+from edge_devices.machine.load import MachineLoad, mean_load
 from edge_runtime.errors import RequestError
 from edge_runtime.session.row_equality import RowEquality
 
 SCHEMA = 1
 LONGEST_LINE = 16 << 20
 MAX_LINES = 1_000_000
+# Figures are disturbed if the machine was busy for more than this share of the time.
+DISTURBED_SHARE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,10 @@ class ModelFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Machine, time, bundle and settings of the benchmark. `machine` and `settings` are plain values; `engines` are versions by name."""
+    """Machine, time, bundle and settings of the benchmark. `machine` and `settings` are plain values; `engines` are versions by name.
+
+    `planned` is the number of measurements that a whole benchmark has (`Records.measured`); None in files of earlier versions.
+    """
 
     schema: int
     version: str
@@ -45,6 +51,7 @@ class Header:
     machine: dict[str, Any]
     settings: dict[str, Any]
     engines: dict[str, str] = field(default_factory=dict)
+    planned: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +66,8 @@ class Run:
     """One request. `part` is "domains", or "contexts" if the prompt was lengthened to `domain` tokens.
 
     `seconds` is decoding time; the seconds of a phase are None if the program does not report them. Those that begin with `round` are per
-    round; `output` is a digest of the emitted ids; `accepted_from` counts the accepted drafts of each source.
+    round; `output` is a digest of the emitted ids; `accepted_from` counts the accepted drafts of each source. `load` is of the time since
+    the load before; None for runs that were too short to know, which belong to the next.
     """
 
     part: str
@@ -86,6 +94,7 @@ class Run:
     verify_seconds: float | None = None
     output: str | None = None
     accepted_from: dict[str, int] = field(default_factory=dict)
+    load: MachineLoad | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +153,7 @@ class Concurrency:
     token_seconds: tuple[float, ...]
     equal: int
     compared: int
+    load: MachineLoad | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +165,7 @@ class ImageCost:
     rows: int
     encode_seconds: float
     prefill_seconds: float
+    load: MachineLoad | None = None
 
 
 KINDS: dict[str, type[Any]] = {
@@ -184,6 +195,24 @@ class Records:
     images: tuple[ImageCost, ...] = ()
     rows: RowEquality | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def measured(self) -> int:
+        """The number of measurements, which a whole benchmark has `header.planned` of."""
+        return len(self.runs) + len(self.concurrency) + len(self.images) + len(self.kv_types)
+
+    def doubts(self) -> tuple[str, ...]:
+        """Returns why nothing follows from the figures, one text each, which begins with "incomplete" or "disturbed"."""
+        texts = []
+        if self.header.planned is not None and self.measured < self.header.planned:
+            texts.append(f"incomplete: {self.measured} of {self.header.planned} measurements")
+        timed: tuple[Run | Concurrency | ImageCost, ...] = (*self.runs, *self.concurrency, *self.images)
+        loads = [each.load for each in timed if each.load is not None]
+        mean = mean_load(loads)
+        busy = sum(load.seconds for load in loads if load.is_busy) / mean.seconds if loads else 0.0
+        if mean.is_busy or busy > DISTURBED_SHARE:
+            texts.append(f"disturbed: the machine was busy in {busy:.0%} of the time (on average {mean.words()})")
+        return tuple(texts)
 
 
 def collect(records: Sequence[Record]) -> Records:

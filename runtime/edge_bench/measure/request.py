@@ -16,6 +16,7 @@ from edge_devices.machine.cpu_affinity import MAX_THREADS
 from edge_devices.option_fields import OPTION, option
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
+from edge_runtime.drafting.policies import DEFAULT_POLICY
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import BUDGETS
 from edge_runtime.session.load_options import LoadOptions
@@ -66,6 +67,16 @@ def _tools_folder(text: str) -> Path:
     return Path(path)
 
 
+# What --thorough sets in place of the defaults.
+THOROUGH = {"lengths": "1-8", "policies": ",".join(CHOOSING_POLICIES), "contexts": "128,512,2048,8192", "repeats": 6, "tokens": 96}
+
+
+def _be_thorough(context: click.Context, _option: click.Parameter, value: bool) -> bool:
+    if value:
+        context.default_map = {**(context.default_map or {}), **THOROUGH}
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
     """What to measure. `drafters` () is the default of a session; `tools` is the folder of llama.cpp's binaries."""
@@ -78,18 +89,18 @@ class BenchRequest:
         help="Your own prompts: a JSON list of texts, by domain or not; questions of MT-bench, Spec-Bench or ShareGPT; a text. Repeatable.",
     )
     per_domain: int = option(default=1, low=1, panel="Measure", help="Number of prompts per set.")
-    lengths: tuple[int, ...] = _listed(parse_lengths, "1-8", about="Fixed draft lengths to measure, such as 3, 1,2,4 or 1-8, or none.")
+    lengths: tuple[int, ...] = _listed(parse_lengths, "1,3,6", about="Fixed draft lengths to measure, such as 3, 1,2,4 or 1-8, or none.")
     policies: tuple[str, ...] = _listed(
-        _names(CHOOSING_POLICIES, "policy"), ",".join(CHOOSING_POLICIES), about="Draft length policies to measure, or none."
+        _names(CHOOSING_POLICIES, "policy"), DEFAULT_POLICY, about="Draft length policies to measure, or none."
     )
     drafters: tuple[DrafterKind, ...] = _listed(
         _drafters, "as edge-run chooses", about=f"Drafters to measure: any of {', '.join(_DRAFTERS)}."
     )
-    repeats: int = option(default=6, low=1, panel="Measure", help="Number of repeats; every second one runs in reverse order.")
-    tokens: int = option("--max-tokens", "-n", default=96, low=2, panel="Measure", help="Tokens to generate per request.")
+    repeats: int = option(default=3, low=1, panel="Measure", help="Number of repeats; every second one runs in reverse order.")
+    tokens: int = option("--max-tokens", "-n", default=64, low=2, panel="Measure", help="Tokens to generate per request.")
     warm_up: int = option(default=1, low=0, panel="Measure", help="Warm-up requests per variant, which are not counted.")
     contexts: tuple[int, ...] = _listed(
-        _numbers("prompt lengths"), "128,512,2048,8192", about="Prompt lengths in tokens to sweep, up to --context, or none."
+        _numbers("prompt lengths"), "128,512", about="Prompt lengths in tokens to sweep, up to --context, or none."
     )
     concurrency: tuple[int, ...] = _listed(
         _numbers("numbers of clients"), about="Numbers of concurrent clients to measure, such as 1,2,4, or none."
@@ -107,6 +118,13 @@ class BenchRequest:
         metavar="llama.cpp=PATH",
         panel="Measure",
         help="Also measure llama.cpp's binaries in this folder, in turn. With devices: llama.cpp=package.",
+    )
+    thorough: bool = option(
+        default=False,
+        is_eager=True,
+        callback=_be_thorough,
+        panel="Measure",
+        help="Measure for long, with other defaults: --lengths 1-8, all --policies, --contexts to 8192, --repeats 6, --max-tokens 96.",
     )
     threads: int | None = option(
         "-t",
@@ -150,12 +168,12 @@ class MeterOptions:
 def option_words(options: BenchRequest | LoadOptions | MeterOptions) -> list[str | Path]:
     """Returns what `edge-bench run` on a device gets for the options that have another value than usual; files as local paths.
 
-    Meter, files of results, key and tools are chosen for the device.
+    Meter, files of results, key and tools are chosen for the device; what --thorough sets goes there as options.
     """
     usual, words = type(options)(), list[str | Path]()
     for field in fields(options):
         value, declared = getattr(options, field.name), field.metadata.get(OPTION)
-        if declared is None or field.name in ("meter", "tools", "public_key") or value == getattr(usual, field.name):
+        if declared is None or field.name in ("meter", "tools", "public_key", "thorough") or value == getattr(usual, field.name):
             continue
         if declared.attributes.get("multiple") is False:
             value = ",".join(map(str, value)) or "none"

@@ -136,6 +136,7 @@ class Row:
     `speed_up` is over plain decoding of edge-mtp; None for that itself. `mean_acceptance_length` is emitted tokens / target forwards.
     `accepted_from` is the share of the emitted tokens that each source of drafts brought. `prompt_tokens` is the median length of the
     prompts, `prompt_tokens_per_second` the median of a prompt's tokens / seconds until its first new token.
+    `claim` is "faster", "slower", why nothing is claimed ("incomplete", "disturbed"), or "" if the interval contains 1 or is unknown.
     `equal` of `compared` outputs are equal to those of plain decoding. `phase_seconds_per_token` has `draft`, `verify` and `other`.
     Figures are None if nothing was drafted, or the program does not report them.
     """
@@ -145,6 +146,7 @@ class Row:
     runs: int
     tokens_per_second: float
     speed_up: Ratio | None
+    claim: str
     acceptance_rate: float | None
     acceptance_by_position: tuple[float, ...]
     accepted_from: dict[str, float]
@@ -207,6 +209,7 @@ class Figures:
     images: tuple[ImageRow, ...] = ()
     energy: EnergyReport | None = None
     energy_log: RunLog | None = None
+    doubts: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values under stable keys, without the runs themselves (see `edge-bench run --runs`)."""
@@ -221,6 +224,7 @@ class Figures:
             "images": to_json(self.images),
             "energy": self.energy.to_json() if self.energy else None,
             "rows": self.records.rows.to_json() if self.records.rows else None,
+            "doubts": list(self.doubts),
             "notes": list(self.records.notes),
         }
 
@@ -234,16 +238,19 @@ def figures(records: Records, energy: EnergyReport | None = None, energy_log: Ru
     """Computes all figures that the records allow; those not measured stay empty."""
     domains = [run for run in records.runs if run.part == DOMAINS_PART]
     contexts = [run for run in records.runs if run.part == CONTEXTS_PART]
+    doubts = records.doubts()
+    doubt = doubts[0].partition(":")[0] if doubts else ""
     return Figures(
         records=records,
-        overall=_rows(domains, split=False),
-        by_domain=_rows(domains, split=True),
-        by_context=_rows(contexts, split=True),
+        overall=_rows(domains, doubt, split=False),
+        by_domain=_rows(domains, doubt, split=True),
+        by_context=_rows(contexts, doubt, split=True),
         against=_against(domains),
         levels=_levels(records.concurrency, records.memory),
         images=_images(records.images),
         energy=energy,
         energy_log=energy_log,
+        doubts=doubts,
     )
 
 
@@ -255,13 +262,13 @@ def _grouped(runs: Iterable[Run]) -> dict[Variant, list[Run]]:
     return dict(groups)
 
 
-def _rows(runs: Sequence[Run], *, split: bool) -> tuple[Row, ...]:
+def _rows(runs: Sequence[Run], doubt: str, *, split: bool) -> tuple[Row, ...]:
     rows = []
     plain = {(run.domain, run.prompt): run for run in runs if _is_baseline(run.variant)}
     for variant, own in _grouped(runs).items():
         for domain in dict.fromkeys(run.domain for run in own) if split else (None,):
             chosen = [run for run in own if domain in (None, run.domain)]
-            rows.append(_row(variant, domain, chosen, [run for run in runs if _is_baseline(run.variant)], plain))
+            rows.append(_row(variant, domain, chosen, [run for run in runs if _is_baseline(run.variant)], plain, doubt))
     return tuple(rows)
 
 
@@ -269,7 +276,7 @@ def _is_baseline(variant: Variant) -> bool:
     return variant.side == OURS and variant.policy == PLAIN
 
 
-def _row(variant: Variant, domain: str | None, runs: list[Run], baseline: list[Run], plain: dict[tuple[str, int], Run]) -> Row:
+def _row(variant: Variant, domain: str | None, runs: list[Run], baseline: list[Run], plain: dict[tuple[str, int], Run], doubt: str) -> Row:
     drafted, tokens, rounds = (
         sum(f(run) for run in runs) for f in (lambda r: r.drafted, lambda r: r.tokens, lambda r: len(r.round_tokens))
     )
@@ -278,12 +285,14 @@ def _row(variant: Variant, domain: str | None, runs: list[Run], baseline: list[R
         for seconds, count in zip(run.round_seconds, run.round_tokens, strict=True):
             latencies.add(seconds, count)
     outputs = [(run.output, plain[run.domain, run.prompt].output) for run in runs if (run.domain, run.prompt) in plain and run.output]
+    speed_up = None if _is_baseline(variant) else ratio(paired_logs(runs, baseline))
     return Row(
         variant=variant,
         domain=domain,
         runs=len(runs),
         tokens_per_second=_typical_speed(runs),
-        speed_up=None if _is_baseline(variant) else ratio(paired_logs(runs, baseline)),
+        speed_up=speed_up,
+        claim="" if speed_up is None else doubt or speed_up.verdict,
         acceptance_rate=sum(run.accepted for run in runs) / drafted if drafted else None,
         acceptance_by_position=_by_position(runs),
         accepted_from=_by_source(runs, tokens),

@@ -34,7 +34,9 @@ def verdict(figures: Figures) -> str:
     judged = max(defaults or rows, key=lambda row: row.speed_up.value if row.speed_up else 0.0)
     others = len(defaults or rows)
     chosen = "" if others == 1 else f", the fastest of {others} measured,"
-    return f"{judged.variant.label}{chosen} {_speed(judged)}{_output(judged)}{_joules(judged, figures.energy)}."
+    doubts = f"Nothing follows from these figures: {'; '.join(figures.doubts)}. " if figures.doubts else ""
+    speed = _doubtful_speed(judged) if doubts else _speed(judged)
+    return f"{doubts}{judged.variant.label}{chosen} {speed}{_output(judged)}{_joules(judged, figures.energy)}."
 
 
 def _speed(row: Row) -> str:
@@ -51,6 +53,11 @@ def _speed(row: Row) -> str:
         return f"is neither faster nor slower than plain decoding in these runs: {ratio.value:.2f} times as fast, 95% {interval}"
     slower = " (slower)" if ratio.verdict == "slower" else ""
     return f"is {ratio.value:.2f} times as fast as plain decoding{slower}, 95% {interval}"
+
+
+def _doubtful_speed(row: Row) -> str:
+    """Returns the ratio without a claim."""
+    return f"has {ratio_text(row.speed_up)} times the speed of plain decoding in what was measured"
 
 
 def _output(row: Row) -> str:
@@ -215,7 +222,7 @@ _VARIANTS: Columns[Row] = (
     ("tok/s", lambda row: f"{row.tokens_per_second:.1f}"),
     ("over plain [95%]", lambda row: ratio_text(row.speed_up)),
     ("same output", lambda row: _of(row.equal, row.compared)),
-    ("claim", lambda row: row.speed_up.verdict if row.speed_up else ""),
+    ("claim", lambda row: row.claim),
     ("worst prompt", lambda row: f"{row.speed_up.worst:.2f}" if row.speed_up else NONE),
     ("accepted", lambda row: share(row.acceptance_rate)),
     ("mean acceptance length", lambda row: f"{row.mean_acceptance_length:.2f}" if row.mean_acceptance_length else NONE),

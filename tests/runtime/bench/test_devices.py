@@ -77,7 +77,7 @@ def test_several_phones_are_compared(desk: Desk, daemon: FakeAdbd, package: Path
     arguments = ("--package", package, "--results", tmp_path / "results", "--run", "both", "--html", tmp_path / "page.html")
     result = bench("devices", bundle, "--adb", daemon.serial, "--adb", other.serial, *arguments)
     assert result.exit_code == 0, result.output
-    for name in (daemon.serial, other.serial, "Fake One", "Other <b>", "Warnings and incidents"):
+    for name in (daemon.serial, other.serial, "Fake One", "Other <b>", "Doubts, warnings and incidents"):
         assert name in result.stdout
     assert "Other &lt;b&gt;" in (tmp_path / "page.html").read_text()
     compared = bench("compare", tmp_path / "results")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import click
 import pytest
 
 from edge_bench.measure.prompts import DOMAINS, Prompt, long_prompt, prepare, read_prompts, shipped_prompts
+from edge_bench.measure.request import BenchRequest, option_words
 from edge_bench.measure.runners import Schedule, context_schedule
 from edge_bench.measure.variants import BASELINE, CHOOSING_POLICIES, edge_variants, parse_lengths, parse_names, parse_numbers, peer_variants
+from edge_devices.command_line import takes
 from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.errors import RequestError
 from scripted import make_session
@@ -160,3 +164,18 @@ def test_warm_up_runs_each_variant_on_the_first_prompt_only():
 def test_context_plan_has_a_prompt_of_each_length():
     plan = context_schedule(PROMPTS, [BASELINE], [4, 9], repeats=1, tokens=5)
     assert [(prompt.domain, len(prompt.ids)) for _, prompt, _ in plan.requests()] == [("4", 4), ("9", 9)]
+
+
+def request_of(*words: str) -> BenchRequest:
+    requests: list[BenchRequest] = []
+    click.command()(takes("request", BenchRequest)(lambda request: requests.append(request))).main([*words], standalone_mode=False)
+    return requests[0]
+
+
+def test_thorough_measures_longer_and_leaves_what_is_asked_for(tmp_path):
+    usual, thorough = request_of(), request_of("--repeats", "3", "--thorough")
+    assert (usual.lengths, usual.policies, usual.contexts) == ((1, 3, 6), ("profit",), (128, 512))
+    assert (thorough.lengths, thorough.policies, thorough.tokens) == (tuple(range(1, 9)), CHOOSING_POLICIES, 96)
+    assert thorough.repeats == usual.repeats == 3
+    sent = request_of(*map(str, option_words(thorough)))
+    assert sent == replace(thorough, thorough=False)

@@ -16,6 +16,7 @@ from edge_bench.report.figures import Ratio, figures
 from edge_bench.report.tables import ratio_text, verdict
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.report import ratio_text as energy_ratio
+from edge_devices.machine.load import MachineLoad
 
 PROFIT = Variant(side=OURS, drafter="dense", policy="profit")
 COUNTS = {"drafted_at": (5,), "accepted_at": (4,)}
@@ -101,3 +102,21 @@ def test_an_interval_that_says_nothing_is_not_printed() -> None:
     assert (wide.determined, wide.verdict, ratio_text(wide)) == (False, "", "not determined")
     assert ratio_text(Ratio(value=1.5, low=1.2, high=1.9, pairs=4, worst=1.3)) == "1.50 [1.20, 1.90]"
     assert "not determined" in energy_ratio(Interval(value=0.23, low=0.0, high=157896143.0, n=3, error=1.0, freedom=2.0))
+
+
+def test_nothing_is_claimed_of_incomplete_or_disturbed_records() -> None:
+    busy = MachineLoad(others=0.98, waiting=0.5, seconds=1.0)
+    runs = [replace(each, drafted=5, accepted=4) for each in noisy_runs({"a": 3.0, "b": 3.0}, repeats=3, seed=1)]
+    whole = header(planned=len(runs))
+    assert " times as fast as " in verdict(figures(collect([whole, *runs])))
+    quiet = [replace(each, load=replace(busy, others=0.01, waiting=0.01)) for each in runs]
+    assert figures(collect([whole, *quiet])).doubts == ()
+    cut = figures(collect([whole, *quiet[:-2]]))
+    assert (cut.doubts, cut.overall[1].claim) == ((f"incomplete: {len(runs) - 2} of {len(runs)} measurements",), "incomplete")
+    disturbed = figures(collect([whole, *quiet[:-2], *(replace(each, load=busy) for each in runs[-2:])]))
+    assert disturbed.overall[1].claim == "disturbed"
+    assert "the machine was busy in 17% of the time" in disturbed.doubts[0]
+    for doubtful in (cut, disturbed):
+        assert verdict(doubtful).startswith(f"Nothing follows from these figures: {doubtful.doubts[0]}. dense 3 has ")
+        assert "faster" not in [row.claim for row in doubtful.overall]
+        assert " as fast as " not in verdict(doubtful)
