@@ -126,7 +126,7 @@ def phased_coverage(meter: str, runs: int, first: int = 0) -> PhasedCoverage:
 
 
 def phased_table(rows: list[PhasedCoverage]) -> Iterator[str]:
-    """Yields the lines of the second Markdown table in docs/energy.md."""
+    """Yields the lines of the second Markdown table in docs/energy-reference.md."""
     yield f"| meter, {rows[0].runs} runs with phases | median error | mean error | J/output token holds the truth | {' | '.join(PHASES)} |"
     yield "|---|---|---|---|" + "---|" * len(PHASES)
     for row in rows:
@@ -135,7 +135,7 @@ def phased_table(rows: list[PhasedCoverage]) -> Iterator[str]:
 
 
 def table(rows: list[Coverage]) -> Iterator[str]:
-    """Yields the lines of the Markdown table in docs/energy.md."""
+    """Yields the lines of the Markdown table in docs/energy-reference.md."""
     yield f"| meter | counted of {rows[0].runs} | too short, refused | median error | mean error | interval holds the truth | above idle |"
     yield "|---|---|---|---|---|---|---|"
     for row in rows:

@@ -1,7 +1,7 @@
 """Weights of ONNX graphs: the format of each of a pair's matrices, and data files, written piece by piece as the graphs are built.
 
 int4 is mixed unless a block is asked for: most weights are in blocks of 128, the fastest to multiply with. The embedding and the layers'
-weights that lose most by it are stored in 8 bits. Figures: docs/onnx.md.
+weights that lose most by it are stored in 8 bits. Figures: docs/onnx-reference.md.
 """
 
 from __future__ import annotations

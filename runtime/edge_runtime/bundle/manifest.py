@@ -1,4 +1,4 @@
-"""manifest.json as dataclasses, with its own hash and the ranges of its numbers. Layout and every field: docs/bundle.md.
+"""manifest.json as dataclasses, with its own hash and the ranges of its numbers. Layout and every field: docs/manifest.md.
 
 The hash is the last key: the sha256 of the whole file with zeros in place of the 64 digits. It covers bytes rather than what the JSON
 means, so that every changed bit is found.
@@ -89,7 +89,7 @@ def _check(number: float, where: str, from_zero: bool) -> None:
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20
-# A draft is never longer than this (see docs/bundle.md, rewind slack).
+# A draft is never longer than this (see docs/manifest.md, rewind slack).
 MAX_DRAFT_LENGTH = 12
 # The roles of the encoders of images and sound: one GGUF file for both, an ONNX graph for each.
 MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER = "media_encoder", "vision_encoder", "audio_encoder"
@@ -179,7 +179,7 @@ class CacheBuffer:
 
     `kind` is "sliding" or "full"; `rows` is the number of rows at the bundle's context, for a sliding layer with spare room. `read` is
     what the target's graph gets: the whole "buffer", or only the existing "rows"; `drafter_read` is the same for the drafter's graph
-    (docs/bundle.md).
+    (docs/manifest.md).
     """
 
     layer: int

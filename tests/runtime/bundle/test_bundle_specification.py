@@ -1,4 +1,4 @@
-"""docs/bundle.md against the reader: every field, its type and default; the example is read and written again; roles are those written."""
+"""docs/bundle.md and docs/manifest.md against the reader: every field with type and default, the example, and the roles written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from edge_devices.files.typed_json import from_json
 from edge_runtime.bundle.manifest import FROM_ZERO, SCHEMA_VERSION, Manifest, has_own_hash, with_hash
 
-TEXT = (Path(__file__).parents[3] / "docs" / "bundle.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("bundle.md", "manifest.md"))
 NAMES = {int: "integer", float: "number", str: "text", bool: "boolean", type(None): "null"}
 
 
@@ -44,8 +45,8 @@ def said(hint: object) -> str:
 
 def table(name: str) -> dict[str, tuple[str, str]]:
     """Key to type and default, of the table below a heading."""
-    section = re.search(rf"^### {name}\n(.*?)(?=^##)", TEXT, re.MULTILINE | re.DOTALL)
-    assert section, f"docs/bundle.md has no section {name}"
+    section = re.search(rf"^## {name}\n(.*?)(?=^##|\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    assert section, f"docs/manifest.md has no section {name}"
     rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|", section[1], re.MULTILINE)
     return {key: (kind.strip(), default.strip()) for key, kind, default in rows}
 
@@ -94,7 +95,7 @@ def test_what_may_be_zero_is_specified():
 
 
 def test_roles_of_the_shipped_pair_are_specified(exported_pair, onnx_pair):
-    named = set(re.findall(r"`(\w+)`", TEXT[: TEXT.index("## manifest.json")]))
+    named = set(re.findall(r"`(\w+)`", TEXT[: TEXT.index("## Other programs")]))
     for folder in (exported_pair, onnx_pair("int8")):
         files = json.loads((folder / "manifest.json").read_text())["files"]
         assert {file["role"] for file in files} <= named
