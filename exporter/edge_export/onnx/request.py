@@ -55,8 +55,9 @@ WEIGHT_TYPES: dict[OnnxWeights, WeightType] = {
     "int8": WeightType("blocks", 8, 0.2),
     "int4": WeightType("blocks", 4, 1.0),
 }
-# Of mixed int4. Limits are at least twice what real matrices of 270 million weights show (docs/onnx-reference.md: 0.17 mixed and calibrated, 0.92 in
-# blocks of 128), which lose more than larger models, and at most 1.0, where a model's perplexity has doubled or tripled.
+# Of mixed int4. Limits are at least twice what real matrices of 270 million weights show (docs/onnx-reference.md: 0.17 mixed and
+# calibrated, 0.92 in blocks of 128), which lose more than larger models, and at most 1.0, where a model's perplexity has doubled or
+# tripled.
 _MIXED_KL = 0.6
 
 
