@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import click
@@ -40,6 +41,15 @@ def test_every_command_has_help_that_fits_in_a_pipe(name, command):
 @pytest.mark.parametrize("name", GROUPS)
 def test_each_command_has_the_options_of_the_list(name):
     assert {command: sorted(options(taken)) for command, taken in GROUPS[name].commands.items()} == json.loads(OPTIONS.read_text())[name]
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "serve"])
+def test_help_lists_twelve_options_and_help_all_every_option(command):
+    usual, whole = (CliRunner().invoke(main, [command, flag], prog_name="edge-run").stdout for flag in ("--help", "--help-all"))
+    listed = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", usual.partition("Options")[2].partition("Examples")[0], re.MULTILINE))
+    assert len(listed) == 13
+    assert "--help-all" in listed
+    assert {option for option in options(main.commands[command]) if not re.search(rf"{option}\b", whole)} == set()
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -27,6 +27,8 @@ CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"], "max_con
 _OTHER = "Other options"
 # Attribute of a parameter: the panel of the help that lists it.
 _PANEL = "edge_panel"
+# Key of a context's meta: the help lists all options, not only the usual ones.
+_WHOLE_HELP = "edge_whole_help"
 
 
 def option_group(*options: Callable[[Any], Any], panel: str = "") -> Callable[[Decorated], Decorated]:
@@ -46,18 +48,40 @@ def option_group(*options: Callable[[Any], Any], panel: str = "") -> Callable[[D
 
 
 class PanelCommand(click.Command):
-    """A command whose help lists its options in panels, and which explains `--` where a text begins with a dash."""
+    """A command whose help lists its options in panels, and which explains `--` where a text begins with a dash.
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    With `usual`, names of parameters, --help lists these alone, in their order, and --help-all the others too.
+    """
+
+    def __init__(self, *arguments: Any, usual: Sequence[str] = (), **named: Any) -> None:
         super().__init__(*arguments, **{"context_settings": dict(CONTEXT), **named})
+        self.usual = tuple(usual)
+        if usual:
+            self.params.append(
+                click.Option(
+                    ["--help-all"],
+                    is_flag=True,
+                    is_eager=True,
+                    expose_value=False,
+                    callback=_show_whole_help,
+                    help="Show all options and exit.",
+                )
+            )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options, a section for each panel in order of first occurrence, the others last."""
+        """Writes the usual options; or all, a section for each panel in order of first occurrence, the others last."""
+        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
+        if self.usual and not ctx.meta.get(_WHOLE_HELP):
+            named = {str(option.name): option for option in options}
+            usual = [named[name].get_help_record(ctx) for name in (*self.usual, "help_all")]
+            with formatter.section(f"Options (the usual ones of {len(options)})"):
+                formatter.write_dl([row for row in usual if row is not None])
+            return
         panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            row = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+        for option in options:
+            row = option.get_help_record(ctx)
             if row is not None:
-                panels.setdefault(getattr(parameter, _PANEL, _OTHER), []).append(row)
+                panels.setdefault(getattr(option, _PANEL, _OTHER), []).append(row)
         others = panels.pop(_OTHER, [])
         for title, rows in [*panels.items(), (_OTHER if panels else "Options", others)]:
             if rows:
@@ -79,6 +103,13 @@ class PanelCommand(click.Command):
             if "unexpected extra argument" in error.message and texts[-1:] == ["prompt"]:
                 raise click.UsageError(f"{error.message}; a PROMPT of several words needs quotes: '... {words[-1]}'", ctx) from None
             raise
+
+
+def _show_whole_help(ctx: click.Context, _option: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[_WHOLE_HELP] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
 
 
 class LazyCommands(UserDict[str, click.Command]):

@@ -21,6 +21,7 @@ from edge_export.errors import ExportError
 
 _FOLDER = "reference_pair"
 DESCRIPTION = "the shipped example, which continues Python code and its documentation; it was never taught to answer questions"
+WIDENED = f"{DESCRIPTION}; zeros give it the cost of a phone-sized model"
 # 488 million target weights instead of 8 million: about as many bytes per token as a phone-sized model in 4 bits.
 FACTOR = 96
 _ROWS, _COLUMNS = (".mlp.gate_proj.weight", ".mlp.up_proj.weight"), ".mlp.down_proj.weight"

@@ -17,7 +17,7 @@ from edge_devices.command_line import PanelCommand, given_options, one_sentence_
 from edge_devices.option_fields import option
 from edge_export.checkpoint.published.formats import published_config
 from edge_export.checkpoint.published.hub import own_drafter, with_revision
-from edge_export.checkpoint.shipped_pair import DESCRIPTION, reference_pair, widened_target
+from edge_export.checkpoint.shipped_pair import DESCRIPTION, WIDENED, reference_pair, widened_target
 from edge_export.cli.display import Display, show
 from edge_export.onnx.request import DEVICE_WEIGHTS, OnnxRequest
 from edge_export.pipeline.export import export_pair
@@ -141,7 +141,7 @@ def reference(widened: bool, models: Models, **options: Any) -> None:
     # It is for trying commands: calibrated by --calibrate only, so that it is there in seconds.
     options["importance"] = replace(options["importance"], by_default=False)
     with widened_target(target) if widened else contextlib.nullcontext(target) as folder:
-        _export(str(folder), str(drafter), models.config(), description=DESCRIPTION, **options)
+        _export(str(folder), str(drafter), models.config(), description=WIDENED if widened else DESCRIPTION, **options)
 
 
 def _export(

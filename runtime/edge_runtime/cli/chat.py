@@ -84,7 +84,13 @@ class ChatOptions:
     no_history: bool = option(default=False, panel="Messages", help="Keep no typed messages between starts (in ~/.local/state/edge-mtp).")
 
 
-@click.command(cls=PanelCommand)
+USUAL = (
+    *("max_tokens", "system", "thinking", "temperature", "top_p", "seed"),
+    *("draft_length", "backend", "context", "memory_limit", "no_history", "lines"),
+)
+
+
+@click.command(cls=PanelCommand, usual=USUAL)
 @click.argument("bundle", type=BundlePath())
 @takes("options", ChatOptions)
 @takes("message", MessageOptions, only=("system", "thinking"))

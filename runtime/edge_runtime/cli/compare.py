@@ -104,6 +104,14 @@ class Conditions:
     load_before: MachineLoad
     load: MachineLoad
 
+    @property
+    def energy_is_comparable(self) -> bool:
+        """Whether both sides have joules per token that compare: figures of a meter, or estimates whose ranges do not overlap."""
+        plain, drafted = self.plain_energy.joules_per_token, self.drafted_energy.joules_per_token
+        if plain is None or drafted is None:
+            return False
+        return self.drafted_energy.kind != "estimate" or plain.high < drafted.low or drafted.high < plain.low
+
     def conditions_json(self) -> dict[str, Any]:
         """Returns plain values under stable keys."""
         energy = {"plain": self.plain_energy.to_json(), "drafted": self.drafted_energy.to_json()}
@@ -155,6 +163,12 @@ class Comparison(PairedRuns, Conditions):
     peak_memory: int
 
     @property
+    def follows_from_medians(self) -> bool:
+        """Whether the speed-up is the ratio of the median speeds of both sides to 5 %, as a reader of the table expects."""
+        plain, drafted = (statistics.median(stats.tokens_per_second for stats in runs) for runs in (self.plain, self.drafted))
+        return abs(drafted / plain / self.speed_up - 1) <= 0.05
+
+    @property
     def drafted_tokens(self) -> int:
         """How many tokens all runs drafted; with 0, both sides did the same and the ratios are noise."""
         return sum(stats.drafted for stats in self.drafted)
@@ -163,7 +177,11 @@ class Comparison(PairedRuns, Conditions):
         """Returns what the figures mean: whether drafts can change text, and why they may mean little: nothing was drafted, joules are
         estimated or missing, or the machine was busy."""
         sentences = [*([] if self.drafted_tokens else [NOTHING_DRAFTED]), self.rows.sentence()]
-        if self.drafted_energy.kind == "estimate" and self.drafted_energy.facts:
+        if not self.follows_from_medians:
+            sentences.append("the speed-up is the median of the ratios of neighbouring runs: the machine's speed changed between runs")
+        if self.drafted_energy.kind == "estimate" and not self.energy_is_comparable:
+            sentences.append("energy: nothing was measured, and the ranges of the estimate overlap, so it is not shown")
+        elif self.drafted_energy.kind == "estimate" and self.drafted_energy.facts:
             sentences.append(f"energy: nothing was measured; {self.drafted_energy.facts.source}, with the range of these watts")
         sentences += [": ".join(energy.row()) for energy in (self.plain_energy, self.drafted_energy) if energy.kind == "none"][:1]
         return [*sentences, f"meanwhile, {self.load.sentence()}"] if self.load.is_busy else sentences
@@ -226,6 +244,8 @@ def _energy_row(comparison: Comparison) -> tuple[str, str, str]:
     energies = (comparison.plain_energy, comparison.drafted_energy)
     if any(energy.joules_per_token is None for energy in energies):
         return "energy, J/token", "not measured", "not measured"
+    if not comparison.energy_is_comparable:
+        return "energy, J/token", "not determined", "not determined"
     plain, drafted = (energy.figure() for energy in energies)
     if energies[0].kind == "estimate":
         return "J/token, an ESTIMATE", plain.partition(" (")[0], drafted.partition(" (")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,20 +78,17 @@ class DemoResult(Conditions):
         return statistics.geometric_mean(kind.speed_up for kind in self.kinds)
 
     def sentence(self) -> str:
-        """Returns the result in one sentence: how many times as fast, whether the output was the same, joules per token."""
+        """Returns the result in one sentence: how many times as fast, and whether the output was the same."""
         ratios = sorted(kind.speed_up for kind in self.kinds)
         same = sum(kind.same_tokens for kind in self.kinds)
         equal = "the same output" if same == len(self.kinds) else f"the same output for {same} of {len(self.kinds)} kinds of text"
-        words = f"{self.speed_up:.2f} times as fast as without drafts ({ratios[0]:.2f} to {ratios[-1]:.2f} by kind of text), {equal}"
-        return f"{words}; {self._energy()}"
+        return f"{self.speed_up:.2f} times as fast as without drafts ({ratios[0]:.2f} to {ratios[-1]:.2f} by kind of text), {equal}"
 
-    def _energy(self) -> str:
+    def energy_sentence(self) -> str:
+        """Returns how many times the joules per token drafts take; empty where that is not known."""
         plain, drafted = self.plain_energy, self.drafted_energy
-        if plain.joules_per_token is None or drafted.joules_per_token is None:
-            why = (drafted if plain.joules_per_token else plain).sentence()
-            ratios = sorted(1 / kind.speed_up for kind in self.kinds)
-            share = f"{1 / self.speed_up:.2f} times the joules per token ({ratios[0]:.2f} to {ratios[-1]:.2f}) if the watts are equal"
-            return f"{share}, an ESTIMATE: {why}"
+        if not self.energy_is_comparable or plain.joules_per_token is None or drafted.joules_per_token is None:
+            return ""
         ratio = f"{drafted.joules_per_token.value / plain.joules_per_token.value:.2f} times the joules per token"
         if drafted.kind == "estimate" and drafted.facts:
             ours, theirs = (energy.figure().partition(" (")[0] for energy in (drafted, plain))
@@ -105,6 +103,7 @@ class DemoResult(Conditions):
             "kinds": [{"name": kind.name, **kind.runs_json()} for kind in self.kinds],
             **self.conditions_json(),
             "sentence": self.sentence(),
+            "energy_sentence": self.energy_sentence(),
         }
 
 
@@ -128,8 +127,10 @@ class Demo:
     def run(self) -> DemoResult:
         """Streams each kind once with drafts, then measures it without and with drafts in turn."""
         runs = RunsInTurn(self._watch, self._write)
-        weights = self._session.bundle.manifest.architecture.parameters
-        self._write(f"{weights / 1e6:.0f} million weights. {click.style('Green', fg='green')}: drafts that were accepted.\n")
+        manifest = self._session.bundle.manifest
+        what = f": {manifest.description}" if manifest.description else ""
+        self._write(f"{manifest.architecture.parameters / 1e6:.0f} million weights{what}.\n")
+        self._write(f"{click.style('Green', fg='green')}: drafts that were accepted.\n")
         kinds = tuple(self._kind(runs, name, prompt) for name, prompt in (TEXTS if self._template is None else MESSAGES).items())
         return DemoResult(kinds=kinds, **vars(runs.conditions()))
 
@@ -187,4 +188,7 @@ def demo(bundle: Path, runs: RunOptions, opening: Opening) -> None:
         return
     if result.load.is_busy:
         note(f"meanwhile, {result.load.sentence()}")
-    click.echo("\n" + click.style(result.sentence(), bold=True))
+    click.echo("\n" + click.style(f"{result.sentence()}.", bold=True))
+    if joules := result.energy_sentence():
+        click.echo(f"{joules}.")
+    click.echo(f"Next: edge-run chat {shlex.quote(str(bundle))}")

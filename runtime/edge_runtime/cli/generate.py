@@ -80,7 +80,13 @@ class OutputOptions:
     save_state: Path | None = option(type=_STATE_FILE, panel="Saved state", help="Save the KV state to this file afterwards.")
 
 
-@click.command(cls=PanelCommand, epilog=EXAMPLES)
+USUAL = (
+    *("max_tokens", "system", "images", "temperature", "top_p", "seed"),
+    *("stop", "json_schema", "draft_length", "backend", "context", "as_json"),
+)
+
+
+@click.command(cls=PanelCommand, epilog=EXAMPLES, usual=USUAL)
 @click.argument("bundle", type=BundlePath())
 @click.argument("prompt")
 @takes("output", OutputOptions)

@@ -12,8 +12,13 @@ from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, re
 from edge_runtime.server.options import ServeOptions
 from edge_runtime.session.monitor import MonitorOptions
 
+USUAL = (
+    *("host", "port", "sessions", "api_key", "allow_origin", "waiting"),
+    *("draft_length", "backend", "threads", "context", "memory_limit", "log"),
+)
 
-@click.command(cls=PanelCommand)
+
+@click.command(cls=PanelCommand, usual=USUAL)
 @click.argument("bundle", type=BundlePath())
 @takes("options", ServeOptions)
 @opens_bundle("draft_store", "image_rows", prompt_cache=True)

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.live import RunEnergy
 from edge_devices.energy.virtual_meters import virtual_meter
-from edge_devices.machine.load import MachineLoad
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Scope
 from edge_runtime.cli import options as cli_options
@@ -36,10 +35,10 @@ def test_it_ends_in_one_sentence(run):
     shown = run("demo", "bundle", "-n", "12", "--repeats", "1")
     assert shown.exit_code == 0
     assert all(f"--- {name} ---" in shown.stdout for name in TEXTS)
-    last = shown.stdout.strip().splitlines()[-1]
+    last, after = shown.stdout.strip().splitlines()[-2:]
     assert "times as fast as without drafts" in last
-    assert "the same output; " in last
-    assert "an ESTIMATE" in last
+    assert last.endswith("the same output.")
+    assert after == "Next: edge-run chat bundle"
     assert "\x1b" not in shown.stdout
     assert "warning" not in shown.stderr
 
@@ -69,10 +68,13 @@ def test_an_energy_figure_is_named_for_what_it_is():
     estimate = virtual_meter(System(), "estimate:2,1")
     assert estimate is not None
     energy = RunEnergy(facts=estimate.facts, joules=figure, joules_per_token=figure, seconds=1.0)
-    sentence = replace(result(), plain_energy=energy, drafted_energy=energy, load=MachineLoad(others=None, seconds=1.0)).sentence()
-    assert "1.00 times the joules per token, an ESTIMATE: 0.200 [0.150, 0.250] J instead of 0.200" in sentence
+    half = replace(figure, value=0.1, low=0.075, high=0.125)
+    one = replace(result(), plain_energy=energy, drafted_energy=replace(energy, joules_per_token=half))
+    sentence = one.energy_sentence()
+    assert "0.50 times the joules per token, an ESTIMATE: 0.100 [0.075, 0.125] J instead of 0.200" in sentence
     assert "nothing was measured (model: 2 W idle + 1 W per busy core" in sentence
     measured = RunEnergy(facts=replace(estimate.facts, scope=Scope.PACKAGE), joules=figure, joules_per_token=figure, seconds=1.0)
-    assert (
-        "1.00 times the joules per token, measured: 0.200" in replace(result(), plain_energy=measured, drafted_energy=measured).sentence()
-    )
+    overlapping = replace(one, drafted_energy=replace(energy, joules_per_token=replace(half, high=0.2)))
+    assert (overlapping.energy_sentence(), overlapping.energy_is_comparable) == ("", False)
+    sentence = replace(one, plain_energy=measured, drafted_energy=measured).energy_sentence()
+    assert "1.00 times the joules per token, measured: 0.200" in sentence

@@ -195,14 +195,20 @@ def test_compare_has_joules_of_both_sides(run: Any, meter: Finding) -> None:
 
 def test_compare_takes_the_profiles_watts_where_there_is_no_meter(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("--draft-length", "2", "--max-tokens", "30", "--repeats", "2")
+    error = 0.05
     monkeypatch.setattr(
-        energy_options, "virtual_meter", lambda system, _: EstimateMeter(system, idle_watts=2, core_watts=5, model_error=0.5)
+        energy_options, "virtual_meter", lambda system, _: EstimateMeter(system, idle_watts=2, core_watts=5, model_error=error)
     )
     estimated = run(*arguments, command="compare", findings=[], pause=0.02)
     assert "J/token, an ESTIMATE" in estimated.stdout
     assert "energy: nothing was measured; model: 2 W idle + 5 W per busy core" in estimated.stderr
     energy = json.loads(run(*arguments, "--json", command="compare", findings=[], pause=0.02).stdout)["energy"]
     assert [energy[side]["kind"] for side in ("plain", "drafted")] == ["estimate", "estimate"]
+
+    error = 0.95
+    overlapping = run(*arguments, command="compare", findings=[], pause=0.02)
+    assert "not determined" in overlapping.stdout
+    assert "nothing was measured, and the ranges of the estimate overlap" in overlapping.stderr
 
     def without_watts(*_: object) -> None:
         raise MeterError("the profile x has no watts")
