@@ -21,11 +21,11 @@ PACKAGES = (
 MAX_LINES = 600
 # Lines of Python in each room, docstrings and blank lines included.
 BUDGETS = {
-    "exporter/edge_export/checkpoint": 2814,
+    "exporter/edge_export/checkpoint": 2815,
     "exporter/edge_export/cli": 591,
     "exporter/edge_export/device_package": 965,
     "exporter/edge_export/gguf": 1023,
-    "exporter/edge_export/onnx": 3257,
+    "exporter/edge_export/onnx": 3258,
     "exporter/edge_export/output": 282,
     "exporter/edge_export/parity": 833,
     "exporter/edge_export/pipeline": 1182,
@@ -34,7 +34,7 @@ BUDGETS = {
     "runtime/edge_runtime/backends": 6546,
     "runtime/edge_runtime/bundle": 2436,
     "runtime/edge_runtime/calibration": 974,
-    "runtime/edge_runtime/cli": 2748,
+    "runtime/edge_runtime/cli": 2789,
     "runtime/edge_runtime/config": 633,
     "runtime/edge_runtime/decoding": 1176,
     "runtime/edge_runtime/drafting": 2070,
@@ -56,7 +56,7 @@ BUDGETS = {
     "devices/edge_devices/remote": 423,
     "devices/edge_devices/transports": 776,
     "scripts": 10027,
-    "tests": 44656,
+    "tests": 44675,
 }
 NAMED_ROOMS = ["devices/edge_devices", "exporter/edge_export", "runtime/edge_bench", "runtime/edge_runtime", "scripts"]
 # Words that name nothing, as parts of identifiers too ("one" may be a number there), and identifiers in which they do mean something.
