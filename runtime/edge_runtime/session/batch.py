@@ -5,7 +5,9 @@ On a CPU a forward of a few rows costs hardly more than one of a single row, bec
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
@@ -13,6 +15,7 @@ from typing import Self
 from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.calibration.measured import Notify
 from edge_runtime.decoding.loop import Round
+from edge_runtime.drafting.cost_model import MIN_SECONDS
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import SequenceBatch
 from edge_runtime.session.cache_claim import PairLock
@@ -20,22 +23,32 @@ from edge_runtime.session.generation import PREFILL_ROWS, Generation
 from edge_runtime.session.row_equality import RowEquality, known_row_equality
 from edge_runtime.session.session import Session
 
-# Of a round, that a piece of another request's prompt may take; the first piece is as short as takes less almost everywhere.
+# A piece of another request's prompt may take so long in a round, or as long as the others' round where that is longer: a prompt beside
+# slow rounds, on a slow or busy machine, would otherwise need a hundred of them.
 PIECE_SECONDS = 0.1
-FIRST_PIECE, SHORTEST_PIECE = 16, 8
+# From so many tokens on a token costs as little as in a long piece, even where threads wait long for each other.
+SHORTEST_PIECE = 32
+# The quickest of so many pieces, and the middle one of so many rounds, say what the machine does when nothing else delays it.
+_NEWEST = 5
 
 
 class PrefillPace:
-    """How many tokens of prompts are computed between two rounds of others, so that these wait for `PIECE_SECONDS`."""
+    """How many tokens of prompts are computed between two rounds of others, so that these wait for `PIECE_SECONDS` or as for a round."""
 
     def __init__(self) -> None:
-        self.rows = FIRST_PIECE
+        self.rows = SHORTEST_PIECE
+        self._rates: deque[float] = deque(maxlen=_NEWEST)
+        self._rounds: deque[float] = deque([0.0], maxlen=_NEWEST)
+
+    def count_round(self, seconds: float) -> None:
+        """Takes a round of the others into account."""
+        self._rounds.append(seconds)
 
     def count(self, rows: int, seconds: float) -> None:
         """Takes a piece of `rows` tokens into account, which took `seconds`. It may be shorter than asked for, at a prompt's end."""
-        fitting = int(rows * PIECE_SECONDS / seconds) if seconds > 0 else PREFILL_ROWS
-        if rows >= self.rows or seconds > PIECE_SECONDS:
-            self.rows = max(SHORTEST_PIECE, min(fitting, 2 * self.rows, PREFILL_ROWS))
+        self._rates.append(rows / max(seconds, MIN_SECONDS))
+        fitting = max(self._rates) * max(PIECE_SECONDS, statistics.median(self._rounds))
+        self.rows = int(max(SHORTEST_PIECE, min(fitting, 2 * self.rows, PREFILL_ROWS)))
 
 
 class BatchDecoder:
@@ -70,7 +83,7 @@ class BatchDecoder:
     def join(self, generation: Generation) -> None:
         """As `add`, but the prompt is prefilled in pieces, one per step, so that other requests do not wait for all of it.
 
-        Beside running requests a piece takes `PIECE_SECONDS`. Several prompts take turns, so a short one does not wait for a long one.
+        Beside running requests a piece is as `PrefillPace` says. Several prompts take turns, so a short one does not wait for a long one.
         """
         with self._lock.held():
             self._require_free(generation)
@@ -113,6 +126,7 @@ class BatchDecoder:
                         generation.fail(error)
                     raise
                 seconds = time.perf_counter() - begin
+            self._pace.count_round(seconds)
             self._running = [generation for generation, _ in done if not generation.done]
             for generation, round_done in done:
                 generation.count(round_done, seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -50,10 +50,11 @@ def test_a_full_context_ends_only_its_own_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "lengths"), [(1e9, [16, 48, 112, 240, 496, 512, 1024, 1123]), (0.0, [16, *range(24, 512, 8)])], ids=["quick", "slow"]
+    ("seconds", "lengths"), [(1e9, [32, 96, 224, 480, 512, 1024, 1123]), (0.0, range(32, 512, 32))], ids=["quick", "slow"]
 )
-def test_a_long_prompt_joins_piece_by_piece(seconds: float, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_joins_piece_by_piece(seconds: float, lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "PIECE_SECONDS", seconds)
+    monkeypatch.setattr(PrefillPace, "count_round", lambda *_: None)
     _, sessions = scripted_sessions(2, context=4096)
     running = sessions.sessions[0].generate([1, 2], max_tokens=2 * PREFILL_ROWS, draft_length=0)
     long = [i % 17 for i in range(2 * PREFILL_ROWS + 100)]
@@ -75,6 +76,7 @@ def test_a_long_prompt_joins_piece_by_piece(seconds: float, lengths: list[int], 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "PIECE_SECONDS", 0.0)
+    monkeypatch.setattr(PrefillPace, "count_round", lambda *_: None)
     _, sessions = scripted_sessions(3, context=4096)
     prompts = [[1, 2], [i % 17 for i in range(1000)], [3] * 30]
     running, long, short = (session.generate(p, max_tokens=40) for session, p in zip(sessions.sessions, prompts, strict=True))
@@ -84,7 +86,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyP
     step.join(short)
     while not short.tokens:
         step.step()
-    assert 0 < long.target.length < 60
+    assert 0 < long.target.length < 100
     while step.running:
         step.step()
     assert [each.tokens for each in (running, long, short)] == [plain_greedy(prompt, 40) for prompt in prompts]
@@ -93,15 +95,27 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyP
 def test_pieces_are_as_long_as_their_time_allows() -> None:
     pace = PrefillPace()
     lengths = []
-    for seconds_a_token in (0.001, 0.001, 0.001, 0.001, 0.01, 0.01, 1.0, 0.0):
+    for seconds_a_token in (0.001, 0.001, 0.001, 0.001, 0.002, *[0.0025] * 5, *[1.0] * 6):
         lengths.append(pace.rows)
         pace.count(pace.rows, pace.rows * seconds_a_token)
-    assert lengths == [16, 32, 64, 100, 100, 10, 10, 8]
-    pace.count(3, 0.02)  # the end of a prompt says little
-    assert pace.rows == 16
-    for _ in range(9):
+    assert lengths == [32, 64, 100, 100, 100, 100, 100, 100, 100, 50, 40, 40, 40, 40, 40, 32], "the quickest of the newest five counts"
+    for _ in range(5):
         pace.count(pace.rows, 1e-6)
+        pace.count(3, 0.02)  # the end of a prompt says little
     assert pace.rows == PREFILL_ROWS
+
+
+def test_a_piece_may_take_as_long_as_the_others_round() -> None:
+    pace = PrefillPace()
+    for seconds in (1.0, 0.01, 1.0, 30.0, 1.0):  # a busy machine
+        pace.count_round(seconds)
+    for _ in range(9):
+        pace.count(pace.rows, 0.4 + pace.rows * 0.004)  # most of the time does not depend on the number of tokens
+    assert 140 < pace.rows <= 150
+    for _ in range(5):
+        pace.count_round(0.01)
+        pace.count(pace.rows, pace.rows * 0.001)
+    assert pace.rows == 100
 
 
 def test_one_that_fails_by_itself_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
