@@ -21,14 +21,14 @@ PACKAGES = (
 MAX_LINES = 600
 # Lines of Python in each room, docstrings and blank lines included.
 BUDGETS = {
-    "exporter/edge_export/checkpoint": 2815,
-    "exporter/edge_export/cli": 591,
+    "exporter/edge_export/checkpoint": 2954,
+    "exporter/edge_export/cli": 653,
     "exporter/edge_export/device_package": 965,
     "exporter/edge_export/gguf": 1023,
     "exporter/edge_export/onnx": 3258,
     "exporter/edge_export/output": 282,
     "exporter/edge_export/parity": 833,
-    "exporter/edge_export/pipeline": 1182,
+    "exporter/edge_export/pipeline": 1525,
     "exporter/edge_export/quantization": 1211,
     "exporter/edge_export/tuning": 493,
     "runtime/edge_runtime/backends": 6546,
@@ -56,7 +56,7 @@ BUDGETS = {
     "devices/edge_devices/remote": 423,
     "devices/edge_devices/transports": 776,
     "scripts": 10027,
-    "tests": 44689,
+    "tests": 44980,
 }
 NAMED_ROOMS = ["devices/edge_devices", "exporter/edge_export", "runtime/edge_bench", "runtime/edge_runtime", "scripts"]
 # Words that name nothing, as parts of identifiers too ("one" may be a number there), and identifiers in which they do mean something.

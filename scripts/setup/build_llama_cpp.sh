@@ -68,7 +68,8 @@ tools() {
 
 server() {
     sources
-    run configure-server cmake -S "$build/source/" -B "$build/server" -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF \
+    # Not by its link: llama.cpp names git's index by ../.., which ninja takes for the folder above the link.
+    run configure-server cmake -S "$unpacked/vendor/llama.cpp" -B "$build/server" -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF \
         -DLLAMA_BUILD_EXAMPLES=OFF
     run build-server cmake --build "$build/server" --target llama-server llama-cli
     echo "llama.cpp's programs are in $build/server/bin"

@@ -1,11 +1,15 @@
 """A Hugging Face hub on this machine: the requests of huggingface_hub's client for repositories that are folders.
 
+With a `token` and a `root` it takes uploads: repositories are made below the root, large files come by git-lfs's protocol.
+
 `cut_after` ends the first download of a file of this name after so many bytes; ranges are served, as the client resumes with them.
-A hostile hub has `headers` in place of its own in answers about files, and `answers` in place of its JSON, by "revision" or "tree".
+A hostile hub has `headers` in place of its own in answers about files, and `answers` in place of its JSON, by "revision", "tree",
+"create", "preupload", "batch" or "commit".
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -21,13 +25,21 @@ import pytest
 
 @dataclass
 class FakeHub:
-    """Folders by OWNER/NAME and by revision ("main" is the default), and what was asked for."""
+    """Folders by OWNER/NAME and by revision ("main" is the default), and what was asked for.
+
+    `objects`: uploaded large files by sha256; `refused`: the status with which an object is refused, once.
+    """
 
     repositories: dict[str, dict[str, Path]]
     cut_after: dict[str, int] = field(default_factory=dict)
     ranges: list[tuple[str, str | None]] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
     answers: dict[str, bytes] = field(default_factory=dict)
+    token: str | None = None
+    root: Path | None = None
+    private: set[str] = field(default_factory=set)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
     port: int = 0
 
     @property
@@ -66,12 +78,13 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
 
 def point_client_at(hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes huggingface_hub's client ask this hub, with a cache of its own."""
-    import huggingface_hub
+    from huggingface_hub import constants
 
-    constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    # Its other way of uploading is a library of its own, which knows only the hub's own storage.
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -105,8 +118,67 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "tree":
             entries = [{"type": "file", "path": name, "size": size, "oid": _etag(folder / name)} for name, size in sizes.items()]
             return self._json(entries)
-        siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
-        return self._json({"id": repository, "sha": commit, "siblings": siblings, "private": False, "tags": [], "downloads": 0})
+        siblings = [{"rfilename": name, "size": size, **self._lfs(folder / name)} for name, size in sizes.items()]
+        private = repository in self.hub.private
+        return self._json({"id": repository, "sha": commit, "siblings": siblings, "private": private, "tags": [], "downloads": 0})
+
+    def _lfs(self, path: Path) -> dict[str, object]:
+        oid = hashlib.sha256(path.read_bytes()).hexdigest()
+        return {"lfs": {"sha256": oid, "size": path.stat().st_size, "pointerSize": 1}} if oid in self.hub.objects else {}
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if self.hub.token is None or self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            return self._json({"error": "Invalid username or password."}, 401)
+        kind = {"repos": "create", "validate-yaml": "yaml"}.get(parts[1], parts[4] if len(parts) > 4 else "")
+        if parts[-1] == "batch":
+            kind = "batch"
+        if kind in self.hub.answers:
+            return self._send(self.hub.answers[kind], 200, {})
+        if kind == "yaml":
+            return self._json({})
+        if kind == "create":
+            return self._create(json.loads(body))
+        if kind == "batch":
+            return self._json({"transfer": "basic", "objects": [self._action(each) for each in json.loads(body)["objects"]]})
+        folder = self.hub.repositories["/".join(parts[2:4])]["main"]
+        if kind == "preupload":
+            return self._json({"files": [_upload_mode(folder, each) for each in json.loads(body)["files"]]})
+        return self._commit("/".join(parts[2:4]), body)
+
+    def _create(self, asked: dict[str, str]) -> None:
+        repository = f"{asked['organization']}/{asked['name']}"
+        url = {"url": f"{self.hub.endpoint}/{repository}"}
+        if repository in self.hub.repositories or self.hub.root is None:
+            return self._json({"error": "You already created this model repo", **url}, 409)
+        folder = self.hub.root / repository
+        folder.mkdir(parents=True)
+        self.hub.repositories[repository] = {"main": folder}
+        if asked["visibility"] == "private":
+            self.hub.private.add(repository)
+        return self._json(url)
+
+    def _action(self, asked: dict[str, object]) -> dict[str, object]:
+        href = {"href": f"{self.hub.endpoint}/objects/{asked['oid']}"}
+        return asked | ({} if asked["oid"] in self.hub.objects else {"actions": {"upload": href}})
+
+    def do_PUT(self) -> None:
+        oid, data = self.path.rpartition("/")[2], self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if status := self.hub.refused.pop(oid, None):
+            return self._json({"error": "The connection was cut"}, status)
+        self.hub.objects[oid] = data
+        return self._json({})
+
+    def _commit(self, repository: str, body: bytes) -> None:
+        folder = self.hub.repositories[repository]["main"]
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                (folder / value["path"]).write_bytes(base64.b64decode(value["content"]))
+            elif line["key"] == "lfsFile":
+                (folder / value["path"]).write_bytes(self.hub.objects[value["oid"]])
+        self._json({"success": True, "commitOid": "0" * 40, "commitUrl": f"{self.hub.endpoint}/{repository}/commit/0"})
 
     def _json(self, value: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
         self._send(json.dumps(value).encode(), status, headers or {})
@@ -148,3 +220,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _etag(path: Path) -> str:
     return hashlib.sha1(path.read_bytes()).hexdigest()
+
+
+def _upload_mode(folder: Path, asked: dict[str, str]) -> dict[str, object]:
+    """Large files go to git-lfs; of a file that is there the client gets the id, and sends it no more."""
+    path = folder / asked["path"]
+    large = "gguf" in asked["path"]
+    data = path.read_bytes() if path.is_file() else None
+    blob = None if data is None else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    oid = blob if data is None or not large else hashlib.sha256(data).hexdigest()
+    return {"path": asked["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": oid}

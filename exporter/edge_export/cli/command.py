@@ -15,6 +15,7 @@ COMMANDS = LazyCommands(
         "reference": ("edge_export.cli.export", "Export the small trained pair that comes with this package."),
         "plan": ("edge_export.cli.plan", "Predict memory, speed and joules per token of a pair before it is exported."),
         "package": ("edge_export.cli.package", "Build a folder for PLATFORM that runs bundles on a device where nothing is installed."),
+        "publish": ("edge_export.cli.publish", "Upload BUNDLE and its model card to OWNER/NAME on the Hugging Face hub."),
     }
 )
 EXAMPLES = """
@@ -32,6 +33,7 @@ Examples:
   edge-export reference -o reference --format onnx --onnx-target int8
   edge-export reference -o reference --format onnx --device openvino-npu --context 1024
   edge-export package android-arm64 -o phone-package
+  edge-export publish my-bundle me/gemma-4-E2B-it-pair --dry-run
 """
 
 

@@ -1,23 +1,20 @@
 """Repositories of the Hugging Face hub: names with a revision or a file, and their download, which goes on after a cut connection.
 
-The only module that imports huggingface_hub. A hub's answers become paths in the client's cache, so each answer is checked before the
-client gets it.
+The client's answers are checked in `hub_client`.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.published.formats import ADAPTER_NAME
 from edge_export.checkpoint.published.gguf_listing import drafter_file, file_of_role, quantization_tag
+from edge_export.checkpoint.published.hub_client import cache_folder, download, hub_errors, is_cached, listing
 from edge_export.errors import CheckpointError
 
 # Files that an export reads of a checkpoint's repository.
@@ -27,11 +24,6 @@ _QUANTIZED = re.compile(r"(google/gemma-4-[\w.]+(-A4B)?-it-qat)-(q4_0-gguf|w4a16
 _SIZE = re.compile(r"gemma-4-([\w.]+?(-A4B)?)-it", re.IGNORECASE)
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w.][\w./-]*))?(?::([^:]+\.gguf)|:(\w+))?", re.ASCII)
 _NAMED = 8
-# Headers that huggingface_hub joins into paths, and keys of JSON whose values it does.
-_PATH_HEADERS = ("X-Repo-Commit", "X-Linked-ETag", "ETag", "X-Xet-Hash")
-_PATH_KEYS = ("sha", "oid", "sha256", "blobId", "xetHash")
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
-_CLIENT_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -107,8 +99,8 @@ def fetch(name: HubName, role: str, progress: Progress | None = None) -> Path:
     CheckpointError if huggingface_hub is missing, the hub cannot be reached, repository, revision or file do not exist, or the cache
     has no room.
     """
-    with _errors(name):
-        sizes = _files(name)
+    with _reading(name):
+        sizes = listing(name.repository, name.revision)
         file = chosen_gguf(list(sizes), name, role)
         patterns = [file] if file is not None else list(PATTERNS)
         _check_room(name, _missing_bytes(name, patterns, sizes))
@@ -121,8 +113,8 @@ def check_pair_exists(target: HubName | None, drafter: HubName | None) -> None:
     missing = 0
     for name, role in ((target, "target"), (drafter, "drafter")):
         if name is not None:
-            with _errors(name):
-                sizes = _files(name)
+            with _reading(name):
+                sizes = listing(name.repository, name.revision)
                 file = chosen_gguf(list(sizes), name, role)
                 missing += _missing_bytes(name, [file] if file is not None else list(PATTERNS), sizes)
                 _check_room(name, missing)
@@ -155,18 +147,12 @@ def _no_gguf(files: list[str], name: HubName, role: str) -> str:
 
 def _missing_bytes(name: HubName, patterns: list[str], sizes: dict[str, int]) -> int:
     """Bytes to download: of the files that fit and are not in the cache."""
-    from huggingface_hub import try_to_load_from_cache
-
     fitting = [file for file in sizes if any(PurePosixPath(file).match(pattern) for pattern in patterns)]
-    return sum(
-        sizes[file] for file in fitting if not isinstance(try_to_load_from_cache(name.repository, file, revision=name.revision), str)
-    )
+    return sum(sizes[file] for file in fitting if not is_cached(name.repository, name.revision, file))
 
 
 def _check_room(name: HubName, needed: int) -> None:
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_HUB_CACHE)
+    folder = cache_folder()
     while not folder.exists():
         folder = folder.parent
     if needed > (free := shutil.disk_usage(folder).free):
@@ -178,95 +164,19 @@ def _check_room(name: HubName, needed: int) -> None:
 
 def fetch_config(name: HubName) -> Path:
     """Downloads config.json alone and returns its folder; for a plan. Raises CheckpointError."""
-    with _errors(name):
+    with _reading(name):
         if name.file is not None:
             raise CheckpointError(f"{name} is a GGUF file; plan for its size instead, such as E2B, or for the downloaded file")
         return _download(name, ["config.json"], {}, None)
 
 
-@contextmanager
-def _errors(name: HubName) -> Iterator[None]:
-    try:
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    except ImportError as error:
-        raise CheckpointError(
-            f"{name} is not a local folder, and huggingface_hub, which would fetch it, is not installed; pip install 'edge-mtp[export]'"
-        ) from error
-    try:
-        _check_answers()
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:  # what the client makes of a malformed answer differs from release to release
-        reason = (str(error).strip().splitlines() or [""])[0]
-        if not isinstance(error, HfHubHTTPError | HFValidationError | OSError | ValueError) or not reason:
-            reason = f"its answer is malformed: {type(error).__name__}: {reason}"
-        raise CheckpointError(
-            f"{name} is not a local folder and could not be fetched from the Hugging Face hub ({reason});"
-            " check the name and the network and repeat the command (complete files are kept), or give a local folder"
-        ) from error
-
-
-def _check_answers() -> None:
-    """Makes the client of this process check each answer before it is used; the client is otherwise as it was set."""
-    from huggingface_hub import set_client_factory
-    from huggingface_hub.utils import _http
-
-    with _CLIENT_LOCK:
-        factory = _http._GLOBAL_CLIENT_FACTORY
-        if getattr(factory, "checks_answers", False):
-            return
-
-        def checked() -> Any:
-            client = factory()
-            client.event_hooks = client.event_hooks | {"response": [*client.event_hooks.get("response", ()), _check_answer]}
-            return client
-
-        checked.checks_answers = True  # type: ignore[attr-defined]
-        set_client_factory(checked)
-
-
-def _check_answer(response: Any) -> None:
-    """Raises CheckpointError for a name that leaves its folder; `response` is httpx's. Its ETag is a name where a commit comes with it."""
-    named: list[tuple[str, Any]] = []
-    if "X-Repo-Commit" in response.headers:
-        named = [(key, response.headers[key].removeprefix("W/").strip('"')) for key in _PATH_HEADERS if key in response.headers]
-    files: list[Any] = []
-    if "/api/models/" in response.url.path and response.is_success:
-        response.read()
-        answer = response.json()
-        entries = answer if isinstance(answer, list) else [answer, *(answer.get("siblings") or ())]
-        for entry in [*entries, *(entry["lfs"] for entry in entries if entry.get("lfs"))]:
-            named += [(key, entry[key]) for key in _PATH_KEYS if entry.get(key) is not None]
-            files += [entry[key] for key in ("path", "rfilename") if key in entry]
-    for key, value in named:
-        if not isinstance(value, str) or not _SAFE_NAME.fullmatch(value):
-            raise _unsafe(response, key, value)
-    for file in files:
-        if not isinstance(file, str) or {"..", ""} & set(re.split(r"[/\\]", file)) or re.match("[A-Za-z]:", file):
-            raise _unsafe(response, "file name", file)
-
-
-def _unsafe(response: Any, key: str, value: Any) -> CheckpointError:
-    hub = f"{response.url.scheme}://{response.url.netloc.decode()}"
-    return CheckpointError(
-        f"the hub {hub} sent {key} {repr(value)[:80]}, which is no name inside the cache, so nothing of it was written;"
-        " check HF_ENDPOINT and the network, or give a local folder"
+def _reading(name: HubName) -> AbstractContextManager[None]:
+    """`hub_errors` of a download."""
+    return hub_errors(
+        f"{name} is not a local folder, and huggingface_hub, which would fetch it, is not installed",
+        f"{name} is not a local folder and could not be fetched from the Hugging Face hub",
+        "check the name and the network and repeat the command (complete files are kept), or give a local folder",
     )
-
-
-def _files(name: HubName) -> dict[str, int]:
-    """Names and sizes of the repository's files; empty if the hub cannot be reached, as all may be in the cache."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        siblings = HfApi().model_info(name.repository, revision=name.revision, files_metadata=True).siblings
-    except (HfHubHTTPError, CheckpointError):
-        raise
-    except Exception:  # noqa: BLE001 - the client's own errors of connections differ from release to release
-        return {}
-    return {file.rfilename: file.size or 0 for file in siblings or ()}
 
 
 def _listed(files: list[str]) -> str:
@@ -277,27 +187,7 @@ def _listed(files: list[str]) -> str:
 
 
 def _download(name: HubName, patterns: list[str], sizes: dict[str, int], progress: Progress | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    if progress is None:
-        return Path(snapshot_download(name.repository, revision=name.revision, allow_patterns=patterns))
-    total = sum(size for file, size in sizes.items() if any(PurePosixPath(file).match(pattern) for pattern in patterns))
-    progress.step(f"Fetch {name}", total or None)
-    bar = _bar(progress)
-    return Path(snapshot_download(name.repository, revision=name.revision, allow_patterns=patterns, tqdm_class=bar))
-
-
-def _bar(progress: Progress) -> type[Any]:
-    """A tqdm class that shows nothing and reports the bytes of the one bar that counts files as they will be."""
-    from huggingface_hub.utils import tqdm
-
-    class Reported(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            self._counts = options.get("unit") == "B" and not str(options.get("name")).endswith(".transfer")
-            super().__init__(*args, **options | {"disable": True})
-
-        def update(self, n: float | None = 1) -> None:
-            if self._counts:
-                progress.advance(int(n or 0))
-
-    return Reported
+    if progress is not None:
+        total = sum(size for file, size in sizes.items() if any(PurePosixPath(file).match(pattern) for pattern in patterns))
+        progress.step(f"Fetch {name}", total or None)
+    return download(name.repository, name.revision, patterns, progress)

@@ -1,0 +1,51 @@
+"""A bundle's way to the hub: what would be uploaded, its model card, and the upload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_export.checkpoint.published.hub_upload import Uploaded, UploadFile, check_repository_name, upload
+from edge_export.output.atomic_folder import CARD_NAME, MODELFILE_NAME, PRESET_NAME
+from edge_export.pipeline.measured_figures import read_figures
+from edge_export.pipeline.model_card import card, title_of
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.manifest import MANIFEST_NAME
+from edge_runtime.bundle.signature import SIGNATURE_NAME
+from edge_runtime.config.yaml_file import CONFIG_NAME
+
+# What a bundle's folder may hold beside the files of its manifest. What else lies there is the user's own.
+_BESIDE = (MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME, PRESET_NAME, MODELFILE_NAME)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """A checked bundle with its card: `files` by name in the repository, without the card."""
+
+    folder: Path
+    repository: str
+    title: str
+    files: dict[str, UploadFile]
+    card: str
+
+    def tree(self) -> list[tuple[str, int]]:
+        """Name and bytes of each file of the repository."""
+        sizes = {name: file.bytes for name, file in self.files.items()} | {CARD_NAME: len(self.card.encode())}
+        return sorted(sizes.items())
+
+    def upload(self, *, private: bool) -> Uploaded:
+        """Uploads it. Raises CheckpointError."""
+        return upload(
+            self.folder, self.files, (CARD_NAME, self.card), self.repository, private=private, message=f"Publish {self.title} with edge-mtp"
+        )
+
+
+def publication(folder: Path, repository: str, figures: Sequence[Path] = ()) -> Publication:
+    """Checks everything that can be checked here: the name, every byte of the bundle, the figures. Raises EdgeError."""
+    check_repository_name(repository)
+    manifest = open_bundle(folder, check="full").manifest
+    files = {entry.path: UploadFile(bytes=entry.bytes, sha256=entry.sha256) for entry in manifest.files}
+    files |= {name: UploadFile(bytes=(folder / name).stat().st_size) for name in _BESIDE if (folder / name).is_file()}
+    text = card(manifest, [read_figures(path, manifest) for path in figures], repository)
+    return Publication(folder=folder, repository=repository, title=title_of(manifest), files=files, card=text)
