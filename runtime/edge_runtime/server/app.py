@@ -188,6 +188,12 @@ async def closed_response(_request: Request, _error: Exception) -> Response:
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
+async def _no_embeddings(request: Request) -> Response:
+    """Refuses: the rows of a decoder that was not trained for it place no texts near each other."""
+    message = "this model writes text and was not trained to make embeddings; use an embedding model, such as EmbeddingGemma, beside it"
+    return await error_response(request, ApiError(400, message, code="unsupported_model"))
+
+
 def make_app(api: Api) -> Starlette:
     """Returns the ASGI application."""
     card = api.card
@@ -196,6 +202,7 @@ def make_app(api: Api) -> Starlette:
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.completion, methods=["POST"]),
             Route("/v1/responses", api.responses, methods=["POST"]),
+            *(Route(path, _no_embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/api/embed", "/api/embeddings")),
             Route("/v1/models", _facts(lambda: {"object": "list", "data": [card.openai_model()]})),
             Route("/v1/models/{name:path}", api.model),
             Route("/tokenize", api.tokenize, methods=["POST"]),

@@ -14,7 +14,7 @@ from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.errors import RequestError
 from edge_runtime.media.soft_rows import MEDIA, Media, MediaPrompt, user_message, without_media
-from edge_runtime.session.generation import GREEDY_PARAMS, Generation
+from edge_runtime.session.generation import GREEDY_PARAMS, Generation, sampled
 from edge_runtime.session.load_options import LoadOptions, with_keywords
 from edge_runtime.session.open import open_session
 from edge_runtime.session.saved import chat_file
@@ -379,6 +379,7 @@ def _without_thoughts(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "reasoning_content"}
 
 
+@with_keywords(SamplingParams, GREEDY_PARAMS)
 def generate(
     bundle: Path | str,
     prompt: str,
@@ -386,15 +387,18 @@ def generate(
     max_tokens: int = 128,
     sampling: SamplingParams = GREEDY_PARAMS,
     options: LoadOptions | None = None,
+    **keywords: Any,
 ) -> str:
     """Returns the text that continues `prompt`, without a chat template. `options` are those of `open_session`, which raises the same.
 
+    Sampling may be given as keywords too, such as `temperature=0.7`.
     Opening takes most of the time of a short request: keep a session open for several.
     """
     with open_session(bundle, options) as session:
-        return session.generate(prompt, max_tokens=max_tokens, sampling=sampling).text()
+        return session.generate(prompt, max_tokens=max_tokens, sampling=sampled(sampling, keywords)).text()
 
 
+@with_keywords(SamplingParams, GREEDY_PARAMS)
 def chat(
     bundle: Path | str,
     message: str,
@@ -403,7 +407,8 @@ def chat(
     max_tokens: int = MAX_TOKENS,
     sampling: SamplingParams = GREEDY_PARAMS,
     options: LoadOptions | None = None,
+    **keywords: Any,
 ) -> str:
     """Returns the model's answer to one message, through the bundle's chat template. Otherwise as `generate`."""
     with open_session(bundle, options) as session:
-        return Chat(session, system=system, max_tokens=max_tokens, sampling=sampling).say(message).read()
+        return Chat(session, system=system, max_tokens=max_tokens, sampling=sampled(sampling, keywords)).say(message).read()

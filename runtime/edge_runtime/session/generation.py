@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -78,6 +78,17 @@ class GenerationOptions:
     def repeatable(self) -> bool:
         """Whether the output is the same with and without drafts: greedy, or sampled with acceptance by match and a seed."""
         return self.sampling.temperature == 0 or (self.acceptance == "match" and self.sampling.seed is not None)
+
+
+def sampled(sampling: SamplingParams, keywords: Mapping[str, Any]) -> SamplingParams:
+    """Returns the sampling with the fields that keywords name. Raises RequestError for a filter that nothing is drawn from."""
+    if not keywords or not isinstance(sampling, SamplingParams):
+        return sampling
+    chosen = replace(sampling, **keywords)
+    filters = [name for name in ("top_k", "top_p", "min_p") if name in keywords]
+    if chosen.temperature == 0 and filters:
+        raise RequestError(f"{filters[0]} has no effect at temperature 0, which is greedy; give a temperature too")
+    return chosen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,11 +35,13 @@ from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory, predicted
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import MediaTarget, SavableTarget
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places
-from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair
+from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair, sampled
+from edge_runtime.session.load_options import with_keywords
 from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.session.row_equality import RowEquality, known_row_equality
 from edge_runtime.session.saved.kv_state_file import load_state, save_state
 from edge_runtime.session.saved.prompt_cache import CachedPrompt, PromptCache
+from edge_runtime.text.chat_template import Message, bundle_template
 from edge_runtime.text.constraints import Constraint, ConstraintSource
 from edge_runtime.text.grammar import grammars_for
 
@@ -99,6 +101,7 @@ class Session:
         self._profit: Profit | None = None
         self._odds = SourceOdds(GRAMMAR_PRIORS | TEXT_PRIORS | STORE_PRIORS)
 
+    @with_keywords(SamplingParams, GREEDY_PARAMS)
     def generate(
         self,
         prompt: str | Sequence[int] | MediaPrompt,
@@ -117,9 +120,11 @@ class Session:
         compiled: Constraint | None = None,
         prediction: str | Sequence[int] = "",
         client: str = "",
+        **keywords: Any,
     ) -> Generation:
         """Starts a request, greedy by default. `prompt` is text, token ids, or a `media_prompt`.
 
+        Sampling is given as keywords (`temperature=0.7, seed=1`), as `SamplingParams`, or both; keywords win.
         `draft_length` 0 is plain decoding; a `policy` replaces it. With neither, the session's settings decide, with a safety net.
         `acceptance` is "block", "rejection" or "match": all keep the target's distribution. `chunk_size` None takes the settings' value.
         With a `constraint` (a JsonSchema, Gbnf, Regex or ToolCalls) the text is always valid, with drafts as without. Other options:
@@ -129,6 +134,7 @@ class Session:
         Raises RequestError if the prompt does not fit or an option is out of range or of the wrong type, or the session is closed,
         BackendError if a constraint's library is missing.
         """
+        sampling = sampled(sampling, keywords)
         options = GenerationOptions(
             max_tokens=max_tokens,
             sampling=sampling,
@@ -176,6 +182,21 @@ class Session:
     def _weighs(self) -> bool:
         """Whether drafts are weighed by what they cost, those of sources beside the drafter too."""
         return self.settings.needs_costs and self._parts.costs is not None
+
+    def tokenize(self, text: str) -> list[int]:
+        """Returns the token ids of a text as `generate` takes it, with the beginning-of-sequence token; control tokens in it stay text."""
+        with self._open():
+            return self.vocabulary.encode(text)
+
+    def count_tokens(self, prompt: str | Sequence[Message]) -> int:
+        """Returns how many tokens a text has, or the messages of a chat ({"role": "user", "content": "..."}) through its template.
+
+        Raises RequestError for messages that the template refuses.
+        """
+        if isinstance(prompt, str):
+            return len(self.tokenize(prompt))
+        with self._open():
+            return len(bundle_template(self.bundle, self.vocabulary).encode(prompt))
 
     def _prompt_ids(self, prompt: str | Sequence[int] | MediaPrompt) -> list[int]:
         """Returns the prompt's token ids. Raises RequestError if it is neither text nor ids of the vocabulary, is empty, or too long."""

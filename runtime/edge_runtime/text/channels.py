@@ -7,13 +7,13 @@ Source: ai.google.dev/gemma/docs/core/prompt-formatting-gemma4. A vocabulary wit
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Vocabulary
-from edge_runtime.text.tool_calls import ToolCall, parse_tool_call
+from edge_runtime.text.tool_calls import ToolCall, cut_tool_call, parse_tool_call
 
 MAX_STOP_LENGTH = 1000
 
@@ -176,16 +176,16 @@ class ChannelParser:
         return self._take(self._characters.feed(self._vocabulary.piece(token, special=self._place == "call")))
 
     def finish(self) -> list[Event]:
-        """Returns the remaining events after the last token. A call that was cut off has no arguments."""
-        return self._close()
+        """Returns the remaining events after the last token. A call that was cut off has partial arguments."""
+        return self._close(parse=cut_tool_call)
 
-    def _close(self) -> list[Event]:
+    def _close(self, parse: Callable[[str], ToolCall] = parse_tool_call) -> list[Event]:
         """Ends the current part; an unfinished character becomes U+FFFD."""
         events = self._take(self._characters.finish())
         self._characters = TextStream()
         held, self._held = self._held, ""
         if self._place == "call":
-            events.append(parse_tool_call(held))
+            events.append(parse(held))
         elif self._place == "name" and held and not "thought".startswith(held.strip()):
             events.append(Thought(held))
         elif self._place == "answer" and self._stops.stopped_by is None and (text := self._stops.finish()):

@@ -38,11 +38,12 @@ class Regex:
 class ToolCalls:
     """The output is a call of one of the functions, each with the JSON schema of its parameters, in Gemma 4's notation.
 
-    With `several` it is one call or more.
+    With `several` it is one call or more; with an `answer` it may be JSON of that schema instead.
     """
 
     functions: tuple[tuple[str, Mapping[str, Any] | None], ...]
     several: bool = False
+    answer: JsonSchema | None = None
 
 
 ConstraintSource = JsonSchema | Gbnf | Regex | ToolCalls

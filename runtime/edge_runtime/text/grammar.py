@@ -73,12 +73,17 @@ class Grammars:
     def _lark(self, source: ConstraintSource) -> str:
         """Returns the grammar in the library's dialect of Lark."""
         if isinstance(source, JsonSchema):
-            return f"start: %json {json.dumps(_with_bounded_blanks(read_schema(source.schema)))}"
+            return f"start: {_json_rule(source)}"
         if isinstance(source, Gbnf):
             return _lark_from_gbnf(read_grammar(source.text))
         if isinstance(source, ToolCalls):
-            return tool_call_grammar(source, self._control)
+            calls = tool_call_grammar(source, self._control)
+            return calls if source.answer is None else f"{calls}answer: {_json_rule(source.answer)}\n"
         return f"start: /{self._library.regex_to_lark(read_pattern(source.pattern), '')}/"
+
+
+def _json_rule(source: JsonSchema) -> str:
+    return f"%json {json.dumps(_with_bounded_blanks(read_schema(source.schema)))}"
 
 
 _made: weakref.WeakKeyDictionary[Vocabulary, Grammars] = weakref.WeakKeyDictionary()

@@ -22,16 +22,31 @@ _NAME = re.compile(r"\s*call\s*:\s*([\w.\-]+)\s*")
 _KEY = re.compile(r"([^:{}\[\],\"]+):")
 _BARE = re.compile(r"[^,{}\[\]]+")
 _SPACE = re.compile(r"\s*")
+# Of a call that was cut off: a string to its end or the text's, JSON's string, a key, a mark, another value.
+_PIECES = re.compile(
+    rf"""{re.escape(QUOTE)}(?P<quoted>.*?)(?P<end>{re.escape(QUOTE)}|\Z)|"(?:[^"\\]|\\.)*"?|(?<=[{{,])(?P<key>[^:{{}}\[\],"<]+):"""
+    r"""|[{}\[\],:]|(?P<bare>[^{}\[\],"<]+|<)""",
+    re.DOTALL,
+)
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A tool call of the model. `arguments`, and possibly `name`, are None if `raw`, the generated text, could not be parsed."""
+    """A tool call of the model. `arguments`, and possibly `name`, are None if `raw`, the generated text, could not be parsed.
+
+    `partial` is the beginning of the arguments' JSON where the answer ended within them; None for other calls.
+    """
 
     name: str | None
     arguments: dict[str, Any] | None
     raw: str
+    partial: str | None = None
+
+    @property
+    def arguments_json(self) -> str | None:
+        """The arguments as JSON text, whole or partial; None for a call that could not be parsed."""
+        return self.partial if self.arguments is None else json.dumps(self.arguments, ensure_ascii=False)
 
 
 class _Unreadable(ValueError):
@@ -51,6 +66,33 @@ def parse_tool_call(raw: str) -> ToolCall:
     except _Unreadable:
         return ToolCall(name=named[1], arguments=None, raw=raw)
     return ToolCall(name=named[1], arguments=arguments, raw=raw)
+
+
+def cut_tool_call(raw: str) -> ToolCall:
+    """Parses a call that the end of the answer may have cut off: what is there becomes `partial`. Without a whole name, `raw` is empty."""
+    call = parse_tool_call(raw)
+    if call.arguments is not None:
+        return call
+    named = _NAME.match(raw)
+    if named is None or named.end() == len(raw):
+        return ToolCall(name=None, arguments=None, raw="")
+    return ToolCall(name=named[1], arguments=None, raw=raw, partial=_partial_json(raw[named.end() :]))
+
+
+def _partial_json(text: str) -> str:
+    """Returns JSON of the beginning of an object in Gemma's notation; a word at its end may go on, and is left out."""
+    parts: list[str] = []
+    for piece in _PIECES.finditer(text):
+        if piece["quoted"] is not None:
+            string = json.dumps(piece["quoted"], ensure_ascii=False)
+            parts.append(string if piece["end"] else string[:-1])
+        elif piece["key"] is not None:
+            parts.append(f"{json.dumps(piece['key'].strip(), ensure_ascii=False)}:")
+        elif piece["bare"] is None:
+            parts.append(piece[0])
+        elif piece.end() < len(text) and piece["bare"].strip():
+            parts.append(json.dumps(_scalar(piece["bare"].strip()), ensure_ascii=False))
+    return "".join(parts)
 
 
 def _object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
@@ -156,7 +198,10 @@ _PLAIN = {"string", "integer", "number", "boolean", "null", "array", "object"}
 
 
 def tool_call_grammar(calls: ToolCalls, control: Mapping[str, int]) -> str:
-    """Returns the grammar of one call, or of one or more. Raises RequestError if the vocabulary has no tokens for calls."""
+    """Returns the grammar of one call, or of one or more; the rule `answer` is left open where there may be one instead.
+
+    Raises RequestError if the vocabulary has no tokens for calls.
+    """
     if missing := [text for text in (CALL_BEGINS, CALL_ENDS, QUOTE) if text not in control]:
         raise RequestError(f"this model cannot be made to call a function: its vocabulary has no {missing[0]}; leave tool_choice at 'auto'")
     return _Writer(calls, control).text()
@@ -180,6 +225,7 @@ class _Writer:
             bodies.append(f"{_literal(f'call:{name}')} {self._value(self._root | {'type': 'object'})}")
         call = f"call: {self._token(CALL_BEGINS)} ({' | '.join(bodies)}) {self._token(CALL_ENDS)}"
         start = "start: call+" if self._calls.several else "start: call"
+        start += "" if self._calls.answer is None else " | answer"
         return "\n".join((start, call, *self._rules)) + _COMMON.format(quote=self._token(QUOTE))
 
     def _value(self, schema: object) -> str:

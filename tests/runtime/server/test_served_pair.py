@@ -143,8 +143,23 @@ def test_an_answer_is_the_json_that_was_asked_for(several: str) -> None:
     with pytest.raises(openai.BadRequestError):
         chat(client, "hi", response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}})
     tools: Any = [{"type": "function", "function": {"name": "now"}}]
-    with pytest.raises(openai.BadRequestError, match="one of the two"):
-        chat(client, "hi", response_format={"type": "json_object"}, tools=tools)
+    beside: Any = {"type": "json_object", "schema": schema}  # as llama.cpp's server takes it
+    for given in ({"response_format": named, "tools": tools}, {"response_format": beside}):
+        message = chat(client, "def add(a, b):", max_tokens=100, temperature=1, seed=3, **given).choices[0].message
+        assert message.tool_calls or set(json.loads(message.content)) == {"name", "ok"}
+    with pytest.raises(openai.BadRequestError, match="not trained to make embeddings"):
+        client.embeddings.create(model="any", input="hi")
+
+
+def test_a_call_that_the_limit_cuts_off_is_partial_json(several: str) -> None:
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    tools: Any = [{"type": "function", "function": {"name": "note", "parameters": parameters}}]
+    choice = chat(client_of(several), "hi", max_tokens=20, temperature=0, tools=tools, tool_choice="required").choices[0]
+    assert choice.message.content is None
+    assert choice.message.tool_calls[0].function.name == "note"
+    if choice.finish_reason == "length":
+        assert choice.message.tool_calls[0].function.arguments.startswith('{"text":"')
 
 
 def test_metrics_are_prometheus_text(several: str) -> None:

@@ -142,3 +142,28 @@ def test_one_call_for_one_answer(exported_pair: Path, probe_memory: None) -> Non
         answer = Chat(session, max_tokens=12, system="Be short.").say("Hello").read()
     assert edge_runtime.generate(exported_pair, "def add(a, b):", max_tokens=12, options=options) == text
     assert edge_runtime.chat(exported_pair, "Hello", max_tokens=12, system="Be short.", options=options) == answer
+
+
+def test_sampling_is_given_as_keywords() -> None:
+    session = scripted_session()
+    drawn = session.generate("abc", max_tokens=6, temperature=1.0, seed=5).text()
+    assert drawn == session.generate("abc", max_tokens=6, sampling=edge_runtime.SamplingParams(seed=5)).text()
+    assert session.generate("abc", max_tokens=6).text() == session.generate("abc", max_tokens=6, temperature=0).text()
+    with pytest.raises(RequestError, match="generate has no option 'temprature'; the nearest one is 'temperature'"):
+        session.generate("abc", temprature=1)
+    with pytest.raises(RequestError, match="top_p has no effect at temperature 0, which is greedy; give a temperature too"):
+        session.generate("abc", top_p=0.5)
+    with pytest.raises(RequestError, match="temperature"):
+        session.generate("abc", temperature="warm")
+    assert inspect.signature(session.generate).parameters["temperature"].default == 0
+
+
+def test_tokens_are_counted() -> None:
+    session = chat_session()
+    ids = session.tokenize("abc")
+    assert session.generate("abc").prompt == ids
+    assert session.count_tokens("abc") == len(ids)
+    assert session.count_tokens([{"role": "user", "content": "abc"}]) > len(ids)
+    session.close()
+    with pytest.raises(RequestError, match="closed"):
+        session.tokenize("abc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from chat_words import CONTROL, ChatWords
 from edge_runtime.text.channels import ChannelParser, Event, Text, Thought
-from edge_runtime.text.tool_calls import ToolCall, parse_tool_call
+from edge_runtime.text.tool_calls import QUOTE, ToolCall, cut_tool_call, parse_tool_call
 
 WORDS = ChatWords()
 
@@ -155,3 +156,34 @@ def test_a_vocabulary_without_channels_has_answers_only():
 def test_any_sequence_is_taken_and_keeps_its_text(parts):
     kept = "".join(e.raw if isinstance(e, ToolCall) else e.text for e in parse("".join(parts)))
     assert kept.count("é") == parts.count("é")
+
+
+def test_a_call_that_was_cut_off_has_the_beginning_of_its_arguments():
+    tokens = [
+        "call:get.time",
+        "{",
+        "city:",
+        QUOTE,
+        'Tokyo "x"',
+        QUOTE,
+        ",days",
+        ":",
+        "3",
+        ",",
+        "deep:{a:[1,true,",
+        QUOTE,
+        "b",
+        QUOTE,
+        "]",
+        "}}",
+    ]
+    whole = json.dumps({"city": 'Tokyo "x"', "days": 3, "deep": {"a": [1, True, "b"]}}, separators=(",", ":"))
+    for count in range(1, len(tokens)):
+        call = cut_tool_call("".join(tokens[:count]))
+        assert call.arguments is None
+        if count > 1:
+            assert (call.name, whole.startswith(call.partial)) == ("get.time", True), call.partial
+    assert cut_tool_call("".join(tokens[:5])).partial == '{"city":"Tokyo \\"x\\"'
+    assert cut_tool_call("".join(tokens)).arguments_json == json.dumps(json.loads(whole))
+    assert parse("so <|tool_call>call:ge") == [Text("so "), ToolCall(name=None, arguments=None, raw="")]
+    assert parse("<|tool_call>call:f{a:1")[0].partial == '{"a":'

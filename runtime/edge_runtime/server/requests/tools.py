@@ -33,11 +33,14 @@ def read_tools(body: Fields) -> tuple[Mapping[str, Any], ...]:
 
 def read_constraint(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> JsonSchema | ToolCalls | None:
     """Returns the constraint of a chat request that declares `tools`. Raises ApiError."""
-    demanded = _tool_calls(fields, tools)
-    schema = _json_schema(fields)
-    if schema is not None and tools:
-        raise fields.wrong("tools", "cannot be combined with a JSON response_format; send one of the two")
+    demanded, schema = _tool_calls(fields, tools), _json_schema(fields)
+    if schema is not None and tools and demanded is None:
+        return ToolCalls(_declared(tools), several=fields.flag("parallel_tool_calls", True), answer=schema)
     return demanded or schema
+
+
+def _declared(tools: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[str, Any] | None], ...]:
+    return tuple({tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}.items())
 
 
 def read_tool_choice(fields: Fields) -> str:
@@ -58,12 +61,12 @@ def _tool_calls(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> ToolCalls
     choice = read_tool_choice(fields)
     if choice in ("auto", "none"):
         return None
-    declared = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    declared = dict(_declared(tools))
     if not declared:
         raise fields.wrong("tool_choice", "demands a call, but there are no tools; declare the function")
     if choice == "required":
         _require_library(fields, "tool_choice")
-        return ToolCalls(tuple(declared.items()), several=fields.flag("parallel_tool_calls", True))
+        return ToolCalls(_declared(tools), several=fields.flag("parallel_tool_calls", True))
     name = choice.removeprefix("name:")
     if name not in declared:
         raise fields.wrong("tool_choice", f"names {name[:60]!r}, which is not among the tools; declare it")
@@ -77,8 +80,8 @@ def _json_schema(fields: Fields) -> JsonSchema | None:
     if kind == "text":
         return None
     _require_library(fields, "response_format")
-    if kind == "json_object":
-        return JsonSchema({"type": "object"})
+    if kind == "json_object":  # some clients send the schema beside it
+        return JsonSchema(response_format.object("schema") or {"type": "object"})
     named = response_format.inner("json_schema")
     schema = named.object("schema")
     if schema is None:

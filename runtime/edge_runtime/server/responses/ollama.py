@@ -64,7 +64,7 @@ class OllamaFormat(ResponseFormat):
 def _text_of(event: Event) -> str:
     if isinstance(event, Text):
         return event.text
-    return event.raw if isinstance(event, ToolCall) and event.arguments is None else ""
+    return event.raw if isinstance(event, ToolCall) and event.arguments_json is None else ""
 
 
 def _end(finished: Finished) -> Json:

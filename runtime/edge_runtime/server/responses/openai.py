@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from abc import abstractmethod
@@ -138,9 +137,9 @@ class ChatFormat(ChunkedFormat):
         return self._call(choice, event)
 
     def _call(self, choice: int, call: ToolCall) -> Json:
-        if call.arguments is None:
+        if call.arguments_json is None:
             return {"content": call.raw}  # an unreadable call is passed on as text
-        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        function = {"name": call.name, "arguments": call.arguments_json}
         fields = {"index": self._counts[choice], "id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
         self._counts[choice] += 1
         return {"tool_calls": [fields]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -91,8 +90,8 @@ class ResponsesFormat(ResponseFormat):
 
     def _add(self, event: Event, logprobs: list[Json]) -> list[bytes]:
         if isinstance(event, ToolCall):
-            if event.arguments is not None:
-                return [*self._close(), *self._call(event)]
+            if event.arguments_json is not None:
+                return [*self._close(), *self._call(event, event.arguments_json)]
             event = Text(event.raw)  # an unreadable call is passed on as text
         kind = "reasoning" if isinstance(event, Thought) else "message"
         begun = self._begin(kind)
@@ -145,8 +144,7 @@ class ResponsesFormat(ResponseFormat):
             return {"type": "reasoning_text", "text": self._text}
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": list(self._logprobs)}
 
-    def _call(self, call: ToolCall) -> list[bytes]:
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
+    def _call(self, call: ToolCall, arguments: str) -> list[bytes]:
         item = {
             "id": f"fc_{secrets.token_hex(12)}",
             "type": "function_call",
@@ -157,7 +155,7 @@ class ResponsesFormat(ResponseFormat):
         }
         index, place = self._index, {"item_id": item["id"], "output_index": self._index}
         added = self._event("response.output_item.added", output_index=index, item=item)
-        item |= {"status": "completed", "arguments": arguments}
+        item |= {"status": "completed" if call.partial is None else "incomplete", "arguments": arguments}
         self._response["output"].append(item)
         return [
             added,
