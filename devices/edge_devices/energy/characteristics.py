@@ -12,6 +12,7 @@ from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, MeterFacts, Trace
 
 MIN_CHANGES = 8
+WINDOW_REFRESHES = 20  # chosen in simulations: the intervals hold from here on, and a slow gauge's session ends on the same day
 SETTLED_SHARE = 0.9
 
 
@@ -35,13 +36,18 @@ class Characteristics:
 
     @property
     def shortest_window_s(self) -> float:
-        """Shortest window that gives a figure: 10 s, or 50 refreshes; after the lead-in."""
-        return max(10.0, 50 * self.refresh_s) + self.lead_in_s
+        """Shortest window that gives a figure: 10 s, or 20 refreshes; after the lead-in."""
+        return self.shortest_measured_s + self.lead_in_s
+
+    @property
+    def shortest_measured_s(self) -> float:
+        """Shortest window whose lead-in came before it."""
+        return max(10.0, WINDOW_REFRESHES * self.refresh_s)
 
     @property
     def shortest_idle_s(self) -> float:
-        """Shortest idle window: 30 s, or 30 refreshes; after the lead-in."""
-        return max(30.0, 30 * self.refresh_s) + self.lead_in_s
+        """Shortest idle window: 30 s, or 20 refreshes; after the lead-in."""
+        return max(30.0, WINDOW_REFRESHES * self.refresh_s) + self.lead_in_s
 
     @staticmethod
     def expected(facts: MeterFacts) -> Characteristics:
@@ -59,7 +65,7 @@ def characterise(trace: Trace, steps: Sequence[float], *, reads: int, read_s: fl
     if len(changes) < MIN_CHANGES:
         seconds = trace.times[-1] - trace.times[0] if trace.times else 0.0
         raise MeasurementError(
-            f"{trace.facts.name} showed {len(changes)} new values in {seconds:.3g} s; toggle the load longer, or use another meter"
+            f"{trace.facts.name} showed {len(changes)} new values in {seconds:.3g} s, too few to measure with; use another meter"
         )
     gaps = [b - a for a, b in pairwise(changes)]
     lags = [lag for a, b, c in _triples(trace, steps) if (lag := _lag(trace, a, b, c)) is not None]

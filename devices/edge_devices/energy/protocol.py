@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from edge_devices.energy.characteristics import Characteristics, characterise
+from edge_devices.energy.characteristics import Characteristics, change_times, characterise
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.run_log import LoggedRun, RunLog
-from edge_devices.energy.windows import measure_window
+from edge_devices.energy.windows import FAST, measure_window
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.detection import environment
 from edge_devices.machine.load import LoadWatch
@@ -48,6 +48,7 @@ TOGGLES = 3
 WINDOW_MARGIN = 1.2  # planned / shortest window: an external meter, or a second characterisation, may need a little longer
 SOAK_WINDOWS, SOAK_WATTS, SOAK_SPEED, SOAK_CELSIUS = 3, 0.03, 0.02, 1.0
 MAX_SOAK_S = 600.0
+HALF_REFRESHES, MAX_CHARACTERISE_S = 3, 900.0  # of the load going on and off; a gauge that needs longer needs hours for a session
 LOAD_STEPS_S = ((3.0, 4.0), (5.0, 2.0), (8.0, 6.0))  # load, then rest; all lengths differ, so that they fit at one offset only
 
 
@@ -95,11 +96,34 @@ class Plan:
 
 
 def characterise_meter(system: System, meter: Meter, load: Load, report: Report = no_report) -> Characteristics:
-    """Polls a meter as fast as it allows while a light load goes on and off; takes a few seconds, one to two minutes with a slow gauge."""
-    facts = meter.facts
+    """Polls a meter as fast as it allows while a light load goes on and off; takes a few seconds, one to two minutes with a slow gauge.
+
+    A gauge that turns out to be slower than its facts say is polled again, with a load that stays for three of its new values, until eight
+    were shown. Raises MeasurementError if that would take more than 15 minutes.
+    """
+    facts, begin = meter.facts, system.clock()
     half_s = max(0.5 if facts.kind is Kind.COUNTER else 3.0, 5 * facts.refresh_s, 2 * facts.lag_s)
-    interval_s = facts.refresh_s / 8
-    trace, steps, reads, reading_s = Trace(facts=facts), [], 0, 0.0
+    while True:
+        trace, steps, reads, read_s = _toggled(system, meter, load, half_s, report)
+        changes = len(change_times(trace))
+        try:
+            measured = characterise(trace, steps, reads=reads, read_s=read_s)
+            slowest_s = measured.refresh_s
+        except MeasurementError:
+            measured, slowest_s = None, 2 * TOGGLES * half_s / max(1, changes)
+        late = system.clock() - begin + 2 * TOGGLES * HALF_REFRESHES * slowest_s > MAX_CHARACTERISE_S
+        if measured is not None and (late or half_s >= HALF_REFRESHES * slowest_s):
+            return measured
+        if late:
+            return characterise(trace, steps, reads=reads, read_s=read_s)  # which says why not
+        half_s = HALF_REFRESHES * slowest_s
+
+
+def _toggled(system: System, meter: Meter, load: Load, half_s: float, report: Report) -> tuple[Trace, list[float], int, float]:
+    """Returns what was read while the load went on and off, the times of its steps, the count of readings and the seconds of each."""
+    facts = meter.facts
+    interval_s = min(facts.refresh_s, half_s / HALF_REFRESHES) / 8
+    trace, steps, reads, reading_s = Trace(facts=facts), list[float](), 0, 0.0
     for half in range(2 * TOGGLES):
         begin = system.clock()
         report(half / (2 * TOGGLES), f"how fast the meter is, {2 * TOGGLES * half_s:.0f} s")
@@ -115,18 +139,18 @@ def characterise_meter(system: System, meter: Meter, load: Load, report: Report 
                     trace.add(sample)
                 if interval_s > 1e-3:
                     system.sleep(interval_s)
-    return characterise(trace, steps, reads=reads, read_s=reading_s / reads)
+    return trace, steps, reads, reading_s / reads
 
 
 def planned_seconds(plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics) -> float:
     """Returns about how long a measurement takes after the meter is characterised."""
-    window_s = _window_seconds(plan, characteristics)
+    window_s = _window_seconds(plan, characteristics) + characteristics.lead_in_s
     runs = plan.repeats * len(workloads) * (window_s + plan.rest_s)
     return 2 * characteristics.shortest_idle_s + plan.soak * SOAK_WINDOWS * window_s + runs
 
 
 def _window_seconds(plan: Plan, characteristics: Characteristics) -> float:
-    return plan.window_s or WINDOW_MARGIN * characteristics.shortest_window_s
+    return plan.window_s or WINDOW_MARGIN * characteristics.shortest_measured_s
 
 
 def measure(
@@ -191,7 +215,8 @@ def measure(
             keep(log)
             system.sleep(plan.rest_s)
         windows = [(run.start_s, run.end_s) for run in log.runs[-len(names) :]]
-        if names and all(any(start_s <= time_s <= end_s for time_s, _ in log.faults) for start_s, end_s in windows):
+        failed = names and all(any(start_s <= time_s <= end_s for time_s, _ in log.faults) for start_s, end_s in windows)
+        if failed and (not recorder.trace.times or recorder.trace.times[-1] < windows[-1][1]):  # nor has it answered since
             log.warnings.append(f"stopped after {repeat + 1} of {plan.repeats} repeats: {log.faults[-1][1]}")
             keep(log)
             return log
@@ -216,10 +241,17 @@ def _idle(system: System, recorder: Recorder, characteristics: Characteristics) 
 
 
 def _run(system: System, recorder: Recorder, name: str, repeat: int, workload: Workload, window_s: float, log: RunLog) -> LoggedRun:
-    """Repeats one workload until the window is full; its expected time follows from the variant's earlier runs."""
+    """Repeats one workload until the window is full, after the meter's lead-in; its expected time follows from earlier runs of the variant.
+
+    Without the work before it, the window would lose its first prefill to the lead-in, each time.
+    """
     _prepare(workload)
     before = read_state(system)
-    start_s, done = recorder.mark(), [workload()]
+    lead_in_s, begin = log.characteristics.lead_in_s, system.clock()
+    while lead_in_s * FAST > window_s and system.clock() - begin < lead_in_s:
+        workload()
+    start_s = recorder.mark()
+    lead_s, done = start_s - begin, [workload()]
     while system.clock() - start_s < window_s:
         done.append(workload())
     end_s = recorder.mark()
@@ -239,6 +271,7 @@ def _run(system: System, recorder: Recorder, name: str, repeat: int, workload: W
         requests=requests,
         phases=phases,
         expected_s=fmean(earlier) * requests if earlier else None,
+        lead_s=lead_s,
         before=before,
         after=read_state(system),
     )
@@ -252,7 +285,8 @@ def _soak(system: System, recorder: Recorder, workload: Workload, log: RunLog, w
         run = _run(system, recorder, "soak", len(windows), workload, window_s, log)
         # An external meter's readings come later: speed and temperature decide alone.
         try:
-            watts = measure_window(recorder.trace, run.start_s, run.end_s, log.characteristics).watts if recorder.trace.times else 0.0
+            of_run = run.start_s, run.end_s, log.characteristics, run.lead_s
+            watts = measure_window(recorder.trace, *of_run).watts if recorder.trace.times else 0.0
         except MeasurementError:
             return False
         windows.append((watts, run.emitted_tokens / run.seconds, run.after.temperature_c or 0.0))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any
 
-from edge_devices.energy.characteristics import Characteristics
+from edge_devices.energy.characteristics import WINDOW_REFRESHES, Characteristics
 from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, of_model, ratio_interval, widened
 from edge_devices.energy.phases import NO_DECODING, PREFILL, PhaseShares, PhaseWatts, share_out
 from edge_devices.energy.run_log import LoggedRun, RunLog
@@ -18,7 +18,7 @@ from edge_devices.energy.windows import MIN_UPDATES, WindowEnergy, change_within
 from edge_devices.errors import MeasurementError, printable
 from edge_devices.files.typed_json import finite_json
 from edge_devices.machine.state import disturbances
-from edge_devices.meters.base import Finding, Kind, MeterState
+from edge_devices.meters.base import Finding, Kind, MeterState, Scope
 from edge_devices.meters.search import NO_METER
 
 CALIBRATION = "calibrate:"  # prefix of the variants that run one phase alone
@@ -171,7 +171,7 @@ def exclusion_reasons(log: RunLog, run: LoggedRun) -> list[str]:
 
 def _count(log: RunLog, run: LoggedRun, powers: Mapping[str, PhaseWatts], idle: Idle | None = None) -> tuple[ValidRun | None, list[str]]:
     try:
-        window = measure_window(log.trace, run.start_s, run.end_s, log.characteristics)
+        window = measure_window(log.trace, run.start_s, run.end_s, log.characteristics, run.lead_s)
     except MeasurementError as error:
         return None, [str(error)]
     reasons = exclusions(log, run, window)
@@ -345,44 +345,39 @@ def _ratio(runs: Sequence[ValidRun], baseline: Sequence[ValidRun]) -> Interval |
 
 
 LONGEST_OVERRUN = 1.25
-LONGEST_GAP = 3  # refreshes, or readings where those are less frequent
+MAX_MISSING = 0.5  # share of a window; what is missing widens its figure's interval
+# Samplers whose failed reading means a command or file that did not answer. A battery's may mean a charger, whose joules are missing.
+LOST_READINGS = frozenset((Scope.RAILS, Scope.BOARD, Scope.MODULE, Scope.EXTERNAL, Scope.PACKAGE, Scope.PLATFORM))
 
 
-def too_short(log: RunLog, seconds: float) -> str | None:
-    """Returns why a window of this length is too short for the meter, or None."""
-    need = log.characteristics.shortest_window_s
+def too_short(log: RunLog, seconds: float, lead_s: float = 0.0) -> str | None:
+    """Returns why a window of this length is too short for the meter, or None. `lead_s`: seconds of the same work before it."""
+    need = log.characteristics.shortest_measured_s + max(0.0, log.characteristics.lead_in_s - lead_s)
     if seconds >= need:
         return None
-    refresh = f"50 refreshes of {log.characteristics.refresh_s:.3g} s"
+    refresh = f"{WINDOW_REFRESHES} refreshes of {log.characteristics.refresh_s:.3g} s"
     return f"too short: {seconds:.3g} s, and {log.facts.name} needs {need:.3g} s ({refresh}, at least 10 s, and its lag)"
 
 
 def exclusions(log: RunLog, run: LoggedRun, window: WindowEnergy) -> list[str]:
     """Returns the reasons to exclude a run, from its state, length and readings."""
     reasons = disturbances(run.before, run.after)
-    short = too_short(log, window.seconds)
+    short = too_short(log, window.seconds, run.lead_s)
     if short:
         reasons.append(short)
     if run.expected_s and run.seconds > LONGEST_OVERRUN * run.expected_s:
         reasons.append(
             f"took {run.seconds:.3g} s where {run.expected_s:.3g} s were expected: something else ran, or the process was suspended"
         )
+    sampler = log.facts.kind is Kind.SAMPLER
     first = bisect_left(log.faults, run.start_s, key=lambda fault: fault[0])  # faults are in the order of their times
-    if first < len(log.faults) and log.faults[first][0] <= run.end_s:
+    if first < len(log.faults) and log.faults[first][0] <= run.end_s and not (sampler and log.facts.scope in LOST_READINGS):
         reasons.append(f"the meter failed: {log.faults[first][1]}")
-    if log.facts.kind is Kind.SAMPLER:
-        reasons += _sampler_objections(log, window)
-    return reasons
-
-
-def _sampler_objections(log: RunLog, window: WindowEnergy) -> list[str]:
-    reasons = []
-    if window.updates < MIN_UPDATES:
+    if sampler and window.updates < MIN_UPDATES:
         reasons.append(f"the meter showed {window.updates} new values; {MIN_UPDATES} are needed")
-    # A gap as long as during characterisation is normal for the meter, not a fault of this run.
-    longest = max(LONGEST_GAP * log.characteristics.refresh_s, LONGEST_GAP * log.facts.poll_s, 1.5 * log.characteristics.longest_gap_s)
-    if window.longest_gap_s > longest:
-        reasons.append(f"the meter showed no update for {window.longest_gap_s:.3g} s, longer than {longest:.3g} s")
+    if window.missing_s > MAX_MISSING * window.seconds:
+        lost = f"the meter showed no update for {window.missing_s:.3g} s of {window.seconds:.3g}, {window.longest_gap_s:.3g} s at a time"
+        reasons.append(f"{lost}; at most {MAX_MISSING:.0%} may be missing")
     return reasons
 
 

@@ -44,7 +44,8 @@ LISTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
     """One window of work. `phases`: seconds per phase (prefill, draft, verify, ...); `emitted_tokens`: without drafted tokens;
-    `prompt_tokens`: those not in the cache; `expected_s`: duration expected from the variant's earlier runs, None for its first.
+    `prompt_tokens`: those not in the cache; `expected_s`: duration expected from the variant's earlier runs, None for its first;
+    `lead_s`: for how long the same work went on before the window.
     """
 
     variant: str
@@ -56,6 +57,7 @@ class LoggedRun:
     requests: int = 1
     phases: Mapping[str, float] = field(default_factory=dict)
     expected_s: float | None = None
+    lead_s: float = 0.0
     before: DeviceState = field(default_factory=DeviceState)
     after: DeviceState = field(default_factory=DeviceState)
 

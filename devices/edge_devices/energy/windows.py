@@ -1,7 +1,8 @@
 """Energy of a window of time.
 
-A window's energy is a difference of a counter or the integral of a sampler. Near its edges, readings still reflect the time outside:
-the lead-in is left out, and the mean power of the rest is multiplied by the window's whole length.
+A window's energy is a difference of a counter or the integral of a sampler. Near its edges, readings still reflect the time outside.
+Where the same work went on for the lead-in before the window, readings are late by the same at both edges, and all of them count. Else the
+lead-in is left out, and the mean power of the rest is multiplied by the window's whole length: it always begins with a prefill.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from statistics import fmean, stdev
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.errors import MeasurementError
-from edge_devices.meters.base import Kind, Trace
+from edge_devices.meters.base import Kind, MeterFacts, Trace
 
 MIN_UPDATES = 8
+LONGEST_GAP = 3  # refreshes, or readings where those are less frequent: no value stands for longer
 FAST = 1000  # a counter with this many updates per window needs no lead-in and no update times
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowEnergy:
     """One window. `error_watts`: standard error of the power, with `freedom` degrees of freedom; `resolution_watts`: the
-    meter's resolution; `updates`: new values; `longest_gap_s`: longest time without one; `observed_s`: seconds the figure is based on.
+    meter's resolution; `updates`: new values; `longest_gap_s`: longest time without one; `observed_s`: seconds the figure is based on;
+    `missing_s`: those within gaps in which nothing was read, for which the mean of the others stands.
     """
 
     start_s: float
@@ -36,6 +39,7 @@ class WindowEnergy:
     updates: int
     longest_gap_s: float
     observed_s: float
+    missing_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -47,29 +51,38 @@ class WindowEnergy:
         return self.watts * self.seconds
 
 
-def measure_window(trace: Trace, start_s: float, end_s: float, meter: Characteristics) -> WindowEnergy:
-    """Returns the energy of [start_s, end_s]; raises MeasurementError when the trace does not cover it."""
+def measure_window(trace: Trace, start_s: float, end_s: float, meter: Characteristics, lead_s: float = 0.0) -> WindowEnergy:
+    """Returns the energy of [start_s, end_s]. `lead_s`: seconds of the same work before it.
+
+    Raises MeasurementError when the trace does not cover it.
+    """
     if not start_s < end_s:
         raise MeasurementError(f"the window from {start_s} to {end_s} s has no length")
     if trace.facts.kind is Kind.COUNTER:
-        return _difference(trace, start_s, end_s, meter)
-    return _integral(trace, start_s, end_s, meter)
+        return _difference(trace, start_s, end_s, meter, lead_s)
+    return _integral(trace, start_s, end_s, meter, lead_s)
 
 
-def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristics) -> WindowEnergy:
-    """ΔE / Δt between the first and the last new value inside.
+def longest_hold(facts: MeterFacts, meter: Characteristics) -> float:
+    """Returns for how many seconds a reading may stand. A gap as long as during characterisation is normal for the meter."""
+    return max(LONGEST_GAP * meter.refresh_s, LONGEST_GAP * facts.poll_s, 1.5 * meter.longest_gap_s)
+
+
+def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristics, lead_s: float) -> WindowEnergy:
+    """ΔE / Δt between the first and the last new value inside; after a lead-in between the readings at the edges, both as late.
 
     Error of one edge: uniform over its possible delay (variance t²/12). The rest of the window is assumed
     to be like the inside, within its scatter.
     """
-    fast = meter.refresh_s * FAST <= end_s - start_s
+    led = lead_s >= meter.refresh_s > 0
+    fast = led or meter.refresh_s * FAST <= end_s - start_s
     inside = trace.span(start_s if fast else start_s + meter.refresh_s, end_s)
     fresh = [i for i in inside if (fast and i == 0) or (i > 0 and trace.values[i] != trace.values[i - 1])]
     if len(fresh) < 2:
         raise MeasurementError(
             f"{trace.facts.name} showed {len(fresh)} new values in {end_s - start_s:.3g} s: the window is too short for this meter"
         )
-    first, last = fresh[0], fresh[-1]
+    first, last = (inside[0], inside[-1]) if led else (fresh[0], fresh[-1])
     seconds = trace.times[last] - trace.times[first]
     watts = (trace.values[last] - trace.values[first]) / seconds
     late = [meter.refresh_s if fast or i == 0 else min(meter.refresh_s, trace.times[i] - trace.times[i - 1]) for i in (first, last)]
@@ -94,20 +107,31 @@ def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristi
     )
 
 
-def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics) -> WindowEnergy:
-    """Mean of the values, each held until the next reading; error from the number of independent new values (AR(1): N(1-r)/(1+r))."""
-    begin = start_s + meter.lead_in_s
+def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics, lead_s: float) -> WindowEnergy:
+    """Mean of the values, each held until the next reading; error from the number of independent new values (AR(1): N(1-r)/(1+r)).
+
+    After a gap nobody knows what the value before it stood for: there it is held for a refresh, and the rest is assumed to be like what
+    was read, within its scatter.
+    """
+    begin = start_s + max(0.0, meter.lead_in_s - lead_s)
     if begin >= end_s:
         raise MeasurementError(f"the window of {end_s - start_s:.3g} s ends within the meter's lead-in of {meter.lead_in_s:.3g} s")
     inside = trace.span(begin, end_s)
     if not inside or trace.times[inside[0]] >= end_s:
         raise MeasurementError(f"the recording holds no reading between {begin:.3f} and {end_s:.3f} s; let the meter run during the work")
-    begin = trace.times[inside[0]]  # an earlier reading may still show the time before the window
-    times = [*(trace.times[i] for i in inside), end_s]
-    joules = sum(trace.values[i] * (b - a) for i, (a, b) in zip(inside, pairwise(times), strict=True))
-    watts = joules / (end_s - begin)
+    hold_s = longest_hold(trace.facts, meter)
+    if lead_s >= meter.lead_in_s and inside[0] > 0:
+        inside = range(inside[0] - 1, inside.stop)
+    missing_s = max(0.0, trace.times[inside[0]] - begin - hold_s)
+    begin = max(begin, trace.times[inside[0]])  # an earlier reading may still show the time before the window
+    times = [begin, *(trace.times[i] for i in inside[1:]), end_s]
+    held = [b - a if b - a <= hold_s else min(meter.refresh_s, b - a) for a, b in pairwise(times)]
+    missing_s += end_s - begin - sum(held)
+    watts = sum(trace.values[i] * seconds for i, seconds in zip(inside, held, strict=True)) / sum(held)
     fresh = fresh_values(trace, begin, end_s)
     error, freedom = sampling_error(fresh)
+    if missing_s > 0 and len(fresh) > 1:
+        error = math.hypot(error, stdev(fresh) * missing_s / (end_s - start_s))
     return WindowEnergy(
         start_s=start_s,
         end_s=end_s,
@@ -118,6 +142,7 @@ def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics
         updates=len(fresh),
         longest_gap_s=_longest_gap([trace.times[i] for i in inside], begin, end_s),
         observed_s=end_s - begin,
+        missing_s=missing_s,
     )
 
 
@@ -131,7 +156,7 @@ def change_within(trace: Trace, windows: Sequence[WindowEnergy], meter: Characte
         middle_s = (window.start_s + window.end_s) / 2
         with contextlib.suppress(MeasurementError):
             first = measure_window(trace, window.start_s, middle_s, meter)
-            changes.append(measure_window(trace, middle_s, window.end_s, meter).watts - first.watts)
+            changes.append(measure_window(trace, middle_s, window.end_s, meter, middle_s - window.start_s).watts - first.watts)
     return abs(fmean(changes)) if changes else 0.0
 
 

@@ -12,6 +12,8 @@ from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 
 SUPPLIES = "sys/class/power_supply"
+# A kilowatt and 100 A or V, in micro units: beyond are ACPI's words for an unknown value, such as 0xFFFFFFFF thousand.
+MAX_VALUES = {"POWER_NOW": 10**9, "CURRENT_NOW": 10**8, "VOLTAGE_NOW": 10**8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +29,12 @@ class Supply:
         return self.fields.get("STATUS", "Unknown")
 
     def number(self, key: str) -> int | None:
-        """Returns an integer field, or None if it is missing."""
+        """Returns an integer field, or None if it is missing, or no battery of such a machine has so much."""
         try:
-            return int(self.fields[key])
+            value = int(self.fields[key])
         except (KeyError, ValueError):
             return None
+        return value if abs(value) <= MAX_VALUES.get(key, abs(value)) else None
 
 
 def parse_uevent(text: str) -> dict[str, str]:
@@ -99,11 +102,11 @@ def watts_of(supply: Supply) -> float | None:
 
 
 def require_discharging(system: System, supplies: list[Supply]) -> None:
-    """Raises MeterError unless the machine runs on its batteries alone."""
+    """Raises MeterError unless the machine runs on its batteries alone. Of several, one discharges at a time; the others rest."""
     charger = external_power(system)
     if charger:
         raise MeterError(f"{charger} supplies power, and a battery's figures show the load only while unplugged; unplug the charger")
-    wrong = [s for s in supplies if s.status in ("Charging", "Full", "Not charging")]
-    if wrong or not any(s.status == "Discharging" for s in supplies):
-        statuses = ", ".join(f"{s.name} is {s.status}" for s in wrong or supplies)
+    charging = [s for s in supplies if s.status == "Charging"]
+    if charging or not any(s.status == "Discharging" for s in supplies):
+        statuses = ", ".join(f"{s.name} is {s.status}" for s in charging or supplies)
         raise MeterError(f"{statuses}, but only a discharging battery shows the energy used; unplug the charger")

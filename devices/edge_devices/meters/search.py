@@ -14,12 +14,12 @@ from edge_devices.meters.linux import hwmon, jetson, laptop_battery, power_avera
 # The order is the order of preference: sensed or counted close to the work first, slow gauges of the whole device last.
 SOURCES = (
     jetson,
+    raspberry_pi,
     hwmon,
     rapl,
     windows_emi,
     power_rails,
     power_stats,
-    raspberry_pi,
     powermetrics,
     power_average,
     laptop_battery,
@@ -44,11 +44,12 @@ def find_meters(system: System) -> list[Finding]:
 def choose_meter(findings: Sequence[Finding], name: str | None = None) -> Meter | None:
     """Returns the named meter, or the first usable one; None if there is none. Raises MeterError if the named one is not usable.
 
-    A graphics board is taken by name only: bundles run on the processor, whose work an idle board's joules are not.
+    A graphics board is taken by name only: bundles run on the processor, whose work an idle board's joules are not. So is a line whose
+    current is negative, as that of a battery which charges.
     """
     usable = [f for f in findings if f.meter is not None]
     if name is None:
-        return next((f.meter for f in usable if not _is_gpu(f)), None)
+        return next((f.meter for f in usable if not _is_gpu(f) and not f.name.endswith(hwmon.REVERSED)), None)
     for finding in findings:
         if finding.name == name and finding.meter is not None:
             return finding.meter
@@ -62,6 +63,7 @@ def no_meter_reason(findings: Sequence[Finding]) -> str:
     """Returns why `choose_meter` takes none: what exists but cannot be read, and why, or that nothing was found."""
     reasons = [f"{f.name}: {f.reason}" + (f"; {f.remedy}" if f.remedy else "") for f in findings if f.state is MeterState.PRESENT]
     reasons += [f"{f.name} counts the graphics board alone, and is read with --meter {f.name}" for f in findings if _is_gpu(f)]
+    reasons += [f"{f.name}: {hwmon.REVERSED_NOTE}" for f in findings if f.name.endswith(hwmon.REVERSED)]
     return f"{NO_METER} can be used ({'; '.join(reasons)})" if reasons else NO_METER
 
 

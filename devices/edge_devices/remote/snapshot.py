@@ -113,7 +113,7 @@ def preflight_refusals(snapshot: DeviceSnapshot, *, platform: str, at_battery: b
         sentences.append(f"the package is for {platform}, but the device's processor is {snapshot.architecture}: build a package for it")
     if snapshot.free_bytes is not None and snapshot.free_bytes < MIN_FREE_BYTES:
         sentences.append(
-            f"{byte_text(snapshot.free_bytes)} are free on the device, {byte_text(MIN_FREE_BYTES)} are needed: delete files there"
+            f"{byte_text(snapshot.free_bytes)} are free on the device, and {byte_text(MIN_FREE_BYTES)} are needed for results: delete files"
         )
     if snapshot.frozen and at_battery:
         sentences.append("the battery service is frozen and reports fixed values: run `dumpsys battery reset` on the device")

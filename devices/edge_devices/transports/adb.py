@@ -15,6 +15,8 @@ from edge_devices.transports.base import COMMAND_SECONDS, MAX_OUTPUT_BYTES, fram
 
 NOT_FOUND = "not found; connect it, or see `adb devices -l`"
 UNAUTHORIZED = "is not authorised; unlock the phone and accept this computer's key"
+AUTHORIZING = "is being authorised; unlock the phone, accept this computer's key if it asks, and try again in a few seconds"
+STATES = {"unauthorized": UNAUTHORIZED, "authorizing": AUTHORIZING}
 LINK_ERRORS = re.compile(
     r"error: (device|no devices|protocol|closed)|device .*(offline|not found)|no devices/emulators|connect failed|closed\Z", re.IGNORECASE
 )
@@ -63,7 +65,7 @@ def usable_serials(report: Callable[[str], None] = lambda _text: None) -> list[s
     if not listed:
         raise TransportError("adb lists no device; connect one and turn on USB debugging, or use `adb connect`")
     unfit = [
-        f"{device.serial} {UNAUTHORIZED if device.state == 'unauthorized' else f'is {device.state}; plug it in again'}"
+        f"{device.serial} {STATES.get(device.state, f'is {device.state}; plug it in again')}"
         for device in listed
         if device.state != "device"
     ]
@@ -111,8 +113,9 @@ class AdbTransport:
         if done.cut:
             return TransportError(f"{self.name}: {last_line(done)}; restart the device, or leave it out")
         output = f"{done.text}\n{done.errors}"
-        if "unauthorized" in output:
-            return LinkError(f"{self.name} {UNAUTHORIZED}")
+        for state, words in STATES.items():
+            if state in output:
+                return LinkError(f"{self.name} {words}")
         if "No space left" in output:
             return TransportError(f"{self.name}: no space left on the device; delete files there, or `--clean` an earlier run")
         if "Permission denied" in output or "Read-only" in output:

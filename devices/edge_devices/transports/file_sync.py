@@ -167,8 +167,8 @@ def _require_space(transport: Transport, target: str, need: int) -> None:
     free = free_bytes(transport, target)
     if free is not None and need + CHUNK_BYTES > free:
         raise TransportError(
-            f"{transport.name}: {byte_text(need)} are to be sent and {byte_text(free)} are free; "
-            "delete files on the device, or `--clean` it"
+            f"{transport.name}: {byte_text(need)} are to be sent, {byte_text(CHUNK_BYTES)} more are needed meanwhile, and"
+            f" {byte_text(free)} are free; delete files on the device, or `--clean` it"
         )
 
 

@@ -124,7 +124,8 @@ def measure_joules(
         recording = "; its recording must run from now until the end" if meter.facts.name == EXTERNAL else ""
         screen.message(f"energy: {meter.facts.name}; measuring idle, warm-up and repeats{recording}")
         threads = request.threads or default_threads()
-        return measure_energy(path, meter, benchmark.energy_workloads(stack), threads=threads, minutes=minutes, waiting=screen.wait)
+        workloads = benchmark.energy_workloads(stack)
+        return measure_energy(path, meter, workloads, threads=threads, minutes=minutes, waiting=screen.wait, notify=screen.message)
 
 
 def busy_before(screen: BenchScreen) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from edge_runtime.session.session import Session
 
 REPEATS = 5
 FEWEST_REPEATS = 3
+MIN_MINUTES = 5  # what --minutes takes at least
 DRAFT_LENGTH = 3
 # Verifies or drafts per calibration loop: enough that reading the clock is negligible.
 LOOP = 20
@@ -91,8 +93,10 @@ def measure_energy(
     repeats: int = REPEATS,
     minutes: float | None = None,
     waiting: Waiting = silent_wait,
+    notify: Callable[[str], None] = lambda _text: None,
 ) -> tuple[EnergyReport | None, RunLog]:
-    """Runs the protocol, writes its log window by window and computes the figures. `minutes`: about how long it may take.
+    """Runs the protocol, writes its log window by window and computes the figures. `minutes`: about how long it may take; `notify` gets
+    a sentence on how long it takes, and how long the shortest would.
 
     The report is None for an external meter, whose table is not available yet. Ctrl-C after the first window ends it with what there is
     (`RunLog.stopped`). Raises MeasurementError where the machine's state forbids it, or no repeat counts; the log is kept then too.
@@ -107,6 +111,7 @@ def measure_energy(
         plan, workloads = fitted(plan, workloads, characteristics, 60 * minutes)
 
     minutes_needed = planned_seconds(plan, workloads, characteristics) / 60
+    notify(session_sentence(plan, workloads, characteristics))
     with waiting(f"energy, about {minutes_needed:.0f} min") as show, LogFile(path) as file, Recorder(system, meter) as recorder:
 
         def keep(log: RunLog) -> None:
@@ -131,9 +136,20 @@ def fitted(
 ) -> tuple[Plan, Mapping[str, Workload]]:
     """Returns the longest plan within `seconds`: fewer repeats, then no loops of single phases; else the shortest one."""
     whole = {name: work for name, work in workloads.items() if not name.startswith(CALIBRATION)}
-    counts = range(plan.repeats, FEWEST_REPEATS - 1, -1)
+    counts = range(plan.repeats, min(FEWEST_REPEATS, plan.repeats) - 1, -1)
     plans = [(replace(plan, repeats=count), each) for each in (workloads, whole) for count in counts]
     return next((fitting for fitting in plans if planned_seconds(*fitting, characteristics) <= seconds), plans[-1])
+
+
+def session_sentence(plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics) -> str:
+    """Returns how long a measurement takes, and which one is the shortest whose figures have intervals."""
+    needed, shortest = (
+        planned_seconds(*each, characteristics) / 60 for each in ((plan, workloads), fitted(plan, workloads, characteristics, 0))
+    )
+    refresh = f"the meter shows a new value every {characteristics.refresh_s:.2g} s"
+    text = f"energy takes about {needed:.0f} min: {plan.repeats} repeats of {len(workloads)} windows; {refresh}"
+    fewest = max(MIN_MINUTES, math.ceil(shortest))
+    return text + (f"; the shortest that has intervals takes {fewest}: --minutes {fewest}" if fewest < needed else "")
 
 
 def energy_figures(log: RunLog) -> EnergyReport:

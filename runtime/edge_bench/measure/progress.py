@@ -64,8 +64,8 @@ class BenchScreen:
         return replace(load, notify=self.message, waiting=self.wait)
 
     def message(self, text: str) -> None:
-        """Prints a message above the bars."""
-        self._bars.console.print(printable(text), markup=False, emoji=False, highlight=False)
+        """Prints a message above the bars, in one line: of a device's log the last is shown elsewhere."""
+        self._bars.console.print(printable(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._bars.start()

@@ -51,7 +51,7 @@ READINGS = [
     ("raspberry-pi-5", "raspberry-pi:pmic", 10.799894, Scope.BOARD),
     ("raspberry-pi-4-ina", "hwmon:ina226:1", 4.875, Scope.EXTERNAL),
     ("raspberry-pi-4-ina", "hwmon:ina228:1", 123.456789, Scope.EXTERNAL),
-    ("raspberry-pi-4-ina", "hwmon:ina3221:PI", 5.104 * 0.98, Scope.EXTERNAL),
+    ("raspberry-pi-4-ina", "hwmon:ina3221:PI:reversed", 5.104 * 0.98, Scope.EXTERNAL),
     ("jetson-orin-nano", "jetson", 6.625, Scope.MODULE),
     ("jetson-nano", "jetson", 3.902, Scope.MODULE),
     ("jetson-agx-orin", "jetson", 0.843 * 6.170 + 0.780 * 3.437 + 4.968 * 0.953, Scope.RAILS),  # without what these supplies feed

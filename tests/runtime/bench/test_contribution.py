@@ -215,7 +215,9 @@ def meter_of(refresh_s: float, lag_s: float) -> Characteristics:
     return Characteristics(refresh_s=refresh_s, longest_gap_s=2 * refresh_s, lag_s=lag_s, zero_rate=0.0, read_s=0.01)
 
 
-@pytest.mark.parametrize(("refresh_s", "lag_s", "repeats", "loops"), [(0.001, 0.0, 5, True), (0.2, 0.0, 5, True), (2.0, 2.0, 4, False)])
+@pytest.mark.parametrize(
+    ("refresh_s", "lag_s", "repeats", "loops"), [(0.001, 0.0, 5, True), (0.2, 0.0, 5, True), (2.0, 2.0, 3, True), (5.0, 5.0, 3, False)]
+)
 def test_the_protocol_fits_into_its_minutes(refresh_s, lag_s, repeats, loops):
     workloads = dict.fromkeys(["plain", "profit", "calibrate:prefill", "calibrate:draft", "calibrate:verify", "calibrate:plain"])
     plan, chosen = fitted(Plan(repeats=5), workloads, meter_of(refresh_s, lag_s), 1620)

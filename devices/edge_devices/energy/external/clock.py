@@ -17,6 +17,7 @@ from edge_devices.meters.base import Kind, Sample, Trace
 MIN_FIT = 0.5  # share of the power's variance that the steps must explain
 MAX_RIVAL_SHARE = 0.9  # of the best fit
 MAX_RECORDING_S = 6 * 3600.0
+PAUSE_S, PAUSE_READINGS, PAUSE_SHARE = 5.0, 20, 0.1  # of a counter: a gap that long, in which it counts this share of the mean power
 Span = tuple[float, float]  # seconds
 FloatArray = NDArray[np.float64]
 
@@ -104,4 +105,23 @@ def with_external_meter(log: RunLog, table: Trace) -> RunLog:
     characteristics = Characteristics(
         refresh_s=max(refresh_s, 1e-6), longest_gap_s=max(gaps, default=refresh_s), lag_s=0.0, zero_rate=0.0, read_s=0.0
     )
-    return replace(log, facts=trace.facts, trace=trace, characteristics=characteristics, faults=[])
+    return replace(log, facts=trace.facts, trace=trace, characteristics=characteristics, faults=_pauses(trace))
+
+
+def _pauses(trace: Trace) -> list[tuple[float, str]]:
+    """Returns the times at which a counter's recording stopped and went on: it counted nothing between, so no window may span them.
+
+    A logger that is started again and appends to its table, and whose program adds up the joules, leaves such a gap. A register counts on.
+    """
+    if trace.facts.kind is not Kind.COUNTER:
+        return []
+    steps = [(b - a, w - v, a, b) for (a, b), (v, w) in zip(pairwise(trace.times), pairwise(trace.values), strict=True)]
+    shortest = max(PAUSE_S, PAUSE_READINGS * trace.facts.refresh_s)
+    counted = [(seconds, joules) for seconds, joules, _, _ in steps if seconds <= shortest]
+    watts = sum(joules for _, joules in counted) / max(1e-9, sum(seconds for seconds, _ in counted))
+    return [
+        (time_s, f"its recording pauses for {seconds:.0f} s")
+        for seconds, joules, *edges in steps
+        if seconds > shortest and joules < PAUSE_SHARE * watts * seconds
+        for time_s in edges
+    ]

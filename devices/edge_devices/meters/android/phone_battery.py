@@ -1,7 +1,7 @@
 """The battery gauge of an Android device: through the battery service (works for the shell user), or through its sysfs files.
 
 The specification requires microamperes, positive while charging; makers differ in both. The sign is dropped, and the charging status gives
-the direction. The unit is the one in which an idle device takes 0.1 to 6 W, which is true of one unit only.
+the direction. The unit is the one in which an idle device takes 0.1 to 6 W (3 W in mA), which is true of one unit only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from edge_devices.machine.system import System
 from edge_devices.meters.android.perfetto import record_current
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
 
-PLAUSIBLE_WATTS = (0.1, 6.0)  # of an idle phone that is awake; asleep, its milliwatts would read as watts of the other unit
 AMPERES = {"µA": 1e-6, "mA": 1e-3}
+# Watts of an idle device that is awake. Asleep, its microamperes would read as milliamperes, a thousand times as much: 3 mW or more.
+PLAUSIBLE_WATTS = {"µA": (0.1, 6.0), "mA": (0.1, 3.0)}
 UNSUPPORTED = -(1 << 31)
 DISCHARGING = "3"  # BatteryManager.BATTERY_STATUS_DISCHARGING
 CELL_VOLTS, MAX_CELL_VOLTS = 3.85, 5.0
@@ -70,10 +71,11 @@ def require_unplugged(fields: dict[str, str]) -> None:
 def current_unit(current: int, volts: float) -> str:
     """Returns the one unit in which this current is a plausible power for an idle device; raises MeterError if none is."""
     for unit, amperes in AMPERES.items():
-        if PLAUSIBLE_WATTS[0] <= abs(current) * amperes * volts <= PLAUSIBLE_WATTS[1]:
+        low, high = PLAUSIBLE_WATTS[unit]
+        if low <= abs(current) * amperes * volts <= high:
             return unit
     raise MeterError(
-        f"a current of {current} at {volts:g} V is no idle power in microamperes or milliamperes (0.1 to 6 W): "
+        f"a current of {current} at {volts:g} V is no idle power in microamperes (0.1 to 6 W) or milliamperes (0.1 to 3 W): "
         "it sleeps or works; turn the screen on, stop other work, and try again"
     )
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, required_product, tried
 
 NAME = "hwmon"
+REVERSED = ":reversed"
+REVERSED_NOTE = "its current is negative, the load's if the shunt is wired that way round, a charging battery's if not: read by name only"
 PATTERN = "sys/class/hwmon/hwmon*"
 CHIPS = ("ina219", "ina220", "ina226", "ina230", "ina231", "ina260", "ina228", "ina237", "ina238", "ina700", "ina780", "sq52206", "ina3221")
 # A Jetson's own rails: jetson.py reads those.
@@ -30,6 +33,7 @@ class Channel:
     label: str
     kind: Kind
     paths: tuple[str, ...]
+    current: str  # the file whose sign is the direction; power files have none
 
 
 def channels(system: System) -> list[Channel]:
@@ -39,10 +43,11 @@ def channels(system: System) -> list[Channel]:
         chip = system.text_or(f"{folder}/name")
         if chip.partition("_")[0] not in CHIPS:
             continue
+        current = f"{folder}/curr1_input"
         if system.exists(f"{folder}/energy1_input"):
-            listed.append(Channel(chip=chip, label="1", kind=Kind.COUNTER, paths=(f"{folder}/energy1_input",)))
+            listed.append(Channel(chip=chip, label="1", kind=Kind.COUNTER, paths=(f"{folder}/energy1_input",), current=current))
         elif system.exists(f"{folder}/power1_input"):
-            listed.append(Channel(chip=chip, label="1", kind=Kind.SAMPLER, paths=(f"{folder}/power1_input",)))
+            listed.append(Channel(chip=chip, label="1", kind=Kind.SAMPLER, paths=(f"{folder}/power1_input",), current=current))
         else:
             listed += _multiplied(system, folder, chip)
     return [_numbered(channel, listed[:i]) for i, channel in enumerate(listed)]
@@ -60,16 +65,20 @@ def _multiplied(system: System, folder: str, chip: str) -> list[Channel]:
         paths = (f"{folder}/in{n}_input", f"{folder}/curr{n}_input")
         label = system.text_or(f"{folder}/in{n}_label", str(n))
         if all(system.exists(p) for p in paths) and label != "NC" and label not in BOARD_LABELS:
-            multiplied.append(Channel(chip=chip, label=label, kind=Kind.SAMPLER, paths=paths))
+            multiplied.append(Channel(chip=chip, label=label, kind=Kind.SAMPLER, paths=paths, current=paths[1]))
     return multiplied
 
 
 def channel_meter(system: System, channel: Channel) -> SumMeter:
-    """Returns the meter of one channel: joules of a chip that counts, else watts. Of two files: mV × mA = µW."""
+    """Returns the meter of one channel: joules of a chip that counts, else watts. Of two files: mV × mA = µW.
+
+    Its current keeps the direction that it has now: a line that charges and is then under load would read as load both times.
+    """
+    reversed_now = _is_negative(system, channel)
     interval_ms = system.number(f"{channel.paths[0].rpartition('/')[0]}/update_interval")
     refresh = interval_ms / 1000 if interval_ms and interval_ms > 0 else 0.1
     facts = MeterFacts(
-        name=f"hwmon:{channel.chip}:{channel.label}",
+        name=f"hwmon:{channel.chip}:{channel.label}{REVERSED if reversed_now else ''}",
         kind=channel.kind,
         scope=Scope.EXTERNAL,
         source=", ".join(f"/{p}" for p in channel.paths),
@@ -77,9 +86,22 @@ def channel_meter(system: System, channel: Channel) -> SumMeter:
         resolution=1e-6 if channel.kind is Kind.COUNTER else 0.001,
         poll_s=max(refresh, 0.1),
         systematic="chip 0.1-0.5 %, and its shunt resistor's tolerance, often 1 %",
-        notes=("covers the line the shunt sits in: check the wiring",),
+        notes=("covers the line the shunt sits in: check the wiring", *((REVERSED_NOTE,) if reversed_now else ())),
     )
-    return SumMeter(system, facts, lambda: [(channel.label, abs(required_product(system, channel.paths)))], scale=1e-6)
+
+    def read() -> list[tuple[str, float]]:
+        if _is_negative(system, channel) != reversed_now and system.number(channel.current):
+            raise MeterError(f"the current in /{channel.current} changed its direction: a battery in this line began or ended to charge")
+        return [(channel.label, abs(required_product(system, channel.paths)))]
+
+    return SumMeter(system, facts, read, scale=1e-6)
+
+
+def _is_negative(system: System, channel: Channel) -> bool:
+    try:
+        return (system.number(channel.current) or 0) < 0
+    except PermissionError:
+        return False  # the reading says so
 
 
 def find(system: System) -> list[Finding]:

@@ -39,10 +39,10 @@ def battery_meter(system: System, names: tuple[str, ...]) -> SumMeter:
 
 
 def watts_by_battery(supplies: list[Supply]) -> list[tuple[str, float]]:
-    """Returns the watts of each battery; raises MeterError for one that reports no power."""
+    """Returns the watts of each battery, 0 for one that rests; raises MeterError for one that discharges and reports no power."""
     parts = []
     for supply in supplies:
-        watts = watts_of(supply)
+        watts = watts_of(supply) if supply.status == "Discharging" else 0.0
         if watts is None:
             raise MeterError(f"{supply.name} reports neither power_now nor current_now with voltage_now; use a meter in the supply line")
         parts.append((supply.name, watts))
@@ -60,8 +60,8 @@ def find(system: System) -> list[Finding]:
     if not supplies:
         return [absent(NAME, f"no battery that feeds this machine below /{SUPPLIES}")]
     try:
-        watts_by_battery(supplies)
         require_discharging(system, supplies)
+        watts_by_battery(supplies)
     except MeterError as error:
         return [present(NAME, str(error))]
     return [usable(battery_meter(system, tuple(s.name for s in supplies)))]
