@@ -94,6 +94,7 @@ class EnergyWatch:
         self._reason = reason
         self._recorder = Recorder(system, meter, interval_s=watch_interval(meter.facts)) if meter else None
         self._window = (0.0, 0.0)
+        self._prompt_end_s = 0.0
 
     def __enter__(self) -> EnergyWatch:
         if self._recorder:
@@ -106,6 +107,11 @@ class EnergyWatch:
             self._window = (self._window[0], self._recorder.mark())
             self._recorder.__exit__(kind, error, traceback)
 
+    def end_prompt(self) -> None:
+        """Says, inside of the block, that a request's prompt is computed; what follows are its answer's rounds."""
+        if self._recorder:
+            self._prompt_end_s = self._recorder.mark()
+
     def energy(self, tokens: int) -> RunEnergy:
         """Returns the energy of the block, and that per emitted token; a reason instead where the run was too short for the meter."""
         if self._recorder is None:
@@ -114,10 +120,17 @@ class EnergyWatch:
 
     def add_to(self, pool: EnergyPool, tokens: int) -> None:
         """Adds the block to a pool."""
+        self._add(pool, self._window, tokens)
+
+    def add_prompt_to(self, pool: EnergyPool, tokens: int) -> None:
+        """Adds the part of the block before `end_prompt`, in which `tokens` tokens of a prompt were computed, to a pool."""
+        self._add(pool, (self._window[0], self._prompt_end_s), tokens)
+
+    def _add(self, pool: EnergyPool, window: tuple[float, float], tokens: int) -> None:
         if self._recorder is None:
             pool.reason = self._reason
         else:
-            pool.add(self._recorder.trace, self._recorder.faults, *self._window, tokens)
+            pool.add(self._recorder.trace, self._recorder.faults, *window, tokens)
 
 
 def watch_interval(facts: MeterFacts) -> float:

@@ -97,10 +97,14 @@ class PairedRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """The energy of all runs without and with drafts, and the load by other programs right before the first run and meanwhile."""
+    """The energy of all runs without and with drafts, and the load by other programs right before the first run and meanwhile.
+
+    `prompt_energy` is of the prompts of all runs, on both sides the same work: its joules per token are those per prompt token.
+    """
 
     plain_energy: RunEnergy
     drafted_energy: RunEnergy
+    prompt_energy: RunEnergy
     load_before: MachineLoad
     load: MachineLoad
 
@@ -114,7 +118,8 @@ class Conditions:
 
     def conditions_json(self) -> dict[str, Any]:
         """Returns plain values under stable keys."""
-        energy = {"plain": self.plain_energy.to_json(), "drafted": self.drafted_energy.to_json()}
+        energies = {"plain": self.plain_energy, "drafted": self.drafted_energy, "prompt": self.prompt_energy}
+        energy = {name: each.to_json() for name, each in energies.items()}
         return {"energy": energy, "machine_load_before": self.load_before.to_json(), "machine_load": self.load.to_json()}
 
 
@@ -125,7 +130,7 @@ class RunsInTurn:
     """
 
     def __init__(self, watch: Callable[[], EnergyWatch], show: Callable[[str], None]) -> None:
-        self._watch, self._pools = watch, (EnergyPool(), EnergyPool())
+        self._watch, self._pools, self._prompts = watch, (EnergyPool(), EnergyPool()), EnergyPool()
         self._before, self._load = load_now(), LoadWatch()
         self._stats: tuple[list[DecodeStats], list[DecodeStats]] = [], []
         self._outputs: list[list[int]] = []
@@ -135,9 +140,12 @@ class RunsInTurn:
     def run(self, generation: Generation, *, drafting: bool, show: Callable[[str], None] = lambda _: None) -> None:
         """Runs a request; `show` gets its text."""
         with self._watch() as energy:
+            generation.prefill()
+            energy.end_prompt()
             for piece in generation:
                 show(piece)
         energy.add_to(self._pools[drafting], generation.stats.tokens)
+        energy.add_prompt_to(self._prompts, generation.stats.prompt_tokens - 1)  # the last one is in the first round
         self._stats[drafting].append(generation.stats)
         self._outputs.append(generation.tokens)
 
@@ -149,8 +157,10 @@ class RunsInTurn:
 
     def conditions(self) -> Conditions:
         """Returns what all runs until now took."""
-        plain, drafted = (pool.energy() for pool in self._pools)
-        return Conditions(plain_energy=plain, drafted_energy=drafted, load_before=self._before, load=self._load.load())
+        plain, drafted, prompt = (pool.energy() for pool in (*self._pools, self._prompts))
+        return Conditions(
+            plain_energy=plain, drafted_energy=drafted, prompt_energy=prompt, load_before=self._before, load=self._load.load()
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +193,10 @@ class Comparison(PairedRuns, Conditions):
             sentences.append("energy: nothing was measured, and the ranges of the estimate overlap, so it is not shown")
         elif self.drafted_energy.kind == "estimate" and self.drafted_energy.facts:
             sentences.append(f"energy: nothing was measured; {self.drafted_energy.facts.source}, with the range of these watts")
-        sentences += [": ".join(energy.row()) for energy in (self.plain_energy, self.drafted_energy) if energy.kind == "none"][:1]
+        missing = [": ".join(energy.row()) for energy in (self.plain_energy, self.drafted_energy) if energy.kind == "none"][:1]
+        if not missing and self.prompt_energy.kind == "none":
+            missing = [f"energy of the prompt: not measured: {self.prompt_energy.sentence()}"]
+        sentences += missing
         return [*sentences, f"meanwhile, {self.load.sentence()}"] if self.load.is_busy else sentences
 
     def to_json(self) -> dict[str, Any]:
@@ -240,6 +253,16 @@ def compare_runs(
     )
 
 
+def _prompt_energy_row(comparison: Comparison) -> tuple[str, str, str]:
+    energy = comparison.prompt_energy
+    if energy.joules_per_token is None:
+        return "energy, J/prompt token", "not measured", "-"
+    if energy.kind == "estimate" and energy.joules_per_token.low <= 0:  # as where two ranges overlap
+        return "energy, J/prompt token", "not determined", "-"
+    name = "J/prompt token, an ESTIMATE" if energy.kind == "estimate" else "energy, J/prompt token"
+    return name, energy.figure().partition(" (")[0], "the same"
+
+
 def _energy_row(comparison: Comparison) -> tuple[str, str, str]:
     energies = (comparison.plain_energy, comparison.drafted_energy)
     if any(energy.joules_per_token is None for energy in energies):
@@ -279,6 +302,7 @@ def comparison_table(comparison: Comparison) -> Table:
     table.add_row("prompt tok/s", *(f"{median(r, lambda s: s.prompt_tokens / s.first_token_seconds):.0f}" for r in (plain, drafted)))
     table.add_row("tokens", str(plain[0].tokens), str(drafted[0].tokens))
     table.add_row(*_energy_row(comparison))
+    table.add_row(*_prompt_energy_row(comparison))
     table.add_row("same output", "", "yes" if comparison.same_tokens else "no (see --verify-lossless)")
     table.add_row("peak memory of the process, MB", "", f"{comparison.peak_memory / 1e6:.0f}")
     return table

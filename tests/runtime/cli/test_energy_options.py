@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -39,19 +40,23 @@ def run(monkeypatch: pytest.MonkeyPatch):
         findings: list[Finding] | None = None,
         session: Session | None = None,
         pause: float = 0.0,
+        prompt: str = "abc",
     ) -> Result:
         opened = session or make_session()
-        verify = opened.target.verify
 
-        def slow(tokens):
-            time.sleep(pause)
-            return verify(tokens)
+        def slow(forward: Any) -> Any:
+            def paused(*arguments: Any, **options: Any) -> Any:
+                time.sleep(pause)
+                return forward(*arguments, **options)
 
-        opened.target.verify = slow  # type: ignore[method-assign]
+            return paused
+
+        for name in ("verify", "prefill"):
+            setattr(opened.target, name, slow(getattr(opened.target, name)))
         monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: opened)
         if findings is not None:
             monkeypatch.setattr(energy_options, "find_meters", lambda _: findings)
-        return CliRunner().invoke(cli.main, [command, "bundle", "abc", *arguments])
+        return CliRunner().invoke(cli.main, [command, "bundle", prompt, *arguments])
 
     return call
 
@@ -191,6 +196,19 @@ def test_compare_has_joules_of_both_sides(run: Any, meter: Finding) -> None:
     assert "energy, J/token" in result.stdout
     energy = json.loads(run(*arguments, "--json", command="compare", findings=[meter], pause=0.003).stdout)["energy"]
     assert [energy[side]["kind"] for side in ("plain", "drafted")] == ["measured", "measured"]
+
+
+def test_compare_has_joules_of_a_prompt_token(run: Any, meter: Finding) -> None:
+    arguments, pause = ("--draft-length", "2", "--max-tokens", "2", "--repeats", "2"), 0.02
+    assert re.search(r"energy, J/prompt token +│ +\d.*the same", run(*arguments, command="compare", findings=[meter], pause=pause).stdout)
+    begin = time.perf_counter()
+    record = json.loads(run(*arguments, "--json", command="compare", findings=[meter], pause=pause).stdout)
+    whole = time.perf_counter() - begin
+    tokens = record["plain"][0]["prompt_tokens"] - 1
+    figure = record["energy"]["prompt"]["joules_per_token"]["value"]
+    assert 0.5 * pause < figure * tokens / FAST / WATTS < whole / 4, "that of one prompt, without the rounds"
+    alone = run(*arguments, command="compare", findings=[meter], pause=pause, prompt="a")
+    assert "energy of the prompt: not measured: no energy figure from replay:rails: this meter saw 0 s of 4 runs" in alone.stderr
 
 
 def test_compare_takes_the_profiles_watts_where_there_is_no_meter(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
