@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ ALL = "all"
 FILES = (RUNS, ENERGY, WATCH, LOG, DEVICE)
 # A phone that stays out of reach must not hold up the whole fleet.
 PATIENCE_SECONDS = 1800.0
+LOOK_SECONDS, SILENT_SECONDS = 5.0, 30.0  # between looks at the workers, and without a sign of life: a lost one is named within a minute
 
 
 def phones_here() -> tuple[str, ...]:
@@ -68,28 +70,86 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
         client = distributed.Client(address, timeout=20)
     collected: list[DeviceResult] = []
     with client:
-        futures = []
-        for worker, attached in client.run(phones_here).items():
-            for serial in attached:
-                if not serials or ALL in serials or serial in serials:
-                    task = resolved, serial, folder or AdbTransport.FOLDER
-                    futures.append(client.submit(bench_phone, *task, workers=[worker], allow_other_workers=False, pure=False))
-        if not futures:
+        fleet = _Fleet(client, resolved, folder or AdbTransport.FOLDER)
+        fleet.start(lambda serial: not serials or ALL in serials or serial in serials)
+        if not fleet.runs:
             raise RequestError(f"no worker of {address} has a usable phone; run `adb devices -l` on its host")
-        note(f"run {request.name}: {len(futures)} phones")
-        for future in distributed.as_completed(futures):
-            try:
-                phone, files = future.result()
-            except Exception as error:  # noqa: BLE001 - whatever made a worker fail: the others continue
-                note(f"left out: {error if isinstance(error, EdgeError) else f'a worker: {type(error).__name__}: {error}'}")
-                continue
-            result = _store(phone, files, results / request.name)
-            write_parquet(results / "parquet", result)
-            collected.append(result)
-            note(f"{result.device}: done ({len(collected)} of {len(futures)})")
+        count = len(fleet.runs)
+        note(f"run {request.name}: {count} phones")
+        while fleet.runs:
+            for future in fleet.wait():
+                try:
+                    phone, files = future.result()
+                except Exception as error:  # noqa: BLE001 - whatever made a worker fail: the others continue
+                    note(f"left out: {error if isinstance(error, EdgeError) else f'a worker: {type(error).__name__}: {error}'}")
+                    continue
+                result = _store(phone, files, results / request.name)
+                write_parquet(results / "parquet", result)
+                collected.append(result)
+                note(f"{result.device}: done ({len(collected)} of {count})")
+        for serial in sorted(fleet.lost):
+            note(f"left out: {serial}: no other worker has this phone")
     if not collected:
         raise RequestError("no device returned results; see the messages above")
     return sorted(collected, key=lambda result: result.device)
+
+
+class _Fleet:
+    """The runs on the workers' phones. `runs`: by future, the worker's address and the phone; `lost`: phones whose worker is gone.
+
+    Dask itself waits forever for a worker that a task is bound to.
+    """
+
+    def __init__(self, client: Any, request: RemoteRequest, folder: str) -> None:
+        self.runs: dict[Any, tuple[str, str]] = {}
+        self.lost: set[str] = set()
+        self._client, self._request, self._folder = client, request, folder
+        self._alive: dict[str, tuple[object, float]] = {}  # what a worker's last sign of life is, and since when it is that
+
+    def start(self, is_meant: Callable[[str], bool]) -> None:
+        """Starts the run on each phone that is meant and on none yet."""
+        begun = {serial for _, serial in self.runs.values()}
+        for worker, attached in self._client.run(phones_here, workers=self._reachable(), on_error="ignore").items():
+            for serial in attached:
+                if is_meant(serial) and (worker, serial) not in self.runs.values():
+                    if serial in self.lost:
+                        if serial in begun:
+                            continue
+                        note(f"{serial}: taken over by the worker {worker}, which follows its run")
+                        self.lost.discard(serial)
+                    task = self._request, serial, self._folder
+                    future = self._client.submit(bench_phone, *task, workers=[worker], allow_other_workers=False, pure=False)
+                    self.runs[future] = worker, serial
+
+    def wait(self) -> list[Any]:
+        """Returns the futures that are done by now or soon; gives up those of workers that are gone, and starts their phones elsewhere."""
+        distributed = _distributed()
+        try:
+            done = list(distributed.wait(list(self.runs), timeout=LOOK_SECONDS, return_when="FIRST_COMPLETED").done)
+        except distributed.TimeoutError:
+            done = []
+        for future in done:
+            del self.runs[future]
+        reachable = self._reachable()
+        for future, (worker, serial) in list(self.runs.items()):
+            if worker not in reachable:
+                del self.runs[future]
+                future.cancel(force=True)
+                self.lost.add(serial)
+                name = self._request.name
+                note(f"the worker {worker} is lost; the run on its phone {serial} goes on: `--run {name}` collects it where the phone is")
+        if self.lost:
+            self.start(lambda serial: serial in self.lost)
+        return done
+
+    def _reachable(self) -> list[str]:
+        """Returns the addresses of the workers that the scheduler has, and that gave a sign of life within the last half minute."""
+        now, workers = time.monotonic(), self._client.scheduler_info()["workers"]
+        for address, facts in workers.items():
+            known, _ = self._alive.get(address, (None, now))
+            if known != facts["last_seen"]:
+                self._alive[address] = facts["last_seen"], now
+        return [address for address in workers if now - self._alive[address][1] < SILENT_SECONDS]
 
 
 def _store(phone: str, files: dict[str, bytes], folder: Path) -> DeviceResult:

@@ -26,7 +26,7 @@ from edge_runtime.server.responses.ollama import OllamaFormat
 from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
 from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded
 from edge_runtime.server.responses.responses_api import ResponsesFormat
-from edge_runtime.server.responses.usage import energy_metrics
+from edge_runtime.server.responses.usage import energy_metrics, energy_totals
 from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, result_of, unless_disconnected
 from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition
 
@@ -90,6 +90,12 @@ class Api:
         watch = self._worker.watch
         joules = exposition(energy_metrics(watch.total())) if watch else ""
         return PlainTextResponse(self._monitor.prometheus_text() + joules, headers={"content-type": CONTENT_TYPE})
+
+    async def energy(self, _request: Request) -> Response:
+        """Answers with the joules so far, or with 503 and the reason why there are none."""
+        watch = self._worker.watch
+        body = energy_totals(watch.total()) if watch else {"error": "the server reads no energy meter; see `edge-devices meters`"}
+        return Json200(body, 503 if "error" in body else 200)
 
     async def page(self, _request: Request) -> Response:
         text, headers = page()
@@ -210,6 +216,7 @@ def make_app(api: Api) -> Starlette:
             Route("/props", _facts(card.props)),
             Route("/health", _facts(api.health)),
             Route("/metrics", api.metrics),
+            Route("/energy_metrics", api.energy),
             Route("/api/chat", api.ollama_chat, methods=["POST"]),
             Route("/api/generate", api.ollama_generate, methods=["POST"]),
             Route("/api/show", api.ollama_show, methods=["POST"]),

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 
 import phones
 from bench_records import whole_benchmark
-from device_runs import bench
+from device_runs import bench, hold, in_background, until_seen
+from edge_bench.devices import fleet
 from edge_bench.measure.records import Run
+from polling import wait
 from stub_package import ROOT, stub_bundle, stub_package
 
 distributed = pytest.importorskip("distributed", reason="needs edge-mtp[fleet]")
@@ -43,12 +46,17 @@ def desks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[phones.Desk
 
 
 @pytest.fixture(scope="module")
-def scheduler(desks: list[phones.Desk], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def workers() -> list[subprocess.Popen[bytes]]:
+    """The processes of the workers, in the order of their desks."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def scheduler(desks: list[phones.Desk], workers: list[subprocess.Popen[bytes]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a scheduler with a worker per desk."""
     floors = os.pathsep.join(str(ROOT / floor) for floor in ("exporter", "runtime", "devices"))
     with distributed.LocalCluster(n_workers=0, dashboard_address=None, protocol="tcp") as cluster, distributed.Client(cluster) as client:
         address = cluster.scheduler_address
-        workers = []
         for number, desk in enumerate(desks):
             scratch = str(tmp_path_factory.mktemp(f"worker{number}"))
             words = ["--nthreads", "2", "--no-nanny", "--no-dashboard", "--local-directory", scratch]
@@ -108,3 +116,37 @@ def test_a_fleet_that_cannot_be(scheduler: str, bundle: Path, tmp_path: Path) ->
     unknown = bench("devices", bundle, "--fleet", "nonsense://x", "--package", package, "--results", tmp_path)
     assert unknown.exit_code == 1
     assert "cannot be reached" in unknown.stderr.splitlines()[-1]
+
+
+def test_a_lost_worker_is_named_and_its_phone_taken_over(
+    desks: list[phones.Desk],
+    scheduler: str,
+    workers: list[subprocess.Popen[bytes]],
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last test of this file: it ends the first worker. One of its phones is then plugged into the other host, one is nowhere."""
+    package, (moved, gone) = stub_package(tmp_path / "package"), desks[0].phones
+    everything = [daemon for desk in desks for daemon in desk.phones]
+    held = [hold(daemon) for daemon in everything]
+    arguments = ("devices", bundle, "--fleet", scheduler, "--package", package, "--results", tmp_path / "fleet", "--run", "three")
+    results: list[Result] = []
+    lines: list[str] = []
+    monkeypatch.setattr(fleet, "note", lines.append)
+    thread = in_background(lambda: results.append(bench(*arguments)))
+    for daemon in everything:
+        until_seen(daemon, '"begin"')
+    workers[0].kill()
+    workers[0].wait()
+    desks[0].adb("disconnect", moved.serial)
+    desks[1].connect(moved)
+    assert wait(lambda: any(f"{moved.serial}: taken over by the worker" in line for line in lines))
+    for path in held:
+        path.unlink()
+    thread.join()
+    assert results[0].exit_code == 0, results[0].output
+    for serial in (moved.serial, gone.serial):
+        assert [f"is lost; the run on its phone {serial} goes on: `--run three` collects it" in line for line in lines].count(True) == 1
+    assert lines[-1] == f"left out: {gone.serial}: no other worker has this phone"
+    assert len({path.parent.name for path in (tmp_path / "fleet/three").rglob("runs.jsonl")}) == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.live import RunEnergy
 from edge_runtime.server.responses.response_format import Json
@@ -111,6 +113,18 @@ def energy_usage(energy: RunEnergy) -> Json:
         "shared_with": energy.shared_with,
         "reason": energy.reason or None,
     }
+
+
+def energy_totals(total: RunEnergy) -> Json:
+    """Returns the machine's joules while requests ran since the start, and when that was read, in seconds: a client subtracts two answers.
+
+    The first two fields are those of trtllm-serve's path of this name. `error` with the reason where there is no figure.
+    """
+    if total.joules is None and total.reason:
+        return {"error": total.reason}
+    figures = energy_usage(total)
+    own = {key: figures[key] for key in ("joules_interval", "joules_per_token", "joules_per_token_interval", "scope", "meter", "estimate")}
+    return {"total_energy_j": figures["joules"] or 0.0, "query_time": time.perf_counter(), **own}
 
 
 def energy_metrics(total: RunEnergy) -> list[Metric]:
