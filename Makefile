@@ -31,7 +31,8 @@ DEMO_EXTRAS_llama := llama,export
 DEMO_FORMAT_onnx := onnx
 DEMO_FORMAT_llama := gguf
 
-.PHONY: help demo real test test-all test-times lint docs lock audit wheel-check release dist setup setup-llama setup-test setup-all try-versions \
+PLATFORMS := android-arm64 linux-arm64 linux-x64
+.PHONY: help demo real test test-all test-times lint docs lock audit wheel-check release dist packages setup setup-llama setup-test setup-all try-versions \
 	llama-cpp clean
 
 help:
@@ -43,7 +44,8 @@ help:
 	@echo "make lint       ruff, mypy, import-linter, hadolint, the issue forms"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make audit      licences of what is installed, advisories about what is locked"
-	@echo "make release    audit, then make dist: source archive, wheel and SBOM in dist/; make wheel-check tries the wheel on each Python there is"
+	@echo "make release    audit, then make dist: source archive, wheel and SBOM, and the device packages in dist/; make wheel-check tries the wheel on each Python there is"
+	@echo "make packages   the device packages of a release, in dist/"
 	@echo "make lock       choose the locked versions in requirements/ anew"
 	@echo "make try-versions  try the newest llama-cpp-python and onnxruntime on copies of the checkout"
 	@echo "make llama-cpp  build llama.cpp's own tools from llama-cpp-python's source archive, to compare with"
@@ -124,7 +126,16 @@ wheel-check: $(TOOLS)/.ready
 # Where no advisory service answers, there is no release. The SBOM is of what a user gets: licences and who needs whom are read from it.
 release: setup-all $(TOOLS)/.ready
 	$(AUDIT) --require-advisories
-	$(MAKE) dist
+	$(MAKE) dist packages
+	cd dist && sha256sum * >SHA256SUMS
+
+# What a phone or a board needs, for those who build nothing; each is built whole or not at all, and its own list has every file's hash.
+packages: setup-all
+	mkdir -p dist
+	set -e; for platform in $(PLATFORMS); do \
+		$(VENV)/bin/edge-export package $$platform --force --output build/release-packages/$$platform; \
+		tar --create --gzip --owner 0 --group 0 --sort name --directory build/release-packages --file dist/edge-mtp-$$platform.tar.gz $$platform; \
+	done
 
 dist: $(TOOLS)/.ready
 	rm -rf dist build/release

@@ -1,11 +1,13 @@
 """Folders to and from a device: only files that differ are sent, all are verified by sha256, and interrupted transfers resume.
 
-The device needs sh, find, sha256sum, tar, cat, head, tail, mv, rm, mkdir, chmod and wc: toybox and coreutils both have them.
-Small files travel together in a tar; large ones in chunks that are appended to FILE.partial, so a broken link costs one chunk.
+The device needs sh, find, sha256sum, tar, zcat, cat, head, tail, mv, rm, mkdir, chmod and wc: toybox and coreutils (with gzip) have them.
+All but the largest files travel together as compressed archives; these and the largest in chunks that are appended to FILE.partial, so a
+broken link costs one chunk.
 """
 
 from __future__ import annotations
 
+import gzip
 import os
 import posixpath
 import re
@@ -25,7 +27,7 @@ from edge_devices.transports.base import Transport, last_line, parse_integer, sh
 from edge_devices.waiting import Report, no_report
 
 CHUNK_BYTES = 32 << 20
-LARGE_BYTES = 4 << 20
+LARGE_BYTES = ARCHIVE_BYTES = 64 << 20  # a model is compressed already; of an archive, before it is compressed
 MAX_PULL_BYTES = 1 << 30  # the longest, the energy log, has 100 bytes a reading: this is 12 days of ten a second
 HASHING_SECONDS = 3600.0
 ATTEMPTS, PAUSE_SECONDS = 3, 2.0
@@ -33,7 +35,7 @@ PARTIAL, INCOMING = ".partial", ".incoming"
 # The chunk's hash is checked on the device before it is appended; an interrupted append is detected by the file's length.
 HASH = 'sha256sum < "$1" | cut -c1-64'
 # -o: without it, a tar run by root would set the owner that the archive names. A missing archive was unpacked by an earlier attempt.
-UNPACK = 'cd "$1" && { test ! -e "$2" || { tar -xof "$2" && rm -f "$2"; }; }'
+UNPACK = 'cd "$1" && { test ! -e "$2" || { zcat < "$2" | tar -xof - && rm -f "$2"; }; }'
 APPEND = 'test "$(sha256sum < "$1" | cut -c1-64)" = "$3" || exit 9; cat "$1" >> "$2" && rm "$1"'
 SLICE = 'tail -c "+$2" < "$1" | head -c "$3"'
 LISTING = 'cd "$1" 2>/dev/null || exit 0; find . -type f -exec sha256sum {} +'
@@ -81,14 +83,14 @@ def push_tree(
     changed = [file for file in files if present.get(file.path) != file.sha256]
     kept = {file.path for file in files} | {file.path + PARTIAL for file in files}
     stale = sorted(present.keys() - kept)
-    _require_space(transport, target, sum(f.bytes for f in changed))
+    _require_space(transport, target, sum(f.bytes for f in changed), ARCHIVE_BYTES if changed else 0)
     _remove(transport, target, stale)
     _make_folders(transport, target, changed)
     total, done = sum(f.bytes for f in changed), 0
     step = f"sending {byte_text(total)}"
     small = [file for file in changed if file.bytes < LARGE_BYTES]
     for group in _groups(small):
-        _push_small(transport, group, target)
+        _push_archive(transport, group, target)
         done += sum(f.bytes for f in group)
         report(done / total if total else 1.0, step)
     for file in changed:
@@ -163,11 +165,11 @@ def free_bytes(transport: Transport, folder: str) -> int | None:
     return int(numbers[2]) * 1024 if len(numbers) > 2 else None
 
 
-def _require_space(transport: Transport, target: str, need: int) -> None:
+def _require_space(transport: Transport, target: str, need: int, meanwhile: int) -> None:
     free = free_bytes(transport, target)
-    if free is not None and need + CHUNK_BYTES > free:
+    if free is not None and need + meanwhile > free:
         raise TransportError(
-            f"{transport.name}: {byte_text(need)} are to be sent, {byte_text(CHUNK_BYTES)} more are needed meanwhile, and"
+            f"{transport.name}: {byte_text(need)} are to be sent, {byte_text(meanwhile)} more are needed meanwhile, and"
             f" {byte_text(free)} are free; delete files on the device, or `--clean` it"
         )
 
@@ -186,7 +188,7 @@ def _make_folders(transport: Transport, target: str, files: list[LocalFile]) -> 
 def _groups(files: list[LocalFile]) -> Iterator[list[LocalFile]]:
     group: list[LocalFile] = []
     for file in files:
-        if group and sum(f.bytes for f in group) + file.bytes > CHUNK_BYTES:
+        if group and sum(f.bytes for f in group) + file.bytes > ARCHIVE_BYTES:
             yield group
             group = []
         group.append(file)
@@ -194,18 +196,18 @@ def _groups(files: list[LocalFile]) -> Iterator[list[LocalFile]]:
         yield group
 
 
-def _push_small(transport: Transport, files: list[LocalFile], target: str) -> None:
+def _push_archive(transport: Transport, files: list[LocalFile], target: str) -> None:
+    """Sends files as one archive. The same files make the same archive, so that an interrupted one is continued."""
     with tempfile.TemporaryDirectory() as folder:
-        pack = Path(folder) / "files.tar"
-        with tarfile.open(pack, "w", format=tarfile.GNU_FORMAT) as tar:
+        pack = Path(folder) / f"{INCOMING}.tgz"
+        with pack.open("wb") as raw, gzip.GzipFile("", "wb", 6, raw, 0) as packed, tarfile.open(None, "w", packed) as tar:
             for file in files:
                 entry = tarfile.TarInfo(file.path)
                 entry.size, entry.mode = file.bytes, 0o755 if file.executable else 0o644
                 with file.source.open("rb") as data:
                     tar.addfile(entry, data)
-        incoming = posixpath.join(target, INCOMING + ".tar")
-        _retry(lambda: transport.put(pack, incoming))
-        _retry(lambda: shell(transport, UNPACK, target, INCOMING + ".tar", seconds=HASHING_SECONDS))
+        push_file(transport, pack, posixpath.join(target, pack.name))
+        _retry(lambda: shell(transport, UNPACK, target, pack.name, seconds=HASHING_SECONDS))
 
 
 def _push_large(transport: Transport, file: LocalFile, folder: str, progress: Callable[[int], None]) -> None:

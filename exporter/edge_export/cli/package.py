@@ -27,7 +27,7 @@ from edge_export.device_package.platforms import PLATFORMS
 def package(platform: str, output: Path, request: PackageRequest, as_json: bool) -> None:
     """Build a folder for PLATFORM that runs bundles on a device where nothing is installed."""
     there = BACKENDS if PLATFORMS[platform].processors else ("onnx",)
-    chosen = tuple(dict.fromkeys(request.backends)) or there
+    chosen = tuple(dict.fromkeys(request.backends)) or ("onnx",)
     if not set(chosen) <= set(there) or (request.tools and "llama" not in there):
         raise click.UsageError(f"llama.cpp is not compiled for {platform} yet; give --backend onnx, without --with-llama-tools")
     console = Console(stderr=True)

@@ -40,7 +40,10 @@ class PackageRequest:
     platform: str
     output: Path
     backends: tuple[str, ...] = option(
-        "--backend", default=BACKENDS, choices=BACKENDS, help="A backend to include; may be repeated.  [default: all]"
+        "--backend",
+        default=("onnx",),
+        choices=BACKENDS,
+        help="A backend to include; may be repeated. llama needs a compiler.  [default: onnx]",
     )
     tools: bool = option("--with-llama-tools", default=False, help="Add llama.cpp's own tools as static programs, which need no Python.")
     force: bool = option(default=False, help="Replace an existing package as soon as the new one is complete.")

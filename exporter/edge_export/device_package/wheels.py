@@ -26,10 +26,14 @@ _THEIR_NEEDS = {
     "llama": ("diskcache", "typing_extensions"),
     "onnx": (),
 }
-# Left out of wheels: tests, types, headers, compilers and tools for building models.
+# Left out of wheels: tests, types, headers, compilers and tools for building models; onnxruntime's library for C (Python's module has all
+# of it); Pillow's fonts, colour profiles and AVIF; lexers of languages that no screen shows; the C parser of YAML, of which Python has one.
 _LEFT_OUT = re.compile(
     r"(^|/)tests?/|\.pyi$|\.(h|c|a|pxd|pyx|f90)$|(^|/)__pycache__/"
     r"|^numpy/(f2py|distutils|_pyinstaller|typing/tests)/|^onnxruntime/(transformers|quantization|tools|datasets|backend)/|^[\w.+-]+\.data/"
+    r"|^onnxruntime/(capi/libonnxruntime\.so|ThirdPartyNotices)|^numpy/_core/_(simd|\w+_tests)\.|^yaml/_yaml\."
+    r"|^PIL/_(avif|imagingcms|imagingft|imagingtk)\.|^pillow\.libs/lib(avif|harfbuzz|freetype|lcms2|brotli\w+|png16)-"
+    r"|^pygments/lexers/(?!(__init__|_mapping|python|special)\.py)"
 )
 _LICENCE_NAME = re.compile(r"(^|/)(licen[cs]e|copying|notice|authors|thirdpartynotices)[^/]*$", re.IGNORECASE)
 # The wheel has no licence text.

@@ -36,16 +36,18 @@ from edge_runtime.errors import RequestError
 SCHEMA = 2  # 2: the launchers call edge_devices.entry_points
 NAME = "package.json"
 MAX_BYTES = 16 << 20
+BACKENDS = {"gguf": "llama", "onnx": "onnx"}  # by the format of a bundle's files
 LAUNCHERS = ("bin/edge-python", "bin/edge-bench")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePackage:
-    """A package: `platform` is android-arm64, linux-arm64 or linux-x64."""
+    """A package: `platform` is android-arm64, linux-arm64 or linux-x64; `backends`: of llama and onnx, what it has; () where unknown."""
 
     folder: Path
     platform: str
     bytes: int
+    backends: tuple[str, ...] = ()
 
 
 def read_package(folder: Path) -> DevicePackage:
@@ -59,6 +61,7 @@ def read_package(folder: Path) -> DevicePackage:
             )
         files = {str(file["path"]): int(file["bytes"]) for file in record["files"]}
         platform = str(record["platform"])
+        backends = tuple(map(str, record.get("backends", ())))
     except OSError as error:
         raise RequestError(f"{folder} is not a device package ({error.strerror}); build one with edge-export package") from error
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -70,7 +73,7 @@ def read_package(folder: Path) -> DevicePackage:
     for name in LAUNCHERS:
         if not (folder / name).is_file():
             raise RequestError(f"{folder / name} is missing; build the package again")
-    return DevicePackage(folder=folder, platform=platform, bytes=sum(files.values()))
+    return DevicePackage(folder=folder, platform=platform, bytes=sum(files.values()), backends=backends)
 
 
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -188,7 +191,15 @@ def _refuse_beside_another(transport: Transport) -> None:
 
 def _bundle_files(request: RemoteRequest) -> list[str]:
     """Checks the bundle and returns the names of its files; its folder may hold others, which are nobody's business."""
-    listed = [entry.path for entry in open_bundle(request.bundle, check=request.check, public_key=request.public_key).manifest.files]
+    files = open_bundle(request.bundle, check=request.check, public_key=request.public_key).manifest.files
+    needed = {BACKENDS[entry.format] for entry in files if entry.role == "target" and entry.format in BACKENDS}
+    if needed and request.package.backends and not needed & set(request.package.backends):
+        need = " or ".join(sorted(needed))
+        raise RequestError(
+            f"{request.package.folder} has no {need}, and {request.bundle} needs it; build the package with --backend {need},"
+            f" or export the bundle with --format {'onnx' if need == 'llama' else 'gguf'}"
+        )
+    listed = [entry.path for entry in files]
     own = [name for name in (MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME) if os.path.lexists(request.bundle / name)]
     return list(dict.fromkeys(own + listed))
 

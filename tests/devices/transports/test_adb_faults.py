@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ def test_a_link_that_breaks_in_a_push_costs_a_chunk(
 
 def test_a_full_disk(desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
-    (tmp_path / "source/file").write_bytes(bytes(300_000))
+    (tmp_path / "source/file").write_bytes(os.urandom(300_000))  # zeros would be packed to nothing
     daemon.faults.room = 100_000
     with pytest.raises(TransportError, match="no space left on the device"):
         tree.push_tree(phone, tmp_path / "source", f"{prepare_folder(phone)}/pkg")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,15 @@ def test_links_in_a_package_are_refused(device: LocalTransport, package: Path, t
     with pytest.raises(EdgeError, match="lib is a symbolic link, and what it leads to is not sent"):
         send(device, stub_bundle(tmp_path / "bundle"), package)
     assert not (Path(device.folder) / "package").exists()
+
+
+@pytest.mark.parametrize(("backends", "refused"), [(("onnx",), True), (("llama", "onnx"), False), (("llama",), False)])
+def test_a_bundle_that_the_package_cannot_run_is_not_sent(
+    device: LocalTransport, package: Path, tmp_path: Path, backends: tuple[str, ...], refused: bool
+) -> None:
+    bundle = stub_bundle(tmp_path / "bundle")
+    record = json.loads((package / "package.json").read_text())
+    (package / "package.json").write_text(json.dumps({**record, "backends": backends}))
+    words = r"has no llama, and .* needs it; build the package with --backend llama, or export the bundle with --format onnx"
+    with pytest.raises(EdgeError, match=words) if refused else nullcontext():
+        send(device, bundle, package)
