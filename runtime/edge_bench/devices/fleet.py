@@ -24,7 +24,7 @@ ALL = "all"
 FILES = (RUNS, ENERGY, WATCH, LOG, DEVICE)
 # A phone that stays out of reach must not hold up the whole fleet.
 PATIENCE_SECONDS = 1800.0
-LOOK_SECONDS, SILENT_SECONDS = 5.0, 30.0  # between looks at the workers, and without a sign of life: a lost one is named within a minute
+WATCH_SECONDS, SILENT_SECONDS = 5.0, 30.0  # between looks at the workers, and without a sign of life: a lost one is named within a minute
 
 
 def phones_here() -> tuple[str, ...]:
@@ -125,7 +125,7 @@ class _Fleet:
         """Returns the futures that are done by now or soon; gives up those of workers that are gone, and starts their phones elsewhere."""
         distributed = _distributed()
         try:
-            done = list(distributed.wait(list(self.runs), timeout=LOOK_SECONDS, return_when="FIRST_COMPLETED").done)
+            done = list(distributed.wait(list(self.runs), timeout=WATCH_SECONDS, return_when="FIRST_COMPLETED").done)
         except distributed.TimeoutError:
             done = []
         for future in done:
