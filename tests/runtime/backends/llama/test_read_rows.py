@@ -165,15 +165,15 @@ def test_drafts_before_the_first_verify_are_the_same(path: Path) -> None:
 def test_rows_are_named_for_each_batch_of_several_requests(path: Path) -> None:
     """Prompts and verifies share batches. Two batches of the same sizes have the same graph, but other rows are read."""
     sizes = [
-        ((20, 1), (5, 5), (7, 0)),
-        ((5, 5), (20, 1), (7, 0)),
-        ((1, 0), (3, 1), (12, 12)),
-        ((2, 2), (2, 1), (2, 2)),
-        ((4, 0), (1, 0), (9, 0)),
+        ((20, 1), (5, 5), (7, 0), (3, 3)),
+        ((5, 5), (20, 1), (7, 0), (3, 3)),
+        ((1, 0), (3, 1), (12, 12), (30, 0)),
+        ((2, 2), (2, 1), (2, 2), (2, 0)),
+        ((4, 0), (1, 0), (9, 0), (1, 1)),
     ]
-    found: dict[int, list[NDArray[np.float32]]] = {0: [], 1: [], 2: []}
-    with LlamaTarget(path, options(sequences=3)) as target:
-        texts = [tokens_of(target, 100, seed) for seed in range(3)]
+    found: dict[int, list[NDArray[np.float32]]] = {number: [] for number in range(4)}
+    with LlamaTarget(path, options(sequences=4)) as target:
+        texts = [tokens_of(target, 100, seed) for seed in range(4)]
         sequences = target.shared.sequences
         for batch in sizes:
             rows = [
