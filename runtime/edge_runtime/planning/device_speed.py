@@ -50,7 +50,7 @@ def _profile_speed(name: str) -> DeviceSpeed:
     operations_from = f"assumed, {BALANCE[0]:g} to {BALANCE[1]:g} for each byte read: the profile lists no arithmetic speed"
     if device.giga_operations is not None:
         operations = Range.between(*(value * 1e9 for value in device.giga_operations))
-        operations_from = "the profile's, measured by others"
+        operations_from = "the profile's, measured by others without the row kernels"
     return DeviceSpeed(
         name=device.title,
         bandwidth=Range.between(low, high),

@@ -169,17 +169,26 @@ def test_onnx_drafts_on_a_phone_are_those_of_this_machine(phone: Userland, onnx_
     )
 
 
-@pytest.mark.parametrize(("cpu", "build", "drafter"), [("cortex-a76", "dotprod", "split"), ("cortex-a72", "armv8", "dense")])
+@pytest.mark.parametrize(("cpu", "build"), [("cortex-a76", "dotprod"), ("cortex-a72", "armv8")])
 def test_llama_drafts_on_a_pi_are_those_of_this_machine(
-    cpu: str, build: str, drafter: str, pi: Userland, packages: Packages, exported_pair: Path, probe_memory: None
+    cpu: str, build: str, pi: Userland, packages: Packages, exported_pair: Path, probe_memory: None
 ) -> None:
-    """On a Pi 5 and a Pi 4, which take different builds of the CPU library; on a Pi 4 no row kernels run, and llama.cpp drafts."""
+    """On a Pi 5 and a Pi 4, which take different builds of the CPU library and variants of the row kernels."""
     whole(packages("linux-arm64"), f"lib/llama-{build}/libggml-cpu.so")
     write_cpuinfo(pi.path("cpuinfo"), cpu)
-    words = ["package/bin/edge-python", "support/drafts_of.py", str(exported_pair), "llama", drafter, str(TOKENS), *PROMPTS]
+    words = ["package/bin/edge-python", "support/drafts_of.py", str(exported_pair), "llama", "split", str(TOKENS), *PROMPTS]
     done = replace(seeing(pi, exported_pair), cpu=cpu).run([pi.shell, "-c", 'exec "$@"', "sh", *words])
     write_cpuinfo(pi.path("cpuinfo"), "cortex-a76")
-    assert said(done) == drafts_of(exported_pair, "llama", drafter, TOKENS, PROMPTS)
+    assert said(done) == drafts_of(exported_pair, "llama", "split", TOKENS, PROMPTS)
+
+
+@pytest.mark.parametrize(("cpu", "variant"), [("cortex-a76", "dotprod"), ("cortex-a72", "neon")])
+@pytest.mark.parametrize("device", ["pi", "phone"])
+def test_a_device_runs_the_kernels_of_its_processor(device: str, cpu: str, variant: str, request: pytest.FixtureRequest) -> None:
+    userland: Userland = request.getfixturevalue(device)
+    code = "import json; from edge_runtime.backends.kernels.loader import usable_variants; print(json.dumps(usable_variants()))"
+    words = [userland.shell, "-c", 'exec "$@"', "sh", "package/bin/edge-python", "-c", code]
+    assert said(replace(userland, cpu=cpu).run(words))[0] == variant
 
 
 def test_edge_run_on_a_phone_with_llama(phone: Userland, packages: Packages, exported_pair: Path, probe_memory: None) -> None:

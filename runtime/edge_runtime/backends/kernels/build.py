@@ -49,6 +49,7 @@ _VARIANTS = {
     "aarch64": {
         "pack.cpp": "cortex_a53",
         "ggml/weights.cpp": "cortex_a53",
+        "arm/rows_neon.cpp": "cortex_a53",
         "arm/rows_dotprod.cpp": "cortex_a76",
         "arm/rows_i8mm.cpp": "cortex_a76+i8mm",
     },

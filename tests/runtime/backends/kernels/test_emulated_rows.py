@@ -131,7 +131,7 @@ def single_values() -> Iterator[Call]:
     yield tanh_of(values)
 
 
-@pytest.mark.parametrize(("cpu", "variant"), [("cortex-a76", "dotprod"), ("max", "dotprod"), ("max", "i8mm")])
+@pytest.mark.parametrize(("cpu", "variant"), [("cortex-a72", "neon"), ("cortex-a76", "dotprod"), ("max", "dotprod"), ("max", "i8mm")])
 @pytest.mark.parametrize("calls", [products, static_products, float_products, attentions, attentions_over_cells, single_values, drafts])
 def test_arm_variants_have_the_bits_of_this_machine(driver: Path, cpu: str, variant: str, calls: type[Iterator[Call]]) -> None:
     made = list(calls())
@@ -146,9 +146,8 @@ def test_arm_variants_have_the_bits_of_this_machine(driver: Path, cpu: str, vari
         at += array.nbytes
 
 
-def test_a_processor_without_matrix_products_is_not_given_them(driver: Path) -> None:
+@pytest.mark.parametrize(("cpu", "variant"), [("cortex-a72", "dotprod"), ("cortex-a72", "i8mm"), ("cortex-a76", "i8mm")])
+def test_a_processor_is_not_given_what_it_has_not(driver: Path, cpu: str, variant: str) -> None:
     call = next(products())
-    ended = subprocess.run(
-        [QEMU, "-cpu", "cortex-a76", str(driver)], input=call.written("i8mm"), capture_output=True, timeout=60, check=False
-    )
+    ended = subprocess.run([QEMU, "-cpu", cpu, str(driver)], input=call.written(variant), capture_output=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, b"")

@@ -54,6 +54,7 @@ void list_usable(const Variant** end) {
     const bool dotprod = has("hw.optional.arm.FEAT_DotProd", 16, 20);
     if (dotprod && has("hw.optional.arm.FEAT_I8MM", 26, 13)) *end++ = &kI8mm;
     if (dotprod) *end++ = &kDotprod;
+    *end++ = &kNeon;
 }
 #endif
 

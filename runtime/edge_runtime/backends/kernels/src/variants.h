@@ -4,7 +4,7 @@
 
 namespace edge {
 
-extern const Variant kAvx512Vnni, kAvxVnni, kAvx2, kDotprod, kI8mm;
+extern const Variant kAvx512Vnni, kAvxVnni, kAvx2, kNeon, kDotprod, kI8mm;
 
 // The variants this processor can run, best first; ends with a null pointer.
 const Variant* const* usable_variants();

@@ -7,6 +7,31 @@
 namespace edge {
 namespace {
 
+// Four inputs each of four outputs: the 16 inputs of 6 bits, of a group that begins at `line`.
+struct SixBits {
+    uint8x16_t part[4];
+    explicit SixBits(const uint8_t* line) {
+        const uint8x16_t low = vld1q_u8(line), next = vld1q_u8(line + kLine), high = vld1q_u8(line + 2 * kLine);
+        const uint8x16_t mask = vdupq_n_u8(15), two = vdupq_n_u8(0x30);
+        part[0] = vorrq_u8(vandq_u8(low, mask), vandq_u8(vshlq_n_u8(high, 4), two));
+        part[1] = vorrq_u8(vshrq_n_u8(low, 4), vandq_u8(vshlq_n_u8(high, 2), two));
+        part[2] = vorrq_u8(vandq_u8(next, mask), vandq_u8(high, two));
+        part[3] = vorrq_u8(vshrq_n_u8(next, 4), vandq_u8(vshrq_n_u8(high, 2), two));
+    }
+};
+
+// The same of the 32 inputs of 5 bits.
+struct FiveBits {
+    uint8x16_t part[8];
+    explicit FiveBits(const uint8_t* line) {
+        const uint8x16_t mask = vdupq_n_u8(15), bit = vdupq_n_u8(16), fifths = vld1q_u8(line + 4 * kLine);
+        for (int p = 0; p < 8; p++) {
+            const uint8x16_t raw = vld1q_u8(line + p / 2 * kLine), low = p % 2 ? vshrq_n_u8(raw, 4) : vandq_u8(raw, mask);
+            part[p] = vorrq_u8(low, vandq_u8(vshlq_u8(fifths, vdupq_n_s8(static_cast<int8_t>(4 - p))), bit));
+        }
+    }
+};
+
 struct NeonBase {
     static constexpr int width = 4;
     static constexpr bool kSigned8 = true, kByPart = false;
@@ -18,6 +43,33 @@ struct NeonBase {
     static constexpr int rows(bool) { return kMaxRows; }
     static constexpr int vectors(int rows, bool) { return rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
 
+    // A group's inputs of 4 outputs, as registers of bytes: levels of up to 6 bits as they are, those of 8 bits made signed.
+    template <int kBits>
+    struct Weights {
+        int8x16_t part[Group<kBits>::parts];
+        void load(const uint8_t* line) {
+            const uint8x16_t raw = vld1q_u8(line);
+            if constexpr (kBits == 6) {
+                const SixBits six(line);
+                for (int p = 0; p < 4; p++) part[p] = vreinterpretq_s8_u8(six.part[p]);
+            } else if constexpr (kBits == 5) {
+                const FiveBits five(line);
+                for (int p = 0; p < 8; p++) part[p] = vreinterpretq_s8_u8(five.part[p]);
+            } else if constexpr (kBits == 8) {
+                part[0] = vreinterpretq_s8_u8(veorq_u8(raw, vdupq_n_u8(0x80)));
+                part[1] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(line + kLine), vdupq_n_u8(0x80)));
+            } else if constexpr (kBits == 4) {
+                part[0] = vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(15)));
+                part[1] = vreinterpretq_s8_u8(vshrq_n_u8(raw, 4));
+            } else {
+                const uint8x16_t mask = vdupq_n_u8(3);
+                part[0] = vreinterpretq_s8_u8(vandq_u8(raw, mask));
+                part[1] = vreinterpretq_s8_u8(vandq_u8(vshrq_n_u8(raw, 2), mask));
+                part[2] = vreinterpretq_s8_u8(vandq_u8(vshrq_n_u8(raw, 4), mask));
+                part[3] = vreinterpretq_s8_u8(vshrq_n_u8(raw, 6));
+            }
+        }
+    };
     static Floats zero() { return vdupq_n_f32(0); }
     static Ints set(int32_t value) { return vdupq_n_s32(value); }
     static Floats splat(float value) { return vdupq_n_f32(value); }
@@ -42,31 +94,6 @@ struct NeonBase {
         float all[4];
         vst1q_f32(all, value);
         for (int64_t i = 0; i < count; i++) out[i] = all[i];
-    }
-};
-
-// Four inputs each of four outputs: the 16 inputs of 6 bits, of a group that begins at `line`.
-struct SixBits {
-    uint8x16_t part[4];
-    explicit SixBits(const uint8_t* line) {
-        const uint8x16_t low = vld1q_u8(line), next = vld1q_u8(line + kLine), high = vld1q_u8(line + 2 * kLine);
-        const uint8x16_t mask = vdupq_n_u8(15), two = vdupq_n_u8(0x30);
-        part[0] = vorrq_u8(vandq_u8(low, mask), vandq_u8(vshlq_n_u8(high, 4), two));
-        part[1] = vorrq_u8(vshrq_n_u8(low, 4), vandq_u8(vshlq_n_u8(high, 2), two));
-        part[2] = vorrq_u8(vandq_u8(next, mask), vandq_u8(high, two));
-        part[3] = vorrq_u8(vshrq_n_u8(next, 4), vandq_u8(vshrq_n_u8(high, 2), two));
-    }
-};
-
-// The same of the 32 inputs of 5 bits.
-struct FiveBits {
-    uint8x16_t part[8];
-    explicit FiveBits(const uint8_t* line) {
-        const uint8x16_t mask = vdupq_n_u8(15), bit = vdupq_n_u8(16), fifths = vld1q_u8(line + 4 * kLine);
-        for (int p = 0; p < 8; p++) {
-            const uint8x16_t raw = vld1q_u8(line + p / 2 * kLine), low = p % 2 ? vshrq_n_u8(raw, 4) : vandq_u8(raw, mask);
-            part[p] = vorrq_u8(low, vandq_u8(vshlq_u8(fifths, vdupq_n_s8(static_cast<int8_t>(4 - p))), bit));
-        }
     }
 };
 

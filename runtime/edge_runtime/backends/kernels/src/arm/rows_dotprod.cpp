@@ -12,32 +12,6 @@ namespace {
 
 struct Dotprod : NeonBase {
     template <int kBits>
-    struct Weights {
-        int8x16_t part[Group<kBits>::parts];
-        void load(const uint8_t* line) {
-            const uint8x16_t raw = vld1q_u8(line);
-            if constexpr (kBits == 6) {
-                const SixBits six(line);
-                for (int p = 0; p < 4; p++) part[p] = vreinterpretq_s8_u8(six.part[p]);
-            } else if constexpr (kBits == 5) {
-                const FiveBits five(line);
-                for (int p = 0; p < 8; p++) part[p] = vreinterpretq_s8_u8(five.part[p]);
-            } else if constexpr (kBits == 8) {
-                part[0] = vreinterpretq_s8_u8(veorq_u8(raw, vdupq_n_u8(0x80)));
-                part[1] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(line + kLine), vdupq_n_u8(0x80)));
-            } else if constexpr (kBits == 4) {
-                part[0] = vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(15)));
-                part[1] = vreinterpretq_s8_u8(vshrq_n_u8(raw, 4));
-            } else {
-                const uint8x16_t mask = vdupq_n_u8(3);
-                part[0] = vreinterpretq_s8_u8(vandq_u8(raw, mask));
-                part[1] = vreinterpretq_s8_u8(vandq_u8(vshrq_n_u8(raw, 2), mask));
-                part[2] = vreinterpretq_s8_u8(vandq_u8(vshrq_n_u8(raw, 4), mask));
-                part[3] = vreinterpretq_s8_u8(vshrq_n_u8(raw, 6));
-            }
-        }
-    };
-    template <int kBits>
     struct Inputs {
         static constexpr int kOctets = Group<kBits>::octets;
         int8x16_t pair[(kOctets + 1) / 2];  // of octets

@@ -18,9 +18,12 @@ constexpr int short_groups() {
     if constexpr (requires { Isa::template kShortGroups<kBits>; }) return Isa::template kShortGroups<kBits>;
     return 0;
 }
-// For a row or two the sums' way into 32 bits costs less than it saves: these wait for memory.
+// Not for the few rows that the set adds in 32 bits all along.
 template <class Isa, int kBits>
-constexpr bool adds_short(int rows) { return short_groups<Isa, kBits>() > 0 && rows > 2; }
+constexpr bool adds_short(int rows) {
+    if constexpr (short_groups<Isa, kBits>() > 0) return rows > Isa::kLongRows;
+    return false;
+}
 
 // As add_products below, in 16 bits first: no sum of so many groups leaves them.
 template <class Isa, int kBits, int kRows, int kVectors>
@@ -28,9 +31,7 @@ template <class Isa, int kBits, int kRows, int kVectors>
                                                       typename Isa::Ints (&sum)[kRows][kVectors]) {
     using Each = Group<kBits>;
     for (int64_t g = 0; g < count;) {
-        typename Isa::Ints few[kRows][kVectors];
-        for (int r = 0; r < kRows; r++)
-            for (int v = 0; v < kVectors; v++) few[r][v] = Isa::set(0);
+        typename Isa::Shorts few[kRows][kVectors] = {};
         const int64_t end = g + short_groups<Isa, kBits>() < count ? g + short_groups<Isa, kBits>() : count;
 #pragma clang loop unroll(disable)
         for (; g < end; g++, levels += Each::octets * pitch) {
@@ -38,13 +39,16 @@ template <class Isa, int kBits, int kRows, int kVectors>
             for (int v = 0; v < kVectors; v++) {
                 const uint8_t* line = weights[v] + g * Each::lines * kLine;
                 w[v].load(line);
-                __builtin_prefetch(line + kAhead, 0, 3);
-                __builtin_prefetch(line + kFarAhead, 0, 2);
+                if constexpr (Isa::fetches_ahead(kRows)) {
+                    __builtin_prefetch(line + kAhead, 0, 3);
+                    __builtin_prefetch(line + kFarAhead, 0, 2);
+                }
             }
-            for (int p = 0; p < Each::parts; p++)
+            for (int p = 0; p < Each::parts; p += Isa::kPartsAtOnce)
                 for (int r = 0; r < kRows; r++) {
-                    const typename Isa::Ints x = Isa::four(levels + p / 2 * pitch + r * kOctet + p % 2 * 4);
-                    for (int v = 0; v < kVectors; v++) few[r][v] = Isa::add_short(few[r][v], w[v].part[p], x);
+                    const auto x = Isa::short_inputs(levels + p / 2 * pitch + r * kOctet + p % 2 * 4);
+                    for (int q = 0; q < Isa::kPartsAtOnce; q++)
+                        for (int v = 0; v < kVectors; v++) few[r][v] = Isa::add_short(few[r][v], w[v].part[p + q], x, q);
                 }
         }
         for (int r = 0; r < kRows; r++)

@@ -13,6 +13,9 @@ namespace {
 
 struct Avx2 : Avx2Base {
     static constexpr bool kSigned8 = true, kByPart = false;
+    using Shorts = Ints;
+    // For a row or two the sums' way into 32 bits costs less than it saves: these wait for memory.
+    static constexpr int kLongRows = 2, kPartsAtOnce = 1;
     // 16 products of 15 times 128, or 85 of 3 times 128 (static scales), fit 16 bits: two of them are a part's, and a group has two or four parts.
     template <int kBits>
     static constexpr int kShortGroups = kBits == 4 ? 4 : kBits == 2 ? 8 : 0;
@@ -41,7 +44,8 @@ struct Avx2 : Avx2Base {
         }
     }
 
-    static Ints add_short(Ints few, Ints weights, Ints inputs) { return _mm256_add_epi16(few, _mm256_maddubs_epi16(weights, inputs)); }
+    static Ints short_inputs(const int8_t* x) { return four(x); }
+    static Ints add_short(Ints few, Ints weights, Ints inputs, int) { return _mm256_add_epi16(few, _mm256_maddubs_epi16(weights, inputs)); }
     static Ints widen(Ints sum, Ints few) { return _mm256_add_epi32(sum, _mm256_madd_epi16(few, _mm256_set1_epi16(1))); }
 
 private:
