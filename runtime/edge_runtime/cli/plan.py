@@ -28,6 +28,7 @@ from edge_runtime.session.session import Session
 from edge_runtime.session.trials import square, time_image
 
 PROMPT = "def area(width, height):\n"
+WIDE = 3.0  # highest / lowest speed of a plan from which one measurement says more than the plan
 MEASURE_REPEATS = 3
 PREFILL_TOKENS, DECODE_TOKENS = 256, 64
 
@@ -205,8 +206,21 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
     if image is not None:
         lines.append(_joules_line("J/image", image.joules))
         lines.append(f"  an image of {image.rows} soft rows; its encoder takes {image.encoder_bytes / 1e6:.0f} MB from the first image on")
+    if measured is None and (text := _narrower(plan)):
+        lines.append(f"  narrower      {text}")
     derived = plan.derived if image is None else plan.derived | {"image": image.derived}
     return lines + ["how:"] + [f"  {name}: {how}" for name, how in derived.items()]
+
+
+def _narrower(plan: SpeedPlan) -> str:
+    """Returns what to measure where a speed may be anything within a factor of WIDE; empty where none is that unsure."""
+    speeds = {"prefill": plan.prefill, "plain": plan.plain, "drafted": plan.drafted}
+    name, widest = max(speeds.items(), key=lambda item: item[1].high / item[1].low)
+    if widest.high < WIDE * widest.low:
+        return ""
+    measure = "`edge-run plan BUNDLE --measure` on the device measures all of them"
+    remote = "on a phone, `edge-bench devices BUNDLE --package DIR --adb all --repeats 1 --lengths 3`"
+    return f"{name} is known within a factor of {widest.high / widest.low:.0f} only: {measure}; {remote}"
 
 
 def _first_token(plan: SpeedPlan) -> tuple[str, str, Range, None]:

@@ -343,3 +343,11 @@ def test_onnx_graphs_are_planned() -> None:
     mapped = [BundleFile(path=role, role=role, format="gguf", bytes=9_000, sha256="0" * 64) for role in ("target", "drafter")]
     both = manifest_plan(replace(graphs, files=(*entries, *mapped)), device(20, 4000), context=64)
     assert both.memory.weights == 18_000, "a bundle of both is planned by its GGUF files"
+
+
+def test_an_unsure_plan_says_which_measurement_would_narrow_it() -> None:
+    sure = Range(low=9.0, middle=10.0, high=12.0)
+    plain = replace(plan(), prefill=sure, plain=sure, drafted=sure)
+    assert "narrower" not in "\n".join(plan_lines(plain))
+    (line,) = [line for line in plan_lines(replace(plain, prefill=Range(low=2.0, middle=10.0, high=44.0))) if "narrower" in line]
+    assert "prefill is known within a factor of 22 only: `edge-run plan BUNDLE --measure` on the device" in line
