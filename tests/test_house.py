@@ -21,7 +21,7 @@ PACKAGES = (
 MAX_LINES = 600
 # Lines of Python in each room, docstrings and blank lines included.
 BUDGETS = {
-    "exporter/edge_export/checkpoint": 2954,
+    "exporter/edge_export/checkpoint": 2971,
     "exporter/edge_export/cli": 653,
     "exporter/edge_export/device_package": 972,
     "exporter/edge_export/gguf": 1023,
@@ -43,8 +43,8 @@ BUDGETS = {
     "runtime/edge_runtime/server": 3793,
     "runtime/edge_runtime/session": 3473,
     "runtime/edge_runtime/text": 2078,
-    "runtime/edge_bench/cli": 684,
-    "runtime/edge_bench/contribution": 391,
+    "runtime/edge_bench/cli": 700,
+    "runtime/edge_bench/contribution": 646,
     "runtime/edge_bench/devices": 814,
     "runtime/edge_bench/measure": 2329,
     "runtime/edge_bench/report": 1416,
@@ -56,7 +56,7 @@ BUDGETS = {
     "devices/edge_devices/remote": 423,
     "devices/edge_devices/transports": 781,
     "scripts": 10027,
-    "tests": 45503,
+    "tests": 45624,
 }
 NAMED_ROOMS = ["devices/edge_devices", "exporter/edge_export", "runtime/edge_bench", "runtime/edge_runtime", "scripts"]
 # Words that name nothing, as parts of identifiers too ("one" may be a number there), and identifiers in which they do mean something.

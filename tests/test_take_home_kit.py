@@ -22,7 +22,7 @@ from device_power import DevicePower, pmic, rails
 from edge_bench.cli.contribute import PROTOCOL, Contribution
 from edge_bench.cli.devices import ReachOptions
 from edge_bench.cli.main import main
-from edge_bench.contribution.energy_records import check_record, invalid
+from edge_bench.contribution.energy_records import check_record, invalid, parsed_record
 from edge_bench.devices import remote_run
 from edge_bench.measure.request import MeterOptions
 from edge_runtime.session.load_options import LoadOptions
@@ -86,7 +86,7 @@ def test_a_record_is_brought_home(
         contribution = Contribution(onnx_pair("int4"), record, None, SMALL, LoadOptions(context=256))
         contribution.on_devices(ReachOptions(**reach, **folders), MeterOptions(minutes=5))
     bench("pool", record)
-    checked = check_record(record, record.read_bytes())
+    checked = check_record(record, parsed_record(record, record.read_bytes()))
     assert checked.report.scope == scope
     assert {variant.name for variant in checked.report.variants} == {"plain", "split profit"}
     assert all(variant.n for variant in checked.report.variants)

@@ -27,12 +27,14 @@ import pytest
 class FakeHub:
     """Folders by OWNER/NAME and by revision ("main" is the default), and what was asked for.
 
-    `objects`: uploaded large files by sha256; `refused`: the status with which an object is refused, once.
+    `listed`: the repositories whose files were asked for with their sizes; `objects`: uploaded large files by sha256; `refused`: the
+    status with which an object is refused, once.
     """
 
     repositories: dict[str, dict[str, Path]]
     cut_after: dict[str, int] = field(default_factory=dict)
     ranges: list[tuple[str, str | None]] = field(default_factory=list)
+    listed: list[str] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
     answers: dict[str, bytes] = field(default_factory=dict)
     token: str | None = None
@@ -111,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
         if commit is None or folder is None:
             return self._json({"error": f"Invalid rev id: {revision}"}, 404, {"X-Error-Code": "RevisionNotFound"})
+        if "blobs" in urlsplit(self.path).query:
+            self.hub.listed.append(repository)
         if kind in self.hub.answers:
             return self._send(self.hub.answers[kind], 200, {})
         files = sorted(path for path in folder.rglob("*") if path.is_file())

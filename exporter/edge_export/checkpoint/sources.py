@@ -17,7 +17,7 @@ from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
 from edge_export.checkpoint.json_file import read_json_object
 from edge_export.checkpoint.published.formats import published_config
 from edge_export.checkpoint.published.gguf_listing import file_of_role
-from edge_export.checkpoint.published.hub import PATTERNS, check_pair_exists, fetch, fetch_config, hub_name, local_ggufs
+from edge_export.checkpoint.published.hub import PATTERNS, Listings, check_pair_exists, fetch, fetch_config, hub_name, local_ggufs
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, GgufVocabulary, TokenTable, read_table, read_vocabulary
 from edge_export.errors import CheckpointError
@@ -143,8 +143,8 @@ def _planned(role: str, origin: str) -> ResolvedSource | None:
 
 
 def _resolved(target: str, drafter: str, progress: Progress | None) -> tuple[ResolvedSource, ResolvedSource]:
-    check_pair_exists(*(None if _local(origin).exists() else hub_name(origin) for origin in (target, drafter)))
-    first, second = _open("target", target, progress), _open("drafter", drafter, progress)
+    listings = check_pair_exists(*(None if _local(origin).exists() else hub_name(origin) for origin in (target, drafter)))
+    first, second = _open("target", target, progress, listings), _open("drafter", drafter, progress, listings)
     _check_target(first)
     if not second.checkpoint.model_type.endswith("_assistant"):
         raise CheckpointError(
@@ -189,7 +189,7 @@ def source_files(source: ResolvedSource) -> list[Path]:
     return weights + [source.path / name for name in _SIDE_FILES if (source.path / name).is_file()]
 
 
-def _open(role: str, origin: str, progress: Progress | None) -> ResolvedSource:
+def _open(role: str, origin: str, progress: Progress | None, listings: Listings | None = None) -> ResolvedSource:
     path = _local(origin)
     if not path.exists():
         name = hub_name(origin)
@@ -198,7 +198,7 @@ def _open(role: str, origin: str, progress: Progress | None) -> ResolvedSource:
                 f"the {role} {origin} does not exist; give a checkpoint folder, a GGUF file,"
                 " or a hub name like google/name or owner/name:file.gguf"
             )
-        path = fetch(name, role, progress)
+        path = fetch(name, role, progress, listings)
     if path.is_dir() and (ggufs := local_ggufs(path)):
         file = file_of_role(ggufs, role, None)
         if file is None:

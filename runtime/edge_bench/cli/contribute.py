@@ -1,4 +1,4 @@
-"""`edge-bench contribute`: measures joules per token, guided, here or on devices, and writes records that others can check and pool."""
+"""`edge-bench contribute`: measures speeds and joules per token, guided, here or on devices, and writes records that others can pool."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 import click
 
 from edge_bench.cli.devices import ReachOptions, measure_on
-from edge_bench.contribution.energy_records import make_record, pool_records, pool_tables, write_record
+from edge_bench.contribution.energy_records import make_record, write_record
+from edge_bench.contribution.pool import pool_records, pool_tables
+from edge_bench.contribution.speed_records import MIN_REPEATS
 from edge_bench.devices.remote_run import device_label
-from edge_bench.devices.results import ENERGY
-from edge_bench.measure.command import measure_joules
+from edge_bench.devices.results import ENERGY, RUNS
+from edge_bench.measure.command import measure_joules, measure_speeds
 from edge_bench.measure.energy import find_meter
 from edge_bench.measure.progress import note
 from edge_bench.measure.request import BenchRequest, MeterOptions, option_words
@@ -48,8 +50,8 @@ REMOTE = (
     "a phone without rail meters is measured at its battery: add --unplugged, and unplug it when asked",
 )
 REPLY = "Press Enter to begin, or Ctrl-C to leave: "
-# What a record measures: plain decoding and the default policy, on all shipped prompts.
-PROTOCOL = BenchRequest(lengths=(), policies=("profit",), contexts=(), repeats=1, warm_up=1)
+# What a record measures: plain decoding and the default policy, on all shipped prompts. The protocol of joules has repeats of its own.
+PROTOCOL = BenchRequest(lengths=(), policies=("profit",), contexts=(), repeats=MIN_REPEATS, warm_up=1)
 
 
 @click.command(cls=PanelCommand)
@@ -63,7 +65,10 @@ PROTOCOL = BenchRequest(lengths=(), policies=("profit",), contexts=(), repeats=1
 def contribute(
     bundle: Path, file: Path, sign: Path | None, meters: MeterOptions, request: BenchRequest, load: LoadOptions, reach: ReachOptions
 ) -> None:
-    """Measure joules per token, guided, in less than 30 minutes, and write FILE for others to check and pool."""
+    """Measure speeds and joules per token, guided, in about 30 minutes, and write FILE for others to check and pool.
+
+    Without an energy meter the record has speeds alone.
+    """
     contribution = Contribution(bundle, file, sign, request, load)
     if reach.adb or reach.ssh:
         contribution.on_devices(reach, meters)
@@ -84,16 +89,23 @@ class Contribution:
             raise RequestError(f"{target} must be a .json file in a folder that exists")
 
     def on_this_machine(self, meters: MeterOptions) -> None:
-        """Guides, measures and writes the record. Raises RequestError where no meter is read during the runs."""
+        """Guides, measures and writes the record, without joules where no meter is. Raises RequestError for one that is read later."""
         meter, reason = find_meter(meters.meter)
-        if meter is None:
-            raise RequestError(f"{reason}; see edge-devices meters, or add --meter {ESTIMATE} for a record that is labelled as one")
-        if meter.facts.name == EXTERNAL:
+        if meter is None and meters.meter is not None:
+            raise RequestError(f"{reason}; see edge-devices meters, or leave --meter out for a record of speeds alone")
+        if meter is not None and meter.facts.name == EXTERNAL:
             raise RequestError("a record needs a meter that is read during the runs; use edge-bench run --energy and a table")
-        guide(meter.facts, meters)
-        log_path = self._target.with_suffix(".jsonl")
-        _, log = measure_joules(self._folder, self._request, self._load, log_path, meter, meters.minutes)
-        self._write(log_path, self._target, ["stopped by Ctrl-C"] if log.stopped else [])
+        if meter is None:
+            note(f"{reason}: the record will have speeds, and no joules; --meter {ESTIMATE} adds some that are labelled as estimates")
+        else:
+            guide(meter.facts, meters)
+        runs, log_path = self._target.with_suffix(".runs.jsonl"), None
+        _, stopped = measure_speeds(self._folder, self._request, self._load, runs)
+        if meter is not None and not stopped:
+            log_path = self._target.with_suffix(".jsonl")
+            _, log = measure_joules(self._folder, self._request, self._load, log_path, meter, meters.minutes)
+            stopped = log.stopped
+        self._write(log_path, runs, self._target, ["stopped by Ctrl-C"] if stopped else [])
 
     def on_devices(self, reach: ReachOptions, meters: MeterOptions) -> None:
         """Guides, measures and writes a record for each device; with several, each one's label is part of the name."""
@@ -102,23 +114,27 @@ class Contribution:
         results = measure_on(reach, reach.run_of(self._folder, options=words, energy=True, meter=meters.meter))
         for result in results:
             label = device_label(result.device)
-            log_path = reach.results / result.run / label / ENERGY
-            if not log_path.exists():
-                note(f"{result.device}: no energy was measured; see {log_path.parent} for the reason")
-                continue
+            folder = reach.results / result.run / label
+            log_path: Path | None = folder / ENERGY
+            if log_path is not None and not log_path.exists():
+                note(f"{result.device}: no energy was measured, so the record has speeds alone; see {folder} for the reason")
+                log_path = None
             target = self._target if len(results) == 1 else self._target.with_stem(f"{self._target.stem}-{label}")
-            self._write(log_path, target, result.happenings)
+            self._write(log_path, folder / RUNS, target, result.happenings)
 
-    def _write(self, log_path: Path, target: Path, remarks: Sequence[str]) -> None:
+    def _write(self, log_path: Path | None, runs: Path, target: Path, remarks: Sequence[str]) -> None:
         request = self._request
         settings = {"threads": request.threads, "tokens": request.tokens, "backend": self._load.backend, "policies": list(request.policies)}
-        record = make_record(log_path, self._folder, self._bundle.manifest, settings=settings, remarks=remarks)
+        record = make_record(log_path, runs, self._folder, self._bundle.manifest, settings=settings, remarks=remarks)
         write_record(target, record)
         signature = f", signed in {sign_file(target, self._key)}" if self._key else ""
         pool = pool_records([target])
         print_tables(pool_tables(pool))
-        note(f"written to {target}{signature}; it holds the readings, the device's model and versions, no names and no serial numbers")
-        note("valid: send this file" if pool.valid else "not valid: see why above, and measure again")
+        holds = "it holds the measurements, the device's model and versions; no texts, no names and no serial numbers"
+        note(f"written to {target}{signature}; {holds}")
+        counts = [kind for kind, valid in (("speeds", pool.speeds), ("joules", pool.valid)) if valid]
+        rest = "; what is not valid is named above" if pool.not_valid or pool.refused else ""
+        note(f"valid ({' and '.join(counts)}): send this file{rest}" if counts else "not valid: see why above, and measure again")
 
 
 def guide(meter: MeterFacts | None, meters: MeterOptions) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from edge_bench.cli.outputs import Outputs
-from edge_bench.contribution.energy_records import pool_records, pool_tables
+from edge_bench.contribution.pool import pool_records, pool_tables
 from edge_bench.report.tables import print_tables
 from edge_devices.command_line import PanelCommand, takes
 

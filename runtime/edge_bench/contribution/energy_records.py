@@ -1,7 +1,8 @@
-"""Energy records that anybody can make on a device of their own, and that others can check and pool.
+"""Records that anybody can make on a device of their own, and that others can check: the file, and its joules.
 
-A record is the whole energy log with the bundle's hashes and the figures computed from it. Figures are never taken from the file: they are
-computed again from the log in it, and a record whose figures differ is refused."""
+A record is the bundle's hashes with all raw records of a benchmark (`speed_records`) and, where there is a meter, the whole energy log and
+the figures computed from it. Figures are never taken from the file: they are computed again, and a record whose figures differ is
+refused."""
 
 from __future__ import annotations
 
@@ -15,22 +16,19 @@ import tempfile
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from edge_bench.measure.energy import energy_figures
 from edge_bench.measure.variants import PLAIN
-from edge_bench.report.tables import NONE, PROMPT_JOULES, TextTable, joules, scope_tables
-from edge_devices.energy.intervals import mean_interval
-from edge_devices.energy.report import EnergyReport, VariantEnergy, ratio_text
+from edge_devices.energy.report import EnergyReport, VariantEnergy
 from edge_devices.energy.run_log import RunLog, read_log
-from edge_devices.errors import DeviceError, EdgeError, errors_as, printable
+from edge_devices.errors import DeviceError, errors_as
 from edge_devices.files.atomic_write import write_text
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.files.typed_json import from_json, to_json
-from edge_runtime.bundle.manifest import MANIFEST_NAME, Manifest
-from edge_runtime.bundle.signature import check_file_signature
+from edge_runtime.bundle.manifest import MANIFEST_NAME, Manifest, ModelSource
 from edge_runtime.errors import RequestError
 
 KIND, SCHEMA = "edge-mtp energy record", 1
@@ -51,7 +49,11 @@ class HashedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyRecord:
-    """All of a record. `figures`: [value, low, high] of joules per output token by variant; `log`: the energy log, deflated, base64."""
+    """All of a record. `figures`: [value, low, high] of joules per output token by variant; `log`: the energy log, deflated, base64.
+
+    `runs`: the raw records of the benchmark, likewise; `sources`, `parity`: the manifest's. Without a meter `log` is empty, and so is
+    `runs` in records of earlier versions.
+    """
 
     kind: str
     schema: int
@@ -65,6 +67,10 @@ class EnergyRecord:
     figures: dict[str, tuple[float, ...]]
     log_sha256: str
     log: str
+    sources: dict[str, ModelSource] = field(default_factory=dict)
+    parity: dict[str, Any] | None = None
+    runs_sha256: str = ""
+    runs: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +110,12 @@ class CheckedRecord:
         return next((file.quantization or "" for file in self.record.files if file.role == "target"), "")
 
 
-def make_record(log_path: Path, folder: Path, manifest: Manifest, *, settings: Mapping[str, Any], remarks: Sequence[str]) -> EnergyRecord:
-    """Returns the record of an energy log of a bundle in `folder`. Raises DeviceError if no repeat counts."""
-    data = log_path.read_bytes()
+def make_record(
+    log_path: Path | None, runs_path: Path, folder: Path, manifest: Manifest, *, settings: Mapping[str, Any], remarks: Sequence[str]
+) -> EnergyRecord:
+    """Returns the record of a benchmark of the bundle in `folder`, and of its energy log. Raises DeviceError if no repeat counts."""
+    log = log_path.read_bytes() if log_path is not None else b""
+    runs = runs_path.read_bytes()
     source = manifest.sources.get("target")
     return EnergyRecord(
         kind=KIND,
@@ -118,9 +127,13 @@ def make_record(log_path: Path, folder: Path, manifest: Manifest, *, settings: M
         files=tuple(HashedFile(role=f.role, quantization=f.quantization, bytes=f.bytes, sha256=f.sha256) for f in manifest.files),
         settings=dict(settings),
         remarks=tuple(remarks),
-        figures=_claims(energy_figures(read_log(log_path))),
-        log_sha256=hashlib.sha256(data).hexdigest(),
-        log=base64.b64encode(zlib.compress(data, 9)).decode(),
+        figures={} if log_path is None else _claims(energy_figures(read_log(log_path))),
+        log_sha256=hashlib.sha256(log).hexdigest(),
+        log=_deflated(log),
+        sources=dict(manifest.sources),
+        parity=manifest.parity,
+        runs_sha256=hashlib.sha256(runs).hexdigest(),
+        runs=_deflated(runs),
     )
 
 
@@ -135,25 +148,36 @@ def read_record(path: Path) -> bytes:
         return read_at_most(path, MAX_BYTES)
 
 
-def check_record(path: Path, data: bytes) -> CheckedRecord:
-    """Reads the bytes of the record at `path` and computes its figures from its own readings.
-
-    Raises RequestError where anything does not follow from them.
-    """
+def parsed_record(path: Path, data: bytes) -> EnergyRecord:
+    """Returns the record of these bytes, nothing of which is checked yet but its structure. Raises RequestError."""
     try:
         record = from_json(EnergyRecord, json.loads(data.decode()), "record")
         if record.kind != KIND:
             raise ValueError(f"it is {record.kind[:40]!r}")
         if record.schema != SCHEMA:
             raise ValueError(f"schema {record.schema}; this version reads {SCHEMA}: upgrade edge-mtp")
-        inflated = _inflated(record.log)
-    except (ValueError, RecursionError, binascii.Error, zlib.error) as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is no energy record ({error}); give a file that edge-bench contribute wrote") from error
-    if hashlib.sha256(inflated).hexdigest() != record.log_sha256:
+    return record
+
+
+def inflated(path: Path, text: str, sha256: str) -> bytes:
+    """Returns what a deflated part of a record holds. Raises RequestError if it is damaged, too large or has another hash."""
+    try:
+        data = _inflated(text)
+    except (ValueError, binascii.Error, zlib.error) as error:
+        raise RequestError(f"{path} is no energy record ({error}); give a file that edge-bench contribute wrote") from error
+    if hashlib.sha256(data).hexdigest() != sha256:
         raise RequestError(f"{path}: the log in it has another sha256 than it states; ask for the file again")
+    return data
+
+
+def check_record(path: Path, record: EnergyRecord) -> CheckedRecord:
+    """Computes the joules of the record at `path` from its own readings. Raises RequestError where anything does not follow from them."""
+    log_bytes = inflated(path, record.log, record.log_sha256)
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "energy.jsonl"
-        log_path.write_bytes(inflated)
+        log_path.write_bytes(log_bytes)
         try:
             log = read_log(log_path, MAX_LOG_LINES)
             report = energy_figures(log)
@@ -177,6 +201,10 @@ def _close(claimed: Sequence[float], computed: Sequence[float]) -> bool:
     if len(claimed) != len(computed):
         return False
     return all(math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE) for a, b in zip(claimed, computed, strict=True))
+
+
+def _deflated(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 9)).decode() if data else ""
 
 
 def _inflated(text: str) -> bytes:
@@ -214,64 +242,6 @@ COLUMNS = (
     "J/prompt token",
     "signed",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pool:
-    """Records by what became of them: pooled, read but not valid (with reasons), and refused (with the sentence)."""
-
-    valid: tuple[CheckedRecord, ...]
-    not_valid: tuple[tuple[CheckedRecord, tuple[str, ...]], ...]
-    refused: tuple[str, ...]
-    signed: bool
-
-    def to_json(self) -> dict[str, Any]:
-        records = [
-            {
-                "file": str(checked.path),
-                "device": checked.device,
-                "weights": checked.weights,
-                "environment": checked.run_log.environment,
-                "mlperf": [mlperf_fields(checked, variant) for variant in checked.report.variants],
-                **checked.report.to_json(),
-            }
-            for checked in self.valid
-        ]
-        not_valid = [{"file": str(checked.path), "reasons": list(reasons)} for checked, reasons in self.not_valid]
-        return {"records": records, "not_valid": not_valid, "refused": list(self.refused)}
-
-
-def pool_records(places: Sequence[Path], public_key: Path | None = None) -> Pool:
-    """Checks all records in files and folders; of those that share readings, the first valid one counts.
-
-    With `public_key`, unsigned ones are refused.
-
-    Raises RequestError where there is no file at all.
-    """
-    files = [file for place in places for file in (sorted(place.rglob(f"*{SUFFIX}")) if place.is_dir() else [place])]
-    if not files:
-        raise RequestError(f"no {SUFFIX} file below {', '.join(map(str, places))}; give files of edge-bench contribute")
-    valid, not_valid, refused = [], [], []
-    counted: set[str] = set()
-    for file in files:
-        try:
-            if file not in places and not file.is_file():  # a pipe, which nobody may ever write to
-                raise RequestError(f"{file} is no file")
-            data = read_record(file)
-            if public_key is not None:  # before strangers' readings are computed with
-                check_file_signature(file, data, public_key)
-            checked = check_record(file, data)
-        except EdgeError as error:
-            refused.append(str(error))
-            continue
-        if counted & checked.windows:
-            refused.append(f"{file}: the same measurement is there already")
-        elif reasons := invalid(checked):
-            not_valid.append((checked, tuple(reasons)))
-        else:
-            counted |= checked.windows
-            valid.append(checked)
-    return Pool(valid=tuple(valid), not_valid=tuple(not_valid), refused=tuple(refused), signed=public_key is not None)
 
 
 def invalid(checked: CheckedRecord) -> list[str]:
@@ -334,57 +304,3 @@ def _of_variant(variant: VariantEnergy, *, estimate: bool) -> list[str]:
     if not variant.closes:
         reasons.append("the joules of the phases do not add up")
     return reasons
-
-
-def pool_tables(pool: Pool) -> list[TextTable]:
-    """Returns one table per scope, with estimates apart, then the records that do not count."""
-    groups: dict[tuple[bool, str], list[CheckedRecord]] = {}
-    for checked in pool.valid:
-        groups.setdefault((checked.report.estimate, str(checked.report.scope)), []).append(checked)
-    rows = [
-        (scope, estimate, tuple(map(printable, cells)))
-        for (estimate, scope), records in sorted(groups.items())
-        for cells in [*(row for checked in records for row in _rows(checked, signed=pool.signed)), *_means(records)]
-    ]
-    left_out = [(printable(str(checked.path)), printable("; ".join(reasons))) for checked, reasons in pool.not_valid]
-    left_out += [("", printable(text)) for text in pool.refused]
-    note = "The rules: " + "; ".join(RULES) + "."
-    left = [TextTable(name="left-out", title="Left out", columns=("record", "why"), rows=tuple(left_out), note=note)] if left_out else []
-    return scope_tables("joules", "Joules", COLUMNS, rows, "Joules of different scopes do not compare; idle power is included.") + left
-
-
-def _rows(checked: CheckedRecord, *, signed: bool) -> list[tuple[str, ...]]:
-    return [
-        (
-            checked.device,
-            _bundle_name(checked),
-            variant.name,
-            checked.report.meter,
-            joules(variant.joules_per_output_token),
-            joules(variant.net_joules_per_output_token),
-            ratio_text(variant.ratio_to_baseline) if variant.ratio_to_baseline else NONE,
-            f"{variant.tokens_per_second:.1f}" if variant.tokens_per_second else NONE,
-            *(cell(variant) for _, cell in PROMPT_JOULES),
-            "yes" if signed else NONE,
-        )
-        for variant in checked.report.variants
-    ]
-
-
-def _bundle_name(checked: CheckedRecord) -> str:
-    return f"{checked.record.bundle} {checked.quantization}"
-
-
-def _means(records: Sequence[CheckedRecord]) -> list[tuple[str, ...]]:
-    """Means over records of one device and equal weights: their interval is how such devices differ."""
-    groups: dict[tuple[str, str, str], list[tuple[str, float]]] = {}
-    for checked in records:
-        for variant in checked.report.variants:
-            if figure := variant.joules_per_output_token:
-                groups.setdefault((checked.device, checked.weights, variant.name), []).append((_bundle_name(checked), figure.value))
-    rows: list[tuple[str, ...]] = []
-    for (device, _, name), group in groups.items():
-        if len(group) > 1:
-            mean = mean_interval([value for _, value in group], range(len(group)))
-            rows.append((f"mean of {len(group)} × {device}", group[0][0], name, NONE, joules(mean), *[NONE] * (len(COLUMNS) - 5)))
-    return rows

@@ -90,6 +90,7 @@ def test_a_pair_is_fetched_once_and_found_again_without_the_hub(hub: FakeHub, mo
     assert (target.origin, drafter.origin) == names
     assert [title for title, _ in log.steps] == [f"Fetch {name}" for name in names]
     assert log.bytes == sum(total or 0 for _, total in log.steps) > 0
+    assert hub.listed == [*names]
     asked = len(hub.ranges)
     assert resolve_pair(*names)[0].path == target.path
     assert len(hub.ranges) == asked, "all is in the cache"
@@ -135,6 +136,7 @@ def test_a_pair_of_published_gguf_files(hub: FakeHub) -> None:
     repository = "unsloth/gemma-4-E2B-it-GGUF"
     target, drafter = resolve_pair(repository, repository)
     assert (target.path.name, drafter.path.name) == (TARGET, Path(DRAFTER).name)
+    assert hub.listed == [repository], "asked once for both"
     named = resolve_pair(f"{repository}:{TARGET}", f"{repository}:{DRAFTER}")
     assert [source.path for source in named] == [target.path, drafter.path]
 

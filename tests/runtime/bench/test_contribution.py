@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,28 +18,54 @@ from typing import Any, cast
 import pytest
 from click.testing import Result
 
+from bench_records import BASELINE, header, run
 from device_runs import bench
 from edge_bench.cli import contribute as command
-from edge_bench.cli.contribute import steps
-from edge_bench.contribution import energy_records as pool
+from edge_bench.cli.contribute import Contribution, steps
+from edge_bench.contribution import pool
 from edge_bench.devices import remote_run
 from edge_bench.devices.remote_run import DevicePackage, RemoteRequest
 from edge_bench.measure.energy import fitted, planned_seconds
+from edge_bench.measure.prompts import shipped_prompts
+from edge_bench.measure.records import CostRecord, ModelFile, Note, Record, line_of
+from edge_bench.measure.request import BenchRequest, MeterOptions
+from edge_bench.measure.variants import OURS, Variant
 from edge_devices.energy import protocol
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.protocol import Plan
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, read_log, write_log
 from edge_devices.machine.load import MachineLoad
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.session.load_options import LoadOptions
+from edge_runtime.session.row_equality import RowEquality
 from simulated_session import SimulatedMachine, two_variants
 from stub_package import stub_package
+
+PROFIT = Variant(side=OURS, drafter="dense", policy="profit", length=None)
+
+
+def benchmark(bundle: Path, *, slow: float, repeats: int = 3) -> list[Record]:
+    """The records of a benchmark of this bundle: drafts are twice as fast."""
+    files = tuple(
+        ModelFile(role=f.role, format=f.format, quantization=f.quantization, bytes=f.bytes) for f in open_bundle(bundle).manifest.files
+    )
+    drafts = {"drafted_at": (5, 5), "accepted_at": (4, 1)}
+    runs = [
+        run(variant, domain=domain, repeat=repeat, seconds=(slow + repeat / 100) * (1 if variant is PROFIT else 2), **counts)
+        for domain in ("code", "prose")
+        for repeat in range(repeats)
+        for variant, counts in ((BASELINE, {}), (PROFIT, drafts))
+    ]
+    costs = CostRecord(drafter="dense", length=32, verify_seconds=(0.25,) * 7 + (0.5,), draft_step_seconds=0.01)
+    return [header(files=files), *runs, costs, RowEquality(compared=14, different=0, largest=0.0)]
 
 
 @pytest.fixture
 def contribute(monkeypatch: pytest.MonkeyPatch, exported_pair: Path):
     """Runs the command with a simulated meter and simulated work."""
 
-    def call(target: Path, *arguments: str | Path, repeats: int = 4, others: float = 0.01) -> Result:
+    def call(target: Path, *arguments: str | Path, repeats: int = 4, others: float = 0.01, metered: bool = True) -> Result:
         machine = SimulatedMachine()
         machine.system.sleep(len(target.name))  # no two recordings are equal
 
@@ -47,7 +74,13 @@ def contribute(monkeypatch: pytest.MonkeyPatch, exported_pair: Path):
             write_log(path, log)
             return make_report(log), log
 
-        monkeypatch.setattr(command, "find_meter", lambda _: (machine, ""))
+        def speeds(bundle: Path, _request: Any, _load: Any, path: Path, *_: Any) -> tuple[list[Record], bool]:
+            records = benchmark(bundle, slow=1 + len(target.name) / 7)
+            path.write_text("".join(map(line_of, records)))
+            return records, False
+
+        monkeypatch.setattr(command, "find_meter", lambda _: (machine, "") if metered else (None, "no energy meter on this machine"))
+        monkeypatch.setattr(command, "measure_speeds", speeds)
         monkeypatch.setattr(command, "measure_joules", simulated)
         monkeypatch.setattr(protocol, "LoadWatch", lambda: SimpleNamespace(load=lambda: MachineLoad(others=others, seconds=60.0)))
         return bench("contribute", exported_pair, target, *arguments)
@@ -58,7 +91,12 @@ def contribute(monkeypatch: pytest.MonkeyPatch, exported_pair: Path):
 def test_a_record_is_made_and_pooled(contribute, tmp_path):
     made = contribute(tmp_path / "a.json")
     assert made.exit_code == 0, made.output
-    for words in ("scope package", "1. plug in the charger", "wait: this takes about 27 minutes", "valid: send this file"):
+    for words in (
+        "scope package",
+        "1. plug in the charger",
+        "wait: this takes about 27 minutes",
+        "valid (speeds and joules): send this file\n",
+    ):
         assert words in made.stderr
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["files"]
@@ -75,6 +113,83 @@ def test_a_record_is_made_and_pooled(contribute, tmp_path):
     figures = json.loads(bench("pool", tmp_path / "a.json", "--json", "-").stdout)
     assert figures["records"][0]["variants"][0]["joules_per_output_token"]["value"] == record["figures"]["plain"][0]
     assert "J/prompt token" in pooled.stdout
+
+
+def with_runs(path: Path, records: list[Record]) -> Path:
+    """Replaces a record's benchmark, with the hash of that."""
+    data = "".join(map(line_of, records)).encode()
+    return changed(path, runs=base64.b64encode(zlib.compress(data)).decode(), runs_sha256=hashlib.sha256(data).hexdigest())
+
+
+def test_a_record_without_a_meter_has_speeds_and_no_texts(contribute, tmp_path, exported_pair):
+    made = contribute(tmp_path / "a.json", metered=False)
+    assert made.exit_code == 0, made.output
+    assert "no energy meter on this machine: the record will have speeds, and no joules" in made.stderr
+    assert "valid (speeds): send this file" in made.stderr
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert (record["log"], record["figures"]) == ("", {})
+    assert record["sources"]["target"]["files"][0]["sha256"]
+    assert record["parity"] == open_bundle(exported_pair).manifest.parity
+    pooled = json.loads(bench("pool", tmp_path, "--json", "-").stdout)
+    assert pooled["records"] == []
+    (speeds,) = pooled["speeds"]
+    assert {row["label"]: row["acceptance_by_position"] for row in speeds["figures"]["overall"]} == {
+        "plain": [],
+        "dense profit": [0.8, 0.2],
+    }
+    shown = bench("pool", tmp_path).stdout
+    for cell in ("2.00 [2.00, 2.00]", "code 50.0%, prose 50.0%", "80% 20%", "6 of 6", "exact", "200.0"):
+        assert cell in shown
+    assert "Joules" not in shown
+
+
+def test_a_real_record_holds_no_text(tmp_path, exported_pair, monkeypatch):
+    """All that is shipped as prompts, and all that is generated, is looked for in what the file holds."""
+    monkeypatch.setattr(command, "find_meter", lambda _: (None, "no meter"))
+    request = BenchRequest(lengths=(), policies=("profit",), contexts=(), repeats=1, warm_up=0, tokens=8, domains=("code", "chat"))
+    Contribution(exported_pair, tmp_path / "a.json", None, request, LoadOptions(backend="llama")).on_this_machine(MeterOptions())
+    record = json.loads((tmp_path / "a.json").read_text())
+    held = json.dumps(record) + zlib.decompress(base64.b64decode(record["runs"])).decode()
+    for prompt in shipped_prompts(("code", "chat"), 1):
+        assert prompt.text[:12] not in held
+    assert str(exported_pair.parent) not in held
+    assert "1 repeats of a prompt count, 3 are needed" in bench("pool", tmp_path / "a.json").stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda records: records[1:], "its benchmark is not valid"),
+        (lambda records: [replace(records[0], files=()), *records[1:]], "its benchmark is of another bundle"),
+        (lambda records: [replace(records[0], planned=99), *records[1:]], "incomplete: 12 of 99 measurements"),
+        (lambda records: [*records, Note(text="stopped by Ctrl-C before the end")], "stopped by Ctrl-C"),
+        (lambda records: [r for r in records if getattr(r, "variant", None) != BASELINE], "plain decoding or drafts were not measured"),
+        (lambda records: [r for r in records if getattr(r, "repeat", 0) < 2], "2 repeats of a prompt count, 3 are needed"),
+    ],
+)
+def test_speeds_that_do_not_count(contribute, tmp_path, exported_pair, change, words):
+    assert contribute(tmp_path / "a.json", metered=False).exit_code == 0
+    shown = bench("pool", with_runs(tmp_path / "a.json", change(benchmark(exported_pair, slow=1.0)))).stdout
+    assert words in shown
+    assert "Speeds" not in shown
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"runs_sha256": "0" * 64}, "another sha256"),
+        ({"runs": "????"}, "is no energy record"),
+        ({"runs": base64.b64encode(zlib.compress(bytes(1 << 20))[:50]).decode()}, "incomplete"),
+        ({"runs": ""}, "neither joules nor speeds"),
+        ({"sources": {"target": 5}}, "is no energy record"),
+        ({"parity": [1]}, "is no energy record"),
+    ],
+)
+def test_a_damaged_benchmark_is_refused(contribute, tmp_path, values, words):
+    assert contribute(tmp_path / "a.json", metered=False).exit_code == 0
+    shown = bench("pool", changed(tmp_path / "a.json", **values)).stdout
+    assert words in shown
+    assert "Speeds" not in shown
 
 
 def test_a_pooled_record_has_the_fields_proposed_for_mlperf(contribute, tmp_path):
@@ -114,7 +229,7 @@ def test_a_measurement_counts_once_however_its_log_is_written(contribute, tmp_pa
     with_log(tmp_path / "b.json", lambda lines: lines, end="  \n")
     runs = {"kind": "warning", "text": "another text"}
     with_log(tmp_path / "c.json", lambda lines: [*lines, runs])
-    assert bench("pool", tmp_path).stdout.count("the same measurement is there already") == 2
+    assert bench("pool", tmp_path).stdout.count("the same measurement is there already") == 4, "joules and speeds of two files"
 
 
 def test_a_record_that_is_not_valid_keeps_none_out(contribute, tmp_path):
@@ -124,7 +239,7 @@ def test_a_record_that_is_not_valid_keeps_none_out(contribute, tmp_path):
     pooled = bench("pool", tmp_path).stdout
     assert "how busy the machine was is not in its log" in pooled
     assert "Joules, scope package" in pooled
-    assert "the same measurement" not in pooled
+    assert "b.json: the same measurement" in pooled.replace("\n", " "), "its speeds, which are valid in both"
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
@@ -139,7 +254,7 @@ def test_a_pipe_in_a_folder_is_not_waited_for(contribute, tmp_path):
 def test_too_few_repeats_are_not_pooled(contribute, tmp_path):
     made = contribute(tmp_path / "few.json", repeats=2)
     assert made.exit_code == 0, made.output
-    assert "not valid" in made.stderr
+    assert "valid (speeds): send this file; what is not valid is named above" in made.stderr
     assert "plain: 2 repeats count, 3 are needed" in made.stdout
 
 
@@ -188,7 +303,7 @@ def test_a_signed_record(contribute, tmp_path, monkeypatch):
     assert contribute(tmp_path / "a.json", "--sign", key).exit_code == 0
     assert "yes" in bench("pool", tmp_path / "a.json", "--verify-key", public).stdout
     changed(tmp_path / "a.json", created_at="later")
-    monkeypatch.setattr(pool, "check_record", lambda *_: pytest.fail("strangers' readings were computed with"))
+    monkeypatch.setattr(pool, "parsed_record", lambda *_: pytest.fail("strangers' readings were computed with"))
     assert "is not a signature of a.json" in bench("pool", tmp_path / "a.json", "--verify-key", public).stdout
     (tmp_path / "a.json.sig").unlink()
     assert "is not signed" in bench("pool", tmp_path / "a.json", "--verify-key", public).stdout
@@ -241,6 +356,6 @@ def test_a_phone_makes_a_record(desk, exported_pair, tmp_path, monkeypatch):
     made = bench("contribute", exported_pair, tmp_path / "phone.json", *options)
     assert made.exit_code == 0, made.output
     assert "unplug it when asked" in made.stderr
-    assert "valid: send this file" in made.stderr
+    assert "valid (joules): send this file" in made.stderr
     assert "simulated" in bench("pool", tmp_path / "phone.json").stdout
     phone.close()

@@ -26,6 +26,10 @@ _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w.][\w./-]*)
 _NAMED = 8
 
 
+# Names and sizes of the files by repository and revision.
+Listings = dict[tuple[str, str | None], dict[str, int]]
+
+
 @dataclass(frozen=True)
 class HubName:
     """OWNER/NAME, with @REVISION (a branch, tag or commit) and with :FILE, a GGUF file in the repository, or :TAG, its quantization."""
@@ -92,15 +96,17 @@ def with_revision(text: str, revision: str | None) -> str:
     return str(replace(name, revision=revision))
 
 
-def fetch(name: HubName, role: str, progress: Progress | None = None) -> Path:
+def fetch(name: HubName, role: str, progress: Progress | None = None, listings: Listings | None = None) -> Path:
     """Downloads what an export needs, unless it is in the cache; returns the folder of a checkpoint, or a GGUF file.
 
-    Of a repository of GGUF files, that of `role` ("target", "drafter") is taken, by the rules of `gguf_listing`. Raises
-    CheckpointError if huggingface_hub is missing, the hub cannot be reached, repository, revision or file do not exist, or the cache
-    has no room.
+    Of a repository of GGUF files, that of `role` ("target", "drafter") is taken, by the rules of `gguf_listing`. `listings`: those of
+    `check_pair_exists`; others are asked for.
+
+    Raises CheckpointError if huggingface_hub is missing, the hub cannot be reached, repository, revision or file do not exist, or the
+    cache has no room.
     """
     with _reading(name):
-        sizes = listing(name.repository, name.revision)
+        sizes = _listing(name, {} if listings is None else listings)
         file = chosen_gguf(list(sizes), name, role)
         patterns = [file] if file is not None else list(PATTERNS)
         _check_room(name, _missing_bytes(name, patterns, sizes))
@@ -108,16 +114,27 @@ def fetch(name: HubName, role: str, progress: Progress | None = None) -> Path:
     return folder / file if file is not None else folder
 
 
-def check_pair_exists(target: HubName | None, drafter: HubName | None) -> None:
-    """Raises CheckpointError, before anything is downloaded, if either has not the file of its role; None is no hub name."""
-    missing = 0
+def check_pair_exists(target: HubName | None, drafter: HubName | None) -> Listings:
+    """Returns what the repositories hold; each is asked once. None is no hub name.
+
+    Raises CheckpointError, before anything is downloaded, if either has not the file of its role.
+    """
+    missing, listings = 0, Listings()
     for name, role in ((target, "target"), (drafter, "drafter")):
         if name is not None:
             with _reading(name):
-                sizes = listing(name.repository, name.revision)
+                sizes = _listing(name, listings)
                 file = chosen_gguf(list(sizes), name, role)
                 missing += _missing_bytes(name, [file] if file is not None else list(PATTERNS), sizes)
                 _check_room(name, missing)
+    return listings
+
+
+def _listing(name: HubName, listings: Listings) -> dict[str, int]:
+    place = name.repository, name.revision
+    if place not in listings:
+        listings[place] = listing(*place)
+    return listings[place]
 
 
 def chosen_gguf(files: list[str], name: HubName, role: str) -> str | None:
