@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
@@ -115,12 +116,18 @@ def test_force_replaces_a_bundle_with_its_companions(bundle: Path) -> None:
     check_output(bundle, force=True)
 
 
+def llama_cpp(name: str) -> str:
+    """The path of one of llama.cpp's own programs."""
+    program = shutil.which(name, path=os.environ.get("EDGE_MTP_LLAMA_CPP_BIN", ""))
+    if program is None:
+        pytest.skip(f"EDGE_MTP_LLAMA_CPP_BIN has no {name}; scripts/setup/build_llama_cpp.sh VENV server builds it")
+    return program
+
+
 @contextmanager
 def llama_server(*arguments: str, folder: Path) -> Iterator[str]:
     """llama.cpp's own server; yields its address once it is up."""
-    program = shutil.which("llama-server", path=os.environ.get("EDGE_MTP_LLAMA_CPP_BIN", ""))
-    if program is None:
-        pytest.skip("EDGE_MTP_LLAMA_CPP_BIN has no llama-server; scripts/setup/build_llama_cpp.sh VENV server builds it")
+    program = llama_cpp("llama-server")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -166,3 +173,20 @@ def test_llama_cpps_server_pairs_the_files_and_writes_the_same_text(bundle: Path
         answer = completed(address, model)
     assert answer["choices"][0]["text"] == expected
     assert answer["timings"]["draft_n"] > 0, "the drafter was paired"
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("drafts", [(), ("-md", "mtp-target-F16.gguf", "--spec-type", "draft-mtp")], ids=["plain", "drafts"])
+def test_llama_cpps_chat_writes_the_text_of_ours(bundle: Path, drafts: tuple[str, ...]) -> None:
+    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+    from edge_runtime.cli.run import main
+
+    ours = CliRunner().invoke(main, ["chat", str(bundle), "--backend", "llama", "--lines", "-n", "24", "-T", "0"], input="class Stack:\n")
+    options = ("--temp", "0", "-n", "24", "--single-turn", "--simple-io", "--no-repack", "--log-verbosity", "0")
+    theirs = subprocess.run(
+        [llama_cpp("llama-cli"), "-m", "target-F16.gguf", *drafts, "-p", "class Stack:", *options],
+        cwd=bundle, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=True,
+    ).stdout  # fmt: skip
+    text = theirs.partition("> class Stack:\n")[2].partition("\n[ Prompt:")[0]
+    assert text.strip()
+    assert ours.stdout.startswith(text.rstrip())
