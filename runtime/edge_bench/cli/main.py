@@ -19,7 +19,7 @@ COMMANDS = LazyCommands(
         "compare": ("edge_bench.cli.compare", "Compare the results of devices below the FOLDERs."),
         "contribute": (
             "edge_bench.cli.contribute",
-            "Measure joules per token, guided, in less than 30 minutes, and write FILE for others to check and pool.",
+            "Measure speeds and joules per token, guided, in about 30 minutes, and write FILE for others to check and pool.",
         ),
         "pool": ("edge_bench.cli.pool", "Check the files of contribute below the PATHs, and print a table of those that are valid."),
     }
