@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_export.checkpoint.published.hub_upload import Uploaded, UploadFile, check_repository_name, upload
+from edge_export.errors import ExportError
 from edge_export.output.atomic_folder import CARD_NAME, MODELFILE_NAME, PRESET_NAME
 from edge_export.pipeline.measured_figures import read_figures
 from edge_export.pipeline.model_card import card, title_of
@@ -46,6 +47,10 @@ def publication(folder: Path, repository: str, figures: Sequence[Path] = ()) -> 
     check_repository_name(repository)
     manifest = open_bundle(folder, check="full").manifest
     files = {entry.path: UploadFile(bytes=entry.bytes, sha256=entry.sha256) for entry in manifest.files}
-    files |= {name: UploadFile(bytes=(folder / name).stat().st_size) for name in _BESIDE if (folder / name).is_file()}
+    for name in _BESIDE:
+        if (folder / name).is_symlink():  # one of a folder from elsewhere could name any file of this machine
+            raise ExportError(f"{folder / name} is a symbolic link; put the file itself into the folder, or remove the link")
+        if (folder / name).is_file():
+            files[name] = UploadFile(bytes=(folder / name).stat().st_size)
     text = card(manifest, [read_figures(path, manifest) for path in figures], repository)
     return Publication(folder=folder, repository=repository, title=title_of(manifest), files=files, card=text)

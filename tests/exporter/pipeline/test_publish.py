@@ -187,6 +187,17 @@ def test_what_cannot_be_published_is_one_sentence(bundle: Path, hub: FakeHub, mo
     assert hub.objects == {}
 
 
+@pytest.mark.parametrize("name", ["models.ini", "config.yaml", "tokenizer.json"])
+def test_a_link_out_of_the_folder_is_not_followed(bundle: Path, tmp_path: Path, hub: FakeHub, name: str) -> None:
+    secret = tmp_path / "secret"
+    (bundle / name).replace(secret)
+    (bundle / name).symlink_to(secret)
+    result = publish(bundle)
+    assert result.exit_code == 1
+    assert "link" in result.stderr
+    assert not hub.repositories
+
+
 @pytest.mark.parametrize("kind", ["create", "preupload", "batch", "commit", "revision"])
 @pytest.mark.parametrize(
     "answer", [b"", b"5", b"{}", b'{"files": 5, "objects": 5, "url": 5}', b'{"id": "a/b", "sha": "../x"}', b"[" * 100_000]
