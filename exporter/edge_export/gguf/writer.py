@@ -217,8 +217,13 @@ class ExactReport:
     equal: dict[str, int] = field(default_factory=dict)
     off_grid: list[str] = field(default_factory=list)
 
+    def counts(self) -> dict[str, int]:
+        """For the manifest: matrices on the grid, their blocks, how many came back bit for bit, matrices that are q8_0."""
+        blocks, equal = sum(self.values.values()), sum(self.equal.values())
+        return {"matrices": len(self.values), "blocks": blocks, "equal_blocks": equal, "off_grid": len(self.off_grid)}
+
     def sentence(self) -> str:
-        total, equal = sum(self.values.values()), sum(self.equal.values())
+        total, equal = self.counts()["blocks"], self.counts()["equal_blocks"]
         blocks = f"{equal / total:.2%} of their blocks bit for bit" if total else "no blocks"
         text = f"{len(self.values)} matrices lie on the grid of q4_0 and are written as such, {blocks}"
         if self.off_grid:

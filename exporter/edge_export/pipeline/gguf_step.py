@@ -198,7 +198,8 @@ def make_gguf(files: GgufFiles, job: ExportJob, importance: Mapping[str, Importa
     for model in files.models:
         if not model.direct:
             model.unquantized.unlink(missing_ok=True)
-    return parts, parity
+    grid = {model.source.role: model.report.counts() for model in files.models if model.report is not None}
+    return parts, parity | ({"grid": grid} if grid else {})
 
 
 def _make_model(model: GgufModel, threads: int, importance: Importance | None, progress: Progress) -> None:

@@ -104,6 +104,8 @@ def test_a_gguf_is_exact_tensor_by_tensor(trained: Path, member_folder: Folders,
     assert report.off_grid == ["blk.2.ffn_up.weight"]
     assert report.values == report.equal
     assert len(report.values) == exact
+    blocks = sum(report.values.values())
+    assert report.counts() == {"matrices": exact, "blocks": blocks, "equal_blocks": blocks, "off_grid": 1}
     assert "100.00% of their blocks bit for bit; 1 do not and are q8_0: blk.2.ffn_up.weight" in report.sentence()
 
 
