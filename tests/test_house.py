@@ -25,11 +25,11 @@ BUDGETS = {
     "exporter/edge_export/cli": 653,
     "exporter/edge_export/device_package": 972,
     "exporter/edge_export/gguf": 1028,
-    "exporter/edge_export/onnx": 3258,
+    "exporter/edge_export/onnx": 3272,
     "exporter/edge_export/output": 282,
-    "exporter/edge_export/parity": 833,
+    "exporter/edge_export/parity": 839,
     "exporter/edge_export/pipeline": 1531,
-    "exporter/edge_export/quantization": 1211,
+    "exporter/edge_export/quantization": 1263,
     "exporter/edge_export/tuning": 493,
     "runtime/edge_runtime/backends": 6547,
     "runtime/edge_runtime/bundle": 2436,
@@ -55,8 +55,8 @@ BUDGETS = {
     "devices/edge_devices/meters": 1745,
     "devices/edge_devices/remote": 423,
     "devices/edge_devices/transports": 781,
-    "scripts": 10027,
-    "tests": 45661,
+    "scripts": 10029,
+    "tests": 45753,
 }
 NAMED_ROOMS = ["devices/edge_devices", "exporter/edge_export", "runtime/edge_bench", "runtime/edge_runtime", "scripts"]
 # Words that name nothing, as parts of identifiers too ("one" may be a number there), and identifiers in which they do mean something.

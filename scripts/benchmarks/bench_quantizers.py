@@ -51,7 +51,7 @@ EXPORTS = {f"ONNX int4, blocks of {block}": OnnxRequest(block=block) for block i
     "ONNX int4, mixed": OnnxRequest(),
     "ONNX int4, mixed, int4 embedding": OnnxRequest(embedding="int4"),
 }
-SENSITIVE = re.compile(r"blk\.\d+\.(attn_v|ffn_down|proj)\.weight")
+SENSITIVE, VALUES = re.compile(r"blk\.\d+\.(ffn_down|proj)\.weight"), re.compile(r"blk\.\d+\.attn_v\.weight")
 TEXT_BYTES = 1_000_000
 
 
@@ -174,6 +174,8 @@ def exported(weights: Weights, request: OnnxRequest, importance: Importance | No
         format = table_format(request) if name == TABLES[0] else weight_format(request.target, request)
         if format.sensitive is not None and SENSITIVE.fullmatch(name):
             format = format.sensitive
+        elif format.values is not None and VALUES.fullmatch(name):
+            format = format.values
         spec = format.for_columns(columns).spec
         assert spec is not None, "rows of the pair are whole blocks"
         return spec

@@ -57,6 +57,7 @@ def measure_onnx_parity(
         limits=ROUNDED_LIMITS if rounded else LIMITS,
         kl_limit=request.kl_limit,
         better=better,
+        calibrates=uncalibrated is None and request.target == "int4" and not rounded and not request.on_grid,
     )
     final = None if plain == exported else partial(_rows, reference, exported)
     before = None if uncalibrated is None else partial(_rows, reference, uncalibrated)

@@ -65,8 +65,8 @@ _MIXED_KL = 0.6
 class OnnxRequest:
     """How the two models' weights are stored; `block` applies to int8 and int4. `embedding` None: as the target's other weights.
 
-    `block` None: 128; in graphs of dynamic shapes int4 is then *mixed*, with 8 bits for the embedding, which is the head too, and for the
-    few weights whose rounding costs most (see weights.py).
+    `block` None: 128; in graphs of dynamic shapes V is then in 8 bits in blocks of 32, and int4 is *mixed*, with 8 bits for the embedding,
+    which is the head too, and for the few weights whose rounding costs most (see weights.py).
 
     Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
     `on_grid`: the target was trained for int4 in blocks of 32, as `block` says then; its int4 matrices that lie on no grid get 8 bits.
@@ -97,9 +97,14 @@ class OnnxRequest:
         """How many weights share a scale, where weights are not mixed."""
         return self.block or (_BLOCK if self.device is None else _STATIC_BLOCK)
 
+    @property
+    def default_blocks(self) -> bool:
+        """Whether blocks are as graphs of dynamic shapes have them by default: V in blocks of its own."""
+        return self.block is None and self.device is None
+
     def mixed(self, weights: OnnxWeights) -> bool:
-        """Whether such weights are mixed."""
-        return weights == "int4" and self.block is None and self.device is None
+        """Whether such weights are mixed of 4 and 8 bits."""
+        return weights == "int4" and self.default_blocks
 
     @property
     def kl_limit(self) -> float:

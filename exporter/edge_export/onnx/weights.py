@@ -1,7 +1,7 @@
 """Weights of ONNX graphs: the format of each of a pair's matrices, and data files, written piece by piece as the graphs are built.
 
 int4 is mixed unless a block is asked for: most weights are in blocks of 128, the fastest to multiply with. The embedding and the layers'
-weights that lose most by it are stored in 8 bits. Figures: docs/onnx-reference.md.
+weights that lose most by it are stored in 8 bits; of these V, as in int8, in blocks of 32. Figures: docs/onnx-reference.md.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _Piece = tuple[NDArray[np.float32], Weighing]
 _PAGE, _LINE = 4096, 64
 # The token embedding, which is also the head, loses more than any other matrix, should it be in 4 bits.
 _MIXED_TABLE_BLOCK = 64
+# V is normed, so that what rounds the inputs of a short row counts much: that of the first token, which most rows attend to.
+_VALUES = WeightSpec(bits=8, block=32)
 # QNN multiplies with integers of one scale for each channel.
 _CHANNELS = "qnn"
 
@@ -39,13 +41,15 @@ _CHANNELS = "qnn"
 class WeightFormat:
     """How matrices are stored: as "f32", as "f16", or in blocks of integers by `spec`; without it, in 8 bits with a scale for each row.
 
-    `sensitive` is the format of a layer's weights whose rounding costs most, if it differs: V, what ends the feed-forward, and what comes
-    back from per-layer embeddings; `off_grid` that of matrices that lie on no grid of 4 bits, where the others were trained for one.
+    `sensitive` is the format of a layer's weights whose rounding costs most, if it differs: what ends the feed-forward, and what comes back
+    from per-layer embeddings; `values` that of V. `off_grid` is that of matrices that lie on no grid of 4 bits, where the others were
+    trained for one.
     """
 
     kind: Literal["f32", "f16", "blocks"]
     spec: WeightSpec | None = None
     sensitive: WeightFormat | None = None
+    values: WeightFormat | None = None
     off_grid: WeightFormat | None = None
 
     @property
@@ -351,6 +355,8 @@ def weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
     if form.kind != "blocks" or request.device == _CHANNELS:
         return WeightFormat(kind=form.kind)
     format = WeightFormat(kind="blocks", spec=WeightSpec(bits=form.bits, block=request.block_size))
+    if request.default_blocks:
+        format = replace(format, values=WeightFormat(kind="blocks", spec=_VALUES))
     if not request.mixed(weights):
         return format
     return replace(format, sensitive=WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=request.block_size)))
@@ -384,9 +390,11 @@ def head_format(request: OnnxRequest, *, sparse: bool) -> WeightFormat:
 
 def quantization_name(role: str, request: OnnxRequest) -> str:
     """Returns the manifest's name for the weights of the file with this role."""
-    weights = request.drafter if role.startswith("drafter") else request.target
+    drafter = role.startswith("drafter")
+    weights = request.drafter if drafter else request.target
     if WEIGHT_TYPES[weights].kind != "blocks":
         return weights
     if request.device == _CHANNELS:
         return f"{weights}-channel"
-    return f"{weights}-mixed" if request.mixed(weights) else f"{weights}-b{request.block_size}"
+    mixed = request.mixed(weights) if drafter else request.default_blocks
+    return f"{weights}-mixed" if mixed else f"{weights}-b{request.block_size}"

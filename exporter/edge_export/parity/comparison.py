@@ -53,7 +53,7 @@ class Judgement:
 
     `limits` are for the unquantized one of `weight_type`, `kl_limit` is for the mean KL of the one of `quantization` on held-out text;
     `median_kl` is for the unquantized one's rows. Of a quantized one greedy agreement is recorded, not judged: near-ties on unusual text
-    flip easily. `better` names the next better type with its option and bytes, for a refusal.
+    flip easily. `better` names the next better type with its option and bytes, for a refusal; `calibrates`: a calibration would help too.
     """
 
     library: str
@@ -64,6 +64,7 @@ class Judgement:
     kl_limit: float
     median_kl: float = float("inf")
     better: str | None = None
+    calibrates: bool = False
 
     def figures(
         self,
@@ -104,7 +105,8 @@ class Judgement:
     def _demand_quality(self, quality: Quality) -> None:
         if quality.mean_kl <= self.kl_limit:
             return
-        better = f"; choose {self.better}" if self.better else ""
+        ways = [*(["--calibrate TEXT"] if self.calibrates else []), *([self.better] if self.better else [])]
+        better = f"; choose {' or '.join(ways)}" if ways else ""
         raise ParityError(
             f"parity failed: the mean KL of the {self.quantization} {self.noun} is {quality.mean_kl:.3g}, at most {self.kl_limit:g} is"
             f" wanted, and it {quality.words}{better}; {REFUSED}"

@@ -77,7 +77,11 @@ def measure_parity(
         return _export_rows(reference, path, drafter.exported, types, tokens, texts, notify)
 
     same = all(model.unquantized == model.exported for model in models)
-    judgement = replace(judgement_of(models, reference.architecture.experts), better=_better(reference, target.quantization))
+    judgement = replace(
+        judgement_of(models, reference.architecture.experts),
+        better=_better(reference, target.quantization),
+        calibrates=uncalibrated is None and QUANTIZATIONS[target.quantization].weighed,
+    )
     final = None if same else partial(quantized, target.exported)
     before = None if uncalibrated is None else partial(quantized, uncalibrated)
     return compare_export(reference, plain, final, judgement, as_llama=True, uncalibrated=before)

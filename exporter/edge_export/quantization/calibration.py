@@ -42,6 +42,10 @@ PRODUCT_SHARE = 2.0
 # Copies of the text's rows, and of a matrix's moments (in float64 while they are factored), that are in memory at once.
 _ROW_COPIES, _MOMENT_COPIES = 4, 8
 _HEAD = "token_embd.weight"
+# Matrices whose output is normed at once, whole or by heads, and what Gemma's norms add to mean squares.
+_NORMED, _NORMED_HEADS, _EPSILON = ("o_proj", "down_proj", "per_layer_projection"), ("q_proj", "k_proj"), 1e-6
+# What they give goes through another matrix before it is normed.
+_GATED = ("gate_proj", "up_proj")
 Entries = dict[str, ChannelSums]
 
 
@@ -300,11 +304,19 @@ def _collecting(model: Any, sums: _Sums, prefix: str, head: str | None = None) -
     import torch
 
     hooks = []
+    values = set()
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
+        if hasattr(module, "v_norm"):
+            matrix, projection = ("k_proj", module.k_proj) if module.v_proj is None else ("v_proj", module.v_proj)
+            values.add(projection)
+            short = gguf_name(_text_name(f"{prefix}{name}.{matrix}.weight"))
+            assert short is not None, "attention has names in a GGUF"
+            hooks += _value_hooks(sums, short, module, projection)
+        elif isinstance(module, torch.nn.Linear) and module not in values:
             short = head if name == "lm_head" else gguf_name(_text_name(f"{prefix}{name}.weight"))
             if short is not None and not stays_float32(short, 2):
-                hooks.append(module.register_forward_pre_hook(partial(_add_inputs, sums, short)))
+                behind, width = _normed_behind(model, name, module)
+                hooks.append(behind.register_forward_hook(partial(_add_inputs, sums, short, width)))
         elif name.rpartition(".")[2] == "experts" and hasattr(module, "gate_up_proj"):
             names = tuple(gguf_name(_text_name(f"{prefix}{name}.{weight}")) or "" for weight in ("gate_up_proj", "down_proj"))
             hooks.append(module.register_forward_pre_hook(partial(_add_inputs_experts, sums, names)))
@@ -315,8 +327,48 @@ def _collecting(model: Any, sums: _Sums, prefix: str, head: str | None = None) -
             hook.remove()
 
 
-def _add_inputs(sums: _Sums, name: str, _module: Any, inputs: tuple[Any, ...]) -> None:
-    sums.add(name, inputs[0])
+def _normed_behind(model: Any, name: str, module: Any) -> tuple[Any, int | None]:
+    """The module with a matrix's inputs whose outputs are normed at once, and how many of them together; None if there is none."""
+    parent, _, matrix = name.rpartition(".")
+    if matrix in _GATED:
+        feed_forward = model.get_submodule(parent)
+        return feed_forward, feed_forward.down_proj.out_features
+    if matrix in _NORMED_HEADS:
+        return module, model.get_submodule(parent).head_dim
+    return module, module.out_features if matrix in _NORMED else None
+
+
+def _add_inputs(sums: _Sums, name: str, width: int | None, _module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Adds a matrix's inputs; where `width` outputs are normed together, an error in a row counts beside the length of that row."""
+    sums.add(name, inputs[0] if width is None else _counted(inputs[0], _inverse_squares(output, width)))
+
+
+def _inverse_squares(rows: Any, width: int) -> Any:
+    """The inverse mean squares of each `width` values of rows [..., N], and of these the mean [...]."""
+    return (rows.unflatten(-1, (-1, width)).square().mean(-1) + _EPSILON).reciprocal().mean(-1)
+
+
+def _counted(rows: Any, counts: Any) -> Any:
+    """Rows [..., K] whose squares count as `counts` [...] say: 1 on average, so that sums over rows stay those of as many."""
+    return rows * (counts / counts.mean()).sqrt()[..., None]
+
+
+def _value_hooks(sums: _Sums, name: str, attention: Any, projection: Any) -> list[Any]:
+    """Hooks the inputs of the matrix that V comes from, on the text's own rows.
+
+    An error in a row of V counts by the squares of the attention that it gets, beside the length of the row, which is normed. So most
+    counts the first token's, which most attention goes to where there is nothing to attend to, and whose V is short.
+    """
+    kept: list[Any] = []
+
+    def keep(_module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        kept[:] = inputs[0], output
+
+    def add(_module: Any, _inputs: tuple[Any, ...], outputs: tuple[Any, Any]) -> None:
+        rows, made = kept
+        sums.add(name, _counted(rows, outputs[1].square().sum((1, 2)) * _inverse_squares(made, attention.head_dim)))
+
+    return [projection.register_forward_hook(keep), attention.register_forward_hook(add)]
 
 
 def _add_inputs_experts(sums: _Sums, names: tuple[str, ...], module: Any, inputs: tuple[Any, ...]) -> None:

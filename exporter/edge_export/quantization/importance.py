@@ -31,8 +31,8 @@ MAX_CHANNELS = 12288
 # Damping changes little from 0.001 to 0.05 of the mean diagonal. The embedding is looked up too, where all its columns count alike.
 _DAMPING = 0.01
 _TABLE, _TABLE_DAMPING = "token_embd.weight", 0.5
-# Matrices after the same norm, by the one that stands for them.
-_SHARED = {"attn_k.weight": "attn_q.weight", "attn_v.weight": "attn_q.weight", "ffn_up.weight": "ffn_gate.weight"}
+# Matrices after the same norm, by the one that stands for them. Q, K and V multiply the same rows too, and these count differently.
+_SHARED = {"ffn_up.weight": "ffn_gate.weight"}
 # Least importance, beside a mean of 1: channels that the text never used must keep sensible weights too.
 MIN_IMPORTANCE = 1e-6
 _NAMED = 3

@@ -20,12 +20,14 @@ from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import ParityError
 from edge_export.gguf.writer import GgufPlan
 from edge_export.parity import reference
-from edge_export.parity.gguf import ComparedModel, judgement_of, unquantized_limits
+from edge_export.parity.comparison import Judgement
+from edge_export.parity.gguf import UNQUANTIZED_LIMITS, ComparedModel, judgement_of, unquantized_limits
 from edge_export.parity.held_out import TEXT_TOKENS
 from edge_export.parity.reference import Divergence, divergence
 from edge_export.pipeline import gguf_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
+from edge_runtime.bundle.exported_quality import Quality
 from edge_runtime.decoding.quality import KINDS, SKIPPED_ROWS, RowFigures, agrees
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from tiny_members import settled
@@ -107,6 +109,31 @@ def test_a_wrong_weight_refuses_the_bundle(
     with pytest.raises(ParityError, match=rf"parity failed: the {figure}.* is .*wanted; the bundle is refused \(--no-verify"):
         export_pair(request_for())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("calibrates", "better", "ways"),
+    [
+        (True, "--target-quant q5_k_m, 269 MB", "; choose --calibrate TEXT or --target-quant q5_k_m, 269 MB; "),
+        (False, "--target-quant q5_k_m, 269 MB", "; choose --target-quant q5_k_m, 269 MB; "),
+        (True, None, "; choose --calibrate TEXT; "),
+        (False, None, r"\(mean KL 0.8\); "),
+    ],
+)
+def test_a_refusal_names_the_ways_to_better_answers(calibrates: bool, better: str | None, ways: str) -> None:
+    judgement = Judgement(
+        library="llama-cpp-python",
+        noun="export",
+        weight_type="bf16",
+        quantization="q4_0",
+        limits=UNQUANTIZED_LIMITS["bf16"],
+        kl_limit=0.4,
+        better=better,
+        calibrates=calibrates,
+    )
+    quality = Quality(rows=501, mean_kl=0.8, perplexity=180, reference_perplexity=79, greedy_agreement=0.5)
+    with pytest.raises(ParityError, match=rf"q4_0 export is 0.8, at most 0.4 is wanted.*{ways}the bundle is refused"):
+        judgement._demand_quality(quality)
 
 
 def test_a_broken_quantization_refuses_the_bundle(

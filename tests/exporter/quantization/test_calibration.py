@@ -80,18 +80,20 @@ def test_the_sums_are_those_of_the_inputs(request_for: Callable[[str], Calibrati
     seen: dict[str, Any] = {}
     model = request.reference.load_target()
     layer = next(module for name, module in model.named_modules() if name.endswith("layers.2"))
-    layer.mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.setdefault("down", []).append(inputs[0]))
+    layer.mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.setdefault("down", []).append((inputs[0], output)))
     layer.experts.register_forward_pre_hook(lambda module, inputs: seen.setdefault("experts", []).append(inputs))
     with torch.inference_mode():
         for chunk in calibration._chunks(request, TEXT):
             model(input_ids=torch.tensor([chunk]))
-        down = torch.cat([rows[0] for rows in seen["down"]]).double()
+        down, given = (torch.cat([pair[i][0] for pair in seen["down"]]).double() for i in range(2))
+        # What it gives is normed.
+        counts = 1 / (given.square().mean(-1, keepdim=True) + 1e-6)
         rows, chosen = (torch.cat([inputs[i] for inputs in seen["experts"]]) for i in range(2))
         gate_up = torch.einsum("th,eoh->teo", rows, layer.experts.gate_up_proj)
         gate, up = gate_up.chunk(2, dim=-1)
         inner = layer.experts.act_fn(gate) * up
         taken = torch.nn.functional.one_hot(chosen, len(layer.experts.gate_up_proj)).sum(1).double()
-    assert np.allclose(made.target["blk.2.ffn_down.weight"].sums, (down**2).sum(0).numpy(), rtol=1e-4)
+    assert np.allclose(made.target["blk.2.ffn_down.weight"].sums, (down**2 * counts / counts.mean()).sum(0).numpy(), rtol=1e-3)
     first, second = made.target["blk.2.ffn_gate_up_exps.weight"], made.target["blk.2.ffn_down_exps.weight"]
     assert np.array_equal(first.counts, taken.sum(0).numpy())
     assert first.counts.sum() == 2 * TOKENS
@@ -110,15 +112,70 @@ def test_moments_are_those_of_the_inputs(
     for role, entries in (("target", made.target), ("drafter", made.drafter)):
         kept = {path.name.removesuffix(".npy"): np.load(path) for path in (tmp_path / role).iterdir()}
         assert {"blk.0.attn_q.weight", "blk.1.attn_output.weight", "token_embd.weight"} <= set(kept)
-        assert not [name for name in kept if "exps" in name or "attn_k" in name or "ffn_up" in name or "ffn_gate_inp" in name]
+        assert not [name for name in kept if "exps" in name or "ffn_up" in name or "ffn_gate_inp" in name]
         for name, products in kept.items():
             assert len(products) <= 128
             means = entries[name].sums / entries[name].counts
             assert np.allclose(np.diag(products), means, rtol=1e-3, atol=1e-6 * means.max())
             assert np.allclose(products, products.T, atol=1e-5 * means.max())
             assert np.linalg.eigvalsh(products.astype(np.float64)).min() > -1e-4 * means.max()
-    assert moments["target"].factor("blk.0.attn_v.weight") is moments["target"].factor("blk.0.attn_q.weight")
+    assert moments["target"].factor("blk.0.ffn_up.weight") is moments["target"].factor("blk.0.ffn_gate.weight")
+    # Each counts its rows by what they become.
+    assert moments["target"].factor("blk.0.attn_k.weight") is not moments["target"].factor("blk.0.attn_q.weight")
     assert not moments["target"].has("blk.0.ffn_gate_up_exps.weight")
+
+
+class FeedForward(torch.nn.Module):
+    """A feed-forward without its other half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.down_proj = torch.nn.Linear(32, 16, bias=False), torch.nn.Linear(16, 8, bias=False)
+
+    def forward(self, rows: Any) -> Any:
+        return self.down_proj(self.gate_proj(rows).relu())
+
+
+class Attention(torch.nn.Module):
+    """Attention of one head whose rows all attend to the first, 0.9, and to themselves, 0.1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim, self.v_norm = 8, torch.nn.Identity()
+        self.q_proj, self.v_proj, self.o_proj = (torch.nn.Linear(32, 8, bias=False) for _ in range(3))
+
+    def forward(self, rows: Any) -> Any:
+        self.q_proj(rows)
+        self.v_proj(rows)
+        probabilities = torch.full((1, 1, rows.shape[1], rows.shape[1]), 0.0)
+        probabilities[..., 0] = 0.9
+        probabilities.diagonal(dim1=-2, dim2=-1)[...] += 0.1
+        return self.o_proj(rows), probabilities
+
+
+def test_rows_count_by_what_becomes_of_their_errors(tmp_path: Path) -> None:
+    """Norms make a short row as long as others, and errors in the first row's V reach every row that attends to it."""
+    torch.manual_seed(3)
+    model, rows = torch.nn.Module(), torch.randn(1, 64, 32)
+    model.self_attn, model.mlp = Attention(), FeedForward()
+    rows[0, 0] *= 0.1
+    moments = SecondMoments(tmp_path / "moments")
+    sums = calibration._Sums(moments)
+    with torch.inference_mode(), calibration._collecting(model, sums, "model.layers.0."):
+        model.self_attn(rows)
+        model.mlp(rows)
+    entries, kept = sums.entries(), model.self_attn
+    shares = {}
+    for name, matrix in (("attn_q", kept.q_proj), ("attn_output", kept.o_proj), ("attn_v", kept.v_proj), ("ffn_gate", model.mlp)):
+        counts = 1 / (matrix(rows)[0].detach().square().mean(-1) + 1e-6)
+        if name == "attn_v":
+            counts = counts * torch.tensor([1.0 + 63 * 0.81] + 63 * [0.01])
+        shares[name] = float((counts / counts.sum())[0])
+        expected = (rows[0].T * counts / counts.sum()) @ rows[0]
+        assert np.allclose(np.load(tmp_path / "moments" / f"blk.0.{name}.weight.npy"), expected.numpy(), rtol=1e-3, atol=1e-5)
+        assert entries[f"blk.0.{name}.weight"].counts.tolist() == [64]
+    assert shares["attn_v"] > 0.99
+    assert 0.3 < shares["attn_output"] < 0.9
 
 
 def test_values_that_are_not_finite_are_named_at_their_layer(

@@ -74,7 +74,7 @@ def test_exports_mix_as_the_graphs_do(script: Any) -> None:
     weights = {name: random.standard_normal((4, 128)).astype(np.float32) for name in names}
     _, mixed = script.exported(weights, OnnxRequest(), None)
     _, plain = script.exported(weights, OnnxRequest(block=32), None)
-    assert mixed == pytest.approx((3 * (8 + 32 / 128) + 4 + 32 / 128) / 4)
+    assert mixed == pytest.approx((2 * (8 + 32 / 128) + 8 + 32 / 32 + 4 + 32 / 128) / 4)
     assert plain == pytest.approx(5)
 
 

@@ -50,7 +50,7 @@ def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, format:
     if owns and not (model.k_eq_v and not model.is_sliding(layer)):
         projections.append("v_proj")
     sensitive = format.sensitive or format
-    apart = projections.pop() if owns and format.sensitive else None
+    apart = projections.pop() if owns and format.values else None
     last = layer == model.owning_layers - 1
     groups = [projections[:1], projections[1:]] if last else [projections]
 
@@ -61,7 +61,7 @@ def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, format:
         norms={name: weights.vector(checkpoint, f"{prefix}{name}.weight") for name in norms},
         projections=(
             *(matrix(*(f"self_attn.{name}" for name in group)) for group in groups if group),
-            *([matrix(f"self_attn.{apart}", format=sensitive)] if apart else []),
+            *([matrix(f"self_attn.{apart}", format=format.values)] if apart and format.values else []),
         ),
         output=matrix("self_attn.o_proj"),
         gate_up=matrix("mlp.gate_proj", "mlp.up_proj"),
