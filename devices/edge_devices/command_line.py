@@ -253,6 +253,13 @@ class _WholeNumber(click.IntRange):
 
     name = "number"
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            low, high = "" if self.min is None else f" of {self.min} or more", "" if self.max is None else f", at most {self.max}"
+            raise click.BadParameter(f"{value!r} is not a whole number{low}{high}.", ctx, param) from error
+
 
 class _NumberChoice(click.Choice[str]):
     """One of some whole numbers."""

@@ -60,7 +60,7 @@ class QualityRequest:
         low=32,
         high=1024,
         panel="Measure",
-        help="Tokens of each of the three texts. Each takes 4 bytes times the vocabulary of temporary files.",
+        help="Tokens of each of the three texts; a token takes 4 bytes times the size of the vocabulary in temporary files.",
     )
     backend: BackendKind | None = option(
         "-b", choices=BACKENDS, panel="Backend", help="Engine to run on.  [default: each that a bundle has files for]"

@@ -211,7 +211,7 @@ class Records:
         mean = mean_load(loads)
         busy = sum(load.seconds for load in loads if load.is_busy) / mean.seconds if loads else 0.0
         if mean.is_busy or busy > DISTURBED_SHARE:
-            texts.append(f"disturbed: the machine was busy in {busy:.0%} of the time (on average {mean.words()})")
+            texts.append(f"disturbed: the machine was busy for {busy:.0%} of the time (on average {mean.words()})")
         return tuple(texts)
 
 

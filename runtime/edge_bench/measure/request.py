@@ -124,7 +124,7 @@ class BenchRequest:
         is_eager=True,
         callback=_be_thorough,
         panel="Measure",
-        help="Measure for long, with other defaults: --lengths 1-8, all --policies, --contexts to 8192, --repeats 6, --max-tokens 96.",
+        help="Measure for longer, with other defaults: --lengths 1-8, all --policies, --contexts to 8192, --repeats 6, --max-tokens 96.",
     )
     threads: int | None = option(
         "-t",
@@ -161,7 +161,7 @@ class MeterOptions:
     minutes: int | None = option(
         low=5,
         panel="Energy",
-        help="Fit the energy protocol into about so many minutes, by fewer repeats and no loops of single phases.",
+        help="Fit the energy protocol into about this many minutes, with fewer repeats and without loops of single phases.",
     )
 
 

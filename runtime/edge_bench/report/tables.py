@@ -34,7 +34,7 @@ def verdict(figures: Figures) -> str:
     judged = max(defaults or rows, key=lambda row: row.speed_up.value if row.speed_up else 0.0)
     others = len(defaults or rows)
     chosen = "" if others == 1 else f", the fastest of {others} measured,"
-    doubts = f"Nothing follows from these figures: {'; '.join(figures.doubts)}. " if figures.doubts else ""
+    doubts = f"Nothing follows from these figures. They are {'; '.join(figures.doubts)}. " if figures.doubts else ""
     speed = _doubtful_speed(judged) if doubts else _speed(judged)
     return f"{doubts}{judged.variant.label}{chosen} {speed}{_output(judged)}{_joules(judged, figures.energy)}."
 

@@ -84,7 +84,7 @@ class MeasuredValue(Generic[T]):
         load = before if before.is_busy else watch.load()
         provisional = load.is_busy and self.disturbed_by_load(value)
         if provisional:
-            notify(f"This machine is busy, so what is measured on first use is provisional and measured anew later ({load.words()}).")
+            notify(f"This machine is busy: what is measured now is provisional and will be measured again later ({load.words()}).")
         if sound is None or not provisional:
             self.keep(key, value, notify, times=sound.times + 1 if sound else 1, provisional=provisional)
         return value

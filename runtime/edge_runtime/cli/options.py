@@ -112,11 +112,14 @@ class PromptCacheOptions:
     prompt_cache: str | None = option(
         metavar="off|FOLDER",
         panel="Prompt cache",
-        help="Keep the K/V rows of prompts in this folder, for you alone, and read them when a text comes back.  [default: a folder"
+        help="Keep computed prompts in this folder, readable by you alone: a text that comes back starts faster.  [default: a folder"
         " in ~/.cache/edge-mtp; edge-run forget empties it]",
     )
     prompt_cache_limit: str = option(
-        default=LIMIT, metavar="SIZE", panel="Prompt cache", help="The most that the folder may hold; what was used least recently goes."
+        default=LIMIT,
+        metavar="SIZE",
+        panel="Prompt cache",
+        help="The largest size of the folder; what was used longest ago is removed first.",
     )
 
     def folder(self) -> Path | None:

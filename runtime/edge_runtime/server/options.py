@@ -35,10 +35,10 @@ class ServeOptions:
         help="API key that clients must send. Repeatable: clients with different keys share no cached prompts.",
     )
     allow_origin: Sequence[str] = option(
-        default=(), metavar="ORIGIN", panel="Server", help="Website whose scripts may use the server; * is all. Repeatable."
+        default=(), metavar="ORIGIN", panel="Server", help="Website whose scripts may use the server; * allows all. Repeatable."
     )
     allow_host: Sequence[str] = option(
-        default=(), metavar="NAME", panel="Server", help="Further name in the Host header, as of a proxy. Repeatable."
+        default=(), metavar="NAME", panel="Server", help="Another name under which clients reach the server, such as a proxy's. Repeatable."
     )
 
     def __post_init__(self) -> None:

@@ -126,7 +126,7 @@ class LoadOptions:
     draft_store: Path | None = option(
         metavar="FILE",
         panel="Drafting",
-        help="Keep answers in this file, for you alone, and copy drafts from it: faster where texts come back.  [default: keep nothing]",
+        help="Keep answers in this file, readable by you alone, and draft from them: faster where texts repeat.  [default: keep nothing]",
     )
     draft_store_size: str | int = STORE_SIZE
     prompt_cache: Path | None = None
@@ -141,7 +141,8 @@ class LoadOptions:
         default=DEFAULT_BUDGET,
         choices=BUDGETS,
         panel="Images and sound",
-        help="The most rows that an image takes in the context: more show more, and take longer. A server's requests choose their own;"
+        help="The most rows of the context that an image may take: more rows show finer detail and take longer."
+        " A server's requests choose their own;"
         " for 12B and larger it is the most that they may choose.",
     )
 

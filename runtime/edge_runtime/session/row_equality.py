@@ -39,7 +39,7 @@ class RowEquality:
 
     @property
     def exact(self) -> bool:
-        """Whether drafts leave greedy text as it is: every row has the same bits alone and in a verify."""
+        """Whether drafts do not change greedy text: every row has the same bits alone and in a verify."""
         return self.different == 0 and not self.stock_attention
 
     @property
@@ -51,7 +51,7 @@ class RowEquality:
         """What it means for a text, in one sentence."""
         if self.exact:
             return (
-                f"drafts leave greedy text as it is here: {self.compared} of {self.compared} rows have the same bits alone and in a verify"
+                f"drafts do not change greedy text here: {self.compared} of {self.compared} rows have the same bits alone and in a verify"
             )
         seldom = ", and the engine's own attention on these K/V rows differs in few" if self.stock_attention else ""
         return (

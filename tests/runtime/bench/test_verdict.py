@@ -115,8 +115,8 @@ def test_nothing_is_claimed_of_incomplete_or_disturbed_records() -> None:
     assert (cut.doubts, cut.overall[1].claim) == ((f"incomplete: {len(runs) - 2} of {len(runs)} measurements",), "incomplete")
     disturbed = figures(collect([whole, *quiet[:-2], *(replace(each, load=busy) for each in runs[-2:])]))
     assert disturbed.overall[1].claim == "disturbed"
-    assert "the machine was busy in 17% of the time" in disturbed.doubts[0]
+    assert "the machine was busy for 17% of the time" in disturbed.doubts[0]
     for doubtful in (cut, disturbed):
-        assert verdict(doubtful).startswith(f"Nothing follows from these figures: {doubtful.doubts[0]}. dense 3 has ")
+        assert verdict(doubtful).startswith(f"Nothing follows from these figures. They are {doubtful.doubts[0]}. dense 3 has ")
         assert "faster" not in [row.claim for row in doubtful.overall]
         assert " as fast as " not in verdict(doubtful)

@@ -26,7 +26,7 @@ BUSY = MachineLoad(others=0.5, seconds=2.0)
 QUIET = MachineLoad(others=0.0, seconds=2.0, waiting=0.05)
 WAITING = MachineLoad(others=0.06, seconds=2.0, waiting=0.8)
 UNKNOWN = MachineLoad(others=None, seconds=2.0)
-PROVISIONAL = "This machine is busy, so what is measured on first use is provisional and measured anew later ("
+PROVISIONAL = "This machine is busy: what is measured now is provisional and will be measured again later ("
 
 
 @dataclass(frozen=True)
