@@ -35,7 +35,10 @@ class _Listed(click.ParamType[Any]):
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
-        return self._parse(value) if isinstance(value, str) else value
+        try:
+            return self._parse(value) if isinstance(value, str) else value
+        except RequestError as error:
+            raise click.UsageError(str(error), ctx) from error
 
 
 def _listed(parse: Callable[[str], Any], usual: str = "none", *, about: str) -> Any:

@@ -111,7 +111,7 @@ def test_usage_errors_exit_2(run, arguments):
     ("arguments", "words"),
     [
         (("generate", "bundle", "hello", "world"), "several words needs quotes: '... world'"),
-        (("generate", "bundle", "x", "-d", "abc"), "'abc' is not a valid number"),
+        (("generate", "bundle", "x", "-d", "abc"), "'abc' is not a whole number of 0 or more, at most 12"),
         (("generate", "bundle", ""), "PROMPT is empty"),
         (("genrate", "bundle", "x"), "the nearest is generate"),
         (("list",), "a bundle is a folder"),
@@ -206,7 +206,7 @@ def test_warnings_go_to_the_person(monkeypatch):
 def test_too_many_threads_are_a_usage_error(run):
     result = run("generate", "bundle", "abc", "--threads", "100000")
     assert result.exit_code == 2
-    assert "100000 is not in the range" in result.stderr
+    assert "'100000' is not a whole number of 1 or more, at most 512" in result.stderr
     processors = os.cpu_count() or 1
     result = run("generate", "bundle", "abc", "--threads", str(processors + 1))
     assert (result.exit_code, f"more than the {processors} processors of this machine" in result.stderr) == (2, True)

@@ -70,7 +70,7 @@ function show(message) {
   }
   const text = element(article, "div", "text");
   if (message.role === "user") text.textContent = message.content;
-  else markdown(text, message.content, $("marks").checked ? message.drafted : []);
+  else written(text, message.content, $("marks").checked ? message.drafted : []);
   if (message.media?.length) element(article, "p", "media").textContent = message.media.map(({ name }) => `[${name}]`).join(" ");
   if (message.calls) element(article, "p", "calls").textContent = message.calls;
   if (message.figures) element(article, "p", "figures").textContent = message.figures;
@@ -80,6 +80,12 @@ function show(message) {
   }
   if (message !== running?.message) tools(article, message);
   if (following) $("talk").scrollTop = $("talk").scrollHeight;
+}
+
+// What a model that continues code writes is shown as code: as Markdown it would lose its indentation.
+function written(parent, content, drafted) {
+  if (model?.description && !content.includes("```")) plain(element(parent, "pre", "code"), content, 0, drafted);
+  else markdown(parent, content, drafted);
 }
 
 function tools(article, message) {
