@@ -85,7 +85,7 @@ class Models:
             drafter = target
         if not (target and drafter):
             raise click.UsageError(
-                "give TARGET and DRAFTER, or a --config with both (of google/gemma-4-...-it and of GGUF repositories DRAFTER is known)"
+                "give TARGET and DRAFTER, or a --config with both; google/gemma-4-...-it and GGUF repositories need no DRAFTER"
             )
         return with_revision(target, self.revision), with_revision(drafter, self.drafter_revision)
 

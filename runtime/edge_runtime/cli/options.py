@@ -291,4 +291,5 @@ def _read(path: Path) -> str:
         with path.open("rb") as file:
             return file.read(MAX_SCHEMA_BYTES + 1).decode()  # the constraint's parser refuses texts above MAX_SCHEMA_BYTES
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise RequestError(f"{path} cannot be read ({reason}); check the path") from None
