@@ -22,7 +22,7 @@ MAX_LINES = 600
 # Lines of Python in each room, docstrings and blank lines included.
 BUDGETS = {
     "exporter/edge_export/checkpoint": 2971,
-    "exporter/edge_export/cli": 653,
+    "exporter/edge_export/cli": 657,
     "exporter/edge_export/device_package": 972,
     "exporter/edge_export/gguf": 1028,
     "exporter/edge_export/onnx": 3272,
@@ -56,7 +56,7 @@ BUDGETS = {
     "devices/edge_devices/remote": 423,
     "devices/edge_devices/transports": 781,
     "scripts": 10029,
-    "tests": 45753,
+    "tests": 45768,
 }
 NAMED_ROOMS = ["devices/edge_devices", "exporter/edge_export", "runtime/edge_bench", "runtime/edge_runtime", "scripts"]
 # Words that name nothing, as parts of identifiers too ("one" may be a number there), and identifiers in which they do mean something.

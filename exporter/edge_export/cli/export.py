@@ -94,10 +94,14 @@ class Models:
 def export_errors() -> Iterator[None]:
     """`one_sentence_errors` for an export, whose progress display runs in a thread. SIGTERM ends it with its children and its files."""
     threading.excepthook = _thread_ended
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminated)
-    with one_sentence_errors(out_of_memory=OUT_OF_MEMORY, stopped="stopped; nothing unfinished was left behind"):
-        yield
+    main = threading.current_thread() is threading.main_thread()  # only it may set a handler
+    before = signal.signal(signal.SIGTERM, _terminated) if main else None
+    try:
+        with one_sentence_errors(out_of_memory=OUT_OF_MEMORY, stopped="stopped; nothing unfinished was left behind"):
+            yield
+    finally:
+        if main:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _terminated(number: int, _frame: object) -> None:

@@ -17,6 +17,7 @@ from bench_records import whole_benchmark
 from device_runs import bench, hold, in_background, until_seen
 from edge_bench.devices import fleet
 from edge_bench.measure.records import Run
+from fake_adbd import FakeAdbd
 from polling import wait
 from stub_package import ROOT, stub_bundle, stub_package
 
@@ -45,6 +46,15 @@ def desks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[phones.Desk
         desk.close()
 
 
+def start_worker(address: str, desk: phones.Desk, scratch: Path) -> subprocess.Popen[bytes]:
+    """A worker with the phones of a desk."""
+    floors = os.pathsep.join(str(ROOT / floor) for floor in ("exporter", "runtime", "devices"))
+    words = ["--nthreads", "2", "--no-nanny", "--no-dashboard", "--local-directory", str(scratch)]
+    environment = os.environ | {"ANDROID_ADB_SERVER_PORT": str(desk.port), "PYTHONPATH": floors}
+    null = subprocess.DEVNULL
+    return subprocess.Popen([sys.executable, "-c", WORKER, address, *words], env=environment, stdout=null, stderr=null)
+
+
 @pytest.fixture(scope="module")
 def workers() -> list[subprocess.Popen[bytes]]:
     """The processes of the workers, in the order of their desks."""
@@ -54,16 +64,9 @@ def workers() -> list[subprocess.Popen[bytes]]:
 @pytest.fixture(scope="module")
 def scheduler(desks: list[phones.Desk], workers: list[subprocess.Popen[bytes]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a scheduler with a worker per desk."""
-    floors = os.pathsep.join(str(ROOT / floor) for floor in ("exporter", "runtime", "devices"))
     with distributed.LocalCluster(n_workers=0, dashboard_address=None, protocol="tcp") as cluster, distributed.Client(cluster) as client:
         address = cluster.scheduler_address
-        for number, desk in enumerate(desks):
-            scratch = str(tmp_path_factory.mktemp(f"worker{number}"))
-            words = ["--nthreads", "2", "--no-nanny", "--no-dashboard", "--local-directory", scratch]
-            environment = os.environ | {"ANDROID_ADB_SERVER_PORT": str(desk.port), "PYTHONPATH": floors}
-            silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            command = [sys.executable, "-c", WORKER, address, *words]
-            workers.append(subprocess.Popen(command, env=environment, **silent))  # type: ignore[call-overload]
+        workers.extend(start_worker(address, desk, tmp_path_factory.mktemp("worker")) for desk in desks)
         client.wait_for_workers(2, timeout=60)
         yield address
         for worker in workers:
@@ -118,6 +121,13 @@ def test_a_fleet_that_cannot_be(scheduler: str, bundle: Path, tmp_path: Path) ->
     assert "cannot be reached" in unknown.stderr.splitlines()[-1]
 
 
+def plugged(desk: phones.Desk, daemon: FakeAdbd) -> bool:
+    """Whether the desk's adb has the phone; tries once where it has not."""
+    if desk.adb("-s", daemon.serial, "get-state").strip() != "device":
+        desk.connect(daemon)
+    return desk.adb("-s", daemon.serial, "get-state").strip() == "device"
+
+
 def test_a_lost_worker_is_named_and_its_phone_taken_over(
     desks: list[phones.Desk],
     scheduler: str,
@@ -126,7 +136,7 @@ def test_a_lost_worker_is_named_and_its_phone_taken_over(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last test of this file: it ends the first worker. One of its phones is then plugged into the other host, one is nowhere."""
+    """One phone of the worker that ends is then plugged into the other host, one is nowhere."""
     package, (moved, gone) = stub_package(tmp_path / "package"), desks[0].phones
     everything = [daemon for desk in desks for daemon in desk.phones]
     held = [hold(daemon) for daemon in everything]
@@ -140,8 +150,8 @@ def test_a_lost_worker_is_named_and_its_phone_taken_over(
     workers[0].kill()
     workers[0].wait()
     desks[0].adb("disconnect", moved.serial)
-    desks[1].connect(moved)
-    assert wait(lambda: any(f"{moved.serial}: taken over by the worker" in line for line in lines))
+    assert wait(lambda: plugged(desks[1], moved))
+    assert wait(lambda: any(f"{moved.serial}: taken over by the worker" in line for line in lines)), lines
     for path in held:
         path.unlink()
     thread.join()
@@ -150,3 +160,8 @@ def test_a_lost_worker_is_named_and_its_phone_taken_over(
         assert [f"is lost; the run on its phone {serial} goes on: `--run three` collects it" in line for line in lines].count(True) == 1
     assert lines[-1] == f"left out: {gone.serial}: no other worker has this phone"
     assert len({path.parent.name for path in (tmp_path / "fleet/three").rglob("runs.jsonl")}) == 3
+    desks[1].adb("disconnect", moved.serial)
+    assert wait(lambda: plugged(desks[0], moved))
+    with distributed.Client(scheduler) as client:
+        workers[0] = start_worker(scheduler, desks[0], tmp_path / "worker")
+        client.wait_for_workers(2, timeout=60)
