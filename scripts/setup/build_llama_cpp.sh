@@ -28,7 +28,8 @@ sources() {
         run download python -m pip download --no-binary llama-cpp-python --no-build-isolation --no-deps --require-hashes \
             --dest "$build/archive" --requirement "$build/lock.txt"
         tar -xzf "$build/archive/llama_cpp_python-$version.tar.gz" -C "$build"
-        rm -rf "$build/archive" "$build/tree"
+        # It points to a git folder that the archive leaves out, for which ninja would configure again and again.
+        rm -rf "$build/archive" "$build/tree" "$unpacked/vendor/llama.cpp/.git"
     fi
     ln -sfn "$unpacked/vendor/llama.cpp" "$build/source"
 }
