@@ -90,7 +90,7 @@ test: setup-test
 # The slow tests are statistics over thousands of samples, complete benchmarks on devices, and emulated phones and boards: their files come
 # first, and they are in random order always; the seed is printed.
 test-all: setup-all
-	$(BIN)/python $(RUN_TESTS) --no-loadscope-reorder $(if $(SEED),--randomly-seed=$(SEED),--randomly-dont-reorganize)
+	$(BIN)/python $(RUN_TESTS) --durations=40 --durations-min=5 --no-loadscope-reorder $(if $(SEED),--randomly-seed=$(SEED),--randomly-dont-reorganize)
 
 # Writes tests/data/long_tests.txt: what make test leaves out because it takes half a second of processor time or more.
 test-times: setup-test setup-all
