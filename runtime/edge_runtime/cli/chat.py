@@ -27,6 +27,7 @@ from edge_runtime.cli.options import (
     BundlePath,
     Opening,
     energy_record,
+    note,
     opens_bundle,
     refuse_greedy_filters,
     sampling_of,
@@ -327,7 +328,7 @@ class TerminalChat:
         return click.style(text, dim=True) if self._interactive else text
 
     def _note(self, text: str) -> None:
-        click.echo(text, err=True)
+        note(text)
 
 
 def shown_settings(settings: ChatSettings) -> dict[str, str]:

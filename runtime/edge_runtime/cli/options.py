@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -176,7 +179,10 @@ def refuse_threads(count: int | None) -> None:
 
 
 def note(text: str) -> None:
-    """Prints a message to standard error."""
+    """Prints a message to standard error; at a terminal long lines are broken between words."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
     click.echo(text, err=True)
 
 

@@ -312,7 +312,7 @@ def test_the_reference_pair_at_a_terminal(exported_pair, environment):
     options = "--context 4096 --max-tokens 3900 --threads 1 --draft-length 3"
     command = [sys.executable, "-c", program, "chat", str(exported_pair), *options.split()]
     with Terminal(command, environment) as terminal:
-        terminal.wait_for(r"8,498,\d+ parameters.*/help lists the commands")
+        terminal.wait_for(r"8,498,\d+ parameters[\s\S]*/help\s+lists\s+the\s+commands")
         terminal.wait_for("> ")
         terminal.type("def area(radius):\n")
         terminal.wait_for(r"\n[^\n]+\n[^\n]+\n")
