@@ -34,7 +34,7 @@ BUDGETS = {
     "runtime/edge_runtime/backends": 6547,
     "runtime/edge_runtime/bundle": 2436,
     "runtime/edge_runtime/calibration": 974,
-    "runtime/edge_runtime/cli": 2833,
+    "runtime/edge_runtime/cli": 2840,
     "runtime/edge_runtime/config": 633,
     "runtime/edge_runtime/decoding": 1176,
     "runtime/edge_runtime/drafting": 2070,
