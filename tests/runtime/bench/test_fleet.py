@@ -14,9 +14,10 @@ from click.testing import Result
 
 import phones
 from bench_records import whole_benchmark
-from device_runs import bench, hold, in_background, until_seen
+from device_runs import bench, hold, in_background
 from edge_bench.devices import fleet
 from edge_bench.measure.records import Run
+from edge_devices.transports.adb import AdbTransport
 from fake_adbd import FakeAdbd
 from polling import wait
 from stub_package import ROOT, stub_bundle, stub_package
@@ -146,7 +147,8 @@ def test_a_lost_worker_is_named_and_its_phone_taken_over(
     monkeypatch.setattr(fleet, "note", lines.append)
     thread = in_background(lambda: results.append(bench(*arguments)))
     for daemon in everything:
-        until_seen(daemon, '"begin"')
+        watch = daemon.phone.path(f"{AdbTransport.FOLDER}/runs/three/watch.jsonl")
+        assert wait(lambda watch=watch: watch.exists() and '"begin"' in watch.read_text())  # type: ignore[misc]
     workers[0].kill()
     workers[0].wait()
     desks[0].adb("disconnect", moved.serial)
