@@ -89,6 +89,8 @@ def detect(bandwidth: bool, as_json: bool) -> None:
     click.echo(f"memory available: {memory}")
     if speed is not None:
         click.echo(f"memory read: {speed / 1e9:.1f} GB/s, {device.threads} threads")
+    if device.drivers:
+        click.echo(f"drivers of GPUs and NPUs: {'; '.join(device.drivers)}")
     kernel_flags = [f for f in machine.features if f in SPEED_FEATURES]
     click.echo(f"instructions that kernels use: {' '.join(kernel_flags) or 'none known'} (--json has all {len(machine.features)} flags)")
     click.echo(f"profile: {device.profile.name} ({device.profile.title}), because {device.why}")

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from edge_devices.machine.facts import Machine, installed_version, read_machine
+from edge_devices.machine.graphics import driver_facts
 from edge_devices.machine.profiles import Profile, profiles
 from edge_devices.machine.system import System
 
@@ -26,7 +27,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """This machine and its profile. `why`: what the profile was chosen by; `threads`: how many to decode with."""
+    """This machine, its profile, and the `drivers` of GPUs and NPUs. `why`: what the profile was chosen by; `threads`: to decode with."""
 
     machine: Machine
     model: str
@@ -35,6 +36,7 @@ class Device:
     profile: Profile
     why: str
     threads: int
+    drivers: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys: the machine's at the top level, the others beside them."""
@@ -53,7 +55,14 @@ def detect_device(system: System) -> Device:
     big = big_processors(clusters, machine.usable_processors)
     threads = min(profile.threads or big, machine.usable_processors)
     return Device(
-        machine=machine, model=model, soc=soc, clusters=clusters, profile=replace(profile, threads=threads), why=why, threads=threads
+        machine=machine,
+        model=model,
+        soc=soc,
+        clusters=clusters,
+        profile=replace(profile, threads=threads),
+        why=why,
+        threads=threads,
+        drivers=tuple(driver_facts(system)),
     )
 
 
@@ -68,6 +77,7 @@ def environment(system: System) -> dict[str, Any]:
         "processors": device.machine.usable_processors,
         "clusters": [asdict(c) for c in device.clusters],
         "profile": device.profile.name,
+        "drivers": list(device.drivers),
         "versions": {"python": platform.python_version()}
         | {name: version for name in DISTRIBUTIONS if (version := installed_version(name))},
     }

@@ -29,7 +29,7 @@ class SetThreads(Protocol):
 class OpenRequest:
     """A bundle that is to be opened for `sequences` requests at once. Options that are None or False were not asked for.
 
-    `drafter` None takes the fastest kind. `memory_limit` is in bytes. `execution_provider` names a device, or what computes on it.
+    `drafter` None takes the fastest kind. `memory_limit` is in bytes. `device` names a device or its kind (gpu, npu).
     `notify` gets sentences about slow steps; `waiting` shows them.
     """
 
@@ -41,7 +41,7 @@ class OpenRequest:
     kv_type: str | None
     memory_limit: int | None
     image_rows: int
-    execution_provider: str | None
+    device: str | None
     keep_packed: bool
     check: CheckMode
     notify: Callable[[str], None]
@@ -53,10 +53,18 @@ class OpenRequest:
             "kv_type": self.kv_type,
             "memory_limit": self.memory_limit,
             "max_candidates": self.settings.max_candidates,
-            "execution_provider": self.execution_provider,
+            "device": None if self.device == "cpu" else self.device,
             "keep_packed": self.keep_packed or None,
         }
         return {name: value for name, value in options.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """A device beside the CPU: its name, and in one line what its results depend on: hardware, plug-in and drivers."""
+
+    name: str
+    driver: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +75,7 @@ class OpenedPair:
     context and machine; `row_kernel_facts` what the bits of K/V rows depend on beside files, K/V type and machine. `exported_parity` is
     what the export measured with these files. `row_kernels` names the variant of the project's own kernels that multiplies, None for stock
     ones; `stock_attention` says that the engine's own attention reads K/V rows beside them. `set_threads` is None where all phases run on
-    as many threads.
+    as many threads. `accelerator` computes in the CPU's place; whoever opened it compares both before it is trusted.
     """
 
     together: SequenceBatch
@@ -80,6 +88,7 @@ class OpenedPair:
     exported_parity: object
     row_kernels: str | None
     stock_attention: bool = False
+    accelerator: Accelerator | None = None
     encoder: LazyEncoder | None = None
     set_threads: SetThreads | None = None
 

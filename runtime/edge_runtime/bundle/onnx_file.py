@@ -148,13 +148,14 @@ class Node:
 
 @dataclass
 class OnnxGraph:
-    """A file's graph, a branch of an If or the body of a Loop."""
+    """A file's graph, a branch of an If or the body of a Loop. `added` are fields that it gets when it is written."""
 
     message: memoryview
     nodes: list[Node] = field(default_factory=list)
     constants: dict[bytes, Tensor] = field(default_factory=dict)
     inputs: dict[bytes, tuple[int | None, ...]] = field(default_factory=dict)
     outputs: list[bytes] = field(default_factory=list)
+    added: list[bytes] = field(default_factory=list)
 
     @cached_property
     def names(self) -> frozenset[bytes]:
@@ -163,8 +164,8 @@ class OnnxGraph:
         return frozenset({name for node in self.nodes for name in node.inputs} | inner | set(self.outputs))
 
     def encoded(self) -> bytes:
-        """The graph with its nodes as they are now; all else stays as it was read."""
-        return _replaced(self.message, _NODE, [node.encoded() for node in self.nodes])
+        """The graph with its nodes as they are now, and what is added; all else stays as it was read."""
+        return _replaced(self.message, _NODE, [node.encoded() for node in self.nodes]) + b"".join(self.added)
 
 
 def integer_attribute(name: str, value: int) -> Attribute:
@@ -185,11 +186,10 @@ def read_graph(model: bytes) -> OnnxGraph:
     return _tree(reader, reader.graph_of(memoryview(model)), 1)
 
 
-def with_graph(model: bytes, graph: OnnxGraph, domain: str) -> bytes:
+def with_graph(model: bytes, graph: OnnxGraph, domain: str | None) -> bytes:
     """Returns the model with another graph, whose operators may be of `domain`, in version 1, too."""
-    return _replaced(memoryview(model), _GRAPH_OF_MODEL, [graph.encoded()]) + bytes_field(
-        _OPSETS, bytes_field(1, domain.encode()) + b"\x10\x01"
-    )
+    opset = b"" if domain is None else bytes_field(_OPSETS, bytes_field(1, domain.encode()) + b"\x10\x01")
+    return _replaced(memoryview(model), _GRAPH_OF_MODEL, [graph.encoded()]) + opset
 
 
 def _tree(reader: GraphReader, message: memoryview, depth: int) -> OnnxGraph:

@@ -37,6 +37,9 @@ DISTRIBUTION = "edge-mtp"
 # The extras for users and their purposes; the other extras are for developers of edge-mtp.
 EXTRAS = {
     **{kind: f"runs {card.format.upper()} bundles" for kind, card in CARDS.items()},
+    "webgpu": "GPUs, by Vulkan, Direct3D 12 or Metal",
+    "openvino": "Intel's processors, GPUs and NPUs",
+    "qnn": "Qualcomm's NPUs",
     "grammar": "JSON schemas, grammars, regular expressions",
     "serve": "edge-run serve",
     "media": "images and sound",
@@ -49,6 +52,8 @@ EXTRAS = {
     "optimum": "optimum-cli export edge",
     "report": "plots of edge-bench run --html",
 }
+# What only a machine with such a device needs is not among the extras that the doctor proposes.
+_OF_DEVICES = {"webgpu", "openvino", "qnn"}
 _COMPILED_BY = {"cmake": ("cmake",), "a C++ compiler": ("c++", "g++", "clang++")}
 
 
@@ -96,8 +101,8 @@ class Diagnosis:
 
     @property
     def install(self) -> str | None:
-        """Returns the line that installs all extras with something missing; None if nothing is."""
-        missing = [extra.name for extra in self.extras if extra.missing]
+        """Returns the line that installs the extras with something missing, but those of devices; None if nothing is."""
+        missing = [extra.name for extra in self.extras if extra.missing and extra.name not in _OF_DEVICES]
         if "export" in missing and "export-onnx" in missing:
             missing.remove("export-onnx")  # a part of it
         return f"{shlex.quote(self.executable)} -m pip install '{DISTRIBUTION}[{','.join(missing)}]'" if missing else None

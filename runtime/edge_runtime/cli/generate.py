@@ -172,6 +172,7 @@ def figures(session: Session, generation: Generation, energy: RunEnergy, lossles
     record: dict[str, Any] = {
         "backend": session.backend,
         "row_kernels": session.row_kernels,
+        "device": session.device,
         "drafter": session.drafter_kind,
         "costs": {None: None, True: "provisional", False: "measured"}[session.costs_are_provisional],
         "stats": generation.stats.to_json(),

@@ -55,7 +55,8 @@ class LoadOptions:
         measure: Whether threads, costs of drafts and the faster backend are measured before the first request where no measurement is
             kept, in seconds. Otherwise costs are computed from sizes, and the rounds of requests replace them.
         backend: llama or onnx; None takes the one that was measured to be faster on this machine, else that is by the files' sizes.
-        execution_provider: ONNX Runtime's execution provider, such as "xnnpack" (onnx).
+        device: Where the graphs run: "cpu", "gpu", "npu", a device's own name such as "openvino:NPU", or that of an execution provider of
+            ONNX Runtime (onnx). Names: `edge-run doctor`.
         keep_packed: Whether packed weights are kept on disk for the next start (onnx).
         draft_store: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
         prompt_cache: Folder in which the K/V rows of prompts are kept, for you alone, and found again; made if it is missing. None keeps
@@ -115,8 +116,10 @@ class LoadOptions:
         help="llama.cpp or ONNX Runtime.  [default: the faster one, as edge-run tune measured, else by the sizes of the files]",
     )
     measure: bool = False
-    execution_provider: str | None = option(
-        metavar="NAME", panel="Backend", help="ONNX: where graphs run, such as cpu, openvino or openvino:NPU.  [default: cpu]"
+    device: str | None = option(
+        metavar="NAME",
+        panel="Backend",
+        help="Where a model runs: cpu, gpu, npu, or a name that edge-run doctor lists (ONNX).  [default: cpu]",
     )
     keep_packed: bool = option(
         default=False,

@@ -24,17 +24,21 @@ from edge_runtime.drafting.cost_model import CostCurve
 from edge_runtime.drafting.draft_store import DraftStore
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, is_model
 from edge_runtime.drafting.policies import DEFAULT_POLICY
-from edge_runtime.errors import RequestError
+from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import SavableTarget, Vocabulary
 from edge_runtime.planning.memory import memory_bytes
 from edge_runtime.planning.speed import computed_costs
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.cache_claim import CacheClaim
+from edge_runtime.session.device_check import CHECKS, DeviceCheck, answers, compared
 from edge_runtime.session.load_options import LoadOptions, with_keywords
 from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.session.saved.kv_state_file import row_facts
 from edge_runtime.session.saved.prompt_cache import PromptCache
 from edge_runtime.session.session import Session, SessionParts, rate_with
+
+# Kinds of devices: who asks for them takes the CPU where there is none to trust.
+_KINDS = ("gpu", "npu")
 
 
 def default_threads() -> int:
@@ -121,7 +125,7 @@ class _PairLoader:
         """Loads the bundle for `count` requests at once. Raises RequestError for options that the backend does not have."""
         request, settings, options = self._request(count), self.settings, self.options
         check_options(kind, request)
-        opened = load_backend(kind).open(request)
+        opened = self._trusted(kind, request)
         if (sentence := degradation(opened.exported_parity, self.bundle.folder.name)) is not None and first_time([kind, *self.hashes]):
             options.notify(sentence)
         pair = self._measured_pair(opened)
@@ -141,6 +145,7 @@ class _PairLoader:
             drafter_kind=opened.drafter_kind,
             backend=kind,
             row_kernels=opened.row_kernels,
+            device=opened.accelerator.name if opened.accelerator else "cpu",
             stock_attention=opened.stock_attention,
             settings=settings,
             monitor=self.monitor,
@@ -159,6 +164,42 @@ class _PairLoader:
         ]
         return Sessions(sessions, opened.together)
 
+    def _trusted(self, kind: BackendKind, request: OpenRequest) -> OpenedPair:
+        """Opens the pair, on an accelerator only if it computes what the CPU does; that is compared once for its driver.
+
+        Else on the CPU, or, if the accelerator was asked for by its own name, raises BackendError.
+        """
+        backend, options, rows = load_backend(kind), self.options, self.settings.longest_draft + 1
+        opened = backend.open(request)
+        if (accelerator := opened.accelerator) is None:
+            return opened
+        on_cpu = replace(request, device=None)
+
+        def measure(*_: object) -> DeviceCheck:
+            nonlocal opened
+            opened.together.close()  # both may not fit into the memory
+            cpu = backend.open(on_cpu)
+            reference = answers(cpu.together.targets[0], cpu.drafters[0], rows)
+            cpu.together.close()
+            opened = backend.open(replace(request, notify=lambda _: None))
+            return compared(accelerator.name, reference, opened.together.targets[0], opened.drafters[0], rows, opened.exported_parity)
+
+        facts = [kind, accelerator.name, accelerator.driver, self.settings.context, opened.drafter_kind, project_version(), *self.hashes]
+        key = entry_key([cpu_identity(), *map(str, facts)])
+        if (known := CHECKS.known(key)) is not None:
+            check = known.value
+        else:
+            check = CHECKS.known_or_measured(key, measure, options.notify, waiting=options.waiting)
+            if check.passed:
+                options.notify(f"{check.sentence()}.")
+        if check.passed:
+            return opened
+        opened.together.close()
+        if request.device not in _KINDS:
+            raise BackendError(f"{check.sentence()}; leave --device out, or update its driver")
+        options.notify(f"{check.sentence()}, so this runs on the CPU.")
+        return backend.open(on_cpu)
+
     def _request(self, count: int) -> OpenRequest:
         options, settings = self.options, self.settings
         limit = settings.memory_limit if options.memory_limit is None else memory_bytes(options.memory_limit)
@@ -171,7 +212,7 @@ class _PairLoader:
             kv_type=options.kv_type or (None if settings.kv_type == DEFAULT_KV_TYPE else settings.kv_type),
             memory_limit=limit,
             image_rows=options.image_rows,
-            execution_provider=options.execution_provider,
+            device=options.device,
             keep_packed=options.keep_packed,
             check=options.check,
             notify=options.notify,

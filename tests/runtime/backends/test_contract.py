@@ -15,6 +15,7 @@ from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.facts import cpu_identity
 from edge_devices.waiting import silent_wait
 from edge_runtime.backends.interface import Backend, OpenedPair, OpenRequest
+from edge_runtime.backends.onnx.devices import PROCESSOR
 from edge_runtime.backends.selection import CARDS, check_options, load_backend
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.calibration.cost_probe import COSTS
@@ -56,7 +57,7 @@ class Case:
             "kv_type": None,
             "memory_limit": None,
             "image_rows": DEFAULT_BUDGET,
-            "execution_provider": None,
+            "device": None,
             "keep_packed": False,
             "check": "fast",
             "notify": lambda _: None,
@@ -332,7 +333,7 @@ def test_several_sequences_share_forwards_where_there_may_be_several(case: Case)
 
 
 REFUSALS = {
-    ("llama", "execution_provider"): "are onnxruntime's; ask for them with the onnx backend",
+    ("llama", "device"): "llama.cpp computes on the CPU here, not on 'gpu'; leave --device out, or use the onnx backend",
     ("llama", "keep_packed"): "are onnxruntime's; ask for them with the onnx backend",
     ("onnx", "kv_type"): r"is fixed at export \(--onnx-kv\) and cannot be q8_0; leave kv_type out",
     ("onnx", "memory_limit"): "is not for ONNX graphs; leave it out, or use the llama backend",
@@ -342,7 +343,7 @@ REFUSALS = {
 
 def test_options_of_other_backends_are_refused_in_one_sentence(case: Case) -> None:
     candidates = load_settings(open_bundle(case.bundle), config=SpeculativeConfig(drafter=DrafterConfig(max_candidates=64)))
-    asked = {"kv_type": "q8_0", "memory_limit": 1 << 40, "execution_provider": "cpu", "keep_packed": True, "settings": candidates}
+    asked = {"kv_type": "q8_0", "memory_limit": 1 << 40, "device": "gpu", "keep_packed": True, "settings": candidates}
     options = case.request(**asked).special_options()
     assert set(options) == {"max_candidates" if name == "settings" else name for name in asked}
     for name, value in asked.items():
@@ -449,7 +450,7 @@ def test_fingerprints_and_cache_keys_stay_those_of_earlier_versions(case: Case, 
             facts = ["f16", "none", repacked, str(kernels), description["version"], build, "f16"]
             speed, answer = [*facts, "ThreadCounts(prefill=1, verify=1, draft=1)"], ["1", *facts]
         else:
-            speed = ["OrtOptions(context=64, threads=1, provider=None, keep_packed=False)", "none", str(kernels)]
+            speed = [f"OrtOptions(context=64, threads=1, device={PROCESSOR}, keep_packed=False)", "none", str(kernels)]
             answer = [description["version"], *speed]
         assert session.fingerprint == entry_key([project_version(), cpu_identity(), "64", hashes, answer])
         assert set(keys) == {entry_key([cpu_identity(), session.settings.longest_draft + 1, [*hashes, "1", *speed]])}

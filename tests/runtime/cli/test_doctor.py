@@ -32,7 +32,9 @@ LLAMA = {"version": "0.3.36", "system_info": "CPU : AVX2 = 1 | AMX_INT8 = 0 | RE
     "row_kernels": "avx2",
     "stock_reason": None,
 }
-ONNX = {"version": "1.31.1", "execution_providers": ["cpu"], "only_fixed_shapes": False, "row_kernels": "avx2"}
+CPU = {"name": "cpu", "kind": "cpu", "hardware": "", "driver": "", "software": False}
+GPU = {"name": "webgpu", "kind": "gpu", "hardware": "Radeon", "driver": "onnxruntime-ep-webgpu 0.4.0; amdgpu 6.12", "software": False}
+ONNX = {"version": "1.31.1", "devices": [CPU, GPU], "plug_in_failures": {}, "row_kernels": "avx2"}
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +46,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def diagnosis(monkeypatch: pytest.MonkeyPatch, *, fixture: str = "rapl-denied", **answers: dict[str, Any]) -> Diagnosis:
     """A machine from a recording, on which those backends are installed that `answers` names."""
-    requirements = [f'{wanted}; extra == "{extra}"' for extra, all_of_it in EXTRAS.items() for wanted in all_of_it]
+    requirements = [
+        f"{wanted}{' and' if ';' in wanted else ';'} extra == '{extra}'" for extra, all_of_it in EXTRAS.items() for wanted in all_of_it
+    ]
     monkeypatch.setattr(doctor.metadata, "requires", lambda _: requirements)
     monkeypatch.setattr(doctor, "find_spec", lambda name: name if name in [doctor.CARDS[kind].library for kind in answers] else None)
     return diagnose(RecordedSystem(read_recording(FIXTURES / f"{fixture}.json")), lambda kind: answers[kind])
@@ -62,7 +66,7 @@ def test_a_machine_with_both_backends_is_ready(monkeypatch):
     assert found.ready
     assert "llama-cpp-python 0.3.36 with the MTP interface; built for AVX2 REPACK\n" in text
     assert "not yet tested with a model" in text
-    assert "onnxruntime 1.31.1; execution providers: cpu" in text
+    assert "onnxruntime 1.31.1; devices: cpu, webgpu" in text
 
 
 def test_without_a_backend_nothing_runs_and_the_line_to_install_it_is_there(monkeypatch):
@@ -164,8 +168,7 @@ def test_onnxruntime_answers_for_itself(monkeypatch):
     pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     answer = ask_backend("onnx")
-    assert "cpu" in answer["execution_providers"]
-    assert not answer["only_fixed_shapes"]
+    assert answer["devices"][0]["name"] == "cpu"
 
 
 def test_the_command_needs_no_bundle_and_prints_one_object(monkeypatch):

@@ -28,10 +28,10 @@ class LlamaBackend:
     options = frozenset({"kv_type", "memory_limit", "max_candidates"})
     max_sequences = MAX_SEQUENCES
 
-    def refusal(self, option: str, _value: object) -> str | None:
-        if option in ("execution_provider", "keep_packed"):
-            return "execution providers and packed weights are onnxruntime's; ask for them with the onnx backend"
-        return None
+    def refusal(self, option: str, value: object) -> str | None:
+        if option == "device":
+            return f"llama.cpp computes on the CPU here, not on {value!r}; leave --device out, or use the onnx backend"
+        return "packed weights are onnxruntime's; ask for them with the onnx backend" if option == "keep_packed" else None
 
     def open(self, request: OpenRequest) -> OpenedPair:
         bundle, manifest = request.bundle, request.bundle.manifest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -11,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels.draft import FLOAT_ROWS, HALF_ROWS, INT8_ROWS, KvSource, NativeDraft, address, can_draft
+from edge_runtime.backends.onnx.device_target import DeviceTarget
+from edge_runtime.backends.onnx.devices import PROCESSOR
 from edge_runtime.backends.onnx.drafter_weights import OtherGraphError, channel_scales, read_weights, sources_of
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS
 from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, scalar, value_over
@@ -260,7 +263,10 @@ def open_drafter(path: Path, target: OrtTarget | StaticOrtTarget, session: Sessi
     """Opens the graph at `path` as the drafter of this target, on the kernels where they run. Raises BackendError, BundleError."""
     if not isinstance(target, OrtTarget):
         return StaticOrtDrafter(path, target, session)
-    if target.row_kernels and can_draft():
+    on_device = isinstance(target, DeviceTarget)  # which gives the host the rows that a drafter reads
+    if on_device:
+        session = replace(session, device=PROCESSOR)
+    if (target.row_kernels or on_device) and can_draft():
         with suppress(OtherGraphError, ValueError):
             return KernelDrafter(path, target, layout)
     return OrtDrafter(path, target, session)

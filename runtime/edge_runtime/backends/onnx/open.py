@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from math import prod
 from typing import Any
 
 from edge_devices.files.user_cache import cache_folder
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
-from edge_runtime.backends.interface import OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
+from edge_runtime.backends.interface import Accelerator, OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
 from edge_runtime.backends.kernels.loader import VARIABLE, build_hash, variant
+from edge_runtime.backends.onnx.device_target import DeviceTarget, keeps_rows
+from edge_runtime.backends.onnx.devices import (
+    PLUG_INS,
+    PROCESSOR,
+    OrtDevice,
+    check_version,
+    device_named,
+    devices,
+    library_version,
+    plug_in_failure,
+)
 from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, open_drafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
-from edge_runtime.backends.onnx.loader import SessionOptions, check_version, execution_providers, library_version, provider_and_device
+from edge_runtime.backends.onnx.loader import SessionOptions
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 from edge_runtime.backends.onnx.prepacked import PackingPlace
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget
@@ -34,19 +46,21 @@ from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
 from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES, Node, OnnxGraph, Tensor, read_graph
 from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.text_memory import LookupDrafter
-from edge_runtime.errors import BackendError, BundleError
+from edge_runtime.errors import BundleError
 from edge_runtime.interfaces import Drafter
 from edge_runtime.planning.memory import EncoderMemory
 
 # How many times fewer multiplications of a prompt are worth a sentence: 12B and larger members, without shared K/V, gain 1.02 times.
 _WORTH_EXPORTING = 1.1
+# What is described of a device.
+_SHOWN = {"name", "kind", "hardware", "driver", "software"}
 __all__ = ["OrtOptions", "PairFiles", "StaticParts", "fallbacks", "open_onnx", "open_pair"]
 
 
 class OrtBackend:
-    """ONNX Runtime, whose execution providers are its devices. Implements `interface.Backend`."""
+    """ONNX Runtime on the CPU, and on the devices of its plug-ins. Implements `interface.Backend`."""
 
-    options = frozenset({"execution_provider", "keep_packed"})
+    options = frozenset({"device", "keep_packed"})
     max_sequences = 1
 
     def refusal(self, option: str, value: object) -> str | None:
@@ -63,7 +77,7 @@ class OrtBackend:
         options = OrtOptions(
             context=request.settings.context,
             threads=request.threads,
-            provider=request.execution_provider,
+            device=device_named(request.device),
             keep_packed=request.keep_packed,
             check=request.check,
         )
@@ -78,36 +92,30 @@ class OrtBackend:
             vocabulary=target.vocabulary,
             speed_facts=facts,
             answer_facts=(library_version(), *facts),
-            row_kernel_facts=(library_version(), options.provider, variant(), build_hash()),
+            row_kernel_facts=(library_version(), options.device, variant(), build_hash()),
             exported_parity=(manifest.parity or {}).get("onnx"),
             row_kernels=variant() if target.row_kernels else None,
             # Of float16 and int8 rows: the kernels read float32 ones.
             stock_attention=any(buffer.dtype != "f32" for buffer in manifest.cache_layout.buffers),
+            accelerator=None if options.device.is_cpu else Accelerator(name=options.device.name, driver=_identity(options.device)),
             encoder=None if whole_images else lazy_encoder(bundle, "onnx", lambda: media_encoder(bundle, options), room),
         )
 
     def describe(self) -> dict[str, Any]:
-        """Beside what all have: `execution_providers`, and whether the version runs `only_fixed_shapes`."""
-        check_version(static=True)
-        try:
-            check_version(static=False)
-            only_static = False
-        except BackendError:
-            only_static = True
-        return {
-            "version": library_version(),
-            "execution_providers": execution_providers(),
-            "only_fixed_shapes": only_static,
-            "row_kernels": variant(),
-        }
+        """Beside what all have: the `devices` it computes on, and why a `plug_in` that is installed gives none."""
+        check_version()
+        there = [{name: value for name, value in asdict(replace(each, handle=None)).items() if name in _SHOWN} for each in devices()]
+        failures = {plug_in.package: failure for plug_in in PLUG_INS if (failure := plug_in_failure(plug_in))}
+        return {"version": library_version(), "devices": there, "plug_in_failures": failures, "row_kernels": variant()}
 
     def findings(self, description: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-        only = "; this version runs only graphs of fixed shapes (docs/npu.md)" if description["only_fixed_shapes"] else ""
-        providers = ", ".join(description["execution_providers"])
+        names = ", ".join(device["name"] for device in description["devices"])
         stock = f"stock operators multiply: not built for this machine, no variant for its processor, or ${VARIABLE}=none"
         return [
-            ("onnxruntime", "ok", f"onnxruntime {description['version']}; execution providers: {providers}{only}"),
+            ("onnxruntime", "ok", f"onnxruntime {description['version']}; devices: {names}"),
             kernel_finding(description["row_kernels"], stock),
+            *((f"device {each['name']}", "ok", _device_words(each)) for each in description["devices"] if each["name"] != PROCESSOR.name),
+            *((package, "broken", failure) for package, failure in description["plug_in_failures"].items()),
         ]
 
     def remedy(self, version: str) -> str | None:  # noqa: ARG002
@@ -115,6 +123,16 @@ class OrtBackend:
 
 
 BACKEND = OrtBackend()
+
+
+def _identity(device: OrtDevice) -> str:
+    return f"{device.hardware}; {device.driver}; onnxruntime {library_version()}"
+
+
+def _device_words(device: Mapping[str, Any]) -> str:
+    """What doctor prints of a device."""
+    software = ", by a software driver" if device["software"] else ""
+    return f"{device['kind'].upper()}{software}: {device['hardware'] or 'unnamed'} ({device['driver']})"
 
 
 def open_onnx(
@@ -139,7 +157,7 @@ def open_onnx(
         )
     if kind == "lookup":
         return target, LookupDrafter(target), kind
-    for sentence in fallbacks(provider_and_device(options.provider)[0], target, drafter):
+    for sentence in fallbacks(options.device.provider, target, drafter):
         notify(sentence)
     return target, drafter, kind
 
@@ -147,8 +165,7 @@ def open_onnx(
 def media_encoder(bundle: Bundle, options: OrtOptions) -> OrtMediaEncoder:
     """Returns the encoders of a bundle that has graphs of them; each is opened at its first use."""
     sound = bundle.path(AUDIO_ENCODER, "onnx") if bundle.has(AUDIO_ENCODER, "onnx") else None
-    provider, device = provider_and_device(options.provider)
-    session = SessionOptions(threads=options.threads, provider=provider, device=device)
+    session = SessionOptions(threads=options.threads)  # an accelerator's encoders are not checked
     return OrtMediaEncoder(bundle.path(VISION_ENCODER, "onnx"), sound, session, bundle.manifest.architecture.hidden_size)
 
 
@@ -161,10 +178,10 @@ def open_pair(
         # One folder for each bundle: graphs of different ones have the same names.
         folder = cache_folder() / "packed" / files.identity[:16]
         packing = PackingPlace(folder=folder, weights=files.identity, check=options.check, notify=notify)
-    check_version(static=files.static is not None)
-    provider, device = provider_and_device(options.provider)
-    session = SessionOptions(threads=options.threads, provider=provider, device=device, packing=packing)
-    target = (OrtTarget if files.static is None else StaticOrtTarget)(files, options, session)
+    check_version()
+    session = SessionOptions(threads=options.threads, device=options.device, packing=packing)
+    dynamic = DeviceTarget if keeps_rows(options.device) else OrtTarget
+    target = (dynamic if files.static is None else StaticOrtTarget)(files, options, session)
     try:
         return target, open_drafter(files.drafter, target, session, files.layout) if files.drafter else None
     except BaseException:

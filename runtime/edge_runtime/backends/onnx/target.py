@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.committed_tokens import CommittedText
+from edge_runtime.backends.onnx.devices import PROCESSOR, OrtDevice
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations
-from edge_runtime.backends.onnx.loader import CPU, Call, Graph, SessionOptions, value_over
+from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.onnx.static_cache import StaticRows
 from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
 from edge_runtime.bundle.bundle import Bundle
@@ -42,7 +43,7 @@ class OrtOptions:
 
     context: int
     threads: int
-    provider: str | None = None
+    device: OrtDevice = PROCESSOR
     keep_packed: bool = False
     check: CheckMode = field(default="fast", repr=False)  # measured costs do not depend on it
 
@@ -233,23 +234,39 @@ class OrtTarget(GraphTarget):
     """The target of graphs of dynamic shapes."""
 
     def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
-        self.cache = KeyValueCache(files.layout, options.context)
+        self.cache = self._new_cache(files.layout, options.context, session.device)
         chunk = min(PREFILL_ROWS, self.cache.chunk)
         super().__init__(files, options.context, self.cache, chunk=chunk, longest_context=files.graphs.context)
         assert files.target_head is not None  # only graphs of fixed shapes have none
-        graph = Graph(files.target, session)
+        graph = self._open_layers(files, session)
         self._graphs = [graph, Graph(files.target_head, session)]
         check_inputs(graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
-        new = {name.removeprefix("new_") for name in graph.outputs if name.startswith("new_")}
-        if set(buffer_outputs(graph).values()) != set(self.cache.values) or new != set(self.cache.read_by_rows):
-            raise BundleError(f"{files.target} does not give the rows that the manifest's buffers hold; export the bundle again")
         # A drafter is at the position behind the text.
         halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
         self.rotations = Rotations(files.graphs.rotations, options.context + 1, halved=halved)
-        self._forwards: dict[tuple[int, int, bool], _Forward] = {}
+        self._forwards: dict[tuple[int, int, bool], Forward] = {}
         self._heads: dict[int, Call] = {}
         # The CPU's operators take tensors without rows; others were not tried.
-        self._fewest_rows = 0 if session.provider == CPU else 1
+        self._fewest_rows = 0 if session.device.is_cpu else 1
+
+    def _new_cache(self, layout: CacheLayout, context: int, _device: OrtDevice) -> KeyValueCache:
+        return KeyValueCache(layout, context)
+
+    def _open_layers(self, files: PairFiles, session: SessionOptions) -> Graph:
+        """Opens the graph of the layers, and checks that it gives all rows."""
+        graph = Graph(files.target, session)
+        new = {name.removeprefix("new_") for name in graph.outputs if name.startswith("new_")}
+        if set(buffer_outputs(graph).values()) != set(self.cache.values) or new != set(self.cache.read_by_rows):
+            raise BundleError(f"{files.target} does not give the rows that the manifest's buffers hold; export the bundle again")
+        return graph
+
+    def bindings(self, graph: Graph) -> Bindings:
+        """What a forward of the layers reads and writes beside its tokens."""
+        values = self.cache.values
+        return Bindings({**shared_inputs(self), **values}, {name: values[buffer] for name, buffer in buffer_outputs(graph).items()})
+
+    def take_rows(self, call: Call, start: int) -> None:
+        """Takes rows that a forward gave behind `start` ones, where they are not written in place."""
 
     @property
     def skips_unread_rows(self) -> bool:
@@ -269,7 +286,7 @@ class OrtTarget(GraphTarget):
         key = rows, rows_read, soft is not None
         forward = self._forwards.get(key)
         if forward is None:
-            forward = _Forward(self._graphs[0], self, rows, rows_read, soft=soft is not None)
+            forward = Forward(self._graphs[0], self, rows, rows_read, soft=soft is not None)
             if rows <= MAX_ROWS or rows == self._chunk:
                 self._forwards[key] = forward
         self.cache.make_room(self.length, rows)
@@ -287,7 +304,16 @@ class OrtTarget(GraphTarget):
         self._heads[rows].run()
 
 
-class _Forward:
+class Bindings(NamedTuple):
+    """Values by the names of a graph's inputs and outputs; a result that is None is new in each run. What `fixed` inputs hold never
+    changes, or is changed by the device alone."""
+
+    read: Mapping[str, Any]
+    written: Mapping[str, Any]
+    fixed: frozenset[str] = frozenset()
+
+
+class Forward:
     """A forward of a fixed number of tokens, or of soft rows, bound once; hidden rows are of the last `rows_read`, or of all."""
 
     def __init__(self, graph: Graph, target: OrtTarget, rows: int, rows_read: int, *, soft: bool) -> None:
@@ -296,19 +322,19 @@ class _Forward:
         # Graphs for text only have neither.
         self._soft, self._is_soft = np.zeros((1, rows if soft else 1, target.hidden_size), np.float32), np.full((1, 1, 1), soft)
         self._ids, self._positions = np.zeros((1, rows), np.int64), np.zeros((1, rows), np.int64)
-        self._cache = cache = target.cache
-        shared = shared_inputs(target)
-        inputs = {"input_ids": value_over(self._ids), "position_ids": value_over(self._positions), **shared, **cache.values}
+        self._cache = target.cache
+        bindings = target.bindings(graph)
+        inputs = {"input_ids": value_over(self._ids), "position_ids": value_over(self._positions), **bindings.read}
         inputs |= {"soft_rows": value_over(self._soft), "is_soft": value_over(self._is_soft)}
         hidden = target.hidden_rows[:, : rows_read if target.skips_unread_rows else rows]
         self._skipped = np.array([rows - hidden.shape[1]], np.int64)
         inputs[SKIPPED_ROWS] = value_over(self._skipped)
-        outputs = {name: cache.values[buffer] for name, buffer in buffer_outputs(graph).items()}
         self._call = graph.bind(
             {name: value for name, value in inputs.items() if name in graph.inputs},
-            {"hidden": value_over(hidden) if hidden.size else None, **outputs},
+            {"hidden": value_over(hidden) if hidden.size else None, **bindings.written},
+            fixed=bindings.fixed,
         )
-        self._offsets = np.arange(rows)
+        self._offsets, self._take = np.arange(rows), target.take_rows
 
     def run(self, ids: NDArray[np.int64], start: int, soft: NDArray[np.float32] | None = None) -> None:
         if soft is None:
@@ -318,6 +344,7 @@ class _Forward:
         self._cache.place_rows(self._call, start, len(ids))
         np.add(self._offsets, start, out=self._positions[0])
         self._call.run()
+        self._take(self._call, start)
 
 
 def shared_inputs(target: OrtTarget) -> dict[str, Any]:

@@ -28,9 +28,9 @@ def test_a_drafter_that_is_not_asked_for_is_not_opened(onnx_pair: Bundles) -> No
         assert session.generate(list(range(300, 308)) * 3, max_tokens=10).text()
 
 
-def test_an_unknown_provider_is_refused_with_those_there_are(onnx_pair: Bundles) -> None:
-    with pytest.raises(RequestError, match=r"no execution provider 'abacus'; it has .*cpu"):
-        open_session(onnx_pair("f32"), execution_provider="abacus")
+def test_an_unknown_device_is_refused_with_those_there_are(onnx_pair: Bundles) -> None:
+    with pytest.raises(RequestError, match=r"no device 'abacus' that onnxruntime computes on here; there are cpu"):
+        open_session(onnx_pair("f32"), device="abacus")
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
 import edge_export
-import edge_runtime
 from edge_export.onnx.request import OnnxRequest
+from edge_runtime.backends.onnx.devices import device_named, devices
 from edge_runtime.backends.onnx.drafter import StaticOrtDrafter
 from edge_runtime.backends.onnx.open import OrtOptions, fallbacks, open_onnx
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget
@@ -32,7 +30,6 @@ PAIR = Path(edge_export.__file__).parent / "reference_pair"
 PROMPT = json.loads((PAIR / "prompts.code.json").read_text())[0]
 # Sums of float32 in another order; logits of the pair reach about 10.
 TOLERANCE = 1e-4
-OPENVINO = os.environ.get("EDGE_MTP_OPENVINO_PYTHON")
 Bundles = Callable[[str], Path]
 
 
@@ -146,8 +143,6 @@ def test_every_node_runs_on_the_cpu_and_the_report_says_so(static: tuple[Any, An
 def test_the_bundles_context_cannot_be_exceeded(static_pair: Bundles) -> None:
     with pytest.raises(RequestError, match="context 513 is beyond the 512 tokens"):
         opened(static_pair("f32"), context=513)
-    with pytest.raises(RequestError, match="names a device"):
-        opened(static_pair("f32"), provider="cpu:NPU")
 
 
 @pytest.mark.parametrize(
@@ -176,36 +171,29 @@ def test_a_manifest_that_does_not_fit_the_graphs_is_refused(
         opened(folder)
 
 
-_ON_OPENVINO = """
-import json, sys
-import numpy as np
-from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
-from edge_runtime.bundle.bundle import open_bundle
-said, found = [], {}
-for provider in ("cpu", "openvino:CPU"):
-    target, drafter, _ = open_onnx(open_bundle(sys.argv[1]), OrtOptions(context=512, threads=1, provider=provider), None, said.append)
-    tokens = np.random.default_rng(1).integers(300, 4096, 240).tolist()
-    target.prefill(tokens[:200])
-    found[provider] = target.verify(tokens[200:206]).copy(), drafter.draft(tokens[206], 4)
-    nodes = target.assignments() | {"drafter": drafter.assignments()}
-    target.close()
-cpu, openvino = found.values()
-print(json.dumps({"difference": float(np.abs(cpu[0] - openvino[0]).max()), "same_drafts": cpu[1] == openvino[1], "said": said,
-                  "providers": sorted({name for graph in nodes.values() for name in graph}), "graphs": len(nodes)}))
-"""
-
-
-@pytest.mark.skipif(
-    OPENVINO is None, reason="EDGE_MTP_OPENVINO_PYTHON names no Python with onnxruntime-openvino, which replaces onnxruntime"
-)
 @pytest.mark.parametrize(("weights", "most"), [("f32", 1e-3), ("int4", 0.5)])
 def test_openvinos_cpu_device_runs_every_node(weights: str, most: float, static_pair: Bundles) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(edge_runtime.__file__).parent.parent)}
-    command = [str(OPENVINO), "-c", _ON_OPENVINO, str(static_pair(weights))]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert found["providers"] == ["OpenVINOExecutionProvider"]
-    assert (found["said"], found["graphs"]) == ([], 4)
-    assert found["difference"] < most
-    assert weights != "f32" or found["same_drafts"]
+    pytest.importorskip("onnxruntime_ep_openvino", reason="needs edge-mtp[openvino]")
+    tokens, sentences = random_tokens(1, 240), list[str]()
+    rows, drafts, providers = [], [], set[str]()
+    for name in ("cpu", "openvino:CPU"):
+        options = OrtOptions(context=512, threads=1, device=device_named(name))
+        target, drafter, _ = open_onnx(open_bundle(static_pair(weights)), options, None, sentences.append)
+        assert drafter is not None
+        with target:
+            target.prefill(tokens[:200])
+            rows.append(target.verify(tokens[200:206]).copy())
+            drafts.append(drafter.draft(tokens[206], 4))
+            providers = {provider for graph in target.assignments().values() for provider in graph}
+    assert providers == {"OpenVINOExecutionProvider"}
+    assert sentences == []
+    assert np.abs(rows[0] - rows[1]).max() < most
+    assert weights != "f32" or drafts[0] == drafts[1]
+
+
+def test_a_device_that_is_not_there_is_never_replaced(static_pair: Bundles) -> None:
+    pytest.importorskip("onnxruntime_ep_openvino", reason="needs edge-mtp[openvino]")
+    there = [device.name for device in devices()]
+    missing = next(name for name in ("openvino:NPU", "openvino:GPU.7") if name not in there)
+    with pytest.raises(RequestError, match=f"no device '{missing.lower()}' .*; there are cpu, .*openvino:CPU"):
+        open_session(static_pair("f32"), device=missing)

@@ -1,0 +1,214 @@
+"""Changes the target's graph for devices that keep K/V rows in buffers of their own, before onnxruntime reads it: WebGPU.
+
+All attention becomes GroupQueryAttention on whole buffers, bound as its input and as its output, so that rows are written in place:
+
+- Attention on rows, whose products run elsewhere and whose empty input at the first prefill ends the process (onnxruntime-ep-webgpu 0.4.0).
+- Layers without K/V of their own give the operator no new rows; with a window its sums are then wrong there (0.4.0). They get the
+  rows of the layer that owns the buffer once more, and write them where they already are.
+
+The rows that the drafter reads are outputs as well, for the host, where it runs. Patterns: `edge_export.onnx.graphs.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from edge_devices.files.protobuf_wire import bytes_field, number_field
+from edge_runtime.backends.onnx.row_kernels import STOCK_ATTENTION, attention_of_last_rows, attention_on_rows
+from edge_runtime.bundle.onnx_file import FLOAT, Attribute, Node, OnnxGraph, float_attribute, integer_attribute, read_graph, with_graph
+from edge_runtime.bundle.onnx_graph import CONTRIB
+
+_POSITIONS = b"position_ids"
+_INT32 = 6
+_INPUT, _OUTPUT = 11, 12
+_FULL_COUNTS = (b"last_row_full", b"rows_full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceGraph:
+    """A changed model: `written` has the buffer that each output is bound to, `rows` the output with a buffer's new rows [1, n, width]."""
+
+    model: bytes
+    written: dict[str, str]
+    rows: dict[str, str]
+
+
+@dataclass
+class _NewRows:
+    """The rows [1, n, kv_heads x head_dim] that a layer gives its operator, which turns the keys first if `turns`."""
+
+    key: bytes
+    value: bytes
+    turns: Node | None
+
+
+@dataclass
+class _Change:
+    """A graph being changed."""
+
+    graph: OnnxGraph
+    nodes: list[Node] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
+    own: dict[bytes, _NewRows] = field(default_factory=dict)  # by the name of the key buffer once they are in it
+    last_rows: dict[tuple[bytes, bytes], bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.makers = {name: node for node in self.graph.nodes for name in node.outputs}
+        for node in self.graph.nodes:
+            node.sources = [self.makers.get(name) for name in node.inputs]
+
+    def add(self, node: Node) -> list[bytes]:
+        self.nodes.append(node)
+        return node.outputs
+
+    def output(self, name: bytes, buffer: bytes) -> bytes:
+        """Declares a result that is the whole buffer."""
+        self.written[name.decode()] = buffer.decode()
+        self.graph.added.append(_value_field(_OUTPUT, name, FLOAT, 4))
+        return name
+
+    def rows_of(self, value: bytes, positions: bytes) -> bytes:
+        """Those rows of [1, n, width] that have these positions: all, or the last ones."""
+        if positions == _POSITIONS:
+            return value
+        key = value, positions
+        if key not in self.last_rows:
+            cut = self.makers[positions]
+            self.last_rows[key] = self.add(Node("Slice", [value, *cut.inputs[1:]], [value + b"@" + positions]))[0]
+        return self.last_rows[key]
+
+
+def device_graph(model: bytes, drafter_owners: Collection[int]) -> DeviceGraph | None:
+    """Returns the model of a target changed for such a device; None if it has attention that is none of the patterns.
+
+    `drafter_owners` are the layers whose rows the drafter reads. `model` has passed `check_onnx`.
+    """
+    change = _Change(read_graph(model))
+    graph, makers, constants = change.graph, change.makers, change.graph.constants
+    for node in graph.nodes:
+        on_rows = attention_on_rows(node, constants)
+        without_padding = attention_of_last_rows(node, constants)
+        if on_rows is not None:
+            _attend_to_rows(change, on_rows, makers)
+        elif without_padding is not None and node.sources[0] is not None:
+            _attend_again(change, without_padding, node.sources[0])
+        elif node.operator == STOCK_ATTENTION and len(node.outputs) == 3:
+            _owner(change, node)
+        elif node.operator == STOCK_ATTENTION and not _ends_in_slice(graph, node):
+            _attend_again(change, node, node)
+        else:
+            change.nodes.append(node)
+    names = {f"key.{layer}" for layer in drafter_owners} | {f"value.{layer}" for layer in drafter_owners}
+    rows = _drafter_rows(change, drafter_owners)
+    if names != set(rows):
+        return None
+    graph.nodes = _still_read(change, {*graph.outputs, *(name.encode() for name in (*change.written, *rows.values()))})
+    if any(name.startswith((b"key.", b"value.")) for node in graph.nodes if node.operator != STOCK_ATTENTION for name in node.inputs):
+        return None
+    return DeviceGraph(model=with_graph(model, graph, None), written=change.written, rows=rows)
+
+
+def _owner(change: _Change, node: Node) -> None:
+    """An operator that writes its own rows already."""
+    change.nodes.append(node)
+    for output, buffer in zip(node.outputs[1:], node.inputs[3:5], strict=True):
+        change.written[output.decode()] = buffer.decode()
+    change.own[node.outputs[1]] = _NewRows(key=node.inputs[1], value=node.inputs[2], turns=node)
+
+
+def _attend_again(change: _Change, attention: Node, stock: Node) -> None:
+    """Attention to a buffer that another layer has written: `stock` as the graph has it, `attention` with its inputs now."""
+    own = change.own.get(attention.inputs[3])
+    if own is None:
+        change.nodes.append(stock)
+        return
+    positions = attention.inputs[9]
+    new = [change.rows_of(value, positions) for value in (own.key, own.value)]
+    inputs = [attention.inputs[0], *new, *attention.inputs[3:]]
+    outputs = [attention.outputs[0], *_again(change, attention.inputs[3:5], attention.outputs[0])]
+    change.add(Node(STOCK_ATTENTION, inputs, outputs, stock.attributes, CONTRIB))
+
+
+def _again(change: _Change, written: list[bytes], unique: bytes) -> list[bytes]:
+    """Names of results that are buffers which were written before."""
+    return [change.output(name + b"@" + unique, change.written[name.decode()].encode()) for name in written]
+
+
+def _attend_to_rows(change: _Change, attention: Node, makers: dict[bytes, Node]) -> None:
+    """Attention on rows, as the same on the whole buffers. What was turned by then is not turned again."""
+    queries, past_key, past_value, new_key, new_value = attention.inputs
+    turned = makers[makers[queries].inputs[0]]
+    heads = int(attention.numbers[b"num_heads"])
+    if new_key not in change.own:
+        key, value = (makers[name].inputs[0] for name in (new_key, new_value))
+        change.own[new_key] = _NewRows(key=key, value=value, turns=None)
+        for name, buffer in ((new_key, past_key), (new_value, past_value)):
+            change.written[name.decode()] = buffer.decode()
+        if not set(_FULL_COUNTS) <= set(change.graph.inputs):
+            change.graph.added += [_value_field(_INPUT, name, _INT32, rank) for name, rank in zip(_FULL_COUNTS, (1, 0), strict=True)]
+            change.graph.inputs |= dict.fromkeys(_FULL_COUNTS, ())
+        # The operator writes as many rows as it has queries: here keys, which attend to themselves.
+        inputs = [key, key, value, past_key, past_value, *_FULL_COUNTS]
+        change.add(Node(STOCK_ATTENTION, inputs, [new_key + b"@unread", new_key, new_value], _attributes(1, window=1), CONTRIB))
+    own, positions = change.own[new_key], turned.inputs[1]
+    new = [change.rows_of(name, positions) for name in (own.key, own.value)]
+    outputs = [attention.outputs[0], *_again(change, [new_key, new_value], attention.outputs[0])]
+    inputs = [turned.outputs[0], *new, new_key, new_value, *_FULL_COUNTS]
+    change.add(Node(STOCK_ATTENTION, inputs, outputs, _attributes(heads, window=None), CONTRIB))
+
+
+def _attributes(heads: int, *, window: int | None) -> list[Attribute]:
+    """Of attention to one K/V head, unscaled and not turned; without a window that is -1, which is the operator's default."""
+    sizes = {"num_heads": heads, "kv_num_heads": 1, "do_rotary": 0} | ({} if window is None else {"local_window_size": window})
+    return [float_attribute("scale", 1.0), *(integer_attribute(name, size) for name, size in sizes.items())]
+
+
+def _drafter_rows(change: _Change, owners: Collection[int]) -> dict[str, str]:
+    """Outputs with the new rows of these layers, keys turned, by the names of their buffers."""
+    rows: dict[str, str] = {}
+    for name, own in change.own.items():
+        buffer = change.written[name.decode()]
+        if int(buffer.partition(".")[2]) not in owners:
+            continue
+        key = own.key
+        if own.turns is not None:
+            cosine, sine, positions = own.turns.inputs[7:10]
+            heads = [integer_attribute("num_heads", int(own.turns.numbers[b"kv_num_heads"]))]
+            turned = Node("RotaryEmbedding", [key, positions, cosine, sine], [b"rows_of_" + buffer.encode()], heads, CONTRIB)
+            (key,) = change.add(turned)
+        value_buffer = buffer.replace("key", "value")
+        for output, each in ((key, buffer), (own.value, value_buffer)):
+            rows[each] = output.decode()
+            if output not in change.graph.outputs:
+                change.graph.added.append(_value_field(_OUTPUT, output, FLOAT, 3))
+    return rows
+
+
+def _ends_in_slice(graph: OnnxGraph, attention: Node) -> bool:
+    """Whether a Slice that `attention_of_last_rows` takes follows: it stands for both."""
+    return any(
+        node.operator == "Slice" and node.inputs[0] == attention.outputs[0] and attention_of_last_rows(node, graph.constants)
+        for node in graph.nodes
+    )
+
+
+def _still_read(change: _Change, outputs: set[bytes]) -> list[Node]:
+    """The nodes without those whose results nobody reads, or that another node gives now."""
+    read, kept, made = set(outputs), list[Node](), set[bytes]()
+    attentions = {id(node) for node in change.nodes if node.operator == STOCK_ATTENTION}
+    replaced = {name for node in change.nodes if id(node) in attentions for name in node.outputs}
+    for node in reversed(change.nodes):
+        doubled = id(node) not in attentions and not replaced.isdisjoint(node.outputs)
+        if not doubled and not read.isdisjoint(node.outputs) and made.isdisjoint(node.outputs):
+            kept.append(node)
+            made.update(node.outputs)
+            read.update(node.inputs, node.names_within)
+    return kept[::-1]
+
+
+def _value_field(number: int, name: bytes, element_type: int, rank: int) -> bytes:
+    """An input or output of a graph whose sizes are known at run time only (ValueInfoProto)."""
+    dimensions = b"".join(bytes_field(1, b"") for _ in range(rank))
+    tensor = number_field(1, element_type) + bytes_field(2, dimensions)
+    return bytes_field(number, bytes_field(1, name) + bytes_field(2, bytes_field(1, tensor)))

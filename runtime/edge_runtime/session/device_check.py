@@ -1,0 +1,173 @@
+"""The check of an accelerator before it is trusted: a fixed text's logits and drafts, compared with the CPU's.
+
+A device is wrong in silence where its driver, its provider or its memory is: kept by driver, so that a new one is checked anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.bundle.exported_quality import exported_quality
+from edge_runtime.calibration.measured import MeasuredValue
+from edge_runtime.decoding.quality import divergence_of, log_softmax
+from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.interfaces import Drafter, Target
+
+# Tokens of a prompt, of a long one, and those that are verified behind it.
+_PROMPT, _LONG, _FOLLOWING = 40, 700, 13
+_WIDTHS = (1, 2, 4, 8, 13)
+_DRAFTS = 4
+# The mean KL, in nats, that is allowed: of weights that lose nothing, of others at least, and the share of what their quantization loses.
+# Two ways of rounding activations to 8 bits differ by 0.0003 (docs/npu.md); what one wrong operator adds may be no more than 0.001.
+_FLOAT_LIMIT, _ROUNDED_LIMIT, _SHARE = 1e-4, 0.002, 0.1
+# Drafts follow from rows that differ a little: so many of them must be the CPU's.
+_SAME_DRAFTS = 0.5
+# Rows whose numbers are looked at beside those that are compared, and for how long.
+_ROWS, _SECONDS = 1100, 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCheck:
+    """What a device answered. `worst` is the part of the text whose rows have the largest mean KL(CPU || device), in nats.
+
+    `same_drafts` is the share of drafts that are the CPU's, `rows` how many rows the device computed. `failure` is what ended the check.
+    `rows_differ`: rows have other bits alone than in a verify, so that drafts may change near ties.
+    """
+
+    device: str
+    limit: float
+    worst: str
+    mean_kl: float
+    same_drafts: float
+    rows: int
+    rows_differ: bool
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the device computes what the CPU does."""
+        return not self.failure and self.mean_kl <= self.limit and self.same_drafts >= _SAME_DRAFTS
+
+    def sentence(self) -> str:
+        """What the comparison showed, in one sentence."""
+        if self.failure:
+            return f"{self.device} failed the comparison with the CPU: {self.failure}"
+        if self.mean_kl > self.limit:
+            part, figures = self.worst, f"mean KL {self.mean_kl:.2g}, at most {self.limit:.2g} is allowed"
+            return f"{self.device} computes something else than the CPU: {part} differ by {figures}"
+        if not self.passed:
+            return f"{self.device} drafts something else than the CPU: {self.same_drafts:.0%} of its drafts are the CPU's"
+        ties = ", drafts may change near ties on this device" if self.rows_differ else ""
+        return f"{self.device} computes what the CPU does (mean KL {self.mean_kl:.2g} at most, {self.rows} rows){ties}"
+
+
+CHECKS = MeasuredValue(
+    kind="device", value_class=DeviceCheck, doing="comparing the device with the CPU", times=1, disturbed_by_load=lambda _: False
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a pair answered to the text: rows of logits by part of it, and drafts."""
+
+    rows: dict[str, NDArray[np.float32]]
+    drafts: list[list[int]]
+
+
+def answers(target: Target, drafter: Drafter | None, longest: int) -> Answers:
+    """Runs the text through a pair, whose caches it empties; a verify has at most `longest` rows."""
+    gathered = Answers(rows={}, drafts=[])
+    for part, rows in _rows(target, min(longest, _FOLLOWING), gathered.drafts, drafter):
+        gathered.rows[part] = rows.copy()
+    target.rollback(0)
+    return gathered
+
+
+def compared(device: str, reference: Answers, target: Target, drafter: Drafter | None, longest: int, parity: object) -> DeviceCheck:
+    """Compares a device's pair with the CPU's answers. `parity` is what the export measured; empties the caches."""
+    loss = _ROUNDED_LIMIT if (quality := exported_quality(parity)) is None else quality.mean_kl
+    limit = _FLOAT_LIMIT if loss < _FLOAT_LIMIT else max(_ROUNDED_LIMIT, _SHARE * loss)
+    try:
+        device_answers = answers(target, drafter, longest)
+        rows = sum(len(rows) for rows in device_answers.rows.values())
+        rows += _finite_rows(target, min(longest, _FOLLOWING), _ROWS - rows)
+    except (EdgeRuntimeError, FloatingPointError) as error:
+        return DeviceCheck(
+            device=device, limit=limit, worst="", mean_kl=0.0, same_drafts=0.0, rows=0, rows_differ=False, failure=str(error)
+        )
+    losses = {part: _mean_kl(reference.rows[part], device_answers.rows[part]) for part in reference.rows}
+    worst = max(losses, key=losses.__getitem__)
+    pairs = [pair for theirs, ours in zip(reference.drafts, device_answers.drafts, strict=True) for pair in zip(theirs, ours, strict=False)]
+    drafted = sum(map(len, reference.drafts))
+    alone = device_answers.rows[_verified(1)][0]
+    return DeviceCheck(
+        device=device,
+        limit=limit,
+        worst=worst,
+        mean_kl=losses[worst],
+        same_drafts=sum(theirs == ours for theirs, ours in pairs) / drafted if drafted else 1.0,
+        rows=rows,
+        rows_differ=any(not np.array_equal(alone, rows[0]) for part, rows in device_answers.rows.items() if part.startswith("a verify")),
+    )
+
+
+def _rows(target: Target, longest: int, drafts: list[list[int]], drafter: Drafter | None) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yields parts of the text with their rows, which the next part may overwrite; adds drafts."""
+    text, other = _text(1), _text(2)
+    target.rollback(0)
+    target.prefill(text[:_PROMPT])
+    for width in sorted({min(width, longest) for width in _WIDTHS}):
+        target.rollback(_PROMPT)
+        yield _verified(width), _checked(target.verify(text[_PROMPT : _PROMPT + width]))
+        if drafter is not None:
+            drafts.append(drafter.draft(text[_PROMPT + width], min(_DRAFTS, longest - 1)))
+    target.rollback(_PROMPT)
+    target.verify(other[:longest])
+    target.rollback(_PROMPT + 1)
+    target.rollback(_PROMPT)
+    yield "the rows after a rollback", _checked(target.verify(text[_PROMPT : _PROMPT + min(4, longest)]))
+    target.rollback(0)
+    target.prefill(other[:_PROMPT])
+    yield "the rows after another prompt", _checked(target.verify(text[_PROMPT : _PROMPT + min(4, longest)]))
+    target.rollback(0)
+    long = [token for part in range(3, 40) for token in _text(part)][: max(1, min(_LONG, target.context - longest - 1))]
+    target.prefill(long)
+    yield "the rows behind a long text", _checked(target.verify(text[:longest]))
+
+
+def _verified(width: int) -> str:
+    return f"a verify's rows, {width} of them,"
+
+
+def _finite_rows(target: Target, width: int, count: int) -> int:
+    """Computes so many rows more, in seconds at most, and returns how many. Raises FloatingPointError for a row with a NaN."""
+    text, end, rows = _text(1), time.monotonic() + _SECONDS, 0
+    target.rollback(0)
+    target.prefill(text[:_PROMPT])
+    while rows < count and time.monotonic() < end:
+        target.rollback(_PROMPT)
+        _checked(target.verify(text[_PROMPT : _PROMPT + width]))
+        rows += width
+    target.rollback(0)
+    return rows
+
+
+def _checked(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    if not np.isfinite(rows).all():
+        raise FloatingPointError("logits that are no numbers")
+    return rows
+
+
+def _mean_kl(expected: NDArray[np.float32], rows: NDArray[np.float32]) -> float:
+    return float(np.mean([divergence_of(log_softmax(cpu), log_softmax(row)) for cpu, row in zip(expected, rows, strict=True)]))
+
+
+def _text(number: int) -> list[int]:
+    """A text of tokens that every vocabulary has, and that no other number gives."""
+    tokens: list[int] = np.random.default_rng(number).integers(4, 204, _PROMPT + _FOLLOWING + 1).tolist()
+    return tokens

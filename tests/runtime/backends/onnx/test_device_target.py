@@ -1,0 +1,110 @@
+"""The target on WebGPU, on a software driver: rows that stay on the device, its rollbacks, and the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+
+import software_gpu
+from edge_runtime.backends.onnx.device_graph import device_graph
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.onnx_file import read_graph
+
+Bundles = Callable[..., Path]
+needs_webgpu = pytest.mark.skipif(bool(software_gpu.lacking()), reason=software_gpu.lacking() or "it is there")
+
+_TARGET = """
+import json, sys
+import numpy as np
+from edge_runtime.backends.onnx.devices import device_named
+from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
+from edge_runtime.bundle.bundle import open_bundle
+pairs = [open_onnx(open_bundle(sys.argv[1]), OrtOptions(context=480, threads=2, device=device_named(name)), None)[:2]
+         for name in ("cpu", "webgpu")]
+tokens, parts = np.random.default_rng(1).integers(300, 4096, 480).tolist(), {}
+def both(part, run):
+    rows = [np.asarray(run(*pair)).copy() for pair in pairs]
+    parts[part] = float(np.abs(rows[0] - rows[1]).max())
+def appended(start, stop):
+    def run(target, drafter):
+        for first in range(start, stop, 60):
+            target.prefill(tokens[first:min(first + 60, stop)])
+        return target.verify(tokens[stop:stop + 4])
+    return run
+def verified(count):
+    return lambda target, drafter: target.verify(tokens[target.length:target.length + count])
+both("first prefill", appended(0, 20))
+both("one row", verified(1))
+both("drafts", lambda target, drafter: drafter.draft(tokens[25], 4))
+for target, _ in pairs:
+    target.rollback(22)
+both("after a rollback", verified(13))
+both("all rows of a state", lambda target, drafter: target.state().full.view(np.float32))
+both("beyond the sliding buffers", appended(35, 450))
+both("drafts there", lambda target, drafter: drafter.draft(tokens[454], 4))
+both("sliding rows of a state", lambda target, drafter: target.state().sliding[-100:].view(np.float32))
+states = [target.state() for target, _ in pairs]
+for (target, _), state in zip(pairs, states):
+    held = target.tokens.tolist()
+    target.rollback(0)
+    target.restore(held, state)
+both("behind a restored state", verified(4))
+nodes = pairs[1][0].assignments()
+print(json.dumps({"parts": parts, "nodes": nodes}))
+"""
+
+_LOOP = """
+import json, sys
+import edge_runtime
+sentences, texts = [], {}
+with edge_runtime.open_session(sys.argv[1], backend="onnx", device="webgpu", threads=2, context=100, notify=sentences.append) as session:
+    for length in (0, 3, 12):
+        generation = session.generate("def area(r):", max_tokens=12, draft_length=length)
+        texts[length] = generation.text()
+    accepted = generation.stats.accepted
+    print(json.dumps({"texts": texts, "accepted": accepted, "device": session.device, "sentences": sentences}))
+"""
+
+
+@pytest.mark.slow
+@needs_webgpu
+def test_the_device_computes_what_the_cpu_does_and_its_rows_are_the_same(onnx_pair: Bundles, tmp_path: Path) -> None:
+    result = software_gpu.run_on_it(_TARGET, str(onnx_pair("f32")), folder=tmp_path)
+    assert max(result["parts"].values()) < 1e-3, result["parts"]
+    layers = next(nodes for name, nodes in result["nodes"].items() if "head" not in name)
+    assert layers["WebGpuExecutionProvider"]["GroupQueryAttention"] >= 9
+    assert set(layers["CPUExecutionProvider"]) == {"FusedMatMul", "Slice"}
+
+
+@pytest.mark.slow
+@needs_webgpu
+def test_a_checked_device_drafts_and_its_text_is_that_without_drafts(onnx_pair: Bundles, tmp_path: Path) -> None:
+    result = software_gpu.run_on_it(_LOOP, str(onnx_pair("f32")), folder=tmp_path)
+    assert result["device"] == "webgpu"
+    assert len(set(result["texts"].values())) == 1
+    assert result["accepted"] > 0
+    assert any("webgpu computes what the CPU does" in sentence for sentence in result["sentences"])
+
+
+def test_all_attention_becomes_an_operator_on_whole_buffers(onnx_pair: Bundles) -> None:
+    bundle = open_bundle(onnx_pair("int4"))
+    changed = device_graph(bundle.path("target", "onnx").read_bytes(), {2, 3})
+    assert changed is not None
+    nodes = read_graph(changed.model).nodes
+    attention = [node for node in nodes if node.operator == "GroupQueryAttention"]
+    assert all(len(node.outputs) == 3 for node in attention)
+    assert not any(node.operator in ("FusedMatMul", "Softmax") for node in nodes)
+    written = {name for buffer in bundle.manifest.cache_layout.buffers for name in (buffer.key, buffer.value)}
+    assert set(changed.written.values()) == written
+    assert set(changed.rows) == {"key.2", "value.2", "key.3", "value.3"}
+
+
+def test_rows_of_other_types_are_left_to_the_cpu(onnx_pair: Bundles) -> None:
+    for kv in ("f16", "int8"):
+        bundle = open_bundle(onnx_pair("int4", kv=kv))
+        assert device_graph(bundle.path("target", "onnx").read_bytes(), {2, 3}) is None
