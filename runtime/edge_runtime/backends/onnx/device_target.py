@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edge_runtime.backends.onnx.device_graph import device_graph
 from edge_runtime.backends.onnx.devices import OrtDevice, onnxruntime_module
-from edge_runtime.backends.onnx.kv_cache import FULL, SLIDING, KeyValueCache
+from edge_runtime.backends.onnx.kv_cache import FULL, KeyValueCache
 from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions
 from edge_runtime.backends.onnx.target import Bindings, OrtTarget, PairFiles, shared_inputs
 from edge_runtime.bundle.integrity import read_part
@@ -33,9 +33,13 @@ def keeps_rows(device: OrtDevice) -> bool:
 
 class DeviceCache(KeyValueCache):
     """Buffers of full capacity in the device's memory. Those of the host are as large; of them only rows that the drafter reads are always
-    as on the device, the others where all rows are moved, saved or restored."""
+    as on the device, the others where all rows are saved or restored."""
+
+    # Rotations follow from the rows before (onnxruntime-ep-webgpu 0.4.0), whatever the positions say: row r has to be position r.
+    moves = False
 
     def __init__(self, layout: CacheLayout, context: int, device: OrtDevice) -> None:
+        self._lost = 0
         super().__init__(layout, context)
         ort = onnxruntime_module()
         make, memory = ort.OrtValue.ortvalue_from_numpy, device.handle.memory_info(ort.OrtDeviceMemoryType.DEFAULT)
@@ -65,11 +69,18 @@ class DeviceCache(KeyValueCache):
         super().put_rows(rows)
         self._push(self.names)
 
-    def _move(self, length: int) -> None:
-        sliding = [name for name in self.names if any(self.array(name) is array for array in self._buffers[SLIDING])]
-        self._pull(sliding)
-        super()._move(length)
-        self._push(sliding)
+    @property
+    def lost(self) -> int:
+        return self._lost
+
+    def restart(self) -> None:
+        self._lost = 0
+
+    def _sliding_places(self, first: int, length: int) -> slice:
+        return slice(max(first, self._lost), length)
+
+    def _set_held(self, length: int, held: int) -> None:
+        self._lost = length - held
 
     def _pull(self, names: Iterable[str]) -> None:
         for name in names:
