@@ -31,7 +31,7 @@ BUDGETS = {
     "exporter/edge_export/pipeline": 1531,
     "exporter/edge_export/quantization": 1263,
     "exporter/edge_export/tuning": 493,
-    "runtime/edge_runtime/backends": 7114,
+    "runtime/edge_runtime/backends": 7127,
     "runtime/edge_runtime/bundle": 2436,
     "runtime/edge_runtime/calibration": 974,
     "runtime/edge_runtime/cli": 2846,
