@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from edge_bench.cli.outputs import Outputs
-from edge_bench.devices.remote_run import RemoteRequest, bench_on, clean, deploy, end_run, read_package
+from edge_bench.devices.remote_run import RemoteRequest, bench_on, check_name, clean, deploy, end_run, read_package
 from edge_bench.devices.results import DeviceResult
 from edge_bench.measure.progress import note
 from edge_bench.measure.request import LOADING, BenchRequest, MeterOptions, option_words
@@ -100,6 +100,7 @@ def devices(
     if reach.stop:
         if not reach.run_name:
             raise RequestError("--stop needs the name of the run, --run NAME")
+        check_name(reach.run_name)
         on_each(reach.connect(), lambda transport: end_run(transport, str(reach.run_name), device_log(transport)))
         return
     if bundle is None:

@@ -113,7 +113,8 @@ class Node:
     domain: str = ""
     name: bytes = b""
     graphs: dict[bytes, OnnxGraph] = field(default_factory=dict)
-    sources: list[Node | None] = field(default_factory=list)
+    # Without it: printed with its sources, a node would be printed with all paths to it, whose number has no bound.
+    sources: list[Node | None] = field(default_factory=list, repr=False)
 
     @property
     def numbers(self) -> dict[bytes, float]:

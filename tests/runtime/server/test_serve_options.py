@@ -27,7 +27,7 @@ def options(**values: Any) -> ServeOptions:
     [
         (["a prompt"], "unexpected extra argument"),
         (["--temperature", "1"], "No such option"),
-        (["--sessions", "0"], "not in the range"),
+        (["--sessions", "0"], "is not a whole number of 1 or more, at most 32"),
         (["--api-key", " "], "--api-key is empty"),
         (["--api-key", "a", "--api-key", "b c"], "or has blanks"),
         (["--allow-origin", "example"], "is no origin"),

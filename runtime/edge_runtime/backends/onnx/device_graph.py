@@ -93,7 +93,7 @@ def device_graph(model: bytes, drafter_owners: Collection[int]) -> DeviceGraph |
             _attend_to_rows(change, on_rows, makers)
         elif without_padding is not None and node.sources[0] is not None:
             _attend_again(change, without_padding, node.sources[0])
-        elif node.operator == STOCK_ATTENTION and len(node.outputs) == 3:
+        elif node.operator == STOCK_ATTENTION and len(node.outputs) == 3 and node.inputs[3].startswith(b"key."):
             _owner(change, node)
         elif node.operator == STOCK_ATTENTION and not _ends_in_slice(graph, node):
             _attend_again(change, node, node)

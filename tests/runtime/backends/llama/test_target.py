@@ -253,6 +253,7 @@ def test_chat_formats_and_caches_of_the_package_are_not_imported_and_can_be_afte
 )
 @pytest.mark.parametrize(("own", "spins"), [({}, "5000"), ({"OMP_WAIT_POLICY": "passive"}, "0"), ({"GOMP_SPINCOUNT": "77"}, "77")])
 def test_threads_that_wait_sleep_soon_unless_the_user_says_how_long(own: dict[str, str], spins: str) -> None:
+    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
     code = "from edge_runtime.backends.llama.loader import llama_library; llama_library()"
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_DISPLAY_ENV": "verbose", **own}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
