@@ -89,7 +89,7 @@ def device_graph(model: bytes, drafter_owners: Collection[int]) -> DeviceGraph |
     for node in graph.nodes:
         on_rows = attention_on_rows(node, constants)
         without_padding = attention_of_last_rows(node, constants)
-        if on_rows is not None:
+        if on_rows is not None and on_rows.inputs[1].startswith(b"key."):
             _attend_to_rows(change, on_rows, makers)
         elif without_padding is not None and node.sources[0] is not None:
             _attend_again(change, without_padding, node.sources[0])
