@@ -31,6 +31,14 @@ def copy(member_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str]
 
 
 @pytest.fixture
+def few_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter's confidence is measured on a few tokens: of random members nearly no draft is accepted, so each token is a round."""
+    from edge_export.parity import comparison
+
+    monkeypatch.setattr(comparison, "WRITTEN", 12)
+
+
+@pytest.fixture
 def pair(member_folder: Callable[[str], Path]) -> list[Path]:
     """The folders of a tiny target with per-layer embeddings and of its drafter."""
     return [member_folder("e2b"), member_folder("e2b-assistant")]

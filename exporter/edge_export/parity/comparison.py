@@ -160,7 +160,10 @@ def demand(what: str, value: float, *, maximum: float = float("inf"), minimum: f
 
 
 def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int], texts: Mapping[str, list[int]]) -> Rowset:
-    """Runs a loaded export over the tokens, and over each text. The last token is not decoded: it only starts the last draft."""
+    """Runs a loaded export over the tokens, and over each text. The last token is not decoded: it only starts the last draft.
+
+    An export without texts is not the one that is kept: the confidence of its drafter is not measured.
+    """
     first = len(tokens) - 1 - ROWS
     target.prefill(tokens[:first])
     logits: list[Rows] = []
@@ -171,7 +174,7 @@ def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int], te
         logits.append(np.array(target.verify(tokens[end - ROWS_PER_FORWARD : end])))
         if drafter is not None:
             drafts.append(tuple(drafter.draft(tokens[end], DRAFT_LENGTH)))
-    confidence = drafter_confidence(target, drafter, tokens[-1])
+    confidence = drafter_confidence(target, drafter, tokens[-1]) if texts else None
     text_logits = {name: np.concatenate([np.array(rows) for rows in text_rows(target, text)]) for name, text in texts.items()}
     return Rowset(logits=np.concatenate(logits), contexts=contexts, drafts=tuple(drafts), confidence=confidence, texts=text_logits)
 

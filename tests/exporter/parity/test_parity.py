@@ -19,7 +19,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 from edge_export.checkpoint.gguf_source import read_gguf_header
 from edge_export.errors import ParityError
 from edge_export.gguf.writer import GgufPlan
-from edge_export.parity import reference
+from edge_export.parity import comparison, reference
 from edge_export.parity.comparison import Judgement
 from edge_export.parity.gguf import UNQUANTIZED_LIMITS, ComparedModel, judgement_of, unquantized_limits
 from edge_export.parity.held_out import TEXT_TOKENS
@@ -77,6 +77,16 @@ def test_a_sound_export_is_measured(member: str, request_for: Callable[..., Expo
     assert 0 < quality["mean_kl"] < 0.05
     assert quality["perplexity"] == pytest.approx(quality["reference_perplexity"], rel=0.05)
     assert json.loads(json.dumps(result)) == result
+
+
+def test_confidence_is_measured_of_the_export_that_is_kept_alone(
+    request_for: Callable[..., ExportRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[dict[str, Any]] = []
+    monkeypatch.setattr(comparison, "drafter_confidence", lambda *_: measured.append({"seen": len(measured)}) or measured[-1])
+    result = export_pair(request_for(target_quantization="q8_0")).manifest.parity
+    assert result is not None
+    assert [result["drafts"]["confidence"]] == measured == [{"seen": 0}]
 
 
 def tampering(monkeypatch: pytest.MonkeyPatch, role: str, tensor: str) -> None:

@@ -36,6 +36,7 @@ from tiny_members import settle, settled, write_member
 
 Folders = Callable[[str], Path]
 Values = dict[str, np.ndarray]
+TABLE = os.environ.get("EDGE_MTP_NAMES_TABLE")
 SIZES = ("E2B", "E4B", "12B", "26B-A4B", "31B")
 # Whole blocks of 32 in every matrix, as the published shapes have.
 WHOLE_BLOCKS = {
@@ -44,12 +45,14 @@ WHOLE_BLOCKS = {
     "26B-A4B": {"moe_intermediate_size": 32},
 }
 QAT = ("-it-qat-q4_0-unquantized", "-it-qat-q4_0-gguf", "-it-qat-w4a16-ct", "-it-qat-mobile-transformers", "-it-qat-mobile-ct")
+# Of a class that another size stands for: it is fetched, exported and opened, and its rows are not compared again.
+SAME_CLASS = {"E4B"}
 # Irregular, as published.
 GGUF_NAMES = {"E2B": "gemma-4-E2B_q4_0-it.gguf", "12B": "gemma-4-12b-it-qat-q4_0.gguf", "26B-A4B": "gemma-4-26B_q4_0-it.gguf"}
 PUBLISHED = [
     (size, suffix)
     for size in SIZES
-    for suffix in (*([""] if os.environ.get("EDGE_MTP_NAMES_TABLE") else []), "-it", *QAT)
+    for suffix in (*([""] if TABLE else []), "-it", *QAT)
     if not ("mobile" in suffix and size not in ("E2B", "E4B")) and not ("w4a16" in suffix and size == "26B-A4B")
 ]
 
@@ -104,6 +107,7 @@ def with_gguf(source: Path, size: str) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_drafts")
 @pytest.mark.parametrize(("size", "suffix"), PUBLISHED)
 def test_a_published_name_becomes_a_bundle(size: str, suffix: str, published: Callable[[str, str], Published], tmp_path: Path) -> None:
     names = published(size, suffix)
@@ -115,6 +119,7 @@ def test_a_published_name_becomes_a_bundle(size: str, suffix: str, published: Ca
         gguf=has_gguf,
         onnx=OnnxRequest() if has_onnx else None,
         context=512,
+        verify=size not in SAME_CLASS or bool(TABLE),
     )
     bundle = export_pair(request)
     row = {"name": names.target, "exact": "", "kl": "", "onnx_kl": ""}
@@ -130,8 +135,8 @@ def test_a_published_name_becomes_a_bundle(size: str, suffix: str, published: Ca
     for backend in (["llama"] if has_gguf else []) + (["onnx"] if has_onnx else []):
         row[backend] = equal_drafts(bundle, backend)
         assert "equal" in row[backend]
-    if path := os.environ.get("EDGE_MTP_NAMES_TABLE"):
-        with Path(path).open("a", encoding="utf-8") as file:
+    if TABLE:
+        with Path(TABLE).open("a", encoding="utf-8") as file:
             file.write(f"{row}\n")
 
 

@@ -24,6 +24,7 @@ from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from random_pairs import FAMILIES, WIDE_HEADS, Scales, write_random_pair
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_drafts")]
 FIRST, END = (int(part) for part in os.environ.get("EDGE_MTP_RANDOM_PAIRS", "0:5").split(":"))
 # Rounding to f16 chooses another expert: in one row, so that logits move by 1.4; in an early row, so that mean KL is 0.007 and 71% of the
 # drafts are equal; where drafts begin (92%); in rows of which 92% keep their greedy token. As many K/V heads in full layers as in others.
@@ -32,19 +33,16 @@ SINGULAR = (1223, 1013, 1018, 2068, 2044)
 CONVERTER_FAULTS = ("Gemma4UnifiedForCausalLM is not supported", "'expert_intermediate_size'", "assert head_dim_full is not None")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(FIRST, END), *SINGULAR])
 def test_a_random_pair_equals_both_oracles(seed: int, tmp_path: Path) -> None:
     _check_pair(write_random_pair(seed, tmp_path)[1:], tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(len(FAMILIES)))
 def test_heads_of_the_published_sizes_equal_both_oracles(seed: int, tmp_path: Path) -> None:
     _check_pair(write_random_pair(seed, tmp_path, both=WIDE_HEADS)[1:], tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [5, 9])
 def test_a_target_without_a_cap_is_not_capped(seed: int, tmp_path: Path) -> None:
     """Where its key is missing llama.cpp caps logits at 30, which moves a logit of 9 by 0.3."""
