@@ -105,6 +105,9 @@ class Backend(Protocol):
     def refusal(self, option: str, value: object, /) -> str | None:
         """A sentence about an option that it does not have, where there is more to say than that."""
 
+    def missing_device(self, name: str, /) -> str | None:
+        """A sentence about a device beside the CPU that it does not compute on here, with those there are; None if it does."""
+
     def describe(self) -> dict[str, Any]:
         """Returns the `version` and features of its library, which it loads: on a wrong processor that may end the process.
 

@@ -75,9 +75,10 @@ def usable_backends(bundle: Bundle, requested: BackendKind | None) -> list[Backe
 def fitting_backends(request: OpenRequest, requested: BackendKind | None) -> list[BackendKind]:
     """Returns the usable backends that have all options of a request. Raises as `usable_backends` and `check_options` do."""
     usable = usable_backends(request.bundle, requested)
-    fitting = [kind for kind in usable if _refusal(kind, request) is None]
+    refusals = {kind: _refusal(kind, request) for kind in usable}
+    fitting = [kind for kind, refusal in refusals.items() if refusal is None]
     if not fitting:
-        check_options(usable[0], request)
+        raise RequestError("; ".join(dict.fromkeys(filter(None, refusals.values()))) if request.device else refusals[usable[0]])
     return fitting
 
 
@@ -95,7 +96,8 @@ def _refusal(kind: BackendKind, request: OpenRequest) -> str | None:
     for option, value in request.special_options().items():
         if option not in backend.options:
             return backend.refusal(option, value) or f"{title} has no {option}, which is {value}; leave it out, or {_others_with(option)}"
-    return None
+    device = request.special_options().get("device")
+    return None if device is None else backend.missing_device(str(device))
 
 
 def has_options(kind: BackendKind, options: Sequence[str], *, sequences: int = 1) -> bool:

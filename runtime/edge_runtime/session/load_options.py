@@ -55,8 +55,8 @@ class LoadOptions:
         measure: Whether threads, costs of drafts and the faster backend are measured before the first request where no measurement is
             kept, in seconds. Otherwise costs are computed from sizes, and the rounds of requests replace them.
         backend: llama or onnx; None takes the one that was measured to be faster on this machine, else that is by the files' sizes.
-        device: Where the graphs run: "cpu", "gpu", "npu", a device's own name such as "openvino:NPU", or that of an execution provider of
-            ONNX Runtime (onnx). Names: `edge-run doctor`.
+        device: Where the model runs: "cpu", "gpu", "npu", or a device's own name such as "vulkan0", "openvino:NPU", which `edge-run doctor`
+            lists, or that of an execution provider of ONNX Runtime.
         keep_packed: Whether packed weights are kept on disk for the next start (onnx).
         draft_store: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
         prompt_cache: Folder in which the K/V rows of prompts are kept, for you alone, and found again; made if it is missing. None keeps
@@ -119,7 +119,7 @@ class LoadOptions:
     device: str | None = option(
         metavar="NAME",
         panel="Backend",
-        help="Where a model runs: cpu, gpu, npu, or a name that edge-run doctor lists (ONNX).  [default: cpu]",
+        help="Where a model runs: cpu, gpu, npu, or a name that edge-run doctor lists.  [default: cpu]",
     )
     keep_packed: bool = option(
         default=False,

@@ -178,7 +178,7 @@ class _PairLoader:
         def measure(*_: object) -> DeviceCheck:
             nonlocal opened
             opened.together.close()  # both may not fit into the memory
-            cpu = backend.open(on_cpu)
+            cpu = backend.open(replace(on_cpu, drafter=opened.drafter_kind))
             reference = answers(cpu.together.targets[0], cpu.drafters[0], rows)
             cpu.together.close()
             opened = backend.open(replace(request, notify=lambda _: None))

@@ -333,7 +333,6 @@ def test_several_sequences_share_forwards_where_there_may_be_several(case: Case)
 
 
 REFUSALS = {
-    ("llama", "device"): "llama.cpp computes on the CPU here, not on 'gpu'; leave --device out, or use the onnx backend",
     ("llama", "keep_packed"): "are onnxruntime's; ask for them with the onnx backend",
     ("onnx", "kv_type"): r"is fixed at export \(--onnx-kv\) and cannot be q8_0; leave kv_type out",
     ("onnx", "memory_limit"): "is not for ONNX graphs; leave it out, or use the llama backend",
@@ -343,9 +342,9 @@ REFUSALS = {
 
 def test_options_of_other_backends_are_refused_in_one_sentence(case: Case) -> None:
     candidates = load_settings(open_bundle(case.bundle), config=SpeculativeConfig(drafter=DrafterConfig(max_candidates=64)))
-    asked = {"kv_type": "q8_0", "memory_limit": 1 << 40, "device": "gpu", "keep_packed": True, "settings": candidates}
-    options = case.request(**asked).special_options()
-    assert set(options) == {"max_candidates" if name == "settings" else name for name in asked}
+    asked = {"kv_type": "q8_0", "memory_limit": 1 << 40, "keep_packed": True, "settings": candidates}
+    options = case.request(**asked, device="gpu").special_options()
+    assert set(options) == {"device", *("max_candidates" if name == "settings" else name for name in asked)}
     for name, value in asked.items():
         option = "max_candidates" if name == "settings" else name
         request = case.request(**{name: value})
@@ -354,6 +353,11 @@ def test_options_of_other_backends_are_refused_in_one_sentence(case: Case) -> No
         else:
             with pytest.raises(RequestError, match=REFUSALS[case.kind, option]):
                 check_options(case.kind, request)
+
+
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(case: Case) -> None:
+    with pytest.raises(RequestError, match=r"there is no device 'abacus' that .* computes on here; there are cpu"):
+        check_options(case.kind, case.request(device="abacus"))
 
 
 def test_a_closed_pair_is_of_no_more_use(case: Case) -> None:

@@ -31,6 +31,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 LLAMA = {"version": "0.3.36", "system_info": "CPU : AVX2 = 1 | AMX_INT8 = 0 | REPACK = 1 | ", "probes": []} | {
     "row_kernels": "avx2",
     "stock_reason": None,
+    "devices": [],
 }
 CPU = {"name": "cpu", "kind": "cpu", "hardware": "", "driver": "", "software": False}
 GPU = {"name": "webgpu", "kind": "gpu", "hardware": "Radeon", "driver": "onnxruntime-ep-webgpu 0.4.0; amdgpu 6.12", "software": False}

@@ -193,6 +193,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[type[Faul
     def install(fault: type[Faulty]) -> FakeDevices:
         devices = FakeDevices(fault)
         monkeypatch.setattr(onnx_backend.OrtBackend, "open", lambda backend, request: devices.open(backend, request))
+        monkeypatch.setattr(onnx_backend.OrtBackend, "missing_device", lambda *_: None)
         return devices
 
     return install

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels.ggml import failure_check
+from edge_runtime.backends.llama.devices import CPU, offloaded_to
 from edge_runtime.backends.llama.loader import LlamaLibrary, llama_library
 from edge_runtime.bundle.gguf_gemma4 import check_model
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
@@ -44,7 +45,8 @@ class LlamaOptions:
     llama.cpp repack weights for the CPU; `draft` keeps the target's hidden rows, which only a drafter needs; `max_draft_length` limits a
     draft, and a verify to one row more; `max_candidates` limits the tokens that the split drafter's head computes, None keeps the number
     in the head file; `kv_type` is the type of the K/V rows;
-    `bidirectional` says that the rows of an image attend to each other in both directions, so that `batch` must hold them all.
+    `bidirectional` says that the rows of an image attend to each other in both directions, so that `batch` must hold them all; `device`
+    computes the last `device_layers` of a model, -1 for all, and keeps their K/V rows.
     """
 
     context: int
@@ -57,6 +59,8 @@ class LlamaOptions:
     max_candidates: int | None = None
     kv_type: KvType = DEFAULT_KV_TYPE
     bidirectional: bool = False
+    device: str = CPU
+    device_layers: int = -1
 
     def __post_init__(self) -> None:
         if self.context < 1:
@@ -159,6 +163,10 @@ def load_model(library: LlamaLibrary, path: Path, options: LlamaOptions) -> Any:
     """Returns the model's pointer. Raises BackendError, with llama.cpp's reason, if the file, which was checked before, does not load."""
     params = library.api.llama_model_default_params()
     params.use_extra_bufts = options.use_extra_bufts
+    # Without a list llama.cpp takes all devices of the build.
+    handles = offloaded_to(options.device)
+    params.devices = ctypes.addressof(handles)
+    params.n_gpu_layers = 0 if options.device == CPU else options.device_layers
     library.log.clear()
     model = library.api.llama_model_load_from_file(str(path).encode(), params)
     if not model:

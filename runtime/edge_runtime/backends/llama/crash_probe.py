@@ -21,6 +21,8 @@ from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.facts import cpu_identity, usable_processors
 from edge_devices.machine.load import LoadWatch
 from edge_devices.waiting import Report, Waiting, silent_wait
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.devices import CPU
 from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
 from edge_runtime.bundle.gguf_gemma4 import check_gguf
 from edge_runtime.bundle.gguf_types import TENSOR_TYPES
@@ -112,6 +114,53 @@ def probe_load_options(
     return answer
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeviceTrial:
+    """That a child process decoded on a device."""
+
+    device: str
+
+
+DEVICE_TRIALS = MeasuredValue(
+    kind="device trial",
+    value_class=DeviceTrial,
+    doing="trying the device in a child process",
+    times=1,
+    disturbed_by_load=lambda _: False,
+)
+
+
+def try_device(
+    target_path: Path,
+    drafter_path: Path | None,
+    options: LlamaOptions,
+    *,
+    driver: str,
+    notify: Callable[[str], None],
+    waiting: Waiting = silent_wait,
+    child_command: Sequence[str] = CHILD_COMMAND,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> None:
+    """Returns if a child process decoded on the device of the options; kept for this driver, and for files of these types.
+
+    Raises BackendError if it died, or with its sentence: a driver's crash would end this process.
+    """
+    files = [path for path in (target_path, drafter_path) if path is not None]
+    command = [*child_command, "--target", str(target_path.resolve()), "--device", options.device]
+    command += ["--layers", str(options.device_layers)]
+    if drafter_path is not None:
+        command += ["--drafter", str(drafter_path.resolve())]
+
+    def measure(_: Report, __: object) -> DeviceTrial:
+        death, _late = _run(command, timeout_seconds)
+        if death is not None:
+            raise BackendError(f"llama.cpp does not work on {options.device}: its child process {death}; leave --device out")
+        return DeviceTrial(device=options.device)
+
+    key = machine_key([*map(weight_types, files), options.device, str(options.device_layers), driver])
+    DEVICE_TRIALS.known_or_measured(key, measure, notify, waiting=waiting)
+
+
 def weight_types(path: Path) -> str:
     """Returns the names of the types of a GGUF file's weights. Raises BackendError if its header is not sound."""
     types = {TENSOR_TYPES[info.type].name for info in check_gguf(path).tensors}
@@ -149,12 +198,18 @@ def workaround(version: str) -> str:
     return f'build llama-cpp-python without the CPU extensions that crash here: CMAKE_ARGS="{flags}" {build}'
 
 
-def decode_few_rows(target_path: Path, drafter_path: Path | None, use_extra_bufts: bool) -> None:
+def decode_few_rows(target_path: Path, drafter_path: Path | None, *, use_extra_bufts: bool, device: str = CPU, layers: int = -1) -> None:
     """Runs in the child: loads the files, decodes one row, then eight, then one draft step. Raises BackendError or dies."""
-    from edge_runtime.backends.llama.context import LlamaOptions
     from edge_runtime.backends.llama.pair import open_pair
 
-    options = LlamaOptions(context=_CONTEXT, threads=min(4, usable_processors()), batch=64, use_extra_bufts=use_extra_bufts)
+    options = LlamaOptions(
+        context=_CONTEXT,
+        threads=min(4, usable_processors()),
+        batch=64,
+        use_extra_bufts=use_extra_bufts,
+        device=device,
+        device_layers=layers,
+    )
     target, drafter = open_pair(target_path, drafter_path, options)
     with target:
         first = max(target.vocabulary.bos, 0)
@@ -168,10 +223,12 @@ def decode_few_rows(target_path: Path, drafter_path: Path | None, use_extra_buft
 @click.option("--target", "target_path", required=True, type=click.Path(path_type=Path))
 @click.option("--drafter", "drafter_path", type=click.Path(path_type=Path))
 @click.option("--no-extra-bufts", is_flag=True, help="Load without weight repacking.")
-def main(target_path: Path, drafter_path: Path | None, no_extra_bufts: bool) -> None:
+@click.option("--device", default=CPU, help="Where the layers run.")
+@click.option("--layers", default=-1, help="How many of them, -1 for all.")
+def main(target_path: Path, drafter_path: Path | None, no_extra_bufts: bool, device: str, layers: int) -> None:
     """Decodes a few rows and prints {"alive": true}, or {"error": "..."} with exit code 1."""
     try:
-        decode_few_rows(target_path, drafter_path, not no_extra_bufts)
+        decode_few_rows(target_path, drafter_path, use_extra_bufts=not no_extra_bufts, device=device, layers=layers)
     except EdgeRuntimeError as error:
         click.echo(json.dumps({"error": str(error)}))
         raise SystemExit(1) from error

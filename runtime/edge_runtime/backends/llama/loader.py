@@ -110,7 +110,7 @@ def llama_library() -> LlamaLibrary:
     except (ImportError, AttributeError) as error:
         raise BackendError(f"llama-cpp-python {version} has no MTP interface ({error}); run: {INSTALL}") from error
     check_symbols(staging, version)
-    log, base = LogRing(), _beside(api, "ggml-base")
+    log, base = LogRing(), opened_beside(api, "ggml-base")
     callback = _route_log(api, log)
     _route_aborts(api._lib, base)
     end_on_lost_files()
@@ -213,7 +213,7 @@ def system_info() -> str:
     return text.decode("utf-8", "replace").strip()
 
 
-def _beside(api: Any, name: str) -> Any:
+def opened_beside(api: Any, name: str) -> Any:
     """Opens a library of ggml that lies beside libllama and was loaded with it."""
     try:
         return api.load_shared_library(name, api._base_path)

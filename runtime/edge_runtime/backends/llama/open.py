@@ -6,51 +6,62 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
-from edge_runtime.backends.interface import OpenedPair, OpenRequest, kernel_finding, lazy_encoder
+from edge_devices.machine.memory import address_space_left, available_memory_bytes, byte_text, share_one_arena
+from edge_runtime.backends.interface import Accelerator, OpenedPair, OpenRequest, kernel_finding, lazy_encoder
 from edge_runtime.backends.kernels.loader import build_hash
 from edge_runtime.backends.llama.context import MAX_SEQUENCES, LlamaOptions
-from edge_runtime.backends.llama.crash_probe import cached_probes, probe_load_options, workaround
+from edge_runtime.backends.llama.crash_probe import cached_probes, probe_load_options, try_device, workaround
+from edge_runtime.backends.llama.devices import CPU, LlamaDevice, device_named, devices, layers_that_fit
 from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
 from edge_runtime.backends.llama.memory_trial import try_in_child
 from edge_runtime.backends.llama.pair import LlamaSequenceBatch, drafter_opened, open_with_drafter
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, check_kv_type
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.drafting.drafter_kinds import is_model
-from edge_runtime.errors import BackendError
+from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.media.image import check_budget
 from edge_runtime.planning.memory import BATCH, EncoderMemory, MemoryRequest, MemoryRoom, check_memory_without_copies, memory_plan
 
 
 class LlamaBackend:
-    """llama.cpp on the processor. Implements `interface.Backend`."""
+    """llama.cpp on the processor, and on the devices of its build. Implements `interface.Backend`."""
 
-    options = frozenset({"kv_type", "memory_limit", "max_candidates"})
+    options = frozenset({"kv_type", "memory_limit", "max_candidates", "device"})
     max_sequences = MAX_SEQUENCES
 
-    def refusal(self, option: str, value: object) -> str | None:
-        if option == "device":
-            return f"llama.cpp computes on the CPU here, not on {value!r}; leave --device out, or use the onnx backend"
+    def missing_device(self, name: str) -> str | None:
+        try:
+            device_named(name)
+        except RequestError as error:
+            return str(error)
+        return None
+
+    def refusal(self, option: str, value: object) -> str | None:  # noqa: ARG002
         return "packed weights are onnxruntime's; ask for them with the onnx backend" if option == "keep_packed" else None
 
     def open(self, request: OpenRequest) -> OpenedPair:
         bundle, manifest = request.bundle, request.bundle.manifest
         probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if is_model(request.drafter) else [])]
         quantizations = [file.quantization or "unknown" for file in probed]
-        plan, room_for_copies = _checked_memory(request)
+        device = None if request.device in (None, CPU) else device_named(request.device)
+        plan, room_for_copies = _checked_memory(request, device)
         paths = [bundle.folder / file.path for file in probed]
+        options = _options(request, plan, device)
         if (left := address_space_left()) is not None:
-            repack = _repacks_in_trial(request, plan, left, room_for_copies)
+            repack = _repacks_in_trial(request, options, left, room_for_copies)
         else:
             drafter_path = paths[1] if paths[1:] else None
             hashes = [file.sha256 for file in probed]
             probe = probe_load_options(paths[0], drafter_path, quantizations, hashes=hashes, notify=request.notify, waiting=request.waiting)
             repack = probe.use_extra_bufts and room_for_copies
-        options = _options(request, plan, repack=repack)
+            if device is not None:
+                try_device(paths[0], drafter_path, options, driver=_identity(device), notify=request.notify, waiting=request.waiting)
+        options = replace(options, use_extra_bufts=repack)
         target, drafter, kind = open_with_drafter(bundle, options, request.drafter)
         together = LlamaSequenceBatch(target, drafter)
         kernels = llama_library().row_kernels
-        facts = (options.kv_type, kind, repack, kernels, library_version(), system_info(), *quantizations)
+        on_device = () if device is None else (device.name, options.device_layers, _identity(device))
+        facts = (options.kv_type, kind, repack, kernels, library_version(), system_info(), *quantizations, *on_device)
         planned = memory_plan(manifest, replace(plan, repack=room_for_copies)).total
         room = EncoderMemory(manifest, available_memory_bytes, one_file=True, limit=request.memory_limit, beside=planned)
         return OpenedPair(
@@ -60,15 +71,16 @@ class LlamaBackend:
             vocabulary=target.vocabulary,
             speed_facts=facts,
             answer_facts=(request.sequences, *facts),
-            row_kernel_facts=(repack, kernels, build_hash(), library_version(), system_info()),
+            row_kernel_facts=(repack, kernels, build_hash(), library_version(), system_info(), *on_device),
             exported_parity=manifest.parity,
-            row_kernels=kernels if repack else None,
+            row_kernels=kernels if repack and device is None else None,
+            accelerator=None if device is None else Accelerator(name=device.name, driver=_identity(device)),
             encoder=lazy_encoder(bundle, "gguf", lambda: together.open_encoder(bundle.path(MEDIA_ENCODER, "gguf")), room),
-            set_threads=together.set_threads,
+            set_threads=together.set_threads if device is None else None,
         )
 
     def describe(self) -> dict[str, Any]:
-        """Beside what all have: `system_info`, `probes` (`quantizations`, `use_extra_bufts`), `stock_reason`."""
+        """Beside what all have: `system_info`, `probes` (`quantizations`, `use_extra_bufts`), `stock_reason`; `devices` beside the CPU."""
         library = llama_library()
         return {
             "version": library_version(),
@@ -76,6 +88,7 @@ class LlamaBackend:
             "probes": [asdict(probe) for probe in cached_probes()],
             "row_kernels": library.row_kernels,
             "stock_reason": library.stock_reason,
+            "devices": [{name: getattr(each, name) for name in ("name", "kind", "hardware", "driver")} for each in devices()],
         }
 
     def findings(self, description: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -85,6 +98,10 @@ class LlamaBackend:
             ("llama.cpp", "ok", build),
             ("", "", "; ".join(_tested(description["probes"])) or untested),
             kernel_finding(description["row_kernels"], f"llama.cpp's own kernels multiply: {description['stock_reason']}"),
+            *(
+                (f"device {each['name']}", "ok", f"{each['kind'].upper()}: {each['hardware'] or 'unnamed'} ({each['driver']})")
+                for each in description["devices"]
+            ),
         ]
 
     def remedy(self, version: str) -> str | None:
@@ -108,7 +125,11 @@ def _tested(probes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"tested with {', '.join(pairs)}: {kernels}"
 
 
-def _checked_memory(request: OpenRequest) -> tuple[MemoryRequest, bool]:
+def _identity(device: LlamaDevice) -> str:
+    return f"{device.hardware}; {device.driver}"
+
+
+def _checked_memory(request: OpenRequest, device: LlamaDevice | None) -> tuple[MemoryRequest, bool]:
     """Returns what takes memory, with repacked weights, and whether there is room for these. Raises RequestError if it does not fit.
 
     Repacked weights are counted, because what decides on repacking runs later.
@@ -124,21 +145,21 @@ def _checked_memory(request: OpenRequest) -> tuple[MemoryRequest, bool]:
         sequences=request.sequences,
         batch=max(BATCH, request.image_rows) if media is not None and media.bidirectional else BATCH,
         verify_rows=settings.longest_draft + 1,
-        drafter=drafter_opened(request.bundle, request.drafter),
-        repack=True,
+        drafter=drafter_opened(request.bundle, request.drafter, CPU if device is None else device.name),
+        repack=device is None,
     )
     room = MemoryRoom(limit=limit, available=available_memory_bytes() if limit is None else None, address_space=address_space_left())
     return plan, check_memory_without_copies(request.bundle.manifest, plan, room, request.notify)
 
 
-def _repacks_in_trial(request: OpenRequest, plan: MemoryRequest, left: int, room_for_copies: bool) -> bool:
+def _repacks_in_trial(request: OpenRequest, options: LlamaOptions, left: int, room_for_copies: bool) -> bool:
     """Returns whether the bundle runs with repacked weights in as much address space; a crash probe could not say why its child died.
 
     Raises BackendError if it does not run without them either.
     """
     for repack in (True, False) if room_for_copies else (False,):
         try:
-            try_in_child(request.bundle.folder, _options(request, plan, repack=repack), request.drafter, left)
+            try_in_child(request.bundle.folder, replace(options, use_extra_bufts=repack), request.drafter, left)
         except BackendError:
             if not repack:
                 raise
@@ -148,12 +169,11 @@ def _repacks_in_trial(request: OpenRequest, plan: MemoryRequest, left: int, room
     raise AssertionError("a trial without copies returns or raises")
 
 
-def _options(request: OpenRequest, plan: MemoryRequest, *, repack: bool) -> LlamaOptions:
+def _options(request: OpenRequest, plan: MemoryRequest, device: LlamaDevice | None) -> LlamaOptions:
     media = request.bundle.manifest.media
     return LlamaOptions(
         context=plan.context,
         threads=request.threads,
-        use_extra_bufts=repack,
         draft=is_model(request.drafter),
         max_draft_length=request.settings.longest_draft,
         max_candidates=request.settings.max_candidates,
@@ -161,4 +181,29 @@ def _options(request: OpenRequest, plan: MemoryRequest, *, repack: bool) -> Llam
         kv_type=plan.kv_type,
         batch=plan.batch,
         bidirectional=media is not None and media.bidirectional,
+        device=CPU if device is None else device.name,
+        device_layers=-1 if device is None else _layers_on(device, request, plan),
     )
+
+
+def _layers_on(device: LlamaDevice, request: OpenRequest, plan: MemoryRequest) -> int:
+    """Returns how many layers fit into the device's free memory beside all that the drafter and forwards take. RequestError if none does.
+
+    Says how many where they are not all.
+    """
+    planned, bundle = memory_plan(request.bundle.manifest, plan), request.bundle
+    target = bundle.file("target", "gguf").bytes
+    layers = bundle.manifest.architecture.layers
+    beside = planned.weights - target + planned.cache + planned.buffers
+    free = device.free_bytes()
+    fitting = layers_that_fit(free, target, beside, layers)
+    if free is not None and fitting == 0:
+        raise RequestError(
+            f"{device.name} has {byte_text(free)} of free memory, too few for a layer beside K/V rows and activations of"
+            f" {byte_text(beside)}; ask for a smaller context, or leave --device out"
+        )
+    if free is not None and fitting > 0:
+        request.notify(
+            f"{fitting} of {layers} layers run on {device.name}, which has {byte_text(free)} of free memory; the others run on the CPU."
+        )
+    return fitting

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.devices import CPU
 from edge_runtime.backends.llama.drafter import LlamaDrafter
 from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter, kernels_draft
 from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
@@ -130,6 +131,10 @@ def open_model_drafter(
     if requested == "split" and not bundle.has(_HEAD):
         raise BundleError(f"{bundle.folder} has no split drafter: only checkpoints with ordered embeddings give one; choose dense")
     path, target_path = bundle.path("drafter", "gguf"), bundle.path("target", "gguf")
+    if options.device != CPU:
+        if requested == "split":
+            raise BackendError(f"the split drafter reads K/V rows in the processor's memory, not those on {options.device}; choose dense")
+        return LlamaDrafter(path, target, options), "dense"
     kind: DrafterKind = requested or ("split" if bundle.has(_HEAD) else "dense")
     try:
         return LlamaKernelDrafter(path, bundle.path(_HEAD) if kind == "split" else None, target, target_path), kind
@@ -144,6 +149,6 @@ def open_model_drafter(
     return LlamaDrafter(path, target, options), "dense"
 
 
-def drafter_opened(bundle: Bundle, requested: DrafterKind | None) -> DrafterKind:
-    """Returns the requested kind, else split where the bundle has it and the row kernels run, which compute it."""
-    return requested or ("split" if bundle.has(_HEAD) and kernels_draft() else "dense")
+def drafter_opened(bundle: Bundle, requested: DrafterKind | None, device: str = CPU) -> DrafterKind:
+    """Returns the requested kind, else split where the bundle has it and the row kernels run, which compute it on the CPU."""
+    return requested or ("split" if device == CPU and bundle.has(_HEAD) and kernels_draft() else "dense")

@@ -46,7 +46,7 @@ from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
 from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES, Node, OnnxGraph, Tensor, read_graph
 from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.text_memory import LookupDrafter
-from edge_runtime.errors import BundleError
+from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Drafter
 from edge_runtime.planning.memory import EncoderMemory
 
@@ -62,6 +62,13 @@ class OrtBackend:
 
     options = frozenset({"device", "keep_packed"})
     max_sequences = 1
+
+    def missing_device(self, name: str) -> str | None:
+        try:
+            device_named(name)
+        except RequestError as error:
+            return str(error)
+        return None
 
     def refusal(self, option: str, value: object) -> str | None:
         if option == "kv_type":

@@ -1,0 +1,101 @@
+"""llama.cpp's devices: the CPU unless another is asked for, whatever the build has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+
+import remote_gpu
+from edge_runtime.backends.llama import devices as llama_devices
+from edge_runtime.backends.llama.devices import LlamaDevice, device_named, layers_that_fit, offloaded_to
+from edge_runtime.errors import RequestError
+
+_SESSION = """
+import json, sys
+import edge_runtime
+from edge_runtime.backends.llama.loader import llama_library
+results, sentences, log = [], [], []
+llama_library().log.add = lambda _, text: log.append(text)
+for device in sys.argv[2:]:
+    options = dict(backend="llama", context=256, threads=1, measure=False, check="none", notify=sentences.append)
+    with edge_runtime.open_session(sys.argv[1], device=device, **options) as session:
+        generations = [session.generate("def area(r):", max_tokens=24, draft_length=length) for length in (0, 3)]
+        texts, accepted = [each.text() for each in generations], generations[-1].stats.accepted
+        facts = {"device": session.device, "drafter": session.drafter_kind, "texts": texts, "accepted": accepted}
+    results.append(facts | {"buffers": [line for line in log if "buffer size" in line]})
+    log.clear()
+print(json.dumps({"results": results, "sentences": sentences}))
+"""
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[dict[str, str]]:
+    if missing := remote_gpu.lacking():
+        pytest.skip(missing)
+    with remote_gpu.remote_gpu() as environment:
+        yield environment
+
+
+def run(script: str, *arguments: str, environment: dict[str, str], cache: Path) -> Any:
+    paths = os.pathsep.join(filter(None, sys.path))
+    full = os.environ | environment | {"PYTHONPATH": paths, "EDGE_MTP_CACHE": str(cache)}
+    result = subprocess.run([sys.executable, "-c", script, *arguments], env=full, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_layers_run_on_the_gpu_only_if_it_is_asked_for(gpu: dict[str, str], quantized_pair: Path, tmp_path: Path) -> None:
+    answer = run(_SESSION, str(quantized_pair), "cpu", "gpu", environment=gpu, cache=tmp_path)
+    cpu, other = answer["results"]
+    assert (cpu["device"], other["device"]) == ("cpu", "rpc0")
+    assert not any("RPC" in line for line in cpu["buffers"])
+    assert any("RPC" in line and "model" in line for line in other["buffers"])
+    assert any("RPC" in line and "KV" in line for line in other["buffers"])
+    assert other["drafter"] == "dense"
+    assert other["texts"][0] == other["texts"][1] == cpu["texts"][0]
+    assert other["accepted"] > 0
+    assert any("rpc0 computes what the CPU does" in sentence for sentence in answer["sentences"])
+
+
+def test_a_plug_in_that_is_none_and_a_device_that_is_not_there_are_named(tmp_path: Path, quantized_pair: Path) -> None:
+    script = """
+import json, sys
+import edge_runtime
+try:
+    edge_runtime.open_session(sys.argv[1], backend="llama", device=sys.argv[2])
+except edge_runtime.EdgeRuntimeError as error:
+    print(json.dumps(str(error)))
+"""
+    none = tmp_path / "libggml-none.so"
+    message = run(script, str(quantized_pair), "gpu", environment={"GGML_BACKEND_PATH": str(none)}, cache=tmp_path)
+    assert message.startswith(f"{none}, which $GGML_BACKEND_PATH names, is no backend of this llama.cpp")
+    message = run(script, str(quantized_pair), "vulkan0", environment={}, cache=tmp_path)
+    assert message == "there is no device 'vulkan0' that llama.cpp computes on here; there are cpu"
+
+
+def device(**changes: Any) -> LlamaDevice:
+    return LlamaDevice(**{"name": "vulkan0", "kind": "gpu", "hardware": "a board", "driver": "1", "handle": 7, **changes})
+
+
+def test_devices_are_found_by_name_or_kind_and_the_cpu_is_an_empty_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = (device(), device(name="vulkan1", handle=8), device(name="htp0", kind="npu", handle=9))
+    monkeypatch.setattr(llama_devices, "devices", lambda: there)
+    assert [device_named(name).handle for name in ("gpu", "Vulkan1", "npu")] == [7, 8, 9]
+    assert list(offloaded_to("cpu")) == [None]
+    assert list(offloaded_to("vulkan1")) == [8, None]
+    with pytest.raises(RequestError, match=r"there are cpu, vulkan0, vulkan1, htp0$"):
+        device_named("metal")
+
+
+@pytest.mark.parametrize(("free", "layers"), [(None, -1), (1300, -1), (1299, 19), (800, 10), (300, 0), (100, 0)])
+def test_as_many_layers_as_fit_beside_what_forwards_take(free: int | None, layers: int) -> None:
+    assert layers_that_fit(free, weights=1000, beside=300, layers=20) == layers
