@@ -105,6 +105,9 @@ class Backend(Protocol):
     def refusal(self, option: str, value: object, /) -> str | None:
         """A sentence about an option that it does not have, where there is more to say than that."""
 
+    def accelerators(self) -> dict[str, str]:
+        """Returns the names of the devices beside the CPU, those by software left out, and in one line what their results depend on."""
+
     def missing_device(self, name: str, /) -> str | None:
         """A sentence about a device beside the CPU that it does not compute on here, with those there are; None if it does."""
 

@@ -20,6 +20,10 @@ from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
 
 BackendKind = str
+# A backend, or a backend and a device of its own, "onnx webgpu": where a bundle can run.
+Place = str
+# As the name of a device: the fastest there is.
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,22 @@ CARDS: dict[BackendKind, BackendCard] = {
     "onnx": BackendCard(title="ONNX Runtime", format="onnx", library="onnxruntime", package="onnxruntime"),
 }
 BACKENDS = tuple(CARDS)
+
+
+def backend_of(place: Place) -> BackendKind:
+    """Returns the backend of a place."""
+    return place.partition(" ")[0]
+
+
+def device_of(place: Place) -> str | None:
+    """Returns the device of a place; None is the CPU."""
+    return place.partition(" ")[2] or None
+
+
+def title(place: Place) -> str:
+    """Returns a place's name for people: "ONNX Runtime", "ONNX Runtime on webgpu"."""
+    device = device_of(place)
+    return CARDS[backend_of(place)].title + (f" on {device}" if device else "")
 
 
 def load_backend(kind: BackendKind) -> Backend:
@@ -89,13 +109,13 @@ def check_options(kind: BackendKind, request: OpenRequest) -> None:
 
 
 def _refusal(kind: BackendKind, request: OpenRequest) -> str | None:
-    backend, title = load_backend(kind), CARDS[kind].title
+    backend, name = load_backend(kind), title(kind)
     if request.sequences > backend.max_sequences:
         count, limit = request.sequences, backend.max_sequences
-        return f"{count} sessions at once are more than the {limit} that {title} runs; ask for fewer, or for another backend"
+        return f"{count} sessions at once are more than the {limit} that {name} runs; ask for fewer, or for another backend"
     for option, value in request.special_options().items():
         if option not in backend.options:
-            return backend.refusal(option, value) or f"{title} has no {option}, which is {value}; leave it out, or {_others_with(option)}"
+            return backend.refusal(option, value) or f"{name} has no {option}, which is {value}; leave it out, or {_others_with(option)}"
     device = request.special_options().get("device")
     return None if device is None else backend.missing_device(str(device))
 
@@ -112,28 +132,33 @@ def _others_with(option: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendRates:
-    """Tokens per second, or per joule, to be expected of each backend with the policy's best rounds. `bundle` is its folder's name."""
+    """Tokens per second, or per joule, to be expected of each backend, or of each device, with the policy's best rounds.
+
+    `bundle` is its folder's name.
+    """
 
     bundle: str
-    rates: Mapping[BackendKind, float]
+    rates: Mapping[Place, float]
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be rates of backends."""
-        if not self.rates or not set(self.rates) <= set(BACKENDS) or not all(rate > 0 for rate in self.rates.values()):
+        if (
+            not self.rates
+            or not {backend_of(place) for place in self.rates} <= set(BACKENDS)
+            or not all(rate > 0 for rate in self.rates.values())
+        ):
             raise ValueError(f"{self.rates!r} are not rates of backends")
 
     @property
-    def fastest(self) -> BackendKind:
-        """The backend of the highest rate."""
+    def fastest(self) -> Place:
+        """The backend, or its device, of the highest rate."""
         return max(self.rates, key=self.rates.__getitem__)
 
     def sentence(self) -> str:
         """What was found, for people."""
         best = self.fastest
-        others = [
-            f"{self.rates[best] / rate:.2f} times the speed of {CARDS[kind].title}" for kind, rate in self.rates.items() if kind != best
-        ]
-        return f"{CARDS[best].title}, {', '.join(others)}" if others else f"{CARDS[best].title}, the only one that opens it"
+        others = [f"{self.rates[best] / rate:.2f} times the speed of {title(place)}" for place, rate in self.rates.items() if place != best]
+        return f"{title(best)}, {', '.join(others)}" if others else f"{title(best)}, the only one that opens it"
 
 
 _RATES = MeasuredValue(kind="backends", value_class=BackendRates, doing="measuring which backend is faster", times=1)
@@ -142,37 +167,39 @@ _RATES = MeasuredValue(kind="backends", value_class=BackendRates, doing="measuri
 def measured_rates(
     bundle: str,
     facts: Sequence[object],
-    kinds: Sequence[BackendKind],
-    rate_of: Callable[[BackendKind], float],
+    places: Sequence[Place],
+    rate_of: Callable[[Place], float],
     notify: Callable[[str], None],
 ) -> BackendRates:
-    """Returns the cached rates of the bundle with these facts on this machine; without any, measures each of `kinds` by `rate_of`.
+    """Returns the cached rates of the bundle with these facts on this machine; without any, measures each of `places` by `rate_of`.
 
-    A backend that cannot open the bundle has no rate. Raises its error if that is so of all.
+    A backend or a device that cannot open the bundle has no rate. Raises its error if that is so of all.
     """
 
     def measure(_: Report, __: object) -> BackendRates:
-        notify("Measuring which of the bundle's backends is faster on this machine.")
-        rates: dict[BackendKind, float] = {}
+        devices = any(" " in place for place in places)
+        what = "where the bundle" if devices else "which of the bundle's backends"
+        notify(f"Measuring {what} is faster on this machine.")
+        rates: dict[Place, float] = {}
         failure: EdgeRuntimeError | None = None
-        for kind in kinds:
+        for place in places:
             try:
-                rates[kind] = rate_of(kind)
+                rates[place] = rate_of(place)
             except EdgeRuntimeError as error:
                 failure = failure or error
-                notify(f"{CARDS[kind].title} is left out: {error}.")
+                notify(f"{title(place)} is left out: {error}.")
         if failure is not None and not rates:
             raise failure
         measured = BackendRates(bundle=bundle, rates=rates)
-        notify(f"Backend: {measured.sentence()}; --backend takes the other one.")
+        notify(f"Backend: {measured.sentence()}; {'--device' if devices else '--backend'} takes the other one.")
         return measured
 
-    return _RATES.known_or_measured(_rates_key(facts), measure, notify, fits=lambda known: set(known.rates) <= set(kinds))
+    return _RATES.known_or_measured(_rates_key(facts), measure, notify, fits=lambda known: set(known.rates) <= set(places))
 
 
-def kept_rates(facts: Sequence[object], kinds: Sequence[BackendKind]) -> BackendRates | None:
+def kept_rates(facts: Sequence[object], places: Sequence[Place]) -> BackendRates | None:
     """Returns the kept rates of the bundle with these facts on this machine; measures nothing."""
-    known = _RATES.known(_rates_key(facts), fits=lambda known: set(known.rates) <= set(kinds))
+    known = _RATES.known(_rates_key(facts), fits=lambda known: set(known.rates) <= set(places))
     return None if known is None else known.value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from edge_devices.machine.load import LoadWatch, MachineLoad, load_now
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
+from edge_runtime.backends.selection import CARDS
 from edge_runtime.cli.messages import MessageOptions, printable, read_prompt, sent_prompt
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, unwatched
 from edge_runtime.media.soft_rows import MediaPrompt
@@ -47,37 +48,50 @@ class RunOptions:
 @takes("message", MessageOptions)
 @opens_bundle()
 def compare(bundle: Path, prompt: str, runs: RunOptions, message: MessageOptions, opening: Opening) -> None:
-    """Run PROMPT with and without drafts in turn and print a table."""
-    text = read_prompt(prompt)
-    with opening.session(bundle, warn=False, measure=True) as session:
-        comparison = compare_runs(
-            session,
-            sent_prompt(session, text, message).sent,
-            max_tokens=runs.max_tokens,
-            draft_length=opening.draft_length,
-            repeats=runs.repeats,
-            show=(lambda _: None) if runs.as_json else (lambda piece: click.echo(printable(piece), nl=False, err=True)),
-            shown_prompt=text,
-            watch=opening.energy.or_estimate().watch,
-            waiting=terminal_wait,
-        )
+    """Run PROMPT with and without drafts in turn and print a table.
+
+    --device may name several devices, such as cpu,gpu: one after the other, side by side in a table.
+    """
+    text, names = read_prompt(prompt), (opening.load.device or "cpu").split(",")
+    comparisons: dict[str, Comparison] = {}
+    for name in names:
+        placed = opening if len(names) == 1 else replace(opening, load=replace(opening.load, device=name))
+        with placed.session(bundle, warn=False, measure=True) as session:
+            comparisons[f"{CARDS[session.backend].title} on {session.device}" if len(names) > 1 else name] = compare_runs(
+                session,
+                sent_prompt(session, text, message).sent,
+                max_tokens=runs.max_tokens,
+                draft_length=opening.draft_length,
+                repeats=runs.repeats,
+                show=(lambda _: None) if runs.as_json else (lambda piece: click.echo(printable(piece), nl=False, err=True)),
+                shown_prompt=text,
+                watch=opening.energy.or_estimate().watch,
+                waiting=terminal_wait,
+            )
+    first = next(iter(comparisons.values()))
     if runs.as_json:
-        click.echo(json.dumps(comparison.to_json(), ensure_ascii=False))
+        devices = {name: each.to_json() for name, each in comparisons.items()}
+        click.echo(json.dumps(first.to_json() if len(names) == 1 else {"devices": devices}, ensure_ascii=False))
         return
     from rich.console import Console
 
-    Console().print(comparison_table(comparison))
-    for sentence in comparison.remarks():
-        note(sentence)
+    Console().print(comparison_table(first) if len(names) == 1 else devices_table(comparisons))
+    for name, each in comparisons.items():
+        for sentence in each.remarks():
+            note(sentence if len(names) == 1 else f"{name}: {sentence}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedRuns:
-    """Statistics of the runs of one prompt; run i with drafts followed run i without. `same_tokens`: all runs had the same output."""
+    """Statistics of the runs of one prompt; run i with drafts followed run i without. `same_tokens`: all runs had the same output.
+
+    `output` is that of the first run.
+    """
 
     plain: tuple[DecodeStats, ...]
     drafted: tuple[DecodeStats, ...]
     same_tokens: bool
+    output: tuple[int, ...] = ()
 
     @property
     def ratios(self) -> list[float]:
@@ -153,7 +167,8 @@ class RunsInTurn:
         """Returns the runs since the last call."""
         (plain, drafted), outputs = self._stats, self._outputs
         self._stats, self._outputs = ([], []), []
-        return PairedRuns(plain=tuple(plain), drafted=tuple(drafted), same_tokens=all(tokens == outputs[0] for tokens in outputs))
+        same = all(tokens == outputs[0] for tokens in outputs)
+        return PairedRuns(plain=tuple(plain), drafted=tuple(drafted), same_tokens=same, output=tuple(outputs[0]))
 
     def conditions(self) -> Conditions:
         """Returns what all runs until now took."""
@@ -305,4 +320,34 @@ def comparison_table(comparison: Comparison) -> Table:
     table.add_row(*_prompt_energy_row(comparison))
     table.add_row("same output", "", "yes" if comparison.same_tokens else "no (see --verify-lossless)")
     table.add_row("peak memory of the process, MB", "", f"{comparison.peak_memory / 1e6:.0f}")
+    return table
+
+
+def devices_table(comparisons: dict[str, Comparison]) -> Table:
+    """Returns a table of medians with a column for each device. They ran one after the other, not in turn."""
+    from rich.table import Table
+
+    def median(runs: tuple[DecodeStats, ...], figure: Callable[[DecodeStats], float]) -> float:
+        return statistics.median(figure(stats) for stats in runs)
+
+    def row(name: str, cell: Callable[[Comparison], str]) -> None:
+        table.add_row(name, *(cell(each) for each in comparisons.values()))
+
+    def acceptance(each: Comparison) -> str:
+        rate = each.drafted[0].acceptance_rate
+        return "-" if rate is None else f"{rate:.1%}"
+
+    table = Table(title="medians, one device after the other")
+    for heading in ("", *comparisons):
+        table.add_column(heading, justify="right" if heading else "left")
+    first = next(iter(comparisons.values()))
+    row("tok/s, plain", lambda each: f"{median(each.plain, lambda stats: stats.tokens_per_second):.1f}")
+    row(f"tok/s, {first.drafting}", lambda each: f"{median(each.drafted, lambda stats: stats.tokens_per_second):.1f}")
+    row("speed-up by drafts", lambda each: f"{each.speed_up:.2f}" if each.drafted_tokens else "nothing drafted")
+    row("acceptance rate", acceptance)
+    row("time to first token, ms", lambda each: f"{median(each.drafted, lambda stats: 1000 * stats.first_token_seconds):.1f}")
+    row("plain, J/token", lambda each: _energy_row(each)[1])
+    row("with drafts, J/token", lambda each: _energy_row(each)[2])
+    row("drafts left the text as it was", lambda each: "yes" if each.same_tokens else "no")
+    row("text of the first column", lambda each: "yes" if each.output == first.output else "no")
     return table

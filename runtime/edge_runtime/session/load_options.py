@@ -56,7 +56,7 @@ class LoadOptions:
             kept, in seconds. Otherwise costs are computed from sizes, and the rounds of requests replace them.
         backend: llama or onnx; None takes the one that was measured to be faster on this machine, else that is by the files' sizes.
         device: Where the model runs: "cpu", "gpu", "npu", or a device's own name such as "vulkan0", "openvino:NPU", which `edge-run doctor`
-            lists, or that of an execution provider of ONNX Runtime.
+            lists, or that of an execution provider of ONNX Runtime. "auto" is the fastest one, measured on first use.
         keep_packed: Whether packed weights are kept on disk for the next start (onnx).
         draft_store: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
         prompt_cache: Folder in which the K/V rows of prompts are kept, for you alone, and found again; made if it is missing. None keeps
@@ -119,7 +119,7 @@ class LoadOptions:
     device: str | None = option(
         metavar="NAME",
         panel="Backend",
-        help="Where a model runs: cpu, gpu, npu, or a name that edge-run doctor lists.  [default: cpu]",
+        help="Where a model runs: cpu, gpu, npu, a name that edge-run doctor lists, or auto: the fastest, measured once.  [default: cpu]",
     )
     keep_packed: bool = option(
         default=False,

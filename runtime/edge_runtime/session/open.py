@@ -12,7 +12,19 @@ from edge_devices.machine.cpu_affinity import processor_groups
 from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_runtime.backends.interface import OpenedPair, OpenRequest
 from edge_runtime.backends.kernels.loader import variant
-from edge_runtime.backends.selection import CARDS, BackendKind, check_options, fitting_backends, kept_rates, load_backend, measured_rates
+from edge_runtime.backends.selection import (
+    AUTO,
+    CARDS,
+    BackendKind,
+    Place,
+    backend_of,
+    check_options,
+    device_of,
+    fitting_backends,
+    kept_rates,
+    load_backend,
+    measured_rates,
+)
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.exported_quality import degradation, first_time
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE
@@ -65,13 +77,13 @@ def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = 
     taken.
     """
     loader = _PairLoader(folder, replace(options or LoadOptions(), **keywords))
-    return loader.load(loader.choose_backend(count), count)
+    return loader.load(loader.choose_place(count), count)
 
 
 @with_keywords(LoadOptions, LoadOptions)
 def faster_backend(folder: Path | str, options: LoadOptions | None = None, **keywords: Any) -> BackendKind:
     """Returns the backend that `open_session` would take with these options; measures as it does, and raises as it does."""
-    return _PairLoader(folder, replace(options or LoadOptions(), **keywords)).choose_backend(1)
+    return _PairLoader(folder, replace(options or LoadOptions(), **keywords)).choose_place(1).partition(" ")[0]
 
 
 class _PairLoader:
@@ -94,24 +106,29 @@ class _PairLoader:
         self.monitor = Monitor(replace(options.monitoring or MonitorOptions(), window=self.settings.window))
         self.drafter = options.drafter or self.settings.drafter
         self.threads = options.threads or default_threads()
+        self.auto = options.device == AUTO
 
-    def choose_backend(self, count: int) -> BackendKind:
+    def choose_place(self, count: int) -> Place:
         """Returns the backend that the options need, else the one that is faster by what was measured here, else by computed costs.
 
-        With images or sound, or a drafter that not all have, the first of those that fit.
+        With images or sound, or a drafter that not all have, the first of those that fit. With the device "auto" also that device which is
+        measured to be fastest, of those that compute what the CPU does.
         """
         options, settings = self.options, self.settings
         fitting = fitting_backends(self._request(count), options.backend)
-        if len(fitting) == 1 or self.bundle.manifest.media is not None or (self.drafter is not None and is_model(self.drafter)):
+        accelerators = {kind: load_backend(kind).accelerators() for kind in fitting} if self.auto else {}
+        if any(accelerators.values()):
+            fitting = [*fitting, *(f"{kind} {name}" for kind, names in accelerators.items() for name in names)]
+        elif len(fitting) == 1 or self.bundle.manifest.media is not None or (self.drafter is not None and is_model(self.drafter)):
             return fitting[0]
         policy = [settings.context, settings.policy, settings.draft_length, settings.longest, settings.longest_draft, settings.objective]
 
-        def rate_of(kind: BackendKind) -> float:
-            with self.load(kind, 1) as sessions:
+        def rate_of(place: Place) -> float:
+            with self.load(place, 1) as sessions:
                 return sessions.sessions[0].expected_rate()
 
-        facts = [*self.hashes, self.threads, options.threads is None, self.drafter, *policy]
-        if options.measure:
+        facts = [*self.hashes, self.threads, options.threads is None, self.drafter, *policy, *([accelerators] if accelerators else [])]
+        if options.measure or any(accelerators.values()):
             return measured_rates(self.bundle.folder.name, facts, fitting, rate_of, options.notify).fastest
         kept = kept_rates(facts, fitting)
         return max(fitting, key=self._computed_rate) if kept is None else kept.fastest
@@ -121,17 +138,20 @@ class _PairLoader:
         costs = computed_costs(self.bundle.manifest, CARDS[kind].format, self.drafter or "dense", variant())
         return rate_with(CostCurve(costs), self.bundle, self.settings, drafts=self.drafter != "none")
 
-    def load(self, kind: BackendKind, count: int) -> Sessions:
+    def load(self, place: Place, count: int) -> Sessions:
         """Loads the bundle for `count` requests at once. Raises RequestError for options that the backend does not have."""
-        request, settings, options = self._request(count), self.settings, self.options
+        kind, settings, options = backend_of(place), self.settings, self.options
+        request = replace(self._request(count), device=device_of(place)) if self.auto else self._request(count)
         check_options(kind, request)
         opened = self._trusted(kind, request)
         if (sentence := degradation(opened.exported_parity, self.bundle.folder.name)) is not None and first_time([kind, *self.hashes]):
             options.notify(sentence)
         pair = self._measured_pair(opened)
         computed = computed_costs(self.bundle.manifest, CARDS[kind].format, opened.drafter_kind, opened.row_kernels)
-        costs = PairCosts(pair, computed, options.power, options.notify, measure=options.measure, waiting=options.waiting)
-        if settings.needs_costs and (count > 1 or options.measure):
+        # What is computed holds for the processor.
+        measure = options.measure or self.auto or opened.accelerator is not None
+        costs = PairCosts(pair, computed, options.power, options.notify, measure=measure, waiting=options.waiting)
+        if settings.needs_costs and (count > 1 or measure):
             costs()  # measuring empties the cache, so it is done before any request runs
         # Drafts of a pair are the same on all machines, but not on all backends, whose weights differ.
         facts, answer_facts = [kind, opened.drafter_kind, *self.hashes], [*map(str, opened.answer_facts)]
@@ -212,7 +232,7 @@ class _PairLoader:
             kv_type=options.kv_type or (None if settings.kv_type == DEFAULT_KV_TYPE else settings.kv_type),
             memory_limit=limit,
             image_rows=options.image_rows,
-            device=options.device,
+            device=None if self.auto else options.device,
             keep_packed=options.keep_packed,
             check=options.check,
             notify=options.notify,

@@ -29,6 +29,9 @@ class LlamaBackend:
     options = frozenset({"kv_type", "memory_limit", "max_candidates", "device"})
     max_sequences = MAX_SEQUENCES
 
+    def accelerators(self) -> dict[str, str]:
+        return {device.name: _identity(device) for device in devices()}
+
     def missing_device(self, name: str) -> str | None:
         try:
             device_named(name)

@@ -263,13 +263,18 @@ def open_drafter(path: Path, target: OrtTarget | StaticOrtTarget, session: Sessi
     """Opens the graph at `path` as the drafter of this target, on the kernels where they run. Raises BackendError, BundleError."""
     if not isinstance(target, OrtTarget):
         return StaticOrtDrafter(path, target, session)
-    on_device = isinstance(target, DeviceTarget)  # which gives the host the rows that a drafter reads
+    on_device = drafts_on_processor(target)
     if on_device:
         session = replace(session, device=PROCESSOR)
     if (target.row_kernels or on_device) and can_draft():
         with suppress(OtherGraphError, ValueError):
             return KernelDrafter(path, target, layout)
     return OrtDrafter(path, target, session)
+
+
+def drafts_on_processor(target: GraphTarget) -> bool:
+    """Whether the drafter of this target runs on the CPU by design: a `DeviceTarget` gives the host the rows that it reads."""
+    return isinstance(target, DeviceTarget)
 
 
 def check_length(draft_length: int) -> None:

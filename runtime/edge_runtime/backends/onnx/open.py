@@ -23,7 +23,7 @@ from edge_runtime.backends.onnx.devices import (
     library_version,
     plug_in_failure,
 )
-from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, open_drafter
+from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, drafts_on_processor, open_drafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
 from edge_runtime.backends.onnx.loader import SessionOptions
@@ -62,6 +62,9 @@ class OrtBackend:
 
     options = frozenset({"device", "keep_packed"})
     max_sequences = 1
+
+    def accelerators(self) -> dict[str, str]:
+        return {device.name: _identity(device) for device in devices() if device.kind != PROCESSOR.kind and not device.software}
 
     def missing_device(self, name: str) -> str | None:
         try:
@@ -199,7 +202,7 @@ def open_pair(
 def fallbacks(provider: str, target: GraphTarget, drafter: AnyOrtDrafter | None) -> list[str]:
     """One sentence per graph of which nodes run elsewhere than on `provider`."""
     graphs = target.assignments()
-    if drafter is not None:
+    if drafter is not None and not drafts_on_processor(target):
         graphs["drafter"] = drafter.assignments()
     sentences = []
     for name, providers in graphs.items():

@@ -45,6 +45,11 @@ def gpu() -> Iterator[dict[str, str]]:
         yield environment
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 def run(script: str, *arguments: str, environment: dict[str, str], cache: Path) -> Any:
     paths = os.pathsep.join(filter(None, sys.path))
     full = os.environ | environment | {"PYTHONPATH": paths, "EDGE_MTP_CACHE": str(cache)}
@@ -53,8 +58,8 @@ def run(script: str, *arguments: str, environment: dict[str, str], cache: Path) 
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_layers_run_on_the_gpu_only_if_it_is_asked_for(gpu: dict[str, str], quantized_pair: Path, tmp_path: Path) -> None:
-    answer = run(_SESSION, str(quantized_pair), "cpu", "gpu", environment=gpu, cache=tmp_path)
+def test_layers_run_on_the_gpu_only_if_it_is_asked_for(gpu: dict[str, str], quantized_pair: Path, cache: Path) -> None:
+    answer = run(_SESSION, str(quantized_pair), "cpu", "gpu", environment=gpu, cache=cache)
     cpu, other = answer["results"]
     assert (cpu["device"], other["device"]) == ("cpu", "rpc0")
     assert not any("RPC" in line for line in cpu["buffers"])
@@ -64,6 +69,38 @@ def test_layers_run_on_the_gpu_only_if_it_is_asked_for(gpu: dict[str, str], quan
     assert other["texts"][0] == other["texts"][1] == cpu["texts"][0]
     assert other["accepted"] > 0
     assert any("rpc0 computes what the CPU does" in sentence for sentence in answer["sentences"])
+
+
+def test_the_faster_device_is_measured_once_and_taken(gpu: dict[str, str], quantized_pair: Path, cache: Path) -> None:
+    script = """
+import json, sys
+import edge_runtime
+answers = []
+for _ in range(2):
+    sentences = []
+    with edge_runtime.open_session(sys.argv[1], device="auto", context=256, threads=1, notify=sentences.append) as session:
+        answers.append([session.device, sentences])
+print(json.dumps(answers))
+"""
+    (device, sentences), (again, no_more) = run(script, str(quantized_pair), environment=gpu, cache=cache)
+    choice = next(sentence for sentence in sentences if sentence.startswith("Backend: "))
+    assert ("llama.cpp on rpc0" in choice.partition(",")[0]) == (device == "rpc0")
+    assert choice.endswith("--device takes the other one.")
+    assert again == device
+    assert not any("Measuring" in sentence for sentence in no_more)
+
+
+def test_devices_are_compared_side_by_side(gpu: dict[str, str], quantized_pair: Path, cache: Path) -> None:
+    script = """
+import sys
+from edge_devices.entry_points import edge_run
+sys.argv[:1] = ["edge-run", "compare"]
+edge_run()
+"""
+    options = ["--device", "cpu,gpu", "-n", "8", "--repeats", "1", "--draft-length", "3", "--json"]
+    devices = run(script, str(quantized_pair), "def area(r):", *options, environment=gpu, cache=cache)["devices"]
+    assert list(devices) == ["llama.cpp on cpu", "llama.cpp on rpc0"]
+    assert all(each["drafted_tokens"] > 0 and each["same_tokens"] for each in devices.values())
 
 
 def test_a_plug_in_that_is_none_and_a_device_that_is_not_there_are_named(tmp_path: Path, quantized_pair: Path) -> None:
