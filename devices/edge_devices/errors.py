@@ -29,6 +29,11 @@ def one_line(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST * 3 // 4]} ... {text[-_LONGEST // 5 :]}"
 
 
+def first_line(error: BaseException) -> str:
+    """What a library says of an error, without what follows."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 class EdgeError(Exception):
     """Base of all errors that a command prints as one sentence, with exit code 1."""
 

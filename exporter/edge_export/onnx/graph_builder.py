@@ -12,6 +12,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from edge_devices.errors import first_line
 from edge_export.errors import ExportError
 from edge_export.onnx.weights import Matrix, Stored
 
@@ -173,9 +174,7 @@ class GraphBuilder:
         try:
             onnx.checker.check_model(str(path))
         except onnx.checker.ValidationError as error:
-            raise ExportError(
-                f"{path.name} is not valid ONNX ({str(error).splitlines()[0]}); report this with the checkpoint's config"
-            ) from error
+            raise ExportError(f"{path.name} is not valid ONNX ({first_line(error)}); report this with the checkpoint's config") from error
 
     def _constant(self, array: NDArray[Any]) -> str:
         """Stores equal constants once, in the outermost graph."""

@@ -22,6 +22,8 @@ class TokenRange(Vocabulary, Protocol):
 
     def check(self, token: int) -> None:
         """Raises RequestError for an id that is not in the vocabulary."""
+        if not 0 <= token < self.size:
+            raise RequestError(f"token id {token} is not in the vocabulary of {self.size} tokens; check where it came from")
 
 
 class CommittedText(ABC):

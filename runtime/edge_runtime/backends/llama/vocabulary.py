@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from edge_runtime.backends.committed_tokens import TokenRange
 from edge_runtime.backends.llama.loader import LlamaLibrary
 from edge_runtime.errors import RequestError
 
@@ -21,7 +22,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16
 _BRACKETED = re.compile(rb"<\|[^<>]+>|<[^<>]+\|>")
 
 
-class LlamaVocabulary:
+class LlamaVocabulary(TokenRange):
     """The vocabulary of a loaded model, valid as long as that model; `eog_tokens` end a generation."""
 
     def __init__(self, library: LlamaLibrary, model: Any) -> None:
@@ -80,11 +81,6 @@ class LlamaVocabulary:
     def eog(self, token: int) -> bool:
         """Tells whether `token` ends a generation (<eos>, end of turn, ...)."""
         return token in self.eog_tokens
-
-    def check(self, token: int) -> None:
-        """Raises RequestError for an id that is not in the vocabulary."""
-        if not 0 <= token < self.size:
-            raise RequestError(f"token id {token} is not in the vocabulary of {self.size} tokens; check where it came from")
 
     def _tokenize(self, data: bytes, parse_special: bool) -> list[int]:
         # One token per byte is the most that byte fallback can give.

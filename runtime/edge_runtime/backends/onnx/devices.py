@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from edge_devices.errors import first_line
 from edge_devices.machine.facts import installed_version
 from edge_devices.machine.graphics import driver_facts
 from edge_devices.machine.system import System
@@ -227,8 +228,3 @@ def _short(provider: str) -> str:
 
 def _names(there: Sequence[OrtDevice]) -> str:
     return ", ".join(device.name for device in there)
-
-
-def first_line(error: Exception) -> str:
-    """What a library says of an error, without what follows."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.errors import first_line
 from edge_runtime.backends.kernels.loader import kernels_path
-from edge_runtime.backends.onnx.devices import PROCESSOR, SEVERITY, OrtDevice, first_line, onnxruntime_module
+from edge_runtime.backends.onnx.devices import PROCESSOR, SEVERITY, OrtDevice, onnxruntime_module
 from edge_runtime.backends.onnx.prepacked import PackingPlace, packed_graph, well_placed
 from edge_runtime.backends.onnx.row_kernels import with_row_kernels
 from edge_runtime.errors import BackendError

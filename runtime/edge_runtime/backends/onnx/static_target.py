@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.errors import first_line
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, rotary_tables
 from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.onnx.static_cache import StaticRows
@@ -18,10 +19,6 @@ from edge_runtime.errors import BundleError
 _MAX_PREFILL_ROWS = 4096
 # Of NumPy's format: numpy.save's for every table of ours.
 _NPY_VERSION = (1, 0)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 class Embedding:
@@ -34,7 +31,7 @@ class Embedding:
                     raise ValueError(f"of version {version}")
             table = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # a header is parsed like Python, and fails in as many ways
-            raise BundleError(f"{path} is no NumPy array ({_first_line(error)}); export the bundle again") from error
+            raise BundleError(f"{path} is no NumPy array ({first_line(error)}); export the bundle again") from error
         if table.ndim != 2 or table.shape[0] < rows or table.shape[1] != columns or table.dtype not in (np.float32, np.float16):
             raise BundleError(f"{path} holds {table.dtype} {list(table.shape)}, not {rows} rows of {columns}; export the bundle again")
         self._table, self._factor = table, np.float32(factor)

@@ -9,9 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from edge_devices.errors import first_line
+from edge_runtime.backends.committed_tokens import TokenRange
 from edge_runtime.bundle.manifest import OnnxGraphs
 from edge_runtime.bundle.tokenizer_json import check_parts, read_tokenizer
-from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
+from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
@@ -28,11 +30,10 @@ def _panics_as(kind: type[EdgeRuntimeError], what: str, advice: str) -> Iterator
     except (KeyboardInterrupt, SystemExit, GeneratorExit, EdgeRuntimeError):
         raise
     except BaseException as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise kind(f"{what} ({reason}); {advice}") from error
+        raise kind(f"{what} ({first_line(error)}); {advice}") from error
 
 
-class TokenizerVocabulary:
+class TokenizerVocabulary(TokenRange):
     """A Gemma tokenizer: BPE with byte fallback. Implements `interfaces.Vocabulary`; `size` is the model's, `eog_tokens` end a text."""
 
     def __init__(self, path: Path, graphs: OnnxGraphs, size: int) -> None:
@@ -91,11 +92,6 @@ class TokenizerVocabulary:
             return b""
         byte = _BYTE.fullmatch(text)
         return bytes([int(byte.group(1), 16)]) if byte else text.replace(_SPACE, " ").encode("utf-8")
-
-    def check(self, token: int) -> None:
-        """Raises RequestError for an id that is not in the vocabulary."""
-        if not 0 <= token < self.size:
-            raise RequestError(f"token id {token} is not in the vocabulary of {self.size} tokens; check where it came from")
 
 
 def _pattern(tokens: Collection[str]) -> re.Pattern[str] | None:
