@@ -8,6 +8,7 @@ keywords of JSON Schema are not enforced. Properties are in alphabetical order, 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -151,9 +152,11 @@ def _string(text: str, at: int) -> tuple[str, int]:
     if quoted is None:
         raise _Unreadable
     try:
-        return json.loads(quoted[0], strict=False), quoted.end()
+        value = json.loads(quoted[0], strict=False)
     except ValueError as error:
         raise _Unreadable from error
+    # Half of a surrogate pair, as \ud800, is no character: no answer could be encoded with it.
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), quoted.end()
 
 
 def _scalar(word: str) -> Any:
@@ -164,6 +167,8 @@ def _scalar(word: str) -> Any:
         value = json.loads(word)
     except (ValueError, RecursionError):
         return word
+    if isinstance(value, float) and not math.isfinite(value):
+        return word  # NaN, Infinity and 1e999, which no JSON that clients read can state
     return value if isinstance(value, bool | int | float) else word
 
 
@@ -222,7 +227,10 @@ class _Writer:
             if not _FUNCTION_NAME.fullmatch(name):
                 raise RequestError(f"the function name {name[:60]!r} cannot be called; use letters, digits, '_', '-' and '.'")
             self._function, self._root = number, schema or {"type": "object"}
-            bodies.append(f"{_literal(f'call:{name}')} {self._value(self._root | {'type': 'object'})}")
+            try:
+                bodies.append(f"{_literal(f'call:{name}')} {self._value(self._root | {'type': 'object'})}")
+            except RecursionError:
+                raise RequestError(f"the parameters of the function {name[:60]!r} lead too deep; use fewer references") from None
         call = f"call: {self._token(CALL_BEGINS)} ({' | '.join(bodies)}) {self._token(CALL_ENDS)}"
         start = "start: call+" if self._calls.several else "start: call"
         start += "" if self._calls.answer is None else " | answer"
@@ -242,11 +250,12 @@ class _Writer:
                 return self._choice([self._value(option) for option in schema[keyword]])
         kinds = schema.get("type")
         if isinstance(kinds, list):
-            return self._choice([self._value({**schema, "type": kind}) for kind in kinds])
+            once = dict.fromkeys(kind for kind in kinds if isinstance(kind, str))  # else each level would multiply those below
+            return self._choice([self._value({**schema, "type": kind}) for kind in once])
         if kinds == "object" and isinstance(schema.get("properties"), Mapping) and schema["properties"]:
             return self._object(schema["properties"], schema.get("required"))
         if kinds == "array" and ("items" in schema or schema.get("minItems")):
-            item = self._value(schema.get("items"))
+            item = self._named("i", self._value(schema.get("items")))
             return f'"[" {item} ("," {item})* "]"' if schema.get("minItems") else f'"[" ({item} ("," {item})*)? "]"'
         return str(kinds) if isinstance(kinds, str) and kinds in _PLAIN else "value"
 
@@ -281,6 +290,10 @@ class _Writer:
         if isinstance(value, Mapping | list):
             return "value"
         return _literal(json.dumps(value))
+
+    def _named(self, kind: str, expression: str) -> str:
+        """Returns a short name of an expression that is needed twice: written out twice at each level, 30 levels would fill any memory."""
+        return expression if expression.isalpha() else self._add(f"{kind}{len(self._rules)}: {expression}")
 
     def _choice(self, options: list[str]) -> str:
         if not options:

@@ -89,6 +89,8 @@ def test_a_call_after_thoughts_that_were_not_closed():
         ("call:f" + "{a:" * 1000, "f", None),
         ("f{a:1}", None, None),
         ("", None, None),
+        ("call:f{a:NaN,b:[-Infinity,1e999]}", "f", {"a": "NaN", "b": ["-Infinity", "1e999"]}),
+        ('call:f{"\\ud800":"\\ud83d\\ude00\\udc00"}', "f", {"\ufffd": "\U0001f600\ufffd"}),
     ],
 )
 def test_calls_are_read_where_they_can_be(raw, name, arguments):

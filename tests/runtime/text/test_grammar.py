@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +22,14 @@ import pytest
 pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
 jsonschema = pytest.importorskip("jsonschema", reason="needs edge-mtp[dev]")
 
+from chat_words import ChatWords
 from edge_devices.children import forked
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.text import matcher
-from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, Regex
+from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, Regex, ToolCalls
 from edge_runtime.text.grammar import Grammars, grammars_for
 from edge_runtime.text.grammar_limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_LEVELS
+from edge_runtime.text.tool_calls import tool_call_grammar
 from scripted import LetterVocabulary
 from tables import byte_vocabulary
 
@@ -242,6 +245,30 @@ def test_a_bomb_is_refused_soon(name):
     with pytest.raises(RequestError):
         walk(GRAMMARS.constrain(BOMBS[name]), 1)
     assert time.process_time() - began < 5
+
+
+def nested(levels: int, kinds: str | list[str]) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": kinds, "items": schema, "properties": {"a": True}}
+    return schema
+
+
+@pytest.mark.parametrize("kinds", ["array", ["array", "object"] * 50, ["array", ["array"]]])
+def test_the_grammar_of_a_tool_grows_no_faster_than_its_parameters(kinds):
+    """Each level of arrays wrote the levels below twice, each name of a type once more: 1 kB of a request filled the server's memory."""
+    parameters = {"type": "object", "properties": {"a": nested(60, kinds)}, "required": ["a"]}
+    calls, words = ToolCalls((("f", parameters),)), ChatWords()
+    assert len(tool_call_grammar(calls, words.control_tokens)) < 30_000
+    text = "<|tool_call>call:f{a:" + "[" * 60 + "]" * 60 + "}<tool_call|>"
+    constraint = Grammars(words, words.size).constrain(calls)
+    assert not any(constraint.advance(token) for token in words.encode(text, add_bos=False, parse_special=True)[:-1])
+
+
+def test_references_of_a_tool_that_lead_too_deep_are_refused():
+    steps = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(900)}
+    with pytest.raises(RequestError, match="lead too deep; use fewer references"):
+        tool_call_grammar(ToolCalls((("f", {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": steps | {"d900": {}}}),)), ChatWords().control_tokens)
 
 
 @pytest.mark.parametrize(
