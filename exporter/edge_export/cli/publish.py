@@ -7,8 +7,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from edge_devices.command_line import PanelCommand, one_sentence_errors
+from edge_devices.errors import one_line
 from edge_devices.machine.memory import byte_text
 from edge_export.pipeline.publish import Publication, publication
 from edge_runtime.cli.options import BundlePath
@@ -40,7 +42,7 @@ def publish(bundle: Path, repository: str, figures: tuple[Path, ...], public: bo
         return
     uploaded = planned.upload(private=not public)
     if uploaded.others:
-        names = ", ".join(uploaded.others[:5]) + (" ..." if len(uploaded.others) > 5 else "")
+        names = one_line(", ".join(uploaded.others[:5])) + (" ..." if len(uploaded.others) > 5 else "")
         console.print(f"What was in the repository stays beside the bundle: {names}.", markup=False, highlight=False, soft_wrap=True)
     if uploaded.private == public:
         state = "private" if uploaded.private else "public"
@@ -54,7 +56,7 @@ def _tree(planned: Publication) -> Table:
     table.add_column("file", overflow="fold")
     table.add_column("size", justify="right", no_wrap=True)
     for name, size in planned.tree():
-        table.add_row(name, byte_text(size))
+        table.add_row(Text(name), byte_text(size))  # a name may hold what looks like rich's markup
     table.add_section()
     table.add_row("total", byte_text(sum(size for _, size in planned.tree())))
     return table

@@ -141,9 +141,9 @@ def measured_lines(figures: Sequence[MeasuredFigures]) -> Iterator[str]:
         yield "Not measured: speed, acceptance by kind of text, cost curve, joules per token. `edge-bench run FOLDER` measures them.\n"
     for each in figures:
         yield f"## Measured on {_machine(each.header)}\n"
-        yield from (f"- {_text(note)}" for note in each.notes)
+        yield from (f"- {card_text(note)}" for note in each.notes)
         yield from (("",) if each.notes else ())
-        yield from _kinds_of_text(each)
+        yield from _kinds_ofcard_text(each)
         yield from _positions(each)
         yield from _costs(each)
         yield from _joules(each)
@@ -151,21 +151,24 @@ def measured_lines(figures: Sequence[MeasuredFigures]) -> Iterator[str]:
 
 def _machine(header: FigureHeader) -> str:
     machine, settings = header.machine, header.settings
-    processor = _text(str(machine.get("model") or machine.get("processor") or machine.get("architecture") or "an unknown machine"))
-    versions = ", ".join(f"{_text(name)} {_text(number)}" for name, number in {"edge-mtp": header.version, **header.engines}.items())
-    threads, backend = _text(str(settings.get("threads", "?"))), _text(str(settings.get("backend", "?")))
-    repeats = _text(str(settings.get("repeats", "?")))
-    return f"{processor}, {_text(header.created_at[:10])}: {backend}, {threads} threads, {repeats} repeats ({versions})"
+    model = machine.get("model") or machine.get("processor") or machine.get("architecture") or "an unknown machine"
+    processor = card_text(str(model))
+    versions = ", ".join(
+        f"{card_text(name)} {card_text(number)}" for name, number in {"edge-mtp": header.version, **header.engines}.items()
+    )
+    threads, backend = card_text(str(settings.get("threads", "?"))), card_text(str(settings.get("backend", "?")))
+    repeats = card_text(str(settings.get("repeats", "?")))
+    return f"{processor}, {card_text(header.created_at[:10])}: {backend}, {threads} threads, {repeats} repeats ({versions})"
 
 
-def _kinds_of_text(figures: MeasuredFigures) -> Iterator[str]:
+def _kinds_ofcard_text(figures: MeasuredFigures) -> Iterator[str]:
     """Plain decoding beside the default policy; beside the first variant that drafts if the default was not measured."""
     drafting = [row for row in figures.overall if row.variant.policy != _PLAIN]
     chosen = next((row for row in drafting if row.variant.policy == DEFAULT_POLICY), next(iter(drafting), None))
     if chosen is None:
         yield "Speed and acceptance by kind of text: not measured.\n"
         return
-    yield f"Drafts of `{_text(chosen.label)}` by kind of text:\n"
+    yield f"Drafts of `{card_text(chosen.label)}` by kind of text:\n"
     yield _head("kind of text", "tok/s", "times plain [95 %]", "drafts accepted", "tokens per forward", "first token, ms", "same text")
     rows = [row for row in figures.by_domain if row.label == chosen.label]
     for row in (*rows, chosen):
@@ -208,7 +211,7 @@ def _joules(figures: MeasuredFigures) -> Iterator[str]:
         yield "Joules per token: not measured.\n"
         return
     label = "ESTIMATE, no meter was read" if energy.estimate else "measured"
-    yield f"Joules per output token: {label}, {_text(energy.meter)}, scope {_text(energy.scope)}, idle power included.\n"
+    yield f"Joules per output token: {label}, {card_text(energy.meter)}, scope {card_text(energy.scope)}, idle power included.\n"
     yield _head("", "J/token [95 %]")
     for variant in energy.variants:
         yield _row(variant.name, _interval(variant.joules_per_output_token))
@@ -220,11 +223,11 @@ def _head(first: str, *others: str) -> str:
 
 
 def _row(*cells: str) -> str:
-    return f"| {' | '.join(map(_text, cells))} |"
+    return f"| {' | '.join(map(card_text, cells))} |"
 
 
-def _text(text: str) -> str:
-    """A text from the file, as words of a card: no markup, no line ends."""
+def card_text(text: str) -> str:
+    """A text from elsewhere, as words of a card: no markup, no line ends."""
     return html.escape(one_line(text), quote=False).replace("|", "\\|").replace("`", "'").replace("[", "\\[") if text else ""
 
 

@@ -5,11 +5,14 @@ The card in a bundle's folder has what its export measured; a published one also
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from edge_devices.errors import one_line
+from edge_export.errors import ExportError
 from edge_export.output.atomic_folder import PRESET_NAME
-from edge_export.pipeline.measured_figures import MeasuredFigures, measured_lines
+from edge_export.pipeline.measured_figures import MeasuredFigures, card_text, measured_lines
 from edge_runtime.bundle.bundle import hub_repository
 from edge_runtime.bundle.exported_quality import Quality, exported_quality
 from edge_runtime.bundle.manifest import MEDIA_ENCODER, BundleFile, Manifest
@@ -21,20 +24,25 @@ def card(manifest: Manifest, figures: Sequence[MeasuredFigures] = (), repository
     """The model card; `repository` is where it is published, None for the one in the folder. Raises ExportError for odd figures."""
     parts = [
         _metadata(manifest),
-        f"# {title_of(manifest)}: a pair of target and drafter\n",
+        f"# {card_text(title_of(manifest))}: a pair of target and drafter\n",
         f"{_sentence(manifest)}\n",
         "| file | what | weights | bytes |\n|:--|:--|:--|--:|",
-        "\n".join(f"| {entry.path} | {entry.role} | {entry.quantization or ''} | {entry.bytes:,} |" for entry in manifest.files) + "\n",
+        "\n".join(map(_file_row, manifest.files)) + "\n",
         *_usage(manifest, repository),
         *_quality(manifest),
         *measured_lines(figures),
-        f"Written by {manifest.created_by} at {manifest.created_at}.\n",
+        f"Written by {card_text(manifest.created_by)} at {card_text(manifest.created_at)}.\n",
     ]
     return "\n".join(parts)
 
 
+def _file_row(entry: BundleFile) -> str:
+    cells = (entry.path, entry.role, entry.quantization or "", f"{entry.bytes:,}")
+    return f"| {' | '.join(map(card_text, cells))} |"
+
+
 def _usage(manifest: Manifest, repository: str | None) -> list[str]:
-    formats, title = formats_of(manifest), title_of(manifest)
+    formats, title = formats_of(manifest), _word(title_of(manifest))
     extra = "onnx" if "onnx" in formats else "llama"
     folder = "FOLDER" if repository is None else title
     fetch = "" if repository is None else f"    hf download {repository} --local-dir {folder}\n"
@@ -46,9 +54,14 @@ def _usage(manifest: Manifest, repository: str | None) -> list[str]:
         *lines,
         "Other programs, in this folder:\n",
         f"    llama-server --models-preset {PRESET_NAME}\n"
-        f"    llama-server -m {target.path} --spec-draft-model {drafter.path} --spec-type draft-mtp\n"
+        f"    llama-server -m {_word(target.path)} --spec-draft-model {_word(drafter.path)} --spec-type draft-mtp\n"
         f"    ollama create {title.lower()}\n",
     ]
+
+
+def _word(text: str) -> str:
+    """A name in a command that people paste into a shell."""
+    return shlex.quote(one_line(text))
 
 
 def _quality(manifest: Manifest) -> list[str]:
@@ -56,10 +69,11 @@ def _quality(manifest: Manifest) -> list[str]:
     compared = list(_compared(manifest))
     if not compared:
         reason = str((manifest.parity or {}).get("skipped", "no reason given"))
-        return [heading, f"Nothing: parity and KL with the unquantized checkpoint were not measured ({reason}).\n"]
+        return [heading, f"Nothing: parity and KL with the unquantized checkpoint were not measured ({card_text(reason)}).\n"]
+    day = card_text(manifest.created_at[:10])
     return [
         heading,
-        f"Against the unquantized checkpoint in transformers (float32), on texts that nothing was fitted to, {manifest.created_at[:10]},"
+        f"Against the unquantized checkpoint in transformers (float32), on texts that nothing was fitted to, {day},"
         " on the machine of the export.\n",
         "| format | mean KL, nats | perplexity | unquantized | same first choice | drafts that agree |\n|:--|--:|--:|--:|--:|--:|",
         "\n".join(_parity_row(*each) for each in compared) + "\n",
@@ -85,9 +99,9 @@ def _metadata(manifest: Manifest) -> str:
 
 
 def _sentence(manifest: Manifest) -> str:
-    sources = {role: source.origin for role, source in manifest.sources.items()}
+    sources = {role: card_text(source.origin) for role, source in manifest.sources.items()}
     text = f"Quantized from `{sources['target']}` and its drafter `{sources['drafter']}`, which proposes tokens that the target verifies."
-    return f"{text} The text stays the target's own." + (f" It is {manifest.description}." if manifest.description else "")
+    return f"{text} The text stays the target's own." + (f" It is {card_text(manifest.description)}." if manifest.description else "")
 
 
 def _compared(manifest: Manifest) -> Iterator[tuple[str, Quality, float | None]]:
@@ -95,7 +109,9 @@ def _compared(manifest: Manifest) -> Iterator[tuple[str, Quality, float | None]]
     parity: dict[str, Any] = manifest.parity or {}
     for name, figures in (("GGUF", parity), ("ONNX", parity.get("onnx") or {})):
         if (quality := exported_quality(figures)) is not None:
-            yield name, quality, figures.get("drafts", {}).get("quantized_agreement")
+            drafts = figures.get("drafts")
+            agreement = drafts.get("quantized_agreement") if isinstance(drafts, dict) else None
+            yield name, quality, agreement if isinstance(agreement, int | float) and 0 <= agreement <= 1 else None
 
 
 def _parity_row(name: str, quality: Quality, drafts: float | None) -> str:
@@ -115,14 +131,14 @@ def title_of(manifest: Manifest) -> str:
 
 def formats_of(manifest: Manifest) -> list[str]:
     """The formats of the target, gguf and onnx."""
-    return sorted({entry.format for entry in manifest.files if entry.role == "target"})
+    return sorted({entry.format for entry in manifest.files if entry.role == "target"} & {"gguf", "onnx"})
 
 
 def gguf_files(manifest: Manifest) -> tuple[BundleFile, BundleFile, BundleFile | None]:
-    """The GGUF files: target, drafter, and the encoder of images and sound if there is one."""
+    """The GGUF files: target, drafter, and the encoder of images and sound if there is one. Raises ExportError without the first two."""
     target, drafter = _gguf(manifest, "target"), _gguf(manifest, "drafter")
-    assert target is not None
-    assert drafter is not None
+    if target is None or drafter is None:
+        raise ExportError("the manifest lists a target of GGUF without its drafter; export the bundle again")
     return target, drafter, _gguf(manifest, MEDIA_ENCODER)
 
 

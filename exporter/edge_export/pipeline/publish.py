@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edge_devices.errors import one_line
 from edge_export.checkpoint.published.hub_upload import Uploaded, UploadFile, check_repository_name, upload
 from edge_export.errors import ExportError
 from edge_export.output.atomic_folder import CARD_NAME, MODELFILE_NAME, PRESET_NAME
@@ -46,6 +47,8 @@ def publication(folder: Path, repository: str, figures: Sequence[Path] = ()) -> 
     """Checks everything that can be checked here: the name, every byte of the bundle, the figures. Raises EdgeError."""
     check_repository_name(repository)
     manifest = open_bundle(folder, check="full").manifest
+    if not {"target", "drafter"} <= manifest.sources.keys():
+        raise ExportError(f"{folder}: the manifest does not name what target and drafter were made from; export the bundle again")
     files = {entry.path: UploadFile(bytes=entry.bytes, sha256=entry.sha256) for entry in manifest.files}
     for name in _BESIDE:
         if (folder / name).is_symlink():  # one of a folder from elsewhere could name any file of this machine
@@ -53,4 +56,4 @@ def publication(folder: Path, repository: str, figures: Sequence[Path] = ()) -> 
         if (folder / name).is_file():
             files[name] = UploadFile(bytes=(folder / name).stat().st_size)
     text = card(manifest, [read_figures(path, manifest) for path in figures], repository)
-    return Publication(folder=folder, repository=repository, title=title_of(manifest), files=files, card=text)
+    return Publication(folder=folder, repository=repository, title=one_line(title_of(manifest)), files=files, card=text)

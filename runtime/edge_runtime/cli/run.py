@@ -48,7 +48,7 @@ ELSEWHERE = {
     "list": "a bundle is a folder wherever you put it; edge-run chat FOLDER opens it",
     "show": "edge-run plan BUNDLE, or its manifest.json",
     "pull": "edge-export pair OWNER/TARGET --output BUNDLE downloads and exports a pair",
-    "rm": "a bundle is a folder; remove it, and edge-run forget BUNDLE removes what was kept about it",
+    "rm": "a bundle is a folder; remove it, and edge-run forget removes the texts that were kept",
     "help": "edge-run --help, or edge-run COMMAND --help",
 }
 

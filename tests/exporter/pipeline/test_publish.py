@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,11 @@ pytest.importorskip("huggingface_hub", reason="needs edge-mtp[export]")
 from edge_export.cli.command import main
 from edge_export.output.atomic_folder import check_output
 from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.manifest import Manifest
 from fake_hub import FakeHub, point_client_at, serving
 
 NAME = "me/gemma-pair"
+QUALITY = {"rows": 5, "mean_kl": 0.1, "perplexity": 2.0, "reference_perplexity": 2.0, "greedy_agreement": 0.9}
 
 
 @pytest.fixture
@@ -218,3 +224,52 @@ def test_a_hub_that_ignores_or_exchanges_files_is_noticed(bundle: Path, hub: Fak
     for listing, state in ((lost, "lacks manifest.json"), (longer, "holds other contents under the name of manifest.json")):
         hub.answers = {"revision": json.dumps({"id": NAME, "sha": "0" * 40, "siblings": listing, "private": True}).encode()}
         assert state in publish(bundle).stderr
+
+
+def test_names_of_a_strangers_bundle_are_words_of_the_card_and_of_its_commands(bundle: Path) -> None:
+    """Its manifest may name anything: markup, a second block of metadata, commands that readers would paste."""
+    odd = "x[/b]$(id)<img src=a>`|.gguf"
+    manifest = open_bundle(bundle).manifest
+    (bundle / "x[").mkdir()
+    (bundle / manifest.files[0].path).rename(bundle / odd)
+    evil = "a\n---\nlicense: mit\n---\n<script>`[x](http://evil)\x1b[2J"
+    files = (replace(manifest.files[0], path=odd, quantization=evil), *manifest.files[1:])
+    sources = {role: replace(source, origin=evil) for role, source in manifest.sources.items()}
+    facts = {"path": "extra", "role": "target", "format": "onnx\nlicense: mit", "bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+    extra = replace(manifest.files[-1], **facts)
+    (bundle / "extra").touch()
+    parity = {"skipped": evil, "quality": 5, "onnx": [1]}
+    changed = replace(manifest, files=(*files, extra), sources=sources, description=evil, created_by=evil, created_at=evil, parity=parity)
+    (bundle / "manifest.json").write_text(changed.to_json())
+    result, command = publish(bundle, "--dry-run"), f"    llama-server -m {shlex.quote(odd)} "
+    assert result.exit_code == 0, result.output
+    _, metadata, card = result.stdout.split("---\n", 2)
+    assert "license" not in metadata
+    for words in ("\n---", "<script", "<img", "\x1b", "\nlicense", "'[x]("):
+        assert words not in re.sub("(?m)^    .*$", "", card), "blocks of code show what they hold"
+    assert command in card
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: replace(m, sources={}), "does not name what target and drafter were made from"),
+        (lambda m: replace(m, files=tuple(replace(f, role="head") if f.role == "drafter" else f for f in m.files)), "without its drafter"),
+        (lambda m: replace(m, parity={"quality": QUALITY, "drafts": [1]}), ""),
+        (lambda m: replace(m, parity={"quality": QUALITY, "drafts": {"quantized_agreement": "<b>"}}), ""),
+    ],
+)
+def test_a_manifest_that_lacks_what_a_card_says_is_one_sentence(bundle: Path, change: Callable[[Manifest], Manifest], words: str) -> None:
+    (bundle / "manifest.json").write_text(change(open_bundle(bundle).manifest).to_json())
+    result = publish(bundle, "--dry-run")
+    assert result.exit_code == bool(words), result.output
+    assert words in result.stderr
+    assert not isinstance(result.exception, Exception)
+
+
+def test_names_that_the_hub_sends_move_no_cursor(bundle: Path, hub: FakeHub) -> None:
+    assert publish(bundle).exit_code == 0
+    (hub.repositories[NAME]["main"] / "old\x1b[2J.gguf").write_bytes(b"old")
+    result = publish(bundle)
+    assert "\x1b" not in result.stderr
+    assert "old\\x1b[2J.gguf." in result.stderr

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from edge_runtime.bundle.kv_types import KvType
 from edge_runtime.cli.run import main
+from edge_runtime.cli.terminal.typed import History, history_file
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import KvRows
 from edge_runtime.server.serve import client_names
@@ -473,3 +474,31 @@ def test_commands_keep_prompts_and_forget_them(exported_pair: Path, folder: Path
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
     assert not (tmp_path / "notes.drafts").exists()
     assert "0 files of 0.0 MB removed" in run("forget", "--prompt-cache", str(folder)).stdout
+
+
+def test_forgetting_leaves_nothing_of_killed_writers_and_of_chats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A writer that was killed leaves a whole prompt beside the segments; what was typed lies in another folder."""
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder, hexes = prompt_cache.default_folder(), "0" * 32
+    folder.mkdir(parents=True)
+    (folder / f"{hexes}-{hexes}-100-100.kv").write_bytes(b"rows")
+    (folder / f".{hexes}-{hexes}-100-100.kv.partial-999999999-00ff").write_bytes(b"tokens of a secret")
+    (folder / ".notes.partial-999999999").write_bytes(b"of another program")
+    History(history_file()).add("a secret")
+    result = CliRunner().invoke(main, ["forget"])
+    assert result.exit_code == 0, result.output
+    assert "1 files" in result.stdout
+    assert f"history of chats {history_file()}: removed" in result.stdout
+    assert [path.name for path in folder.iterdir()] == [".notes.partial-999999999"]
+    assert not history_file().exists()
+    History(history_file()).add("another")
+    assert CliRunner().invoke(main, ["forget", "--prompt-cache", str(folder)]).exit_code == 0
+    assert history_file().exists(), "a folder of its own is forgotten alone"
+
+
+def test_a_folder_that_cannot_be_read_is_not_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    result = CliRunner().invoke(main, ["forget", "--prompt-cache", str(tmp_path / "file")])
+    assert result.exit_code == 1
+    assert "cannot be emptied" in result.output

@@ -268,7 +268,9 @@ def test_the_grammar_of_a_tool_grows_no_faster_than_its_parameters(kinds):
 def test_references_of_a_tool_that_lead_too_deep_are_refused():
     steps = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(900)}
     with pytest.raises(RequestError, match="lead too deep; use fewer references"):
-        tool_call_grammar(ToolCalls((("f", {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": steps | {"d900": {}}}),)), ChatWords().control_tokens)
+        tool_call_grammar(
+            ToolCalls((("f", {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": steps | {"d900": {}}}),)), ChatWords().control_tokens
+        )
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,15 @@ class _Change:
 def device_graph(model: bytes, drafter_owners: Collection[int]) -> DeviceGraph | None:
     """Returns the model of a target changed for such a device; None if it has attention that is none of the patterns.
 
-    `drafter_owners` are the layers whose rows the drafter reads. `model` has passed `check_onnx`.
+    `drafter_owners` are the layers whose rows the drafter reads. `model` has passed `check_onnx`, which says nothing of its patterns.
     """
+    try:
+        return _changed(model, drafter_owners)
+    except (LookupError, ValueError):  # a node that a pattern ends in is missing, or has other inputs
+        return None
+
+
+def _changed(model: bytes, drafter_owners: Collection[int]) -> DeviceGraph | None:
     change = _Change(read_graph(model))
     graph, makers, constants = change.graph, change.makers, change.graph.constants
     for node in graph.nodes:

@@ -46,6 +46,7 @@ _WAITING = 256 << 20
 _TRIES = 8
 _KEY_CHARACTERS = 32
 _NAME = re.compile(rf"([0-9a-f]{{{_KEY_CHARACTERS}}})-([0-9a-f]{{{_KEY_CHARACTERS}}})-(\d{{1,9}})-(\d{{1,9}})\.kv")
+_ANY_NAME = r"[0-9a-f-]+\.kv"
 _SAMPLE = bytes(1 << 18)
 
 
@@ -233,7 +234,7 @@ class PromptCache:
         elif os.name == "posix" and state.st_mode & 0o022:
             reason = f"may be written by others (mode {stat.S_IMODE(state.st_mode):o})"
         else:
-            clear_stale_in(self.folder)
+            clear_stale_in(self.folder, _ANY_NAME)
             return True
         self._notify(f"the prompt cache {self.folder} {reason}; this run goes on without it, name a folder of your own")
         return False
@@ -398,3 +399,11 @@ def shrink(folder: Path, limit: int) -> tuple[int, int]:
         path.unlink(missing_ok=True)
         files, size = files + 1, size + bytes_
     return files, size
+
+
+def empty(folder: Path) -> tuple[int, int]:
+    """Removes all segments, and what killed writers left of some; returns as `shrink` does. Raises OSError for a folder that is none."""
+    with contextlib.suppress(FileNotFoundError):
+        os.scandir(folder).close()  # one that cannot be read is not empty
+    clear_stale_in(folder, _ANY_NAME)
+    return shrink(folder, 0)
