@@ -23,6 +23,8 @@ from edge_runtime.drafting.policies import DEFAULT_POLICY
 from edge_runtime.errors import RequestError
 
 MIN_REPEATS = 3
+# Several times what --thorough measures: figures of more would cost minutes and gigabytes.
+MAX_RUNS, MAX_VARIANTS = 5000, 100
 RULES = (
     f"plain decoding and drafts were measured, with at least {MIN_REPEATS} repeats of every prompt",
     "the benchmark ended, on a machine that was not busy (its own records say so)",
@@ -73,6 +75,8 @@ class CheckedSpeeds:
 def check_speeds(path: Path, record: EnergyRecord) -> CheckedSpeeds:
     """Returns the figures of a record's benchmark. Raises RequestError where they are none, or of another bundle than the record's."""
     data = inflated(path, record.runs, record.runs_sha256)
+    if data.count(b"\n") > 2 * MAX_RUNS:  # before they are parsed
+        raise RequestError(f"{path}: its benchmark has more than {2 * MAX_RUNS} lines; no benchmark writes so many")
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "runs.jsonl"
         lines.write_bytes(data)
@@ -80,6 +84,8 @@ def check_speeds(path: Path, record: EnergyRecord) -> CheckedSpeeds:
             records = read_records(lines)
         except RequestError as error:
             raise RequestError(f"{path}: its benchmark is not valid ({str(error).replace(str(lines), 'the records')})") from error
+    if len(records.runs) > MAX_RUNS or len({run.variant for run in records.runs}) > MAX_VARIANTS:
+        raise RequestError(f"{path}: its benchmark has more than {MAX_RUNS} runs or {MAX_VARIANTS} variants; no benchmark makes so many")
     measured = sorted((file.role, file.quantization or "", file.bytes) for file in records.header.files)
     if measured != sorted((file.role, file.quantization or "", file.bytes) for file in record.files):
         raise RequestError(f"{path}: its benchmark is of another bundle than the record; do not use it")

@@ -6,7 +6,7 @@ The first line is the header; each other line names its kind. Seconds are wall t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ from edge_bench.measure.variants import Variant
 from edge_devices.files.atomic_write import GrowingFile
 from edge_devices.files.typed_json import StructureError, from_json, to_json
 from edge_devices.machine.load import MachineLoad, mean_load
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import RequestError
 from edge_runtime.session.row_equality import RowEquality
 
 SCHEMA = 1
 LONGEST_LINE = 16 << 20
 MAX_LINES = 1_000_000
+# Seconds of decoding that a clock can tell from none.
+SHORTEST = 1e-9
 # Figures are disturbed if the machine was busy for more than this share of the time.
 DISTURBED_SHARE = 0.1
 
@@ -209,7 +212,7 @@ class Records:
         timed: tuple[Run | Concurrency | ImageCost, ...] = (*self.runs, *self.concurrency, *self.images)
         loads = [each.load for each in timed if each.load is not None]
         mean = mean_load(loads)
-        busy = sum(load.seconds for load in loads if load.is_busy) / mean.seconds if loads else 0.0
+        busy = sum(load.seconds for load in loads if load.is_busy) / mean.seconds if loads and mean.seconds else 0.0
         if mean.is_busy or busy > DISTURBED_SHARE:
             texts.append(f"disturbed: the machine was busy for {busy:.0%} of the time (on average {mean.words()})")
         return tuple(texts)
@@ -279,7 +282,7 @@ def _parsed(path: Path, lines: Iterator[str]) -> Iterator[Record]:
 
 def _record(data: Any, *, first: bool) -> Record:
     kind = data.pop("kind", None) if isinstance(data, dict) else None
-    if (kind == "header") != first or kind not in KINDS:
+    if not isinstance(kind, str) or (kind == "header") != first or kind not in KINDS:
         raise StructureError(f"a record of kind {str(kind)[:40]!r} {'as the first line' if first else 'after the first line'}")
     if first and data.get("schema") != SCHEMA:
         raise StructureError(f"schema {str(data.get('schema'))[:40]}; this version reads {SCHEMA}: upgrade edge-mtp")
@@ -297,6 +300,9 @@ def _check_numbers(value: Any, where: str) -> None:
     elif isinstance(value, tuple):
         for item in value:
             _check_numbers(item, where)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _check_numbers(item, where)
     elif isinstance(value, int | float) and not 0 <= value < 1e18:
         raise StructureError(f"{where} is {value}")
     if isinstance(value, Run):
@@ -306,7 +312,10 @@ def _check_numbers(value: Any, where: str) -> None:
             (value.round_seconds, value.round_tokens),
             *((rounds[0], each) for each in rounds[1:]),
         )
-        impossible = not (value.tokens and value.seconds) or value.accepted > value.drafted or any(len(a) != len(b) for a, b in lists)
+        timed = value.tokens and value.seconds >= SHORTEST and (value.first_token_seconds or 1.0) >= SHORTEST
+        impossible = not timed or value.accepted > value.drafted or any(len(a) != len(b) for a, b in lists)
+        if max(rounds[0], default=0) > MAX_DRAFT_LENGTH:
+            raise StructureError(f"{where} has a round of {max(rounds[0])} drafts; a draft has at most {MAX_DRAFT_LENGTH} tokens")
         if impossible or any(a > d for pair in (lists[0], rounds[:2]) for d, a in zip(*pair, strict=True)):
             raise StructureError(
                 f"{where} is inconsistent: {value.tokens} tokens in {value.seconds} s, {value.accepted} of {value.drafted} accepted"

@@ -103,8 +103,8 @@ def ratio(domains: Mapping[str, list[Logs]]) -> Ratio | None:
     draws = np.mean([np.mean([_drawn_medians(logs) for logs in domain], axis=0) for domain in _seeded(domains)], axis=0)
     value = float(np.mean([np.mean([np.median(logs) for logs in domain]) for domain in domains.values()]))
     fewest, freedom = min(len(logs) for logs in prompts), sum(len(logs) - 1 for logs in prompts)
-    known = fewest > 1
-    half = t_quantile(freedom) * float(draws.std()) * math.sqrt(fewest / (fewest - 1)) if known else 0.0
+    half = t_quantile(freedom) * float(draws.std()) * math.sqrt(fewest / (fewest - 1)) if fewest > 1 else 0.0
+    known = fewest > 1 and abs(value) + half < _LARGEST_LOG
     return Ratio(
         value=math.exp(value),
         low=math.exp(value - half) if known else None,
@@ -112,6 +112,10 @@ def ratio(domains: Mapping[str, list[Logs]]) -> Ratio | None:
         pairs=sum(map(len, prompts)),
         worst=math.exp(min(medians)),
     )
+
+
+# Beyond it exp() has no value.
+_LARGEST_LOG = 700.0
 
 
 def _seeded(domains: Mapping[str, list[Logs]]) -> Iterable[list[tuple[Logs, np.random.Generator]]]:
@@ -264,12 +268,19 @@ def _grouped(runs: Iterable[Run]) -> dict[Variant, list[Run]]:
 
 def _rows(runs: Sequence[Run], doubt: str, *, split: bool) -> tuple[Row, ...]:
     rows = []
-    plain = {(run.domain, run.prompt): run for run in runs if _is_baseline(run.variant)}
-    for variant, own in _grouped(runs).items():
-        for domain in dict.fromkeys(run.domain for run in own) if split else (None,):
-            chosen = [run for run in own if domain in (None, run.domain)]
-            rows.append(_row(variant, domain, chosen, [run for run in runs if _is_baseline(run.variant)], plain, doubt))
+    baseline = _by_domain([run for run in runs if _is_baseline(run.variant)], split=split)
+    plain = {(run.domain, run.prompt): run for own in baseline.values() for run in own}
+    for variant, runs_of_it in _grouped(runs).items():
+        for domain, own in _by_domain(runs_of_it, split=split).items():
+            rows.append(_row(variant, domain, own, baseline.get(domain, []), plain, doubt))
     return tuple(rows)
+
+
+def _by_domain(runs: Iterable[Run], *, split: bool) -> dict[str | None, list[Run]]:
+    groups: dict[str | None, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.domain if split else None].append(run)
+    return dict(groups)
 
 
 def _is_baseline(variant: Variant) -> bool:
@@ -364,10 +375,11 @@ def _against(runs: Sequence[Run]) -> tuple[Against, ...]:
     groups = _grouped(runs)
     sides = {variant.side for variant in groups}
     rows = []
+    best = {side: best_fixed(groups, side) for side in sides} if sides - {OURS} else {}
     for side in sorted(sides - {OURS}):
         peers = [v for v in groups if v.side == side and v.policy != FIXED]
-        for ours in [v for v in groups if v.side == OURS and (v.policy != FIXED or v == best_fixed(groups, OURS))]:
-            for peer in [*peers, *filter(None, [best_fixed(groups, side)])]:
+        for ours in [v for v in groups if v.side == OURS and (v.policy != FIXED or v == best[OURS])]:
+            for peer in [*peers, *filter(None, [best[side]])]:
                 over = ratio(paired_logs(groups[ours], groups[peer]))
                 if over is not None:
                     rows.append(Against(ours=ours, peer=peer, ratio=over))

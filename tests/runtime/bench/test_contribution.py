@@ -164,6 +164,7 @@ def test_a_real_record_holds_no_text(tmp_path, exported_pair, monkeypatch):
         (lambda records: [replace(records[0], planned=99), *records[1:]], "incomplete: 12 of 99 measurements"),
         (lambda records: [*records, Note(text="stopped by Ctrl-C before the end")], "stopped by Ctrl-C"),
         (lambda records: [r for r in records if getattr(r, "variant", None) != BASELINE], "plain decoding or drafts were not measured"),
+        (lambda records: [*records, *records[1:2] * 5000], "more than 5000 runs"),
         (lambda records: [r for r in records if getattr(r, "repeat", 0) < 2], "2 repeats of a prompt count, 3 are needed"),
     ],
 )

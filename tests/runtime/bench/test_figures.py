@@ -10,6 +10,7 @@ import pytest
 from bench_records import PEER_PLAIN, fixed, header, noisy_runs, rolling, run, whole_benchmark
 from edge_bench.measure.records import RecordFile, collect, line_of, read_records
 from edge_bench.measure.variants import BASELINE, LLAMA_CPP
+from edge_bench.report import figures as report
 from edge_bench.report.figures import best_fixed, figures, paired_logs, ratio
 from edge_bench.report.tables import all_tables, machine_line, notes
 from edge_devices.errors import EdgeError
@@ -41,6 +42,21 @@ def test_drift_that_both_sides_have_cancels_out():
 def test_one_repeat_gives_no_interval_and_no_claim():
     found = ratio_of(noisy_runs({"a": 3.0}, repeats=1, seed=1))
     assert (found.low, found.high, found.verdict) == (None, None, "")
+
+
+def test_extremes_have_no_interval_and_end_nothing():
+    seconds = ((BASELINE, 1e17, 0), (fixed(3), 1e-9, 0), (BASELINE, 1e-9, 1), (fixed(3), 1e17, 1))
+    found = ratio_of([run(variant, seconds=taken, repeat=repeat) for variant, taken, repeat in seconds])
+    assert (found.low, found.high, found.verdict) == (None, None, "")
+
+
+def test_ratios_are_computed_once_for_each_variant(monkeypatch):
+    """The best length was looked for again for each length: with 1,000 of them a stranger's record took hours."""
+    runs, asked = [run(fixed(n + 1), domain=f"d{n}") for n in range(20)], []
+    runs += [run(BASELINE, domain=f"d{n}") for n in range(20)] + [run(PEER_PLAIN)]
+    monkeypatch.setattr(report, "ratio", lambda logs: asked.append(logs) or ratio(logs))
+    figures(collect([header(), *runs]))
+    assert len(asked) < 5 * 20
 
 
 def test_without_pairs_there_is_no_ratio():
@@ -224,6 +240,11 @@ def spoiled(**changes):
         spoiled(round_tokens=[1]),
         spoiled(variant=None),
         spoiled(variant={"side": "x"}),
+        spoiled(kind=[]),
+        spoiled(seconds=5e-324),
+        spoiled(first_token_seconds=5e-324),
+        spoiled(accepted_from={"mtp": 10**18}),
+        spoiled(round_drafted=[10**9], round_accepted=[0], round_draft_seconds=[0], round_verify_seconds=[0]),
         '{"kind": "note"}',
         '{"kind": "cost_curve", "drafter": "d", "length": 1, "verify_seconds": [-1], "draft_step_seconds": null}',
     ],
