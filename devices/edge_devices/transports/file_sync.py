@@ -150,10 +150,13 @@ def local_files(folder: Path, names: Sequence[str] | None = None) -> list[LocalF
 
 
 def device_files(transport: Transport, folder: str) -> dict[str, str]:
-    """Returns the sha256 of every file below a folder of the device, by path."""
+    """Returns the sha256 of every file below a folder of the device, by path.
+
+    A line that leads out of it is none of a file: toybox writes a name's line ends as they are, and what is listed may be removed.
+    """
     listing = shell(transport, LISTING, folder, seconds=HASHING_SECONDS)
     lines = (re.fullmatch(r"([0-9a-f]{64})  \./(.+)", line) for line in listing.splitlines())
-    return {line[2]: line[1] for line in lines if line}
+    return {line[2]: line[1] for line in lines if line and ".." not in line[2].split("/")}
 
 
 def free_bytes(transport: Transport, folder: str) -> int | None:

@@ -25,7 +25,7 @@ def hub_bundle(name: Path) -> Path:
     """
     if name.exists() or hub_repository(str(name)) is None:
         return name
-    folder = cache_folder() / "bundles" / re.sub(r"[^\w.-]+", "--", str(name), flags=re.ASCII)
+    folder = cache_folder() / "bundles" / re.sub(r"[^\w.@=-]+", "--", str(name).replace(":", "="), flags=re.ASCII)
     if (folder / MANIFEST_NAME).is_file():
         return folder
     if not sys.stdin.isatty():

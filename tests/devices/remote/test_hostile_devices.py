@@ -16,6 +16,7 @@ from edge_devices.errors import MeasurementError, TransportError, one_line, prin
 from edge_devices.meters.base import present
 from edge_devices.remote.incidents import read_job_history
 from edge_devices.remote.snapshot import MARK, _parse
+from edge_devices.transports import file_sync
 from edge_devices.transports.base import prepare_folder, shell
 from edge_devices.transports.file_sync import free_bytes
 from edge_devices.transports.jobs import JobState, poll_job, start_job, stop_job
@@ -32,6 +33,13 @@ def running(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_a_name_with_a_line_end_leads_out_of_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As toybox lists a file whose name another user of the device has chosen."""
+    zeros = "0" * 64
+    monkeypatch.setattr(file_sync, "shell", lambda *_, **__: f"{zeros}  ./x\n{zeros}  ./../../diary\n{zeros}  ./a/..\n{zeros}  ./..a\n")
+    assert file_sync.device_files(LocalTransport(tmp_path), "folder").keys() == {"x", "..a"}
 
 
 def test_stopping_a_job_ends_its_children_too(tmp_path: Path) -> None:

@@ -56,6 +56,18 @@ def test_a_no_fetches_no_weights(hub: FakeHub, tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "cache" / "bundles").exists()
 
 
+def test_a_revision_is_no_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundle of a quantization opened in place of that of a branch with its name."""
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path))
+    made = tmp_path / "bundles" / "owner--pair=Q8_0"
+    made.mkdir(parents=True)
+    (made / "manifest.json").touch()
+    monkeypatch.setattr(hub_bundle, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: False)))
+    assert hub_bundle.hub_bundle(Path("owner/pair:Q8_0")) == made
+    for other in ("owner/pair@Q8_0", "owner/pair", "owner/pair@main:Q8_0"):
+        assert hub_bundle.hub_bundle(Path(other)) == Path(other)
+
+
 def test_without_a_terminal_the_command_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     result = generate(monkeypatch, "", terminal=False)
     assert result.exit_code == 1

@@ -13,7 +13,7 @@ pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 import software_gpu
 from edge_runtime.backends.onnx.device_graph import device_graph
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.onnx_file import read_graph
+from edge_runtime.bundle.onnx_file import read_graph, with_graph
 
 Bundles = Callable[..., Path]
 needs_webgpu = pytest.mark.skipif(bool(software_gpu.lacking()), reason=software_gpu.lacking() or "it is there")
@@ -102,6 +102,18 @@ def test_all_attention_becomes_an_operator_on_whole_buffers(onnx_pair: Bundles) 
     written = {name for buffer in bundle.manifest.cache_layout.buffers for name in (buffer.key, buffer.value)}
     assert set(changed.written.values()) == written
     assert set(changed.rows) == {"key.2", "value.2", "key.3", "value.3"}
+
+
+@pytest.mark.parametrize("place", [0, 3, 9])
+@pytest.mark.parametrize("name", [b"", b"key.x", None])
+def test_a_strangers_attention_is_left_to_the_cpu(onnx_pair: Bundles, place: int, name: bytes | None) -> None:
+    """Such graphs pass the checks of files; this one ended the program in a traceback."""
+    model = open_bundle(onnx_pair("int4")).path("target", "onnx").read_bytes()
+    graph = read_graph(model)
+    for node in graph.nodes:
+        if node.operator in ("GroupQueryAttention", "FusedMatMul"):
+            node.inputs[:] = node.inputs[:place] + ([] if name is None else [name])
+    assert device_graph(with_graph(model, graph, None), {2, 3}) is None
 
 
 def test_rows_of_other_types_are_left_to_the_cpu(onnx_pair: Bundles) -> None:
