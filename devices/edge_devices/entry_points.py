@@ -20,6 +20,8 @@ STOPPED = 130
 # OpenBLAS's threads wait 2 ** so many cycles for work before they sleep. With its own 26 each keeps a processor busy from numpy's import
 # on, while a command starts.
 _BLAS_WAITING = "10"
+# A start makes some 200,000 values that stay: at Python's own 700 they are looked through again and again for garbage, in vain.
+_NEW_VALUES = 20_000
 _NO_MEMORY = "there is not enough memory to start; close other programs, or raise the limit (ulimit -v)"
 
 
@@ -56,6 +58,9 @@ def run(module: str, name: str) -> NoReturn:
     """Runs the command `main` of a module and ends the process with its exit code."""
     output = None
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", _BLAS_WAITING)
+    import gc
+
+    gc.set_threshold(_NEW_VALUES)
     try:
         output = _replace_output()
         _try_numpy_first()

@@ -18,30 +18,37 @@ class WireError(ValueError):
 
 def fields_of(message: Message) -> Iterator[tuple[int, int | Message]]:
     """Yields (field number, value): integers, or the bytes of strings, messages, packed lists and fixed numbers. Raises WireError."""
-    return ((number, value) for number, value, _ in whole_fields_of(message))
+    return ((number, message[begin:end] if value is None else value) for number, value, begin, end, _ in _places(message))
 
 
 def whole_fields_of(message: Message) -> Iterator[tuple[int, int | Message, Message]]:
     """As `fields_of`, with each field's own bytes, number and length included: what is copied to change the others. Raises WireError."""
-    end = 0
-    while end < len(message):
-        begin = end
-        key, at = _varint(message, begin)
-        number, wire = key >> 3, key & 7
-        if wire == VARINT:
-            value, end = _varint(message, at)
-            yield number, value, message[begin:end]
-            continue
+    for number, value, begin, end, whole in _places(message):
+        yield number, message[begin:end] if value is None else value, message[whole:end]
+
+
+def _places(message: bytes | memoryview) -> Iterator[tuple[int, int | None, int, int, int]]:
+    """Yields (field number, integer, begin, end, begin of the whole field); bytes are None. A graph of 8 layers has 10,000 fields, most of
+    whose numbers have one byte."""
+    end, size = 0, len(message)
+    while end < size:
+        whole = end
+        key, at = (message[end], end + 1) if message[end] < 0x80 else _varint(message, end)
+        wire = key & 7
         if wire == BYTES:
-            size, at = _varint(message, at)
+            length, at = (message[at], at + 1) if at < size and message[at] < 0x80 else _varint(message, at)
+        elif wire == VARINT:
+            value, end = (message[at], at + 1) if at < size and message[at] < 0x80 else _varint(message, at)
+            yield key >> 3, value, at, end, whole
+            continue
         elif wire in (FIXED64, FIXED32):
-            size = 8 if wire == FIXED64 else 4
+            length = 8 if wire == FIXED64 else 4
         else:
             raise WireError(f"wire type {wire} at byte {at}")
-        if size > len(message) - at:
-            raise WireError(f"it is cut off at byte {at}: {size} bytes announced, {len(message) - at} there")
-        end = at + size
-        yield number, message[at:end], message[begin:end]
+        if length > size - at:
+            raise WireError(f"it is cut off at byte {at}: {length} bytes announced, {size - at} there")
+        end = at + length
+        yield key >> 3, None, at, end, whole
 
 
 def varints(message: bytes | memoryview) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edge_runtime.bundle import gguf_gemma4
 from edge_runtime.bundle.gguf_gemma4 import check_gguf, check_model, rows_read
+from edge_runtime.bundle.gguf_header import read_gguf_header
 from edge_runtime.errors import BackendError
 
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
@@ -155,3 +158,18 @@ def test_rows_that_a_drafter_reads(changes: dict[str, Any], fits: bool, tmp_path
     shared = {"attention__shared_kv_layers": 4, "vocab_size": 64, "tokenizer": "none"} | changes
     own, others = rows_read(check_model(written(tmp_path, architecture="gemma4-assistant", **shared), "gemma4-assistant"), target)
     assert (own == others) is fits
+
+
+def test_a_header_is_read_again_only_where_the_file_changed(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(gguf_gemma4, "read_gguf_header", lambda path: read.append(path) or read_gguf_header(path))
+    path = written(tmp_path)
+    assert check_gguf(path) is check_model(path, "gemma4")
+    assert read == [path]
+    os.utime(path, ns=(0, 0))
+    check_gguf(path)
+    path.write_bytes(path.read_bytes()[:100])
+    for _ in range(2):  # what is wrong is said each time
+        with pytest.raises(BackendError, match="truncated"):
+            check_gguf(path)
+    assert len(read) == 4

@@ -29,7 +29,8 @@ class LlamaVocabulary(TokenRange):
         self._api = library.api
         self._open_vocab: Any = self._api.llama_model_get_vocab(model)
         self.size: int = self._api.llama_vocab_n_tokens(self._vocab)
-        self.eog_tokens = frozenset(token for token in range(self.size) if self._api.llama_vocab_is_eog(self._vocab, token))
+        vocab, ends = self._vocab, self._api.llama_vocab_is_eog  # looked up once, not for each of 262,144 tokens
+        self.eog_tokens = frozenset(token for token in range(self.size) if ends(vocab, token))
         self.bos: int = self._api.llama_vocab_bos(self._vocab)
         self.eos: int = self._api.llama_vocab_eos(self._vocab)
 

@@ -155,23 +155,26 @@ def _open(
         if options.device.handle is not None:
             settings.add_provider_for_devices([options.device.handle], dict(options.device.options))
             providers = {}
-        with _environment(_NO_FLASH, "1"):
+        with without_flash():
             return ort.InferenceSession(model or str(path), settings, **providers)
     except Exception as error:
         raise BackendError(f"onnxruntime cannot open {path.name} ({first_line(error)}); export the bundle again, or update it") from error
 
 
 @contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """An environment variable for a while, unless the user has set it."""
-    if name in os.environ:
+def without_flash() -> Iterator[None]:
+    """Graphs that are opened meanwhile have attention without its flash kernel, unless the user's environment says something else.
+
+    Nests: a thread that opens a graph beside others finds it set, and does not change what they may be reading.
+    """
+    if _NO_FLASH in os.environ:
         yield
         return
-    os.environ[name] = value
+    os.environ[_NO_FLASH] = "1"
     try:
         yield
     finally:
-        os.environ.pop(name, None)
+        os.environ.pop(_NO_FLASH, None)
 
 
 class PlacedRows(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from edge_runtime.backends.committed_tokens import CommittedText
 from edge_runtime.backends.onnx.devices import PROCESSOR, OrtDevice
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations
-from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over
+from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over, without_flash
 from edge_runtime.backends.onnx.static_cache import StaticRows
 from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
 from edge_runtime.bundle.bundle import Bundle
@@ -236,9 +237,12 @@ class OrtTarget(GraphTarget):
     def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
         self.cache = self._new_cache(files.layout, options.context, session.device)
         chunk = min(PREFILL_ROWS, self.cache.chunk)
-        super().__init__(files, options.context, self.cache, chunk=chunk, longest_context=files.graphs.context)
         assert files.target_head is not None  # only graphs of fixed shapes have none
-        graph = self._open_layers(files, session)
+        # Weights are packed while the tokenizer is read, which takes a good part of a second for 262,144 tokens.
+        with without_flash(), ThreadPoolExecutor(1) as beside:
+            opening = beside.submit(self._open_layers, files, session)
+            super().__init__(files, options.context, self.cache, chunk=chunk, longest_context=files.graphs.context)
+            graph = opening.result()
         self._graphs = [graph, Graph(files.target_head, session)]
         check_inputs(graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
         # A drafter is at the position behind the text.
