@@ -30,14 +30,14 @@ def config_file(folder: Path, **sections: Any) -> Path:
 def support(drafter: object) -> int:
     """How many tokens the split drafter's head picks from."""
     assert isinstance(drafter, LlamaKernelDrafter)
-    seen: list[int] = []
+    observed: list[int] = []
 
     def sampler(logits, tokens=None):
-        seen.append(len(logits))
+        observed.append(len(logits))
         return int(tokens[logits.argmax()])
 
     drafter.draft(1, 1, sampler)
-    return seen[0]
+    return observed[0]
 
 
 def test_a_configured_session_is_opened_as_configured_and_stays_lossless(exported_pair: Path, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_configured_session_is_opened_as_configured_and_stays_lossless(exporte
         assert (session.drafter_kind, session.target.context, session.settings.longest_draft) == ("split", 300, 4)
         plain = session.generate(PROMPT, max_tokens=80, draft_length=0).text()
         generation = session.generate(PROMPT, max_tokens=80)
-        lengths = [one.drafted for one in generation.rounds()]
+        lengths = [item.drafted for item in generation.rounds()]
         assert lengths[0] == 2
         assert 2 < max(lengths) <= 4
         session.record(generation)

@@ -40,12 +40,12 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     from edge_export.device_package.build import PackageRequest, make_package
     from edge_export.errors import PackageError
 
-    root, given = tmp_path_factory.mktemp("packages"), os.environ.get("EDGE_MTP_PACKAGES")
+    root, value = tmp_path_factory.mktemp("packages"), os.environ.get("EDGE_MTP_PACKAGES")
 
     @cache
     def package_for(platform: str) -> Path:
-        if given and (Path(given) / platform).is_dir():
-            return Path(given) / platform
+        if value and (Path(value) / platform).is_dir():
+            return Path(value) / platform
         try:
             make_package(PackageRequest(platform=platform, output=root / platform, backends=("onnx",)), lambda _text: None)
         except PackageError as error:

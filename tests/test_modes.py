@@ -40,7 +40,7 @@ def test_every_command_has_help_that_fits_in_a_pipe(name, command):
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_each_command_has_the_options_of_the_list(name):
-    assert {command: sorted(options(taken)) for command, taken in GROUPS[name].commands.items()} == json.loads(OPTIONS.read_text())[name]
+    assert {command: sorted(options(used)) for command, used in GROUPS[name].commands.items()} == json.loads(OPTIONS.read_text())[name]
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "serve"])
@@ -62,7 +62,7 @@ def test_help_is_a_list_of_commands(name):
 @pytest.mark.parametrize("name", [name for name, group in GROUPS.items() if isinstance(group.commands, LazyCommands)])
 def test_the_list_has_the_first_sentence_of_each_command(name):
     commands = GROUPS[name].commands
-    assert commands.sentences() == [(command, taken.get_short_help_str(limit=200)) for command, taken in commands.items()]
+    assert commands.sentences() == [(command, used.get_short_help_str(limit=200)) for command, used in commands.items()]
 
 
 @pytest.fixture

@@ -120,10 +120,10 @@ UPGRADE = r"schema 2; this version reads 1: upgrade edge-mtp"
 
 
 def test_runs_of_schema_1_give_their_figures(tmp_path: Path) -> None:
-    found = figures(read_records(OLD / "runs-1.jsonl"), None, None)
-    speeds = {one.variant.label: one.tokens_per_second for one in found.overall}
+    actual = figures(read_records(OLD / "runs-1.jsonl"), None, None)
+    speeds = {item.variant.label: item.tokens_per_second for item in actual.overall}
     assert speeds == {"plain": pytest.approx(19.9, rel=0.01), "dense 3": pytest.approx(39.8, rel=0.01)}
-    assert found.records.notes == ("a note",)
+    assert actual.records.notes == ("a note",)
     with pytest.raises(RequestError, match=UPGRADE):
         read_records(copied(tmp_path, "runs.jsonl", "runs-1.jsonl", next_schema))
 
@@ -131,8 +131,8 @@ def test_runs_of_schema_1_give_their_figures(tmp_path: Path) -> None:
 def test_an_energy_log_of_schema_1_gives_its_joules(tmp_path: Path) -> None:
     """The version that wrote it reported the same: 9 W in the 11 of 12 s that are not prefill, and 30 or 60 tokens."""
     report = make_report(read_log(OLD / "energy-1.jsonl"), baseline="plain")
-    joules = {one.name: one.joules_per_output_token for one in report.variants}
-    assert {name: one and one.value for name, one in joules.items()} == {
+    joules = {item.name: item.joules_per_output_token for item in report.variants}
+    assert {name: item and item.value for name, item in joules.items()} == {
         "plain": pytest.approx(3.3),
         "draft": pytest.approx(1.65),
     }
@@ -185,10 +185,10 @@ def test_a_memory_of_version_1_is_read_and_one_of_the_next_left_alone(tmp_path: 
         content = f'edge-mtp memory {version}\n"earlier answer"\n'
         path.write_text(content)
         path.chmod(0o600)
-        said: list[str] = []
-        memory = DraftStore(path, Letters(), limit=1 << 20, notify=said.append)  # type: ignore[arg-type]
+        output: list[str] = []
+        memory = DraftStore(path, Letters(), limit=1 << 20, notify=output.append)  # type: ignore[arg-type]
         assert len(memory) == len(texts)
-        assert bool(said) == (version == 2)
+        assert bool(output) == (version == 2)
         assert path.read_text() == content
     with pytest.raises(RequestError, match="its first line is not 'edge-mtp memory 1'"):
         read_store(path)

@@ -63,15 +63,15 @@ def test_transformers_loads_both_and_nothing_is_missing():
         assert not report["mismatched_keys"]
 
 
-@pytest.mark.parametrize(("kind", "least"), [("code", 0.60), ("prose", 0.45)])
-def test_held_out_prompts_accept_most_drafts(session: Session, kind: str, least: float):
+@pytest.mark.parametrize(("kind", "minimum"), [("code", 0.60), ("prose", 0.45)])
+def test_held_out_prompts_accept_most_drafts(session: Session, kind: str, minimum: float):
     """The card's figures over 24 prompts are higher; eight prompts may fall a little below them."""
     drafted = accepted = 0
     for prompt in prompts(kind)[:8]:
         generation = session.generate(prompt, max_tokens=128, policy=Fixed(3))
         generation.text()
         drafted, accepted = drafted + generation.stats.drafted, accepted + generation.stats.accepted
-    assert accepted / drafted >= least
+    assert accepted / drafted >= minimum
 
 
 def on_all_processors() -> None:
@@ -86,9 +86,9 @@ def peer_counts(command: list[str]) -> dict[str, str]:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=120, check=True, preexec_fn=on_all_processors
         )
-        found = dict(re.findall(r"n_(drafted|accept)\s+=\s+(\d+)", done.stdout + done.stderr))
-        if len(found) == 2:
-            return found
+        result = dict(re.findall(r"n_(drafted|accept)\s+=\s+(\d+)", done.stdout + done.stderr))
+        if len(result) == 2:
+            return result
     raise AssertionError(f"no counts in the output of {command[0]}")
 
 
@@ -107,8 +107,8 @@ def test_llama_cpps_own_tool_runs_the_pair_and_accepts_as_much(exported_pair: Pa
         models = "-m", str(exported_pair / "target-F16.gguf"), "-md", str(exported_pair / "mtp-target-F16.gguf")
         options = "--spec-type draft-mtp --spec-draft-n-max 3 --temp 0 -n 119 -c 1024 -ngl 0 --no-escape -t 2"
         command = [str(Path(folder) / "llama-speculative-simple"), *models, *options.split(), "-p", prompt]
-        found = peer_counts(command)
-        counts["peer"][0] += int(found["accept"])
-        counts["peer"][1] += int(found["drafted"])
+        result = peer_counts(command)
+        counts["peer"][0] += int(result["accept"])
+        counts["peer"][1] += int(result["drafted"])
     ours, peer = (accepted / drafted for accepted, drafted in counts.values())
     assert abs(ours - peer) <= 0.02, counts

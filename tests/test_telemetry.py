@@ -31,8 +31,8 @@ def test_importing_a_package_switches_telemetry_off_whatever_was_set(package, be
     code = f"import os, {package}; print([os.environ[name] for name in {list(SWITCHES)}])"
     if before is not None:
         env |= dict.fromkeys(SWITCHES, before)
-    found = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
-    assert found.strip() == str(list(SWITCHES.values()))
+    result = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
+    assert result.strip() == str(list(SWITCHES.values()))
 
 
 def test_the_watch_sees_names_addresses_and_files(watcher):
@@ -44,8 +44,8 @@ for host in "example.com", "192.0.2.1":
     except OSError:
         pass
 (pathlib.Path.home() / "left").touch()"""
-    seen = watcher.run("-c", code)
-    assert (seen.network, seen.files) == (["resolve example.com", "resolve 192.0.2.1"], ["left"])
+    observed = watcher.run("-c", code)
+    assert (observed.network, observed.files) == (["resolve example.com", "resolve 192.0.2.1"], ["left"])
 
 
 def test_onnxruntime_leaves_a_device_id_by_itself_and_none_through_us(watcher):
@@ -60,9 +60,9 @@ def test_onnxruntime_leaves_a_device_id_by_itself_and_none_through_us(watcher):
 
 def test_a_report_leaves_its_fonts_in_our_cache(watcher):
     pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
-    seen = watcher.run("-c", "from edge_bench.report.plots import draw_svg; draw_svg('a', 'b', lambda axes: None)")
-    assert seen.network == []
-    assert [name for name in seen.files if not name.startswith(".cache/edge-mtp/")] == []
+    observed = watcher.run("-c", "from edge_bench.report.plots import draw_svg; draw_svg('a', 'b', lambda axes: None)")
+    assert observed.network == []
+    assert [name for name in observed.files if not name.startswith(".cache/edge-mtp/")] == []
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_the_commands_leave_files_in_our_cache_only_and_connect_to_nobody(watche
     ]
     for function, *arguments in commands:
         start = f"from edge_devices.entry_points import {function}; {function}()"
-        seen = watcher.run("-c", start, *arguments)
-        assert seen.network == []
-        assert [name for name in seen.files if not name.startswith(".cache/edge-mtp/")] == [], function
+        observed = watcher.run("-c", start, *arguments)
+        assert observed.network == []
+        assert [name for name in observed.files if not name.startswith(".cache/edge-mtp/")] == [], function
     assert Path(page).stat().st_size

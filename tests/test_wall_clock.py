@@ -43,13 +43,13 @@ def uses_of(path: Path) -> list[str]:
 
 def test_no_duration_is_taken_from_the_time_of_day() -> None:
     """A module that comes to use it is added with its reason, after a look at what a jump of a day does there."""
-    found = {
+    result = {
         path.relative_to(ROOT).as_posix()
         for package in ("devices", "exporter", "runtime")
         for path in (ROOT / package).rglob("*.py")
         if uses_of(path)
     }
-    assert found == set(USES)
+    assert result == set(USES)
 
 
 class Clocks:

@@ -99,8 +99,8 @@ def travelled(words: str) -> str:
 
 def test_a_command_receives_the_object_that_its_options_make():
     assert travelled("go home") == f"home {Trip()}\n"
-    given = travelled("go home -l 2 --pace run --place a --place b --stay --seats 2 --budget 7")
-    assert given == f"home {Trip(length=2, pace='run', places=(Path('a'), Path('b')), back=False, seats=2, budget='7')}\n"
+    value = travelled("go home -l 2 --pace run --place a --place b --stay --seats 2 --budget 7")
+    assert value == f"home {Trip(length=2, pace='run', places=(Path('a'), Path('b')), back=False, seats=2, budget='7')}\n"
     assert travelled("drive --sleep") == f"{Trip(length=3, driver='me', sleep=True)}\n"
 
 

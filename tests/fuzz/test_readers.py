@@ -87,7 +87,7 @@ def onnx(name: bytes) -> bytes:
 
 
 # What the campaigns found: reader, input, and what it did before.
-FOUND = [
+RESULT = [
     ("config", b"{}", "KeyError"),
     ("manifest", changed("manifest", lambda m: m["files"][0].update(path="\ud800")), "UnicodeEncodeError"),
     ("manifest", changed("manifest", lambda m: m["files"][0].update(path="\u00e9" * 300)), "OSError: file name too long"),
@@ -113,7 +113,7 @@ FOUND = [
 HARMLESS = ("KeyError", "UnicodeEncodeError: an answer", "ValueError: Exceeds the limit (4300 digits)")
 
 
-@pytest.mark.parametrize(("name", "data", "before"), FOUND, ids=[f"{name}-{before[:20]}" for name, _, before in FOUND])
+@pytest.mark.parametrize(("name", "data", "before"), RESULT, ids=[f"{name}-{before[:20]}" for name, _, before in RESULT])
 def test_what_once_did_harm_is_refused_in_a_sentence(name: str, data: bytes, before: str, tmp_path: Path) -> None:
     read = opened(name, tmp_path)
     if before in HARMLESS:

@@ -97,8 +97,8 @@ def whole_benchmark(domains: Sequence[str] = ("code", "prose")) -> list[Record]:
         for domain in domains:
             for variant, speed in speeds.items():
                 counts = {"drafted_at": (5, 5), "accepted_at": (4, 1)} if variant.policy != PLAIN and variant.side == OURS else {}
-                told = None if variant.side == LLAMA_CPP else "same"
-                records.append(run(variant, domain=domain, repeat=repeat, seconds=(1 + repeat / 10) / speed, output=told, **counts))
+                reported = None if variant.side == LLAMA_CPP else "same"
+                records.append(run(variant, domain=domain, repeat=repeat, seconds=(1 + repeat / 10) / speed, output=reported, **counts))
     records += [run(v, part="contexts", domain=n, seconds=s) for n, s in (("128", 1.0), ("512", 2.0)) for v in (BASELINE, rolling())]
     records += [
         CostRecord(drafter="dense", length=64, verify_seconds=(0.02, 0.03, 0.025), draft_step_seconds=0.002),

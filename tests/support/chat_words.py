@@ -147,8 +147,8 @@ class SpeakingTarget(ScriptedTarget):
         turns = [i for i in range(len(cache)) if list(cache[i : i + len(begins)]) == begins]
         if not turns:  # no conversation: rows that are compared
             return CONTROL.index("<pad>")
-        said = self.vocabulary.spell(cache[: turns[-1]])
-        reply = self.vocabulary.encode(self._replies(len(turns) - 1, said), add_bos=False, parse_special=True)
+        output = self.vocabulary.spell(cache[: turns[-1]])
+        reply = self.vocabulary.encode(self._replies(len(turns) - 1, output), add_bos=False, parse_special=True)
         answer = list(cache[turns[-1] + len(begins) :])
         if reply[: len(answer)] != answer:
             return CONTROL.index("<pad>")  # after a wrong draft; anywhere else it shows that the cache is wrong
@@ -161,9 +161,9 @@ class SpeakingTarget(ScriptedTarget):
 def chat_session(*replies: str | Callable[[int, str], str], context: int = 2048, drafts: bool = False) -> Session:
     """A session that gives these replies, then repeats the last one; `drafts` adds a drafter that is right where an answer has blanks."""
 
-    def reply(turn: int, said: str) -> str:
-        one: Any = replies[min(turn, len(replies) - 1)]
-        return one if isinstance(one, str) else one(turn, said)
+    def reply(turn: int, output: str) -> str:
+        single: Any = replies[min(turn, len(replies) - 1)]
+        return single if isinstance(single, str) else single(turn, output)
 
     target = SpeakingTarget(reply, context)
     drafter = ScriptedDrafter(target, lambda *_: FIRST_BYTE + ord(" ")) if drafts else None

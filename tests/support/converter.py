@@ -52,9 +52,9 @@ class _Converter:
         self._process.stdin.flush()
         ended = self._process.stdout.readline() == "\n"
         self._said.seek(place)
-        said = self._said.read()
-        assert ended, said[-3000:]
-        return said
+        output = self._said.read()
+        assert ended, output[-3000:]
+        return output
 
     def end(self) -> None:
         self._process.kill()
@@ -76,6 +76,6 @@ def convert(jobs: Sequence[tuple[Path, Path, str]], *options: str, may_fail: boo
     """
     if not SCRIPT.is_file():
         pytest.skip("EDGE_MTP_LLAMA_CPP does not name a folder with llama.cpp's convert_hf_to_gguf.py")
-    said = _converter().run([[str(folder), "--outfile", str(path), "--outtype", kind, *options] for folder, path, kind in jobs])
-    assert may_fail or all(path.is_file() for _, path, _ in jobs), said[-3000:]
-    return said
+    output = _converter().run([[str(folder), "--outfile", str(path), "--outtype", kind, *options] for folder, path, kind in jobs])
+    assert may_fail or all(path.is_file() for _, path, _ in jobs), output[-3000:]
+    return output

@@ -15,7 +15,7 @@ def drafts_of(bundle: Path, backend: Any, drafter: Any, max_tokens: int, prompts
     """Each prompt's tokens, and of each round of drafts of 3 the drafts and how many were accepted."""
     from edge_runtime.session.open import open_session
 
-    found = []
+    result = []
     with open_session(bundle, backend=backend, drafter=drafter, threads=1, context=256) as session:
         assert session.drafter is not None
         draft, drafted = session.drafter.draft, []
@@ -29,9 +29,9 @@ def drafts_of(bundle: Path, backend: Any, drafter: Any, max_tokens: int, prompts
         for prompt in prompts:
             drafted.clear()
             generation = session.generate(prompt, max_tokens=max_tokens, draft_length=3)
-            accepted = [one.accepted for one in generation.rounds()]
-            found.append({"tokens": [int(token) for token in generation.tokens], "drafts": list(drafted), "accepted": accepted})
-    return found
+            accepted = [item.accepted for item in generation.rounds()]
+            result.append({"tokens": [int(token) for token in generation.tokens], "drafts": list(drafted), "accepted": accepted})
+    return result
 
 
 if __name__ == "__main__":

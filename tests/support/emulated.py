@@ -44,10 +44,10 @@ class Userland:
 
     def command(self, words: Sequence[str], folder: str | None = None) -> list[str]:
         """The command of this machine that runs `words`, a program of the device and its arguments, in a folder of the device."""
-        seen = {"/proc": "", f"{self.root}/cpuinfo": "/proc/cpuinfo", "/dev": ""} | {
+        observed = {"/proc": "", f"{self.root}/cpuinfo": "/proc/cpuinfo", "/dev": ""} | {
             str(path): place for place, path in self.shared.items()
         }
-        binds = [word for path, place in seen.items() for word in ("-b", f"{path}:{place}" if place else path)]
+        binds = [word for path, place in observed.items() for word in ("-b", f"{path}:{place}" if place else path)]
         proot, qemu = shutil.which(PROOT) or PROOT, shutil.which(QEMU) or QEMU
         return [proot, "-r", str(self.root), "-q", qemu, *binds, "-w", folder or self.home, *words]
 

@@ -21,8 +21,8 @@ Outcome = TypeVar("Outcome", bound=Hashable)
 class Choices:
     """The choices of one run: the first are given, the others take their first outcome."""
 
-    def __init__(self, given: Sequence[int]) -> None:
-        self._given = given
+    def __init__(self, value: Sequence[int]) -> None:
+        self._given = value
         self.taken: list[tuple[int, Sequence[float]]] = []
 
     def choose(self, probabilities: Sequence[float]) -> int:
@@ -75,15 +75,15 @@ def distribution_of(run: Callable[[Choices], Outcome], monkeypatch: pytest.Monke
         return int(self.tokens[uniform.choices.choose(self.probabilities.tolist())])
 
     monkeypatch.setattr(Distribution, "draw", draw)
-    found: dict[Outcome, float] = defaultdict(float)
+    result: dict[Outcome, float] = defaultdict(float)
     for choices, outcome in _runs(run):
-        found[outcome] += choices.probability
-    return found
+        result[outcome] += choices.probability
+    return result
 
 
 def _runs(run: Callable[[Choices], Outcome]) -> Iterator[tuple[Choices, Outcome]]:
-    given: list[int] | None = []
-    while given is not None:
-        choices = Choices(given)
+    value: list[int] | None = []
+    while value is not None:
+        choices = Choices(value)
         yield choices, run(choices)
-        given = choices.following()
+        value = choices.following()

@@ -19,7 +19,7 @@ from typing import IO
 
 from fake_phone import FakePhone
 
-MOST = 1 << 20
+MAXIMUM = 1 << 20
 VERSION = 0x01000001
 HEADER = struct.Struct("<4sIIIII")
 IN, OUT, ERR, EXIT, CLOSE = range(5)  # kinds of a frame of shell_v2
@@ -63,8 +63,8 @@ class Stream:
 
     def write(self, data: bytes) -> None:
         """Sends bytes, one packet at a time, each of which the client must take before the next."""
-        for start in range(0, len(data), MOST):
-            self._link.send(b"WRTE", self._mine, self._theirs, data[start : start + MOST])
+        for start in range(0, len(data), MAXIMUM):
+            self._link.send(b"WRTE", self._mine, self._theirs, data[start : start + MAXIMUM])
             while not self._okay.acquire(timeout=0.2):
                 if self.closed or self._link.gone:
                     raise Gone
@@ -156,7 +156,7 @@ class Link:
                 self.send(b"AUTH", 1, 0, os.urandom(20))
                 return
             banner = f"device::ro.product.name=fake;ro.product.model=Fake_One;ro.product.device=fake;features={faults.features}"
-            self.send(b"CNXN", VERSION, MOST, banner.encode())
+            self.send(b"CNXN", VERSION, MAXIMUM, banner.encode())
         elif command == b"AUTH" and second == 0 and first == 2:
             self.send(b"AUTH", 1, 0, os.urandom(20))  # no key of the client's is accepted
         elif command == b"OPEN":
@@ -316,13 +316,13 @@ class SyncService:
 
 def _status(kind: bytes, path: Path) -> bytes:
     try:
-        found = path.stat() if kind == b"STA2" else path.lstat()
+        result = path.stat() if kind == b"STA2" else path.lstat()
     except OSError:
         return struct.pack("<4s3I", kind, 0, 0, 0) if kind in (b"STAT", b"DENT") else struct.pack("<4sI", kind, NO_SUCH_FILE) + bytes(64)
     if kind in (b"STAT", b"DENT"):
-        return struct.pack("<4s3I", kind, found.st_mode, found.st_size & 0xFFFFFFFF, int(found.st_mtime))
-    times = [int(t) for t in (found.st_atime, found.st_mtime, found.st_ctime)]
-    mode = found.st_mode if stat.S_IFMT(found.st_mode) else 0
+        return struct.pack("<4s3I", kind, result.st_mode, result.st_size & 0xFFFFFFFF, int(result.st_mtime))
+    times = [int(t) for t in (result.st_atime, result.st_mtime, result.st_ctime)]
+    mode = result.st_mode if stat.S_IFMT(result.st_mode) else 0
     return struct.pack(
-        "<4sI2Q4IQ3q", kind, 0, found.st_dev, found.st_ino, mode, found.st_nlink, found.st_uid, found.st_gid, found.st_size, *times
+        "<4sI2Q4IQ3q", kind, 0, result.st_dev, result.st_ino, mode, result.st_nlink, result.st_uid, result.st_gid, result.st_size, *times
     )

@@ -162,9 +162,9 @@ class FakePhone:
         """
         traced = _traced({process.pid for process in self._processes})
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for one in traced:
+            for item in traced:
                 with suppress(ProcessLookupError):
-                    os.kill(one, number)
+                    os.kill(item, number)
         for process in self._processes:
             process.kill()
             process.wait()
@@ -239,10 +239,10 @@ def _forward(descriptor: int, write: Callable[[bytes], None]) -> None:
 
 def _traced(tracers: set[int]) -> list[int]:
     """Returns the numbers of all processes that some others trace (proc(5), status, TracerPid)."""
-    found = []
+    result = []
     for status in Path("/proc").glob("[0-9]*/status"):
         with suppress(OSError, StopIteration):
             line = next(line for line in status.read_text().splitlines() if line.startswith("TracerPid:"))
             if int(line.split()[1]) in tracers:
-                found.append(int(status.parent.name))
-    return found
+                result.append(int(status.parent.name))
+    return result

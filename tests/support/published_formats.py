@@ -62,8 +62,8 @@ def grid_blocks(blocks: int, *, seed: int = 1, half_scales: bool = True) -> Floa
     """Blocks [blocks, 32] as quantization-aware training leaves them, with extrema of every level, both signs, and blocks of zeros."""
     rng = np.random.default_rng(seed)
     levels = rng.integers(-8, 8, (blocks, BLOCK)).astype(np.float32)
-    for index, most in enumerate((7, 5, 3, 1, 0)):
-        levels[index::9] = np.clip(levels[index::9], -most, most)
+    for index, maximum in enumerate((7, 5, 3, 1, 0)):
+        levels[index::9] = np.clip(levels[index::9], -maximum, maximum)
     scales = rng.uniform(1e-4, 0.05, blocks).astype(np.float16 if half_scales else np.float32).astype(np.float32)
     scales[::5] *= -1
     return bfloat16(levels * scales[:, None])

@@ -137,8 +137,8 @@ def cell_rows(kind: int, values: Array) -> NDArray[np.uint8]:
     if kind == 0:
         return values.astype(np.float16).view(np.uint8)
     blocks = values.reshape(len(values), -1, 32)
-    most = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=2)[..., None], axis=2)
-    scale = (np.abs(most) / 127 if kind == 1 else most / -8).astype(np.float16)
+    maximum = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=2)[..., None], axis=2)
+    scale = (np.abs(maximum) / 127 if kind == 1 else maximum / -8).astype(np.float16)
     levels = np.divide(blocks, scale, out=np.zeros_like(blocks), where=scale != 0).astype(np.float32)
     if kind == 1:
         packed = np.rint(levels).clip(-127, 127).astype(np.int8).view(np.uint8)

@@ -45,17 +45,17 @@ class Cores:
     @property
     def groups(self) -> list[list[int]]:
         """Numbers of the processors, grouped by speed."""
-        numbers = iter(range(sum(one.cores for one in self.clusters)))
-        return [[next(numbers) for _ in range(one.cores)] for one in self.clusters]
+        numbers = iter(range(sum(item.cores for item in self.clusters)))
+        return [[next(numbers) for _ in range(item.cores)] for item in self.clusters]
 
     def batch(self, rows: int, processors: Sequence[int], threads: int, size: float = 1.0) -> tuple[float, float]:
         """Seconds and joules of one batch on the fastest of these processors."""
-        of = [one for one in self.clusters for _ in range(one.cores)]
+        of = [item for item in self.clusters for _ in range(item.cores)]
         used = [of[number] for number in sorted(processors)][:threads]
-        compute = rows * self.rows / (len(used) * min(one.operations for one in used))
-        memory = 1.0 / min(self.bytes, sum(one.bytes for one in used))
+        compute = rows * self.rows / (len(used) * min(item.operations for item in used))
+        memory = 1.0 / min(self.bytes, sum(item.bytes for item in used))
         seconds = size * max(compute, memory) + self.barrier_s * len(used)
-        return seconds, seconds * (self.idle_watts + self.shared_watts + sum(one.watts for one in used))
+        return seconds, seconds * (self.idle_watts + self.shared_watts + sum(item.watts for item in used))
 
     def round(self, placement: Placement) -> tuple[float, float]:
         """Seconds and joules of a round: a forward of one row, three drafts, a verify of four rows."""
@@ -112,7 +112,7 @@ def draw_cores(seed: int) -> Cores:
         return float(r.uniform(low, high))
 
     def cluster(cores: int, *ranges: tuple[float, float]) -> Cluster:
-        operations, bytes_, watts = (between(*one) for one in ranges)
+        operations, bytes_, watts = (between(*item) for item in ranges)
         return Cluster(cores=cores, operations=operations, bytes=bytes_, watts=watts)
 
     kind = seed % 4

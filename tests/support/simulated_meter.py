@@ -166,9 +166,9 @@ def refresh_times(scenario: Scenario, device: Device, r: np.random.Generator) ->
 
 def shown_watts(scenario: Scenario, device: Device, times: np.ndarray, r: np.random.Generator) -> np.ndarray:
     """What a sampler shows from each refresh on."""
-    seen = times - scenario.delay_s
+    observed = times - scenario.delay_s
     if scenario.averages or scenario.smoothing_s:
-        edges = np.concatenate([[seen[0] - scenario.refresh_s], seen])
+        edges = np.concatenate([[observed[0] - scenario.refresh_s], observed])
         shown = np.diff(device.joules(edges)) / np.diff(edges)
         if scenario.smoothing_s:
             shares = 1 - np.exp(-np.diff(edges) / scenario.smoothing_s)
@@ -178,7 +178,7 @@ def shown_watts(scenario: Scenario, device: Device, times: np.ndarray, r: np.ran
                 smooth.append(level)
             shown = np.array(smooth)
     else:
-        shown = device.power(seen)
+        shown = device.power(observed)
     return shown * (1 + scenario.noise * r.standard_normal(len(times)))
 
 
@@ -298,8 +298,8 @@ def read_gauge(s: Scenario, device: Device, polls: np.ndarray, r: np.random.Gene
     raw = np.round(s.sign * amperes[at] / s.unit_amperes).astype(np.int64)
     raw[r.random(len(raw)) < s.zero_rate] = 0
     unit = current_unit(int(s.sign * s.idle_watts / volts / s.unit_amperes), volts)
-    said = raw != 0
-    return Trace(facts=facts_of(s), times=polls[said].tolist(), values=(np.abs(raw[said]) * AMPERES[unit] * volts).tolist())
+    output = raw != 0
+    return Trace(facts=facts_of(s), times=polls[output].tolist(), values=(np.abs(raw[output]) * AMPERES[unit] * volts).tolist())
 
 
 READ = {COUNTER: read_counter, SAMPLER: read_sampler, GAUGE: read_gauge}

@@ -98,7 +98,7 @@ class Timeline:
 
     def work(self, phase: str, seconds: float, factor: float, *, counts: bool = False) -> float:
         """Runs a phase of `seconds` at full clock; returns the seconds that it took."""
-        s, taken = self.s, 0.0
+        s, used = self.s, 0.0
         while seconds > 1e-9:
             clock = s.throttled_clock if self.warm > s.limit else 1.0
             part = min(seconds / clock, 2.0)
@@ -110,8 +110,8 @@ class Timeline:
             self.loads.append((self.at, self.at + part, expected * factor))
             self._advance(part, expected)
             seconds -= part * clock
-            taken += part
-        return taken
+            used += part
+        return used
 
     def run(self, window_s: float, repeat: int) -> LoggedRun:
         """Requests until the window is full."""

@@ -105,10 +105,10 @@ def write(
     target.rollback(0)
     target.prefill(prompt[:-1])
     emitted: list[int] = []
-    for one in decode(
+    for item in decode(
         target, drafter, Decoding(target, prompt[-1], policy or Fixed(length), max_tokens=tokens, rule=rule, is_stop=is_stop)
     ):
-        emitted += one.tokens
+        emitted += item.tokens
         assert target.cache == [*prompt, *emitted][:-1]
     return tuple(emitted)
 
@@ -128,9 +128,9 @@ def exact(row: Row, params: SamplingParams, prompt: Sequence[int], tokens: int) 
     return sequences
 
 
-def largest_difference(one: dict[tuple[int, ...], float], other: dict[tuple[int, ...], float]) -> float:
+def largest_difference(item: dict[tuple[int, ...], float], other: dict[tuple[int, ...], float]) -> float:
     """The largest difference of an outcome's probabilities."""
-    return max(abs(one.get(outcome, 0.0) - other.get(outcome, 0.0)) for outcome in {*one, *other})
+    return max(abs(item.get(outcome, 0.0) - other.get(outcome, 0.0)) for outcome in {*item, *other})
 
 
 def chi_square_p(observed: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:

@@ -31,12 +31,12 @@ class Terminal:
     def wait_for(self, pattern: str, seconds: float = 60.0) -> str:
         """Returns what it wrote since the last match up to the end of `pattern`."""
         deadline = time.monotonic() + seconds
-        while (found := re.compile(pattern).search(self.seen, self._read_to)) is None:
+        while (result := re.compile(pattern).search(self.seen, self._read_to)) is None:
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.seen[self._read_to :]!r}"
             if not self._read(deadline):
                 raise AssertionError(f"it ended without {pattern!r}: {self.seen[self._read_to :]!r}")
-        text = self.seen[self._read_to : found.end()]
-        self._read_to = found.end()
+        text = self.seen[self._read_to : result.end()]
+        self._read_to = result.end()
         return text
 
     def type_until(self, text: bytes, pattern: str) -> None:

@@ -135,11 +135,11 @@ def reference_rows(model: Any, media: Image | Sound) -> np.ndarray:
 
     with torch.no_grad():
         if isinstance(media, Image):
-            found = model.model.get_image_features(torch.from_numpy(media.patches())[None], torch.from_numpy(media.positions())[None])
+            result = model.model.get_image_features(torch.from_numpy(media.patches())[None], torch.from_numpy(media.positions())[None])
         else:
             mels = torch.from_numpy(media.mel_frames())[None]
-            found = model.model.get_audio_features(mels, torch.ones(mels.shape[:2], dtype=torch.bool))
-    rows = found.pooler_output
+            result = model.model.get_audio_features(mels, torch.ones(mels.shape[:2], dtype=torch.bool))
+    rows = result.pooler_output
     return (torch.cat(list(rows)) if isinstance(rows, tuple) else rows).numpy().reshape(media.rows, -1)
 
 

@@ -15,15 +15,15 @@ from edge_devices.energy.windows import measure_window
 from simulated_meter import GAUGE, draw, simulate
 
 
-def check(meter: str, runs: int, least: float, most: float) -> None:
+def check(meter: str, runs: int, minimum: float, maximum: float) -> None:
     """Runs that many scenarios and holds them against the bounds."""
     row = coverage(meter, runs)
     print(row)
     assert row.counted > 0.7 * runs  # 20 % of the windows drawn are too short on purpose
     assert row.median_error < 0.02
     assert abs(row.mean_error) < 0.002
-    assert least <= row.covered <= most
-    assert row.net_covered >= least
+    assert minimum <= row.covered <= maximum
+    assert row.net_covered >= minimum
 
 
 @pytest.mark.parametrize("meter", METERS)
@@ -58,9 +58,9 @@ def test_the_interval_of_a_single_window_holds_what_it_took(meter):
         interval: Interval = of_error(window.joules, window.error_watts * window.seconds, window.freedom, 1)
         return interval.low <= block.run_joules[0] <= interval.high
 
-    found = [c for seed in range(80) if (c := covered(seed)) is not None]
-    assert len(found) > 50
-    assert fmean(found) >= 0.88  # at least 95 % in truth, so 2.4 standard errors below it
+    result = [c for seed in range(80) if (c := covered(seed)) is not None]
+    assert len(result) > 50
+    assert fmean(result) >= 0.88  # at least 95 % in truth, so 2.4 standard errors below it
 
 
 def test_characteristics_are_measured():

@@ -93,8 +93,8 @@ def test_a_drift_is_taken_out_from_five_repeats_on() -> None:
 
 @pytest.mark.parametrize(("resolution", "scatter"), [(2.9, 1.0), (3.0, 1.0), (3.1, 3.1)])
 def test_a_scatter_below_a_third_of_the_resolution_is_not_believed(resolution: float, scatter: float) -> None:
-    found = mean_interval([1.0, 2.0, 3.0], [0, 1, 2], resolution=resolution)
-    assert found.error == pytest.approx(scatter / math.sqrt(3))
+    result = mean_interval([1.0, 2.0, 3.0], [0, 1, 2], resolution=resolution)
+    assert result.error == pytest.approx(scatter / math.sqrt(3))
 
 
 def test_further_errors_widen_an_interval() -> None:
@@ -109,18 +109,18 @@ def test_further_errors_widen_an_interval() -> None:
 def test_a_model_s_error_is_the_half_width(value: float) -> None:
     certain = of_error(value, 0.0, 3, 4)
     assert of_model(certain, 0.0) is certain
-    found = of_model(certain, 0.25)
-    assert (found.value, found.half, found.n) == (value, pytest.approx(2.0), 4)
+    result = of_model(certain, 0.25)
+    assert (result.value, result.half, result.n) == (value, pytest.approx(2.0), 4)
 
 
 def test_ratios_are_a_geometric_mean_with_shared_errors() -> None:
     assert ratio_interval([1.0, 2.0, 4.0], [2.0, 4.0, 8.0]).value == pytest.approx(0.5)
     values, baselines = [2.0, 8.0], [1.0, 1.0]
-    found = ratio_interval(values, baselines)
+    result = ratio_interval(values, baselines)
     logs = mean_interval([math.log(2), math.log(8)], [0, 1])
-    assert (found.value, found.n, found.freedom) == (pytest.approx(4.0), 2, pytest.approx(1))
-    assert (found.low, found.high) == (pytest.approx(math.exp(logs.low)), pytest.approx(math.exp(logs.high)))
-    assert found.error == pytest.approx(4 * logs.error)
+    assert (result.value, result.n, result.freedom) == (pytest.approx(4.0), 2, pytest.approx(1))
+    assert (result.low, result.high) == (pytest.approx(math.exp(logs.low)), pytest.approx(math.exp(logs.high)))
+    assert result.error == pytest.approx(4 * logs.error)
     wider = ratio_interval([2.0, 2.0], [1.0, 1.0], [(0.1, math.inf)])
     assert (wider.value, wider.error) == (pytest.approx(2.0), pytest.approx(0.2))
     for pair in (([1.0, 2.0], [1.0]), ([1.0], [1.0, 2.0]), ([1.0, 0.0], [1.0, 2.0]), ([1.0, 1.0], [1.0, -2.0]), ([], [])):

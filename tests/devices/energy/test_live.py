@@ -70,13 +70,13 @@ def test_joules_of_requests_that_ran_together_are_not_split(watch, meter):
     look(meter)
     second = watch.begin()
     look(meter)
-    one, other = watch.end(second, 10), watch.end(first, 50)
-    for energy in (one, other):
+    item, other = watch.end(second, 10), watch.end(first, 50)
+    for energy in (item, other):
         assert energy.shared_with == 1
         assert energy.joules_per_token is None
         assert "not split" in energy.reason
         assert energy.joules.value == pytest.approx(WATTS * energy.seconds, rel=0.02)
-    assert other.joules.value > one.joules.value
+    assert other.joules.value > item.joules.value
 
 
 def test_a_request_too_short_for_the_meter_says_so(watch, meter):
@@ -125,10 +125,10 @@ def watched(machine: SimulatedMachine, seconds: float, tokens: int):
 
 
 def test_energy_of_one_run():
-    found = watched(SimulatedMachine(), 4.0, 100)
-    assert found.joules_per_token.value == pytest.approx(0.4, rel=1e-3)
-    assert "J/token, scope package" in found.sentence()
-    assert found.to_json()["joules"]["value"] == pytest.approx(40.0, rel=1e-3)
+    result = watched(SimulatedMachine(), 4.0, 100)
+    assert result.joules_per_token.value == pytest.approx(0.4, rel=1e-3)
+    assert "J/token, scope package" in result.sentence()
+    assert result.to_json()["joules"]["value"] == pytest.approx(40.0, rel=1e-3)
 
 
 def test_energy_of_one_run_that_cannot_be_told():
@@ -165,7 +165,7 @@ def test_short_answers_are_pooled_until_the_gauge_can_tell():
         pool.add(trace, [], start, end, 30)
         if number == 5:
             early = pool.energy()
-    assert all("too short" in one.reason for one in single)
+    assert all("too short" in item.reason for item in single)
     assert early.kind == "none"
     assert "needs 100 s" in early.reason
     energy = pool.energy()
@@ -194,8 +194,8 @@ def test_a_server_sums_up_overlapping_requests_once(watch, meter):
     first, second = watch.begin(), watch.begin()
     time.sleep(0.05)
     requests = [watch.end(first, 10), watch.end(second, 30)]
-    total, most = watch.total(), WATTS * (meter.system.clock() - began)
+    total, maximum = watch.total(), WATTS * (meter.system.clock() - began)
     # A busy machine may wait between the four calls.
-    assert max(one.joules.value for one in requests) * 0.99 <= total.joules.value <= most * 1.01
-    assert total.joules.value < sum(one.joules.value for one in requests)
+    assert max(item.joules.value for item in requests) * 0.99 <= total.joules.value <= maximum * 1.01
+    assert total.joules.value < sum(item.joules.value for item in requests)
     assert total.joules_per_token.value == pytest.approx(total.joules.value / 40)

@@ -192,9 +192,9 @@ def test_an_external_meter_finds_its_own_clock(tmp_path):
     recorded = run_protocol(tap, {"plain": tap.workload(12.0)}, replace(PLAN, soak=False), tap.load)
     (tmp_path / "meter.csv").write_text("\n".join(tap.rows))
     table = import_csv(tmp_path / "meter.csv")
-    seen = with_external_meter(recorded, table)
-    assert seen.trace.times[0] - table.times[0] == pytest.approx(-5000.25, abs=0.06)
-    report = make_report(seen)
+    observed = with_external_meter(recorded, table)
+    assert observed.trace.times[0] - table.times[0] == pytest.approx(-5000.25, abs=0.06)
+    report = make_report(observed)
     assert report.scope == Scope.EXTERNAL
     assert report.variants[0].joules_per_output_token.value == pytest.approx(15.0 * 2 / 50, rel=2e-3)
 

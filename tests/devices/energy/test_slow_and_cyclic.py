@@ -63,13 +63,13 @@ def session(machine: LateMachine, requests: Mapping[str, float], repeats: int = 
     jitter = random.Random(seed)
 
     def work() -> Work:
-        taken = dict[str, float]()
+        used = dict[str, float]()
         for phase, watts in (("prefill", 12.0), ("plain", 5.0)):
-            taken[phase] = requests[phase] * (1 + 0.01 * jitter.gauss(0, 1))
+            used[phase] = requests[phase] * (1 + 0.01 * jitter.gauss(0, 1))
             machine.watts = watts
-            machine.sleep(taken[phase])
+            machine.sleep(used[phase])
         machine.watts = IDLE_WATTS
-        return Work(emitted_tokens=50, prompt_tokens=100, phases=taken)
+        return Work(emitted_tokens=50, prompt_tokens=100, phases=used)
 
     return measure(machine.system, machine.recorder, {"plain": work}, measured, Plan(repeats=repeats, rest_s=5.0, soak=False))
 

@@ -33,19 +33,19 @@ def counted(powers: Sequence[float], seconds: float = 1.0) -> Trace:
 
 def test_a_steady_counter_by_hand() -> None:
     """Between 2.5 and 8.5 s the first second may show the time before; new values at 4, 5, 6, 7 and 8 s are inside."""
-    found = measure_window(counted([5.0] * 12), 2.5, 8.5, meter())
+    result = measure_window(counted([5.0] * 12), 2.5, 8.5, meter())
     edge = 5 * math.sqrt(2) / math.sqrt(12)
-    assert (found.seconds, found.watts, found.joules, found.observed_s, found.updates) == (6.0, 5.0, 30.0, 4.0, 5)
-    assert found.error_watts == pytest.approx(math.hypot(edge, 0.6 / math.sqrt(6)) / 4)
-    assert (found.resolution_watts, found.freedom, found.longest_gap_s) == (found.error_watts, math.inf, 1.5)
+    assert (result.seconds, result.watts, result.joules, result.observed_s, result.updates) == (6.0, 5.0, 30.0, 4.0, 5)
+    assert result.error_watts == pytest.approx(math.hypot(edge, 0.6 / math.sqrt(6)) / 4)
+    assert (result.resolution_watts, result.freedom, result.longest_gap_s) == (result.error_watts, math.inf, 1.5)
 
 
 def test_a_counter_s_scatter_counts_for_the_part_that_is_not_seen() -> None:
     powers = [9.0, 9.0, 9.0, 9.0, 4.0, 6.0, 4.0, 6.0, 9.0, 9.0]
-    found = measure_window(counted(powers), 2.5, 8.5, meter())
-    assert found.watts == 5.0
+    result = measure_window(counted(powers), 2.5, 8.5, meter())
+    assert result.watts == 5.0
     unseen = stdev([4.0, 6.0, 4.0, 6.0]) * (1 - 4 / 6)
-    assert found.error_watts == pytest.approx(math.hypot(found.resolution_watts, unseen))
+    assert result.error_watts == pytest.approx(math.hypot(result.resolution_watts, unseen))
     slower = measure_window(counted(powers, 2.0), 5.0, 17.0, meter(refresh=2.0))
     assert slower.error_watts == pytest.approx(math.hypot(slower.resolution_watts, unseen)), "watts, not joules"
 
@@ -53,25 +53,25 @@ def test_a_counter_s_scatter_counts_for_the_part_that_is_not_seen() -> None:
 @pytest.mark.parametrize(("start", "first", "late"), [(2.5, 3.6, 1.0), (2.8, 4.0, 0.4)])
 def test_a_new_value_is_late_by_a_refresh_or_the_time_since_the_reading_before(start: float, first: float, late: float) -> None:
     trace = traced(Kind.COUNTER, [0, 3.6, 4, 5, 6, 7, 8], [0, 10, 20, 25, 30, 35, 40])
-    found = measure_window(trace, start, 8.5, meter())
-    assert found.observed_s == pytest.approx(8 - first)
-    edge = found.watts * math.hypot(late, 1.0) / math.sqrt(12)
-    assert found.resolution_watts == pytest.approx(math.hypot(edge, 0.6 / math.sqrt(6)) / (8 - first))
+    result = measure_window(trace, start, 8.5, meter())
+    assert result.observed_s == pytest.approx(8 - first)
+    edge = result.watts * math.hypot(late, 1.0) / math.sqrt(12)
+    assert result.resolution_watts == pytest.approx(math.hypot(edge, 0.6 / math.sqrt(6)) / (8 - first))
 
 
 @pytest.mark.parametrize(("seconds", "first", "last", "updates"), [(1.0, 0.0, 1.0, 11), (0.99, 0.1, 0.9, 9)])
 def test_a_fast_counter_needs_no_lead_in(seconds: float, first: float, last: float, updates: int) -> None:
     """From 1000 refreshes on, its first reading in the window counts, even the very first of all."""
-    found = measure_window(counted([5.0] * 20, 0.1), 0.0, seconds, meter(refresh=0.001))
-    assert (found.updates, found.observed_s) == (updates, pytest.approx(last - first))
-    assert found.watts == pytest.approx(5.0)
+    result = measure_window(counted([5.0] * 20, 0.1), 0.0, seconds, meter(refresh=0.001))
+    assert (result.updates, result.observed_s) == (updates, pytest.approx(last - first))
+    assert result.watts == pytest.approx(5.0)
     edge = 5 * 0.001 * math.sqrt(2) / math.sqrt(12)
-    assert found.resolution_watts == pytest.approx(math.hypot(edge, 0.6 / math.sqrt(6)) / found.observed_s)
+    assert result.resolution_watts == pytest.approx(math.hypot(edge, 0.6 / math.sqrt(6)) / result.observed_s)
 
 
 def test_the_first_reading_of_all_is_no_new_value() -> None:
-    found = measure_window(counted([5.0] * 12), -3.0, 6.0, meter())
-    assert (found.updates, found.observed_s) == (6, 5.0)
+    result = measure_window(counted([5.0] * 12), -3.0, 6.0, meter())
+    assert (result.updates, result.observed_s) == (6, 5.0)
 
 
 def test_a_counter_with_fewer_than_two_new_values_is_refused() -> None:
@@ -97,20 +97,20 @@ def test_a_sampler_s_values_hold_until_the_next() -> None:
     trace = sampled([50, 50, 50, 3, 4, 6, 5, 50, 50])
     trace.times[7:] = [7.5, 8.0]
     trace.values[7] = 8.0
-    found = measure_window(trace, 2.0, 7.9, meter(refresh=0.5, lag=0.2))
+    result = measure_window(trace, 2.0, 7.9, meter(refresh=0.5, lag=0.2))
     joules = 3 + 4 + 6 + 5 * 1.5 + 8 * 0.4
-    assert found.watts == pytest.approx(joules / 4.9)
-    assert (found.observed_s, found.updates) == (pytest.approx(4.9), 5)
-    assert found.joules == pytest.approx(found.watts * 5.9)
-    assert (found.error_watts, found.freedom) == sampling_error([3, 4, 6, 5, 8])
-    assert found.resolution_watts == pytest.approx(0.6 / math.sqrt(12))
-    assert found.longest_gap_s == pytest.approx(1.5)
+    assert result.watts == pytest.approx(joules / 4.9)
+    assert (result.observed_s, result.updates) == (pytest.approx(4.9), 5)
+    assert result.joules == pytest.approx(result.watts * 5.9)
+    assert (result.error_watts, result.freedom) == sampling_error([3, 4, 6, 5, 8])
+    assert result.resolution_watts == pytest.approx(0.6 / math.sqrt(12))
+    assert result.longest_gap_s == pytest.approx(1.5)
 
 
 def test_a_sampler_that_repeats_itself_has_fewer_new_values() -> None:
-    found = measure_window(sampled([5, 3, 3, 4, 4, 4, 6, 6]), 0.0, 7.0, meter(refresh=0.5))
-    assert found.updates == 3
-    assert found.longest_gap_s == 1.0, "a repeated value is a reading, too"
+    result = measure_window(sampled([5, 3, 3, 4, 4, 4, 6, 6]), 0.0, 7.0, meter(refresh=0.5))
+    assert result.updates == 3
+    assert result.longest_gap_s == 1.0, "a repeated value is a reading, too"
 
 
 def test_windows_within_the_lead_in_or_without_readings_are_refused() -> None:

@@ -35,7 +35,7 @@ def test_the_file_is_its_owner_s_and_nothing_else_is_left(tmp_path: Path) -> Non
     assert path.stat().st_mode & 0o777 == 0o600
     atomic_write(path, [b"new"], mode=0o644)
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o644)
-    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+    assert [result.name for result in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device"), MemoryError()])
@@ -50,7 +50,7 @@ def test_the_old_file_survives_a_failed_write(tmp_path: Path, error: BaseExcepti
     with pytest.raises(type(error)):
         atomic_write(path, parts())
     assert path.read_bytes() == b"old"
-    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+    assert [result.name for result in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_stale_files_of_dead_processes_go_and_those_of_running_ones_stay(tmp_pat
     (tmp_path / f".file.partial-{dead}x").write_bytes(b"something else")
     (tmp_path / f".other.partial-{dead}").write_bytes(b"another file's")
     (tmp_path / ".file.partial-999999999999").symlink_to(tmp_path)
-    assert [found.name for found in stale_of(path)] == [f".file.partial-{dead}"]
+    assert [result.name for result in stale_of(path)] == [f".file.partial-{dead}"]
     atomic_write(path, [b"new"])
     assert not (tmp_path / f".file.partial-{dead}").exists()
     assert len(list(tmp_path.iterdir())) == 5
@@ -112,7 +112,7 @@ atomic_write(Path({str(tmp_path / "costs.json")!r}), parts())
     assert len(list(tmp_path.iterdir())) == 1
     assert cache_put(tmp_path / "costs.json", "key", 5) is None
     assert read_entries(tmp_path / "costs.json") == {"key": 5}
-    assert [found.name for found in tmp_path.iterdir()] == ["costs.json"]
+    assert [result.name for result in tmp_path.iterdir()] == ["costs.json"]
 
 
 Writer = Callable[[Path], None]
@@ -151,7 +151,7 @@ def test_what_is_no_regular_file_stays(tmp_path: Path, write: Writer, make: Writ
     with pytest.raises((OSError, EdgeError), match="not a regular file"):
         write(tmp_path / ("link" if through_link else "there"))
     assert (tmp_path / "there").stat().st_mode == kind
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["link", "there"]
+    assert sorted(result.name for result in tmp_path.iterdir()) == ["link", "there"]
 
 
 @pytest.mark.parametrize("write", [as_bytes, as_text])
@@ -164,7 +164,7 @@ def test_a_link_is_written_through(tmp_path: Path, write: Writer, dangling: bool
     write(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "folder/file").read_bytes() == b"new\n"
-    assert [found.name for found in (tmp_path / "folder").iterdir()] == ["file"]
+    assert [result.name for result in (tmp_path / "folder").iterdir()] == ["file"]
 
 
 def test_a_planted_link_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_two_writes_at_once_of_one_process_do_not_meet(tmp_path: Path) -> None:
 
     atomic_write(path, outer())
     assert path.read_bytes() == b"outer"
-    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+    assert [result.name for result in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("write", [as_bytes, as_text])

@@ -63,13 +63,13 @@ def test_oryon_cores_without_a_name():
 
 
 def test_every_profile_is_sound():
-    for found in profiles().values():
-        assert found.sources
-        assert found.meters
-        assert found.draft_length[0] <= found.draft_length[1] <= 12
-        assert found.execution_providers[0] == "cpu"
-        if found.peak_gb_per_s and found.effective_gb_per_s:
-            assert found.effective_gb_per_s[1] < found.peak_gb_per_s
+    for result in profiles().values():
+        assert result.sources
+        assert result.meters
+        assert result.draft_length[0] <= result.draft_length[1] <= 12
+        assert result.execution_providers[0] == "cpu"
+        if result.peak_gb_per_s and result.effective_gb_per_s:
+            assert result.effective_gb_per_s[1] < result.peak_gb_per_s
     assert profile("raspberry-pi-5").peak_gb_per_s == pytest.approx(17.07, abs=0.01)
     assert len(profiles()) == 14
     with pytest.raises(ProfileError, match="no device profile 'toaster'"):

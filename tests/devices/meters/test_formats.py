@@ -100,9 +100,9 @@ def test_a_phones_trace_is_recorded_without_the_rest_and_replays(tmp_path):
     phone = System(root=tmp_path, run=run, clock=lambda: 1.0)
     path = write_recording(tmp_path / "out", record(phone))
     again = RecordedSystem(read_recording(path), clock=lambda: 1.0)
-    found = {f.name: f for f in power_stats.find(again)}
-    assert found["android:powerstats"].meter.read() == power_stats.find(phone)[0].meter.read()
-    assert found["android:powerstats"].meter.read().value == pytest.approx(60.407005)
+    result = {f.name: f for f in power_stats.find(again)}
+    assert result["android:powerstats"].meter.read() == power_stats.find(phone)[0].meter.read()
+    assert result["android:powerstats"].meter.read().value == pytest.approx(60.407005)
     assert b"secret" not in b"".join(read_recording(path).traces.values())
     path.write_text(path.read_text().replace('"perfetto --txt -c - -o -": "', '"perfetto --txt -c - -o -": "?'))
     with pytest.raises(DeviceError, match="is not a recording"):
@@ -156,10 +156,10 @@ def port(energy: int = 10**12) -> FakePort:
 
 
 def test_windows_energy_meter():
-    found = windows_emi.find(System(platform="win32", clock=lambda: 1.0), lambda: [port()])
-    assert [f.name for f in found] == ["windows:emi:RAPL_Package0_PKG", "windows:emi:RAPL_Package0_DRAM"]
-    assert found[0].meter.read().value == pytest.approx(3600.0)
-    assert found[1].meter.read().value == pytest.approx(7200.0)
+    result = windows_emi.find(System(platform="win32", clock=lambda: 1.0), lambda: [port()])
+    assert [f.name for f in result] == ["windows:emi:RAPL_Package0_PKG", "windows:emi:RAPL_Package0_DRAM"]
+    assert result[0].meter.read().value == pytest.approx(3600.0)
+    assert result[1].meter.read().value == pytest.approx(7200.0)
 
 
 def test_windows_energy_meter_version_1():
@@ -178,8 +178,8 @@ def test_windows_other_units_and_sizes_are_refused():
         windows_emi.parse_metadata(2, b"\0" * 64 + struct.pack("<HH", 1, 1) + channel("x", unit=3))
     huge = port()
     huge.answers[windows_emi.GET_METADATA_SIZE] = struct.pack("<I", 1 << 30)
-    (found,) = windows_emi.find(System(platform="win32"), lambda: [huge])
-    assert found.state is MeterState.PRESENT
+    (result,) = windows_emi.find(System(platform="win32"), lambda: [huge])
+    assert result.state is MeterState.PRESENT
     assert windows_emi.find(System(platform="win32"), list)[0].state is MeterState.ABSENT
     assert windows_emi.find(System(platform="linux"), list) == []
 

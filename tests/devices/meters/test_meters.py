@@ -32,9 +32,9 @@ def findings(name: str, **changes: str):
 
 
 def value(name: str, meter: str) -> float:
-    found = findings(name)[meter]
-    assert found.state is MeterState.USABLE, found.reason
-    return found.meter.read().value
+    actual = findings(name)[meter]
+    assert actual.state is MeterState.USABLE, actual.reason
+    return actual.meter.read().value
 
 
 # Recorded machine, meter, joules or watts, scope.
@@ -138,10 +138,10 @@ def test_psys_below_its_package_is_refused():
         files["sys/class/powercap/intel-rapl:1/energy_uj"] = str(99649883221 + 1000)
 
     system = RecordedSystem(vars(system)["_recording"], clock=lambda: 1.0, sleep=later)
-    found = {f.name: f for f in find_meters(system)}
-    assert found["rapl:platform"].state is MeterState.PRESENT
-    assert "not wired" in found["rapl:platform"].reason
-    assert found["rapl:package"].state is MeterState.USABLE
+    actual = {f.name: f for f in find_meters(system)}
+    assert actual["rapl:platform"].state is MeterState.PRESENT
+    assert "not wired" in actual["rapl:platform"].reason
+    assert actual["rapl:package"].state is MeterState.USABLE
 
 
 def test_registers_wrap_and_refuse_nonsense():
@@ -156,8 +156,8 @@ def test_registers_wrap_and_refuse_nonsense():
 
 
 def test_two_batteries_are_summed():
-    one = read_recording(FIXTURES / "battery-dell.json").files["sys/class/power_supply/BAT0/uevent"]
-    files = {f"sys/class/power_supply/BAT{i}/uevent": one for i in range(2)}
+    item = read_recording(FIXTURES / "battery-dell.json").files["sys/class/power_supply/BAT0/uevent"]
+    files = {f"sys/class/power_supply/BAT{i}/uevent": item for i in range(2)}
     meter = choose_meter(find_meters(RecordedSystem(Recording(files=files), clock=lambda: 1.0)), "battery")
     assert meter.read().value == pytest.approx(2 * 1.621 * 11.712)
 
@@ -165,14 +165,14 @@ def test_two_batteries_are_summed():
 @pytest.mark.parametrize("status", ["Charging", "Full", "Not charging", "Unknown"])
 def test_a_battery_that_does_not_discharge_is_refused(status):
     text = read_recording(FIXTURES / "battery-dell.json").files["sys/class/power_supply/BAT0/uevent"].replace("Discharging", status)
-    found = findings("battery-dell", BAT0__uevent=text)["battery"]
-    assert found.state is MeterState.PRESENT
-    assert status in found.reason
+    actual = findings("battery-dell", BAT0__uevent=text)["battery"]
+    assert actual.state is MeterState.PRESENT
+    assert status in actual.reason
 
 
 def test_a_charger_on_line_is_refused():
-    found = findings("battery-legion-go", ACAD__uevent="POWER_SUPPLY_TYPE=Mains\nPOWER_SUPPLY_ONLINE=1")["battery"]
-    assert "ACAD supplies power" in found.reason
+    actual = findings("battery-legion-go", ACAD__uevent="POWER_SUPPLY_TYPE=Mains\nPOWER_SUPPLY_ONLINE=1")["battery"]
+    assert "ACAD supplies power" in actual.reason
 
 
 def test_a_battery_plugged_in_while_measuring_stops_the_meter():
@@ -191,9 +191,9 @@ def sysfs_phone(status: str, online: str) -> RecordedSystem:
 
 
 def test_android_sysfs_gauge():
-    found = {f.name: f for f in find_meters(sysfs_phone("Discharging", "0"))}
-    assert found["android:battery-sysfs"].meter.read().value == pytest.approx(1.25)
-    assert "battery" not in found  # the laptop's reader leaves phones alone
+    actual = {f.name: f for f in find_meters(sysfs_phone("Discharging", "0"))}
+    assert actual["android:battery-sysfs"].meter.read().value == pytest.approx(1.25)
+    assert "battery" not in actual  # the laptop's reader leaves phones alone
     for status, online in (("Charging", "0"), ("Unknown", "1")):
         (refused,) = [f for f in find_meters(sysfs_phone(status, online)) if f.name == "android:battery-sysfs"]
         assert refused.state is MeterState.PRESENT
@@ -242,9 +242,9 @@ def test_android_rails_that_change_are_refused():
 
 def test_a_ups_beside_the_battery_counts_only_when_it_supplies():
     system = recorded("battery-beside-ups", **{"ups/uevent": "POWER_SUPPLY_TYPE=UPS\nPOWER_SUPPLY_ONLINE=1\n"})
-    found = {f.name: f for f in find_meters(system)}["battery"]
-    assert found.meter is None
-    assert "ups supplies power" in found.reason
+    actual = {f.name: f for f in find_meters(system)}["battery"]
+    assert actual.meter is None
+    assert "ups supplies power" in actual.reason
 
 
 def test_estimates_are_never_found_and_always_labelled():
@@ -260,12 +260,12 @@ def test_estimates_are_never_found_and_always_labelled():
 
 
 def test_choosing():
-    found = find_meters(recorded("rapl-denied"))
-    assert choose_meter(found) is None
+    actual = find_meters(recorded("rapl-denied"))
+    assert choose_meter(actual) is None
     with pytest.raises(MeterError, match="is present: denied"):
-        choose_meter(found, "rapl:package")
+        choose_meter(actual, "rapl:package")
     with pytest.raises(MeterError, match="no meter 'x' on this machine, usable: none"):
-        choose_meter(found, "x")
+        choose_meter(actual, "x")
 
 
 def test_what_meters_do_here_is_measured_on_request(monkeypatch):

@@ -31,14 +31,14 @@ def findings(files: Mapping[str, str]) -> dict[str, Finding]:
     return {finding.name: finding for finding in find_meters(machine(files))}
 
 
-def meter_of(found: Mapping[str, Finding], name: str) -> Meter:
-    meter = found[name].meter
-    assert meter is not None, found[name].reason
+def meter_of(result: Mapping[str, Finding], name: str) -> Meter:
+    meter = result[name].meter
+    assert meter is not None, result[name].reason
     return meter
 
 
-def watts(found: Mapping[str, Finding], name: str) -> float:
-    sample = meter_of(found, name).read()
+def watts(result: Mapping[str, Finding], name: str) -> float:
+    sample = meter_of(result, name).read()
     assert sample is not None
     return sample.value
 
@@ -84,22 +84,22 @@ def test_a_pi_5_is_read_by_its_own_chip_and_a_line_that_charges_by_name_only() -
     chosen = choose_meter(find_meters(pi))
     assert chosen is not None
     assert chosen.facts.name == "raspberry-pi:pmic"
-    found = findings(ina219(-500))
-    assert choose_meter(list(found.values())) is None
-    assert "hwmon:ina219:1:reversed: its current is negative" in no_meter_reason(list(found.values()))
-    assert watts(found, "hwmon:ina219:1:reversed") == 2.5
+    result = findings(ina219(-500))
+    assert choose_meter(list(result.values())) is None
+    assert "hwmon:ina219:1:reversed: its current is negative" in no_meter_reason(list(result.values()))
+    assert watts(result, "hwmon:ina219:1:reversed") == 2.5
 
 
 @pytest.mark.parametrize("before", [500, -500])
 def test_a_line_that_changes_its_direction_stops_the_meter(before: int) -> None:
     system = machine(ina219(before))
-    (found,) = [f for f in find_meters(system) if f.name.startswith("hwmon:ina219")]
-    assert found.meter is not None
+    (result,) = [f for f in find_meters(system) if f.name.startswith("hwmon:ina219")]
+    assert result.meter is not None
     vars(system)["_recording"].files["sys/class/hwmon/hwmon2/curr1_input"] = "0"
-    assert found.meter.read() is not None
+    assert result.meter.read() is not None
     vars(system)["_recording"].files["sys/class/hwmon/hwmon2/curr1_input"] = str(-before)
     with pytest.raises(MeterError, match="changed its direction"):
-        found.meter.read()
+        result.meter.read()
 
 
 def test_a_phone_that_sleeps_is_not_taken_for_one_of_milliamperes() -> None:
@@ -129,8 +129,8 @@ def test_an_output_of_powermetrics_without_power_is_not_called_denied() -> None:
     command = "powermetrics -n 1 -i 1000 --samplers cpu_power"
     for code, words in ((0, "prints no power that this version reads"), (1, "denied to this user")):
         system = RecordedSystem(Recording(platform="darwin", commands={command: (code, "*** Sampled system activity\n")}))
-        (found,) = [f for f in find_meters(system) if f.name == "apple:powermetrics"]
-        assert words in found.reason
+        (result,) = [f for f in find_meters(system) if f.name == "apple:powermetrics"]
+        assert words in result.reason
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_units_with_labels_are_read(chip: str, labels: dict[str, tuple[str, floa
     files = {f"{folder}/name": chip}
     for power, (label, figure) in labels.items():
         files |= {f"{folder}/{power}_label": label, f"{folder}/{power}_input": str(round(figure * 1e6))}
-    found = findings(files)
-    assert watts(found, f"hwmon:{chip}:1") == pytest.approx(expected)
-    assert meter_of(found, f"hwmon:{chip}:1").facts.scope is scope
+    result = findings(files)
+    assert watts(result, f"hwmon:{chip}:1") == pytest.approx(expected)
+    assert meter_of(result, f"hwmon:{chip}:1").facts.scope is scope
     assert not [name for name in findings({f"{folder}/name": chip, f"{folder}/power1_input": "1"}) if chip in name]
 
 

@@ -50,14 +50,14 @@ def phone(text: str, *, traces: dict[str, bytes] | None = None, maker: str = "sa
 
 
 def test_samsungs_line():
-    found = phone(SAMSUNG.format(voltage=3685, current=-125))
-    assert found.meter.read().value == pytest.approx(0.125 * 3.685)
-    assert "mA" in found.meter.facts.notes[0]
+    result = phone(SAMSUNG.format(voltage=3685, current=-125))
+    assert result.meter.read().value == pytest.approx(0.125 * 3.685)
+    assert "mA" in result.meter.facts.notes[0]
 
 
 def test_perfetto_has_the_current_where_the_service_does_not():
-    found = phone(OLD.format(voltage=3900), traces={" ".join(COMMAND): trace(-310_000, -305_000)})
-    assert found.meter.read().value == pytest.approx(0.305 * 3.9)
+    result = phone(OLD.format(voltage=3900), traces={" ".join(COMMAND): trace(-310_000, -305_000)})
+    assert result.meter.read().value == pytest.approx(0.305 * 3.9)
     nothing = phone(OLD.format(voltage=3900))
     assert "neither `dumpsys battery` nor perfetto" in nothing.reason
     with pytest.raises(MeterError, match="damaged"):
@@ -84,6 +84,6 @@ def test_two_cells_in_series_are_named():
 
 
 def test_a_sleeping_phones_microamperes_are_not_read_as_milliamperes():
-    found = phone(SAMSUNG.format(voltage=3900, current=-3000))
-    assert found.meter is None
-    assert "it sleeps or works; turn the screen on" in found.reason
+    result = phone(SAMSUNG.format(voltage=3900, current=-3000))
+    assert result.meter is None
+    assert "it sleeps or works; turn the screen on" in result.reason

@@ -66,8 +66,8 @@ def test_powerstats_are_cut_to_their_channels():
             code=0, output=b"ChannelId: 3, ChannelName: A, x\nsome.private.app: 4\n" if "powerstats" in arguments else b"ok"
         )
 
-    (found,) = [v for k, v in record_android(run).items() if "powerstats" in k]
-    assert found == (0, "ChannelId: 3, ChannelName: A, x")
+    (actual,) = [v for k, v in record_android(run).items() if "powerstats" in k]
+    assert actual == (0, "ChannelId: 3, ChannelName: A, x")
 
 
 def record_android(run):

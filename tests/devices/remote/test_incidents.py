@@ -50,7 +50,7 @@ def test_a_look_at_a_phone(daemon: FakeAdbd) -> None:
     assert snapshot.architecture
     assert snapshot.free_bytes
     assert snapshot.memory_available
-    said = " ".join(preflight_warnings(snapshot, model_bytes=1 << 50, at_battery=False))
+    output = " ".join(preflight_warnings(snapshot, model_bytes=1 << 50, at_battery=False))
     for words in (
         "screen is off (Asleep)",
         "doze is enabled",
@@ -59,7 +59,7 @@ def test_a_look_at_a_phone(daemon: FakeAdbd) -> None:
         "schedutil",
         "read from storage repeatedly",
     ):
-        assert words in said
+        assert words in output
 
 
 def test_a_frozen_battery_service_is_seen(daemon: FakeAdbd) -> None:
@@ -131,8 +131,8 @@ def test_an_undisturbed_run_has_nothing_to_tell() -> None:
 
 def test_heat_charging_and_caps_are_named_with_their_time() -> None:
     hot, plugged, capped = replace(CALM, thermal_status=2), replace(CALM, charger="USB"), replace(CALM, frequency_caps=(800,))
-    said = find_incidents(history_of(CALM, hot, CALM, plugged, CALM, capped, CALM, capped), FINISHED)
-    assert said == [
+    output = find_incidents(history_of(CALM, hot, CALM, plugged, CALM, capped, CALM, capped), FINISHED)
+    assert output == [
         "after 5 s: Android throttled because of heat (thermal status moderate)",
         "after 15 s: the power source changed from battery to USB",
         "after 20 s: the power source changed from USB to battery",
@@ -142,8 +142,8 @@ def test_heat_charging_and_caps_are_named_with_their_time() -> None:
 
 def test_a_board_that_throttles_is_named_once() -> None:
     board = DeviceState(throttled=0)
-    said = find_incidents(history_of(board, replace(board, throttled=0x50005), replace(board, throttled=0x50005)), FINISHED)
-    assert said == ["after 5 s: the board throttled (get_throttled 0x50005) (2 times)"]
+    output = find_incidents(history_of(board, replace(board, throttled=0x50005), replace(board, throttled=0x50005)), FINISHED)
+    assert output == ["after 5 s: the board throttled (get_throttled 0x50005) (2 times)"]
 
 
 def test_a_run_that_was_put_aside_is_named() -> None:
@@ -169,8 +169,8 @@ def test_a_watch_runs_a_command_and_outlives_its_end(tmp_path: Path) -> None:
     assert history.ended
     assert len(history.samples) >= 4
     # A busy machine may let the watch itself wait.
-    said = [text for text in find_incidents(history, FINISHED) if "suspended" not in text]
-    assert all("swapped" in text for text in said)
+    output = [text for text in find_incidents(history, FINISHED) if "suspended" not in text]
+    assert all("swapped" in text for text in output)
     whole = watch.read_text()
     (tmp_path / "cut").write_text(whole[: len(whole) // 2])
     assert not read_job_history(tmp_path / "cut").ended

@@ -43,11 +43,11 @@ def test_an_unauthorised_phone(desk: Desk) -> None:
     desk.connect(daemon)
     with pytest.raises(LinkError, match="unlock the phone and accept"):
         AdbTransport(daemon.serial).run(["true"])
-    said: list[str] = []
+    output: list[str] = []
     other = desk.phone()
-    assert daemon.serial not in usable_serials(said.append)
+    assert daemon.serial not in usable_serials(output.append)
     assert other.serial in usable_serials()
-    assert [text for text in said if text.startswith(f"left out: {daemon.serial} is not authorised; unlock")]
+    assert [text for text in output if text.startswith(f"left out: {daemon.serial} is not authorised; unlock")]
     off_the_desk(desk, daemon)
 
 

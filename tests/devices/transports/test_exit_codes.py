@@ -65,8 +65,8 @@ def test_an_output_cut_anywhere_before_the_end_of_its_code_gives_no_code(separat
     whole = subprocess.run(["sh", "-c", framed.line], capture_output=True, check=False).stdout
     end = whole.index(framed.mark) + len(framed.mark) + len(str(code)) + 1
     assert [framed.parse(whole[:cut], "") for cut in range(end)] == [None] * end
-    found = framed.parse(whole, "")
-    assert found == done(code, b"out\n", "" if separate else "bad")
+    actual = framed.parse(whole, "")
+    assert actual == done(code, b"out\n", "" if separate else "bad")
 
 
 @pytest.mark.parametrize("rest", ["x\n", "-1\n", "\n", "1e3\n", "9" * 19 + "\n"])

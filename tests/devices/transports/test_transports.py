@@ -45,8 +45,8 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
     if request.param == "local":
         return LocalTransport(tmp_path / "device")
     if request.param == "ssh":
-        found: SshTransport = request.getfixturevalue("pi")
-        return found
+        result: SshTransport = request.getfixturevalue("pi")
+        return result
     desk = request.getfixturevalue("desk")
     daemon = desk.phones[0] if desk.phones else desk.phone()
     return AdbTransport(daemon.serial, f"/data/local/tmp/{tmp_path.name}")

@@ -45,8 +45,8 @@ def test_weights_are_read_bit_for_bit(mobile: Mobile, compressed: bool) -> None:
     folder, values = mobile(compressed)
     checkpoint = open_checkpoint(folder)
     assert len(values) > 40
-    for name, wanted in values.items():
-        assert np.array_equal(read_values(checkpoint.tensors[name]), wanted), name
+    for name, expected in values.items():
+        assert np.array_equal(read_values(checkpoint.tensors[name]), expected), name
     assert {tensor.bits for tensor in checkpoint.tensors.values()} == {0, 2, 4, 8}
     assert len(checkpoint.rounding) == len(values)
 
@@ -65,7 +65,9 @@ def test_a_product_rounds_as_transformers_does(bits: int, tmp_path: Path) -> Non
     layer.weight_scale.data = torch.from_numpy(rng.uniform(0.01, 0.1, (rows, 1)).astype(np.float32))
     layer.input_activation_scale.data, layer.output_activation_scale.data = torch.tensor(0.02), torch.tensor(0.3)
     save_file(layer.state_dict(), tmp_path / "model.safetensors")
-    tensors, rounding = with_codes({f"x.{name}": found for name, found in stored_tensors(tmp_path).items()}, {"x.weight": (rows, columns)})
+    tensors, rounding = with_codes(
+        {f"x.{name}": result for name, result in stored_tensors(tmp_path).items()}, {"x.weight": (rows, columns)}
+    )
     graph = GraphBuilder("product")
     with WeightFile(tmp_path / "data") as weights:
         matrix = weights.codes(tensors["x.weight"])
@@ -76,11 +78,11 @@ def test_a_product_rounds_as_transformers_does(bits: int, tmp_path: Path) -> Non
     graph.save(tmp_path / "product.onnx")
     # Some inputs are beyond the range.
     values = rng.normal(0, 1.5, (1, 5, columns)).astype(np.float32)
-    (found,) = onnxruntime.InferenceSession(tmp_path / "product.onnx", providers=["CPUExecutionProvider"]).run(None, {"x": values})
-    wanted = layer(torch.from_numpy(values)).detach().numpy()
+    (result,) = onnxruntime.InferenceSession(tmp_path / "product.onnx", providers=["CPUExecutionProvider"]).run(None, {"x": values})
+    expected = layer(torch.from_numpy(values)).detach().numpy()
     # A sum on the edge between two levels may get either.
-    assert (np.abs(found - wanted) < 1e-5).mean() > 0.99
-    assert np.abs(found - wanted).max() < 0.31
+    assert (np.abs(result - expected) < 1e-5).mean() > 0.99
+    assert np.abs(result - expected).max() < 0.31
     if not usable_variants():
         return
     model, count = with_row_kernels((tmp_path / "product.onnx").read_bytes())
@@ -132,8 +134,8 @@ def test_rows_are_exact_and_equal_transformers_in_float64(mobile: Mobile, member
         rows = np.concatenate([target.verify(tokens[at : at + 8]).copy() for at in range(16, 48, 8)])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
-        wanted = model(input_ids=torch.tensor([tokens])).logits[0, 16:].numpy()
-    assert (np.abs(rows - wanted).max(axis=1) < 1e-5).mean() > 0.5
+        expected = model(input_ids=torch.tensor([tokens])).logits[0, 16:].numpy()
+    assert (np.abs(rows - expected).max(axis=1) < 1e-5).mean() > 0.5
 
 
 @pytest.mark.parametrize("compressed", [False, True])

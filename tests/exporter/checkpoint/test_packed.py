@@ -34,9 +34,9 @@ def test_weights_are_read_bit_for_bit(packed: tuple[Path, dict[str, np.ndarray]]
     folder, values = packed
     checkpoint, report, path = open_checkpoint(folder), ExactReport(), tmp_path / "exact.gguf"
     assert len(values) > 30
-    for name, wanted in values.items():
-        assert (read_values(checkpoint.tensors[name]) == wanted).all(), name
-        assert (dequantize(quantize_matrix(wanted, WeightSpec(bits=4, block=32))) == wanted).all(), name
+    for name, expected in values.items():
+        assert (read_values(checkpoint.tensors[name]) == expected).all(), name
+        assert (dequantize(quantize_matrix(expected, WeightSpec(bits=4, block=32))) == expected).all(), name
     assert trained_for_q4(checkpoint)
     plan_exact(checkpoint, read_vocabulary(folder), report).write(path, lambda _: None)
     written = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}

@@ -51,12 +51,12 @@ def comparable(model: Any) -> dict[str, Any]:
 def test_a_gguf_tells_what_its_checkpoint_told(name: str, member_folder: Folders, gguf_of: Folders) -> None:
     drafter = f"{name}-assistant"
     plain = [open_checkpoint(member_folder(part)) for part in (name, drafter)]
-    taken = [open_gguf(gguf_of(part))[0] for part in (name, drafter)]
-    ours, theirs = (comparable(pair[0].architecture) for pair in (plain, taken))
+    used = [open_gguf(gguf_of(part))[0] for part in (name, drafter)]
+    ours, theirs = (comparable(pair[0].architecture) for pair in (plain, used))
     assert ours == theirs
-    assert cache_layout(plain[0], plain[1], 100) == cache_layout(taken[0], taken[1], 100)
-    assert cache_layout(plain[0], taken[1], 100) == cache_layout(taken[0], plain[1], 100)
-    facts = [architecture(*pair, 100) for pair in (plain, taken)]
+    assert cache_layout(plain[0], plain[1], 100) == cache_layout(used[0], used[1], 100)
+    assert cache_layout(plain[0], used[1], 100) == cache_layout(used[0], plain[1], 100)
+    facts = [architecture(*pair, 100) for pair in (plain, used)]
     ordered = MEMBERS[drafter].ordered
     assert facts[0].ordered_embeddings == ordered
     assert facts[1].ordered_embeddings is False

@@ -17,14 +17,14 @@ from tiny_members import write_tokenizer
 def test_a_template_that_the_runtime_would_not_read_is_refused(name: str, tmp_path: Path) -> None:
     assert MAX_TEMPLATE_BYTES == chat_template.MAX_TEMPLATE_BYTES
     write_tokenizer(tmp_path)
-    for length, taken in ((MAX_TEMPLATE_BYTES, True), (MAX_TEMPLATE_BYTES + 1, False)):
+    for length, used in ((MAX_TEMPLATE_BYTES, True), (MAX_TEMPLATE_BYTES + 1, False)):
         template = "é" + "x" * (length - 2)
         if name.endswith("json"):
             template_file = tmp_path / name
             template_file.write_text(json.dumps({**json.loads(template_file.read_text()), "chat_template": template}))
         else:
             (tmp_path / name).write_text(template)
-        if taken:
+        if used:
             assert read_vocabulary(tmp_path).chat_template == template
         else:
             with pytest.raises(CheckpointError, match="chat template"):

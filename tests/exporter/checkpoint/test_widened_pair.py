@@ -44,7 +44,7 @@ def test_the_output_stays_and_the_bundle_has_no_path_of_its_maker(tmp_path: Path
     for extra in ([], ["--widened"]):
         output = tmp_path / f"bundle{len(extra)}"
         arguments = ["reference", *extra, "--format", "onnx", "--onnx-target", "f32", "--onnx-drafter", "f32", "--no-verify", "-o", output]
-        result = CliRunner().invoke(main, [str(one) for one in arguments])
+        result = CliRunner().invoke(main, [str(item) for item in arguments])
         assert result.exit_code == 0, result.output
         with open_session(output, threads=1, context=256, drafter="none") as session:
             texts.append(session.generate("def area(width, height):", max_tokens=24).text())

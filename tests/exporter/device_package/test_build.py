@@ -191,10 +191,12 @@ def test_inventory_names_every_file_with_its_hash(tmp_path: Path) -> None:
     (tmp_path / "bin/edge-python").write_bytes(b"abc")
     (tmp_path / "bin/edge-python").chmod(0o755)
     inventory = take_inventory(tmp_path, "linux-arm64", "1", ("onnx",), [])
-    told = json.loads((tmp_path / "package.json").read_text())
-    assert told["files"] == [{"path": "bin/edge-python", "bytes": 3, "sha256": sha256_of(tmp_path / "bin/edge-python"), "executable": True}]
-    assert told["sizes"] == {"launchers": 3}
-    assert (told["schema"], told["platform"], inventory.bytes) == (2, "linux-arm64", 3)
+    reported = json.loads((tmp_path / "package.json").read_text())
+    assert reported["files"] == [
+        {"path": "bin/edge-python", "bytes": 3, "sha256": sha256_of(tmp_path / "bin/edge-python"), "executable": True}
+    ]
+    assert reported["sizes"] == {"launchers": 3}
+    assert (reported["schema"], reported["platform"], inventory.bytes) == (2, "linux-arm64", 3)
 
 
 def test_wheels_are_older_than_the_bundled_c_library() -> None:

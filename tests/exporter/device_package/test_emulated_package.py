@@ -52,13 +52,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
     """From a platform to its package, with today's light packages in it."""
-    root, given = tmp_path_factory.mktemp("packages"), os.environ.get("EDGE_MTP_PACKAGES")
+    root, value = tmp_path_factory.mktemp("packages"), os.environ.get("EDGE_MTP_PACKAGES")
 
     def package_for(platform: str) -> Path:
         folder = root / platform
         if folder.is_dir():
             return folder
-        ready = Path(given) / platform if given else None
+        ready = Path(value) / platform if value else None
         if ready is not None and ready.is_dir():
             shutil.copytree(ready, folder, copy_function=link_or_copy)
             for old in [*(folder / SITE).glob("edge_*")]:
@@ -83,17 +83,17 @@ def whole(package: Path, part: str) -> Path:
 @pytest.fixture(scope="module")
 def pi(tmp_path_factory: pytest.TempPathFactory, packages: Packages, cache: Path) -> Userland:
     """A Raspberry Pi 5 with nothing on it but a shell, and the package in the user's home."""
-    found = make_userland(tmp_path_factory.mktemp("pi") / "root", cache, android=False)
-    return replace(found, shared={"/home/pi/package": packages("linux-arm64"), "/home/pi/support": SUPPORT})
+    result = make_userland(tmp_path_factory.mktemp("pi") / "root", cache, android=False)
+    return replace(result, shared={"/home/pi/package": packages("linux-arm64"), "/home/pi/support": SUPPORT})
 
 
 @pytest.fixture(scope="module")
 def phone(tmp_path_factory: pytest.TempPathFactory, packages: Packages, cache: Path) -> Userland:
     """A phone with its shell in /system/bin, no /bin, no /tmp and no C library, and the package where adb may put it."""
-    found = make_userland(tmp_path_factory.mktemp("phone") / "root", cache, android=True)
-    shutil.copytree(packages("android-arm64"), found.path(f"{ANDROID_TMP}/package"), copy_function=link_or_copy)
-    shutil.copy(SUPPORT / "drafts_of.py", found.path(ANDROID_TMP))
-    return found
+    result = make_userland(tmp_path_factory.mktemp("phone") / "root", cache, android=True)
+    shutil.copytree(packages("android-arm64"), result.path(f"{ANDROID_TMP}/package"), copy_function=link_or_copy)
+    shutil.copy(SUPPORT / "drafts_of.py", result.path(ANDROID_TMP))
+    return result
 
 
 def seeing(userland: Userland, bundle: Path) -> Userland:
@@ -123,13 +123,13 @@ def test_every_module_of_the_standard_library_finds_its_libraries(pi: Userland) 
 
 def test_package_json_is_what_lies_there(packages: Packages) -> None:
     folder = packages("android-arm64")
-    told = json.loads((folder / "package.json").read_text())
-    kept = {file["path"]: file for file in told["files"]}
+    reported = json.loads((folder / "package.json").read_text())
+    kept = {file["path"]: file for file in reported["files"]}
     for path, file in kept.items():
         if f"{SITE}/edge_" not in path:  # of EDGE_MTP_PACKAGES: replaced by today's
             assert ((folder / path).stat().st_size, sha256_of(folder / path)) == (file["bytes"], file["sha256"])
     assert not [path for path in kept if "edge_export" in path or "/torch" in path]
-    for component in told["licences"]:
+    for component in reported["licences"]:
         assert component["texts"], component["name"]
         assert all((folder / text).stat().st_size > 100 for text in component["texts"])
 
@@ -138,8 +138,8 @@ def test_package_json_is_what_lies_there(packages: Packages) -> None:
 def test_programs_and_libraries_suit_kernels_with_large_pages(platform: str, packages: Packages) -> None:
     """A Raspberry Pi 5 and newer phones have pages of 16 KiB; a library aligned for 4 KiB does not load there."""
     folder = packages(platform)
-    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    aligned = {path: load_alignment(data) for path, data in found.items() if data[:4] == b"\x7fELF"}
+    result = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    aligned = {path: load_alignment(data) for path, data in result.items() if data[:4] == b"\x7fELF"}
     print(f"{platform}: {len(aligned)} ELF files, {sorted(set(aligned.values()))};", *(path for path in aligned if "llama" in path))
     assert len(aligned) > 40
     assert all(align >= 16384 for align in aligned.values()), aligned
@@ -197,11 +197,11 @@ def test_edge_run_on_a_phone_with_llama(phone: Userland, packages: Packages, exp
         f"package/bin/edge-run {exported_pair} --backend llama --drafter dense --draft-length 3 --max-tokens 16 --threads 1 --json "
         "'class Stack:'"
     )
-    told = said(seeing(phone, exported_pair).run([phone.shell, "-c", words]))
+    reported = said(seeing(phone, exported_pair).run([phone.shell, "-c", words]))
     here = drafts_of(exported_pair, "llama", "dense", TOKENS, ["class Stack:"])[0]
-    assert told["stats"]["tokens"] == TOKENS
-    assert told["stats"]["accepted_tokens"] == sum(here["accepted"])
-    assert told["stats"]["drafted_tokens"] == sum(map(len, here["drafts"]))
+    assert reported["stats"]["tokens"] == TOKENS
+    assert reported["stats"]["accepted_tokens"] == sum(here["accepted"])
+    assert reported["stats"]["drafted_tokens"] == sum(map(len, here["drafts"]))
 
 
 def test_static_tools_draft_where_there_is_no_python(phone: Userland, packages: Packages, exported_pair: Path) -> None:

@@ -43,9 +43,9 @@ def finished_as(drafter: Checkpoint, folder: Path, quantization: str) -> Path:
 @pytest.mark.parametrize("quantization", ["bf16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("name", ASSISTANTS)
 def test_the_head_holds_the_drafters_rows_and_centroids(member_folder: Folders, tmp_path: Path, name: str, quantization: str) -> None:
-    drafter, weights, told = open_checkpoint(member_folder(name)), values(member_folder(name)), []
+    drafter, weights, reported = open_checkpoint(member_folder(name)), values(member_folder(name)), []
     finished, model = finished_as(drafter, tmp_path, quantization), drafter.assistant
-    write_head(drafter, finished, tmp_path / "head", told.append)
+    write_head(drafter, finished, tmp_path / "head", reported.append)
     head = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "head").tensors}
     (dense,) = (tensor for tensor in gguf.GGUFReader(finished).tensors if tensor.name == "token_embd.weight")
     order = weights["masked_embedding.token_ordering"]
@@ -58,7 +58,7 @@ def test_the_head_holds_the_drafters_rows_and_centroids(member_folder: Folders, 
     keys = {key: field.contents() for key, field in gguf.GGUFReader(tmp_path / "head").fields.items()}
     assert keys["drafter_head.format"] == 3
     assert keys["drafter_head.top_centroids"] == model.top_centroids
-    assert (tmp_path / "head").stat().st_size == sum(told) == pytest.approx(head_bytes(drafter, bytes_of_rows.shape[1]), abs=1024)
+    assert (tmp_path / "head").stat().st_size == sum(reported) == pytest.approx(head_bytes(drafter, bytes_of_rows.shape[1]), abs=1024)
 
 
 def test_values_beyond_float16_are_refused(member_folder: Folders, tmp_path: Path) -> None:

@@ -53,14 +53,14 @@ def write(folder: Path, path: Path, kind: EncoderType, **options) -> Path:
 def test_every_byte_is_the_converters(name, kind, folders, converted, tmp_path):
     theirs = converted / f"{name}-{kind}.gguf"
     ours = write(folders[name], tmp_path / "ours.gguf", kind, use_gelu=False)
-    wanted, found = bytearray(theirs.read_bytes()), bytearray(ours.read_bytes())
+    expected, result = bytearray(theirs.read_bytes()), bytearray(ours.read_bytes())
     for tensor in gguf.GGUFReader(theirs).tensors:
         if tensor.name.endswith(ROUNDED):
             place = slice(tensor.data_offset, tensor.data_offset + tensor.n_bytes)
-            mine, reference = (np.frombuffer(bytes(data[place]), np.int32) for data in (found, wanted))
+            mine, reference = (np.frombuffer(bytes(data[place]), np.int32) for data in (result, expected))
             assert np.abs(mine - reference).max() <= 1
-            found[place] = wanted[place]
-    assert found == wanted
+            result[place] = expected[place]
+    assert result == expected
 
 
 def test_the_activation_is_named(folders, tmp_path):

@@ -43,11 +43,11 @@ def blocks_of(weight: Any, block: int) -> Any:
 @settings(max_examples=60, deadline=None)
 def test_rounding_is_within_half_a_step(weight: Any, spec: WeightSpec) -> None:
     weight = weight.astype(np.float64)
-    found = quantize_matrix(weight.astype(np.float32), replace(spec, method="rtn"))
+    result = quantize_matrix(weight.astype(np.float32), replace(spec, method="rtn"))
     blocks = blocks_of(weight, spec.block)
     # The farthest weight is exact, one of the other sign may be a whole step out of reach.
     bound = np.abs(blocks).max(-1) / (1 << (spec.bits - 1))
-    errors = np.abs(blocks_of(dequantize(found).astype(np.float64), spec.block) - blocks)
+    errors = np.abs(blocks_of(dequantize(result).astype(np.float64), spec.block) - blocks)
     assert (errors <= bound[..., None] * (1 + 1e-4) + 1e-37).all()
 
 
@@ -57,10 +57,10 @@ def test_the_search_never_loses_more_than_rounding(weight: Any, spec: WeightSpec
     importance = np.random.default_rng(seed).gamma(0.5, 1, weight.shape[1]).astype(np.float32) + np.float32(1e-3)
     given_importance = importance if weighted else None
     plain = weighted_error(weight, quantize_matrix(weight, replace(spec, method="rtn")), importance if weighted else 1.0)
-    found = weighted_error(
+    result = weighted_error(
         weight, quantize_matrix(weight, replace(spec, method="search"), given_importance), importance if weighted else 1.0
     )
-    assert found <= plain * (1 + 1e-5)
+    assert result <= plain * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -85,8 +85,8 @@ def test_columns_without_any_importance_keep_their_weights() -> None:
     importance = np.zeros(64, np.float32)
     importance[:4] = 1
     for counts in (importance, np.zeros(64, np.float32)):
-        found = quantize_matrix(weight, WeightSpec(bits=4, block=32), counts)
-        assert np.abs(dequantize(found) - weight).max() < 0.35
+        result = quantize_matrix(weight, WeightSpec(bits=4, block=32), counts)
+        assert np.abs(dequantize(result) - weight).max() < 0.35
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -134,8 +134,8 @@ def test_onnx_runtime_multiplies_with_the_dequantized_weights(spec: WeightSpec, 
     runtime = pytest.importorskip("onnxruntime", reason="runs MatMulNBits")
     random = np.random.default_rng(columns)
     weight, rows = random.standard_normal((48, columns)).astype(np.float32), random.standard_normal((5, columns)).astype(np.float32)
-    found = quantize_matrix(weight, spec, random.random(columns).astype(np.float32))
-    stored = {"B": found.packed, "scales": found.scales}
+    result = quantize_matrix(weight, spec, random.random(columns).astype(np.float32))
+    stored = {"B": result.packed, "scales": result.scales}
     node = onnx.helper.make_node(
         "MatMulNBits",
         ["A", *stored],
@@ -157,10 +157,10 @@ def test_onnx_runtime_multiplies_with_the_dequantized_weights(spec: WeightSpec, 
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
     session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     (product,) = session.run(None, {"A": rows})
-    assert np.allclose(product, rows @ dequantize(found).T, atol=2e-4)
+    assert np.allclose(product, rows @ dequantize(result).T, atol=2e-4)
 
 
 def test_a_row_with_a_large_spread_keeps_its_small_blocks() -> None:
     weight = np.concatenate([np.full((1, 32), 1e30), np.random.default_rng(5).standard_normal((1, 32)) * 1e-30], axis=1).astype(np.float32)
-    found = dequantize(quantize_matrix(weight, WeightSpec(bits=4, block=32)))
-    assert np.corrcoef(found[0, 32:] * 1e30, weight[0, 32:] * 1e30)[0, 1] > 0.98
+    result = dequantize(quantize_matrix(weight, WeightSpec(bits=4, block=32)))
+    assert np.corrcoef(result[0, 32:] * 1e30, weight[0, 32:] * 1e30)[0, 1] > 0.98

@@ -65,14 +65,14 @@ def test_columns_mean_the_weights_that_were_rounded(weights: Any, member_folder:
     spec = WeightSpec(bits=8 if weights == "int8" else 4, block=32)
     with PlainWeightFile(tmp_path / "data.onnx_data") as file:
         matrix = file.matrix(checkpoint, names, WeightFormat(kind="blocks", spec=spec))
-    wanted = np.concatenate([read_values(checkpoint.tensors[name]) for name in names])
+    expected = np.concatenate([read_values(checkpoint.tensors[name]) for name in names])
     graph = PlainGraph("one")
     graph.input("x", "f32", (1, matrix.columns, matrix.columns))
     graph.output(graph.op("Identity", graph.linear("x", matrix), name="y"), "f32", (1, matrix.columns, matrix.rows))
     graph.save(tmp_path / "one.onnx")
     model = onnx.load(tmp_path / "one.onnx")
-    found = ReferenceEvaluator(model).run(None, {"x": np.eye(matrix.columns, dtype=np.float32)[None]})[0][0]
-    assert np.array_equal(found.T, dequantize(quantize_matrix(wanted, spec)))
+    actual = ReferenceEvaluator(model).run(None, {"x": np.eye(matrix.columns, dtype=np.float32)[None]})[0][0]
+    assert np.array_equal(actual.T, dequantize(quantize_matrix(expected, spec)))
 
 
 @pytest.mark.parametrize(

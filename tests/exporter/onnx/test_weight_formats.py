@@ -32,27 +32,27 @@ Bundles = Callable[..., Path]
 
 def forms_of(graph: Path) -> Counter[tuple[int, int, int]]:
     """How many products there are of each (rows, bits, block)."""
-    found: Counter[tuple[int, int, int]] = Counter()
+    result: Counter[tuple[int, int, int]] = Counter()
     for node in onnx.load(graph, load_external_data=False).graph.node:
         if node.op_type == "MatMulNBits":
             values = {attribute.name: attribute.i for attribute in node.attribute}
-            found[values["N"], values["bits"], values["block_size"]] += 1
-    return found
+            result[values["N"], values["bits"], values["block_size"]] += 1
+    return result
 
 
 def test_int4_is_mixed_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
     """The shipped pair: 4 owners of 8 layers, Q of 256 and 512 rows, K and V of 64 and 128, gates and what is fed of 512."""
     mixed, plain = (next(onnx_pair("int4", **asked).glob("target-int4-*.onnx")) for asked in ({}, {"block": 32}))
     assert (mixed.name, plain.name) == ("target-int4-mixed.onnx", "target-int4-b32.onnx")
-    found = forms_of(mixed)
+    result = forms_of(mixed)
     # V is in blocks of 32; what comes back from the per-layer embeddings has rows of 32 weights.
-    assert {format: count for format, count in found.items() if format[1] == 8} == {
+    assert {format: count for format, count in result.items() if format[1] == 8} == {
         (64, 8, 32): 3,
         (128, 8, 32): 1,
         (256, 8, 32): 8,
         (256, 8, 128): 8,
     }
-    assert {block for rows, bits, block in found if bits == 4} == {128}
+    assert {block for rows, bits, block in result if bits == 4} == {128}
     assert {(bits, block) for _, bits, block in forms_of(plain)} == {(4, 32)}
     head = forms_of(mixed.with_name("target-head-int4-mixed.onnx"))
     assert head == {(4096, 8, 128): 1}
@@ -61,8 +61,8 @@ def test_int4_is_mixed_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
 def test_int8_has_v_in_smaller_blocks_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
     mixed, plain = (next(onnx_pair("int8", **asked).glob("target-int8-*.onnx")) for asked in ({}, {"block": 128}))
     assert (mixed.name, plain.name) == ("target-int8-mixed.onnx", "target-int8-b128.onnx")
-    found = forms_of(mixed)
-    assert (found[64, 8, 32], found[128, 8, 32]) == (3, 1)
+    result = forms_of(mixed)
+    assert (result[64, 8, 32], result[128, 8, 32]) == (3, 1)
     assert not {format for format in forms_of(plain) if format[2] == 32 and format[0] in (64, 128)}
 
 
@@ -109,8 +109,8 @@ def test_the_rounded_sparse_head_scores_as_the_rows_it_was_made_of(processor: st
     levels, scales = round_rows(np.concatenate(list(cluster_rows(checkpoint, order))))
     rows: Any = levels * scales[:, None]
     place = np.argsort(order)
-    found = np.load(tmp_path / "found.npz")
-    for value, scored, ids in zip(values.astype(np.float32), found["scores"], found["tokens"], strict=True):
+    result = np.load(tmp_path / "found.npz")
+    for value, scored, ids in zip(values.astype(np.float32), result["scores"], result["tokens"], strict=True):
         # What two roundings to 8 bits leave of a channel, times the weights.
         left = (value.max() - value.min()) / 255 / 255
         error = np.abs(scored - rows[place[ids]] @ value)

@@ -31,13 +31,13 @@ def test_the_published_form(member_folder: Folders, tmp_path: Path) -> None:
     assert generation_defaults(source_of(folder)) == PUBLISHED
     path = tmp_path / "12b.gguf"
     write_gguf(open_checkpoint(folder), path, "bf16", lambda _: None)
-    taken = resolve_pair(str(path), str(member_folder("12b-assistant")))[0]
+    used = resolve_pair(str(path), str(member_folder("12b-assistant")))[0]
     # llama.cpp has its own set of end tokens.
-    assert generation_defaults(taken) == GenerationDefaults(temperature=1.0, top_k=64, top_p=pytest.approx(0.95), suppress_tokens=(7, 8))
+    assert generation_defaults(used) == GenerationDefaults(temperature=1.0, top_k=64, top_p=pytest.approx(0.95), suppress_tokens=(7, 8))
 
 
 @pytest.mark.parametrize(
-    ("config", "found"),
+    ("config", "result"),
     [
         (None, None),
         ({"eos_token_id": 1, "temperature": 0.7}, None),
@@ -47,11 +47,11 @@ def test_the_published_form(member_folder: Folders, tmp_path: Path) -> None:
         ({"do_sample": True, "repetition_penalty": 1.5}, None),
     ],
 )
-def test_other_forms(config: dict[str, Any] | None, found: GenerationDefaults | None, copy: Folders) -> None:
+def test_other_forms(config: dict[str, Any] | None, result: GenerationDefaults | None, copy: Folders) -> None:
     folder = copy("31b")
     if config is not None:
         (folder / "generation_config.json").write_text(json.dumps(config))
-    assert generation_defaults(source_of(folder)) == found
+    assert generation_defaults(source_of(folder)) == result
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,14 @@ def test_a_wrong_order_of_patches_fails_the_comparison(pair, text_is_not_compare
     from edge_runtime.backends.onnx import media_encoder
 
     monkeypatch.setattr(media_encoder, "grouped", lambda image: np.arange(image.rows * 9))
-    wanted = request(pair, tmp_path / "bundle", gguf=False, onnx=OnnxRequest(target="f32", drafter="f32"), **GGUF_ONLY)
+    expected = request(pair, tmp_path / "bundle", gguf=False, onnx=OnnxRequest(target="f32", drafter="f32"), **GGUF_ONLY)
     with pytest.raises(ParityError, match="distance of image rows of the f16 encoder"):
-        export_pair(replace(wanted, verify=True))
+        export_pair(replace(expected, verify=True))
 
 
 def test_a_comparison_is_said():
-    said = media_sentence({"quantization": "f16", "image_rows": 0.00123, "sound_rows": 0.002, "limit": 0.005})
-    assert said == " Soft rows (f16) differ by 0.0012 of images and 0.002 of sounds, as shares of their norm."
+    message = media_sentence({"quantization": "f16", "image_rows": 0.00123, "sound_rows": 0.002, "limit": 0.005})
+    assert message == " Soft rows (f16) differ by 0.0012 of images and 0.002 of sounds, as shares of their norm."
     assert media_sentence(None) == ""
 
 

@@ -77,28 +77,28 @@ def test_the_sums_are_those_of_the_inputs(request_for: Callable[[str], Calibrati
     request = replace(request_for("26b-a4b"), with_drafter=False)
     made = calibrate(request)
     assert made.drafter == {}
-    seen: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
     model = request.reference.load_target()
     layer = next(module for name, module in model.named_modules() if name.endswith("layers.2"))
-    layer.mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.setdefault("down", []).append((inputs[0], output)))
-    layer.experts.register_forward_pre_hook(lambda module, inputs: seen.setdefault("experts", []).append(inputs))
+    layer.mlp.down_proj.register_forward_hook(lambda module, inputs, output: observed.setdefault("down", []).append((inputs[0], output)))
+    layer.experts.register_forward_pre_hook(lambda module, inputs: observed.setdefault("experts", []).append(inputs))
     with torch.inference_mode():
         for chunk in calibration._chunks(request, TEXT):
             model(input_ids=torch.tensor([chunk]))
-        down, given = (torch.cat([pair[i][0] for pair in seen["down"]]).double() for i in range(2))
+        down, value = (torch.cat([pair[i][0] for pair in observed["down"]]).double() for i in range(2))
         # What it gives is normed.
-        counts = 1 / (given.square().mean(-1, keepdim=True) + 1e-6)
-        rows, chosen = (torch.cat([inputs[i] for inputs in seen["experts"]]) for i in range(2))
+        counts = 1 / (value.square().mean(-1, keepdim=True) + 1e-6)
+        rows, chosen = (torch.cat([inputs[i] for inputs in observed["experts"]]) for i in range(2))
         gate_up = torch.einsum("th,eoh->teo", rows, layer.experts.gate_up_proj)
         gate, up = gate_up.chunk(2, dim=-1)
         inner = layer.experts.act_fn(gate) * up
-        taken = torch.nn.functional.one_hot(chosen, len(layer.experts.gate_up_proj)).sum(1).double()
+        used = torch.nn.functional.one_hot(chosen, len(layer.experts.gate_up_proj)).sum(1).double()
     assert np.allclose(made.target["blk.2.ffn_down.weight"].sums, (down**2 * counts / counts.mean()).sum(0).numpy(), rtol=1e-3)
     first, second = made.target["blk.2.ffn_gate_up_exps.weight"], made.target["blk.2.ffn_down_exps.weight"]
-    assert np.array_equal(first.counts, taken.sum(0).numpy())
+    assert np.array_equal(first.counts, used.sum(0).numpy())
     assert first.counts.sum() == 2 * TOKENS
-    assert np.allclose(first.sums, torch.einsum("te,th->eh", taken, rows.double() ** 2).reshape(-1).numpy(), rtol=1e-4)
-    assert np.allclose(second.sums, torch.einsum("te,tei->ei", taken, inner.double() ** 2).reshape(-1).numpy(), rtol=1e-4)
+    assert np.allclose(first.sums, torch.einsum("te,th->eh", used, rows.double() ** 2).reshape(-1).numpy(), rtol=1e-4)
+    assert np.allclose(second.sums, torch.einsum("te,tei->ei", used, inner.double() ** 2).reshape(-1).numpy(), rtol=1e-4)
 
 
 def test_moments_are_those_of_the_inputs(
@@ -247,10 +247,10 @@ def test_llama_cpp_keeps_what_is_important(member_folder: Folders, tmp_path: Pat
     source = ImportanceSource(kind="imatrix", name="made", bytes=1, sha256="0")
     importance = Importance(source=source, values={"blk.0.attn_q.weight": counts})
     files = {"blind.gguf": None, "seeing.gguf": importance}
-    for name, given in files.items():
-        quantize_gguf(tmp_path / "plain.gguf", tmp_path / name, "q4_0", 1, importance=given)
-    wanted, blind, seeing = (matrix(tmp_path / name, "blk.0.attn_q.weight") for name in ("plain.gguf", *files))
-    assert np.mean((seeing - wanted)[:, ::16] ** 2) < 0.5 * np.mean((blind - wanted)[:, ::16] ** 2)
+    for name, value in files.items():
+        quantize_gguf(tmp_path / "plain.gguf", tmp_path / name, "q4_0", 1, importance=value)
+    required, blind, seeing = (matrix(tmp_path / name, "blk.0.attn_q.weight") for name in ("plain.gguf", *files))
+    assert np.mean((seeing - required)[:, ::16] ** 2) < 0.5 * np.mean((blind - required)[:, ::16] ** 2)
     assert np.array_equal(matrix(tmp_path / "blind.gguf", "blk.0.ffn_up.weight"), matrix(tmp_path / "seeing.gguf", "blk.0.ffn_up.weight"))
 
 
@@ -281,9 +281,9 @@ def test_what_a_text_gave_can_be_saved_and_given_back(
         assert from_files.manifest.importance[role].name == SAVED[role]
     assert plain.manifest.importance == {}
     # Both have the scales that importance chose; only a text gives the moments by which errors are compensated.
-    one, other = (blocks(bundle.path("target"), "blk.0.attn_q.weight") for bundle in (calibrated, from_files))
-    assert np.array_equal(one[:, :2], other[:, :2])
-    assert not np.array_equal(one[:, 2:], other[:, 2:])
+    item, other = (blocks(bundle.path("target"), "blk.0.attn_q.weight") for bundle in (calibrated, from_files))
+    assert np.array_equal(item[:, :2], other[:, :2])
+    assert not np.array_equal(item[:, 2:], other[:, 2:])
 
 
 def test_a_language_model_is_calibrated_by_default(
@@ -314,8 +314,8 @@ def test_a_calibration_that_was_stopped_goes_on_where_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     request_for("e2b")  # for its small limits
-    wanted = {"importance": ImportanceSources(calibrate=text), "target_quantization": "q4_0"}
-    whole = export(output=tmp_path / "whole", **wanted)
+    required = {"importance": ImportanceSources(calibrate=text), "target_quantization": "q4_0"}
+    whole = export(output=tmp_path / "whole", **required)
     written, run, lines = calibration._write_state, [], []
 
     def stop_behind(path: Path, rows: Any, entries: Any) -> None:
@@ -326,11 +326,11 @@ def test_a_calibration_that_was_stopped_goes_on_where_it_was(
 
     monkeypatch.setattr(calibration, "_write_state", stop_behind)
     with pytest.raises(KeyboardInterrupt):
-        export(lines.append, **wanted)
+        export(lines.append, **required)
     state = tmp_path / "out.calibration"
     assert f"The calibration is kept in {state}, and the next" in lines[-1]
     assert not (tmp_path / "out").exists()
-    made = export(**wanted)
+    made = export(**required)
     assert run[:3] == [1, 2, 3], "no layer was run twice"
     assert made.file("target").sha256 == whole.file("target").sha256
     assert not state.exists()
@@ -343,8 +343,8 @@ def test_what_a_calibration_brings_is_measured(
     # Random weights lose more by rounding than any limit allows.
     monkeypatch.setattr(comparison.Judgement, "_demand_quality", lambda *_: None)
     request_for("e2b")  # for its small limits
-    wanted = {"verify": True, "force": True, "target_quantization": "q4_0", "onnx": OnnxRequest()}
-    plain, made = (export(**wanted, importance=ImportanceSources(calibrate=given)).manifest.parity for given in (None, text))
+    required = {"verify": True, "force": True, "target_quantization": "q4_0", "onnx": OnnxRequest()}
+    plain, made = (export(**required, importance=ImportanceSources(calibrate=value)).manifest.parity for value in (None, text))
     for before, after in ((plain, made), (plain["onnx"], made["onnx"])):
         assert "mean_kl_uncalibrated" not in before["quality"]
         assert after["quality"]["mean_kl_uncalibrated"] == pytest.approx(before["quality"]["mean_kl"], rel=1e-3)
@@ -396,5 +396,5 @@ def test_importance_that_nothing_would_use_is_refused(
     )
     refused("some.dat cannot be read", importance=ImportanceSources(imatrix=path))
     made = export(output=tmp_path / "made", **plain)
-    given = {"target": str(made.path("target")), "target_quantization": None, "importance": ImportanceSources(calibrate=text)}
-    refused("calibration runs the target in transformers, and .*gguf is a GGUF; give its checkpoint", **given)
+    value = {"target": str(made.path("target")), "target_quantization": None, "importance": ImportanceSources(calibrate=text)}
+    refused("calibration runs the target in transformers, and .*gguf is a GGUF; give its checkpoint", **value)

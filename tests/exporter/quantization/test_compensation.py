@@ -25,9 +25,9 @@ def moments_of(columns: int, seed: int, correlated: float = 0.8) -> Any:
 
 
 def factored(moments: Any) -> Factor:
-    found = factor_of(moments, DAMPING)
-    assert found is not None
-    return found
+    result = factor_of(moments, DAMPING)
+    assert result is not None
+    return result
 
 
 def losses(weight: Any, made: Any, moments: Any) -> Any:

@@ -42,14 +42,14 @@ def older(entries: dict[str, ChannelSums], calls: int = 4) -> bytes:
 
 def model_sums(checkpoint: Checkpoint) -> dict[str, ChannelSums]:
     """Sums for every matrix of the blocks that is multiplied with."""
-    random, found = np.random.default_rng(1), {}
+    random, result = np.random.default_rng(1), {}
     for name, tensor in checkpoint.tensors.items():
         short = gguf_name(name) or ""
         matrices = tensor.shape[0] if len(tensor.shape) == 3 else 1
         if short.startswith("blk.") and len(tensor.shape) > 1 and "ffn_gate_inp" not in short:
             counts = np.full(matrices, 50.0)
-            found[short] = ChannelSums(sums=random.gamma(0.5, 100, matrices * tensor.shape[-1]), counts=counts)
-    return found
+            result[short] = ChannelSums(sums=random.gamma(0.5, 100, matrices * tensor.shape[-1]), counts=counts)
+    return result
 
 
 @pytest.fixture
@@ -98,15 +98,15 @@ def test_experts_without_tokens_and_channels_without_values_still_count(checkpoi
     values = sums[name].sums.copy()
     values[:width], values[width : width + 5] = 0, 0
     sums[name] = ChannelSums(sums=values, counts=np.array([0.0, 50, 50, 50]))
-    found = fitted(sums, checkpoint, SOURCE).values[name]
-    assert (found[0] == 1).all()
-    assert (found > 0).all()
-    assert np.allclose(found[1, :5] / found[1].mean(), 1e-6, rtol=1e-2)
+    result = fitted(sums, checkpoint, SOURCE).values[name]
+    assert (result[0] == 1).all()
+    assert (result > 0).all()
+    assert np.allclose(result[1, :5] / result[1].mean(), 1e-6, rtol=1e-2)
 
 
 def test_what_is_not_this_models_is_refused(checkpoint: Checkpoint) -> None:
     sums, name = model_sums(checkpoint), "blk.0.attn_q.weight"
-    one = np.ones(1)
+    item = np.ones(1)
 
     def refused(changes: dict[str, ChannelSums], match: str) -> None:
         with pytest.raises(ExportError, match=match):
@@ -114,12 +114,12 @@ def test_what_is_not_this_models_is_refused(checkpoint: Checkpoint) -> None:
 
     refused({"blk.99.attn_q.weight": sums[name]}, "some.dat has importance for blk.99.attn_q.weight, which .* does not have")
     refused({"output_norm.weight": sums[name]}, "output_norm.weight, which .* does not have")
-    refused({name: ChannelSums(sums=np.ones(7), counts=one)}, rf"has 7 values for {name}, its shape \[\d+, \d+\] asks for")
+    refused({name: ChannelSums(sums=np.ones(7), counts=item)}, rf"has 7 values for {name}, its shape \[\d+, \d+\] asks for")
     refused({name: ChannelSums(sums=sums[name].sums, counts=np.ones(3))}, "asks for")
-    refused({name: ChannelSums(sums=-sums[name].sums, counts=one)}, f"values for {name} that are negative or not finite")
-    refused({name: ChannelSums(sums=sums[name].sums * np.nan, counts=one)}, "not finite")
-    refused({name: ChannelSums(sums=sums[name].sums, counts=-one)}, "negative")
-    refused({name: ChannelSums(sums=sums[name].sums * 1e300, counts=one)}, "beyond float32")
+    refused({name: ChannelSums(sums=-sums[name].sums, counts=item)}, f"values for {name} that are negative or not finite")
+    refused({name: ChannelSums(sums=sums[name].sums * np.nan, counts=item)}, "not finite")
+    refused({name: ChannelSums(sums=sums[name].sums, counts=-item)}, "negative")
+    refused({name: ChannelSums(sums=sums[name].sums * 1e300, counts=item)}, "beyond float32")
     with pytest.raises(ExportError, match=r"no importance for blk.0.*, blk.0.*, blk.0.* and \d+ more of "):
         fitted({}, checkpoint, SOURCE)
 

@@ -52,7 +52,7 @@ def test_the_unrolled_drafter_drafts_as_the_reference_does(models):
     target, drafter = models
     tokens, segment = torch.from_numpy(a_text()), Segment(first=5, count=4, steps=3)
     with torch.inference_mode():
-        found = [greedy_choice(drafter, state) for state in draft_states(drafter, target_rows(target, tokens, segment), segment)]
+        result = [greedy_choice(drafter, state) for state in draft_states(drafter, target_rows(target, tokens, segment), segment)]
         for text in range(2):
             ids = tokens[text : text + 1]
             output = target(input_ids=ids, use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
@@ -69,15 +69,15 @@ def test_the_unrolled_drafter_drafts_as_the_reference_does(models):
                         use_cache=False,
                     )
                     hidden = answer.last_hidden_state
-                    assert int(found[step][text, place]) == int(answer.logits[0, -1].argmax())
+                    assert int(result[step][text, place]) == int(answer.logits[0, -1].argmax())
 
 
 def test_parts_are_all_of_a_text_and_apart():
-    seen, held = parts_of(TEXT)
-    assert (len(seen), len(held)) == (16, 4)
-    assert sorted("".join(seen + held)) == sorted(TEXT)
+    observed, held = parts_of(TEXT)
+    assert (len(observed), len(held)) == (16, 4)
+    assert sorted("".join(observed + held)) == sorted(TEXT)
     assert not {line for part in held for line in part.splitlines() if "def" in line} & {
-        line for part in seen for line in part.splitlines()
+        line for part in observed for line in part.splitlines()
     }
 
 
@@ -104,9 +104,9 @@ def test_acceptance_walks_rounds(models, monkeypatch):
 
     monkeypatch.setattr(training, "draft_states", lambda _drafter, _rows, segment: iter(range(segment.steps)))
     monkeypatch.setattr(training, "greedy_choice", lambda _, step: torch.full((2, 15), 7 if step == 0 else 8))
-    found = acceptance(models[0], None, np.full((2, 21), 7), prompt=4, length=3, batch=2)
-    assert (found.accepted.tolist(), found.drafted.tolist()) == ([8, 8], [24, 24])
-    low, high = gain(found, Accepted(drafted=found.drafted, accepted=found.accepted * 2))
+    result = acceptance(models[0], None, np.full((2, 21), 7), prompt=4, length=3, batch=2)
+    assert (result.accepted.tolist(), result.drafted.tolist()) == ([8, 8], [24, 24])
+    low, high = gain(result, Accepted(drafted=result.drafted, accepted=result.accepted * 2))
     assert low == high == pytest.approx(1 / 3)
 
 
@@ -162,11 +162,11 @@ def quick(monkeypatch, tmp_path):
 def test_the_better_drafter_is_exported(quick, monkeypatch, better):
     """Judging is scripted; the bundle's drafter is the trained one or the original, and says so."""
     monkeypatch.setattr(tune, "gain", lambda *_: (0.01, 0.02) if better else (-0.01, 0.02))
-    said: list[str] = []
-    bundle = export_pair(quick, said.append)
+    message: list[str] = []
+    bundle = export_pair(quick, message.append)
     record = bundle.manifest.tuning
     assert (record is not None) == better
-    assert any(("replaces the original" if better else "stays") in line for line in said)
+    assert any(("replaces the original" if better else "stays") in line for line in message)
     assert not tuning_step.tuning_folder(quick).exists()
     assert bundle.manifest.sources["drafter"].origin == "drafter"
     listed = json.loads((bundle.folder / "manifest.json").read_text()).get("tuning")
@@ -192,12 +192,12 @@ def test_a_stopped_tuning_goes_on(quick, monkeypatch, tmp_path):
             raise KeyboardInterrupt
 
     original = tune._judge
-    monkeypatch.setattr(tune, "_judge", lambda *given: (stopped(), original(*given))[1])
-    said: list[str] = []
+    monkeypatch.setattr(tune, "_judge", lambda *passed: (stopped(), original(*passed))[1])
+    message: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        export_pair(quick, said.append)
+        export_pair(quick, message.append)
     folder = tuning_step.tuning_folder(quick)
-    assert str(folder) in said[-1]
+    assert str(folder) in message[-1]
     assert not quick.output.exists()
     written = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
     assert len(written) == 2
@@ -222,6 +222,6 @@ def test_the_tuned_drafter_is_a_checkpoint_of_the_same_type(models, tmp_path):
     request = TuningRequest(reference=reference, text=tmp_path / "text", folder=tmp_path, minutes=1, banned=())
     tune._save(models[1], request)
     made, shipped = open_checkpoint(request.result), open_checkpoint(drafter)
-    assert {name: (one.shape, one.dtype) for name, one in made.tensors.items()} == {
-        name: (one.shape, one.dtype) for name, one in shipped.tensors.items()
+    assert {name: (item.shape, item.dtype) for name, item in made.tensors.items()} == {
+        name: (item.shape, item.dtype) for name, item in shipped.tensors.items()
     }

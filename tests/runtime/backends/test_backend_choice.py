@@ -51,7 +51,7 @@ def test_the_faster_one_is_taken_and_measured_once() -> None:
     assert machine.notes[-1] == "Backend: ONNX Runtime, 1.50 times the speed of llama.cpp; --backend takes the other one."
     assert machine.choose("hash").fastest == "onnx"
     assert machine.asked == ["llama", "onnx"]
-    assert [one.rates for one in cached_choices()] == [{"llama": 50.0, "onnx": 75.0}]
+    assert [item.rates for item in cached_choices()] == [{"llama": 50.0, "onnx": 75.0}]
 
 
 def test_another_bundle_other_settings_and_other_kernels_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,9 @@ class Text(CommittedText):
 
 @pytest.fixture
 def text() -> Text:
-    found = Text(8, Vocabulary(), 2)  # type: ignore[arg-type]
-    found.append(np.array([4, 5, 6, 7]))
-    return found
+    result = Text(8, Vocabulary(), 2)  # type: ignore[arg-type]
+    result.append(np.array([4, 5, 6, 7]))
+    return result
 
 
 def test_tokens_are_appended_and_forgotten(text: Text) -> None:
@@ -46,20 +46,20 @@ def test_the_cache_can_go_back_to_what_it_holds(text: Text, length: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("length", "said"), [(-1, "holds 4 rows"), (5, "holds 4 rows"), (2, "back 2 rows to 2: older"), (1, "back 3 rows to 1: older")]
+    ("length", "output"), [(-1, "holds 4 rows"), (5, "holds 4 rows"), (2, "back 2 rows to 2: older"), (1, "back 3 rows to 1: older")]
 )
-def test_other_lengths_are_refused(text: Text, length: int, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_other_lengths_are_refused(text: Text, length: int, output: str) -> None:
+    with pytest.raises(RequestError, match=output):
         text.check_rollback(length)
 
 
 def test_hidden_rows_belong_to_the_newest_tokens(text: Text) -> None:
     rows = np.array([[1.0], [2.0]], np.float32)
     text.take_hidden(rows)
-    for length, wanted in ((4, 2.0), (3, 1.0), (2, None), (5, None)):
+    for length, expected in ((4, 2.0), (3, 1.0), (2, None), (5, None)):
         text.length = length
         row = text.hidden_row
-        assert (None if row is None else row[0]) == wanted
+        assert (None if row is None else row[0]) == expected
     text.length = 4
     text.forget_hidden()
     assert text.hidden_row is None
@@ -77,14 +77,14 @@ def test_a_text_without_a_forward_has_no_hidden_row(length: int) -> None:
 
 def test_ids_fit_the_vocabulary_and_the_context(text: Text) -> None:
     assert text.checked([0, 9, 1, 2]).tolist() == [0, 9, 1, 2]
-    for tokens, said in (
+    for tokens, output in (
         ([], "give at least one"),
         ([1] * 5, r"4 \+ 5 tokens exceed the context of 8"),
         ([3, -1], "token -1"),
         ([3, 10], "token 10"),
         ([0, 10], "token 10"),
     ):
-        with pytest.raises(RequestError, match=said):
+        with pytest.raises(RequestError, match=output):
             text.checked(tokens)
 
 
@@ -93,10 +93,15 @@ def soft_rows(count: int) -> NDArray[np.float32]:
 
 
 def test_soft_rows_have_negative_ids(text: Text) -> None:
-    least = int(np.iinfo(np.int32).min)
-    assert text.checked_soft([-1, -5, least, -2], soft_rows(4)).tolist() == [-1, -5, least, -2]
-    for ids, said in (([], "at least one id"), ([-1, 0], "all negative"), ([least - 1], "all negative"), ([-1] * 5, r"4 \+ 5 rows exceed")):
-        with pytest.raises(RequestError, match=said):
+    minimum = int(np.iinfo(np.int32).min)
+    assert text.checked_soft([-1, -5, minimum, -2], soft_rows(4)).tolist() == [-1, -5, minimum, -2]
+    for ids, output in (
+        ([], "at least one id"),
+        ([-1, 0], "all negative"),
+        ([minimum - 1], "all negative"),
+        ([-1] * 5, r"4 \+ 5 rows exceed"),
+    ):
+        with pytest.raises(RequestError, match=output):
             text.checked_soft(ids, soft_rows(len(ids)))
     for shape in ((1, 2), (2, 3), (2,)):
         with pytest.raises(RequestError, match="soft rows have the shape"):

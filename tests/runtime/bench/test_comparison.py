@@ -61,8 +61,8 @@ def test_parquet_keeps_scopes_apart_and_replaces_a_run(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="needs edge-mtp[fleet]")
     from edge_bench.devices.parquet import fleet_tables, write_parquet
 
-    for one in (result("phone", Scope.DEVICE, joules=2.0), result("laptop", Scope.PACKAGE), result("phone", Scope.DEVICE, joules=4.0)):
-        write_parquet(tmp_path, one)
+    for item in (result("phone", Scope.DEVICE, joules=2.0), result("laptop", Scope.PACKAGE), result("phone", Scope.DEVICE, joules=4.0)):
+        write_parquet(tmp_path, item)
     write_parquet(tmp_path, replace(result("phone", Scope.DEVICE, joules=6.0), run="two"))
     tables = {table.name: table for table in fleet_tables(tmp_path)}
     assert tables[f"fleet-energy-{Scope.DEVICE}"].rows == (("phone", "", "plain", "meter of phone", "2", "5"),)

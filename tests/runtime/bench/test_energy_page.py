@@ -125,8 +125,8 @@ def test_a_browser_shows_power_windows_and_intervals(path: Path, tmp_path: Path,
     assert {"idle", "plain", "W, scope package"} <= set(power[1])
     assert "above idle" in tokens[1]
     assert {"prefill", "decode"} <= set(phases[1])
-    told = [re.fullmatch(r"(0\.\d+) \[(0\.\d+), (0\.\d+)\] \(n=3\)", cell) for cell in cells]
-    assert any(m and float(m[2]) <= float(m[1]) <= float(m[3]) and abs(float(m[1]) - 12.0 * 2 / 50) < 0.01 for m in told)
+    reported = [re.fullmatch(r"(0\.\d+) \[(0\.\d+), (0\.\d+)\] \(n=3\)", cell) for cell in cells]
+    assert any(m and float(m[2]) <= float(m[1]) <= float(m[3]) and abs(float(m[1]) - 12.0 * 2 / 50) < 0.01 for m in reported)
     assert complaints == []
 
 

@@ -52,10 +52,10 @@ def test_each_image_is_encoded(session):
     assert [cost.rows for cost in costs] == [64] * 3
     assert all(cost.encode_seconds > 0 and cost.prefill_seconds > 0 for cost in costs)
     measured = collect([header(), *costs])
-    found = figures(measured)
-    assert [(row.budget, row.rows) for row in found.images] == [(70, 64)]
-    assert found.to_json()["images"][0]["encode_seconds"] == sorted(cost.encode_seconds for cost in costs)[1]
-    assert [table.name for table in all_tables(found) if table.name == "images"]
+    result = figures(measured)
+    assert [(row.budget, row.rows) for row in result.images] == [(70, 64)]
+    assert result.to_json()["images"][0]["encode_seconds"] == sorted(cost.encode_seconds for cost in costs)[1]
+    assert [table.name for table in all_tables(result) if table.name == "images"]
     assert line_of(costs[0]).startswith('{"kind": "image", "budget": 70')
 
 

@@ -102,13 +102,13 @@ def test_the_command_says_why_it_stopped_and_what_a_state_was_good_for(exported_
         return result.stdout, result.stderr
 
     state = str(tmp_path / "state")
-    _, said = run("--context", "64", "--max-tokens", "1000", "--kv-type", "q8_0", "--save-state", state, PROMPTS[0])
-    assert "stopped: the context of 64 tokens is full; raise --context or shorten the prompt" in said
-    text, said = run("--context", "64", "--kv-type", "q8_0", "--load-state", state, "--max-tokens", "5", PROMPTS[0])
-    assert "tokens came from the state" in said
+    _, output = run("--context", "64", "--max-tokens", "1000", "--kv-type", "q8_0", "--save-state", state, PROMPTS[0])
+    assert "stopped: the context of 64 tokens is full; raise --context or shorten the prompt" in output
+    text, output = run("--context", "64", "--kv-type", "q8_0", "--load-state", state, "--max-tokens", "5", PROMPTS[0])
+    assert "tokens came from the state" in output
     assert text == run("--context", "64", "--kv-type", "q8_0", "--max-tokens", "5", PROMPTS[0])[0]
-    _, said = run("--kv-type", "q8_0", "--load-state", state, "--max-tokens", "5", "a")
-    assert "came from the state" in said  # the beginning of the sequence
+    _, output = run("--kv-type", "q8_0", "--load-state", state, "--max-tokens", "5", "a")
+    assert "came from the state" in output  # the beginning of the sequence
     result = CliRunner().invoke(main, ["generate", str(exported_pair), "--load-state", state, "a"])
     assert result.exit_code == 1
     assert "open with --kv-type q8_0" in result.stderr

@@ -21,7 +21,7 @@ from phones import Desk
 from stub_package import stub_package
 
 PROMPT = Prompt(domain="d", number=0, ids=(1, 2, 3), text="a text")
-SAID = """encoded    3 tokens in    0.150 seconds, speed: 20 t/s
+OUTPUT = """encoded    3 tokens in    0.150 seconds, speed: 20 t/s
 decoded   20 tokens in    0.500 seconds, speed: 40 t/s
 n_drafted = 30
 n_predict = 20
@@ -35,7 +35,7 @@ def tools(tmp_path: Path):
     if os.name != "posix":
         pytest.skip("the stand-ins are shell scripts")
 
-    def make(speculative: str = f"cat >&2 <<'X'\n{SAID}\nX", bench: str = f"echo '{BENCHED}'", repack: bool = True) -> LlamaTools:
+    def make(speculative: str = f"cat >&2 <<'X'\n{OUTPUT}\nX", bench: str = f"echo '{BENCHED}'", repack: bool = True) -> LlamaTools:
         for name, body in (("llama-speculative-simple", speculative), ("llama-bench", bench)):
             path = tmp_path / name
             path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> "{tmp_path}/arguments"\n{body}\n')
@@ -173,10 +173,10 @@ def test_tools_that_die_of_repacked_weights_run_without(tools):
 def test_tools_take_a_bundles_files_where_no_library_is_installed(tools, exported_pair):
     """As in a device package for onnxruntime alone."""
     side = tools()
-    found = llama_tools(open_bundle(exported_pair), side.tools, context=256, threads=1)
-    assert (found.repack, found.context) == (True, 256)
-    assert found.target.is_file()
-    assert found.drafter.is_file()
+    actual = llama_tools(open_bundle(exported_pair), side.tools, context=256, threads=1)
+    assert (actual.repack, actual.context) == (True, 256)
+    assert actual.target.is_file()
+    assert actual.drafter.is_file()
 
 
 def test_a_build_is_named_by_number_and_commit(tools):

@@ -67,14 +67,14 @@ class Outline(HTMLParser):
 
 
 def outline(page: str) -> Outline:
-    found = Outline()
-    found.feed(page)
-    return found
+    actual = Outline()
+    actual.feed(page)
+    return actual
 
 
 def test_the_page_has_every_plot_and_every_figure(page, result):
-    found = outline(page)
-    assert [i.removeprefix("plot-") for i in found.ids if i.startswith("plot-")] == [
+    actual = outline(page)
+    assert [i.removeprefix("plot-") for i in actual.ids if i.startswith("plot-")] == [
         "speed-by-domain",
         "speed-by-length",
         "acceptance",
@@ -83,8 +83,8 @@ def test_the_page_has_every_plot_and_every_figure(page, result):
         "cost-curve",
         "energy",
     ]
-    assert found.tags.count("svg") == len(PLOTS)
-    cells = {cell.strip() for cell in found.cells}
+    assert actual.tags.count("svg") == len(PLOTS)
+    cells = {cell.strip() for cell in actual.cells}
     for table in all_tables(result):
         for row in table.rows:
             assert {cell.strip() for cell in row} - cells <= {row[-1].strip()}, table.name
@@ -92,9 +92,9 @@ def test_the_page_has_every_plot_and_every_figure(page, result):
 
 
 def test_the_page_needs_nothing_from_anywhere(page):
-    found = outline(page)
-    assert not {"script", "link", "img", "iframe", "object"} & set(found.tags)
-    assert all(reference.startswith("#") for reference in found.references)
+    actual = outline(page)
+    assert not {"script", "link", "img", "iframe", "object"} & set(actual.tags)
+    assert all(reference.startswith("#") for reference in actual.references)
     assert "default-src 'none'" in page
     assert not re.search(r"url\((?!#)", page)
 
@@ -102,12 +102,12 @@ def test_the_page_needs_nothing_from_anywhere(page):
 def test_plots_are_whole_and_do_not_share_ids(result):
     plots = all_plots(result)
     assert [plot.name for plot in plots] == PLOTS
-    seen: set[str] = set()
+    observed: set[str] = set()
     for plot in plots:
         root = ET.fromstring(plot.svg)
         ids = {element.get("id") for element in root.iter() if element.get("id")}
-        assert not ids & seen
-        seen |= ids
+        assert not ids & observed
+        observed |= ids
         targets = re.findall(r'(?:xlink:href="#|url\(#)([^")]+)', plot.svg)
         assert targets
         assert set(targets) <= ids
@@ -138,9 +138,9 @@ def test_names_from_outside_stay_text():
     header = replace(records[0], bundle=HOSTILE, machine={"processor": HOSTILE})
     runs = [run(v, domain=HOSTILE, seconds=s, drafted_at=d, accepted_at=d) for v, s, d in ((BASELINE, 1.0, ()), (fixed(2), 0.5, (5,)))]
     page = report_page(figures(collect([header, *runs])))
-    found = outline(page)
-    assert "script" not in found.tags
-    assert HOSTILE in found.cells
+    actual = outline(page)
+    assert "script" not in actual.tags
+    assert HOSTILE in actual.cells
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ET.fromstring(svg)
 

@@ -46,9 +46,9 @@ def test_a_bundle_beside_another(exported_pair: Path, quantized_pair: Path) -> N
 def test_a_bundle_beside_its_checkpoint(exported_pair: Path) -> None:
     for library in ("torch", "transformers"):
         pytest.importorskip(library, reason="needs edge-mtp[verify]")
-    (found,) = figures(exported_pair, "--checkpoint", PAIR / "target")["bundles"]
-    assert 0 < found["mean_kl"] < 0.001
-    assert found["greedy_agreement"] > 0.97
+    (actual,) = figures(exported_pair, "--checkpoint", PAIR / "target")["bundles"]
+    assert 0 < actual["mean_kl"] < 0.001
+    assert actual["greedy_agreement"] > 0.97
 
 
 @pytest.mark.parametrize(

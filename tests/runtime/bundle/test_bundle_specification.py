@@ -21,12 +21,12 @@ NAMES = {int: "integer", float: "number", str: "text", bool: "boolean", type(Non
 
 def structures(cls: type) -> dict[str, type]:
     """The dataclasses that a manifest is made of, by name."""
-    found = {cls.__name__: cls}
+    result = {cls.__name__: cls}
     for hint in typing.get_type_hints(cls).values():
         for part in (hint, *typing.get_args(hint), *(a for b in typing.get_args(hint) for a in typing.get_args(b))):
             if dataclasses.is_dataclass(part):
-                found |= structures(part)
-    return found
+                result |= structures(part)
+    return result
 
 
 def said(hint: object) -> str:
@@ -95,7 +95,7 @@ def test_what_may_be_zero_is_specified():
 
 
 def test_roles_of_the_shipped_pair_are_specified(exported_pair, onnx_pair):
-    named = set(re.findall(r"`(\w+)`", TEXT[: TEXT.index("## Other programs")]))
+    named = set(re.findall(r"`(\w+)`", TEXT[: TEXT.index("## Example of a manifest")]))
     for folder in (exported_pair, onnx_pair("int8")):
         files = json.loads((folder / "manifest.json").read_text())["files"]
         assert {file["role"] for file in files} <= named

@@ -104,34 +104,34 @@ def test_swapped_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes the files that are hashed whole from now on."""
-    seen: list[str] = []
+    observed: list[str] = []
     own = integrity.sha256_of
-    monkeypatch.setattr(integrity, "sha256_of", lambda path: seen.append(path.name) or own(path))
-    return seen
+    monkeypatch.setattr(integrity, "sha256_of", lambda path: observed.append(path.name) or own(path))
+    return observed
 
 
 def test_fast_hashes_a_file_once_and_full_always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_bundle(tmp_path / "bundle")
     age(folder, monkeypatch)
-    seen = hashed(monkeypatch)
+    observed = hashed(monkeypatch)
     open_bundle(folder)
-    assert sorted(seen) == sorted(NAMES)
+    assert sorted(observed) == sorted(NAMES)
     open_bundle(folder)
     open_bundle(folder, check="none")
-    assert len(seen) == 3
+    assert len(observed) == 3
     open_bundle(folder, check="full")
-    assert len(seen) == 6
+    assert len(observed) == 6
     copied = shutil.copytree(folder, tmp_path / "copied")
     open_bundle(copied)
-    assert len(seen) == 9, "a copy is hashed itself"
+    assert len(observed) == 9, "a copy is hashed itself"
 
 
 def test_a_file_that_just_changed_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_bundle(tmp_path / "bundle")
-    seen = hashed(monkeypatch)
+    observed = hashed(monkeypatch)
     open_bundle(folder)
     open_bundle(folder)
-    assert len(seen) == 6
+    assert len(observed) == 6
 
 
 def test_times_that_were_set_back_do_not_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,13 +164,13 @@ def test_the_samples_see_a_disk_that_changes_bytes(tmp_path: Path, monkeypatch: 
 def test_samples_are_spread_evenly_from_the_first_byte_to_the_last(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(hashlib.shake_128(b"").digest(LARGE))
-    whole, found = samples_of(path), set[str]()
+    whole, result = samples_of(path), set[str]()
     for number in range(SAMPLES):
         place = number * (LARGE - 1) // (SAMPLES - 1)
         flip(path, place)
-        found.add(samples_of(path))
+        result.add(samples_of(path))
         flip(path, place)
-    assert len(found - {whole}) == SAMPLES
+    assert len(result - {whole}) == SAMPLES
 
 
 def test_as_many_samples_are_taken_as_the_documentation_says() -> None:
@@ -187,10 +187,10 @@ def test_a_file_that_just_changed_is_hashed_again_whatever_its_other_times_say(
         age(tmp_path, monkeypatch)
     now = time.time_ns() + changed_s * 10**9
     os.utime(path, ns=(now, now))
-    seen = hashed(monkeypatch)
+    observed = hashed(monkeypatch)
     sha256 = integrity.sha256_of(path)
     assert [is_intact(path, sha256, "fast"), is_intact(path, sha256, "fast")] == [True, True]
-    assert len(seen) == 3
+    assert len(observed) == 3
 
 
 def test_parts_that_are_too_large_or_cannot_be_read_are_named(tmp_path: Path) -> None:

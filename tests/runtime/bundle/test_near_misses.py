@@ -10,7 +10,7 @@ from edge_runtime import BundleError, open_bundle
 
 
 @pytest.mark.parametrize(
-    ("files", "given", "answer"),
+    ("files", "value", "answer"),
     [
         (["a.gguf"], "a.gguf", r"it is a GGUF file; make a bundle of it and its drafter with: edge-export .*a\.gguf DRAFTER --output my-b"),
         (["a.txt"], "a.txt", "it is a file; give a bundle's folder"),
@@ -22,12 +22,12 @@ from edge_runtime import BundleError, open_bundle
         ([], "nowhere", "there is no such folder; make a bundle with edge-export"),
     ],
 )
-def test_what_is_no_bundle_is_recognised(tmp_path: Path, files: list[str], given: str, answer: str) -> None:
+def test_what_is_no_bundle_is_recognised(tmp_path: Path, files: list[str], value: str, answer: str) -> None:
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(BundleError, match=f"is not a bundle: .*{answer}"):
-        open_bundle(tmp_path / given)
+        open_bundle(tmp_path / value)
 
 
 @pytest.mark.parametrize(

@@ -126,13 +126,13 @@ def test_fields_without_end_are_refused_and_take_little(kind: str, tmp_path: Pat
     tracemalloc.start()
     with pytest.raises(BundleError, match=r"more than \d+ fields"):
         check_onnx(path)
-    most = tracemalloc.get_traced_memory()[1]
+    maximum = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert most < size + (2 << 20)
+    assert maximum < size + (2 << 20)
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "output"),
     [
         (bytes_field(7, b"") * 2, "more than one graph"),
         (
@@ -148,10 +148,10 @@ def test_fields_without_end_are_refused_and_take_little(kind: str, tmp_path: Pat
         (bytes_field(7, b"\x08\x01"), "a number stands where"),
     ],
 )
-def test_what_readers_could_take_in_two_ways_is_refused(data: bytes, said: str, tmp_path: Path) -> None:
+def test_what_readers_could_take_in_two_ways_is_refused(data: bytes, output: str, tmp_path: Path) -> None:
     """Protobuf joins messages that stand twice; of numbers the last one counts."""
     (tmp_path / "model.onnx").write_bytes(data)
-    with pytest.raises(BundleError, match=said):
+    with pytest.raises(BundleError, match=output):
         check_onnx(tmp_path / "model.onnx")
 
 

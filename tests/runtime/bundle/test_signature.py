@@ -111,14 +111,14 @@ def test_a_signature_file_may_be_4_kB_and_no_more(key: Ed25519PrivateKey, tmp_pa
 
 def test_wrong_public_keys_are_named(key: Ed25519PrivateKey, tmp_path: Path) -> None:
     other = tmp_path / "other.pub"
-    for content, said in (
+    for content, output in (
         (public_pem_of(Ed25519PrivateKey.generate()), "is not a signature of record by the owner of"),
         (public_pem_of(ec.generate_private_key(ec.SECP256R1())), "is not an Ed25519 key; make a pair with: openssl genpkey"),
         (pem_of(key), "is not a public key in PEM format; make one with: openssl pkey"),
         (b"", "is not a public key in PEM format"),
     ):
         other.write_bytes(content)
-        with pytest.raises(BundleError, match=said):
+        with pytest.raises(BundleError, match=output):
             check_file_signature(tmp_path / "record", DATA, other)
     with pytest.raises(BundleError, match=r"the public key .*none cannot be read \(No such file"):
         check_file_signature(tmp_path / "record", DATA, tmp_path / "none")
@@ -126,14 +126,14 @@ def test_wrong_public_keys_are_named(key: Ed25519PrivateKey, tmp_path: Path) -> 
 
 def test_wrong_private_keys_are_named(key: Ed25519PrivateKey, tmp_path: Path) -> None:
     other = tmp_path / "other.pem"
-    for content, said in (
+    for content, output in (
         (pem_of(key, b"secret"), "is no private key in PEM without a password"),
         (public_pem_of(key), "is no private key in PEM"),
         (b"\0", "is no private key in PEM"),
         (pem_of(ec.generate_private_key(ec.SECP256R1())), "is no Ed25519 key; make one: openssl genpkey"),
     ):
         other.write_bytes(content)
-        with pytest.raises(BundleError, match=said):
+        with pytest.raises(BundleError, match=output):
             read_signing_key(other)
     with pytest.raises(BundleError, match=r"the key .*none cannot be read \(No such file"):
         read_signing_key(tmp_path / "none")
@@ -142,16 +142,16 @@ def test_wrong_private_keys_are_named(key: Ed25519PrivateKey, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["key.pem", "key.pub"])
 def test_at_most_16_kB_of_a_key_file_are_read(key: Ed25519PrivateKey, tmp_path: Path, name: str) -> None:
     """What stands behind them is not seen, so that a key may be a pipe."""
-    path, most = tmp_path / name, signature._MAX_KEY_BYTES
-    assert most == 16384
+    path, maximum = tmp_path / name, signature._MAX_KEY_BYTES
+    assert maximum == 16384
     content = path.read_bytes()
 
     def read() -> None:
         read_signing_key(path) if name == "key.pem" else check_file_signature(tmp_path / "record", DATA, path)
 
-    path.write_bytes(b"\n" * (most - len(content)) + content)
+    path.write_bytes(b"\n" * (maximum - len(content)) + content)
     read()
-    path.write_bytes(b"\n" * (most - len(content) + 30) + content)
+    path.write_bytes(b"\n" * (maximum - len(content) + 30) + content)
     with pytest.raises(BundleError, match="in PEM"):
         read()
 

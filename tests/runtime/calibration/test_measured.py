@@ -140,8 +140,8 @@ def test_a_damaged_entry_is_measured_again(machine: Machine, damage: bytes) -> N
 
 def test_a_value_that_does_not_fit_is_measured_again(machine: Machine) -> None:
     machine.start()
-    found = FIGURES.known_or_measured("key", lambda *_: Figure(5.0), machine.notes.append, fits=lambda known: known.seconds > 1)
-    assert found == Figure(5.0)
+    result = FIGURES.known_or_measured("key", lambda *_: Figure(5.0), machine.notes.append, fits=lambda known: known.seconds > 1)
+    assert result == Figure(5.0)
 
 
 def test_a_file_that_cannot_be_written_is_only_noted(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -170,11 +170,11 @@ def test_the_wait_has_a_title_and_an_end(machine: Machine) -> None:
 
 
 def test_a_sentence_comes_once_though_its_figures_change() -> None:
-    said: list[str] = []
-    notify = without_repeats(said.append)
+    output: list[str] = []
+    notify = without_repeats(output.append)
     for sentence in ("It is busy (50% used).", "First use.", "It is busy (60% used).", "First use.", "It is not (70% used)."):
         notify(sentence)
-    assert said == ["It is busy (50% used).", "First use.", "It is not (70% used)."]
+    assert output == ["It is busy (50% used).", "First use.", "It is not (70% used)."]
 
 
 def test_the_oldest_entries_are_forgotten_and_the_file_stays_readable(tmp_path: Path) -> None:

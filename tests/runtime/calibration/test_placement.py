@@ -75,8 +75,8 @@ def compared(seed: int, slowdown: float | None, noise: float) -> tuple[float, fl
 
 
 def test_joules_are_near_the_least_and_fewer_than_those_of_the_fastest() -> None:
-    found = [compared(seed, None, 0.01) for seed in range(80)]
-    _, joules, over_best, changes = zip(*found, strict=True)
+    result = [compared(seed, None, 0.01) for seed in range(80)]
+    _, joules, over_best, changes = zip(*result, strict=True)
     print(f"joules {fmean(joules):.3f} of the fastest's, {fmean(over_best):.3f} of the least")
     assert fmean(joules) < 0.9
     assert max(joules) < 1.02
@@ -84,13 +84,13 @@ def test_joules_are_near_the_least_and_fewer_than_those_of_the_fastest() -> None
     assert sum(changes) < 5
 
 
-@pytest.mark.parametrize(("slowdown", "most"), [(0.05, 1.0), (0.3, 0.97)])
-def test_the_promise_holds(slowdown: float, most: float) -> None:
-    found = [compared(seed, slowdown, 0.01) for seed in range(40)]
-    times, joules, over_best, _ = zip(*found, strict=True)
+@pytest.mark.parametrize(("slowdown", "maximum"), [(0.05, 1.0), (0.3, 0.97)])
+def test_the_promise_holds(slowdown: float, maximum: float) -> None:
+    result = [compared(seed, slowdown, 0.01) for seed in range(40)]
+    times, joules, over_best, _ = zip(*result, strict=True)
     print(f"time {fmean(times):.3f} at most {max(times):.3f}, joules {fmean(joules):.3f} of the fastest's")
     assert max(times) < 1 + slowdown + 0.02  # the clock's jitter
-    assert fmean(joules) <= most
+    assert fmean(joules) <= maximum
     assert sorted(over_best)[38] < 1 + SAVES
 
 
@@ -112,7 +112,7 @@ def test_the_choice_stays_until_another_saves_clearly_more() -> None:
     assert figures(held="b", a=0.96, b=1.0).decided(None).chosen == "b"
     assert figures(held="b", a=0.94, b=1.0).decided(None).chosen == "a"
     unsure = figures(a=1.0, b=0.94)
-    blurred = {name: replace(one, error=0.04) for name, one in unsure.rounds.items()}
+    blurred = {name: replace(item, error=0.04) for name, item in unsure.rounds.items()}
     assert replace(unsure, rounds=blurred).decided(None).chosen == "a", "the meter does not tell them apart"
 
 

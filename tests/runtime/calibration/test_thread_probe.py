@@ -54,7 +54,7 @@ def test_the_fastest_clusters_that_have_room_are_taken(sizes: list[int], count: 
 
 def test_affinity_is_left_alone_where_cores_are_alike(monkeypatch) -> None:
     kept: list[set[int]] = []
-    monkeypatch.setattr(processors, "stay_on", lambda wanted: kept.append(set(wanted)))
+    monkeypatch.setattr(processors, "stay_on", lambda expected: kept.append(set(expected)))
     keep_to_fastest(1, [[0, 1]])
     assert kept == []
     keep_to_fastest(3, [[8], [4, 5], [0]])

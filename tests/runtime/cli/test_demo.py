@@ -58,9 +58,9 @@ def test_accepted_drafts_are_green():
 
 
 def test_another_output_is_said():
-    one = result()
-    kinds = (replace(one.kinds[0], same_tokens=False), *one.kinds[1:])
-    assert f"the same output for {len(kinds) - 1} of {len(kinds)} kinds of text" in replace(one, kinds=kinds).sentence()
+    item = result()
+    kinds = (replace(item.kinds[0], same_tokens=False), *item.kinds[1:])
+    assert f"the same output for {len(kinds) - 1} of {len(kinds)} kinds of text" in replace(item, kinds=kinds).sentence()
 
 
 def test_an_energy_figure_is_named_for_what_it_is():
@@ -69,12 +69,12 @@ def test_an_energy_figure_is_named_for_what_it_is():
     assert estimate is not None
     energy = RunEnergy(facts=estimate.facts, joules=figure, joules_per_token=figure, seconds=1.0)
     half = replace(figure, value=0.1, low=0.075, high=0.125)
-    one = replace(result(), plain_energy=energy, drafted_energy=replace(energy, joules_per_token=half))
-    sentence = one.energy_sentence()
+    item = replace(result(), plain_energy=energy, drafted_energy=replace(energy, joules_per_token=half))
+    sentence = item.energy_sentence()
     assert "0.50 times the joules per token, an ESTIMATE: 0.100 [0.075, 0.125] J instead of 0.200" in sentence
     assert "nothing was measured (model: 2 W idle + 1 W per busy core" in sentence
     measured = RunEnergy(facts=replace(estimate.facts, scope=Scope.PACKAGE), joules=figure, joules_per_token=figure, seconds=1.0)
-    overlapping = replace(one, drafted_energy=replace(energy, joules_per_token=replace(half, high=0.2)))
+    overlapping = replace(item, drafted_energy=replace(energy, joules_per_token=replace(half, high=0.2)))
     assert (overlapping.energy_sentence(), overlapping.energy_is_comparable) == ("", False)
-    sentence = replace(one, plain_energy=measured, drafted_energy=measured).energy_sentence()
+    sentence = replace(item, plain_energy=measured, drafted_energy=measured).energy_sentence()
     assert "1.00 times the joules per token, measured: 0.200" in sentence

@@ -76,7 +76,7 @@ def test_a_clock_that_jumps_changes_no_token_and_no_duration(jumps: list[int]) -
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "output"),
     [
         (MemoryError(), 1, f"Error: {OUT_OF_MEMORY}\n"),
         (KeyboardInterrupt(), 130, "stopped\n"),
@@ -87,13 +87,13 @@ def test_a_clock_that_jumps_changes_no_token_and_no_duration(jumps: list[int]) -
         ),
     ],
 )
-def test_what_the_command_says(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str) -> None:
+def test_what_the_command_says(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, output: str) -> None:
     def failing(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(cli_options, "open_session", failing)
     result = CliRunner().invoke(cli.main, ["generate", "bundle", "prompt"])
-    assert (result.exit_code, result.stderr, result.stdout) == (code, said, "")
+    assert (result.exit_code, result.stderr, result.stdout) == (code, output, "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is a limit of Linux")

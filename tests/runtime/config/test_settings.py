@@ -124,11 +124,11 @@ def test_the_files_are_held_against_the_configuration(bundle):
 
 
 def test_the_edge_preset_says_when_the_target_is_not_of_4_bits(bundle):
-    heard: list[str] = []
-    load_settings(bundle, preset="edge", notify=heard.append)
-    load_settings(bundle, preset="chat", notify=heard.append)
-    assert len(heard) == 1
-    assert "this one is q8_0" in heard[0]
+    received: list[str] = []
+    load_settings(bundle, preset="edge", notify=received.append)
+    load_settings(bundle, preset="chat", notify=received.append)
+    assert len(received) == 1
+    assert "this one is q8_0" in received[0]
 
 
 def test_a_damaged_config_in_the_bundle_is_refused(bundle):

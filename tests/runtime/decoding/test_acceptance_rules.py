@@ -39,8 +39,8 @@ def test_temperature_zero_is_greedy_unless_something_changes_the_likeliest_token
 
 
 def test_each_method_has_its_rule() -> None:
-    found = [type(acceptance_rule(SamplingParams(), method, PROMPT)) for method in ACCEPTANCE_METHODS]
-    assert found == [BlockRule, RejectionRule, MatchRule]
+    result = [type(acceptance_rule(SamplingParams(), method, PROMPT)) for method in ACCEPTANCE_METHODS]
+    assert result == [BlockRule, RejectionRule, MatchRule]
 
 
 @pytest.mark.parametrize("method", ACCEPTANCE_METHODS)

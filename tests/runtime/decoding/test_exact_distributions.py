@@ -73,23 +73,23 @@ def written(monkeypatch, rule, drafter, params, *, length, tokens):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_keeps_the_distribution(name, rule, monkeypatch):
-    found = written(monkeypatch, rule, "random", OPTIONS[name], length=2, tokens=3)
-    assert largest_difference(found, exact(TARGET, OPTIONS[name], PROMPT, 3)) < EXACT
+    result = written(monkeypatch, rule, "random", OPTIONS[name], length=2, tokens=3)
+    assert largest_difference(result, exact(TARGET, OPTIONS[name], PROMPT, 3)) < EXACT
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
 def test_every_drafter_keeps_the_distribution(drafter, rule, monkeypatch):
-    found = written(monkeypatch, rule, drafter, OPTIONS["all"], length=3, tokens=4)
-    assert largest_difference(found, exact(TARGET, OPTIONS["all"], PROMPT, 4)) < EXACT
+    result = written(monkeypatch, rule, drafter, OPTIONS["all"], length=3, tokens=4)
+    assert largest_difference(result, exact(TARGET, OPTIONS["all"], PROMPT, 4)) < EXACT
 
 
 def test_the_enumeration_sees_a_wrong_rule(monkeypatch):
     """The residual of token-by-token rejection does not fit block verification."""
     excess = Distribution.excess
     monkeypatch.setattr(Distribution, "excess", lambda self, other, share=1.0: excess(self, other))
-    found = written(monkeypatch, BlockRule, "random", OPTIONS["plain"], length=2, tokens=3)
-    assert largest_difference(found, exact(TARGET, OPTIONS["plain"], PROMPT, 3)) > 1e-3
+    result = written(monkeypatch, BlockRule, "random", OPTIONS["plain"], length=2, tokens=3)
+    assert largest_difference(result, exact(TARGET, OPTIONS["plain"], PROMPT, 3)) > 1e-3
 
 
 def accepted_on_average(monkeypatch, accept, p, q, length) -> float:
@@ -137,8 +137,8 @@ def test_a_likely_token_makes_up_for_an_unlikely_one(monkeypatch):
 
 
 def test_one_draft_is_judged_as_by_rejection(monkeypatch):
-    found = [written(monkeypatch, rule, "random", OPTIONS["all"], length=1, tokens=2) for rule in (BlockRule, RejectionRule)]
-    assert largest_difference(*found) < EXACT
+    result = [written(monkeypatch, rule, "random", OPTIONS["all"], length=1, tokens=2) for rule in (BlockRule, RejectionRule)]
+    assert largest_difference(*result) < EXACT
 
 
 def test_a_draft_that_is_the_target_is_accepted_whole(monkeypatch):

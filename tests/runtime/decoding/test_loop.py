@@ -27,9 +27,9 @@ def run(prompt: list[int], guess, length: int, max_tokens: int, stop=frozenset()
     target.prefill(prompt[:-1])
     rounds: list[Round] = []
     emitted: list[int] = []
-    for one in decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=max_tokens, is_stop=stop.__contains__)):
-        rounds.append(one)
-        emitted += one.tokens
+    for item in decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=max_tokens, is_stop=stop.__contains__)):
+        rounds.append(item)
+        emitted += item.tokens
         assert target.cache == (prompt + emitted)[:-1], "the cache holds all tokens but the newest"
     return target, drafter, rounds, emitted
 

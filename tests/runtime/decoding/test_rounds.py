@@ -50,12 +50,12 @@ class Expecting:
         self.added: list[tuple[int, ...]] = []
         self.most: list[int] = []
 
-    def guess(self, ahead: Sequence[int], most: int) -> Guess:
-        self.most.append(most)
-        text, found = [*self._target.cache, self._last, *ahead], []
-        for place in range(min(self._tokens, most)):
-            found.append((next_token([*text, *found]) + (place >= self._wrong_from)) % VOCABULARY)
-        return Guess("copy", tuple(found), ("bin",) * len(found))
+    def guess(self, ahead: Sequence[int], maximum: int) -> Guess:
+        self.most.append(maximum)
+        text, actual = [*self._target.cache, self._last, *ahead], []
+        for place in range(min(self._tokens, maximum)):
+            actual.append((next_token([*text, *actual]) + (place >= self._wrong_from)) % VOCABULARY)
+        return Guess("copy", tuple(actual), ("bin",) * len(actual))
 
     def add(self, tokens: Sequence[int]) -> None:
         self.added.append(tuple(tokens))
@@ -152,12 +152,12 @@ def test_of_requests_that_share_a_round_one_reports_its_timing() -> None:
 
 
 def test_a_joint_timing_adds_up_lengths_steps_and_rows() -> None:
-    (_, one), (_, other) = (opened(Planned(RoundPlan(4, to_verify=lambda n: (n - 1, 2)))) for _ in range(2))
-    for decoding, drafts in ((one, [4, 5, 6]), (other, [7])):
+    (_, item), (_, other) = (opened(Planned(RoundPlan(4, to_verify=lambda n: (n - 1, 2)))) for _ in range(2))
+    for decoding, drafts in ((item, [4, 5, 6]), (other, [7])):
         decoding.draft_request()
         decoding.tokens_to_verify(drafts)
-    assert one.timing(0.1, 0.2) == Timing(length=2, steps=3, draft_seconds=0.1, rows=5, verify_seconds=0.2, requests=1)
-    assert one.timing(0.1, 0.2, other) == Timing(length=4, steps=4, draft_seconds=0.1, rows=8, verify_seconds=0.2, requests=2)
+    assert item.timing(0.1, 0.2) == Timing(length=2, steps=3, draft_seconds=0.1, rows=5, verify_seconds=0.2, requests=1)
+    assert item.timing(0.1, 0.2, other) == Timing(length=4, steps=4, draft_seconds=0.1, rows=8, verify_seconds=0.2, requests=2)
 
 
 @pytest.mark.parametrize(
@@ -318,8 +318,8 @@ def test_a_round_is_timed_from_draft_to_verify_and_to_its_logits(monkeypatch: py
     monkeypatch.setattr(loop.time, "perf_counter", lambda: next(clock))
     target, decoding = opened(Planned(RoundPlan(2)), max_tokens=6)
     rounds = decode(target, ScriptedDrafter(target, lambda *_: 0), decoding)
-    found = [next(rounds) for _ in range(2)]
-    assert [(one.draft_seconds, one.verify_seconds) for one in found] == [(0.5, 2.0), (0.25, 1.0)]
+    actual = [next(rounds) for _ in range(2)]
+    assert [(item.draft_seconds, item.verify_seconds) for item in actual] == [(0.5, 2.0), (0.25, 1.0)]
 
 
 def test_without_sources_a_plan_that_extends_adds_nothing() -> None:

@@ -246,8 +246,8 @@ def test_top_k_of_a_large_vocabulary_is_that_of_a_sort(k):
     for distinct in (5, 50, 10**6):
         row = (random.integers(0, distinct, 20000) / distinct).astype(np.float32)
         row[random.integers(0, row.size, 100)] = -np.inf
-        found = Sampler(SamplingParams(top_k=k))(row).tokens
-        assert found.tolist() == sorted(np.argsort(-row, kind="stable")[:k].tolist())
+        result = Sampler(SamplingParams(top_k=k))(row).tokens
+        assert result.tolist() == sorted(np.argsort(-row, kind="stable")[:k].tolist())
 
 
 @pytest.mark.parametrize("k", range(1, 13))

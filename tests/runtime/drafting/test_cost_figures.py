@@ -100,9 +100,9 @@ def test_an_extrapolated_number_of_rows_is_corrected_by_its_mean() -> None:
     curve = CostCurve(COSTS)
     first = curve.verify(20)
     expected = math.log(first)
-    for seen, off in enumerate([1.5, 0.8, 1.2, 1.7] + [1.1] * 12, start=1):
+    for recorded, off in enumerate([1.5, 0.8, 1.2, 1.7] + [1.1] * 12, start=1):
         curve.learn(took(rows=20, verify=off * math.exp(expected)))
-        expected += math.log(off) * max(0.1, 1 / seen)
+        expected += math.log(off) * max(0.1, 1 / recorded)
         assert curve.verify(20) == pytest.approx(math.exp(expected))
     assert [curve.verify(n) for n in EVERY_ROW] == list(LINEAR), "it says nothing about the length of the text"
     assert curve.verify(21) != first
@@ -188,7 +188,7 @@ def test_measuring_asks_for_every_number_of_rows_and_leaves_nothing_behind() -> 
 
 def test_a_machine_that_is_now_faster_and_now_slower_is_measured_by_shares() -> None:
     speeds, truth = (1.0, 1.3, 0.9, 1.1, 2.5), (10.0, 18.0, 1.0)
-    rounds = [[speed * one for one in truth] for speed in speeds]
+    rounds = [[speed * item for item in truth] for speed in speeds]
     rounds[1][0] *= 5  # another process, for a moment
     figures = steady(rounds)
     assert [figure / figures[0] for figure in figures] == pytest.approx([1.0, 1.8, 0.1])

@@ -32,24 +32,24 @@ class Letters:
 
 
 def store_at(path: Path, limit: int = 1 << 20) -> tuple[DraftStore, list[str]]:
-    said: list[str] = []
-    return DraftStore(path, Letters(), limit=limit, notify=said.append), said
+    output: list[str] = []
+    return DraftStore(path, Letters(), limit=limit, notify=output.append), output
 
 
-def guessed(store: DraftStore, prompt: str, most: int = 5) -> str:
-    return "".join(map(chr, store.source([ord(letter) for letter in prompt]).guess((), most).tokens))
+def guessed(store: DraftStore, prompt: str, maximum: int = 5) -> str:
+    return "".join(map(chr, store.source([ord(letter) for letter in prompt]).guess((), maximum).tokens))
 
 
 @posix
 def test_texts_are_kept_for_their_owner_alone_and_found_by_the_next_session(tmp_path):
     path = tmp_path / "memory"
-    store, said = store_at(path)
+    store, output = store_at(path)
     store.remember("the quick brown fox")
     assert path.stat().st_mode & 0o777 == 0o600
     again, _ = store_at(path)
     assert guessed(again, "a quick") == " brow"
     assert guessed(again, "zzz") == ""
-    assert said == []
+    assert output == []
 
 
 def test_a_copy_ends_with_its_text(tmp_path):
@@ -88,12 +88,12 @@ def test_another_file_is_named_and_left_alone(tmp_path, content):
     path = tmp_path / "memory"
     path.write_bytes(content)
     path.chmod(0o600)
-    store, said = store_at(path)
+    store, output = store_at(path)
     store.remember("text")
     assert path.read_bytes() == content
-    assert len(said) == 1
-    assert "not used and not changed" in said[0]
-    assert "\n" not in said[0]
+    assert len(output) == 1
+    assert "not used and not changed" in output[0]
+    assert "\n" not in output[0]
 
 
 @posix
@@ -107,10 +107,10 @@ def test_what_a_killed_writer_left_is_skipped(tmp_path, rest):
     path.write_bytes(f"{HEADER}{rest}".encode())
     path.chmod(0o600)
     whole = ["whole"] if "whole" in rest else []
-    store, said = store_at(path)
+    store, output = store_at(path)
     assert len(store) == len(whole)
     store.remember("text")
-    assert (read_store(path), said) == ([*whole, "text"], [])
+    assert (read_store(path), output) == ([*whole, "text"], [])
 
 
 @posix
@@ -132,9 +132,9 @@ def test_a_file_of_another_user_is_not_used(tmp_path, monkeypatch):
     store_at(path)[0].remember("secret words")
     before, owner = path.read_bytes(), path.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    store, said = store_at(path)
+    store, output = store_at(path)
     store.remember("text")
-    assert said == [
+    assert output == [
         f"the draft store {path} belongs to another user (number {owner}); name a file of your own; it is not used and not changed"
     ]
     assert (guessed(store, "secret"), path.read_bytes()) == ("", before)
@@ -152,7 +152,7 @@ def test_copies_that_killed_writers_of_earlier_versions_left_go(tmp_path):
 def test_a_writer_that_was_stopped_does_not_hold_up_the_others(tmp_path, monkeypatch):
     """The first text waits for it, those after it do not; texts are remembered again when it lets go."""
     path = tmp_path / "memory"
-    store, said = store_at(path)
+    store, output = store_at(path)
     store.remember("text")
     waits: list[float] = []
     monkeypatch.setattr(draft_store, "lock_open", lambda file, seconds: (waits.append(seconds), lock_open(file))[1])
@@ -160,8 +160,8 @@ def test_a_writer_that_was_stopped_does_not_hold_up_the_others(tmp_path, monkeyp
         for number in range(3):
             store.remember(f"more {number}")
     assert (read_store(path), waits) == (["text"], [draft_store.STILL_SECONDS, 0.0, 0.0])
-    assert len(said) == 1
-    assert "another process holds" in said[0]
+    assert len(output) == 1
+    assert "another process holds" in output[0]
     store.remember("again")
     assert read_store(path) == ["text", "again"]
 
@@ -169,7 +169,7 @@ def test_a_writer_that_was_stopped_does_not_hold_up_the_others(tmp_path, monkeyp
 @posix
 def test_a_file_that_others_write_is_waited_for(tmp_path, monkeypatch):
     path = tmp_path / "memory"
-    store, said = store_at(path)
+    store, output = store_at(path)
     store.remember("text")
     tries = iter(range(3))
 
@@ -182,7 +182,7 @@ def test_a_file_that_others_write_is_waited_for(tmp_path, monkeypatch):
 
     monkeypatch.setattr(draft_store, "lock_open", other_writes)
     store.remember("more")
-    assert (read_store(path), said) == (["text", "other 0", "other 1", "more"], [])
+    assert (read_store(path), output) == (["text", "other 0", "other 1", "more"], [])
 
 
 @posix
@@ -199,14 +199,14 @@ def test_links_and_files_that_others_may_read_are_not_used(tmp_path):
     link.symlink_to(path)
     assert len(store_at(link)[1]) == 1
     path.chmod(0o644)
-    store, said = store_at(path)
-    assert "chmod 600" in said[0]
+    store, output = store_at(path)
+    assert "chmod 600" in output[0]
     assert guessed(store, "secret") == ""
 
 
 def test_what_is_forgotten_is_neither_drafted_nor_written_again(tmp_path):
     path = tmp_path / "memory"
-    store, said = store_at(path)
+    store, output = store_at(path)
     store.remember("secret words")
     assert guessed(store, "secret") == " word"
     path.unlink()
@@ -215,16 +215,16 @@ def test_what_is_forgotten_is_neither_drafted_nor_written_again(tmp_path):
     assert read_store(path) == ["other words"]
     path.unlink()
     store.remember("third text")
-    assert (read_store(path), said) == (["third text"], [])
+    assert (read_store(path), output) == (["third text"], [])
 
 
 def test_two_that_use_one_file_take_over_each_others_texts(tmp_path):
     path = tmp_path / "memory"
-    one, two = store_at(path)[0], store_at(path)[0]
-    one.remember("the first text")
+    item, two = store_at(path)[0], store_at(path)[0]
+    item.remember("the first text")
     two.remember("a second one")
-    assert guessed(one, "a sec") == "ond o"
-    one.remember("number three")
+    assert guessed(item, "a sec") == "ond o"
+    item.remember("number three")
     assert guessed(two, "the fir") == "st te"
     assert read_store(path) == ["the first text", "a second one", "number three"]
 
@@ -232,20 +232,20 @@ def test_two_that_use_one_file_take_over_each_others_texts(tmp_path):
 @posix
 def test_a_file_that_becomes_another_is_left_alone_then(tmp_path):
     path = tmp_path / "memory"
-    store, said = store_at(path)
+    store, output = store_at(path)
     store.remember("secret words")
     path.write_bytes(b"something else\n")
     assert guessed(store, "secret") == ""
     store.remember("other words")
     assert path.read_bytes() == b"something else\n"
-    assert len(said) == 1
+    assert len(output) == 1
 
 
 def test_a_file_that_cannot_be_written_is_said_once(tmp_path):
-    store, said = store_at(tmp_path / "missing" / "memory")
+    store, output = store_at(tmp_path / "missing" / "memory")
     store.remember("one")
     store.remember("two")
-    assert len(said) == 1
+    assert len(output) == 1
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 40])
@@ -265,23 +265,23 @@ def test_the_pair_copies_what_it_wrote_before(exported_pair, tmp_path, drafter):
     path, prompt = tmp_path / "memory", "class Stack:\n    def push("
     with open_session(exported_pair, context=512, drafter=drafter, check="none", threads=1, draft_store=path) as opened:
         session = with_flat_costs(opened)
-        wanted = session.generate(prompt, max_tokens=80, draft_length=0).text()
+        expected = session.generate(prompt, max_tokens=80, draft_length=0).text()
         again = session.generate(prompt, max_tokens=80)
-        assert again.text() == wanted
+        assert again.text() == expected
         assert again.stats.accepted_from["stored"] > 0
-    assert [json.loads(line) for line in path.read_text().splitlines()[1:]] == [wanted]
+    assert [json.loads(line) for line in path.read_text().splitlines()[1:]] == [expected]
 
 
 @pytest.mark.parametrize("drafter", ["none", "lookup", "dense"])
 def test_a_prediction_is_drafted_from_the_first_token_on(exported_pair, drafter):
     with open_session(exported_pair, context=512, drafter=drafter, check="none", threads=1) as opened:
         session, prompt = with_flat_costs(opened), "import os\n\nfor name in os."
-        wanted = session.generate(prompt, max_tokens=80, draft_length=0).text()
-        predicted = session.generate(prompt, max_tokens=80, prediction=wanted)
-        assert predicted.text() == wanted
+        expected = session.generate(prompt, max_tokens=80, draft_length=0).text()
+        predicted = session.generate(prompt, max_tokens=80, prediction=expected)
+        assert predicted.text() == expected
         assert predicted.stats.accepted_from["memory"] > 40
         wrong = session.generate(prompt, max_tokens=80, prediction="something else entirely, " * 20)
-        assert wrong.text() == wanted
+        assert wrong.text() == expected
 
 
 def test_the_command_keeps_its_answer(exported_pair, tmp_path):

@@ -150,13 +150,13 @@ class Loaded:
 
 def test_power_is_measured_in_loops_of_each_phase_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path))
-    meter, said = Loaded(), []
+    meter, output = Loaded(), []
     target = TimedTarget(meter.spend)
-    probe = PowerProbe(system=System(clock=lambda: meter.now), meter=meter, notify=said.append)
+    probe = PowerProbe(system=System(clock=lambda: meter.now), meter=meter, notify=output.append)
     power = probe.phases(target, TimedDrafter(target, meter.spend), 1, 13, "key")
     assert power.to_json() == pytest.approx({"draft": 2.5, "verify": 9.0, "plain": 4.0}, rel=0.02)
     assert target.length == 0
-    assert "measuring the power of each phase with made-up, about 33 s" in said[0]
+    assert "measuring the power of each phase with made-up, about 33 s" in output[0]
     before = meter.now
     assert probe.phases(target, None, 1, 13, "key") == power
     assert meter.now == before

@@ -16,8 +16,8 @@ outcomes = st.lists(st.tuples(st.integers(0, 12), st.floats(0, 1)), max_size=60)
 
 
 @given(outcomes, st.integers(1, 12), st.integers(1, 12), st.floats(0, 1), st.floats(0.1, 20))
-def test_rolling_stays_in_its_bounds(rounds, one, other, threshold, penalty):
-    shortest, longest = min(one, other), max(one, other)
+def test_rolling_stays_in_its_bounds(rounds, item, other, threshold, penalty):
+    shortest, longest = min(item, other), max(item, other)
     policy = Rolling(PolicyOptions(first=longest, shortest=shortest, longest=longest, threshold=threshold, penalty=penalty))
     for drafted, share in rounds:
         before = policy.plan().draft_length

@@ -46,6 +46,6 @@ def test_a_text_that_repeats_itself_saves_forwards():
 
     target = Looping()
     rounds = list(decode(target, LookupDrafter(target), Decoding(target, 0, Fixed(4), max_tokens=40)))
-    assert sum(len(one.tokens) for one in rounds) == 40
+    assert sum(len(item.tokens) for item in rounds) == 40
     assert len(rounds) < 20
-    assert sum(one.accepted for one in rounds) == sum(one.drafted for one in rounds)
+    assert sum(item.accepted for item in rounds) == sum(item.drafted for item in rounds)

@@ -87,12 +87,12 @@ def test_a_limit_that_is_no_share_is_refused(limit):
 def test_a_session_guards_what_it_chose_itself_and_only_that():
     session = make_session(guess=lambda context, _: (next_token(context) + 1) % 17)
     fixed = session.generate([1, 2], max_tokens=60, draft_length=2)
-    assert [one.drafted for one in fixed.rounds()][:-1] == [2] * 58 + [1]
+    assert [item.drafted for item in fixed.rounds()][:-1] == [2] * 58 + [1]
     own = session.generate([1, 2], max_tokens=200)
-    drafted = [one.drafted for one in own.rounds()]
+    drafted = [item.drafted for item in own.rounds()]
     assert drafted[:26] == [2] * 25 + [1]
     assert drafted[80] == 0
     assert [event.kind for event in own.monitor.events] == ["shortened", "stopped"]
     assert own.tokens == plain_greedy([1, 2], 200)
     again = session.generate([1, 2], max_tokens=10)
-    assert [one.drafted for one in again.rounds()] == [0] * 10, "what one request learned serves the next"
+    assert [item.drafted for item in again.rounds()] == [0] * 10, "what one request learned serves the next"

@@ -29,9 +29,9 @@ class Oracle:
     def __init__(self, prompt: Sequence[int], *, wrong: bool = False) -> None:
         self.text, self._wrong = list(prompt), wrong
 
-    def guess(self, ahead: Sequence[int], most: int) -> Guess:
+    def guess(self, ahead: Sequence[int], maximum: int) -> Guess:
         text = [*self.text, *ahead]
-        for _ in range(most):
+        for _ in range(maximum):
             text.append((next_token(text) + self._wrong) % 17)
         tokens = tuple(text[len(self.text) + len(ahead) :])
         return Guess("oracle", tokens, ("sure",) * len(tokens))
@@ -49,22 +49,22 @@ def run(sources: Sources, policy: Profit, *, drafter: bool = True, tokens: int =
     target.prefill(prompt[:-1])
     made = ScriptedDrafter(target, lambda context, position: next_token(context) if position < 2 else 0) if drafter else None
     rounds = list(decode(target, made, Decoding(target, prompt[-1], policy, max_tokens=tokens, sources=sources)))
-    assert [token for one in rounds for token in one.tokens] == plain_greedy(prompt, tokens)
+    assert [token for item in rounds for token in item.tokens] == plain_greedy(prompt, tokens)
     return rounds
 
 
 def test_a_source_that_is_right_drafts_by_itself_and_is_named():
     rounds = run(Sources([Oracle([1, 2, 3])], SourceOdds({"sure": 0.9})), profit(longest=0), drafter=False)
     assert len(rounds) <= 8
-    assert {name for one in rounds for name in one.sources} == {"oracle"}
-    assert all(len(one.sources) == one.accepted for one in rounds)
+    assert {name for item in rounds for name in item.sources} == {"oracle"}
+    assert all(len(item.sources) == item.accepted for item in rounds)
 
 
 def test_a_source_that_is_wrong_is_soon_left_alone():
     odds = SourceOdds({"sure": 0.9})
     rounds = run(Sources([Oracle([1, 2, 3], wrong=True)], odds), profit(STEEP, longest=0), drafter=False, tokens=200)
     assert odds.chance("sure") < 0.1
-    assert sum(one.drafted for one in rounds[10:]) == 0
+    assert sum(item.drafted for item in rounds[10:]) == 0
 
 
 def test_it_is_calibrated_without_being_used():
@@ -79,11 +79,11 @@ def test_the_drafters_drafts_are_extended():
     """Where the drafter is surer of its first tokens, the source goes on after them."""
 
     class After(Oracle):
-        def guess(self, ahead, most):
-            return super().guess(ahead, most) if ahead else Guess("oracle")
+        def guess(self, ahead, maximum):
+            return super().guess(ahead, maximum) if ahead else Guess("oracle")
 
     rounds = run(Sources([After([1, 2, 3])], SourceOdds({"sure": 0.9})), profit(longest=2))
-    assert any(one.sources[:3] == ("drafter", "drafter", "oracle") for one in rounds)
+    assert any(item.sources[:3] == ("drafter", "drafter", "oracle") for item in rounds)
 
 
 def test_a_guess_costs_no_draft_step():
@@ -104,8 +104,8 @@ def test_nothing_doubtful_is_offered_where_rows_are_dear():
 class Constant:
     """Guesses the same two tokens at all times."""
 
-    def guess(self, ahead: Sequence[int], most: int) -> Guess:
-        return Guess("constant", (1, 0)[:most], ("sure", "sure")[:most])
+    def guess(self, ahead: Sequence[int], maximum: int) -> Guess:
+        return Guess("constant", (1, 0)[:maximum], ("sure", "sure")[:maximum])
 
     def add(self, tokens: Sequence[int]) -> None:
         """Keeps nothing."""
@@ -127,8 +127,8 @@ def test_sampled_output_keeps_its_distribution_exactly(longest, monkeypatch):
         drafter = StochasticDrafter(target, random_rows(2, 3)) if longest else None
         emitted: list[int] = []
         sources = Sources([Constant()], SourceOdds({"sure": 0.6}))
-        for one in decode(target, drafter, Decoding(target, 2, policy, max_tokens=3, rule=rule, sources=sources)):
-            emitted += one.tokens
+        for item in decode(target, drafter, Decoding(target, 2, policy, max_tokens=3, rule=rule, sources=sources)):
+            emitted += item.tokens
         return tuple(emitted)
 
     assert largest_difference(distribution_of(once, monkeypatch), exact(row, params, [1, 2], 3)) < 1e-12

@@ -13,11 +13,11 @@ def longest_by_search(text: list[int], ahead: list[int]) -> int:
     """The longest end of the text and `ahead` that occurs in the text before."""
     whole = text + ahead
     last = len(text) if ahead else len(text) - 1
-    found = 0
+    result = 0
     for length in range(1, len(whole)):
         if any(text[end - length : end] == whole[-length:] for end in range(length, last + 1)):
-            found = length
-    return found
+            result = length
+    return result
 
 
 @pytest.mark.parametrize("letters", [1, 2, 3, 6])

@@ -36,12 +36,12 @@ def png(image, **options) -> bytes:
 
 
 def assert_equal(ours: Image, image, processor, budget: int) -> None:
-    wanted = processor(images=image, max_soft_tokens=budget, return_tensors="np")
+    expected = processor(images=image, max_soft_tokens=budget, return_tensors="np")
     count = ours.rows * 9
-    assert wanted["num_soft_tokens_per_image"][0] == ours.rows
-    np.testing.assert_allclose(ours.patches(), wanted["pixel_values"][0][:count], rtol=0, atol=TOLERANCE)
-    np.testing.assert_array_equal(ours.positions(), wanted["image_position_ids"][0][:count])
-    assert (wanted["image_position_ids"][0][count:] == -1).all()
+    assert expected["num_soft_tokens_per_image"][0] == ours.rows
+    np.testing.assert_allclose(ours.patches(), expected["pixel_values"][0][:count], rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(ours.positions(), expected["image_position_ids"][0][:count])
+    assert (expected["image_position_ids"][0][count:] == -1).all()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -63,12 +63,12 @@ def test_final_sizes_equal_the_processor(budget):
     reference = pytest.importorskip("transformers.models.gemma4.image_processing_pil_gemma4").get_aspect_ratio_preserving_size
     for height, width in np.random.default_rng(budget).integers(1, 5000, (500, 2)).tolist():
         try:
-            wanted = reference(height, width, patch_size=16, max_patches=budget * 9, pooling_kernel_size=3)
+            expected = reference(height, width, patch_size=16, max_patches=budget * 9, pooling_kernel_size=3)
         except ValueError:
             with pytest.raises(RequestError, match="crop it"):
                 final_size(height, width, budget)
         else:
-            assert final_size(height, width, budget) == wanted
+            assert final_size(height, width, budget) == expected
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "L"])

@@ -31,11 +31,11 @@ def wav(body: bytes, *, kind: int = 1, channels: int = 1, rate: int = 16000, bit
 def test_mel_frames_equal_the_feature_extractor(samples):
     module = pytest.importorskip("transformers.models.gemma4.feature_extraction_gemma4")
     values = np.random.default_rng(samples).uniform(-0.8, 0.8, samples).astype(np.float32)
-    wanted = module.Gemma4AudioFeatureExtractor()([values], return_tensors="np")
-    mask = wanted["input_features_mask"][0]
+    expected = module.Gemma4AudioFeatureExtractor()([values], return_tensors="np")
+    mask = expected["input_features_mask"][0]
     ours = Sound(values)
     assert ours.frames == mask.sum()
-    np.testing.assert_allclose(ours.mel_frames(), wanted["input_features"][0][mask], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(ours.mel_frames(), expected["input_features"][0][mask], rtol=0, atol=TOLERANCE)
     for _ in range(2):
         mask = mask[::2]
     assert ours.rows == mask.sum()
@@ -47,11 +47,11 @@ def test_thirty_seconds_are_750_rows():
 
 @pytest.mark.parametrize("rate", [4000, 8000, 11025, 22050, 44100, 48000, 44101, 192000])
 def test_resampling_keeps_a_tone(rate):
-    given, wanted = tone(rate, 0.5), tone(RATE, 0.5)
-    ours = resampled(given, rate)
-    assert abs(len(ours) - len(wanted)) <= 1
+    value, expected = tone(rate, 0.5), tone(RATE, 0.5)
+    ours = resampled(value, rate)
+    assert abs(len(ours) - len(expected)) <= 1
     inner = slice(1000, 7000)
-    np.testing.assert_allclose(ours[inner], wanted[inner], rtol=0, atol=1e-3)
+    np.testing.assert_allclose(ours[inner], expected[inner], rtol=0, atol=1e-3)
 
 
 def test_resampling_removes_what_16_khz_cannot_hold():
@@ -85,9 +85,9 @@ def test_compressed_formats(name):
     file = io.BytesIO()
     soundfile.write(file, tone(44100, 1.0), 44100, format=name)
     ours = decode_sound(file.getvalue())
-    wanted = tone(RATE, 1.0)
+    expected = tone(RATE, 1.0)
     assert abs(np.abs(np.fft.rfft(ours.samples)).argmax() * RATE / len(ours.samples) - 440) < 2
-    assert abs(float(np.std(ours.samples)) - float(np.std(wanted))) < 0.02
+    assert abs(float(np.std(ours.samples)) - float(np.std(expected))) < 0.02
 
 
 @pytest.mark.parametrize(

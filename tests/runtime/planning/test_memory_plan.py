@@ -136,12 +136,12 @@ def test_mapped_weights_count_against_a_limit_but_not_against_the_machine(export
     manifest = open_bundle(exported_pair, check="none").manifest
     plan = memory_plan(manifest, request())
     assert plan.weights > 20_000_000
-    said: list[str] = []
-    assert check_memory(manifest, request(), MemoryRoom(available=plan.reserved), said.append) == plan
-    assert len(said) == 1
-    assert "read from disk again and again" in said[0]
-    assert check_memory(manifest, request(), MemoryRoom(available=plan.total), said.append) == plan
-    assert len(said) == 1
+    message: list[str] = []
+    assert check_memory(manifest, request(), MemoryRoom(available=plan.reserved), message.append) == plan
+    assert len(message) == 1
+    assert "read from disk again and again" in message[0]
+    assert check_memory(manifest, request(), MemoryRoom(available=plan.total), message.append) == plan
+    assert len(message) == 1
     with pytest.raises(RequestError, match="are available"):
         check_memory(manifest, request(), MemoryRoom(available=plan.reserved - 1))
     with pytest.raises(RequestError, match="the limit is"):
@@ -186,16 +186,16 @@ def test_the_plan_is_what_llama_cpp_takes(exported_pair: Path, kv_type: str, con
 
 
 def test_copies_of_weights_are_left_out_where_only_they_do_not_fit(exported_pair: Path) -> None:
-    known, said = open_bundle(exported_pair, check="none").manifest, []
+    known, message = open_bundle(exported_pair, check="none").manifest, []
     manifest = replace(known, files=tuple(replace(file, quantization="q4_0") for file in known.files))
     asked = request()
     copies, plain = memory_plan(manifest, asked), memory_plan(manifest, replace(asked, repack=False))
     assert copies.reserved > plain.reserved
     assert check_memory_without_copies(manifest, asked, MemoryRoom(available=copies.total))
-    assert not check_memory_without_copies(manifest, asked, MemoryRoom(available=copies.reserved - 1), said.append)
-    assert "no memory for repacked copies" in said[0]
+    assert not check_memory_without_copies(manifest, asked, MemoryRoom(available=copies.reserved - 1), message.append)
+    assert "no memory for repacked copies" in message[0]
     space = MemoryRoom(address_space=copies.total - copies.process - 1)
-    assert not check_memory_without_copies(manifest, asked, space, said.append)
+    assert not check_memory_without_copies(manifest, asked, space, message.append)
     with pytest.raises(RequestError, match="needs"):
         check_memory_without_copies(manifest, asked, MemoryRoom(available=plain.reserved - 1))
     with pytest.raises(RequestError, match="the limit is"):
@@ -204,8 +204,8 @@ def test_copies_of_weights_are_left_out_where_only_they_do_not_fit(exported_pair
 
 @pytest.mark.parametrize(("quantization", "share"), [("mixed", 1), ("iq4_xs", 1), (None, 1), ("f16", 0)])
 def test_a_copy_of_unknown_types_is_planned_as_large_as_the_file(quantization: str | None, share: int, exported_pair: Path) -> None:
-    manifest, said = open_bundle(exported_pair, check="none").manifest, []
+    manifest, message = open_bundle(exported_pair, check="none").manifest, []
     manifest = replace(manifest, files=tuple(replace(file, quantization=quantization) for file in manifest.files))
     size = sum(file.bytes for file in manifest.files if file.role in ("target", "drafter"))
-    assert check_memory(manifest, request(), MemoryRoom(), said.append).repacked == share * size
-    assert [f"is of the unknown type {quantization!r}" in line for line in said] == [True, True] * share
+    assert check_memory(manifest, request(), MemoryRoom(), message.append).repacked == share * size
+    assert [f"is of the unknown type {quantization!r}" in line for line in message] == [True, True] * share

@@ -56,35 +56,35 @@ def plan(gb: float = 20, operations: float = 4000, facts: PairFacts = FACTS, pow
 
 
 def test_plain_decoding_reads_the_weights_once_per_token() -> None:
-    found = plan()
-    assert found.plain.low < 20 * GB / FACTS.target_bytes < found.plain.high
-    assert found.plain.middle == pytest.approx(20 * GB / FACTS.target_bytes, rel=0.1)
+    actual = plan()
+    assert actual.plain.low < 20 * GB / FACTS.target_bytes < actual.plain.high
+    assert actual.plain.middle == pytest.approx(20 * GB / FACTS.target_bytes, rel=0.1)
 
 
 def test_a_device_that_computes_slowly_is_bound_by_that() -> None:
-    found = plan(gb=1000, operations=100)
-    assert found.plain.middle == pytest.approx(100 * G / (2 * FACTS.parameters), rel=0.1)
-    assert found.draft_length == (0, 0, 0)
+    actual = plan(gb=1000, operations=100)
+    assert actual.plain.middle == pytest.approx(100 * G / (2 * FACTS.parameters), rel=0.1)
+    assert actual.draft_length == (0, 0, 0)
     assert plan(operations=4000).draft_length[1] > 0
 
 
 def test_reading_and_computing_add_up_and_at_best_overlap_for_one_row() -> None:
-    found = plan(gb=12, operations=40)  # 0.1 s to read, 0.095 s for a row
-    assert found.verify_seconds[0] == pytest.approx(0.1 + 0.095, rel=0.03)
-    assert found.verify_seconds[8] - found.verify_seconds[0] == pytest.approx(8 * 0.095)
-    assert 1 / found.plain.high == pytest.approx(max(0.1 / 1.25, 0.095 / 1.25), rel=0.03)
+    actual = plan(gb=12, operations=40)  # 0.1 s to read, 0.095 s for a row
+    assert actual.verify_seconds[0] == pytest.approx(0.1 + 0.095, rel=0.03)
+    assert actual.verify_seconds[8] - actual.verify_seconds[0] == pytest.approx(8 * 0.095)
+    assert 1 / actual.plain.high == pytest.approx(max(0.1 / 1.25, 0.095 / 1.25), rel=0.03)
 
 
 def test_few_bytes_per_weight_make_a_row_dear_beside_reading() -> None:
     def shape(target_bytes: float) -> float:
-        found = speed_plan(
+        actual = speed_plan(
             replace(FACTS, target_bytes=target_bytes),
             device_speed("raspberry-pi-5", None),
             MemoryPlan(process=1, weights=2, repacked=3, cache=4, buffers=5),
             8,
             None,
         )
-        return found.verify_seconds[3] / found.verify_seconds[0]
+        return actual.verify_seconds[3] / actual.verify_seconds[0]
 
     assert shape(1.1 * GB) > shape(3.8 * GB) > 1
 
@@ -118,14 +118,14 @@ def test_ranges_are_in_order_and_drafts_never_make_the_plan_slower(
         head_parameters=parameters / 5,
         prompt_parameters=parameters / 3,
     )
-    found = plan(gb, operations, facts, PhasePower(draft=2.0, verify=5.0))
-    for value in (found.plain, found.drafted, found.prefill, found.step_seconds, found.joules_per_token):
+    actual = plan(gb, operations, facts, PhasePower(draft=2.0, verify=5.0))
+    for value in (actual.plain, actual.drafted, actual.prefill, actual.step_seconds, actual.joules_per_token):
         assert value is not None
         assert 0 < value.low <= value.middle <= value.high
-    assert found.drafted.middle >= found.plain.middle
-    low, best, high = found.draft_length
+    assert actual.drafted.middle >= actual.plain.middle
+    low, best, high = actual.draft_length
     assert 0 <= low <= best <= high <= 8
-    assert list(found.verify_seconds) == sorted(found.verify_seconds)
+    assert list(actual.verify_seconds) == sorted(actual.verify_seconds)
 
 
 @given(gb=st.floats(1, 200), factor=st.floats(1, 10))
@@ -144,19 +144,19 @@ def test_joules_are_seconds_times_watts_and_unknown_without_watts() -> None:
 
 
 def test_the_first_token_comes_after_the_prompts_rows_and_one_forward() -> None:
-    found = plan(operations=400)
-    assert found.prompt_tokens == 2000
-    for first, rate in ((found.first_token_seconds.high, found.prefill.low), (found.first_token_seconds.low, found.prefill.high)):
+    actual = plan(operations=400)
+    assert actual.prompt_tokens == 2000
+    for first, rate in ((actual.first_token_seconds.high, actual.prefill.low), (actual.first_token_seconds.low, actual.prefill.high)):
         assert first == pytest.approx(1999 / rate, rel=0.2)
         assert first > 1999 / rate
     skipping, all_layers = (
         plan(operations=400, facts=replace(FACTS, prompt_parameters=n)).first_token_seconds.middle for n in (0.5e9, 1.5e9)
     )
     assert all_layers / skipping == pytest.approx(3, rel=0.1)
-    assert found.joules_per_prompt_token is None
+    assert actual.joules_per_prompt_token is None
     joules = plan(operations=400, power=PhasePower(draft=1, verify=4)).joules_per_prompt_token
     assert joules is not None
-    assert joules.middle == pytest.approx(4 / found.prefill.middle)
+    assert joules.middle == pytest.approx(4 / actual.prefill.middle)
 
 
 def test_a_wait_of_minutes_is_said_in_minutes() -> None:
@@ -237,17 +237,17 @@ def test_this_machine_is_probed() -> None:
 
 
 def test_measured_figures_stand_beside_their_predictions() -> None:
-    found = plan()
+    actual = plan()
     measured = Measured(
         memory_bytes=10**12,
-        prefill=found.prefill.middle,
-        plain=2 * found.plain.middle,
+        prefill=actual.prefill.middle,
+        plain=2 * actual.plain.middle,
         drafted=1.0,
-        step_seconds=found.step_seconds.middle,
-        verify_seconds=found.verify_seconds,
+        step_seconds=actual.step_seconds.middle,
+        verify_seconds=actual.verify_seconds,
         draft_length=0.0,
     )
-    lines = {line.split()[0]: line for line in plan_lines(found, measured)}
+    lines = {line.split()[0]: line for line in plan_lines(actual, measured)}
     assert "+0%, in range" in lines["prefill"]
     assert "-50%, OUT OF RANGE" in lines["plain"]
     assert "OUT OF RANGE" in lines["memory"]
@@ -272,12 +272,12 @@ def test_a_plan_of_a_bundle_opens_no_model(run: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: pytest.fail("a model was opened"))
     (tmp_path / "watts.json").write_text('{"draft": 2, "verify": 4}')
     result = run("--json", "--profile", "raspberry-pi-5", "--phase-power", str(tmp_path / "watts.json"))
-    found = json.loads(result.stdout)["plan"]
-    assert found["joules_per_token"]["low"] > found["joules_per_prompt_token"]["low"] > 0
-    assert found["prompt_tokens"] == 1024, "the bundle's context is shorter than 2000"
-    assert found["first_token_seconds"]["low"] > 0
-    assert set(found["draft_length"]) == {"low", "middle", "high"}
-    assert found["memory"]["total"] > found["memory"]["reserved"] > 0
+    actual = json.loads(result.stdout)["plan"]
+    assert actual["joules_per_token"]["low"] > actual["joules_per_prompt_token"]["low"] > 0
+    assert actual["prompt_tokens"] == 1024, "the bundle's context is shorter than 2000"
+    assert actual["first_token_seconds"]["low"] > 0
+    assert set(actual["draft_length"]) == {"low", "middle", "high"}
+    assert actual["memory"]["total"] > actual["memory"]["reserved"] > 0
 
 
 def test_a_plan_is_held_against_this_machine(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

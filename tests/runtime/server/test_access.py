@@ -117,8 +117,8 @@ def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenized() -> None:
             "/v1/completions": {"prompt": "word " * 400_000},
             CHAT: {"messages": [{"role": "user", "content": "word " * 400_000}]},
         }.items():
-            status, _, found = send(server, "POST", path, body)
-            assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+            status, _, result = send(server, "POST", path, body)
+            assert (status, result["error"]["code"]) == (400, "context_length_exceeded")
         assert max(map(len, encoded.arguments), default=0) < 100_000
 
 

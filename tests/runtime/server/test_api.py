@@ -315,9 +315,9 @@ def test_a_failure_in_mid_stream_is_an_event():
                 raise BackendError("gone")
 
         server.together.before_forward = fail
-        heard = []
+        received = []
         with pytest.raises(openai.APIError, match="the model failed"):
-            heard += [chunk.choices[0].delta.content for chunk in ask(client_of(server), stream=True)]
+            received += [chunk.choices[0].delta.content for chunk in ask(client_of(server), stream=True)]
         assert server.worker.load() == (0, 0)
 
 

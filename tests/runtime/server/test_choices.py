@@ -17,9 +17,9 @@ def test_n_answers_have_their_numbers_and_one_prompt() -> None:
     with scripted_server("hello", count=2) as server:
         answer = ask(client_of(server), n=3)
         assert [(choice.index, choice.message.content) for choice in answer.choices] == [(i, "hello") for i in range(3)]
-        one = ask(client_of(server))
-        assert answer.usage.prompt_tokens == one.usage.prompt_tokens
-        assert answer.usage.completion_tokens == 3 * one.usage.completion_tokens
+        item = ask(client_of(server))
+        assert answer.usage.prompt_tokens == item.usage.prompt_tokens
+        assert answer.usage.completion_tokens == 3 * item.usage.completion_tokens
         chunks = list(ask(client_of(server), n=3, stream=True, stream_options={"include_usage": True}))
         for i in range(3):
             mine = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == i]

@@ -22,8 +22,8 @@ def test_langchain_chats_streams_calls_and_reads_json() -> None:
         """Returns the time in a zone."""
         return zone
 
-    def reply(_: int, said: str) -> str:
-        return '{"ok":true}' if "JSON" in said else CALL + "<|tool_response>" if "clock" in said else "Hello, friend."
+    def reply(_: int, output: str) -> str:
+        return '{"ok":true}' if "JSON" in output else CALL + "<|tool_response>" if "clock" in output else "Hello, friend."
 
     with scripted_server(reply, "noon", count=2) as server:
         model = langchain.ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model="scripted", temperature=0, max_retries=0)

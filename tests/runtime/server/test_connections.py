@@ -57,43 +57,43 @@ def test_connections_without_a_request_keep_nobody_out(server, monkeypatch, begu
     monkeypatch.setattr(connections, "HEAD_SECONDS", 60)
     monkeypatch.setattr(body, "READ_SECONDS", 60)
     with contextlib.ExitStack() as held:
-        for one in [held.enter_context(connected(server)) for _ in range(100)]:  # there is room for 64
+        for item in [held.enter_context(connected(server)) for _ in range(100)]:  # there is room for 64
             with contextlib.suppress(ConnectionError):
-                one.sendall(begun)
+                item.sendall(begun)
         time.sleep(0.2)  # all have arrived
         for _ in range(3):
-            with connected(server) as one:
-                one.sendall(HEALTH + b"\r\n")
-                assert one.recv(4096).startswith(b"HTTP/1.1 200")
+            with connected(server) as item:
+                item.sendall(HEALTH + b"\r\n")
+                assert item.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 def test_a_body_that_nobody_asked_for_is_not_waited_for(server):
-    with connected(server) as one:
-        one.sendall(HEALTH + b"Content-Length: 1000\r\n\r\n")
-        assert one.recv(4096).startswith(b"HTTP/1.1 200")
-        assert broken_off(one, b"x")
+    with connected(server) as item:
+        item.sendall(HEALTH + b"Content-Length: 1000\r\n\r\n")
+        assert item.recv(4096).startswith(b"HTTP/1.1 200")
+        assert broken_off(item, b"x")
 
 
 def test_a_slow_body_is_refused(server):
-    with connected(server) as one:
-        one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n{")
-        assert one.recv(4096).startswith(b"HTTP/1.1 408")
+    with connected(server) as item:
+        item.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n{")
+        assert item.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_who_does_not_read_is_not_waited_for(server):
-    with connected(server) as one:
-        one.settimeout(0.1)
-        assert broken_off(one, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 100, pause=0)
+    with connected(server) as item:
+        item.settimeout(0.1)
+        assert broken_off(item, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 100, pause=0)
 
 
 def test_a_connection_is_kept_for_requests_that_come_in_time(server, monkeypatch):
     monkeypatch.setattr(connections, "HEAD_SECONDS", 1.5)
-    with connected(server) as one:
+    with connected(server) as item:
         for _ in range(4):
-            one.sendall(HEALTH + b"\r\n")
+            item.sendall(HEALTH + b"\r\n")
             answer = b""
             while not answer.endswith(b"}"):
-                piece = one.recv(4096)
+                piece = item.recv(4096)
                 assert piece, "the connection was broken off"
                 answer += piece
             time.sleep(0.4)
@@ -125,10 +125,10 @@ def test_bodies_that_do_not_arrive_are_limited_together_and_small_ones_have_room
 
 def answered(server: Scripted, *pieces: bytes) -> bytes:
     answer = b""
-    with connected(server) as one, contextlib.suppress(ConnectionError):
+    with connected(server) as item, contextlib.suppress(ConnectionError):
         for piece in pieces:
-            one.sendall(piece)
-        while piece := one.recv(4096):
+            item.sendall(piece)
+        while piece := item.recv(4096):
             answer += piece
     return answer
 

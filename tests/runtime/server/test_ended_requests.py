@@ -165,10 +165,10 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
 def held() -> tuple[int, int]:
     """The descriptors and the child processes of this process, those of its hosts included."""
     parents = {int(path.parent.name): int(stat.rpartition(")")[2].split()[1]) for path, stat in readable_stats()}
-    mine, found = {os.getpid()}, True
-    while found:
-        found = {child for child, parent in parents.items() if parent in mine} - mine
-        mine |= found
+    mine, result = {os.getpid()}, True
+    while result:
+        result = {child for child, parent in parents.items() if parent in mine} - mine
+        mine |= result
     return len(list(Path("/proc/self/fd").iterdir())), len(mine)
 
 

@@ -48,15 +48,15 @@ def test_a_prediction_is_cut_and_tokenized_in_the_thread_for_prompts(monkeypatch
 def test_ids_are_decoded_in_the_thread_for_prompts_and_count_as_waiting() -> None:
     with scripted_server("Hello.", waiting=0) as server:
         decoded = Held(server.worker._sessions[0].vocabulary, "piece")
-        found: list[Any] = []
-        asking = threading.Thread(target=lambda: found.append(send(server, "POST", "/detokenize", {"tokens": [100 + ord("a")]})))
+        actual: list[Any] = []
+        asking = threading.Thread(target=lambda: actual.append(send(server, "POST", "/detokenize", {"tokens": [100 + ord("a")]})))
         asking.start()
         assert decoded.begun.wait(30)
         assert send(server, "GET", "/health")[2]["waiting"] == 1
         assert send(server, "POST", "/detokenize", {"tokens": [2]})[0] == 503
         decoded.going.set()
         asking.join()
-        assert (found[0][0], found[0][2]["content"], decoded.threads) == (200, "a", {"edge-mtp prompts"})
+        assert (actual[0][0], actual[0][2]["content"], decoded.threads) == (200, "a", {"edge-mtp prompts"})
 
 
 def test_ids_beyond_the_context_are_refused() -> None:
@@ -242,8 +242,8 @@ def test_the_largest_legal_requests_are_read() -> None:
     read_chat(parse_json(json.dumps({"messages": [{"role": "user", "content": [picture] * 16}]}).encode()))
     ids = json.dumps({"prompt": [[262_143] * 16_000] * 32}).encode()
     assert len(read_completion(parse_json(ids, TEXT_BODY)).choices) == 32
-    one = json.dumps({"prompt": [262_143] * 262_143}).encode()
-    assert len(read_completion(parse_json(one, TEXT_BODY)).choices) == 1
+    item = json.dumps({"prompt": [262_143] * 262_143}).encode()
+    assert len(read_completion(parse_json(item, TEXT_BODY)).choices) == 1
     read_completion(parse_json(json.dumps({"prompt": text * 1000}).encode(), TEXT_BODY))
 
 

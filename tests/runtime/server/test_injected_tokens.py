@@ -193,7 +193,7 @@ RAW = {("raw", "/api/generate"), ("prompt", "/v1/completions"), ("content", "/to
 def test_no_field_makes_a_control_token(prompts: Prompts) -> None:
     harmless = {(field, path): controls(prompts, path, body) for field, path, body in requests("harmless")}
     assert sum(value is not None for value in harmless.values()) > 60
-    found, made = [], 0
+    actual, made = [], 0
     for word in WORDS_OF_ATTACKERS:
         for (key, clean), (field, path, body) in zip(harmless.items(), requests(word), strict=True):
             tokens = controls(prompts, path, body)
@@ -202,6 +202,6 @@ def test_no_field_makes_a_control_token(prompts: Prompts) -> None:
                 # A raw prompt is the client's own from its first token; what llama.cpp finds in any text stays.
                 tokens = [token for token in tokens or () if CONTROL[token] not in WORDS.visible]
             if tokens is not None and tokens != clean:
-                found.append((field, path, word))
-    assert not found, found[:10]
+                actual.append((field, path, word))
+    assert not actual, actual[:10]
     assert made > 60 * len(WORDS_OF_ATTACKERS) / 2

@@ -34,11 +34,11 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[list[floa
     """Replaces the decoder by a program; returns the seconds that each was given, and the processes."""
 
     def replace(code: str) -> tuple[list[float], list[subprocess.Popen[bytes]]]:
-        given: list[float] = []
+        value: list[float] = []
         processes: list[subprocess.Popen[bytes]] = []
 
         def command(_: int, seconds: float) -> tuple[str, ...]:
-            given.append(seconds)
+            value.append(seconds)
             return sys.executable, "-c", code
 
         class Noted(subprocess.Popen[bytes]):
@@ -51,7 +51,7 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[list[floa
         monkeypatch.setattr(running.subprocess, "Popen", Noted)
         monkeypatch.setattr(Session, "check_media", lambda _: None)
         monkeypatch.setattr(Session, "media_prompt", lambda _, ids, __: MediaPrompt(list(ids), ()))
-        return given, processes
+        return value, processes
 
     return replace
 
@@ -72,12 +72,12 @@ def test_text_does_not_wait_for_images_and_these_end_with_their_client(decoding:
 
 def test_the_media_of_a_request_share_their_processor_time(decoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "DECODING_SECONDS", 0.5)
-    given, processes = decoding("import time\nwhile time.process_time() < 0.3: pass\nprint('{\"shape\": [48, 48, 3]}')\nprint(' ' * 6911)")
+    value, processes = decoding("import time\nwhile time.process_time() < 0.3: pass\nprint('{\"shape\": [48, 48, 3]}')\nprint(' ' * 6911)")
     with scripted_server("Hello.") as server:
         status, _, body = send(server, "POST", "/v1/chat/completions", chat(*[PART] * 8, n=2))
     assert (status, "took too much time" in body["error"]["message"]) == (400, True)
-    assert given[0] == 0.5
-    assert 0 < given[1] < 0.25
+    assert value[0] == 0.5
+    assert 0 < value[1] < 0.25
     assert len(processes) == 2
 
 

@@ -53,8 +53,8 @@ def page(browser: Any, server: str) -> Any:
 
 
 def give(page: Any, kind: str, *files: tuple[str, str, bytes]) -> bool:
-    taken: bool = page.execute_script(GIVE, kind, [[name, mime, base64.b64encode(data).decode()] for name, mime, data in files])
-    return taken
+    used: bool = page.execute_script(GIVE, kind, [[name, mime, base64.b64encode(data).decode()] for name, mime, data in files])
+    return used
 
 
 def asked(page: Any, text: str = QUESTION) -> list[str]:

@@ -40,32 +40,32 @@ def get(url: str) -> str:
 
 def test_a_prediction_changes_the_speed_alone(several: str) -> None:
     client, text = client_of(several), "class Stack:"
-    wanted = chat(client, text).choices[0].message.content
-    for content in (wanted, [{"type": "text", "text": wanted[:20]}, {"type": "text", "text": wanted[20:]}]):
+    expected = chat(client, text).choices[0].message.content
+    for content in (expected, [{"type": "text", "text": expected[:20]}, {"type": "text", "text": expected[20:]}]):
         answer = chat(client, text, prediction={"type": "content", "content": content})
-        assert answer.choices[0].message.content == wanted
+        assert answer.choices[0].message.content == expected
     body = {"messages": [{"role": "user", "content": text}], "prediction": {"type": "content", "content": content}}
-    assert read_chat(body).choices[0].prediction == wanted
+    assert read_chat(body).choices[0].prediction == expected
 
 
 def test_completions_are_what_a_session_says(several: str, exported_pair: Path) -> None:
     with open_session(exported_pair, context=512, drafter="split", check="none") as session:
         generation = session.generate(PROMPTS[0], max_tokens=48)
-        wanted = generation.text()
+        expected = generation.text()
     answer = complete(client_of(several), PROMPTS[0])
-    assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == ("text_completion", wanted, "length")
+    assert (answer.object, answer.choices[0].text, answer.choices[0].finish_reason) == ("text_completion", expected, "length")
     assert answer.usage.completion_tokens == 48
     assert answer.usage.drafted_tokens >= answer.usage.accepted_tokens > 0
     details = answer.usage.completion_tokens_details
     assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == answer.usage.drafted_tokens
     ids = complete(client_of(several), generation.prompt)
-    assert ids.choices[0].text == wanted, "token ids are a prompt too"
+    assert ids.choices[0].text == expected, "token ids are a prompt too"
     chunks = list(complete(client_of(several), PROMPTS[0], stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == wanted
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
     assert len(chunks) > 5
-    stop = wanted[10:13]
+    stop = expected[10:13]
     stopped = complete(client_of(several), PROMPTS[0], stop=stop)
-    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (wanted[: wanted.index(stop)], "stop")
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (expected[: expected.index(stop)], "stop")
 
 
 def test_a_chat_goes_on_from_its_cache(several: str) -> None:
@@ -110,11 +110,11 @@ def test_deterministic_answers_depend_on_their_request_alone(server: str, reques
     client = client_of(request.getfixturevalue(server))
     asked = [(prompt, fields) for prompt in PROMPTS for fields in ({}, {"temperature": 0.9, "seed": 7})]
 
-    def answered(one: tuple[str, dict[str, Any]]) -> str:
-        text: str = complete(client, one[0], max_tokens=24, **one[1]).choices[0].text
+    def answered(item: tuple[str, dict[str, Any]]) -> str:
+        text: str = complete(client, item[0], max_tokens=24, **item[1]).choices[0].text
         return text
 
-    alone = [answered(one) for one in asked]
+    alone = [answered(item) for item in asked]
     order = random.Random(1).sample(range(len(asked)), len(asked)) * 2
     with ThreadPoolExecutor(16) as pool:
         together = list(pool.map(lambda number: answered(asked[number]), order))
@@ -144,8 +144,8 @@ def test_an_answer_is_the_json_that_was_asked_for(several: str) -> None:
         chat(client, "hi", response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}})
     tools: Any = [{"type": "function", "function": {"name": "now"}}]
     beside: Any = {"type": "json_object", "schema": schema}  # as llama.cpp's server takes it
-    for given in ({"response_format": named, "tools": tools}, {"response_format": beside}):
-        message = chat(client, "def add(a, b):", max_tokens=100, temperature=1, seed=3, **given).choices[0].message
+    for passed in ({"response_format": named, "tools": tools}, {"response_format": beside}):
+        message = chat(client, "def add(a, b):", max_tokens=100, temperature=1, seed=3, **passed).choices[0].message
         assert message.tool_calls or set(json.loads(message.content)) == {"name", "ok"}
     with pytest.raises(openai.BadRequestError, match="not trained to make embeddings"):
         client.embeddings.create(model="any", input="hi")
@@ -183,25 +183,25 @@ def test_metrics_are_prometheus_text(several: str) -> None:
 
 def test_a_signal_ends_it_while_it_answers(exported_pair: Path, probe_memory: Path) -> None:
     child = Child(exported_pair, "--context", "512", "--drafter", "none", "--api-key", "k")
-    heard: list[str] = []
+    received: list[str] = []
 
     def listen() -> None:
         client = client_of(child.url, "k")
         try:
             for prompt in PROMPTS * 100:
-                heard.extend(chunk.choices[0].text for chunk in complete(client, prompt, max_tokens=400, stream=True))
+                received.extend(chunk.choices[0].text for chunk in complete(client, prompt, max_tokens=400, stream=True))
         except openai.APIError as error:
-            heard.append(str(error))
+            received.append(str(error))
 
     listener = threading.Thread(target=listen)
     listener.start()
-    while not heard:
+    while not received:
         time.sleep(0.01)
     begin = time.monotonic()
     assert child.end(signal.SIGINT) == 0
     assert time.monotonic() - begin < 30
     listener.join()
-    assert "shutting down" in heard[-1] or "onnection" in heard[-1]
+    assert "shutting down" in received[-1] or "onnection" in received[-1]
     assert child.lines[-1] == "ended\n"
 
 
@@ -209,7 +209,7 @@ def test_a_fingerprint_stands_for_what_computes(several: str, single: str) -> No
     marks = {
         url: {complete(client_of(url), prompt, max_tokens=2).system_fingerprint for prompt in PROMPTS[:2]} for url in (several, single)
     }
-    assert all(len(found) == 1 for found in marks.values())
+    assert all(len(result) == 1 for result in marks.values())
     assert marks[several] != marks[single]
     streamed = chat(client_of(single), "hi", max_tokens=2, stream=True)
     assert {chunk.system_fingerprint for chunk in streamed} == marks[single]

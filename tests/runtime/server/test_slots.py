@@ -28,8 +28,8 @@ def job(*ids: int, seed: int | None = None) -> Job:
 
 
 def chosen(slots: Sequence[Slot], waiting: Sequence[Job]) -> tuple[int, int]:
-    one, other = choose_slot(slots, waiting)
-    return one.number, waiting.index(other)
+    item, other = choose_slot(slots, waiting)
+    return item.number, waiting.index(other)
 
 
 LONG = list(range(1, 60))  # the scripted target goes back 12 rows at most

@@ -131,7 +131,7 @@ def test_one_that_fails_by_itself_leaves_the_others_alone(monkeypatch: pytest.Mo
         raise error
 
     monkeypatch.setattr(bad.decoding, "finish_round", fail)
-    assert [one for one, _ in step.step()] == [good]
+    assert [item for item, _ in step.step()] == [good]
     assert step.failures == ((bad, error),)
     assert bad.target.length == 0
     while step.running:
@@ -178,25 +178,25 @@ def several(exported_pair: Path, probe_memory: Path) -> Sessions:
 def test_llama_sequences_equal_single_sessions(exported_pair: Path, probe_memory: Path, drafter) -> None:
     pytest.importorskip("llama_cpp")
     with open_session(exported_pair, context=512, drafter=drafter) as alone:
-        wanted = []
+        expected = []
         for prompt in PROMPTS:
             generation = alone.generate(prompt, max_tokens=60, draft_length=3)
             generation.text()
-            wanted.append((generation.tokens, generation.stats.accepted))
+            expected.append((generation.tokens, generation.stats.accepted))
     with open_sessions(exported_pair, 3, context=512, drafter=drafter) as sessions:
         started = [sessions.sessions[i % 3].generate(prompt, max_tokens=60, draft_length=3) for i, prompt in enumerate(PROMPTS)]
         list(sessions.run(started))
-    assert [(g.tokens, g.stats.accepted) for g in started] == wanted
+    assert [(g.tokens, g.stats.accepted) for g in started] == expected
 
 
 def test_a_seed_repeats_itself_beside_others(several: Sessions) -> None:
     params = SamplingParams(temperature=0.8, seed=5)
     outputs = []
     for beside in (False, True):
-        wanted = several.sessions[0].generate(PROMPTS[0], max_tokens=30, sampling=params, draft_length=3, acceptance="match")
+        expected = several.sessions[0].generate(PROMPTS[0], max_tokens=30, sampling=params, draft_length=3, acceptance="match")
         others = [several.sessions[i].generate(PROMPTS[i], max_tokens=20) for i in (1, 2)] if beside else []
-        list(several.run([wanted, *others]))
-        outputs.append(wanted.tokens)
+        list(several.run([expected, *others]))
+        outputs.append(expected.tokens)
     assert outputs[0] == outputs[1]
 
 

@@ -32,7 +32,7 @@ ACTS = st.lists(
 
 def has_begun(running: Sequence[Generation]) -> list[Generation]:
     """Those whose prompt is in the cache; before, the rows may still be those of the request before."""
-    return [one for one in running if one.tokens]
+    return [item for item in running if item.tokens]
 
 
 @settings(max_examples=80, deadline=None)
@@ -41,26 +41,26 @@ def test_every_output_is_a_prefix_of_its_own_text_alone(acts) -> None:
     """Requests start, join, are cancelled and end in any order; each says what it would say alone, and its cache holds only its own."""
     _, sessions = scripted_sessions(COUNT, context=64)
     running: dict[int, Generation] = {}
-    seen: list[tuple[Generation, list[int], int]] = []
-    for number, act, prompt, most, draft_length in acts:
+    observed: list[tuple[Generation, list[int], int]] = []
+    for number, act, prompt, maximum, draft_length in acts:
         session, step = sessions.sessions[number], sessions.decoder
-        busy = any(one.target is session.target for one in step.running)
+        busy = any(item.target is session.target for item in step.running)
         if act in ("start", "join") and not busy:
-            generation = session.generate(prompt, max_tokens=most, draft_length=draft_length)
+            generation = session.generate(prompt, max_tokens=maximum, draft_length=draft_length)
             (step.add if act == "start" else step.join)(generation)
             running[number] = generation
-            seen.append((generation, prompt, most))
+            observed.append((generation, prompt, maximum))
         elif act == "cancel" and number in running:
             step.remove(running.pop(number))
         else:
             step.step()
-        for one in has_begun(step.running):
-            text = [*one.prompt, *one.tokens]
-            assert one.target.tokens.tolist() == text[: one.target.length], "rows of another's tokens"
+        for item in has_begun(step.running):
+            text = [*item.prompt, *item.tokens]
+            assert item.target.tokens.tolist() == text[: item.target.length], "rows of another's tokens"
     while sessions.decoder.running:
         sessions.decoder.step()
-    for generation, prompt, most in seen:
-        alone = plain_greedy(prompt, most)
+    for generation, prompt, maximum in observed:
+        alone = plain_greedy(prompt, maximum)
         assert generation.tokens == alone[: len(generation.tokens)]
         if generation.finish_reason == "length":
             assert generation.tokens == alone

@@ -20,7 +20,7 @@ from scripted import VOCABULARY, plain_greedy, scripted_sessions
 
 PROMPTS = ("class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown fox")
 MESSAGES = ("What is a stack?", "Write a loop.", "Hello!")
-MOST = 24
+MAXIMUM = 24
 ACTS = (
     *("generate", "piece", "text") * 3,
     *("event", "round", "batch", "say", "event", "read", "reset", "profit", "forget"),
@@ -75,7 +75,7 @@ class World:
     def _generate(self) -> None:
         prompt = self.chance.choice(PROMPTS)
         session: Session = self.chance.choice(self.sessions.sessions)
-        generation = session.generate(prompt, max_tokens=MOST, draft_length=self.chance.choice((0, 1, 3, 6)))
+        generation = session.generate(prompt, max_tokens=MAXIMUM, draft_length=self.chance.choice((0, 1, 3, 6)))
         self.requests.append((prompt, generation, iter(generation)))
 
     def _piece(self) -> None:
@@ -92,7 +92,7 @@ class World:
             assert generation.text() == generation.text() == self.alone[prompt]
 
     def _batch(self) -> None:
-        chosen = [one for _, one, _ in self.chance.sample(self.requests, min(2, len(self.requests)))]
+        chosen = [item for _, item, _ in self.chance.sample(self.requests, min(2, len(self.requests)))]
         for _ in self.sessions.run(chosen):
             if self.chance.random() < 0.2:
                 return
@@ -156,14 +156,14 @@ def opened(request: pytest.FixtureRequest, exported_pair: Path, probe_memory: No
     with open_bundle() as sessions:
         session = sessions.sessions[0]
         for prompt in PROMPTS:
-            alone[prompt] = session.generate(prompt, max_tokens=MOST, draft_length=0).text()
+            alone[prompt] = session.generate(prompt, max_tokens=MAXIMUM, draft_length=0).text()
         for message in MESSAGES:
             alone[message] = chat_on(session).say(message).read()
     return lambda: (open_bundle(), alone)
 
 
 def chat_on(session: Session) -> Chat:
-    return Chat(session, max_tokens=MOST, draft_length=3, reuse_prefix=False)
+    return Chat(session, max_tokens=MAXIMUM, draft_length=3, reuse_prefix=False)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -214,7 +214,7 @@ def test_threads_that_ask_for_whole_texts_wait_for_each_other(opened: Opened) ->
     texts: dict[str, str] = {}
 
     def ask(prompt: str) -> None:
-        texts[prompt] = sessions.sessions[0].generate(prompt, max_tokens=MOST).text()
+        texts[prompt] = sessions.sessions[0].generate(prompt, max_tokens=MAXIMUM).text()
 
     threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in PROMPTS]
     with sessions:
@@ -239,11 +239,11 @@ MOVES = st.lists(
 
 
 ON_ONE: dict[str, Callable[[Sessions, Generation], object]] = {
-    "round": lambda _, one: next(one.rounds(), None),
-    "text": lambda _, one: one.text(),
-    "run": lambda sessions, one: list(sessions.run([one])),
-    "add": lambda sessions, one: sessions.decoder.add(one),
-    "remove": lambda sessions, one: sessions.decoder.remove(one),
+    "round": lambda _, item: next(item.rounds(), None),
+    "text": lambda _, item: item.text(),
+    "run": lambda sessions, item: list(sessions.run([item])),
+    "add": lambda sessions, item: sessions.decoder.add(item),
+    "remove": lambda sessions, item: sessions.decoder.remove(item),
 }
 
 
@@ -253,23 +253,23 @@ def test_scripted_calls_in_any_order(moves) -> None:
     """The same on scripted sequences, where an example takes a millisecond."""
     _, sessions = scripted_sessions(3, context=64)
     begun: list[tuple[Generation, list[int], int]] = []
-    for number, move, prompt, most, draft_length in moves:
+    for number, move, prompt, maximum, draft_length in moves:
         session = sessions.sessions[number]
-        one = begun[(len(prompt) * most) % len(begun)][0] if begun else None
+        item = begun[(len(prompt) * maximum) % len(begun)][0] if begun else None
         with refusals(Counter()):
             match move:
                 case "generate":
-                    begun.append((session.generate(prompt, max_tokens=most, draft_length=draft_length), prompt, most))
+                    begun.append((session.generate(prompt, max_tokens=maximum, draft_length=draft_length), prompt, maximum))
                 case "close-session":
                     session.close()
                 case "close":
                     sessions.close()
                 case "step":
                     sessions.decoder.step()
-                case _ if one:
-                    ON_ONE[move](sessions, one)
-    for generation, prompt, most in begun:
-        alone = plain_greedy(prompt, most)
+                case _ if item:
+                    ON_ONE[move](sessions, item)
+    for generation, prompt, maximum in begun:
+        alone = plain_greedy(prompt, maximum)
         assert generation.tokens == alone[: len(generation.tokens)]
         if generation.finish_reason == "length":
             assert generation.tokens == alone

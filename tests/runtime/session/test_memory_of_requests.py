@@ -55,7 +55,7 @@ def test_nothing_of_a_request_is_left_to_the_garbage_collector(kind: str, sessio
         gc.set_debug(gc.DEBUG_SAVEALL)
         request("for line in lines:")
         gc.collect()
-        left = [type(found).__name__ for found in gc.garbage]
+        left = [type(result).__name__ for result in gc.garbage]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

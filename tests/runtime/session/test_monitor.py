@@ -36,18 +36,18 @@ def test_the_window_is_the_last_drafted_tokens(outcomes, size):
 
 @given(rounds, st.integers(1, 30))
 def test_an_alarm_speaks_once_per_rise(outcomes, size):
-    window, alarm, told = AcceptanceWindow(size), RejectionAlarm((0.2, 0.3)), set()
+    window, alarm, reported = AcceptanceWindow(size), RejectionAlarm((0.2, 0.3)), set()
     for drafted, accepted in outcomes:
         window.add(drafted, accepted)
         event = alarm.event(window)
         rejection = window.rejection or 0.0
         above = {limit for limit in (0.2, 0.3) if window.full and rejection > limit}
-        assert (event is not None) == bool(above - told)
+        assert (event is not None) == bool(above - reported)
         if event is not None:
-            assert event.limit == max(above - told)
-        told |= above
+            assert event.limit == max(above - reported)
+        reported |= above
         if window.full:
-            told -= {limit for limit in (0.2, 0.3) if rejection <= limit - 0.05}
+            reported -= {limit for limit in (0.2, 0.3) if rejection <= limit - 0.05}
 
 
 def test_an_alarm_waits_for_a_full_window():
@@ -82,9 +82,9 @@ def watched(options: MonitorOptions, wrong: bool) -> Session:
 
 
 def test_a_request_is_told_in_one_line(tmp_path: Path):
-    heard: list[Event] = []
+    received: list[Event] = []
     log = tmp_path / "log.jsonl"
-    session = watched(MonitorOptions(window=8, log=log, on_event=heard.append), wrong=True)
+    session = watched(MonitorOptions(window=8, log=log, on_event=received.append), wrong=True)
     for _ in range(2):
         generation = session.generate("abc", max_tokens=12, draft_length=2)
         generation.text()
@@ -98,7 +98,7 @@ def test_a_request_is_told_in_one_line(tmp_path: Path):
     assert first["latency"]["time_to_first_token_seconds"] > 0
     assert [event["limit"] for event in first["events"]] == [0.3]
     assert second["events"] == [], "told once, not every round"
-    assert [event.sentence for event in heard] == ["100% of the last 8 drafted tokens were rejected, more than 30%"]
+    assert [event.sentence for event in received] == ["100% of the last 8 drafted tokens were rejected, more than 30%"]
     assert "abc" not in log.read_text(), "no text goes into the log"
 
 

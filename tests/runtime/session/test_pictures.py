@@ -36,18 +36,18 @@ def session(request, bundle, probe_memory) -> Session:
 def answer(session: Session, text: str, **options: Any) -> Any:
     media = options.pop("media", ())
     chat = Chat(session, max_tokens=48, **options)
-    found = chat.say(text, media)
-    found.read()
-    return found
+    result = chat.say(text, media)
+    result.read()
+    return result
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.ground)
 def test_the_picture_decides_the_answer(scene, session):
     session.free_encoder()
-    one = answer(session, QUESTION, media=[read_image(photo(scene, "JPEG"), 70)], draft_length=3)
-    assert one.stats.media_rows == 64
-    assert 0 < one.stats.encode_seconds < one.stats.prefill_seconds
-    assert colours(one.text) == [scene.colour, scene.ground], one.text
+    item = answer(session, QUESTION, media=[read_image(photo(scene, "JPEG"), 70)], draft_length=3)
+    assert item.stats.media_rows == 64
+    assert 0 < item.stats.encode_seconds < item.stats.prefill_seconds
+    assert colours(item.text) == [scene.colour, scene.ground], item.text
 
 
 def test_without_memory_for_the_encoder_a_picture_is_refused_before_it_is_loaded(session, monkeypatch):
@@ -80,9 +80,9 @@ def test_drafts_behind_a_picture_are_as_good_as_behind_text(session):
         for scene in SCENES:
             media = [read_image(photo(scene), 70)] if kind == "picture" else []
             text = QUESTION if media else f"{scene.words}{QUESTION}"
-            one = answer(session, text, media=media, draft_length=3)
-            assert one.text == answer(session, text, media=media, draft_length=0).text
-            drafted, accepted = drafted + one.stats.drafted, accepted + one.stats.accepted
+            item = answer(session, text, media=media, draft_length=3)
+            assert item.text == answer(session, text, media=media, draft_length=0).text
+            drafted, accepted = drafted + item.stats.drafted, accepted + item.stats.accepted
         rates[kind] = accepted / drafted
     assert abs(rates["picture"] - rates["words"]) < 0.05, rates
     assert min(rates.values()) > 0.5
@@ -110,9 +110,9 @@ def test_a_full_context_drops_whole_turns_with_their_pictures(session):
     chat = Chat(session, max_tokens=48)
     dropped = 0
     for scene in SCENES * 2:
-        one = chat.say("What colour is it?", [read_image(photo(scene), 70)])
-        one.read()
-        dropped += one.dropped_turns
+        item = chat.say("What colour is it?", [read_image(photo(scene), 70)])
+        item.read()
+        dropped += item.dropped_turns
         assert sum(len(message.get("media", ())) for message in chat.messages) == sum(m["role"] == "user" for m in chat.messages)
         if dropped:
             return
@@ -156,8 +156,8 @@ def server(request, bundle, probe_memory) -> Any:
 def post(server: Any, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     from chat_server import send
 
-    status, _, found = send(server, "POST", path, body)
-    return status, found
+    status, _, result = send(server, "POST", path, body)
+    return status, result
 
 
 def ask(server: Any, *parts: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -185,13 +185,13 @@ def test_other_apis_take_pictures_too(server):
         {"type": "input_text", "text": QUESTION},
     ]
     body = {"model": "m", "input": [{"role": "user", "content": parts}], "temperature": 0, "max_output_tokens": 48}
-    status, found = post(server, "/v1/responses", body)
-    assert status == 200, found
-    assert colours(found["output"][0]["content"][0]["text"]) == ["black", "green"]
-    status, found = post(
+    status, result = post(server, "/v1/responses", body)
+    assert status == 200, result
+    assert colours(result["output"][0]["content"][0]["text"]) == ["black", "green"]
+    status, result = post(
         server, "/api/chat", {"model": "m", "stream": False, "messages": [{"role": "user", "content": QUESTION, "images": [data]}]}
     )
-    assert status == 200, found
+    assert status == 200, result
 
 
 @pytest.mark.parametrize(

@@ -167,16 +167,16 @@ def test_pieces_have_at_least_the_asked_tokens(chunk_size):
 
 
 def test_rounds_are_told_before_their_text():
-    told: list[Round] = []
-    generation = make_session().generate([1, 2, 3], max_tokens=9, on_round=told.append)
+    reported: list[Round] = []
+    generation = make_session().generate([1, 2, 3], max_tokens=9, on_round=reported.append)
     for _ in generation:
-        assert sum(len(one.tokens) for one in told) == len(generation.tokens)
-    assert len(told) == generation.stats.rounds
+        assert sum(len(item.tokens) for item in reported) == len(generation.tokens)
+    assert len(reported) == generation.stats.rounds
 
 
 def test_a_policy_is_told_what_happened():
     generation = make_session().generate([1, 2, 3], max_tokens=60, policy=Stepped(PolicyOptions()))
-    rounds = [one.drafted for one in generation.rounds()]
+    rounds = [item.drafted for item in generation.rounds()]
     assert rounds[:3] == [2, 6, 6]
 
 

@@ -35,7 +35,7 @@ def rounds(grammars: Grammars, source: Any, text: str) -> tuple[int, int]:
     while left:
         count += 1
         guess = constraint.forced(())
-        right = next((i for i, (one, other) in enumerate(zip(guess, left, strict=False)) if one != other), min(len(guess), len(left)))
+        right = next((i for i, (item, other) in enumerate(zip(guess, left, strict=False)) if item != other), min(len(guess), len(left)))
         wrong += right < min(len(guess), len(left))
         for token in left[: right + 1]:
             constraint.advance(token)

@@ -73,14 +73,14 @@ def refuse(message: str) -> None:
 def test_the_sandbox_renders_as_plain_jinja(source: str) -> None:
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.globals["raise_exception"] = refuse
-    plain, ours, seen = environment.from_string(source), Renderer(source), set()
+    plain, ours, observed = environment.from_string(source), Renderer(source), set()
     for (_, talk), system, tools, thinking, prompt in itertools.product(TALKS.items(), *[(False, True)] * 4):
-        given = {"tools": tools, "thinking": thinking, "prompt": prompt}
+        value = {"tools": tools, "thinking": thinking, "prompt": prompt}
         messages = [*(SYSTEM if system else ()), *talk]
-        text = ours.render(variables(messages, **given))
-        assert text == plain.render(variables(messages, **given))
-        seen.add(text)
-    assert len(seen) > 60
+        text = ours.render(variables(messages, **value))
+        assert text == plain.render(variables(messages, **value))
+        observed.add(text)
+    assert len(observed) > 60
 
 
 def test_a_call_that_the_template_writes_is_read_back(source: str) -> None:

@@ -46,25 +46,25 @@ letters = st.text("abc", max_size=40)
 @given(letters, st.lists(st.text("abc", min_size=1, max_size=5), max_size=3), st.data())
 @settings(max_examples=400, deadline=None)
 def test_any_split_cuts_where_the_whole_text_is_cut(text, stops, data):
-    stream, out, wanted = StopStrings(stops), "", cut(text, stops)
+    stream, out, expected = StopStrings(stops), "", cut(text, stops)
     rest = text
     while rest:
         size = data.draw(st.integers(1, len(rest)))
         out += stream.feed(rest[:size])
         rest = rest[size:]
-        assert wanted.startswith(out), "a part of a stop string leaked, or text after it"
-    assert out + stream.finish() == wanted
-    assert (stream.stopped_by is not None) == (wanted != text)
+        assert expected.startswith(out), "a part of a stop string leaked, or text after it"
+    assert out + stream.finish() == expected
+    assert (stream.stopped_by is not None) == (expected != text)
 
 
 @given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=3), max_size=3), st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
 def test_bytes_of_any_text_are_cut_alike(text, stops, size):
     data, output = text.encode("utf-8", "surrogatepass"), OutputText(stops)
-    wanted = cut(data.decode("utf-8", "replace"), stops)
+    expected = cut(data.decode("utf-8", "replace"), stops)
     pieces = [output.feed(data[i : i + size]) for i in range(0, len(data), size)]
     assert pieces == sorted(pieces), "once stopped, always stopped"
-    assert output.take() + output.finish() == wanted
+    assert output.take() + output.finish() == expected
 
 
 def test_only_what_may_begin_a_stop_string_is_held_back():

@@ -26,7 +26,7 @@ def render(source: str, messages: list = MESSAGES, **options) -> str:
 
 
 @pytest.mark.parametrize(
-    ("source", "wanted"),
+    ("source", "expected"),
     [
         ("{{ 'a' ~ 1 ~ 'b' }}", "a1b"),
         ("{% for m in messages %}\n  {{ m.role }}{{ loop.last }}\n{% endfor %}", "  userTrue\n"),
@@ -47,8 +47,8 @@ def render(source: str, messages: list = MESSAGES, **options) -> str:
         ("{{ bos_token }}{{ eos_token }}{{ add_generation_prompt }}{{ enable_thinking }}", "<bos><eos>TrueFalse"),
     ],
 )
-def test_what_templates_use_works_as_in_transformers(source, wanted):
-    assert render(source) == wanted
+def test_what_templates_use_works_as_in_transformers(source, expected):
+    assert render(source) == expected
 
 
 HOSTILE = {

@@ -91,9 +91,9 @@ def test_a_report_has_speeds_first_tokens_versions_and_what_is_missing(records, 
 def test_first_tokens_are_compared_within_a_repeat():
     runs = [run(v, domain="64", repeat=n, first_token=s * (1 + n)) for n in range(3) for v, s in ((BASELINE, 0.1), (PEER_PLAIN, 0.3))]
     ours, theirs = ([run for run in runs if run.variant == variant] for variant in (BASELINE, PEER_PLAIN))
-    found = first_token_ratio(ours, theirs)
-    assert found is not None
-    assert (found.value, found.low) == pytest.approx((3.0, 3.0))
+    actual = first_token_ratio(ours, theirs)
+    assert actual is not None
+    assert (actual.value, actual.low) == pytest.approx((3.0, 3.0))
     assert first_token_ratio(ours, [run(PEER_PLAIN, domain="64", first_token=None)]) is None
 
 

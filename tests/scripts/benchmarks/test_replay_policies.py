@@ -49,7 +49,7 @@ def test_rounds_of_a_fixed_length_come_out_as_in_the_loop(recorded: Path, export
         session.target.prefill(ids[:-1])
         rounds = list(decode(session.target, session.drafter, Decoding(session.target, ids[-1], Fixed(length), max_tokens=40)))
     replay = replayed.Replay.of(Fixed(length), [text], replayed.QuietMachine(CostCurve(COSTS)))
-    spent = sum(one.drafted * COSTS.step + COSTS.verify[one.drafted] for one in rounds)
+    spent = sum(item.drafted * COSTS.step + COSTS.verify[item.drafted] for item in rounds)
     # Kernels for different numbers of rows may part at a near-tie.
     assert replay.rate("code") == pytest.approx(40 / spent, rel=0.05)
 

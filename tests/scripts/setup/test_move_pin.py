@@ -45,6 +45,6 @@ def test_older_versions_can_be_kept(copy: Path) -> None:
 
 @pytest.mark.parametrize("library", PINS)
 def test_the_checkout_is_consistent(library: str) -> None:
-    (found,) = ranges(ROOT, library)
-    first, end = (tuple(map(int, part.split("."))) for part in re.fullmatch(r">=(.*),<(.*)", found).groups())  # type: ignore[union-attr]
+    (result,) = ranges(ROOT, library)
+    first, end = (tuple(map(int, part.split("."))) for part in re.fullmatch(r">=(.*),<(.*)", result).groups())  # type: ignore[union-attr]
     assert constants(ROOT, library) == [str(first[: PINS[library][1]]), str(end)]

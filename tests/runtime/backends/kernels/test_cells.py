@@ -28,8 +28,8 @@ def drawn(seed: int, kind: int, rows: int, cells: int, dim: int) -> tuple[Array,
 def wanted(kind: int, queries: Array, keys: Array, values: Array, mask: Array) -> NDArray[np.float64]:
     scores = queries.astype(np.float64) @ cell_values(kind, keys).T + np.repeat(mask.astype(np.float64), len(queries) // len(mask), axis=0)
     shares = np.exp(scores - scores.max(axis=1, keepdims=True))
-    found: NDArray[np.float64] = shares @ cell_values(kind, values) / shares.sum(axis=1, keepdims=True)
-    return found
+    result: NDArray[np.float64] = shares @ cell_values(kind, values) / shares.sum(axis=1, keepdims=True)
+    return result
 
 
 @pytest.mark.parametrize("kind", CELL_BLOCKS)
@@ -91,9 +91,9 @@ def test_a_row_that_attends_to_nothing_is_zero_and_a_mask_adds_to_scores() -> No
     queries, keys, values, mask = drawn(7, HALF, 3, 40, 64)
     mask[1] = -np.inf
     mask[2] = np.linspace(-3, 3, 40)
-    found = cell_attention(HALF, queries, keys, values, mask).here(VARIANTS[0])
-    assert not found[HEADS : 2 * HEADS].any()
-    assert np.allclose(found[2 * HEADS :], wanted(HALF, queries[2 * HEADS :], keys, values, mask[2:]), rtol=1e-5, atol=1e-5)
+    result = cell_attention(HALF, queries, keys, values, mask).here(VARIANTS[0])
+    assert not result[HEADS : 2 * HEADS].any()
+    assert np.allclose(result[2 * HEADS :], wanted(HALF, queries[2 * HEADS :], keys, values, mask[2:]), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 5000.0])
@@ -109,12 +109,12 @@ def test_what_is_no_number_reaches_the_rows_that_attend_to_it_alone(value: float
         (keys if place == "keys" else values).view(np.float16)[10, 3] = value
     broken = [0] if place == "queries" else [0, 2]
     for variant in VARIANTS:
-        found = cell_attention(HALF, queries, keys, values, mask).here(variant).reshape(4, HEADS, -1)
+        result = cell_attention(HALF, queries, keys, values, mask).here(variant).reshape(4, HEADS, -1)
         for row in range(4):
             if row not in broken:
-                assert np.array_equal(found[row], clean.reshape(found.shape)[row]), (variant, row)
+                assert np.array_equal(result[row], clean.reshape(result.shape)[row]), (variant, row)
             elif place == "values" or np.isnan(value):
-                assert np.isnan(found[row]).all(), (variant, row)
+                assert np.isnan(result[row]).all(), (variant, row)
 
 
 @pytest.mark.parametrize(

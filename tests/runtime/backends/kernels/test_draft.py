@@ -150,9 +150,9 @@ def test_a_rotation_of_stored_rows_is_undone() -> None:
 def test_a_least_probability_ends_a_draft_before_the_first_token_below_it() -> None:
     weights, sources, hidden = made("int8", Sizes(), (1, 0))
     tokens, probabilities = Drafted(weights, sources).tokens_and_probabilities(3, hidden, 12)
-    least = sorted(probabilities)[6]
-    short = next(place for place, probability in enumerate(probabilities) if probability < least)
-    assert Drafted(weights, sources).draft.run(3, 12, hidden, min_probability=least) == tokens[:short]
+    minimum = sorted(probabilities)[6]
+    short = next(place for place, probability in enumerate(probabilities) if probability < minimum)
+    assert Drafted(weights, sources).draft.run(3, 12, hidden, min_probability=minimum) == tokens[:short]
 
 
 def test_a_chosen_token_is_the_next_steps_input_and_none_ends_the_draft() -> None:

@@ -137,12 +137,12 @@ def test_arm_variants_have_the_bits_of_this_machine(driver: Path, cpu: str, vari
     made = list(calls())
     words = b"".join(call.written(variant) for call in made)
     ended = subprocess.run([QEMU, "-cpu", cpu, str(driver)], input=words, capture_output=True, timeout=300, check=True)
-    wanted = [call.here(loader.usable_variants()[0]) for call in made]
-    assert len(ended.stdout) == sum(array.nbytes for array in wanted)
+    expected = [call.here(loader.usable_variants()[0]) for call in made]
+    assert len(ended.stdout) == sum(array.nbytes for array in expected)
     at = 0
-    for call, array in zip(made, wanted, strict=True):
-        found = np.frombuffer(ended.stdout, np.float32, array.size, at).reshape(array.shape)
-        assert np.array_equal(found, array), (call.function, call.sizes)
+    for call, array in zip(made, expected, strict=True):
+        result = np.frombuffer(ended.stdout, np.float32, array.size, at).reshape(array.shape)
+        assert np.array_equal(result, array), (call.function, call.sizes)
         at += array.nbytes
 
 

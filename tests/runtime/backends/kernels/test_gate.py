@@ -16,14 +16,14 @@ VALUES = np.concatenate([np.linspace(-12, 12, 5003), np.logspace(-30, 0, 61), -n
 
 def gelu(values: NDArray[np.float32]) -> NDArray[np.float64]:
     x = values.astype(np.float64)
-    found: NDArray[np.float64] = x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    return found
+    result: NDArray[np.float64] = x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return result
 
 
 def test_gates_are_gelu_times_values() -> None:
     others = np.random.default_rng(1).standard_normal(len(VALUES)).astype(np.float32)
-    found = gate(VALUES, others).here(VARIANTS[0])
-    np.testing.assert_allclose(found, gelu(VALUES) * others, rtol=2e-6, atol=1e-6)
+    result = gate(VALUES, others).here(VARIANTS[0])
+    np.testing.assert_allclose(result, gelu(VALUES) * others, rtol=2e-6, atol=1e-6)
 
 
 def test_tanh_is_right_for_small_and_large_values() -> None:

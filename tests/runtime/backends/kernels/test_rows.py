@@ -49,10 +49,10 @@ def drawn(seed: int, outputs: int, inputs: int, bits: int, block: int, scale_typ
 def rounded(values: NDArray[np.float32], block: int) -> NDArray[np.float64]:
     """The activations after their rounding to int8 for each row and block."""
     blocks = values.reshape(len(values), -1, block)
-    most = np.abs(blocks).max(axis=2, keepdims=True)
-    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    maximum = np.abs(blocks).max(axis=2, keepdims=True)
+    inverse = np.divide(np.float32(127), maximum, out=np.zeros_like(maximum), where=maximum > 0)
     levels = np.rint((blocks * inverse).astype(np.float32))
-    return (levels.astype(np.float64) * (most / np.float32(127)).astype(np.float64)).reshape(values.shape)
+    return (levels.astype(np.float64) * (maximum / np.float32(127)).astype(np.float64)).reshape(values.shape)
 
 
 @pytest.mark.parametrize("scale_type", [np.float16, np.float32])
@@ -65,9 +65,9 @@ def test_every_variant_has_the_same_bits_for_a_row_in_any_batch(bits: int, block
         values = random.standard_normal((BATCHES[-1], blocks * block)).astype(np.float32)
         values[3] = 0
         values[4] *= 1e-30
-        wanted = rounded(values, block) @ weights.T
+        expected = rounded(values, block) @ weights.T
         first = multiply(VARIANTS[0], matrix, bits, block, values)
-        assert np.abs(first - wanted).max() <= 1e-5 * np.abs(wanted).max()
+        assert np.abs(first - expected).max() <= 1e-5 * np.abs(expected).max()
         for variant in VARIANTS:
             for count in BATCHES:
                 assert np.array_equal(multiply(variant, matrix, bits, block, values[:count]), first[:count]), (variant, count, outputs)
@@ -90,13 +90,13 @@ def test_static_scales_add_integers_over_whole_rows(bits: int, block: int, outpu
         values[2], values[3] = -99, np.where(random.random(inputs) < 0.5, -99, 99)
         rounded = np.clip(np.rint(values / steps[0]), -128, 127).astype(np.int64)
         sums = rounded @ (levels.astype(np.int64) - (1 << bits - 1)).T
-        wanted = sums.astype(np.float32) * (scales[:, 0] * steps[0])
+        expected = sums.astype(np.float32) * (scales[:, 0] * steps[0])
         if output_scale:
-            wanted = np.clip(np.rint(wanted / steps[1]), -128, 127) * steps[1]
+            expected = np.clip(np.rint(expected / steps[1]), -128, 127) * steps[1]
         for variant in VARIANTS:
             for count in BATCHES:
-                found = static_multiplication(packed(levels, bits), scales, bits, block, steps, values[:count]).here(variant)
-                assert np.array_equal(found, wanted[:count]), (variant, count, outputs)
+                actual = static_multiplication(packed(levels, bits), scales, bits, block, steps, values[:count]).here(variant)
+                assert np.array_equal(actual, expected[:count]), (variant, count, outputs)
 
 
 def test_weights_without_one_scale_for_a_row_have_no_static_product() -> None:
@@ -119,13 +119,13 @@ def test_types_of_gguf_files_have_the_same_bits_for_a_row_in_any_batch(kind: int
         values[3] = 0
         values[4] *= 1e-30
         weights = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind)).astype(np.float64)
-        wanted = rounded(values, GGUF_BLOCKS[kind][0]) @ weights.T
+        expected = rounded(values, GGUF_BLOCKS[kind][0]) @ weights.T
         first = gguf_multiplication(kind, data, values).here(VARIANTS[0])
-        assert np.abs(first - wanted).max() <= 1e-5 * np.abs(wanted).max()
+        assert np.abs(first - expected).max() <= 1e-5 * np.abs(expected).max()
         for variant in VARIANTS:
             for count in BATCHES:
-                found = gguf_multiplication(kind, data, values[:count]).here(variant)
-                assert np.array_equal(found, first[:count]), (variant, count, outputs)
+                actual = gguf_multiplication(kind, data, values[:count]).here(variant)
+                assert np.array_equal(actual, first[:count]), (variant, count, outputs)
             assert np.array_equal(gguf_multiplication(kind, data, values[7:8]).here(variant), first[7:8]), variant
 
 
@@ -138,9 +138,9 @@ def test_largest_levels_and_activations_do_not_overflow(kind: int) -> None:
     data[:, halves] = np.ones((halves.stop - halves.start) // 2, np.float16).view(np.uint8)
     values = np.ones((2, each), np.float32)
     values[1] = -1
-    wanted = values.astype(np.float64) @ gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind)).astype(np.float64).T
+    expected = values.astype(np.float64) @ gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind)).astype(np.float64).T
     for variant in VARIANTS:
-        assert np.allclose(gguf_multiplication(kind, data, values).here(variant), wanted, rtol=1e-6), variant
+        assert np.allclose(gguf_multiplication(kind, data, values).here(variant), expected, rtol=1e-6), variant
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
@@ -151,9 +151,9 @@ def test_what_is_no_number_reaches_the_results_of_its_row_alone(value: float) ->
     clean = multiply(VARIANTS[0], matrix, 4, 32, values)
     values[5, 40] = value
     for variant in VARIANTS:
-        found = multiply(variant, matrix, 4, 32, values)
-        assert np.isnan(found[5]).all(), variant
-        assert np.array_equal(np.delete(found, 5, axis=0), np.delete(clean, 5, axis=0)), variant
+        actual = multiply(variant, matrix, 4, 32, values)
+        assert np.isnan(actual[5]).all(), variant
+        assert np.array_equal(np.delete(actual, 5, axis=0), np.delete(clean, 5, axis=0)), variant
 
 
 def test_what_is_no_number_reaches_the_static_products_of_its_row_alone() -> None:
@@ -163,9 +163,9 @@ def test_what_is_no_number_reaches_the_static_products_of_its_row_alone() -> Non
     clean = static_multiplication(levels, scales, 4, 32, steps, values).here(VARIANTS[0])
     values[5, 140] = np.nan
     for variant in VARIANTS:
-        found = static_multiplication(levels, scales, 4, 32, steps, values).here(variant)
-        assert np.isnan(found[5]).all(), variant
-        assert np.array_equal(np.delete(found, 5, axis=0), np.delete(clean, 5, axis=0)), variant
+        actual = static_multiplication(levels, scales, 4, 32, steps, values).here(variant)
+        assert np.isnan(actual[5]).all(), variant
+        assert np.array_equal(np.delete(actual, 5, axis=0), np.delete(clean, 5, axis=0)), variant
 
 
 @pytest.mark.parametrize("kind", [Q5_1, Q4_K, Q5_K, Q6_K])
@@ -176,9 +176,9 @@ def test_what_is_no_number_stays_in_its_row_with_minimums_and_super_blocks(kind:
     clean = gguf_multiplication(kind, data, values).here(VARIANTS[0])
     values[5, 300] = value
     for variant in VARIANTS:
-        found = gguf_multiplication(kind, data, values).here(variant)
-        assert np.isnan(found[5]).all(), variant
-        assert np.array_equal(np.delete(found, 5, axis=0), np.delete(clean, 5, axis=0)), variant
+        actual = gguf_multiplication(kind, data, values).here(variant)
+        assert np.isnan(actual[5]).all(), variant
+        assert np.array_equal(np.delete(actual, 5, axis=0), np.delete(clean, 5, axis=0)), variant
 
 
 @pytest.mark.parametrize(

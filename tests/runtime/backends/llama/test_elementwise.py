@@ -29,9 +29,9 @@ class Parameters(ctypes.Structure):
 
 
 def function(name: str, *kinds: Any, returns: Any = ctypes.c_void_p) -> Any:
-    found = getattr(llama_library().api._lib, name)  # with the libraries that it was loaded with
-    found.argtypes, found.restype = kinds, returns
-    return found
+    actual = getattr(llama_library().api._lib, name)  # with the libraries that it was loaded with
+    actual.argtypes, actual.restype = kinds, returns
+    return actual
 
 
 @pytest.fixture
@@ -71,14 +71,14 @@ def test_gates_and_tanh_have_the_kernels_bits_with_any_number_of_threads(context
     gates, values = (4 * random.standard_normal((2, rows, columns))).astype(np.float32)
     both = np.concatenate([gates, values], axis=1)
     variant = usable_variants()[0]
-    wanted, capped = (made.here(variant).reshape(rows, columns) for made in (gate(gates.ravel(), values.ravel()), tanh_of(gates.ravel())))
+    expected, capped = (made.here(variant).reshape(rows, columns) for made in (gate(gates.ravel(), values.ravel()), tanh_of(gates.ravel())))
     turned = gate(values.ravel(), gates.ravel()).here(variant).reshape(rows, columns)
     for threads in (1, 2, 5):
         for padding in (0, 3):
-            one, other, joined = (tensor(context, each, padding) for each in (gates, values, both))
+            item, other, joined = (tensor(context, each, padding) for each in (gates, values, both))
             shape = rows, columns
-            assert np.array_equal(computed(context, "ggml_geglu_split", [one, other], threads, shape), wanted)
-            assert np.array_equal(computed(context, "ggml_geglu", [joined], threads, shape), wanted)
+            assert np.array_equal(computed(context, "ggml_geglu_split", [item, other], threads, shape), expected)
+            assert np.array_equal(computed(context, "ggml_geglu", [joined], threads, shape), expected)
             assert np.array_equal(computed(context, "ggml_geglu_swapped", [joined], threads, shape), turned)
         assert np.array_equal(computed(context, "ggml_tanh", [tensor(context, gates)], threads, (rows, columns)), capped)
 

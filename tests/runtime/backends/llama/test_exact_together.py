@@ -46,27 +46,27 @@ def test_rows_of_interleaved_sequences_have_the_bits_of_each_alone(bundle: Path,
     texts = random.integers(50, 4000, (3, LONG)).tolist()
     with LlamaTarget(path, LlamaOptions(context=1024, threads=2, draft=False, sequences=3, kv_type=kv_type)) as target:
         sequences = target.shared.sequences
-        for one, text, first in zip(sequences, texts, (800, 560, 700), strict=True):
-            one.prefill(text[:first])
-        while any(one.length < LONG for one in sequences):
-            running = [one for one in sequences if one.length < LONG and random.random() < 0.7]
-            batches = [(one, texts[one.number][one.length :][: int(random.integers(1, 13))]) for one in running]
+        for item, text, first in zip(sequences, texts, (800, 560, 700), strict=True):
+            item.prefill(text[:first])
+        while any(item.length < LONG for item in sequences):
+            running = [item for item in sequences if item.length < LONG and random.random() < 0.7]
+            batches = [(item, texts[item.number][item.length :][: int(random.integers(1, 13))]) for item in running]
             if not batches:
                 continue
             rows = target.shared.verify_all(batches)
-            last = {one.number: logits[-1].copy() for (one, _), logits in zip(batches, rows, strict=True) if one.length == LONG}
-            for one in running:
-                if one.number in last:
-                    texts[one.number].append(last[one.number])
+            last = {item.number: logits[-1].copy() for (item, _), logits in zip(batches, rows, strict=True) if item.length == LONG}
+            for item in running:
+                if item.number in last:
+                    texts[item.number].append(last[item.number])
                 elif random.random() < 0.5:
-                    one.rollback(one.length - min(one.length, int(random.integers(0, 2))))
+                    item.rollback(item.length - min(item.length, int(random.integers(0, 2))))
     for text in texts:
-        *tokens, found = text
+        *tokens, result = text
         for pieces in (LONG - 1, 77):  # behind every prefill
             with LlamaTarget(path, LlamaOptions(context=1024, threads=1, draft=False, kv_type=kv_type)) as target:
                 for first in range(0, LONG - 1, pieces):
                     target.prefill(tokens[: LONG - 1][first : first + pieces])
-                assert np.array_equal(target.verify(tokens[-1:])[0], found), pieces
+                assert np.array_equal(target.verify(tokens[-1:])[0], result), pieces
 
 
 @pytest.mark.parametrize("draft_length", [0, 4, None])
@@ -81,13 +81,13 @@ def test_four_clients_get_the_answers_of_each_request_alone(bundle: Path, probe_
         )
 
     count = len(PROMPTS) * len(drawn)
-    wanted = []
+    expected = []
     with open_session(bundle, backend="llama", context=512, threads=1) as alone:
         for number in range(count):
             generation = started(alone, number)
             generation.text()
-            wanted.append(generation.tokens)
+            expected.append(generation.tokens)
     with open_sessions(bundle, 4, backend="llama", context=512, threads=2) as sessions:
         together = [started(sessions.sessions[number % 4], number) for number in range(count)]
         list(sessions.run(together))
-    assert [one.tokens for one in together] == wanted
+    assert [item.tokens for item in together] == expected

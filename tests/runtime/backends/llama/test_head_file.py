@@ -27,10 +27,10 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert weights.top_centroids == TOP
     assert np.array_equal(weights.token_ordering, arrays.pop("token_ordering"))
     for name, array in arrays.items():
-        found = getattr(weights, name)
-        assert found.shape == array.shape[::-1]
-        assert found.data.tobytes() == array.tobytes(), name
-        assert not found.data.flags.writeable
+        result = getattr(weights, name)
+        assert result.shape == array.shape[::-1]
+        assert result.data.tobytes() == array.tobytes(), name
+        assert not result.data.flags.writeable
 
 
 @pytest.mark.parametrize(

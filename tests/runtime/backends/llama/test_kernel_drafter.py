@@ -69,7 +69,7 @@ class Reference:
         for token in draft:
             embeddings = torch.cat([self.model.get_input_embeddings()(torch.tensor([[last]])), hidden], dim=-1)
             captured: list[Any] = []
-            hook = self.assistant.post_projection.register_forward_pre_hook(lambda _, given, into=captured: into.append(given[0]))
+            hook = self.assistant.post_projection.register_forward_pre_hook(lambda _, provided, into=captured: into.append(provided[0]))
             output = self.assistant(
                 inputs_embeds=embeddings, shared_kv_states=self.rows_before(position), position_ids=torch.tensor([[position]])
             )
@@ -195,10 +195,10 @@ def test_sequences_that_share_a_memory_draft_as_alone(reference_pair: Any) -> No
             alone.append(drafter.draft(tokens[first + 22], 5))
     with LlamaTarget(reference_pair.target, options(sequences=2)) as target:
         drafter = kernel_drafter(reference_pair, target)
-        one, other = target.shared.sequences
-        one.prefill(tokens[:20])
+        item, other = target.shared.sequences
+        item.prefill(tokens[:20])
         other.prefill(tokens[30:50])
-        target.shared.verify_all([(one, tokens[20:22]), (other, tokens[50:52])])
+        target.shared.verify_all([(item, tokens[20:22]), (other, tokens[50:52])])
         requests = [DraftRequest(sequence=n, last=tokens[30 * n + 22], draft_length=5) for n in (0, 1)]
         assert drafter.draft_all(requests) == alone
         other.verify(tokens[52:54])  # the hidden row of the first sequence is kept

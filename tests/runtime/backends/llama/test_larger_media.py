@@ -43,8 +43,8 @@ def folders(request, tmp_path_factory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def model(folders) -> Any:
     kind = "Gemma4Unified" if folders["member"] == "12b" else "Gemma4"
-    found = getattr(transformers, f"{kind}ForConditionalGeneration")
-    return found.from_pretrained(folders["target"], dtype=torch.float32, attn_implementation="eager").eval()
+    result = getattr(transformers, f"{kind}ForConditionalGeneration")
+    return result.from_pretrained(folders["target"], dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def session(folders, probe_memory) -> Session:
 
 
 def prompt_of(session: Session, *media: Image | Sound, before: list[int] = TEXT[:3], after: list[int] = TEXT[3:]) -> Any:
-    places = [MEDIA_IDS["<|image|>" if isinstance(one, Image) else "<|audio|>"] for one in media]
+    places = [MEDIA_IDS["<|image|>" if isinstance(item, Image) else "<|audio|>"] for item in media]
     return session.media_prompt([*before, *places, *after], list(media))
 
 
@@ -88,9 +88,9 @@ def logits_behind(session: Session, prompt: Any) -> np.ndarray:
 @pytest.mark.parametrize("image", [picture(48, 48, 3), picture(96, 144, 4), picture(336, 432, 5)], ids=lambda image: f"{image.rows} rows")
 def test_rows_equal_transformers(image, session, model, folders):
     ours = rows_of(session, image)
-    wanted = unified_rows(model, image) if folders["member"] == "12b" else reference_rows(model, image)
-    assert ours.shape == wanted.shape == (image.rows, 64)
-    assert np.linalg.norm(ours - wanted) / np.linalg.norm(wanted) < (1e-5 if folders["member"] == "12b" else 5e-3)
+    expected = unified_rows(model, image) if folders["member"] == "12b" else reference_rows(model, image)
+    assert ours.shape == expected.shape == (image.rows, 64)
+    assert np.linalg.norm(ours - expected) / np.linalg.norm(expected) < (1e-5 if folders["member"] == "12b" else 5e-3)
 
 
 @pytest.mark.parametrize("samples", [161, 640, 641, 16_000, 480_000])
@@ -103,10 +103,10 @@ def test_raw_sound_equals_transformers(samples, session, model, folders):
     padded = np.zeros((-(-samples // 640), 640), np.float32)
     padded.ravel()[:samples] = sound.samples
     with torch.no_grad():
-        wanted = model.model.get_audio_features(torch.from_numpy(padded)[None]).pooler_output[0].numpy()
+        expected = model.model.get_audio_features(torch.from_numpy(padded)[None]).pooler_output[0].numpy()
     ours = rows_of(session, sound)
-    assert ours.shape == wanted.shape == (session.media_rows(sound), 64)
-    assert np.linalg.norm(ours - wanted) / np.linalg.norm(wanted) < 1e-4
+    assert ours.shape == expected.shape == (session.media_rows(sound), 64)
+    assert np.linalg.norm(ours - expected) / np.linalg.norm(expected) < 1e-4
 
 
 def unified_rows(model: Any, image: Image) -> np.ndarray:
@@ -115,8 +115,8 @@ def unified_rows(model: Any, image: Image) -> np.ndarray:
     pixels = (image.rgb.astype(np.float32) / 255).reshape(height, 48, width, 48, 3).transpose(0, 2, 1, 3, 4).reshape(height * width, -1)
     y, x = np.divmod(np.arange(height * width), width)
     with torch.no_grad():
-        found = model.model.get_image_features(torch.from_numpy(pixels)[None], torch.from_numpy(np.stack([x, y], 1))[None])
-    return torch.cat(list(found.pooler_output)).numpy()
+        result = model.model.get_image_features(torch.from_numpy(pixels)[None], torch.from_numpy(np.stack([x, y], 1))[None])
+    return torch.cat(list(result.pooler_output)).numpy()
 
 
 @pytest.mark.parametrize("before", [TEXT[:3], TEXT[:3] * 14], ids=["at the beginning", "behind a window"])
@@ -124,10 +124,10 @@ def unified_rows(model: Any, image: Image) -> np.ndarray:
 def test_logits_behind_an_image_equal_transformers(image, before, session, model, folders):
     prompt = prompt_of(session, image, before=before)
     rows = [rows_of(session, image)]
-    ours, wanted = logits_behind(session, prompt), reference_logits(model, prompt, rows)
+    ours, expected = logits_behind(session, prompt), reference_logits(model, prompt, rows)
     causal = reference_logits(model, prompt, rows, bidirectional=False)
     # Experts are chosen by near ties, which float16 rows in the cache decide otherwise now and then; text alone differs by as much.
-    assert np.abs(ours - wanted).max() < (0.5 if folders["member"] == "26b-a4b" else 0.05)
+    assert np.abs(ours - expected).max() < (0.5 if folders["member"] == "26b-a4b" else 0.05)
     assert np.abs(ours - causal).max() > 1  # what llama.cpp computes without the flag
 
 
@@ -136,8 +136,8 @@ def test_two_images_and_text_between(session, model, folders):
     if folders["member"] == "12b":
         media.append(noise(9_000))
     prompt = prompt_of(session, *media)
-    wanted = reference_logits(model, prompt, [rows_of(session, one) for one in media])
-    assert np.abs(logits_behind(session, prompt) - wanted).max() < 0.05
+    expected = reference_logits(model, prompt, [rows_of(session, item) for item in media])
+    assert np.abs(logits_behind(session, prompt) - expected).max() < 0.05
 
 
 def test_drafts_change_nothing(session):
@@ -192,14 +192,14 @@ def test_other_sequences_stay_causal(folders, session):
         list(generation)
         alone.append(generation.tokens)
     with open_sessions(folders["bundle"], 2, drafter="dense", threads=1) as sessions:
-        one, other = sessions.sessions
+        item, other = sessions.sessions
         text = other.generate(TEXT * 6, max_tokens=12, draft_length=0)
         steps = iter(text)
         next(steps)
-        seen = one.generate(prompt_of(one, image), max_tokens=12, draft_length=0)
-        list(seen)
+        observed = item.generate(prompt_of(item, image), max_tokens=12, draft_length=0)
+        list(observed)
         list(text)
-        assert [seen.tokens, text.tokens] == alone
+        assert [observed.tokens, text.tokens] == alone
 
 
 def test_a_saved_state_keeps_its_image(session, tmp_path):

@@ -54,7 +54,7 @@ def write(path: Path, kind: Any, data: Any) -> Path:
 def test_rows_are_bit_for_bit_gguf_s(tmp_path: Path, name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     data = quantized(kind)
-    wanted = gguf.quants.dequantize(data, kind)
+    expected = gguf.quants.dequantize(data, kind)
     context = GgmlContext(llama_library())
     index = context.numbers(1)
     row = context.row(context.mapped(opened(write(tmp_path / "model.gguf", kind, data))), index)
@@ -63,7 +63,7 @@ def test_rows_are_bit_for_bit_gguf_s(tmp_path: Path, name: str) -> None:
     for place in (3, 0, COUNT - 1, 3):
         context.array(index, 1, np.int32)[0] = place
         context.compute(graph)
-        assert np.array_equal(context.array(row, WIDTH).view(np.uint32), wanted[place].view(np.uint32))
+        assert np.array_equal(context.array(row, WIDTH).view(np.uint32), expected[place].view(np.uint32))
     context.close()
 
 

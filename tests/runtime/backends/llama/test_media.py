@@ -62,9 +62,9 @@ def placed(media: Image | Sound, *, before: list[int], after: list[int]) -> list
 
 @pytest.mark.parametrize("media", MEDIA, ids=lambda media: f"{type(media).__name__} of {media.rows} rows")
 def test_rows_equal_transformers(media, session, model):
-    ours, wanted = rows_of(session, media), reference_rows(model, media)
-    assert ours.shape == wanted.shape == (media.rows, 64)
-    assert np.linalg.norm(ours - wanted) / np.linalg.norm(wanted) < ROWS[type(media)]
+    ours, expected = rows_of(session, media), reference_rows(model, media)
+    assert ours.shape == expected.shape == (media.rows, 64)
+    assert np.linalg.norm(ours - expected) / np.linalg.norm(expected) < ROWS[type(media)]
     session.free_encoder()
 
 
@@ -78,11 +78,11 @@ def test_rows_need_the_right_activation(folders, session, model, monkeypatch, tm
     plan_encoder(open_checkpoint(folders["target"]), "f32", use_gelu=False).write(path, lambda _: None)
     monkeypatch.setattr(media_encoder, "check_encoder", lambda *_: EncoderFacts(has_audio=True, mel_frames=True, longest=2048))
     image = picture(96, 144, 1)
-    wanted = reference_rows(model, image)
+    expected = reference_rows(model, image)
     session.free_encoder()
     ours = session.target.shared.open_encoder(path).encode(image)
     session.target.shared.close_encoder()
-    assert np.linalg.norm(ours - wanted) / np.linalg.norm(wanted) > ROWS[Image]
+    assert np.linalg.norm(ours - expected) / np.linalg.norm(expected) > ROWS[Image]
 
 
 def test_a_build_that_takes_sound_otherwise_is_refused(session, monkeypatch):
@@ -106,9 +106,9 @@ def test_logits_behind_an_image_equal_transformers(session, model):
     ids = torch.tensor([[token if token >= 0 else MEDIA_IDS["<|image|>"] for token in prompt.ids]])
     original = model.model.get_image_features
     with torch.no_grad():
-        wanted = original(torch.from_numpy(image.patches())[None], torch.from_numpy(image.positions())[None], return_dict=True)
-        wanted.pooler_output = (torch.from_numpy(rows),)
-        model.model.get_image_features = lambda *_, **__: wanted
+        expected = original(torch.from_numpy(image.patches())[None], torch.from_numpy(image.positions())[None], return_dict=True)
+        expected.pooler_output = (torch.from_numpy(rows),)
+        model.model.get_image_features = lambda *_, **__: expected
         try:
             pixels, positions = torch.from_numpy(image.patches())[None], torch.from_numpy(image.positions())[None]
             kinds = (ids == MEDIA_IDS["<|image|>"]).long()

@@ -171,26 +171,26 @@ def test_rows_are_named_for_each_batch_of_several_requests(path: Path) -> None:
         ((2, 2), (2, 1), (2, 2), (2, 0)),
         ((4, 0), (1, 0), (9, 0), (1, 1)),
     ]
-    found: dict[int, list[NDArray[np.float32]]] = {number: [] for number in range(4)}
+    result: dict[int, list[NDArray[np.float32]]] = {number: [] for number in range(4)}
     with LlamaTarget(path, options(sequences=4)) as target:
         texts = [tokens_of(target, 100, seed) for seed in range(4)]
         sequences = target.shared.sequences
         for batch in sizes:
             rows = [
-                Rows(sequence=one, ids=np.asarray(texts[one.number][one.length :][:count], np.int64), flagged=flagged)
-                for one, (count, flagged) in zip(sequences, batch, strict=True)
+                Rows(sequence=item, ids=np.asarray(texts[item.number][item.length :][:count], np.int64), flagged=flagged)
+                for item, (count, flagged) in zip(sequences, batch, strict=True)
             ]
             with left_out() as grown:
                 target.shared.forward(rows)
             assert grown == [sum(count - flagged for count, flagged in batch) * PRODUCTS]
-            hidden = [one.hidden_row for one in sequences]
-            for one, (_, flagged) in zip(sequences, batch, strict=True):
+            hidden = [item.hidden_row for item in sequences]
+            for item, (_, flagged) in zip(sequences, batch, strict=True):
                 if flagged:
-                    row = hidden[one.number]
+                    row = hidden[item.number]
                     assert row is not None
-                    found[one.number].append(row.copy())
-        lengths = [one.length for one in sequences]
-        logits = [one.verify(texts[one.number][one.length :][:4]).copy() for one in sequences]
+                    result[item.number].append(row.copy())
+        lengths = [item.length for item in sequences]
+        logits = [item.verify(texts[item.number][item.length :][:4]).copy() for item in sequences]
     for number, text in enumerate(texts):
         with LlamaTarget(path, options()) as alone:
             position, expected = 0, []
@@ -201,7 +201,7 @@ def test_rows_are_named_for_each_batch_of_several_requests(path: Path) -> None:
                 if flagged and alone.hidden_row is not None:
                     expected.append(alone.hidden_row.copy())
             assert position == lengths[number]
-            assert all(np.array_equal(*pair) for pair in zip(expected, found[number], strict=True))
+            assert all(np.array_equal(*pair) for pair in zip(expected, result[number], strict=True))
             assert np.array_equal(alone.verify(text[position : position + 4]), logits[number])
 
 

@@ -61,11 +61,11 @@ def logits(path: Path, batches: tuple[int, ...], *, kernels: bool, threads: int 
     with LlamaTarget(path, LlamaOptions(context=600, threads=threads, draft=False, use_extra_bufts=kernels)) as target:
         tokens = np.random.default_rng(3).integers(50, target.vocabulary.size, PROMPT + 16).tolist()
         target.prefill(tokens[:PROMPT])
-        found = []
+        result = []
         for rows in batches:
-            found.append(target.verify(tokens[PROMPT : PROMPT + rows]).copy())
+            result.append(target.verify(tokens[PROMPT : PROMPT + rows]).copy())
             target.rollback(PROMPT)
-        return found
+        return result
 
 
 @built
@@ -110,8 +110,8 @@ def packed_bytes(kind: int, inputs: int, outputs: int, *, stride: int | None = N
     each, size = GGUF_BLOCKS.get(kind, (32, 18))
     bytes_of_row = inputs // each * size if stride is None else stride
     tensor = Tensor(type=kind, ne=(inputs, outputs, planes, 1), nb=(size, bytes_of_row % 2**64, 0, 0))
-    found: int = KERNELS.edge_ggml_packed_bytes(ctypes.byref(tensor))
-    return found
+    result: int = KERNELS.edge_ggml_packed_bytes(ctypes.byref(tensor))
+    return result
 
 
 @built

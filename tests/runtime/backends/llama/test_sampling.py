@@ -40,7 +40,7 @@ def write(
     target.prefill(prompt[:-1])
     rule = acceptance_rule(SamplingParams(seed=seed, **SAMPLING), method, prompt)  # type: ignore[arg-type]
     rounds = decode(target, drafter, Decoding(target, prompt[-1], Fixed(length), max_tokens=tokens, rule=rule))
-    return tuple(token for one in rounds for token in one.tokens)
+    return tuple(token for single in rounds for token in single.tokens)
 
 
 def test_what_the_drafter_offers_is_its_own_greedy_choice_and_a_finite_row(pair: tuple[LlamaTarget, LlamaDrafter]) -> None:

@@ -59,11 +59,11 @@ def drafter(opened: tuple[LlamaTarget, LlamaDrafter]) -> LlamaDrafter:
     return opened[1]
 
 
-def assert_same_logits(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> None:
-    np.testing.assert_allclose(one, other, atol=LOGIT_TOLERANCE)
-    top = np.sort(one, axis=1)
+def assert_same_logits(item: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> None:
+    np.testing.assert_allclose(item, other, atol=LOGIT_TOLERANCE)
+    top = np.sort(item, axis=1)
     clear = top[:, -1] - top[:, -2] > NEAR_TIE
-    assert (one.argmax(1) == other.argmax(1))[clear].all()
+    assert (item.argmax(1) == other.argmax(1))[clear].all()
     assert clear.any()
 
 

@@ -162,7 +162,7 @@ class Graph:
             if draw.random() < 0.04:
                 self._ggml.ggml_set_output(draw.choice(rows[1:] or rows))
         ids = self._leaf(self._context, I32, np.asarray(self.read, np.int32))
-        chosen = [call("get_rows", one, ids) for one in (rows[-1], draw.choice(rows))]
+        chosen = [call("get_rows", item, ids) for item in (rows[-1], draw.choice(rows))]
         last = call("mul_mat", self._matrix, call("add", *chosen))
         self._ggml.ggml_set_name(last, logits)
         self._ggml.ggml_set_output(last)
@@ -234,9 +234,9 @@ def test_results_of_random_graphs_have_the_bits_of_all_rows_and_of_each_product_
         before = ggml.unread_rows()
         _, expected = results_of(seed, b"another name", joined=False)
         assert ggml.unread_rows() == before
-        _, found = results_of(seed, LOGITS)
+        _, actual = results_of(seed, LOGITS)
         left_out += ggml.unread_rows() - before
-        for one, other in zip(expected, found, strict=True):
-            assert not np.isnan(one).any(), seed
-            assert np.array_equal(one, other), seed
+        for item, other in zip(expected, actual, strict=True):
+            assert not np.isnan(item).any(), seed
+            assert np.array_equal(item, other), seed
     assert left_out > 500

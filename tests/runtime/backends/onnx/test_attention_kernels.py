@@ -93,21 +93,21 @@ def test_attention_on_buffers_is_that_of_the_stock_operator(window: int, writes:
     stock, ours = session(graph), session(changed)
     for past, tokens in [(0, 1), (0, 40), (7, 5), (127, 3), (200, 8), (250, 60), (300, 13)]:
         inputs = drawn(past, tokens, writes=writes)
-        wanted, found = (one.run(None, inputs)[:-1] for one in (stock, ours))
-        for one, other in zip(wanted, found, strict=True):
-            rows = slice(None) if one.ndim == 3 else slice(past + tokens)
-            np.testing.assert_allclose(other[..., rows, :], one[..., rows, :], atol=2e-5)
+        expected, actual = (item.run(None, inputs)[:-1] for item in (stock, ours))
+        for item, other in zip(expected, actual, strict=True):
+            rows = slice(None) if item.ndim == 3 else slice(past + tokens)
+            np.testing.assert_allclose(other[..., rows, :], item[..., rows, :], atol=2e-5)
 
 
 def test_a_rows_attention_has_the_same_bits_in_every_batch_and_on_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    actual = []
     for variant in loader.usable_variants():
         monkeypatch.setenv(loader.VARIABLE, variant)
         ours = session(with_row_kernels(model(150, writes=True))[0])
-        found.append({(past, n): ours.run(["y"], drawn(past, n))[0][0] for past in (0, 100, 123, 250) for n in (1, 2, 5, 8, 13, 60)})
-    for some in found:
-        for (past, tokens), rows in some.items():
-            assert np.array_equal(rows, found[0][past, 60][:tokens]), (past, tokens)
+        actual.append({(past, n): ours.run(["y"], drawn(past, n))[0][0] for past in (0, 100, 123, 250) for n in (1, 2, 5, 8, 13, 60)})
+    for few in actual:
+        for (past, tokens), rows in few.items():
+            assert np.array_equal(rows, actual[0][past, 60][:tokens]), (past, tokens)
 
 
 def test_a_reader_takes_no_queries_at_all() -> None:
@@ -181,9 +181,9 @@ def test_attention_on_rows_with_other_attributes_stays(onnx_pair: Bundles, opera
     graph = onnx.load(path, load_external_data=False)
     assert b"AttendRows" in with_row_kernels(graph.SerializeToString())[0]
     for node in graph.graph.node:
-        for one in node.attribute:
-            if node.op_type == operator and one.name == attribute:
-                one.i = value
+        for item in node.attribute:
+            if node.op_type == operator and item.name == attribute:
+                item.i = value
     assert b"AttendRows" not in with_row_kernels(graph.SerializeToString())[0]
 
 

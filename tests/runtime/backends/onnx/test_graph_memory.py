@@ -45,12 +45,14 @@ def saved(
     folder: Path, nodes: Sequence[Any], inputs: dict[str, tuple[Any, ...]], constants: dict[str, np.ndarray], outputs: Sequence[str]
 ) -> Path:
     """Writes a graph of float32 inputs."""
-    given = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape)) for name, shape in inputs.items()]
-    given += [helper.make_tensor_value_info("draft_length", TensorProto.INT64, [])] if any(node.op_type == "Loop" for node in nodes) else []
+    passed = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape)) for name, shape in inputs.items()]
+    passed += (
+        [helper.make_tensor_value_info("draft_length", TensorProto.INT64, [])] if any(node.op_type == "Loop" for node in nodes) else []
+    )
     graph = helper.make_graph(
         list(nodes),
         "g",
-        given,
+        passed,
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
         [numpy_helper.from_array(value, name) for name, value in constants.items()],
     )
@@ -103,12 +105,12 @@ def test_shapes_are_those_of_onnxruntime(tmp_path: Path, operator: str, arrays: 
     path = saved(tmp_path, [node], {}, dict(zip(names, arrays, strict=True)), [])
     model = onnx.load(path)
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in outputs)
-    given = onnxruntime_module().InferenceSession(onnx.shape_inference.infer_shapes(model).SerializeToString()).run(None, {})
+    passed = onnxruntime_module().InferenceSession(onnx.shape_inference.infer_shapes(model).SerializeToString()).run(None, {})
     parsed = read_graph(path.read_bytes())
     values = [Value(array.shape, parsed.constants[name.encode()].integers) for name, array in zip(names, arrays, strict=True)]
     computed = output_values(parsed.nodes[0], values)
-    assert [value.shape for value in computed] == [array.shape for array in given]
-    assert all(value.bytes >= array.nbytes for value, array in zip(computed, given, strict=True))
+    assert [value.shape for value in computed] == [array.shape for array in passed]
+    assert all(value.bytes >= array.nbytes for value, array in zip(computed, passed, strict=True))
 
 
 def test_values_count_from_the_node_that_makes_them_to_the_last_reader(tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ def test_graphs_that_ask_for_more_memory_than_there_is_are_refused(name: str, tm
 
 
 @pytest.mark.parametrize(
-    ("nodes", "constants", "said"),
+    ("nodes", "constants", "message"),
     [
         ([helper.make_node("Concat", ["y0", "y0"], ["a"], axis=0), helper.make_node("Reshape", ["y0", "s"], ["y"])], {}, "reads 's'"),
         ([loop(helper.make_node("Concat", ["v0", "v0"], ["v1"], axis=0), outputs=["v1"])], {}, "grows with each iteration"),
@@ -230,9 +232,9 @@ def test_graphs_that_ask_for_more_memory_than_there_is_are_refused(name: str, tm
         ([helper.make_node("Split", ["y0", "k"], ["y"], axis=1)], {"k": i64(-5)}, "that none can have"),
     ],
 )
-def test_graphs_without_a_shape_are_refused(nodes: list[Any], constants: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
+def test_graphs_without_a_shape_are_refused(nodes: list[Any], constants: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
     path = saved(tmp_path, nodes, {"y0": (1, "n")}, constants, [])
-    with pytest.raises(BundleError, match=said):
+    with pytest.raises(BundleError, match=message):
         check_graph_memory(path, {"y0": (1, 100)})
 
 
@@ -292,16 +294,16 @@ def test_a_loop_holds_its_start_and_all_that_it_collects(tmp_path: Path) -> None
     assert check_graph_memory(path, {"x": (100,)}) == max(inside, after) + 8  # draft_length
 
 
-@pytest.mark.parametrize(("outputs", "said"), [(["v0", "v1"], "grows with each iteration"), (["v0"], None)])
-def test_each_value_that_a_loop_carries_keeps_its_size(tmp_path: Path, outputs: list[str], said: str | None) -> None:
+@pytest.mark.parametrize(("outputs", "message"), [(["v0", "v1"], "grows with each iteration"), (["v0"], None)])
+def test_each_value_that_a_loop_carries_keeps_its_size(tmp_path: Path, outputs: list[str], message: str | None) -> None:
     repeated = loop(helper.make_node("Concat", ["v0", "v0"], ["v1"], axis=0), outputs=outputs)
     repeated.input.append("y0")  # a second carried value; the loop may give fewer than it is given
     nodes = [helper.make_node("Add", ["x", "x"], ["y0"]), repeated]
     path = saved(tmp_path, nodes, {"x": (None,)}, {}, [])
-    if said is None:
+    if message is None:
         assert check_graph_memory(path, {"x": (100,)}) > 0
     else:
-        with pytest.raises(BundleError, match=said):
+        with pytest.raises(BundleError, match=message):
             check_graph_memory(path, {"x": (100,)})
 
 

@@ -68,9 +68,9 @@ def rows_of(session: Session, media: Image | Sound) -> np.ndarray:
     return session._parts.encoder.rows(media)
 
 
-def distance(ours: np.ndarray, wanted: np.ndarray) -> float:
-    assert ours.shape == wanted.shape
-    return float(np.linalg.norm(ours - wanted) / np.linalg.norm(wanted))
+def distance(ours: np.ndarray, expected: np.ndarray) -> float:
+    assert ours.shape == expected.shape
+    return float(np.linalg.norm(ours - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("weights", ["f32", "f16"])
@@ -95,13 +95,13 @@ def test_logits_behind_an_image_equal_transformers(session, model):
     ours = session.target.verify(prompt.ids[-1:])[0]
     ids = torch.tensor([[token if token >= 0 else MEDIA_IDS["<|image|>"] for token in prompt.ids]])
     with torch.no_grad():
-        wanted = model(
+        expected = model(
             input_ids=ids,
             pixel_values=torch.from_numpy(image.patches())[None],
             image_position_ids=torch.from_numpy(image.positions())[None],
             mm_token_type_ids=(ids == MEDIA_IDS["<|image|>"]).long(),
         ).logits[0, -1]
-    assert np.abs(ours - wanted.numpy()).max() < 1e-3
+    assert np.abs(ours - expected.numpy()).max() < 1e-3
 
 
 def test_soft_rows_are_not_computed_behind_the_last_keys(session):
@@ -111,7 +111,7 @@ def test_soft_rows_are_not_computed_behind_the_last_keys(session):
         pytest.skip("graphs of fixed shapes have one for prompts, which has no such rows")
     assert target.skips_unread_rows
     rows = np.random.default_rng(0).standard_normal((300, target.hidden_size)).astype(np.float32)
-    ids, found = list(range(-300, 0)), []
+    ids, result = list(range(-300, 0)), []
     for whole in (False, True):
         target.rollback(0)
         target.prefill(TEXT, rows_read=0)
@@ -120,9 +120,9 @@ def test_soft_rows_are_not_computed_behind_the_last_keys(session):
                 target._forward(np.array(ids[piece]), rows[piece], len(ids[piece]))
             else:
                 target.prefill_rows(ids[piece], rows[piece])
-        found.append(target.verify(TEXT).copy())
+        result.append(target.verify(TEXT).copy())
     target.rollback(0)
-    assert np.array_equal(*found)
+    assert np.array_equal(*result)
 
 
 def test_int8_rows_are_near(target, model, tmp_path):

@@ -31,19 +31,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "packed"
 
 
-def tokens_of(folder: Path, said: list[str], keep_packed: bool = True) -> list[int]:
-    with open_session(folder, threads=1, keep_packed=keep_packed, notify=said.append) as session:
+def tokens_of(folder: Path, output: list[str], keep_packed: bool = True) -> list[int]:
+    with open_session(folder, threads=1, keep_packed=keep_packed, notify=output.append) as session:
         generation = session.generate(PROMPT, max_tokens=40, draft_length=3)
         generation.text()
         return generation.tokens
 
 
 def test_packed_once_then_mapped_with_the_same_tokens(onnx_pair: Bundles, cache: Path) -> None:
-    wanted = tokens_of(onnx_pair("int4"), [], keep_packed=False)
+    expected = tokens_of(onnx_pair("int4"), [], keep_packed=False)
     assert not cache.exists()
     first, second = [], []
-    assert tokens_of(onnx_pair("int4"), first) == wanted
-    assert tokens_of(onnx_pair("int4"), second) == wanted
+    assert tokens_of(onnx_pair("int4"), first) == expected
+    assert tokens_of(onnx_pair("int4"), second) == expected
     assert sum("for this CPU, once" in sentence for sentence in first) == 3
     assert second == []
     maps = Path("/proc/self/maps")
@@ -54,14 +54,14 @@ def test_packed_once_then_mapped_with_the_same_tokens(onnx_pair: Bundles, cache:
 
 def test_packed_weights_that_would_be_misread_are_not_used(onnx_pair: Bundles, cache: Path) -> None:
     """onnxruntime 1.31 saves them anywhere, and its kernels read them wrong at most places; the target's logits became NaN."""
-    folder, said, again = onnx_pair("int4", block=128), [], []
-    wanted = tokens_of(folder, [], keep_packed=False)
-    assert tokens_of(folder, said) == tokens_of(folder, again) == wanted
-    misread = [sentence for sentence in said if "misread" in sentence]
+    folder, output, again = onnx_pair("int4", block=128), [], []
+    expected = tokens_of(folder, [], keep_packed=False)
+    assert tokens_of(folder, output) == tokens_of(folder, again) == expected
+    misread = [sentence for sentence in output if "misread" in sentence]
     usable = {path.parent.name: json.loads(path.read_text())["usable"] for path in cache.rglob("record.json")}
     assert len(misread) == sum(not use for use in usable.values())
     assert all(
-        (path / f"{path.name}.onnx").is_file() == usable[path.name] for path in (found.parent for found in cache.rglob("record.json"))
+        (path / f"{path.name}.onnx").is_file() == usable[path.name] for path in (result.parent for result in cache.rglob("record.json"))
     )
     assert again == [], "what does not work is not tried again"
 
@@ -72,11 +72,11 @@ def test_only_places_on_whole_cache_lines_are_sound() -> None:
 
 
 def test_what_another_cpu_packed_is_replaced(onnx_pair: Bundles, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = tokens_of(onnx_pair("int4"), [])
+    expected = tokens_of(onnx_pair("int4"), [])
     monkeypatch.setattr(ort_prepacked, "cpu_identity", lambda: ["model name: another"])
-    said: list[str] = []
-    assert tokens_of(onnx_pair("int4"), said) == wanted
-    assert sum("not for this machine or bundle (cpu)" in sentence for sentence in said) == 3
+    output: list[str] = []
+    assert tokens_of(onnx_pair("int4"), output) == expected
+    assert sum("not for this machine or bundle (cpu)" in sentence for sentence in output) == 3
     records = list(cache.glob("*/*/record.json"))
     assert len(records) == 3
     assert {json.loads(record.read_text())["cpu"][0] for record in records} == {"model name: another"}
@@ -85,26 +85,26 @@ def test_what_another_cpu_packed_is_replaced(onnx_pair: Bundles, cache: Path, mo
 
 @pytest.mark.parametrize("text", ["", "[]", "{" * 10000, '{"cpu": 1}'])
 def test_a_damaged_record_is_as_good_as_none(text: str, onnx_pair: Bundles, cache: Path) -> None:
-    wanted = tokens_of(onnx_pair("int4"), [])
+    expected = tokens_of(onnx_pair("int4"), [])
     next(cache.glob("*/target-int4-mixed/record.json")).write_text(text)
-    said: list[str] = []
-    assert tokens_of(onnx_pair("int4"), said) == wanted
-    assert any("packed anew" in sentence for sentence in said)
+    output: list[str] = []
+    assert tokens_of(onnx_pair("int4"), output) == expected
+    assert any("packed anew" in sentence for sentence in output)
 
 
 @pytest.mark.parametrize("change", [lambda data: bytes(256) + data[256:], lambda data: data[:-1], None])
 def test_packed_weights_that_have_changed_are_packed_anew(change: Callable[[bytes], bytes] | None, onnx_pair: Bundles, cache: Path) -> None:
-    wanted = tokens_of(onnx_pair("int4"), [])
+    expected = tokens_of(onnx_pair("int4"), [])
     packed = next(cache.glob("*/*/target-int4-mixed.packed"))
     if change is None:
         packed.unlink()
     else:
         packed.write_bytes(change(packed.read_bytes()))
-    said: list[str] = []
-    assert tokens_of(onnx_pair("int4"), said) == wanted
-    assert sum("are damaged; they are packed anew" in sentence for sentence in said) == 1
+    output: list[str] = []
+    assert tokens_of(onnx_pair("int4"), output) == expected
+    assert sum("are damaged; they are packed anew" in sentence for sentence in output) == 1
     again: list[str] = []
-    assert tokens_of(onnx_pair("int4"), again) == wanted
+    assert tokens_of(onnx_pair("int4"), again) == expected
     assert again == []
 
 
@@ -112,52 +112,52 @@ def test_packed_weights_that_have_changed_are_packed_anew(change: Callable[[byte
 @pytest.mark.parametrize("place", ["", "target-int4-mixed", "target-int4-mixed/record.json", "target-int4-mixed/target-int4-mixed.packed"])
 def test_packed_weights_that_others_may_write_are_packed_anew(place: str, onnx_pair: Bundles, cache: Path) -> None:
     """Who may write them could put others in their place between the check and the mapping, or cut them while they are mapped."""
-    wanted = tokens_of(onnx_pair("int4"), [])
+    expected = tokens_of(onnx_pair("int4"), [])
     (bundle,) = cache.iterdir()
     assert [path for path in (bundle, *bundle.rglob("*")) if path.stat().st_mode & 0o077] == []
     (bundle / place).chmod((bundle / place).stat().st_mode | 0o020)
-    said: list[str] = []
-    assert tokens_of(onnx_pair("int4"), said) == wanted
-    assert sum("packed anew" in sentence for sentence in said) == 1
-    assert sum("for this CPU, once" in sentence for sentence in said) == (1 if place else 3)
+    output: list[str] = []
+    assert tokens_of(onnx_pair("int4"), output) == expected
+    assert sum("packed anew" in sentence for sentence in output) == 1
+    assert sum("for this CPU, once" in sentence for sentence in output) == (1 if place else 3)
     assert [path for path in (bundle, *bundle.rglob("*")) if path.stat().st_mode & 0o077] == []
     again: list[str] = []
-    assert tokens_of(onnx_pair("int4"), again) == wanted
+    assert tokens_of(onnx_pair("int4"), again) == expected
     assert again == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs links")
 def test_packed_weights_behind_a_link_are_packed_anew(onnx_pair: Bundles, cache: Path, tmp_path: Path) -> None:
-    wanted = tokens_of(onnx_pair("int4"), [])
+    expected = tokens_of(onnx_pair("int4"), [])
     packed = next(cache.glob("*/*/target-int4-mixed.packed"))
     packed.rename(tmp_path / "elsewhere")
     packed.symlink_to(tmp_path / "elsewhere")
-    said: list[str] = []
-    assert tokens_of(onnx_pair("int4"), said) == wanted
-    assert sum("packed anew" in sentence for sentence in said) == 1
+    output: list[str] = []
+    assert tokens_of(onnx_pair("int4"), output) == expected
+    assert sum("packed anew" in sentence for sentence in output) == 1
     assert not packed.is_symlink()
     assert (tmp_path / "elsewhere").is_file()
 
 
 def test_weights_that_nobody_checked_are_not_kept(onnx_pair: Bundles, cache: Path) -> None:
     """Another bundle may claim its hashes: what it brought would run in its place, which was checked."""
-    said: list[str] = []
-    with open_session(onnx_pair("int4"), threads=1, keep_packed=True, check="none", notify=said.append):
-        assert sum("not kept packed, as they were not checked" in sentence for sentence in said) == 3
+    output: list[str] = []
+    with open_session(onnx_pair("int4"), threads=1, keep_packed=True, check="none", notify=output.append):
+        assert sum("not kept packed, as they were not checked" in sentence for sentence in output) == 3
     assert not cache.exists()
-    wanted = tokens_of(onnx_pair("int4"), [])
+    expected = tokens_of(onnx_pair("int4"), [])
     with open_session(onnx_pair("int4"), threads=1, keep_packed=True, check="none") as session:
         generation = session.generate(PROMPT, max_tokens=40, draft_length=3)
         generation.text()
-        assert generation.tokens == wanted
+        assert generation.tokens == expected
 
 
 def test_without_room_it_goes_on_unpacked_and_says_so(onnx_pair: Bundles, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    said: list[str] = []
-    assert tokens_of(onnx_pair("int4"), said) == tokens_of(onnx_pair("int4"), [], keep_packed=False)
-    assert any("could not be kept" in sentence and "10 are free" in sentence for sentence in said)
+    output: list[str] = []
+    assert tokens_of(onnx_pair("int4"), output) == tokens_of(onnx_pair("int4"), [], keep_packed=False)
+    assert any("could not be kept" in sentence and "10 are free" in sentence for sentence in output)
     assert not list(cache.rglob("record.json"))
 
 
@@ -181,8 +181,8 @@ def test_sizes_that_a_graph_must_hold_itself_do_not_keep_it_from_being_packed(tm
     parts = graph.ops("Split", [product, graph.integers([32] * 35)], 35, axis=-1)
     graph.output(graph.op("Sum", *parts, name="sum"), "f32", (1, 1, 32))
     graph.save(tmp_path / "one.onnx")
-    said: list[str] = []
-    place = ort_prepacked.PackingPlace(folder=tmp_path / "packed", weights="these", check="full", notify=said.append)
+    output: list[str] = []
+    place = ort_prepacked.PackingPlace(folder=tmp_path / "packed", weights="these", check="full", notify=output.append)
     value, _ = scalar(np.float32, 1, 1, 64)
     value[...] = 1
     sums = []
@@ -192,6 +192,6 @@ def test_sizes_that_a_graph_must_hold_itself_do_not_keep_it_from_being_packed(tm
         )
         call.run()
         sums.append(np.array(call.outputs()[0]))
-    assert said == ["Packing the weights of one.onnx for this CPU, once."]
+    assert output == ["Packing the weights of one.onnx for this CPU, once."]
     assert np.array_equal(sums[0], sums[1])
     assert np.array_equal(sums[0], sums[2])

@@ -48,13 +48,13 @@ def test_products_in_the_graph_and_in_its_loops_are_replaced() -> None:
     loop = helper.make_node("Loop", ["n", ""], ["z"], body=body)
     changed, count = with_row_kernels(model(product(), loop, helper.make_node("Add", ["x", "x"], ["w"])))
     assert count == 2
-    found = onnx.load_from_string(changed)
-    inner = found.graph.node[1].attribute[0].g.node[0]
-    for node in (found.graph.node[0], inner):
+    actual = onnx.load_from_string(changed)
+    inner = actual.graph.node[1].attribute[0].g.node[0]
+    for node in (actual.graph.node[0], inner):
         assert (node.op_type, node.domain, list(node.input)) == (PRODUCT, DOMAIN, ["x", "b", "s"])
-        assert {one.name: one.i for one in node.attribute} == {"K": 64, "N": 8, "bits": 4, "block_size": 32}
-    assert found.graph.node[2] == helper.make_node("Add", ["x", "x"], ["w"])
-    assert {(one.domain, one.version) for one in found.opset_import} == {("", 21), ("com.microsoft", 1), (DOMAIN, 1)}
+        assert {item.name: item.i for item in node.attribute} == {"K": 64, "N": 8, "bits": 4, "block_size": 32}
+    assert actual.graph.node[2] == helper.make_node("Add", ["x", "x"], ["w"])
+    assert {(item.domain, item.version) for item in actual.opset_import} == {("", 21), ("com.microsoft", 1), (DOMAIN, 1)}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_product_and_the_roundings_around_it_become_one_operator() -> None:
     model, count = with_row_kernels(encoded(trained()))
     (node,) = onnx.load_from_string(model).graph.node
     assert (node.op_type, list(node.input), list(node.output), count) == (STATIC, ["x", "b", "s"], ["y"], 1)
-    numbers = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    numbers = {item.name: helper.get_attribute_value(item) for item in node.attribute}
     assert numbers == {"K": 64, "N": 24, "bits": 4, "block_size": 32, "input_scale": np.float32(0.1), "output_scale": 0.5}
 
 
@@ -122,7 +122,7 @@ def gated(
     def matrix(names: list[str], k: int, n: int, block: int) -> onnx.NodeProto:
         levels, scales = random.integers(0, 256, (n, k // block, block // 2)), random.standard_normal((n, k // block)) / 100
         arrays = (levels.astype(np.uint8), scales.astype(np.float32))
-        weights.extend(onnx.numpy_helper.from_array(one, name) for one, name in zip(arrays, names[1:3], strict=True))
+        weights.extend(onnx.numpy_helper.from_array(item, name) for item, name in zip(arrays, names[1:3], strict=True))
         facts = {"K": k, "N": n, "bits": 4, "block_size": block, "accuracy_level": 4}
         return helper.make_node("MatMulNBits", names[:3], names[3:], domain="com.microsoft", **facts)
 
@@ -163,10 +163,10 @@ def test_what_others_read_of_a_gate_stays() -> None:
 
 def test_a_gate_in_a_branch_reads_the_sizes_and_is_read_outside() -> None:
     outer, inner = gated(), gated()
-    sizes = [one for one in outer.initializer if one.name == "sizes"]
+    sizes = [item for item in outer.initializer if item.name == "sizes"]
     for field in (inner.initializer, inner.input, outer.node):
         del field[:]
-    inner.initializer.extend([one for one in outer.initializer if one.name != "sizes"])
+    inner.initializer.extend([item for item in outer.initializer if item.name != "sizes"])
     del outer.initializer[:], outer.output[:]
     outer.initializer.extend(sizes)
     outer.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
@@ -177,7 +177,7 @@ def test_a_gate_in_a_branch_reads_the_sizes_and_is_read_outside() -> None:
 
 def by_parts(graph: onnx.GraphProto, block: int, rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """What the kernels of the parts make of `gated`, with floats between them."""
-    arrays = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
+    arrays = {item.name: onnx.numpy_helper.to_array(item) for item in graph.initializer}
     levels, scales = arrays["b"].reshape(len(arrays["b"]), -1), arrays["s"]
     both = multiplication(levels, scales, 4, 32, rows).here(loader.usable_variants()[0])
     halves = (half.copy().reshape(-1) for half in np.split(both, 2, axis=1))
@@ -201,11 +201,11 @@ def test_feed_forwards_have_stock_numbers_and_a_rows_bits_in_every_batch_and_on_
     for variant in loader.usable_variants():
         monkeypatch.setenv(loader.VARIABLE, variant)
         ours = ort.InferenceSession(with_row_kernels(model)[0], options)
-        found = {count: ours.run(None, {"x": rows[:count]})[0] for count in (0, 1, 5, 8, 12, 13, 16, 17, 25, 300)}
+        actual = {count: ours.run(None, {"x": rows[:count]})[0] for count in (0, 1, 5, 8, 12, 13, 16, 17, 25, 300)}
         # Where the first products' last bits differ, a value between them may be rounded to the next level.
-        np.testing.assert_allclose(found[300], stock, atol=0.01 * np.abs(stock).max())
+        np.testing.assert_allclose(actual[300], stock, atol=0.01 * np.abs(stock).max())
         first = by_parts(graph, block, rows) if first is None else first
-        assert all(np.array_equal(some, first[:count]) for count, some in found.items())
+        assert all(np.array_equal(some, first[:count]) for count, some in actual.items())
 
 
 @built

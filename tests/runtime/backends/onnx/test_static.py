@@ -106,21 +106,21 @@ def test_drafts_leave_greedy_output_as_it_is(weights: str, static_pair: Bundles)
 
 def test_a_host_may_choose_and_stop(static: tuple[Any, Any], dynamic: tuple[Any, Any]) -> None:
     tokens = random_tokens(6, 60)
-    found = []
+    result = []
     for target, drafter in (static, dynamic):
         target.prefill(tokens)
-        seen: list[tuple[int, ...]] = []
+        observed: list[tuple[int, ...]] = []
 
-        def second(logits: Any, candidates: Any = None, seen: list[tuple[int, ...]] = seen) -> int:
-            seen.append(tuple(sorted(candidates)))
+        def second(logits: Any, candidates: Any = None, observed: list[tuple[int, ...]] = observed) -> int:
+            observed.append(tuple(sorted(candidates)))
             return int(candidates[np.argsort(logits)[-2]])
 
         shares: list[float] = []
         chosen = drafter.draft(7, 3, sampler=second)
         stopped = drafter.draft(7, 4, should_continue=lambda share, shares=shares: shares.append(share) or len(shares) < 2)
-        found.append((chosen, seen, stopped, np.round(shares, 4).tolist()))
-    assert found[0] == found[1]
-    assert len(found[0][2]) == 2
+        result.append((chosen, observed, stopped, np.round(shares, 4).tolist()))
+    assert result[0] == result[1]
+    assert len(result[0][2]) == 2
 
 
 def test_the_drafter_reads_the_targets_own_rows(static: tuple[Any, Any]) -> None:
@@ -171,8 +171,8 @@ def test_a_manifest_that_does_not_fit_the_graphs_is_refused(
         opened(folder)
 
 
-@pytest.mark.parametrize(("weights", "most"), [("f32", 1e-3), ("int4", 0.5)])
-def test_openvinos_cpu_device_runs_every_node(weights: str, most: float, static_pair: Bundles) -> None:
+@pytest.mark.parametrize(("weights", "maximum"), [("f32", 1e-3), ("int4", 0.5)])
+def test_openvinos_cpu_device_runs_every_node(weights: str, maximum: float, static_pair: Bundles) -> None:
     pytest.importorskip("onnxruntime_ep_openvino", reason="needs edge-mtp[openvino]")
     tokens, sentences = random_tokens(1, 240), list[str]()
     rows, drafts, providers = [], [], set[str]()
@@ -187,7 +187,7 @@ def test_openvinos_cpu_device_runs_every_node(weights: str, most: float, static_
             providers = {provider for graph in target.assignments().values() for provider in graph}
     assert providers == {"OpenVINOExecutionProvider"}
     assert sentences == []
-    assert np.abs(rows[0] - rows[1]).max() < most
+    assert np.abs(rows[0] - rows[1]).max() < maximum
     assert weights != "f32" or drafts[0] == drafts[1]
 
 

@@ -100,7 +100,7 @@ def check_prompts(pair: Opened, all_pieces: Sequence[Sequence[int]], vocabulary:
     assert target.skips_unread_rows
     assert pair.said == []
     for pieces in all_pieces:
-        found = []
+        result = []
         for whole in (False, True):
             target.rollback(0)
             for number, count in enumerate(pieces):
@@ -109,8 +109,8 @@ def check_prompts(pair: Opened, all_pieces: Sequence[Sequence[int]], vocabulary:
                     fill_whole(target, piece)
                 else:
                     target.prefill(piece, rows_read=int(number == len(pieces) - 1))
-            found.append((target.hidden_row.copy(), *following(pair, tokens[target.length :])))
-        (hidden, drafts, *logits), (whole_hidden, whole_drafts, *whole_logits) = found
+            result.append((target.hidden_row.copy(), *following(pair, tokens[target.length :])))
+        (hidden, drafts, *logits), (whole_hidden, whole_drafts, *whole_logits) = result
         assert drafts == whole_drafts, pieces
         assert all(map(np.array_equal, logits, whole_logits)), pieces
         assert np.isfinite(logits[0]).all()
@@ -188,8 +188,8 @@ def older(folder: Path, output: Path) -> Path:
     entry = next(file for file in manifest["files"] if (file["role"], file["format"]) == ("target", "onnx"))
     path = output / entry["path"]
     model = onnx.load(path, load_external_data=False)
-    (given,) = (value for value in model.graph.input if value.name == "skipped_rows")
-    model.graph.input.remove(given)
+    (passed,) = (value for value in model.graph.input if value.name == "skipped_rows")
+    model.graph.input.remove(passed)
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1, np.int64), "skipped_rows"))
     path.write_bytes(model.SerializeToString())
     entry |= {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
@@ -238,7 +238,7 @@ def test_a_prompt_in_graphs_of_fixed_shapes_gives_keys_and_values_only(tmp_path:
     graph = onnx.load(next((tmp_path / "now").glob("target-prefill*.onnx")), load_external_data=False).graph
     assert {value.name.split(".")[0] for value in graph.output} == {"new_key", "new_value"}
     write = static_export.write_target_graph
-    monkeypatch.setattr(static_export, "write_target_graph", lambda *given, prefill: write(*given, prefill=False))
+    monkeypatch.setattr(static_export, "write_target_graph", lambda *passed, prefill: write(*passed, prefill=False))
     before, tokens = export("before"), random_tokens(500)
     assert [now.target.skips_unread_rows, before.target.skips_unread_rows] == [True, False]
     assert re.search(r"need [23]\.\d times fewer", *said)
