@@ -76,10 +76,10 @@ class Display:
 def summary(bundle: Bundle) -> Table:
     """A table of the bundle's files with their sizes."""
     table = Table(title=f"{bundle.folder}: Gemma 4 {bundle.manifest.architecture.family}", title_justify="left")
-    for column, justify in (("file", "left"), ("role", "left"), ("quantization", "left"), ("size", "right")):
+    for column, justify in (("file", "left"), ("role", "left"), ("weights", "left"), ("size", "right")):
         table.add_column(column, justify="right" if justify == "right" else "left", overflow="fold", no_wrap=column in ("file", "size"))
     for entry in bundle.manifest.files:
-        table.add_row(entry.path, entry.role, entry.quantization or "", byte_text(entry.bytes))
+        table.add_row(entry.path, entry.role, entry.weights, byte_text(entry.bytes))
     table.add_section()
     table.add_row("total", "", "", byte_text(sum(entry.bytes for entry in bundle.manifest.files)))
     return table

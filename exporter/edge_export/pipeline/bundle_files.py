@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import isfinite, prod
 from pathlib import Path
@@ -21,6 +21,7 @@ from edge_export.gguf.keys import GENERATION_NAME, read_generation
 from edge_export.gguf.tensor_names import gguf_name
 from edge_export.output.atomic_folder import BundlePart
 from edge_runtime.bundle import signature
+from edge_runtime.bundle.gguf_header import read_gguf_header
 from edge_runtime.bundle.manifest import (
     MAX_DRAFT_LENGTH,
     Architecture,
@@ -214,8 +215,8 @@ def copy_texts(target: ResolvedSource, folder: Path, progress: Progress) -> list
     return parts
 
 
-def hash_parts(parts: list[BundlePart], folder: Path, progress: Progress) -> tuple[BundleFile, ...]:
-    """Returns the manifest's entries of the written files."""
+def hash_parts(parts: list[BundlePart], folder: Path, weights: Mapping[str, int], progress: Progress) -> tuple[BundleFile, ...]:
+    """Returns the manifest's entries of the written files; `weights` is how many target and drafter have."""
     progress.step("Hash the bundle", None)
     return tuple(
         BundleFile(
@@ -225,9 +226,19 @@ def hash_parts(parts: list[BundlePart], folder: Path, progress: Progress) -> tup
             bytes=part.path.stat().st_size,
             sha256=sha256_of(part.path),
             quantization=part.quantization,
+            bits_per_weight=_bits(part, weights.get(part.role.removesuffix("_data"))),
         )
         for part in parts
     )
+
+
+def _bits(part: BundlePart, weights: int | None) -> float | None:
+    """How many bits a weight takes in a model's file: of a GGUF in its tensors, as llama.cpp counts them."""
+    if not weights or part.format not in ("gguf", "onnx_data"):
+        return None
+    is_gguf = part.format == "gguf"
+    size = sum(tensor.bytes for tensor in read_gguf_header(part.path).tensors) if is_gguf else part.path.stat().st_size
+    return round(8 * size / weights, 2)
 
 
 def hash_source(source: ResolvedSource, progress: Progress) -> ModelSource:

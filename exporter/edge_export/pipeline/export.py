@@ -76,7 +76,9 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
         onnx, onnx_figures = _make_onnx(job, importance, folder)
         gguf_parts, gguf_figures = make_gguf(gguf, job, importance) if gguf is not None else ([], {})
         parts = [*gguf_parts, *(onnx.parts if onnx is not None else ()), *copy_texts(job.pair[0], folder, progress)]
-        manifest = _manifest(job, hash_parts(parts, folder, progress), onnx, parity=gguf_figures | onnx_figures, importance=importance)
+        weights = {source.role: source.checkpoint.parameters for source in job.pair}
+        files = hash_parts(parts, folder, weights, progress)
+        manifest = _manifest(job, files, onnx, parity=gguf_figures | onnx_figures, importance=importance)
         (folder / MANIFEST_NAME).write_bytes(manifest.to_json().encode())
         if key is not None:
             sign_manifest(folder, manifest.to_json().encode(), key)
@@ -197,7 +199,8 @@ def _importance(job: ExportJob, gguf: GgufFiles | None) -> dict[str, Importance]
     text = sources.calibrate
     title = f"Calibrate on {text.name}" if text else "Read the importance matrix"
     job.progress.step(title, text.stat().st_size if text and text.is_file() else None)
-    return importance_of_pair(sources, job.reference, roles, state=calibration_folder(job.request), progress=job.progress.advance)
+    state, progress = calibration_folder(job.request), job.progress
+    return importance_of_pair(sources, job.reference, roles, state=state, progress=progress.advance, notify=progress.note)
 
 
 def _make_onnx(job: ExportJob, importance: dict[str, Importance], folder: Path) -> tuple[OnnxFiles | None, dict[str, Any]]:

@@ -37,7 +37,7 @@ def card(manifest: Manifest, figures: Sequence[MeasuredFigures] = (), repository
 
 
 def _file_row(entry: BundleFile) -> str:
-    cells = (entry.path, entry.role, entry.quantization or "", f"{entry.bytes:,}")
+    cells = (entry.path, entry.role, entry.weights, f"{entry.bytes:,}")
     return f"| {' | '.join(map(card_text, cells))} |"
 
 

@@ -46,13 +46,16 @@ _HEAD = "token_embd.weight"
 _NORMED, _NORMED_HEADS, _EPSILON = ("o_proj", "down_proj", "per_layer_projection"), ("q_proj", "k_proj"), 1e-6
 # What they give goes through another matrix before it is normed.
 _GATED = ("gate_proj", "up_proj")
+# Tokens per character from which on a text falls into bytes: words have fewer tokens than characters, a byte each has two or three.
+_SHREDDED = 1.5
 Entries = dict[str, ChannelSums]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
     """The pair and the text. `with_drafter`: it is measured too. `moments` get the second moments of the inputs of the models that it
-    names, target or drafter. `state` is a file from which a calibration that was stopped goes on, with the same moments.
+    names, target or drafter. `state` is a file from which a calibration that was stopped goes on, with the same moments. `notify` gets a
+    sentence about a text that is of little use.
     """
 
     reference: Reference
@@ -60,6 +63,7 @@ class CalibrationRequest:
     with_drafter: bool = True
     moments: Mapping[str, SecondMoments] = field(default_factory=dict)
     state: Path | None = None
+    notify: Callable[[str], None] = lambda _: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +163,11 @@ def _chunks(request: CalibrationRequest, text: str) -> list[list[int]]:
     length = min(CHUNK, request.reference.architecture.context) - len(begin)
     if len(tokens) < length:
         raise ExportError(f"the calibration text {request.text} has {len(tokens)} tokens, at least {length} are needed; give a longer one")
+    if len(tokens) > _SHREDDED * len(text):
+        request.notify(
+            f"{request.text.name} falls into {len(tokens)} tokens for {len(text)} characters: the tokenizer has no words of its language,"
+            " so calibrating on it may bring little. Text in a language that the model knows brings more."
+        )
     count = min(len(tokens) // length, MAX_CHUNKS)
     starts = np.linspace(0, len(tokens) - length, count).astype(int)
     return [[*begin, *tokens[start : start + length]] for start in starts]

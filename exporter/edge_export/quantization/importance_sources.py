@@ -87,13 +87,19 @@ def calibrated_by_default(
 
 
 def importance_of_pair(
-    sources: ImportanceSources, reference: Reference, roles: Mapping[str, bool], *, state: Path, progress: Callable[[int], None]
+    sources: ImportanceSources,
+    reference: Reference,
+    roles: Mapping[str, bool],
+    *,
+    state: Path,
+    progress: Callable[[int], None],
+    notify: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Importance]:
     """Returns the importance by role, of the roles in `roles` only: those whose quantization uses it, and whether it uses moments too.
 
     `state` is the folder of what a calibration computes: one that was stopped goes on from it, and it stays as long as the importance is
-    used. `progress` gets the bytes of calibration text done. Raises ExportError if no quantization uses it, or if it does not fit the
-    model.
+    used. `progress` gets the bytes of calibration text done, `notify` a sentence about a text of little use. Raises ExportError if no
+    quantization uses it, or if it does not fit the model.
     """
     files = {"target": sources.imatrix, "drafter": sources.drafter_imatrix}
     for role in [role for role, path in files.items() if path is not None and role not in roles]:
@@ -118,7 +124,7 @@ def importance_of_pair(
     prepare_state(state, facts, (target.path, drafter.path), "a calibration")
     moments = {role: SecondMoments(state / role) for role, used in roles.items() if used}
     request = CalibrationRequest(
-        reference=reference, text=sources.calibrate, with_drafter=with_drafter, moments=moments, state=state / LAYERS_FILE
+        reference=reference, text=sources.calibrate, with_drafter=with_drafter, moments=moments, state=state / LAYERS_FILE, notify=notify
     )
     made = calibrate(request, progress)
     for role, entries in (("target", made.target), ("drafter", made.drafter)):

@@ -24,8 +24,9 @@ from edge_bench.measure.variants import BASELINE, FIXED, OURS, Variant, edge_var
 from edge_devices.energy.protocol import Workload
 from edge_devices.machine.facts import installed_version, read_machine
 from edge_devices.machine.system import WallClock
-from edge_runtime.backends.selection import has_options, usable_backends
+from edge_runtime.backends.selection import CARDS, has_options, usable_backends
 from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.exported_quality import exported_quality
 from edge_runtime.calibration.cost_probe import TEXT, measure_costs
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.cost_model import MIN_SECONDS
@@ -75,6 +76,10 @@ class Benchmark:
         lengths = tuple(length for length in request.lengths if length <= longest)
         wall_clock = WallClock()
         yield self._header(drafters, lengths)
+        parity = self._bundle.manifest.parity or {}
+        quality = exported_quality(parity.get("onnx") if CARDS[self._backend].format == "onnx" else parity)
+        if quality is not None:
+            yield Note(text=f"the target {quality.words}, as its export measured")
         for length in request.lengths:
             if length > longest:
                 yield Note(text=f"draft length {length} is left out: longest_draft is {longest}")

@@ -97,7 +97,10 @@ MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER = "media_encoder", "vision_encoder"
 
 @dataclass(frozen=True, kw_only=True)
 class BundleFile:
-    """One file of the bundle; `path` is relative, with forward slashes. `role` is one of those in docs/bundle.md."""
+    """One file of the bundle; `path` is relative, with forward slashes. `role` is one of those in docs/bundle.md.
+
+    `bits_per_weight` is what a weight of its model takes in it on average, None for files that hold no model's weights.
+    """
 
     path: str
     role: str
@@ -105,6 +108,13 @@ class BundleFile:
     bytes: int
     sha256: str
     quantization: str | None = None
+    bits_per_weight: float | None = None
+
+    @property
+    def weights(self) -> str:
+        """The quantization and its bits, e.g. "q4_k_m, 7.8 bits per weight"; empty for a file without weights."""
+        bits = "" if self.bits_per_weight is None else f", {self.bits_per_weight:.2g} bits per weight"
+        return f"{self.quantization}{bits}" if self.quantization else ""
 
 
 @dataclass(frozen=True, kw_only=True)

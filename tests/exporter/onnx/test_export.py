@@ -257,5 +257,6 @@ def test_calibration_weighs_onnx_weights_too(tmp_path: Path) -> None:
         data.append({role: bundle.path(role, "onnx_data").read_bytes() for role in ("target_data", "drafter_data")})
         assert set(bundle.manifest.importance or {}) == (set() if calibrate is None else {"target"})
     assert len(data[0]["target_data"]) == len(data[1]["target_data"])
+    assert 4.5 < bundle.file("target_data", "onnx_data").bits_per_weight < 7, "4 and 8 bits, and their scales"
     assert data[0]["target_data"] != data[1]["target_data"]
     assert data[0]["drafter_data"] == data[1]["drafter_data"]

@@ -80,6 +80,10 @@ def test_the_bundle_opens_and_says_where_it_came_from(export: Export, tmp_path: 
         ("tokenizer", "tokenizer.json", None),
         ("chat_template", "chat_template.jinja", None),
     ]
+    target, *_, template = bundle.manifest.files
+    assert 4.5 < target.bits_per_weight < 8.5, "of tensors alone: the vocabulary is most of such a small file"
+    assert target.weights == f"q4_k_m, {target.bits_per_weight:.2g} bits per weight"
+    assert (template.bits_per_weight, template.weights) == (None, "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     others = {path.name for path in (tmp_path / "out").iterdir()} - {f.path for f in bundle.manifest.files}
     assert others == {MANIFEST_NAME, "config.yaml", "models.ini", "Modelfile", "README.md"}, "nothing unquantized"

@@ -358,6 +358,18 @@ def test_a_text_of_one_long_line_is_a_text(request_for: Callable[[str], Calibrat
     assert calibrate(request_for("e2b")).source.tokens == TOKENS
 
 
+def test_a_text_that_falls_into_bytes_is_named(request_for: Callable[[str], CalibrationRequest], text: Path) -> None:
+    lines: list[str] = []
+    request = replace(request_for("e2b"), notify=lines.append)
+    calibration._chunks(request, text.read_text())
+    assert lines == []
+    calibration._chunks(request, "\u1230\u120b\u121d" * 400)
+    assert lines == [
+        "text.txt falls into 3600 tokens for 1200 characters: the tokenizer has no words of its language, so calibrating on it may bring"
+        " little. Text in a language that the model knows brings more."
+    ]
+
+
 def test_a_full_disk_leaves_no_bundle(
     export: Callable[..., Bundle],
     request_for: Callable[[str], CalibrationRequest],

@@ -17,11 +17,14 @@ from click.testing import Result
 
 from bench_records import whole_benchmark
 from device_runs import bench
-from edge_bench.measure import command
-from edge_bench.measure.records import RecordFile, read_records
+from edge_bench.measure import benchmark, command
+from edge_bench.measure.records import Header, Note, RecordFile, read_records
+from edge_bench.measure.request import BenchRequest
 from edge_bench.report.figures import ROWS
 from edge_devices.energy.run_log import write_log
+from edge_runtime.bundle.exported_quality import Quality
 from edge_runtime.errors import BackendError
+from edge_runtime.session.load_options import LoadOptions
 from polling import wait
 from simulated_session import two_variants
 
@@ -241,6 +244,16 @@ def test_a_page_is_refused_before_measuring_where_its_library_is_missing(monkeyp
 def test_help_has_examples():
     assert "edge-bench report run.jsonl" in bench("--help").stdout
     assert "--against" in bench("run", "--help").stdout
+
+
+def test_a_report_says_what_the_export_kept_of_the_model(exported_pair, monkeypatch):
+    kept = Quality(rows=501, mean_kl=0.14, perplexity=94.0, reference_perplexity=87.0, greedy_agreement=0.81)
+    monkeypatch.setattr(benchmark, "exported_quality", lambda _: kept)
+    records = benchmark.Benchmark(exported_pair, BenchRequest(drafters=("lookup",)), LoadOptions(check="none")).records()
+    assert isinstance(next(records), Header)
+    note = next(records)
+    assert isinstance(note, Note)
+    assert note.text == f"the target {kept.words}, as its export measured"
 
 
 @pytest.mark.parametrize("moved", [86400.0, -86400.0, 0.0])
