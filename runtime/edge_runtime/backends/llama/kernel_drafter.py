@@ -52,8 +52,11 @@ class LlamaKernelDrafter:
             raise ValueError("they do not run here")
         if len(set(map(str, rows_read(header, shared.header)))) != 1:
             raise ValueError("its rows")
-        weights = _read(library, header, path, head, target, target_path, options)
-        self._rotations = [_Rotation(header, path, library, sliding=sliding) for sliding in (True, False)]
+        try:
+            weights = _read(library, header, path, head, target, target_path, options)
+            self._rotations = [_Rotation(header, path, library, sliding=sliding) for sliding in (True, False)]
+        except KeyError as error:  # for which llama.cpp may have a default
+            raise ValueError(f"it has no {error.args[0]}") from error
         self._draft: NativeDraft | None = NativeDraft(weights, longest=max(1, options.max_draft_length))
         if options.kv_type != "f16":
             self._turns = [_turns(rotation.dim) for rotation in self._rotations]

@@ -171,6 +171,18 @@ def test_files_that_do_not_fit_are_refused(reference_pair: Any, tmp_path: Path) 
         assert not target.shared.drafters
 
 
+def test_a_file_without_a_key_is_left_to_llama_cpp(reference_pair: Any, tmp_path: Path) -> None:
+    data = reference_pair.drafter.read_bytes()
+    with LlamaTarget(reference_pair.target, options()) as target:
+        for key in ("rope.freq_base", "rope.freq_base_swa", "embedding_length", "attention.layer_norm_rms_epsilon"):
+            name = f"gemma4-assistant.{key}".encode()
+            name = len(name).to_bytes(8, "little") + name
+            assert data.count(name) == 1
+            (tmp_path / "odd.gguf").write_bytes(data.replace(name, name[:-1] + b"X"))
+            with pytest.raises(ValueError, match=f"it has no gemma4-assistant.{key}"):
+                LlamaKernelDrafter(tmp_path / "odd.gguf", None, target, reference_pair.target)
+
+
 def test_a_rollback_leaves_the_rows_that_the_kept_token_attends_to(reference_pair: Any) -> None:
     with LlamaTarget(reference_pair.target, options()) as target:
         drafter, tokens = kernel_drafter(reference_pair, target), text(target, 40)
