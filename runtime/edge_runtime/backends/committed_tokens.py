@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import KvRows, Vocabulary, inside_image
 
+# So many forwards are written together: a page that a forward of the target drove out of the caches is dear to reach.
+_MOST_UNWRITTEN = 32
 _NO_ROWS = np.empty((0, 0), dtype=np.float32)
 
 
@@ -40,11 +42,14 @@ class CommittedText(ABC):
         self.vocabulary = vocabulary
         self.length = 0
         self._tokens = np.zeros(context, np.int32)
+        self._unwritten: list[tuple[int, NDArray[np.int64]]] = []  # where tokens of forwards go, until somebody reads them
         self.forget_hidden()
 
     @property
     def tokens(self) -> NDArray[np.int32]:
         """The committed tokens [length]. A view: its content changes with the next forward after a rollback."""
+        if self._unwritten:
+            self._write()
         return self._tokens[: self.length]
 
     @property
@@ -104,8 +109,15 @@ class CommittedText(ABC):
 
     def append(self, ids: NDArray[np.int64]) -> None:
         """Records tokens whose rows are in the cache."""
-        self._tokens[self.length : self.length + len(ids)] = ids
+        self._unwritten.append((self.length, ids))
         self.length += len(ids)
+        if max(len(ids), len(self._unwritten)) >= _MOST_UNWRITTEN:
+            self._write()
+
+    def _write(self) -> None:
+        forwards, self._unwritten = self._unwritten, []
+        for start, ids in forwards:  # of which some were rolled back, and others follow in their place
+            self._tokens[start : start + len(ids)] = ids
 
     def take_hidden(self, rows: NDArray[np.float32]) -> None:
         """Takes the hidden rows [n, hidden_size] of the newest n tokens, a view."""

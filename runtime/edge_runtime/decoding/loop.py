@@ -132,6 +132,8 @@ class Decoding:
 
     def timing(self, draft_seconds: float, verify_seconds: float, *others: Decoding) -> Timing:
         """Returns the timing of the round, for this request and the `others` that shared its forwards."""
+        if not others:
+            return Timing(self._start, self._steps, draft_seconds, self._rows, verify_seconds)
         sharing = (self, *others)
         return Timing(
             length=sum(decoding._start for decoding in sharing),

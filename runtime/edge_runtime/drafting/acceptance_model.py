@@ -35,6 +35,7 @@ POSITION_DECAY = 0.96
 # Cached counts of an earlier use count as at most so many observations of each sort, because the text is another one. The counts of the
 # export, from a single text, count less.
 CACHED_WEIGHT, EXPORTED_WEIGHT = 40.0, 10.0
+_MOST_UNCOUNTED = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,7 @@ class AcceptanceModel:
         self._transition = TRANSITION_WEIGHT * near / near.sum(axis=1, keepdims=True)
         self._first = np.full(len(middles), FIRST_WEIGHT / len(middles))
         self._observed = False
+        self._uncounted: list[tuple[Sequence[int], int, int]] = []  # rounds, until somebody reads
 
     def bin_of(self, confidence: float, position: int) -> int:  # noqa: ARG002
         """Returns the bin of the confidence."""
@@ -96,6 +98,7 @@ class AcceptanceModel:
 
     def forecast(self, longest: int) -> Forecast:
         """Returns the probabilities by the counts."""
+        self._count_rounds()
         return _forecast(
             self._accepted / self._verified,
             self._transition / self._transition.sum(axis=1, keepdims=True),
@@ -108,6 +111,17 @@ class AcceptanceModel:
         if not bins:
             return
         self._observed = True
+        self._uncounted.append((bins, verified, accepted))
+        if len(self._uncounted) >= _MOST_UNCOUNTED:
+            self._count_rounds()
+
+    def _count_rounds(self) -> None:
+        """Counts several rounds together: behind a forward the counts have left the caches, and reading them again costs most."""
+        rounds, self._uncounted = self._uncounted, []
+        for bins, verified, accepted in rounds:
+            self._count(bins, verified, accepted)
+
+    def _count(self, bins: Sequence[int], verified: int, accepted: int) -> None:
         self._first *= FIRST_DECAY
         self._first[bins[0]] += 1
         for index, stood in zip(bins[:verified], [1.0] * accepted + [0.0], strict=False):
@@ -119,6 +133,7 @@ class AcceptanceModel:
 
     def fade(self, weight: float) -> None:
         """Keeps the proportions; new observations move them faster."""
+        self._count_rounds()
         self._first *= min(1.0, weight / self._first.sum())
 
     @property
@@ -128,6 +143,7 @@ class AcceptanceModel:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys; no tokens."""
+        self._count_rounds()
         return {
             "seen": self._verified.tolist(),
             "stood": self._accepted.tolist(),

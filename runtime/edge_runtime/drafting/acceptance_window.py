@@ -79,7 +79,7 @@ class AcceptanceWindow:
     @property
     def rejection(self) -> float | None:
         """Rejected / drafted; None before the first draft."""
-        return sum(self._rejected) / len(self._rejected) if self._rejected else None
+        return self._rejected.count(True) / len(self._rejected) if self._rejected else None
 
 
 class RejectionAlarm:
@@ -93,8 +93,8 @@ class RejectionAlarm:
 
     def event(self, window: AcceptanceWindow) -> Event | None:
         """Returns the event to report now; where several thresholds are exceeded at once, that of the highest."""
-        rejection = window.rejection
-        if rejection is None or not window.full:
+        rejection = window.rejection if window.full else None
+        if rejection is None:
             return None
         event = None
         for threshold, armed in self._armed.items():

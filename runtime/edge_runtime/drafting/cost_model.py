@@ -31,6 +31,7 @@ _MAX_SECONDS = 3600.0
 # Of provisional costs the newest so many timings of a number of rows count, and so many settle it.
 WINDOW, SETTLED = 9, 3
 _GROUP = 4
+_MOST_UNLEARNED = 32
 
 
 class Costs(Protocol):
@@ -113,6 +114,7 @@ class CostCurve:
         self._timings: dict[tuple[str, int], int] = {}
         self._buckets = {0: 1.0}
         self._bucket = 0
+        self._unlearned: list[Timing] = []  # of the newest rounds, until somebody reads
 
     def verify(self, rows: int) -> float:
         """Seconds of one target forward of `rows` rows at the current length."""
@@ -123,11 +125,17 @@ class CostCurve:
 
     def draft(self, steps: int, requests: int = 1) -> float:
         """Seconds of drafting `steps` tokens where `requests` requests draft together; until observed, the same as for one."""
+        self._bring_up_to_date()
         overhead, step = self._drafts.get(requests, self._drafts[1])
         return overhead + steps * step if steps else 0.0
 
     def learn(self, timing: Timing) -> None:
         """Learns from the timing of one round."""
+        self._unlearned.append(timing)
+        if len(self._unlearned) >= _MOST_UNLEARNED:
+            self._bring_up_to_date()
+
+    def _learn(self, timing: Timing) -> None:
         self._enter(timing.length)
         if timing.rows >= 1 and timing.verify_seconds > 0:
             if self._timed is not None and timing.rows <= MAX_ROWS:
@@ -151,14 +159,15 @@ class CostCurve:
         """Returns the number of rows, up to `limit`, that the fewest rounds timed; None where each has SETTLED, or a probe measured."""
         if self._timed is None:
             return None
+        self._bring_up_to_date()
         counts = [len(self._timed.get(rows, ())) for rows in range(1, min(limit, MAX_ROWS) + 1)]
         return counts.index(min(counts)) + 1 if min(counts) < SETTLED else None
 
     def learned(self) -> MeasuredCosts | None:
         """Returns what rounds made of provisional costs; None for measured ones, and before the first round."""
+        self._bring_up_to_date()
         if self._timed is None or not self._learned:
             return None
-        self._bring_up_to_date()
         overhead, step = self._drafts[1]
         counts = tuple(len(self._timed.get(rows, ())) for rows in range(1, MAX_ROWS + 1))
         return MeasuredCosts(verify=tuple(self._verify[:MAX_ROWS]), step=step, overhead=overhead, timings=counts)
@@ -172,7 +181,11 @@ class CostCurve:
         self._learned = self._stale = True
 
     def _bring_up_to_date(self) -> None:
-        """Computes provisional costs from their timings when somebody reads them, which takes longer than all else of a round."""
+        """Learns from the newest rounds, and computes provisional costs from their timings, when somebody reads them: that takes long."""
+        while self._unlearned:  # each may read what was learned before it
+            timings, self._unlearned = self._unlearned, []
+            for timing in timings:
+                self._learn(timing)
         if self._timed is None or not self._stale:
             return
         self._stale = False

@@ -10,6 +10,7 @@ Where N requests share their forwards, each counts an Nth of a verify of N times
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,8 +30,12 @@ PREDICTED_ROUNDS = 5.0
 BUDGET_PER_TOKEN, MAX_BUDGET = 0.01, 2.0
 # Share of the cost of all rounds that trials may lose: rounds of another length, whose costs no round has told yet.
 TRIAL_SHARE = 0.02
+# Rounds between two questions whether a trial is due: the answer needs all timings so far.
+TRIAL_INTERVAL = 4
 # While only shadow drafts are made, older observations of first drafts count as at most this many.
 STALE = 6.0
+# Whether a first draft pays is asked at this many times the rate, so that the answer holds while the rate moves a little.
+RATE_MARGIN = 1.1
 # Costs and acceptance change slowly; they are recomputed after so many rounds that drafted.
 REFRESH = 8
 # From so many tokens on, the seconds per token of the newest rounds say whether a promise is kept.
@@ -128,10 +133,14 @@ class Profit:
         self._until_refresh = 0
         self._stale = True
         self._requests = self._priced = 1
-        self._rows = np.zeros(self._max_rows + 1, np.intp)
+        self._rows = [0] * (self._max_rows + 1)
         # Costs of verifying n drafts, and of drafting them.
         self._row_costs: Chances = np.zeros(self._max_rows + 1)
         self._draft_costs: Chances = np.zeros(longest + 1)
+        self._row_list: list[float] = self._row_costs.tolist()
+        # The highest rate at which a first draft step is known to pay, the lowest at which it is known not to, and what they hold for.
+        self._pays, self._pays_not, self._paying_at = 0.0, math.inf, (self._row_costs, True)
+        self._any_untimed, self._until_trial = True, 0
         self._tokens_reached = self._cost_reached = 0.0
         self._rate = self._plain_rate = 0.0
         self._offer: Sequence[float] = ()
@@ -148,7 +157,7 @@ class Profit:
         self._all_added = False  # tokens that no drafter drafted included
         # Expected tokens of verifying the first n drafts; worth and number of the best prefix.
         self._tokens = [1.0]
-        self._worth = 1.0 - self._rate * float(self._row_costs[0])
+        self._worth = 1.0 - self._rate * self._row_list[0]
         self._verified = 0
 
     def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
@@ -185,7 +194,12 @@ class Profit:
 
     def _trial(self) -> int:
         """Returns the rows of a round that is made to time them, 0 for none; takes what it loses from the budget."""
+        if not self._any_untimed or self._until_trial > 0:
+            self._until_trial -= 1
+            return 0
+        self._until_trial = TRIAL_INTERVAL
         rows = self._costs.rows_to_time(self._max_rows + 1) if self._longest else None
+        self._any_untimed = rows is not None  # for good: what was timed often enough stays so
         if rows is None:
             return 0
         worths = self._worth_of_lengths()
@@ -234,10 +248,23 @@ class Profit:
         if not self._longest:
             return 0
         if self._stepwise:
-            return self._longest if self._gain_of_a_step(self._forecast.first) > 0 else 0
+            return self._longest if self._first_step_pays() else 0
         worth = self._worth_of_lengths()
         best = int(worth.argmax())
         return best if worth[best] > 0 else 0
+
+    def _first_step_pays(self) -> bool:
+        """Whether a first draft adds to the worth of the round. The higher the rate, the less it adds: a bound serves for many rounds."""
+        holds_for = self._row_costs, self._any_prefix
+        if self._paying_at[0] is not holds_for[0] or self._paying_at[1] != holds_for[1]:
+            self._pays, self._pays_not, self._paying_at = 0.0, math.inf, holds_for
+        for rate in (self._rate * RATE_MARGIN, self._rate):
+            if self._pays < self._rate < self._pays_not:
+                if self._gain_of_a_step(self._forecast.first, rate) > 0:
+                    self._pays = rate
+                else:
+                    self._pays_not = rate
+        return self._rate <= self._pays
 
     def _update_rate(self) -> None:
         """Updates the reference rate and, every REFRESH rounds, the forecast and the costs."""
@@ -255,20 +282,21 @@ class Profit:
         costs = np.array([self._verify(rows) for rows in range(1, self._max_rows + 2)])
         if self._cost_reached and self._requests == self._priced:
             # Sums of earlier rounds at what a plain round is known to cost now.
-            self._cost_reached *= float(costs.min()) / float(self._row_costs[0])
+            self._cost_reached *= float(costs.min()) / self._row_list[0]
         self._priced = self._requests
         # The cheapest of n rows and all larger batches.
         self._row_costs = np.minimum.accumulate(costs[::-1])[::-1]
-        self._rows = np.array([n + int(costs[n:].argmin()) for n in range(len(costs))])
+        self._row_list = self._row_costs.tolist()
+        self._rows = [n + int(costs[n:].argmin()) for n in range(len(costs))]
         self._draft_costs = np.array([self._costs.draft(n, self._requests) for n in range(self._longest + 1)])
-        self._plain_rate = 1 / float(self._row_costs[0])
+        self._plain_rate = 1 / self._row_list[0]
         if not self._cost_reached:
             self._predict_rate()
 
     def _predict_rate(self) -> None:
         """Before the first round: takes the predicted rate of the best fixed length."""
         rates = self._tokens_of_lengths() / (self._draft_costs + self._row_costs[: self._longest + 1])
-        self._cost_reached = PREDICTED_ROUNDS * float(self._row_costs[0])
+        self._cost_reached = PREDICTED_ROUNDS * self._row_list[0]
         self._tokens_reached = float(rates.max()) * self._cost_reached
 
     def _tokens_of_lengths(self) -> Chances:
@@ -281,21 +309,26 @@ class Profit:
         worth = self._tokens_of_lengths() - self._rate * (self._draft_costs + self._row_costs[: self._longest + 1])
         return np.asarray(worth - worth[0])
 
-    def _gain_of_a_step(self, next_bin: Chances) -> float:
-        """Returns what another draft adds to the worth of the round; `next_bin` [bins]: the probability that it is of each bin."""
-        known, drafted, rate = self._forecast, len(self._bins), self._rate
+    def _gain_of_a_step(self, next_bin: Chances, first_at: float | None = None) -> float:
+        """Returns what another draft adds to the worth of the round; `next_bin` [bins]: the probability that it is of each bin.
+
+        `first_at` is another rate than now's, for the first draft alone.
+        """
+        known, drafted, rate, reached = self._forecast, len(self._bins), self._rate, self._worth
+        if first_at is not None:
+            rate, reached = first_at, 1.0 - first_at * self._row_list[0]
         drafts = self._draft_costs[drafted + 1 :]
         chains = self._chain * known.accept_prob
         tokens = self._tokens[-1] + chains
         worth = tokens - rate * self._row_costs[drafted + 1]
         if self._any_prefix:
-            worth = np.maximum(worth, self._worth)
+            worth = np.maximum(worth, reached)
         left = self._longest - drafted - 1
         if left:
             spent = rate * (self._row_costs[drafted + 2 : self._longest + 1] + drafts[1:] - drafts[0])
             further = tokens + chains * known.further[1 : left + 1] - spent[:, None]
             worth = np.maximum(worth, further.max(axis=0))
-        return float(next_bin @ worth) - rate * float(drafts[0] - self._draft_costs[drafted]) - self._worth
+        return float(next_bin @ worth) - rate * float(drafts[0] - self._draft_costs[drafted]) - reached
 
     def numbers(self) -> StopNumbers:
         known = self._forecast
@@ -328,7 +361,7 @@ class Profit:
         self._chain *= chance
         self._tokens.append(self._tokens[-1] + self._chain)
         count = len(self._tokens) - 1
-        worth = self._tokens[-1] - self._rate * float(self._row_costs[count])
+        worth = self._tokens[-1] - self._rate * self._row_list[count]
         if worth > self._worth or not may_leave_out:
             self._worth, self._verified = worth, count
 
@@ -344,7 +377,7 @@ class Profit:
     def _padding(self, verified: int) -> int:
         if self._mode == "trial":
             return max(0, self._trial_rows - 1 - verified)
-        return int(self._rows[verified]) - verified
+        return self._rows[verified] - verified
 
     def _add_unreported(self, drafted: int) -> None:
         """Adds the drafts of a drafter that does not call `should_continue`."""
@@ -385,7 +418,7 @@ class Profit:
     def _spent(self) -> float:
         """The cost of the round according to the cost model. Shadow drafts are paid from the probing budget instead."""
         steps = 0 if self._mode == "shadow" else len(self._bins)
-        return float(self._draft_costs[steps] + self._row_costs[self._verified])
+        return float(self._draft_costs[steps]) + self._row_list[self._verified]
 
     @property
     def last(self) -> Decision:

@@ -148,7 +148,8 @@ class TextMemory:
             copy, ends = within_text(copy), False
         while ends and copy and len(copy) < limit:
             copy += copy
-        return Guess(SOURCE, tuple(copy[:limit]), tuple(evidence(length + place) for place in range(len(copy[:limit]))))
+        tokens = tuple(copy[:limit])
+        return Guess(SOURCE, tokens, evidences(length, len(tokens)))
 
 
 class LookupDrafter:
@@ -198,3 +199,13 @@ def within_text(tokens: list[int]) -> list[int]:
 def evidence(length: int, source: str = SOURCE) -> str:
     """Returns the bin of a match of this length."""
     return f"{source} {_BOUNDS[bisect_right(_BOUNDS, length) - 1]}"
+
+
+def evidences(length: int, count: int) -> tuple[str, ...]:
+    """Returns the bins of `count` tokens behind a match of this length."""
+    first = min(length, _BOUNDS[-1])
+    return (_EVIDENCE[first : first + count] + _EVIDENCE[-1:] * count)[:count]
+
+
+# By the length of the match: each round asks for many of them.
+_EVIDENCE = ("", "", *(evidence(length) for length in range(_BOUNDS[0], _BOUNDS[-1] + 1)))

@@ -6,11 +6,10 @@ RequestError when it is continued, instead of going on in rows that are no longe
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
 
 from edge_runtime.errors import RequestError
@@ -29,22 +28,15 @@ class PairLock:
         self.closed = False
         self._lock = threading.RLock()
         self._computing = False
+        self._round = _Computing(self)
 
     def held(self) -> AbstractContextManager[Any]:
         """Waits for other threads; inside, only this thread uses the pair."""
         return self._lock
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """As `held`, around work that must not be entered again: callbacks inside it that use the pair are refused."""
-        with self._lock:
-            self.require_idle()
-            self.require_open()
-            self._computing = True
-            try:
-                yield
-            finally:
-                self._computing = False
+        return self._round
 
     def require_idle(self) -> None:
         """Raises RequestError inside of a forward, which only a callback or a signal handler can be."""
@@ -55,6 +47,28 @@ class PairLock:
         """Raises RequestError if the pair is closed."""
         if self.closed:
             raise RequestError(CLOSED)
+
+
+class _Computing(AbstractContextManager[None]):
+    """One object for all rounds, in the place of a generator for each."""
+
+    def __init__(self, lock: PairLock) -> None:
+        self._pair = lock
+
+    def __enter__(self) -> None:
+        pair = self._pair
+        pair._lock.acquire()
+        try:
+            pair.require_idle()
+            pair.require_open()
+            pair._computing = True
+        except BaseException:
+            pair._lock.release()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pair._computing = False
+        self._pair._lock.release()
 
 
 class CacheClaim:

@@ -380,13 +380,18 @@ class Generation:
             lock.require_idle()
             if not self._rounds:
                 self.prefill()
-            with lock.computing(), self.guarded():
+            with lock.computing():
+                self.require_claim()
                 begin = time.perf_counter()  # only the loop's own time counts, not what the caller does with a round
-                round_done = next(self._decode, None)
-                seconds = time.perf_counter() - begin
-                if round_done is None:
-                    return False
-                self.record(round_done)
+                try:
+                    round_done = next(self._decode, None)
+                    seconds = time.perf_counter() - begin
+                    if round_done is None:
+                        return False
+                    self.record(round_done)
+                except BaseException as error:
+                    self.fail(error)
+                    raise
             self.count(round_done, seconds)
             return True
 

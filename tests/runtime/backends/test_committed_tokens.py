@@ -116,3 +116,13 @@ def test_verifies_are_limited_and_a_closed_target_says_so(text: Text) -> None:
     for call in (lambda: text.checked([1]), lambda: text.checked_soft([-1], soft_rows(1)), lambda: text.check_rollback(0)):
         with pytest.raises(RequestError, match="closed"):
             call()
+
+
+def test_tokens_of_rounds_that_nobody_read_between_are_those_that_stayed(text: Text) -> None:
+    for token in range(80):  # more than are kept unwritten
+        text.length = 4
+        text.append(np.array([token % 10, (token + 1) % 10]))
+    text.length = 5
+    text.append(np.array([3]))
+    assert text.tokens.tolist() == [4, 5, 6, 7, 9, 3]
+    assert not text._unwritten

@@ -284,3 +284,16 @@ def test_batches_of_several_requests_follow_provisional_costs() -> None:
 def test_timings_that_cannot_be_are_refused(timings: Any) -> None:
     with pytest.raises(ValueError, match="costs"):
         from_json(MeasuredCosts, to_json(COSTS) | {"timings": timings}, "costs")
+
+
+@pytest.mark.parametrize("timings", [(), (0,) * MAX_ROWS])
+def test_costs_are_learned_when_somebody_reads_them(timings: tuple[int, ...]) -> None:
+    start = MeasuredCosts(verify=tuple(1.0 + 0.1 * n for n in range(MAX_ROWS)), step=0.1, overhead=0.05, timings=timings)
+    read, unread = CostCurve(start), CostCurve(start)
+    for number in range(20):
+        for costs in (read, unread):
+            costs.learn(took(length=100 * number, rows=1 + number % 5, verify=1.0 + 0.03 * number, steps=number % 4, draft=0.2))
+        read.verify(1)
+    assert len(unread._unlearned) == 20
+    assert [unread.verify(rows) for rows in range(1, 20)] == pytest.approx([read.verify(rows) for rows in range(1, 20)])
+    assert unread.draft(3) == pytest.approx(read.draft(3))

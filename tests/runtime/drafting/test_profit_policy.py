@@ -283,3 +283,20 @@ def test_trials_stay_within_their_budget() -> None:
         modes.append(mode)
     lost = modes.count("trial") * (STEEP[8] + 8.0 - STEEP[0])
     assert 0 < lost <= 0.021 * (1000 * STEEP[0] + lost)
+
+
+def test_whether_a_first_draft_pays_is_known_at_near_rates_without_asking_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    gain = Profit._gain_of_a_step
+    monkeypatch.setattr(Profit, "_gain_of_a_step", lambda self, *given: asked.append(1) or gain(self, *given))
+    for curve in CURVES:
+        policy = Profit(ExactCosts(CURVES[curve], 1.0), AcceptanceModel())
+        policy.plan()
+        policy._begin_round(any_prefix=True)
+        first, answers, asked[:] = policy._rate, [], []
+        for step in range(200):  # a walk around the rate, into where no draft pays
+            policy._rate = first * (1 + 0.3 * math.sin(step / 20))
+            policy._begin_round(any_prefix=True)
+            answers.append(policy._first_step_pays() == (gain(policy, policy._forecast.first) > 0))
+        assert all(answers)
+        assert len(asked) < 20

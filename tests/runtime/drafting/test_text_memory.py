@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edge_runtime.drafting.text_memory import SLICE_TOKENS, SuffixAutomaton, TextMemory
+from edge_runtime.drafting.text_memory import SLICE_TOKENS, SuffixAutomaton, TextMemory, evidence, evidences
 
 
 def longest_by_search(text: list[int], ahead: list[int]) -> int:
@@ -68,3 +68,8 @@ def test_a_long_text_is_read_in_slices():
         lengths.append(len(memory._automaton.tokens))
     assert lengths == [SLICE_TOKENS, 2 * SLICE_TOKENS, 10_044 + 2, 10_044 + 3]
     assert memory.guess((), 2).tokens == (3, 4)
+
+
+def test_the_bins_of_a_copy_are_those_of_its_tokens() -> None:
+    for length in (2, 3, 21, 38, 40, 90):
+        assert evidences(length, 12) == tuple(evidence(length + place) for place in range(12))
