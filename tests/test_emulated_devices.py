@@ -72,11 +72,11 @@ def pair_of_both() -> Path:
 
 
 def drafts(records: Records) -> list[tuple[str, str | None, int, int]]:
-    def one(run: Run) -> tuple[str, str | None, int, int]:
+    def row_of(run: Run) -> tuple[str, str | None, int, int]:
         return run.variant.label, run.output, run.drafted, run.accepted
 
     assert records.runs
-    return [one(run) for run in records.runs]
+    return [row_of(run) for run in records.runs]
 
 
 def test_a_phone_from_package_to_report(

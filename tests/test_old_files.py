@@ -71,10 +71,10 @@ class Savable:
     tokens = np.zeros(0, np.int32)
 
     def __init__(self) -> None:
-        self.taken: tuple[list[int], list[bytes]] | None = None
+        self.restored: tuple[list[int], list[bytes]] | None = None
 
     def restore(self, tokens: Sequence[int], rows: KvRows) -> None:
-        self.taken = list(tokens), [part.tobytes() for part in rows]
+        self.restored = list(tokens), [part.tobytes() for part in rows]
 
     def _unused(self, *_: object) -> Any:
         raise AssertionError
@@ -89,7 +89,7 @@ FACTS = {"bundle": "ab" * 32, "engine": "llama", "kv_type": "f16", "rows": "16+8
 def test_a_saved_state_of_version_2_is_restored() -> None:
     target: Any = Savable()
     load_state(OLD / "state-2.kv", target, FACTS, range(6))
-    assert target.taken == ([1, 2, 3, 4, 5], [bytes(range(80)), bytes(range(40))])
+    assert target.restored == ([1, 2, 3, 4, 5], [bytes(range(80)), bytes(range(40))])
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -98,7 +98,7 @@ def test_a_saved_state_of_another_version_is_refused(tmp_path: Path, version: in
     (tmp_path / "state").write_bytes((OLD / "state-2.kv").read_bytes().replace(b'"version": 2', b'"version": %d' % version))
     with pytest.raises(RequestError, match=f"has version {version}, this reader supports 2; save it again"):
         load_state(tmp_path / "state", target, FACTS, range(6))
-    assert target.taken is None
+    assert target.restored is None
 
 
 def test_a_conversation_of_version_1_goes_on(tmp_path: Path) -> None:

@@ -163,8 +163,8 @@ def send(server: Scripted | Child, method: str, path: str, body: Any = None, **h
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
         response = connection.getresponse()
-        text, found = response.read(), {name.lower(): value for name, value in response.getheaders()}
-        return response.status, found, json.loads(text) if "json" in found.get("content-type", "") else text or None
+        text, fields = response.read(), {name.lower(): value for name, value in response.getheaders()}
+        return response.status, fields, json.loads(text) if "json" in fields.get("content-type", "") else text or None
     finally:
         connection.close()
 
@@ -187,7 +187,7 @@ class Child:
 
     def __init__(self, bundle: Path, *options: str, **environment: str) -> None:
         self.lines: list[str] = []
-        self._said: queue.Queue[str | None] = queue.Queue()
+        self._unread: queue.Queue[str | None] = queue.Queue()
         command = [sys.executable, "-c", MAIN, "serve", str(bundle), "--port", "0", *options]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables)
@@ -208,7 +208,7 @@ class Child:
 
     def _wait_for(self, words: str) -> str:
         deadline = time.monotonic() + 300
-        while (line := self._said.get(timeout=deadline - time.monotonic())) is not None:
+        while (line := self._unread.get(timeout=deadline - time.monotonic())) is not None:
             if words in line:
                 return line
         raise AssertionError(f"the server ended: {self.lines}")
@@ -217,5 +217,5 @@ class Child:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            self._said.put(line)
-        self._said.put(None)
+            self._unread.put(line)
+        self._unread.put(None)

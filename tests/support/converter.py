@@ -34,32 +34,32 @@ for line in sys.stdin:
 
 class _Converter:
     def __init__(self) -> None:
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVE, str(SCRIPT)],
             env=os.environ | {"PYTHONPATH": f"{SCRIPT.parent}{os.pathsep}{SCRIPT.parent}/gguf-py"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._log,
             text=True,
         )
 
     def run(self, jobs: list[list[str]]) -> str:
-        place = self._said.seek(0, os.SEEK_END)
+        place = self._log.seek(0, os.SEEK_END)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(jobs) + "\n")
         self._process.stdin.flush()
         ended = self._process.stdout.readline() == "\n"
-        self._said.seek(place)
-        output = self._said.read()
+        self._log.seek(place)
+        output = self._log.read()
         assert ended, output[-3000:]
         return output
 
     def end(self) -> None:
         self._process.kill()
         self._process.communicate()
-        self._said.close()
+        self._log.close()
 
 
 @cache

@@ -32,7 +32,7 @@ def in_background(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def until_seen(daemon: FakeAdbd, words: str, times: int = 1) -> None:
+def wait_for(daemon: FakeAdbd, words: str, times: int = 1) -> None:
     """Waits until the watch on the phone has written something."""
     folder = daemon.phone.path(f"{AdbTransport.FOLDER}/runs")
     assert wait(lambda: any(path.read_text().count(words) >= times for path in folder.glob("*/watch.jsonl")))
@@ -42,7 +42,7 @@ def when_running(daemon: FakeAdbd, then: Callable[[], object]) -> threading.Thre
     """Does something once the benchmark is in its middle."""
 
     def wait() -> None:
-        until_seen(daemon, '"look"', times=4)
+        wait_for(daemon, '"look"', times=4)
         then()
 
     return in_background(wait)

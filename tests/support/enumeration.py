@@ -22,13 +22,13 @@ class Choices:
     """The choices of one run: the first are given, the others take their first outcome."""
 
     def __init__(self, value: Sequence[int]) -> None:
-        self._given = value
-        self.taken: list[tuple[int, Sequence[float]]] = []
+        self._first = value
+        self.choices: list[tuple[int, Sequence[float]]] = []
 
     def choose(self, probabilities: Sequence[float]) -> int:
-        place = len(self.taken)
-        index = self._given[place] if place < len(self._given) else next(i for i, share in enumerate(probabilities) if share > 0)
-        self.taken.append((index, probabilities))
+        place = len(self.choices)
+        index = self._first[place] if place < len(self._first) else next(i for i, share in enumerate(probabilities) if share > 0)
+        self.choices.append((index, probabilities))
         return index
 
     def uniform(self) -> Any:
@@ -37,16 +37,16 @@ class Choices:
     @property
     def probability(self) -> float:
         product = 1.0
-        for index, probabilities in self.taken:
+        for index, probabilities in self.choices:
             product *= probabilities[index]
         return product
 
     def following(self) -> list[int] | None:
         """The choices of the next run, in lexical order; None after the last."""
-        for place in range(len(self.taken) - 1, -1, -1):
-            index, probabilities = self.taken[place]
+        for place in range(len(self.choices) - 1, -1, -1):
+            index, probabilities = self.choices[place]
             if (more := next((i for i in range(index + 1, len(probabilities)) if probabilities[i] > 0), None)) is not None:
-                return [*(earlier for earlier, _ in self.taken[:place]), more]
+                return [*(earlier for earlier, _ in self.choices[:place]), more]
         return None
 
 

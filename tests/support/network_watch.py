@@ -63,7 +63,7 @@ _SILENT_ANYWAY = ("CI", "TF_BUILD", "GITHUB_ACTIONS", "ORT_RUNNING_UNIT_TESTS", 
 
 
 @dataclass(frozen=True)
-class Seen:
+class Watched:
     """What a program did. `files` are relative to its home."""
 
     network: list[str]
@@ -83,7 +83,7 @@ class Watcher:
         source.write_text(_WATCH)
         subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(self._library), str(source), "-ldl"], check=True)
 
-    def run(self, *arguments: str, **variables: str) -> Seen:
+    def run(self, *arguments: str, **variables: str) -> Watched:
         """Runs Python with these arguments in a home of its own, without the variables that switch telemetry off."""
         self._runs += 1
         home, log = self._folder / f"home{self._runs}", self._folder / f"log{self._runs}"
@@ -99,4 +99,4 @@ class Watcher:
         done = subprocess.run(command, env=env | variables, cwd=home, text=True, check=False, **both)
         assert done.returncode == 0, done.stdout
         files = sorted(path.relative_to(home).as_posix() for path in home.rglob("*") if not path.is_dir())
-        return Seen(network=log.read_text().splitlines() if log.exists() else [], files=files, output=done.stdout)
+        return Watched(network=log.read_text().splitlines() if log.exists() else [], files=files, output=done.stdout)

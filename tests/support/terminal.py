@@ -16,11 +16,11 @@ CTRL_C, CTRL_D = b"\x03", b"\x04"
 
 
 class Terminal:
-    """Runs `command` with a controlling terminal of its own, so that Ctrl-C is a signal. `seen` is all it wrote so far."""
+    """Runs `command` with a controlling terminal of its own, so that Ctrl-C is a signal. `output` is all it wrote so far."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._master, slave = pty.openpty()
-        self.seen = ""
+        self.output = ""
         self._read_to = 0
         self._child = subprocess.Popen(command, preexec_fn=lambda: os.login_tty(slave), env=dict(environment), close_fds=True)
         os.close(slave)
@@ -31,11 +31,11 @@ class Terminal:
     def wait_for(self, pattern: str, seconds: float = 60.0) -> str:
         """Returns what it wrote since the last match up to the end of `pattern`."""
         deadline = time.monotonic() + seconds
-        while (result := re.compile(pattern).search(self.seen, self._read_to)) is None:
-            assert time.monotonic() < deadline, f"no {pattern!r} in {self.seen[self._read_to :]!r}"
+        while (result := re.compile(pattern).search(self.output, self._read_to)) is None:
+            assert time.monotonic() < deadline, f"no {pattern!r} in {self.output[self._read_to :]!r}"
             if not self._read(deadline):
-                raise AssertionError(f"it ended without {pattern!r}: {self.seen[self._read_to :]!r}")
-        text = self.seen[self._read_to : result.end()]
+                raise AssertionError(f"it ended without {pattern!r}: {self.output[self._read_to :]!r}")
+        text = self.output[self._read_to : result.end()]
         self._read_to = result.end()
         return text
 
@@ -45,10 +45,10 @@ class Terminal:
             self.type(text)
             again = time.monotonic() + 1
             while time.monotonic() < again and self._read(again):
-                if re.compile(pattern).search(self.seen, self._read_to):
+                if re.compile(pattern).search(self.output, self._read_to):
                     self.wait_for(pattern)
                     return
-        raise AssertionError(f"no {pattern!r} in {self.seen[self._read_to :]!r}")
+        raise AssertionError(f"no {pattern!r} in {self.output[self._read_to :]!r}")
 
     def exit_code(self, seconds: float = 60.0) -> int:
         """Waits for its end."""
@@ -74,5 +74,5 @@ class Terminal:
             data = os.read(self._master, 65536)
         except OSError:  # EIO: nobody holds the other side
             return False
-        self.seen += data.decode("utf-8", "replace").replace("\r\n", "\n")
+        self.output += data.decode("utf-8", "replace").replace("\r\n", "\n")
         return bool(data)

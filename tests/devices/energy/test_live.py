@@ -36,7 +36,7 @@ class Steady:
         return Sample(now, WATTS * now)
 
 
-def look(meter: Steady, count: int = 30) -> None:
+def read_often(meter: Steady, count: int = 30) -> None:
     """Lets the watch read the meter so many times."""
     until = meter.reads + count
     assert wait(lambda: meter.reads >= until)
@@ -57,7 +57,7 @@ def watch(meter):
 def test_a_request_alone_has_joules_per_token(watch, meter):
     for _ in range(2):  # one after the other is not together
         share = watch.begin()
-        look(meter)
+        read_often(meter)
         energy = watch.end(share, 100)
         assert energy.shared_with == 0
         assert energy.joules.value == pytest.approx(WATTS * energy.seconds, rel=0.01)
@@ -67,9 +67,9 @@ def test_a_request_alone_has_joules_per_token(watch, meter):
 
 def test_joules_of_requests_that_ran_together_are_not_split(watch, meter):
     first = watch.begin()
-    look(meter)
+    read_often(meter)
     second = watch.begin()
-    look(meter)
+    read_often(meter)
     item, other = watch.end(second, 10), watch.end(first, 50)
     for energy in (item, other):
         assert energy.shared_with == 1
@@ -87,18 +87,18 @@ def test_a_request_too_short_for_the_meter_says_so(watch, meter):
 def test_a_meter_that_fails_spoils_only_what_it_saw(watch, meter):
     meter.fails = True
     share = watch.begin()
-    look(meter)
+    read_often(meter)
     assert "the meter failed: gone" in watch.end(share, 5).reason
     meter.fails = False
     share = watch.begin()
-    look(meter)
+    read_often(meter)
     assert watch.end(share, 5).joules_per_token is not None
 
 
 def test_nothing_is_read_while_nothing_runs_and_old_readings_are_dropped(watch, meter):
     for _ in range(5):
         share = watch.begin()
-        look(meter, 3)
+        read_often(meter, 3)
         watch.end(share, 5)
     time.sleep(0.02)
     reads = meter.reads

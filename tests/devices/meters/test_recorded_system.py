@@ -43,10 +43,10 @@ def test_what_probe_records_on_a_device_replays_as_that_device(name, tmp_path):
     device = Device(root=tmp_path / "root", platform=fixture.platform, run=recorded(name).run, clock=lambda: 1.0, sleep=lambda _: None)
     again = RecordedSystem(read_recording(write_recording(tmp_path / "out", record(device))), clock=lambda: 1.0, sleep=lambda _: None)
 
-    def seen(system):
+    def readings(system):
         return [(f.name, f.state, f.reason, f.meter.read() if f.meter else None) for f in find_meters(system)]
 
-    assert seen(again) == seen(device)
+    assert readings(again) == readings(device)
     assert read_state(again) == read_state(device)
 
 

@@ -47,7 +47,7 @@ def package_with_echo(folder: Path, cpuinfo: str, monkeypatch: pytest.MonkeyPatc
     return folder
 
 
-def said(command: Sequence[str | Path], folder: Path | None = None) -> list[str]:
+def output_of(command: Sequence[str | Path], folder: Path | None = None) -> list[str]:
     return subprocess.run([str(word) for word in command], cwd=folder, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
@@ -65,7 +65,7 @@ def test_launcher_takes_the_newest_build_that_the_processor_runs(
     features: str, build: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = package_with_echo(tmp_path / "a b'c", f"processor\t: 0\nBogoMIPS\t: 1\nFeatures\t: {features}\nCPU part\t: 1\n", monkeypatch)
-    words = said([folder / "bin/edge-python", "-c", "print('$HOME `x`')", "*"])
+    words = output_of([folder / "bin/edge-python", "-c", "print('$HOME `x`')", "*"])
     libraries = words[words.index("--library-path") + 1].split(":")
     assert libraries[0] == f"{folder}/lib/llama-{build}"
     assert words[-5:-1] == ["-s", "-c", "print('$HOME `x`')", "*"]
@@ -80,7 +80,7 @@ def test_launchers_are_read_by_the_shells_of_devices(shell: str, tmp_path: Path,
         pytest.skip(f"{shell} is not installed")
     folder = package_with_echo(tmp_path / "package", "processor : 0\nFeatures : fp asimdhp asimddp\n", monkeypatch)
     write_launchers(folder, PLATFORMS["android-arm64"], ("onnx",))
-    words = said([shell, folder / "bin/edge-python", "a b"])
+    words = output_of([shell, folder / "bin/edge-python", "a b"])
     assert words[-2:] == ["a b", "none none"]
     assert words[words.index("--library-path") + 1] == f"{folder}/lib"
 
@@ -89,7 +89,7 @@ def test_launchers_find_their_folder_through_links_and_from_anywhere(tmp_path: P
     folder = package_with_echo(tmp_path / "package", "Features : fp\n", monkeypatch)
     (tmp_path / "link").symlink_to(folder / "bin/edge-run")
     for command, place in ((["./edge-run", "x"], folder / "bin"), ([tmp_path / "link", "x"], None), (["bin/edge-run", "x"], folder)):
-        words = said(command, place)
+        words = output_of(command, place)
         assert str(folder / "bin/python3.11") in words
         assert words[-2] == "x"
         assert "edge_run()" in words[-3]
@@ -314,7 +314,7 @@ def test_failure_leaves_no_folder_and_an_old_package_stays(tmp_path: Path, monke
 
 
 def test_one_package_at_a_time_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, said, began = tmp_path / "cache/packages", list[str](), list[bool]()
+    cache, notes, began = tmp_path / "cache/packages", list[str](), list[bool]()
     monkeypatch.setenv("EDGE_MTP_CACHE", str(cache.parent))
     cache.mkdir(parents=True)
 
@@ -333,13 +333,13 @@ def test_one_package_at_a_time_uses_the_cache(tmp_path: Path, monkeypatch: pytes
 
         def say(line: str) -> None:
             assert began == []
-            said.append(line)
+            notes.append(line)
             other.close()  # the other one's end
 
         request = making.PackageRequest(platform="linux-arm64", output=tmp_path / "package", backends=("onnx",))
         with pytest.raises(PackageError, match="far enough"):
             making.make_package(request, lambda _: None, say)
-    assert said == [f"Another package is being built with {cache}; waiting for its end."]
+    assert notes == [f"Another package is being built with {cache}; waiting for its end."]
 
 
 @pytest.mark.parametrize("listed", [{}, {"platform": ["linux-arm64"], "backends": []}, {"name": "web", "files": ["index.js"]}])

@@ -101,7 +101,7 @@ def seeing(userland: Userland, bundle: Path) -> Userland:
     return replace(userland, shared={**userland.shared, str(bundle): bundle})
 
 
-def said(done: subprocess.CompletedProcess[str]) -> Any:
+def output_of(done: subprocess.CompletedProcess[str]) -> Any:
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -115,7 +115,7 @@ def test_every_module_of_the_standard_library_finds_its_libraries(pi: Userland) 
         "child = subprocess.run([sys.executable, '-c', 'import sys; print(sys.prefix)'], capture_output=True, text=True)\n"
         "print(json.dumps([len(names), sys.prefix, child.stdout.strip(), sys.path]))"
     )
-    count, prefix, child, path = said(pi.run(["/home/pi/package/bin/edge-python", "-c", code]))
+    count, prefix, child, path = output_of(pi.run(["/home/pi/package/bin/edge-python", "-c", code]))
     assert count > 20
     assert prefix == child == "/home/pi/package"
     assert all(place == "" or place.startswith(prefix) for place in path)
@@ -158,13 +158,15 @@ def test_onnx_drafts_on_a_pi_are_those_of_this_machine(
 ) -> None:
     bundle = onnx_pair("f32")
     words = ["package/bin/edge-python", "support/drafts_of.py", str(bundle), "onnx", "split", str(TOKENS), *PROMPTS]
-    assert said(seeing(pi, bundle).run([pi.shell, "-c", 'exec "$@"', "sh", *words])) == drafts_of(bundle, "onnx", "split", TOKENS, PROMPTS)
+    assert output_of(seeing(pi, bundle).run([pi.shell, "-c", 'exec "$@"', "sh", *words])) == drafts_of(
+        bundle, "onnx", "split", TOKENS, PROMPTS
+    )
 
 
 def test_onnx_drafts_on_a_phone_are_those_of_this_machine(phone: Userland, onnx_pair: Callable[[str], Path]) -> None:
     bundle = onnx_pair("f32")
     words = ["package/bin/edge-python", "drafts_of.py", str(bundle), "onnx", "split", str(TOKENS), PROMPTS[0]]
-    assert said(seeing(phone, bundle).run([phone.shell, "-c", 'exec "$@"', "sh", *words])) == drafts_of(
+    assert output_of(seeing(phone, bundle).run([phone.shell, "-c", 'exec "$@"', "sh", *words])) == drafts_of(
         bundle, "onnx", "split", TOKENS, PROMPTS[:1]
     )
 
@@ -179,7 +181,7 @@ def test_llama_drafts_on_a_pi_are_those_of_this_machine(
     words = ["package/bin/edge-python", "support/drafts_of.py", str(exported_pair), "llama", "split", str(TOKENS), *PROMPTS]
     done = replace(seeing(pi, exported_pair), cpu=cpu).run([pi.shell, "-c", 'exec "$@"', "sh", *words])
     write_cpuinfo(pi.path("cpuinfo"), "cortex-a76")
-    assert said(done) == drafts_of(exported_pair, "llama", "split", TOKENS, PROMPTS)
+    assert output_of(done) == drafts_of(exported_pair, "llama", "split", TOKENS, PROMPTS)
 
 
 @pytest.mark.parametrize(("cpu", "variant"), [("cortex-a76", "dotprod"), ("cortex-a72", "neon")])
@@ -188,7 +190,7 @@ def test_a_device_runs_the_kernels_of_its_processor(device: str, cpu: str, varia
     userland: Userland = request.getfixturevalue(device)
     code = "import json; from edge_runtime.backends.kernels.loader import usable_variants; print(json.dumps(usable_variants()))"
     words = [userland.shell, "-c", 'exec "$@"', "sh", "package/bin/edge-python", "-c", code]
-    assert said(replace(userland, cpu=cpu).run(words))[0] == variant
+    assert output_of(replace(userland, cpu=cpu).run(words))[0] == variant
 
 
 def test_edge_run_on_a_phone_with_llama(phone: Userland, packages: Packages, exported_pair: Path, probe_memory: None) -> None:
@@ -197,7 +199,7 @@ def test_edge_run_on_a_phone_with_llama(phone: Userland, packages: Packages, exp
         f"package/bin/edge-run {exported_pair} --backend llama --drafter dense --draft-length 3 --max-tokens 16 --threads 1 --json "
         "'class Stack:'"
     )
-    reported = said(seeing(phone, exported_pair).run([phone.shell, "-c", words]))
+    reported = output_of(seeing(phone, exported_pair).run([phone.shell, "-c", words]))
     here = drafts_of(exported_pair, "llama", "dense", TOKENS, ["class Stack:"])[0]
     assert reported["stats"]["tokens"] == TOKENS
     assert reported["stats"]["accepted_tokens"] == sum(here["accepted"])

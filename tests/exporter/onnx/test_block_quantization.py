@@ -55,10 +55,10 @@ def test_rounding_is_within_half_a_step(weight: Any, spec: WeightSpec) -> None:
 @settings(max_examples=60, deadline=None)
 def test_the_search_never_loses_more_than_rounding(weight: Any, spec: WeightSpec, seed: int, weighted: bool) -> None:
     importance = np.random.default_rng(seed).gamma(0.5, 1, weight.shape[1]).astype(np.float32) + np.float32(1e-3)
-    given_importance = importance if weighted else None
+    weights_importance = importance if weighted else None
     plain = weighted_error(weight, quantize_matrix(weight, replace(spec, method="rtn")), importance if weighted else 1.0)
     result = weighted_error(
-        weight, quantize_matrix(weight, replace(spec, method="search"), given_importance), importance if weighted else 1.0
+        weight, quantize_matrix(weight, replace(spec, method="search"), weights_importance), importance if weighted else 1.0
     )
     assert result <= plain * (1 + 1e-5)
 

@@ -59,14 +59,14 @@ def test_a_short_context_is_compared_as_far_as_it_goes(exported: Callable[..., B
 
 
 @pytest.mark.parametrize("device", [None, "static"])
-@pytest.mark.parametrize(("weights", "most"), [("f16", 1e-6), ("int8", 0.005), ("int4", 0.3)])
+@pytest.mark.parametrize(("weights", "maximum"), [("f16", 1e-6), ("int8", 0.005), ("int4", 0.3)])
 def test_rounded_weights_stay_near_and_float32_graphs_leave_no_trace(
-    weights: str, most: float, device: str | None, exported: Callable[..., Bundle]
+    weights: str, maximum: float, device: str | None, exported: Callable[..., Bundle]
 ) -> None:
     bundle = exported("e2b", weights, device)
     parity = parity_of(bundle)
     assert parity["unquantized"]["max_abs_difference"] < 1e-4
-    assert 0 <= parity["quantized"]["mean_kl"] < most
+    assert 0 <= parity["quantized"]["mean_kl"] < maximum
     listed = {file.path for file in bundle.manifest.files}
     assert {path.name for path in bundle.folder.iterdir()} == listed | {"manifest.json", "config.yaml", "README.md"}
 
@@ -143,12 +143,12 @@ def test_the_manifest_names_every_buffer_operator_set_and_contrib_operator(expor
 
 def locations(graph: Any) -> dict[tuple[str, str], int]:
     """(file, offset) -> length of each piece of external data."""
-    found = {}
+    actual = {}
     for tensor in graph.graph.initializer:
         entry = {item.key: item.value for item in tensor.external_data}
         if entry:
-            found[entry["location"], entry["offset"]] = int(entry["length"])
-    return found
+            actual[entry["location"], entry["offset"]] = int(entry["length"])
+    return actual
 
 
 def test_the_embeddings_bytes_are_there_once_for_target_head_and_drafter(exported: Callable[..., Bundle]) -> None:

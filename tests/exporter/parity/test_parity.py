@@ -165,7 +165,7 @@ def test_a_broken_quantization_refuses_the_bundle(
 
 
 @pytest.mark.parametrize(
-    ("package", "found", "reason"),
+    ("package", "actual", "reason"),
     [
         ("torch", None, "torch is not installed"),
         ("transformers", None, "transformers is not installed"),
@@ -174,9 +174,9 @@ def test_a_broken_quantization_refuses_the_bundle(
         ("llama-cpp-python", None, "llama-cpp-python is not installed"),
     ],
 )
-def test_what_is_missing_is_the_reason_to_skip(package: str, found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_the_reason_to_skip(package: str, actual: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0", "transformers": "5.22.2", "llama-cpp-python": "0.3.36"}
-    monkeypatch.setattr(reference, "installed_version", lambda name: (versions | {package: found})[name])
+    monkeypatch.setattr(reference, "installed_version", lambda name: (versions | {package: actual})[name])
     pair = cast(Any, SimpleNamespace(parameters=1000, context=1024))
     assert (reference.why_not(pair, "llama-cpp-python", "llama") or "").startswith(reason)
     monkeypatch.setattr(reference, "installed_version", lambda name: versions[name])
@@ -206,21 +206,21 @@ ROWS = RowFigures(kl=(0.001,), surprise=(2.0,), reference_surprise=(1.9,), agree
 def test_with_experts_the_median_of_the_rows_is_judged(experts: int, refused: bool) -> None:
     """A mean within the limit of few rows is refused where it is that of most rows."""
     model = ComparedModel(quantization="f16", weight_type="f16", unquantized=Path("a"), exported=Path("a"))
-    found = Divergence(max_abs_difference=0.1, mean_kl=0.0049, median_kl=0.0051, greedy_agreement=1.0)
+    actual = Divergence(max_abs_difference=0.1, mean_kl=0.0049, median_kl=0.0051, greedy_agreement=1.0)
     with pytest.raises(ParityError, match=r"the median KL of the f16 export is 0\.0051") if refused else nullcontext():
-        judgement_of((model, model), experts).figures(found, found, {"english": ROWS}, length=80, agreements=[1.0, 1.0], contexts=(16,))
+        judgement_of((model, model), experts).figures(actual, actual, {"english": ROWS}, length=80, agreements=[1.0, 1.0], contexts=(16,))
 
 
 def test_divergence_figures() -> None:
     reference = np.array([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]], dtype=np.float32)
     assert dataclasses.astuple(divergence(reference, reference)) == (0.0, 0.0, 0.0, 1.0)
     swapped = np.array([[0.0, 1.0, 2.0], [0.0, 3.0, 0.0]], dtype=np.float32)
-    found = divergence(reference, swapped)
+    actual = divergence(reference, swapped)
     weights = np.exp([3.0, 0.0, 0.0]) / np.exp([3.0, 0.0, 0.0]).sum()
-    assert found.max_abs_difference == 3.0
-    assert found.mean_kl == pytest.approx(3.0 * (weights[0] - weights[1]) / 2)
-    assert found.median_kl == pytest.approx(found.mean_kl)
-    assert found.greedy_agreement == 0.5
+    assert actual.max_abs_difference == 3.0
+    assert actual.mean_kl == pytest.approx(3.0 * (weights[0] - weights[1]) / 2)
+    assert actual.median_kl == pytest.approx(actual.mean_kl)
+    assert actual.greedy_agreement == 0.5
     assert divergence(reference, np.full_like(reference, np.nan)).mean_kl == float("inf")
     assert agrees(np.array([1.0, 0.999, 0.0], dtype=np.float32), 1), "a tie within the noise"
     assert not agrees(np.array([1.0, 0.9, 0.0], dtype=np.float32), 1)

@@ -144,13 +144,13 @@ def exact_tensors(bundle: Bundle, values: Values) -> tuple[int, int]:
     """How many of these weights the target's GGUF file holds as they are, up to the rounding to bfloat16 that the checkpoint has."""
     written = {tensor.name: tensor for tensor in gguf.GGUFReader(bundle.path("target", "gguf")).tensors}
     equal, total = 0, 0
-    for name, wanted in values.items():
+    for name, expected in values.items():
         tensor = written.get(gguf_name(name) or "")
         if tensor is None:
             continue
         total += 1
-        found = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(-1)
-        equal += bool((bfloat16(found) == bfloat16(wanted.reshape(-1))).all())
+        result = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(-1)
+        equal += bool((bfloat16(result) == bfloat16(expected.reshape(-1))).all())
     return equal, total
 
 

@@ -74,7 +74,7 @@ def _exported(target: Path, drafter: Path, output: Path) -> dict[str, Any]:
 
 def _check_converted(folders: tuple[Path, ...], folder: Path) -> None:
     """llama.cpp's converter writes the same bytes, where it takes the class and logits are capped: that they are not it leaves out."""
-    said = convert([(path, folder / f"{path.name}.gguf", "bf16") for path in folders], may_fail=True)
+    message = convert([(path, folder / f"{path.name}.gguf", "bf16") for path in folders], may_fail=True)
     for source in resolve_pair(*map(str, folders)):
         theirs, ours = folder / f"{source.path.name}.gguf", folder / "ours.gguf"
         assert source.tokenizer is not None
@@ -82,4 +82,4 @@ def _check_converted(folders: tuple[Path, ...], folder: Path) -> None:
         if theirs.is_file() and (source.role == "drafter" or source.checkpoint.architecture.logit_softcap is not None):
             assert ours.read_bytes() == theirs.read_bytes()
         elif not theirs.is_file():
-            assert any(fault in said for fault in CONVERTER_FAULTS), said[-3000:]
+            assert any(fault in message for fault in CONVERTER_FAULTS), message[-3000:]

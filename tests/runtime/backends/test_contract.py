@@ -65,11 +65,11 @@ class Case:
         }
         return OpenRequest(**values | changes)
 
-    def assert_same(self, ours: np.ndarray, wanted: np.ndarray) -> None:
-        np.testing.assert_allclose(ours, wanted, atol=TOLERANCES[self.kind])
+    def assert_same(self, ours: np.ndarray, expected: np.ndarray) -> None:
+        np.testing.assert_allclose(ours, expected, atol=TOLERANCES[self.kind])
         top = np.sort(ours, axis=1)
         clear = top[:, -1] - top[:, -2] > NEAR_TIE
-        assert (ours.argmax(1) == wanted.argmax(1))[clear].all()
+        assert (ours.argmax(1) == expected.argmax(1))[clear].all()
         assert clear.any()
 
 
@@ -315,10 +315,12 @@ def test_rows_that_cannot_be_restored_change_nothing(target: Target) -> None:
 
 
 def test_several_sequences_share_forwards_where_there_may_be_several(case: Case) -> None:
-    most = case.backend.max_sequences
-    with pytest.raises(RequestError, match=f"{most + 1} sessions at once are more than the {most} that {CARDS[case.kind].title} runs"):
-        check_options(case.kind, case.request(sequences=most + 1))
-    if most == 1:
+    maximum = case.backend.max_sequences
+    with pytest.raises(
+        RequestError, match=f"{maximum + 1} sessions at once are more than the {maximum} that {CARDS[case.kind].title} runs"
+    ):
+        check_options(case.kind, case.request(sequences=maximum + 1))
+    if maximum == 1:
         return
     opened = case.backend.open(case.request(sequences=2, settings=load_settings(open_bundle(case.bundle), context=256)))
     texts, alone = [random_tokens(seed, 41) for seed in (21, 22)], []
@@ -327,8 +329,8 @@ def test_several_sequences_share_forwards_where_there_may_be_several(case: Case)
         alone.append(target.verify(text[40:]).copy())
         target.rollback(40)
     together = opened.together.verify_all([(number, text[40:]) for number, text in enumerate(texts)])
-    for ours, wanted in zip(together, alone, strict=True):
-        case.assert_same(ours, wanted)
+    for ours, expected in zip(together, alone, strict=True):
+        case.assert_same(ours, expected)
     opened.together.close()
 
 
@@ -403,10 +405,10 @@ def test_the_next_turn_computes_only_what_is_new(case: Case) -> None:
     """After drafts the cache holds the answer up to its stop token, which ended the turn before it had a row."""
     with open_session(case.bundle, backend=case.kind, threads=1, context=256) as session:
         prompt, rest = session.vocabulary.encode(PROMPT), session.vocabulary.encode("\n\ndef sub(a, b):", add_bos=False)
-        wanted = session.generate(prompt, max_tokens=40, draft_length=0)
-        first = session.generate(prompt, max_tokens=40, draft_length=4, stop=[wanted.text()[-8:-2]])
+        expected = session.generate(prompt, max_tokens=40, draft_length=0)
+        first = session.generate(prompt, max_tokens=40, draft_length=4, stop=[expected.text()[-8:-2]])
         first.text()
-        assert (first.finish_reason, first.tokens) == ("stop", wanted.tokens[: len(first.tokens)])
+        assert (first.finish_reason, first.tokens) == ("stop", expected.tokens[: len(first.tokens)])
         assert first.stats.accepted > 0
         known = [*prompt, *first.tokens]
         second = session.generate([*known, *rest], max_tokens=20, draft_length=4, reuse_prefix=True)
@@ -420,11 +422,11 @@ def test_the_next_turn_computes_only_what_is_new(case: Case) -> None:
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 9])
 def test_accepted_drafts_do_not_count_against_the_limit(case: Case, max_tokens: int) -> None:
     with open_session(case.bundle, backend=case.kind, threads=1, context=256) as session:
-        wanted = session.generate(PROMPT, max_tokens=30, draft_length=0)
-        wanted.text()
-        drafted = session.generate(PROMPT, max_tokens=max_tokens, draft_length=8, prediction=wanted.tokens)
+        expected = session.generate(PROMPT, max_tokens=30, draft_length=0)
+        expected.text()
+        drafted = session.generate(PROMPT, max_tokens=max_tokens, draft_length=8, prediction=expected.tokens)
         drafted.text()
-        assert (drafted.finish_reason, drafted.tokens) == ("length", wanted.tokens[:max_tokens])
+        assert (drafted.finish_reason, drafted.tokens) == ("length", expected.tokens[:max_tokens])
         assert session.target.length == len(drafted.prompt) + max_tokens - 1
 
 

@@ -15,7 +15,7 @@ import pytest
 from click.testing import Result
 
 from bench_records import ONE_OF_EACH
-from device_runs import bench, hold, in_background, until_seen, when_running
+from device_runs import bench, hold, in_background, wait_for, when_running
 from edge_bench.devices import remote_run as remote
 from edge_bench.measure.records import read_records
 from edge_devices.errors import LinkError
@@ -109,7 +109,7 @@ def test_heat_and_a_charger_in_the_middle_are_named(daemon: FakeAdbd, package: P
         daemon.phone.says("dumpsys thermalservice", "Thermal Status: 3\n")
         daemon.phone.battery(usb=True, celsius=41)
         daemon.phone.write("/sys/class/thermal/thermal_zone0/temp", "88000\n")
-        until_seen(daemon, '"temperature_c": 88.0')
+        wait_for(daemon, '"temperature_c": 88.0')
         held.unlink()
 
     thread = when_running(daemon, disturb)
@@ -132,7 +132,7 @@ def test_a_restart_keeps_what_was_measured(
 
     def restart() -> None:
         daemon.phone.battery(level=level)
-        until_seen(daemon, f'"charge_percent": {level},')
+        wait_for(daemon, f'"charge_percent": {level},')
         daemon.reboot()
         time.sleep(0.3)
         desk.connect(daemon)
@@ -199,7 +199,7 @@ def test_a_run_waits_for_the_cable_to_be_pulled(daemon: FakeAdbd, package: Path,
     (settle / "package.json").write_text(json.dumps(files))
 
     def unplug() -> None:
-        until_seen(daemon, "look", times=2)
+        wait_for(daemon, "look", times=2)
         assert not (job / "arguments").exists()
         daemon.phone.battery(usb=False)
 

@@ -25,29 +25,29 @@ def ratio_of(runs):
 def test_ratio_is_the_geometric_mean_over_domains_of_median_pairs():
     runs = []
     for domain, seconds in (("a", (0.5, 0.5, 9.0)), ("b", (2.0, 2.0, 2.0))):
-        for repeat, taken in enumerate(seconds):
-            runs += [run(BASELINE, domain=domain, repeat=repeat), run(fixed(3), domain=domain, repeat=repeat, seconds=taken)]
-    found = ratio_of(runs)
-    assert found.value == pytest.approx(1.0)
-    assert (found.worst, found.pairs) == (pytest.approx(0.5), 6)
+        for repeat, used in enumerate(seconds):
+            runs += [run(BASELINE, domain=domain, repeat=repeat), run(fixed(3), domain=domain, repeat=repeat, seconds=used)]
+    actual = ratio_of(runs)
+    assert actual.value == pytest.approx(1.0)
+    assert (actual.worst, actual.pairs) == (pytest.approx(0.5), 6)
 
 
 def test_drift_that_both_sides_have_cancels_out():
     runs = noisy_runs({"a": 1.25}, repeats=6, seed=1, noise=0.0, drift=0.5)
-    found = ratio_of(runs)
-    assert (found.value, found.low, found.high) == pytest.approx((1.25, 1.25, 1.25))
-    assert found.verdict == "faster"
+    actual = ratio_of(runs)
+    assert (actual.value, actual.low, actual.high) == pytest.approx((1.25, 1.25, 1.25))
+    assert actual.verdict == "faster"
 
 
 def test_one_repeat_gives_no_interval_and_no_claim():
-    found = ratio_of(noisy_runs({"a": 3.0}, repeats=1, seed=1))
-    assert (found.low, found.high, found.verdict) == (None, None, "")
+    actual = ratio_of(noisy_runs({"a": 3.0}, repeats=1, seed=1))
+    assert (actual.low, actual.high, actual.verdict) == (None, None, "")
 
 
 def test_extremes_have_no_interval_and_end_nothing():
     seconds = ((BASELINE, 1e17, 0), (fixed(3), 1e-9, 0), (BASELINE, 1e-9, 1), (fixed(3), 1e17, 1))
-    found = ratio_of([run(variant, seconds=taken, repeat=repeat) for variant, taken, repeat in seconds])
-    assert (found.low, found.high, found.verdict) == (None, None, "")
+    actual = ratio_of([run(variant, seconds=used, repeat=repeat) for variant, used, repeat in seconds])
+    assert (actual.low, actual.high, actual.verdict) == (None, None, "")
 
 
 def test_ratios_are_computed_once_for_each_variant(monkeypatch):
@@ -69,8 +69,8 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(repeats, domains):
     mean = 1.0
     for truth in truths.values():
         mean *= truth ** (1 / domains)
-    found = [ratio_of(noisy_runs(truths, repeats=repeats, seed=seed)) for seed in range(250)]
-    held = sum(r.low <= mean <= r.high for r in found) / len(found)
+    actual = [ratio_of(noisy_runs(truths, repeats=repeats, seed=seed)) for seed in range(250)]
+    held = sum(r.low <= mean <= r.high for r in actual) / len(actual)
     assert 0.90 <= held <= 1.0
 
 
@@ -265,11 +265,11 @@ def test_files_without_a_header_are_refused(tmp_path, text):
 
 def test_the_share_of_each_source_adds_up():
     runs = [
-        replace(run(fixed(3), drafted_at=(9,), accepted_at=(6,), repeat=i), accepted_from=found)
-        for i, found in enumerate(({"drafter": 4, "memory": 2}, {"drafter": 5, "grammar": 1}))
+        replace(run(fixed(3), drafted_at=(9,), accepted_at=(6,), repeat=i), accepted_from=actual)
+        for i, actual in enumerate(({"drafter": 4, "memory": 2}, {"drafter": 5, "grammar": 1}))
     ]
     (row,) = figures(collect([header(), *runs])).overall
     assert row.accepted_from == {"drafter": 0.45, "grammar": 0.05, "memory": 0.1}
-    (table,) = [one for one in all_tables(figures(collect([header(), *runs]))) if one.name == "sources"]
+    (table,) = [item for item in all_tables(figures(collect([header(), *runs]))) if item.name == "sources"]
     assert table.columns[1:] == ("drafter", "grammar", "memory", "target")
     assert table.rows[0][1:] == ("45.0%", "5.0%", "10.0%", "40.0%")

@@ -29,17 +29,17 @@ def structures(cls: type) -> dict[str, type]:
     return result
 
 
-def said(hint: object) -> str:
+def written(hint: object) -> str:
     """How the page names a type."""
     if hint in NAMES:
         return NAMES[hint]
     arguments = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
-        return " or ".join(said(part) for part in arguments)
+        return " or ".join(written(part) for part in arguments)
     if typing.get_origin(hint) is tuple:
-        return f"list of {said(arguments[0])}"
+        return f"list of {written(arguments[0])}"
     if typing.get_origin(hint) is dict:
-        return "object" if arguments[1] is typing.Any else f"object of {said(arguments[1])}"
+        return "object" if arguments[1] is typing.Any else f"object of {written(arguments[1])}"
     return hint.__name__
 
 
@@ -62,7 +62,7 @@ def test_all_structures_are_found():
 def test_every_field_is_specified(name):
     cls = STRUCTURES[name]
     hints = typing.get_type_hints(cls)
-    assert {key: kind for key, (kind, _) in table(name).items()} == {f.name: said(hints[f.name]) for f in dataclasses.fields(cls)}
+    assert {key: kind for key, (kind, _) in table(name).items()} == {f.name: written(hints[f.name]) for f in dataclasses.fields(cls)}
 
 
 @pytest.mark.parametrize("name", sorted(STRUCTURES))

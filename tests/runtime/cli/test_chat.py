@@ -80,17 +80,17 @@ def test_commands(run, tmp_path):
     path = tmp_path / "talk with spaces.json"
     result = run(f"/stats\nhi\n/system Be brief.\n/save {path}\n/clear\n/stats\n/load {path}\nand?\n/system\n/help\n/bye\nnever\n")
     assert (result.exit_code, result.stdout) == (0, "one\ntwo\n"), result.stderr
-    said = result.stderr.splitlines()
-    assert said[:5] == [
+    lines = result.stderr.splitlines()
+    assert lines[:5] == [
         "no answer yet",
         "the system message is set",
         f"2 messages saved to {path}",
         "new conversation",
-        said[4],
+        lines[4],
     ]
-    assert said[4].startswith("last answer: 4 tokens")
+    assert lines[4].startswith("last answer: 4 tokens")
     assert "all 1 answers: 4 tokens" in result.stderr
-    assert f"2 messages loaded from {path}" in said
+    assert f"2 messages loaded from {path}" in lines
     assert "/save FILE" in result.stderr
     assert json.loads(path.read_text())["settings"]["system"] == "Be brief."
 
@@ -238,7 +238,7 @@ def test_a_talk_at_a_terminal(slow):
     slow.wait_for(r"all 3 answers[^>]*> ")
     slow.type(CTRL_D)
     assert slow.exit_code() == 0
-    assert "Traceback" not in slow.seen
+    assert "Traceback" not in slow.output
 
 
 def test_several_lines_are_one_message_and_are_kept(environment, tmp_path):
@@ -265,10 +265,10 @@ run.main()
         terminal.wait_for("6 messages saved[^>]*> ")  # a cooked terminal would take what is typed before
         terminal.type(CTRL_D)
         assert terminal.exit_code() == 0
-    told = [one["content"] for one in json.loads((tmp_path / "talk.json").read_text())["messages"] if one["role"] == "user"]
-    assert told == ["first\nsecond", "a block\nends here", "a backslash\ngoes on"]
+    messages = [entry["content"] for entry in json.loads((tmp_path / "talk.json").read_text())["messages"] if entry["role"] == "user"]
+    assert messages == ["first\nsecond", "a block\nends here", "a backslash\ngoes on"]
     kept = tmp_path / "state" / "edge-mtp" / "chat-history.jsonl"
-    assert [json.loads(line) for line in kept.read_text().splitlines()][:3] == told
+    assert [json.loads(line) for line in kept.read_text().splitlines()][:3] == messages
     assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o077) == (0o600, 0)
     with Terminal([sys.executable, "-c", program, "chat", "bundle", "--no-history"], environment) as terminal:
         terminal.wait_for("> ")

@@ -48,23 +48,25 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def diagnosis(monkeypatch: pytest.MonkeyPatch, *, fixture: str = "rapl-denied", **answers: dict[str, Any]) -> Diagnosis:
     """A machine from a recording, on which those backends are installed that `answers` names."""
     requirements = [
-        f"{wanted}{' and' if ';' in wanted else ';'} extra == '{extra}'" for extra, all_of_it in EXTRAS.items() for wanted in all_of_it
+        f"{expected}{' and' if ';' in expected else ';'} extra == '{extra}'"
+        for extra, all_of_it in EXTRAS.items()
+        for expected in all_of_it
     ]
     monkeypatch.setattr(doctor.metadata, "requires", lambda _: requirements)
     monkeypatch.setattr(doctor, "find_spec", lambda name: name if name in [doctor.CARDS[kind].library for kind in answers] else None)
     return diagnose(RecordedSystem(read_recording(FIXTURES / f"{fixture}.json")), lambda kind: answers[kind])
 
 
-def screen(found: Diagnosis, width: int = 500) -> str:
+def screen(actual: Diagnosis, width: int = 500) -> str:
     console = Console(width=width, file=io.StringIO())
-    console.print(doctor.diagnosis_table(found))
+    console.print(doctor.diagnosis_table(actual))
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
 
 
 def test_a_machine_with_both_backends_is_ready(monkeypatch):
-    found = diagnosis(monkeypatch, llama=LLAMA, onnx=ONNX)
-    text = screen(found)
-    assert found.ready
+    actual = diagnosis(monkeypatch, llama=LLAMA, onnx=ONNX)
+    text = screen(actual)
+    assert actual.ready
     assert "llama-cpp-python 0.3.36 with the MTP interface; built for AVX2 REPACK\n" in text
     assert "not yet tested with a model" in text
     assert "onnxruntime 1.31.1; devices: cpu, webgpu" in text
@@ -73,13 +75,13 @@ def test_a_machine_with_both_backends_is_ready(monkeypatch):
 def test_without_a_backend_nothing_runs_and_the_line_to_install_it_is_there(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/cmake" if name == "cmake" else None)
     monkeypatch.setattr(doctor.metadata, "version", only(**{"edge-mtp": "9.9"}))
-    found = diagnosis(monkeypatch)
-    text = screen(found)
-    assert not found.ready
+    actual = diagnosis(monkeypatch)
+    text = screen(actual)
+    assert not actual.ready
     assert "installing it compiles llama.cpp, which needs a C++ compiler first" in text
     assert "onnxruntime is not installed" in text
     assert (
-        found.install
+        actual.install
         == f"{sys.executable} -m pip install 'edge-mtp[llama,onnx,grammar,serve,media,export,package,sign,fleet,verify,optimum,report]'"
     )
     assert "missing: llguidance>=1.9,<2" in text
@@ -103,13 +105,13 @@ def only(**versions: str):
 
 def test_one_missing_extra_is_named_alone(monkeypatch):
     real = doctor.metadata.version
-    wanted = [one for extra in diagnosis(monkeypatch).extras for one in (*extra.installed, *extra.missing)]
-    versions = {re.split(r"[^\w.-]", one)[0]: "1.0" for one in wanted}
+    expected = [item for extra in diagnosis(monkeypatch).extras for item in (*extra.installed, *extra.missing)]
+    versions = {re.split(r"[^\w.-]", item)[0]: "1.0" for item in expected}
     versions.pop("uvicorn", None)
     monkeypatch.setattr(doctor.metadata, "version", only(**versions | {"edge-mtp": real("edge-mtp")}))
-    found = diagnosis(monkeypatch, llama=LLAMA)
-    assert [extra.name for extra in found.extras if extra.missing] == ["serve"]
-    assert found.install.endswith("-m pip install 'edge-mtp[serve]'")
+    actual = diagnosis(monkeypatch, llama=LLAMA)
+    assert [extra.name for extra in actual.extras if extra.missing] == ["serve"]
+    assert actual.install.endswith("-m pip install 'edge-mtp[serve]'")
 
 
 def test_a_denied_meter_comes_with_its_remedy(monkeypatch):
@@ -119,9 +121,9 @@ def test_a_denied_meter_comes_with_its_remedy(monkeypatch):
 
 
 def test_a_usable_meter_says_its_scope(monkeypatch):
-    found = diagnosis(monkeypatch, fixture="rapl-laptop")
-    assert ("energy meter", "ok") in [row[:2] for row in doctor.rows(found)]
-    assert "scope package" in screen(found)
+    actual = diagnosis(monkeypatch, fixture="rapl-laptop")
+    assert ("energy meter", "ok") in [row[:2] for row in doctor.rows(actual)]
+    assert "scope package" in screen(actual)
 
 
 @pytest.mark.parametrize(
@@ -137,17 +139,17 @@ def test_a_usable_meter_says_its_scope(monkeypatch):
 )
 def test_a_library_that_fails_when_loaded_is_broken(monkeypatch, script, sentence):
     answer = ask_backend("llama", [sys.executable, "-c", script], timeout_seconds=1.0 if "sleep" in script else 30.0)
-    found = diagnosis(monkeypatch, llama=answer)
-    assert not found.ready
-    row = next(row for row in doctor.rows(found) if row[0] == "llama.cpp")
+    actual = diagnosis(monkeypatch, llama=answer)
+    assert not actual.ready
+    row = next(row for row in doctor.rows(actual) if row[0] == "llama.cpp")
     assert row[1] == "broken"
     assert row[2].startswith(sentence)
 
 
 def test_a_crashing_library_has_another_build_as_workaround(monkeypatch):
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.3.36")
-    found = diagnosis(monkeypatch, llama={"error": "its library died of SIGILL when it was loaded"})
-    assert 'CMAKE_ARGS="-DGGML_NATIVE=OFF' in screen(found, width=2000)
+    actual = diagnosis(monkeypatch, llama={"error": "its library died of SIGILL when it was loaded"})
+    assert 'CMAKE_ARGS="-DGGML_NATIVE=OFF' in screen(actual, width=2000)
 
 
 def test_probes_of_this_machine_are_shown(monkeypatch, cache):

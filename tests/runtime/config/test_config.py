@@ -69,7 +69,7 @@ def configs(draw: st.DrawFn) -> SpeculativeConfig:
     )
 
 
-def said(config: SpeculativeConfig) -> dict[tuple[str, str], object]:
+def keys_of(config: SpeculativeConfig) -> dict[tuple[str, str], object]:
     return {
         (name, each.name): value
         for name in SECTIONS
@@ -88,8 +88,8 @@ def test_a_written_file_reads_as_what_was_written(config):
 @given(configs(), configs(), configs())
 def test_what_is_said_above_holds_and_what_is_said_at_all_stays_said(upper, middle, lower):
     merged = upper.over(middle).over(lower)
-    assert said(upper).items() <= said(merged).items()
-    assert said(merged).keys() == said(upper).keys() | said(middle).keys() | said(lower).keys()
+    assert keys_of(upper).items() <= keys_of(merged).items()
+    assert keys_of(merged).keys() == keys_of(upper).keys() | keys_of(middle).keys() | keys_of(lower).keys()
     tuning = merged.tuning
     if None not in (tuning.min_horizon, tuning.draft_length, tuning.max_horizon, tuning.longest_draft):
         assert tuning.min_horizon <= tuning.draft_length <= tuning.max_horizon <= tuning.longest_draft <= MAX_DRAFT_LENGTH
@@ -97,7 +97,7 @@ def test_what_is_said_above_holds_and_what_is_said_at_all_stays_said(upper, midd
 
 @given(configs(), configs())
 def test_lower_values_move_only_where_they_must(upper, lower):
-    moved = {key for key, value in said(upper.over(lower)).items() if key not in said(upper) and said(lower)[key] != value}
+    moved = {key for key, value in keys_of(upper.over(lower)).items() if key not in keys_of(upper) and keys_of(lower)[key] != value}
     assert moved <= {("tuning", name) for name in ("min_horizon", "draft_length", "max_horizon", "longest_draft")}
     if not upper.tuning.lengths and upper.tuning.longest_draft is None:
         assert not moved

@@ -48,10 +48,10 @@ class Expecting:
     def __init__(self, target: ScriptedTarget, last: int, tokens: int, wrong_from: int = 99) -> None:
         self._target, self._last, self._tokens, self._wrong_from = target, last, tokens, wrong_from
         self.added: list[tuple[int, ...]] = []
-        self.most: list[int] = []
+        self.limits: list[int] = []
 
     def guess(self, ahead: Sequence[int], maximum: int) -> Guess:
-        self.most.append(maximum)
+        self.limits.append(maximum)
         text, actual = [*self._target.cache, self._last, *ahead], []
         for place in range(min(self._tokens, maximum)):
             actual.append((next_token([*text, *actual]) + (place >= self._wrong_from)) % VOCABULARY)
@@ -284,7 +284,7 @@ def test_drafts_are_extended_by_what_a_source_expects_after_them() -> None:
     assert rows == [3, *expected[:3]]
     assert done.sources == (MODEL, "copy", "copy")
     assert asked == [(1, (0.75,) * 3)]
-    assert source.most == [4, 3], "5 tokens: at most 4 drafts, of which one was drafted"
+    assert source.limits == [4, 3], "5 tokens: at most 4 drafts, of which one was drafted"
 
 
 def test_a_rule_cuts_drafts_and_what_sources_expect() -> None:

@@ -31,25 +31,25 @@ params = st.builds(
 pasts = st.lists(st.integers(0, SIZE - 1), max_size=10)
 
 
-def naive(logits, recent, wanted: SamplingParams) -> np.ndarray:
+def naive(logits, recent, params: SamplingParams) -> np.ndarray:
     """Every step one after the other, in llama.cpp's order. Logits stay float32, so that rounding makes the same ties as in the sampler."""
     row = logits.copy()
-    for token, bias in wanted.logit_bias.items():
+    for token, bias in params.logit_bias.items():
         row[token] += np.float32(bias)
-    penalty = np.float32(wanted.repetition_penalty)
-    window = recent[-wanted.penalty_window :]
+    penalty = np.float32(params.repetition_penalty)
+    window = recent[-params.penalty_window :]
     for token in set(window):
         value = row[token] / penalty if row[token] > 0 else row[token] * penalty
-        row[token] = float(value) - window.count(token) * wanted.frequency_penalty - wanted.presence_penalty
+        row[token] = float(value) - window.count(token) * params.frequency_penalty - params.presence_penalty
     row = row.astype(np.float64)
     order = sorted(range(SIZE), key=lambda t: -row[t])
-    order = order[: wanted.top_k or SIZE]
+    order = order[: params.top_k or SIZE]
     weights = np.exp(row[order] - row.max())
-    reached = np.cumsum(weights) / weights.sum() >= wanted.top_p
+    reached = np.cumsum(weights) / weights.sum() >= params.top_p
     count = int(np.flatnonzero(reached)[0]) + 1 if reached.any() else len(order)
-    order = [t for t, w in zip(order[:count], weights, strict=False) if w >= wanted.min_p]
+    order = [t for t, w in zip(order[:count], weights, strict=False) if w >= params.min_p]
     out = np.zeros(SIZE)
-    out[order] = np.exp((row[order] - row.max()) / wanted.temperature)
+    out[order] = np.exp((row[order] - row.max()) / params.temperature)
     return out / out.sum()
 
 
@@ -59,31 +59,31 @@ def dense(distribution: Distribution) -> np.ndarray:
     return out
 
 
-@given(logits=rows, recent=pasts, wanted=params)
+@given(logits=rows, recent=pasts, params=params)
 @settings(max_examples=300, deadline=None)
-def test_equals_the_naive_reading(logits, recent, wanted):
+def test_equals_the_naive_reading(logits, recent, params):
     before = logits.copy()
-    got = Sampler(wanted)(logits, recent)
-    np.testing.assert_allclose(dense(got), naive(logits, recent, wanted), atol=1e-5)
+    got = Sampler(params)(logits, recent)
+    np.testing.assert_allclose(dense(got), naive(logits, recent, params), atol=1e-5)
     np.testing.assert_array_equal(logits, before)
     assert (got.probabilities > 0).all()
     assert (np.diff(got.tokens) > 0).all()
 
 
-@given(logits=rows, recent=pasts, wanted=params, order=st.permutations(range(SIZE)))
+@given(logits=rows, recent=pasts, params=params, order=st.permutations(range(SIZE)))
 @settings(max_examples=150, deadline=None)
-def test_a_sparse_row_of_all_tokens_is_the_dense_row(logits, recent, wanted, order):
-    whole, sparse = Sampler(wanted)(logits, recent), Sampler(wanted)(logits[order], recent, np.array(order))
+def test_a_sparse_row_of_all_tokens_is_the_dense_row(logits, recent, params, order):
+    whole, sparse = Sampler(params)(logits, recent), Sampler(params)(logits[order], recent, np.array(order))
     np.testing.assert_array_equal(whole.tokens, sparse.tokens)
     np.testing.assert_allclose(whole.probabilities, sparse.probabilities)
-    assert Sampler(wanted).likeliest(logits, recent) == Sampler(wanted).likeliest(logits[order], recent, np.array(order))
+    assert Sampler(params).likeliest(logits, recent) == Sampler(params).likeliest(logits[order], recent, np.array(order))
 
 
-@given(logits=rows, recent=pasts, wanted=params)
+@given(logits=rows, recent=pasts, params=params)
 @settings(max_examples=100, deadline=None)
-def test_a_sparse_row_never_gives_a_token_it_lacks(logits, recent, wanted):
+def test_a_sparse_row_never_gives_a_token_it_lacks(logits, recent, params):
     tokens = np.array([7, 0, 4], dtype=np.int32)
-    assert set(Sampler(wanted)(logits[:3], recent, tokens).tokens.tolist()) <= {0, 4, 7}
+    assert set(Sampler(params)(logits[:3], recent, tokens).tokens.tolist()) <= {0, 4, 7}
 
 
 def test_temperature_zero_is_the_likeliest_token_after_bias_and_penalties():
@@ -157,11 +157,11 @@ def test_nonsense_is_refused_with_its_value(options, words):
 
 @pytest.mark.parametrize("penalty", [1e6, -1e6])
 def test_penalties_at_their_limits_are_taken(penalty):
-    wanted = SamplingParams(
+    params = SamplingParams(
         frequency_penalty=penalty, presence_penalty=penalty, repetition_penalty=1 / abs(penalty), logit_bias={2: penalty}
     )
     row = np.array([1.0, 3.0, 2.0], dtype=np.float32)
-    assert Sampler(wanted).likeliest(row, [1]) == (2 if penalty > 0 else 1)
+    assert Sampler(params).likeliest(row, [1]) == (2 if penalty > 0 else 1)
     assert SamplingParams(repetition_penalty=1e6).penalises
 
 
@@ -175,11 +175,11 @@ def test_penalties_look_back_64_tokens_by_default():
 @settings(deadline=None)
 def test_what_passes_the_door_can_be_drawn_from(temperature, top_k, top_p, min_p):
     try:
-        wanted = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     except RequestError:
         assert not (temperature >= 0 and math.isfinite(temperature) and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1)
         return
-    got = Sampler(wanted)(np.array([0.5, -1.0, 4.0, 0.25], dtype=np.float32))
+    got = Sampler(params)(np.array([0.5, -1.0, 4.0, 0.25], dtype=np.float32))
     assert got.probabilities.sum() == pytest.approx(1)
 
 
@@ -191,9 +191,9 @@ def test_rows_that_give_no_token_are_refused(row):
 
 def test_the_callers_mapping_may_change_later():
     bias = {1: 1.0}
-    wanted = SamplingParams(logit_bias=bias)
+    params = SamplingParams(logit_bias=bias)
     bias[1] = math.nan
-    assert wanted.logit_bias == {1: 1.0}
+    assert params.logit_bias == {1: 1.0}
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.floats(0, 1, exclude_max=True))

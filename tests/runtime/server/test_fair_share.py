@@ -16,7 +16,7 @@ KEYS = ("first", "second")
 BODY = {"messages": HI, "temperature": 0}
 
 
-def taken(places: Places, *clients: int) -> list[int]:
+def statuses_of(places: Places, *clients: int) -> list[int]:
     """The status that each of these, in turn, is refused with, 200 for a place."""
 
     def take(client: int) -> int:
@@ -40,14 +40,14 @@ def taken(places: Places, *clients: int) -> list[int]:
     ],
 )
 def test_a_key_leaves_a_place_for_each_that_has_none(clients: int, order: list[int], statuses: list[int]) -> None:
-    assert taken(Places(3, clients), *order) == statuses
+    assert statuses_of(Places(3, clients), *order) == statuses
 
 
 def test_a_place_that_is_given_back_is_free() -> None:
     places = Places(3, 2)
-    assert taken(places, 0, 0, 0) == [200, 200, 429]
+    assert statuses_of(places, 0, 0, 0) == [200, 200, 429]
     places.give_back(0)
-    assert taken(places, 0, 1) == [200, 200]
+    assert statuses_of(places, 0, 1) == [200, 200]
     assert places.total() == 3
 
 

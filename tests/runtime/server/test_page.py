@@ -54,10 +54,10 @@ def test_the_first_screen_says_what_the_model_is_and_what_to_try(browser: Any, s
     fresh(browser, several)
     until(browser, lambda: len(shown(browser, ".introduction button")) == 3)
     assert not browser.find_element(By.ID, "attach").is_displayed(), "this model takes no images"
-    said = shown(browser, ".introduction")[0]
+    text = shown(browser, ".introduction")[0]
     browser.find_element(By.CSS_SELECTOR, ".introduction button").click()
     until(browser, lambda: idle(browser) and bool(shown(browser, ".figures")))
-    assert shown(browser, ".user .text")[0] in said
+    assert shown(browser, ".user .text")[0] in text
     assert shown(browser, ".introduction") == []
 
 
@@ -69,12 +69,12 @@ def test_stop_ends_the_answer_and_keeps_what_was_said(browser: Any) -> None:
         until(browser, lambda: "www" in "".join(shown(browser, ".assistant .text")))
         browser.find_element(By.ID, "stop").click()
         until(browser, lambda: idle(browser))
-        said = shown(browser, ".assistant .text")[0]
-        assert 0 < len(said) < 1800
+        text = shown(browser, ".assistant .text")[0]
+        assert 0 < len(text) < 1800
         until(browser, lambda: "stopped" in shown(browser, ".figures")[0])
         until(browser, lambda: server.worker.load() == (0, 0))
         say(browser, "go on")
-        until(browser, lambda: idle(browser) and f"{len(said)} letters" in shown(browser, ".assistant .text"))
+        until(browser, lambda: idle(browser) and f"{len(text)} letters" in shown(browser, ".assistant .text"))
 
 
 def test_text_is_shown_as_text_and_thoughts_apart(browser: Any) -> None:
@@ -241,11 +241,11 @@ def test_every_control_has_a_name_and_one_place_is_live(browser: Any) -> None:
         fresh(browser, server.url)
         browser.find_element(By.ID, "settings-button").click()
         nodes = browser.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
-        controls = [one for one in nodes if one["role"]["value"] in ("button", "textbox", "combobox", "checkbox", "spinbutton")]
+        controls = [node for node in nodes if node["role"]["value"] in ("button", "textbox", "combobox", "checkbox", "spinbutton")]
         assert len(controls) >= 9
-        assert [one["role"]["value"] for one in controls if not one["name"]["value"].strip()] == []
-        live = [one for one in nodes if one["role"]["value"] in ("status", "alert", "log", "marquee", "timer")]
-        assert [one["role"]["value"] for one in live] == ["status"]
+        assert [node["role"]["value"] for node in controls if not node["name"]["value"].strip()] == []
+        live = [node for node in nodes if node["role"]["value"] in ("status", "alert", "log", "marquee", "timer")]
+        assert [node["role"]["value"] for node in live] == ["status"]
 
 
 def press(browser: Any, text: str) -> None:

@@ -28,7 +28,7 @@ TOOL_TEMPLATE = """{% for m in messages %}{% if m.role == 'tool' %}{{ '<|tool_re
 {%- else %}{{ '<turn|>\n' }}{% endfor %}{% endif %}{% endfor %}{{ '<|turn>model\n' }}"""
 
 
-def said(chat: Chat, answer: Answer) -> str:
+def prompt_of(chat: Chat, answer: Answer) -> str:
     """The prompt of an answer, spelt out."""
     return chat.session.vocabulary.spell(answer.prompt_ids)  # type: ignore[attr-defined]
 
@@ -41,7 +41,7 @@ def test_a_conversation_remembers():
     assert (first.finish, first.dropped_turns, first.stats.tokens) == ("stop", 0, len("Hello é.".encode()) + 1)
     second = chat.say("and?")
     assert list(second)[-1] == Text("s")
-    assert said(chat, second) == (
+    assert prompt_of(chat, second) == (
         "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nhi<turn|>\n"
         "<|turn>model\nHello é.<turn|>\n<|turn>user\nand?<turn|>\n<|turn>model\n"
     )
@@ -53,7 +53,7 @@ def test_a_conversation_remembers():
     ]
     chat.reset()
     assert chat.messages == []
-    assert "system\nBe brief." in said(chat, chat.say("again"))
+    assert "system\nBe brief." in prompt_of(chat, chat.say("again"))
 
 
 def test_the_next_prompt_begins_with_the_last_one_and_its_answer():
@@ -83,8 +83,8 @@ def test_thoughts_are_told_apart_and_left_out_of_later_turns():
     assert list(answer) == [Thought("h"), Thought("m"), Text("s"), Text("o")]
     assert (answer.thoughts, answer.text) == ("hm", "so")
     assert chat.messages[-1] == {"role": "assistant", "content": "so"}
-    assert "hm" not in said(chat, chat.say("b"))
-    assert "<|think|>" in said(chat, chat.say("b"))
+    assert "hm" not in prompt_of(chat, chat.say("b"))
+    assert "<|think|>" in prompt_of(chat, chat.say("b"))
 
 
 def test_tool_calls_and_their_results(monkeypatch):
@@ -95,12 +95,12 @@ def test_tool_calls_and_their_results(monkeypatch):
     with pytest.raises(RequestError, match="made 1 tool calls, but there are 0 results"):
         chat.answer_tools([])
     reply = chat.answer_tools(["12:00 <|turn>"])
-    assert said(chat, reply).endswith(
+    assert prompt_of(chat, reply).endswith(
         'clock<|tool_call>now{"zone": "UTC"}<tool_call|><|tool_response>now:12:00 <|turn><tool_response|><|turn>model\n'
     )
     assert "".join(event.text for event in reply) == "12:00"
     assert [m["role"] for m in chat.messages] == ["user", "assistant", "tool", "assistant"]
-    assert "clock" not in said(chat, chat.say("thanks")), "thoughts are for the turn they belong to"
+    assert "clock" not in prompt_of(chat, chat.say("thanks")), "thoughts are for the turn they belong to"
     with pytest.raises(RequestError, match="made 0 tool calls"):
         chat.answer_tools(["x"])
 
@@ -138,7 +138,7 @@ def test_stop_keeps_what_was_said():
     assert (answer.finish, answer.text) == ("interrupted", "a l")
     assert chat.messages == [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a l", "interrupted": True}]
     following = chat.say("go on")
-    assert "model\na l<turn|>" in said(chat, following)
+    assert "model\na l<turn|>" in prompt_of(chat, following)
     assert "".join(e.text for e in following) == "good"
 
 
@@ -210,7 +210,7 @@ def test_the_oldest_turns_are_dropped():
     list(answer)
     assert answer.dropped_turns == 2
     assert answer.finish == "stop"
-    assert said(chat, answer).startswith("<bos><|turn>system\nkeep me<turn|>\n<|turn>user\nquestion 2")
+    assert prompt_of(chat, answer).startswith("<bos><|turn>system\nkeep me<turn|>\n<|turn>user\nquestion 2")
     assert [m["content"][:10] for m in chat.messages] == ["question 2", "y" * 10, "question 3", "y" * 10]
     assert chat.say("question 4").dropped_turns == 0, "room was made for more than one answer"
 

@@ -195,7 +195,7 @@ def test_other_apis_take_pictures_too(server):
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "this server fetches nothing"),
         ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "this server fetches nothing"),
@@ -205,10 +205,10 @@ def test_other_apis_take_pictures_too(server):
         ({"type": "video_url"}, "it must be one of text, image_url, input_audio"),
     ],
 )
-def test_what_the_server_refuses(part, said, server):
+def test_what_the_server_refuses(part, message, server):
     status, body = ask(server, part)
     assert status == 400
-    assert said in body["error"]["message"]
+    assert message in body["error"]["message"]
 
 
 def test_sound_without_an_audio_tower_is_refused(session):

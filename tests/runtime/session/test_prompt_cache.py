@@ -81,11 +81,11 @@ def computed(session: Session, prompt: list[int]) -> np.ndarray[Any, Any]:
 def test_what_follows_a_restored_prompt_has_the_bits_of_a_computed_one(opened: Callable[..., Session], length: int) -> None:
     prompt = text(length)
     with opened(prompt_cache=None) as session:
-        wanted, tokens = computed(session, prompt), answer(session, [*prompt, 5])[0]
+        expected, tokens = computed(session, prompt), answer(session, [*prompt, 5])[0]
     with opened() as session:
-        np.testing.assert_array_equal(computed(session, prompt), wanted)
+        np.testing.assert_array_equal(computed(session, prompt), expected)
     with opened() as session:
-        np.testing.assert_array_equal(computed(session, prompt), wanted)
+        np.testing.assert_array_equal(computed(session, prompt), expected)
     with opened() as session:
         last = (length - 1) % MAX_TOKENS
         kept = length - 1 - (last if last < MIN_TOKENS else 0)
@@ -155,10 +155,10 @@ def test_what_is_gone_from_sliding_layers_is_not_read(opened: Callable[..., Sess
 
 
 def test_each_client_has_its_own(opened: Callable[..., Session]) -> None:
-    one, two = client_names(["a", "b"])
-    assert len({one, two, *client_names([]), ""}) == 4
+    first, second = client_names(["a", "b"])
+    assert len({first, second, *client_names([]), ""}) == 4
     with opened() as session:
-        for client, reused in ((one, 0), (two, 0), ("", 0), (one, 299), (two, 299)):
+        for client, reused in ((first, 0), (second, 0), ("", 0), (first, 299), (second, 299)):
             session.target.rollback(0)
             assert answer(session, text(300), client=client)[1] == reused
             session._parts.prompt_cache.close()
@@ -167,7 +167,7 @@ def test_each_client_has_its_own(opened: Callable[..., Session]) -> None:
 def test_several_requests_at_once_read_and_keep(exported_pair: Path, folder: Path) -> None:
     prompts = [text(200 + 150 * number, 7 + number % 2) for number in range(4)]
     with open_session(exported_pair, threads=1, context=1024) as session:
-        wanted = [answer(session, prompt)[0] for prompt in prompts]
+        expected = [answer(session, prompt)[0] for prompt in prompts]
     for reused in (False, True):
         with open_sessions(exported_pair, 4, threads=1, context=1024, prompt_cache=folder) as sessions:
             generations = [
@@ -176,7 +176,7 @@ def test_several_requests_at_once_read_and_keep(exported_pair: Path, folder: Pat
             ]
             for _ in sessions.run(generations):
                 pass
-            assert [generation.tokens for generation in generations] == wanted
+            assert [generation.tokens for generation in generations] == expected
             assert all(generation.stats.reused_tokens == len(generation.prompt) - 1 for generation in generations) or not reused
 
 
@@ -421,9 +421,9 @@ def test_nothing_goes_on_inside_of_an_image(cache: PromptCache, monkeypatch: pyt
     for length in (50, 200, 400, 450):  # ends in the text, in the image, at its end, behind it
         monkeypatch.setattr(prompt_cache, "MAX_TOKENS", length)
         kept(cache, tokens[:length])
-    for made, wanted in ((Rows, 200), (WithImages, 50)):
+    for made, expected in ((Rows, 200), (WithImages, 50)):
         *_, length = cache.request(made(tokens[:350]), tokens[:350]).reading(0)
-        assert length == wanted
+        assert length == expected
     *_, length = cache.request(WithImages(tokens[:400]), tokens[:400]).reading(0)
     assert length == 400
 
@@ -469,8 +469,8 @@ def test_commands_keep_prompts_and_forget_them(exported_pair: Path, folder: Path
     (tmp_path / "notes.drafts").write_text('edge-mtp memory 1\n"a text"\n')
     (tmp_path / "notes.drafts").chmod(0o600)
     (folder / "notes.txt").write_text("of somebody")
-    said = json.loads(run("forget", "--prompt-cache", str(folder), "--draft-store", str(tmp_path / "notes.drafts"), "--json").stdout)
-    assert (said["files"] > 0, said["bytes"] > 10_000, said["texts"]) == (True, True, 1)
+    output = json.loads(run("forget", "--prompt-cache", str(folder), "--draft-store", str(tmp_path / "notes.drafts"), "--json").stdout)
+    assert (output["files"] > 0, output["bytes"] > 10_000, output["texts"]) == (True, True, 1)
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
     assert not (tmp_path / "notes.drafts").exists()
     assert "0 files of 0.0 MB removed" in run("forget", "--prompt-cache", str(folder)).stdout

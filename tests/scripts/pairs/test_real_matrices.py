@@ -66,11 +66,11 @@ def test_a_fitted_projection_undoes_the_norm_of_values(model):
     real_matrices.as_gemma_3(model, True)
     expected = logits(model, tokens)
     real_matrices.as_gemma_3(model, False)
-    taken_over = (logits(model, tokens) - expected).pow(2).mean()
+    copied = (logits(model, tokens) - expected).pow(2).mean()
     errors = []
     real_matrices.refit(model, tokens, lambda record: errors.append(record["error_of_rows"]))
     assert len(errors) == 2
-    assert (logits(model, tokens) - expected).pow(2).mean() < 0.75 * taken_over
+    assert (logits(model, tokens) - expected).pow(2).mean() < 0.75 * copied
 
 
 def test_a_drafter_that_chooses_among_all_pieces_has_the_whole_loss():

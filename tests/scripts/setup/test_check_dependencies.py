@@ -125,10 +125,10 @@ def test_locks_are_hashed_throughout_and_without_torch(name):
 
 def locked(name: str) -> dict[str, set[str]]:
     """The versions of each package in a lock; of some, another for other Pythons."""
-    found: dict[str, set[str]] = {}
+    actual: dict[str, set[str]] = {}
     for package, version in re.findall(r"^([\w.-]+)(?:\[[\w,]*\])?==([^ ;\\]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE):
-        found.setdefault(package, set()).add(version)
-    return found
+        actual.setdefault(package, set()).add(version)
+    return actual
 
 
 def test_what_make_test_installs_is_part_of_what_make_test_all_installs():
@@ -141,9 +141,9 @@ def test_what_make_test_installs_is_part_of_what_make_test_all_installs():
 def test_the_lock_has_what_the_extras_ask_for(lock: str, variable: str):
     makefile = (ROOT / "Makefile").read_text()
     lists = {name: re.search(rf"^{name} := (.+)$", makefile, re.MULTILINE)[1] for name in ("TEST_EXTRAS", "ALL_EXTRAS")}
-    wanted = lists[variable].replace("$(TEST_EXTRAS)", lists["TEST_EXTRAS"]).split(",")
+    expected = lists[variable].replace("$(TEST_EXTRAS)", lists["TEST_EXTRAS"]).split(",")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     if variable == "ALL_EXTRAS":
-        assert set(wanted) == set(extras) - {"train", "openvino", "qnn"}  # installed by who has such a device; no test needs them
-    names = {re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-") for extra in wanted for requirement in extras[extra]}
+        assert set(expected) == set(extras) - {"train", "openvino", "qnn"}  # installed by who has such a device; no test needs them
+    names = {re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-") for extra in expected for requirement in extras[extra]}
     assert names - locked(lock).keys() == ({"torch"} if variable == "ALL_EXTRAS" else set())

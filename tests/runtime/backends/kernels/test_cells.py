@@ -25,7 +25,7 @@ def drawn(seed: int, kind: int, rows: int, cells: int, dim: int) -> tuple[Array,
     return queries, cell_rows(kind, keys), cell_rows(kind, values), mask
 
 
-def wanted(kind: int, queries: Array, keys: Array, values: Array, mask: Array) -> NDArray[np.float64]:
+def expected(kind: int, queries: Array, keys: Array, values: Array, mask: Array) -> NDArray[np.float64]:
     scores = queries.astype(np.float64) @ cell_values(kind, keys).T + np.repeat(mask.astype(np.float64), len(queries) // len(mask), axis=0)
     shares = np.exp(scores - scores.max(axis=1, keepdims=True))
     result: NDArray[np.float64] = shares @ cell_values(kind, values) / shares.sum(axis=1, keepdims=True)
@@ -38,7 +38,7 @@ def test_numbers_are_right_and_the_same_on_every_variant(kind: int, rows: int, c
     arrays = drawn(cells, kind, rows, cells, dim)
     arrays[3][:, 0] = 0  # every row attends to one cell at least
     first = cell_attention(kind, *arrays).here(VARIANTS[0])
-    assert np.allclose(first, wanted(kind, *arrays), rtol=1e-5, atol=1e-5)
+    assert np.allclose(first, expected(kind, *arrays), rtol=1e-5, atol=1e-5)
     for variant in VARIANTS:
         for at_once in (1, 2, 3, 7, 16):
             assert np.array_equal(cell_attention(kind, *arrays, at_once=at_once).here(variant), first), (variant, at_once)
@@ -47,7 +47,7 @@ def test_numbers_are_right_and_the_same_on_every_variant(kind: int, rows: int, c
 @pytest.mark.parametrize("dim", [1, 7, 17, 40])
 def test_any_width_of_float16(dim: int) -> None:
     arrays = drawn(dim, HALF, 2, 50, dim)
-    assert np.allclose(cell_attention(HALF, *arrays).here(VARIANTS[0]), wanted(HALF, *arrays), rtol=1e-5, atol=1e-5)
+    assert np.allclose(cell_attention(HALF, *arrays).here(VARIANTS[0]), expected(HALF, *arrays), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", CELL_BLOCKS)
@@ -84,7 +84,7 @@ def test_small_shares_of_many_cells_add_up() -> None:
     queries = np.zeros((1, 32), np.float32)
     queries[0, 0] = 1
     arrays = queries, cell_rows(HALF, keys), cell_rows(HALF, values), np.zeros((1, 20001), np.float16)
-    assert np.allclose(cell_attention(HALF, *arrays).here(VARIANTS[0]), wanted(HALF, *arrays), rtol=1e-5)
+    assert np.allclose(cell_attention(HALF, *arrays).here(VARIANTS[0]), expected(HALF, *arrays), rtol=1e-5)
 
 
 def test_a_row_that_attends_to_nothing_is_zero_and_a_mask_adds_to_scores() -> None:
@@ -93,7 +93,7 @@ def test_a_row_that_attends_to_nothing_is_zero_and_a_mask_adds_to_scores() -> No
     mask[2] = np.linspace(-3, 3, 40)
     result = cell_attention(HALF, queries, keys, values, mask).here(VARIANTS[0])
     assert not result[HEADS : 2 * HEADS].any()
-    assert np.allclose(result[2 * HEADS :], wanted(HALF, queries[2 * HEADS :], keys, values, mask[2:]), rtol=1e-5, atol=1e-5)
+    assert np.allclose(result[2 * HEADS :], expected(HALF, queries[2 * HEADS :], keys, values, mask[2:]), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 5000.0])

@@ -205,7 +205,7 @@ def test_feed_forwards_have_stock_numbers_and_a_rows_bits_in_every_batch_and_on_
         # Where the first products' last bits differ, a value between them may be rounded to the next level.
         np.testing.assert_allclose(actual[300], stock, atol=0.01 * np.abs(stock).max())
         first = by_parts(graph, block, rows) if first is None else first
-        assert all(np.array_equal(some, first[:count]) for count, some in actual.items())
+        assert all(np.array_equal(rows, first[:count]) for count, rows in actual.items())
 
 
 @built

@@ -72,15 +72,15 @@ def test_sliding_buffers_move_their_rows_and_nothing_changes(onnx_pair: Bundles,
     with roomy:
         assert target.cache.array("key.0").shape[2] < 420
         assert roomy.cache.array("key.0").shape[2] > 1000
-        for one in (target, roomy):
-            one.prefill(tokens[:700])
+        for item in (target, roomy):
+            item.prefill(tokens[:700])
         assert target.cache.first > 0
         for begin in range(700, 890, 10):
-            wanted, found = np.array(roomy.verify(tokens[begin : begin + 10])), np.array(target.verify(tokens[begin : begin + 10]))
-            np.testing.assert_allclose(found, wanted, atol=TOLERANCE)
-            for one in (target, roomy):
-                one.rollback(begin + 10 - begin % 7)
-                one.verify(tokens[begin + 10 - begin % 7 : begin + 10]) if begin % 7 else None
+            expected, result = np.array(roomy.verify(tokens[begin : begin + 10])), np.array(target.verify(tokens[begin : begin + 10]))
+            np.testing.assert_allclose(result, expected, atol=TOLERANCE)
+            for item in (target, roomy):
+                item.rollback(begin + 10 - begin % 7)
+                item.verify(tokens[begin + 10 - begin % 7 : begin + 10]) if begin % 7 else None
             assert own_drafter.draft(tokens[begin + 10], 4) == its_drafter.draft(tokens[begin + 10], 4)
         assert roomy.cache.first == 0
 
@@ -108,26 +108,26 @@ def test_editing_the_targets_cache_changes_the_drafts(target: OrtTarget, drafter
 
 def test_rows_that_are_rolled_back_are_never_read(target: OrtTarget, drafter: OrtDrafter) -> None:
     target.prefill(random_tokens(7, 50))
-    wanted = np.array(target.verify([300, 301])), drafter.draft(302, 4)
+    expected = np.array(target.verify([300, 301])), drafter.draft(302, 4)
     target.rollback(50)
     for name in target.cache.names:
         target.cache.array(name)[:, :, 50:] = np.nan
-    found = np.array(target.verify([300, 301])), drafter.draft(302, 4)
-    np.testing.assert_array_equal(found[0], wanted[0])
-    assert found[1] == wanted[1]
+    result = np.array(target.verify([300, 301])), drafter.draft(302, 4)
+    np.testing.assert_array_equal(result[0], expected[0])
+    assert result[1] == expected[1]
 
 
 def scores_of(drafter: OrtDrafter, last: int) -> np.ndarray[Any, Any]:
-    seen: list[np.ndarray[Any, Any]] = []
+    observed: list[np.ndarray[Any, Any]] = []
 
     def sampler(scores: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any] | None = None) -> int:
         assert tokens is not None
         order = np.argsort(tokens)
-        seen.append(scores[order].copy())
+        observed.append(scores[order].copy())
         return int(tokens[scores.argmax()])
 
     drafter.draft(last, 1, sampler)
-    return seen[0]
+    return observed[0]
 
 
 def test_the_drafters_window_is_the_references(target: OrtTarget, drafter: OrtDrafter) -> None:

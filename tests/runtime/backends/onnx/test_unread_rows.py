@@ -50,14 +50,14 @@ BUNDLES: dict[str, dict[str, str]] = {
 class Opened(NamedTuple):
     target: GraphTarget
     drafter: Drafter
-    said: list[str]
+    notes: list[str]
 
 
 def opened(folder: Path) -> Opened:
-    said: list[str] = []
-    target, drafter, _ = open_onnx(open_bundle(folder), OrtOptions(context=768, threads=1), None, said.append)
+    notes: list[str] = []
+    target, drafter, _ = open_onnx(open_bundle(folder), OrtOptions(context=768, threads=1), None, notes.append)
     assert drafter is not None
-    return Opened(target, drafter, said)
+    return Opened(target, drafter, notes)
 
 
 @pytest.fixture(params=["row kernels", "stock kernels"])
@@ -98,7 +98,7 @@ def following(pair: Opened, tokens: Sequence[int]) -> tuple[list[int], NDArray[n
 def check_prompts(pair: Opened, all_pieces: Sequence[Sequence[int]], vocabulary: int = 4096) -> None:
     target, tokens = pair.target, random_tokens(700, vocabulary)
     assert target.skips_unread_rows
-    assert pair.said == []
+    assert pair.notes == []
     for pieces in all_pieces:
         result = []
         for whole in (False, True):
@@ -209,8 +209,8 @@ def test_older_bundles_answer_the_same_and_say_once_what_exporting_again_brings(
     before = opened(older(folder, tmp_path / "older"))
     with before.target:
         assert not before.target.skips_unread_rows
-        times = [re.search(r"need ([\d.]+) times fewer multiplications", sentence) for sentence in before.said]
-        assert [match and 2 < float(match[1]) < 4 for match in times] == [True], before.said
+        times = [re.search(r"need ([\d.]+) times fewer multiplications", sentence) for sentence in before.notes]
+        assert [match and 2 < float(match[1]) < 4 for match in times] == [True], before.notes
         whole = []
         for target, drafter, _ in (before, opened(folder)):
             target.prefill(random_tokens(400))
@@ -228,20 +228,20 @@ def test_older_bundles_answer_the_same_and_say_once_what_exporting_again_brings(
 def test_a_prompt_in_graphs_of_fixed_shapes_gives_keys_and_values_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def export(name: str) -> Opened:
         export_onnx(PAIR / "target", PAIR / "drafter", tmp_path / name, OnnxRequest(target="f32", drafter="f32", device="static"))
-        target, drafter, _ = open_onnx(open_bundle(tmp_path / name), OrtOptions(context=512, threads=1), None, said.append)
+        target, drafter, _ = open_onnx(open_bundle(tmp_path / name), OrtOptions(context=512, threads=1), None, notes.append)
         assert drafter is not None
-        return Opened(target, drafter, said)
+        return Opened(target, drafter, notes)
 
-    said: list[str] = []
+    notes: list[str] = []
     now = export("now")
-    assert said == []
+    assert notes == []
     graph = onnx.load(next((tmp_path / "now").glob("target-prefill*.onnx")), load_external_data=False).graph
     assert {value.name.split(".")[0] for value in graph.output} == {"new_key", "new_value"}
     write = static_export.write_target_graph
     monkeypatch.setattr(static_export, "write_target_graph", lambda *passed, prefill: write(*passed, prefill=False))
     before, tokens = export("before"), random_tokens(500)
     assert [now.target.skips_unread_rows, before.target.skips_unread_rows] == [True, False]
-    assert re.search(r"need [23]\.\d times fewer", *said)
+    assert re.search(r"need [23]\.\d times fewer", *notes)
     with now.target, before.target:
         for count in (1, 2, 3, 5, 63, 64, 65, 66, 128, 300):
             for target, _, _ in (now, before):
