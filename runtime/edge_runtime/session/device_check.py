@@ -16,7 +16,7 @@ from edge_runtime.bundle.exported_quality import exported_quality
 from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.decoding.quality import divergence_of, log_softmax
 from edge_runtime.errors import EdgeRuntimeError
-from edge_runtime.interfaces import Drafter, Target
+from edge_runtime.interfaces import ChoosingTarget, Drafter, Target
 
 # Tokens of a prompt, of a long one, and those that are verified behind it.
 _PROMPT, _LONG, _FOLLOWING = 40, 700, 13
@@ -94,6 +94,7 @@ def compared(device: str, reference: Answers, target: Target, drafter: Drafter |
     limit = _FLOAT_LIMIT if loss < _FLOAT_LIMIT else max(_ROUNDED_LIMIT, _SHARE * loss)
     try:
         device_answers = answers(target, drafter, longest)
+        _check_choices(target, device_answers, min(longest, _FOLLOWING))
         rows = sum(len(rows) for rows in device_answers.rows.values())
         rows += _finite_rows(target, min(longest, _FOLLOWING), _ROWS - rows)
     except (EdgeRuntimeError, FloatingPointError) as error:
@@ -138,6 +139,21 @@ def _rows(target: Target, longest: int, drafts: list[list[int]], drafter: Drafte
     long = [token for part in range(3, 40) for token in _text(part)][: max(1, min(_LONG, target.context - longest - 1))]
     target.prefill(long)
     yield "the rows behind a long text", _checked(target.verify(text[:longest]))
+
+
+def _check_choices(target: Target, given: Answers, longest: int) -> None:
+    """Raises FloatingPointError if what a target chooses by itself is not the largest of its logits, or is suppressed."""
+    if not isinstance(target, ChoosingTarget):
+        return
+    text, best = _text(1), given.rows[_verified(longest)].argmax(axis=1)
+    target.rollback(0)
+    target.prefill(text[:_PROMPT])
+    for suppressed in (best[:0], best[:1]):
+        target.rollback(_PROMPT)
+        chosen = np.array(target.choose(text[_PROMPT : _PROMPT + longest], suppressed))
+        wanted = chosen == best if suppressed.size == 0 else chosen != best[0]
+        if not wanted.all():
+            raise FloatingPointError("chosen tokens that are not those of the largest logits")
 
 
 def _verified(width: int) -> str:

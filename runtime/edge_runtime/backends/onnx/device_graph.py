@@ -16,12 +16,22 @@ from dataclasses import dataclass, field
 
 from edge_devices.files.protobuf_wire import bytes_field, number_field
 from edge_runtime.backends.onnx.row_kernels import STOCK_ATTENTION, attention_of_last_rows, attention_on_rows
-from edge_runtime.bundle.onnx_file import FLOAT, Attribute, Node, OnnxGraph, float_attribute, integer_attribute, read_graph, with_graph
+from edge_runtime.bundle.onnx_file import (
+    FLOAT,
+    INT64,
+    Attribute,
+    Node,
+    OnnxGraph,
+    float_attribute,
+    integer_attribute,
+    read_graph,
+    with_graph,
+)
 from edge_runtime.bundle.onnx_graph import CONTRIB
 
 _POSITIONS = b"position_ids"
 _INT32 = 6
-_INPUT, _OUTPUT = 11, 12
+_TENSOR, _INPUT, _OUTPUT = 5, 11, 12
 _FULL_COUNTS = (b"last_row_full", b"rows_full")
 
 
@@ -114,6 +124,32 @@ def _changed(model: bytes, drafter_owners: Collection[int]) -> DeviceGraph | Non
     if any(name.startswith((b"key.", b"value.")) for node in graph.nodes if node.operator != STOCK_ATTENTION for name in node.inputs):
         return None
     return DeviceGraph(model=with_graph(model, graph, None), written=change.written, rows=rows)
+
+
+# What the head gives of each row beside its logits: the likeliest token that is not suppressed, and numbers that show unsound rows.
+CHOICE, FACTS = "choice", ("largest", "least", "sum")
+SUPPRESSED = "suppressed"
+
+
+def head_with_choices(model: bytes) -> bytes | None:
+    """Returns the model of a head that chooses on the device too, None if it gives no logits.
+
+    `suppressed` float32 [1, 1, vocabulary] is added to the logits before a token is chosen. Outputs [1, n, 1]: `choice` int64; `largest`
+    and `least` of the logits, and their `sum`, which no NaN leaves finite.
+    """
+    graph = read_graph(model)
+    logits, axis = b"logits", b"last_axis"
+    if logits not in graph.outputs:
+        return None
+    masked = Node("Add", [logits, SUPPRESSED.encode()], [b"masked_logits"])
+    chosen = Node("ArgMax", masked.outputs, [CHOICE.encode()], [integer_attribute("axis", 2)])
+    reduced = [Node(f"Reduce{word}", [logits, axis], [name.encode()]) for word, name in zip(("Max", "Min", "Sum"), FACTS, strict=True)]
+    graph.nodes += [masked, chosen, *reduced]
+    axes = number_field(1, 1) + number_field(2, INT64) + bytes_field(8, axis) + bytes_field(9, (2).to_bytes(8, "little"))
+    outputs = [(CHOICE, INT64), *((name, FLOAT) for name in FACTS)]
+    graph.added += [bytes_field(_TENSOR, axes), _value_field(_INPUT, SUPPRESSED.encode(), FLOAT, 3)]
+    graph.added += [_value_field(_OUTPUT, name.encode(), kind, 3) for name, kind in outputs]
+    return with_graph(model, graph, None)
 
 
 def _owner(change: _Change, node: Node) -> None:

@@ -3,27 +3,29 @@ that the drafter reads come out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.onnx.device_graph import device_graph
+from edge_runtime.backends.onnx.device_graph import CHOICE, FACTS, SUPPRESSED, device_graph, head_with_choices
 from edge_runtime.backends.onnx.devices import OrtDevice, onnxruntime_module
 from edge_runtime.backends.onnx.kv_cache import FULL, KeyValueCache
-from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions
+from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.onnx.target import Bindings, OrtTarget, PairFiles, shared_inputs
 from edge_runtime.bundle.integrity import read_part
 from edge_runtime.bundle.manifest import CacheLayout
 from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES
-from edge_runtime.errors import RequestError
+from edge_runtime.errors import BackendError, BundleError, RequestError
 from edge_runtime.interfaces import KvRows
 
 # A device keeps this target's rows if its provider runs the changed graph: onnxruntime's WebGPU plug-in was tried.
 _KEEPING = {"WebGpuExecutionProvider"}
 # onnxruntime-ep-webgpu 0.4.0, on SwiftShader at least: attention of 32 or more queries at once is wrong, of up to 31 right.
 _CHUNK = 16
+UNSOUND = "the target's logits hold NaN, or are all the same"
 
 
 def keeps_rows(device: OrtDevice) -> bool:
@@ -41,11 +43,13 @@ class DeviceCache(KeyValueCache):
     def __init__(self, layout: CacheLayout, context: int, device: OrtDevice) -> None:
         self._lost = 0
         super().__init__(layout, context)
-        ort = onnxruntime_module()
-        make, memory = ort.OrtValue.ortvalue_from_numpy, device.handle.memory_info(ort.OrtDeviceMemoryType.DEFAULT)
-        self.on_device: dict[str, Any] = {
-            name: make(self.array(name), "gpu", memory.device_id, memory.device_vendor_id) for name in self.names
-        }
+        self._memory = device.handle.memory_info(onnxruntime_module().OrtDeviceMemoryType.DEFAULT)
+        self.on_device: dict[str, Any] = {name: self.placed(self.array(name)) for name in self.names}
+
+    def placed(self, array: NDArray[Any]) -> Any:
+        """A copy of the array in the device's memory."""
+        make = onnxruntime_module().OrtValue.ortvalue_from_numpy
+        return make(array, "gpu", self._memory.device_id, self._memory.device_vendor_id)
 
     @property
     def chunk(self) -> int:
@@ -111,14 +115,54 @@ class DeviceTarget(OrtTarget):
         self._rows = {buffer: (kinds[buffer], output) for buffer, output in changed.rows.items()}
         return Graph(files.target, session, changed.model)
 
+    def _open_head(self, path: Path, session: SessionOptions) -> Graph:
+        """Opens the changed head. Raises BundleError if it gives no logits."""
+        model = head_with_choices(read_part(path, MAX_GRAPH_BYTES, "graph"))
+        if model is None:
+            raise BundleError(f"{path} gives no logits; export the bundle again")
+        self._choices: dict[int, Call] = {}
+        self._mask, self._masked = np.zeros((1, 1, self._logits.shape[2]), np.float32), np.empty(0, np.intp)
+        self._mask_on_device = self.cache.placed(self._mask)
+        return Graph(path, session, model)
+
+    def choose(self, tokens: Sequence[int], suppressed: NDArray[np.intp]) -> list[int]:
+        """As `interfaces.ChoosingTarget.choose`: a token and three numbers come out for each row, in the place of its logits."""
+        ids = self.checked(tokens)
+        self.check_rows(len(ids), self.max_rows)
+        with self._appending():
+            self._forward(ids, None, len(ids))
+            if (call := self._choices.get(len(ids))) is None:
+                call = self._choices[len(ids)] = self.bind_head(len(ids), dict.fromkeys((CHOICE, *FACTS)))
+            self._suppress(suppressed)
+            call.run()
+            chosen, largest, least, total = (values[0, :, 0] for values in call.outputs())
+            if not (np.isfinite(total) & np.isfinite(largest) & (largest > least)).all():
+                raise BackendError(f"{UNSOUND} on this device: check it with edge-run prove --device NAME, or leave --device out")
+        self.take_hidden(self.hidden_rows[0, : len(ids)])
+        return [int(token) for token in chosen]
+
+    def bind_head(self, rows: int, outputs: Mapping[str, Any]) -> Call:
+        hidden = value_over(self.hidden_rows[:, :rows])
+        return self._graphs[1].bind({"hidden": hidden, SUPPRESSED: self._mask_on_device}, outputs, fixed=(SUPPRESSED,))
+
+    def _suppress(self, tokens: NDArray[np.intp]) -> None:
+        """Has these tokens never chosen; they seldom change, and so are kept on the device."""
+        if not np.array_equal(tokens, self._masked):
+            self._mask[...] = 0
+            self._mask[..., tokens] = np.finfo(np.float32).min  # not infinite: shaders may be compiled as if nothing were
+            self._masked = tokens.copy()
+            self._mask_on_device.update_inplace(self._mask)
+
+    def close(self) -> None:
+        self._choices.clear()
+        super().close()
+
     def bindings(self, graph: Graph) -> Bindings:  # noqa: ARG002
         values, results = self.cache.on_device, dict.fromkeys(output for _, output in self._rows.values())
-        self._results = list(results)
         written = {output: values[buffer] for output, buffer in self._written.items()}
         return Bindings({**shared_inputs(self), **values}, written | results, frozenset({*values, *self.rotations.values}))
 
     def take_rows(self, call: Call, start: int) -> None:
-        outputs = call.outputs()
-        places = {output: outputs[len(outputs) - number] for number, output in enumerate(reversed(self._results), 1)}
+        results = call.results()
         for buffer, (kind, output) in self._rows.items():
-            self.cache.take(kind, buffer, places[output], start)
+            self.cache.take(kind, buffer, results[output], start)

@@ -160,17 +160,20 @@ def device_named(name: str | None) -> OrtDevice:
     if len(of_provider) > 1:
         raise RequestError(f"{name!r} has several devices; choose one of {_names(of_provider)}")
     if not of_provider:
-        raise RequestError(_missing(asked))
+        raise RequestError(_missing(asked, name))
     return of_provider[0]
 
 
-def _missing(name: str) -> str:
+def _missing(name: str, typed: str) -> str:
     """Why there is no such device, and what to do."""
-    there = f"there is no device {name!r} that onnxruntime computes on here; there are {_names(devices())}"
+    there = f"there is no device {typed!r} that onnxruntime computes on here; there are {_names(devices())}"
     meant = [each for each in PLUG_INS if name.partition(":")[0] in (each.extra, each.provider.lower()) or name in (each.kind or NPU, GPU)]
     for plug_in in meant:
-        if failure := plug_in_failure(plug_in):
-            return f"{there}; {plug_in.package} {installed_version(plug_in.package)} cannot be used: {failure}"
+        failure, installed = plug_in_failure(plug_in), f"{plug_in.package} {installed_version(plug_in.package)}"
+        if failure:
+            return f"{there}; {installed} cannot be used: {failure}"
+        if failure is None and not any(device.provider == plug_in.provider for device in devices()):
+            return f"{there}; {installed} is installed and finds no device of its own on this machine"
     if meant and all(plug_in_failure(plug_in) == "" for plug_in in meant):
         extras = [f"'edge-mtp[{plug_in.extra}]'" for plug_in in meant]
         return f"{there}; pip install {' or '.join(extras)}"

@@ -243,7 +243,7 @@ class OrtTarget(GraphTarget):
             opening = beside.submit(self._open_layers, files, session)
             super().__init__(files, options.context, self.cache, chunk=chunk, longest_context=files.graphs.context)
             graph = opening.result()
-        self._graphs = [graph, Graph(files.target_head, session)]
+        self._graphs = [graph, self._open_head(files.target_head, session)]
         check_inputs(graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
         # A drafter is at the position behind the text.
         halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
@@ -263,6 +263,9 @@ class OrtTarget(GraphTarget):
         if set(buffer_outputs(graph).values()) != set(self.cache.values) or new != set(self.cache.read_by_rows):
             raise BundleError(f"{files.target} does not give the rows that the manifest's buffers hold; export the bundle again")
         return graph
+
+    def _open_head(self, path: Path, session: SessionOptions) -> Graph:
+        return Graph(path, session)
 
     def bindings(self, graph: Graph) -> Bindings:
         """What a forward of the layers reads and writes beside its tokens."""
@@ -303,9 +306,12 @@ class OrtTarget(GraphTarget):
         self._forward(ids, None, len(ids))
         rows = len(ids)
         if rows not in self._heads:
-            inputs = {"hidden": value_over(self.hidden_rows[:, :rows])}
-            self._heads[rows] = self._graphs[1].bind(inputs, {"logits": value_over(self._logits[:, :rows])})
+            self._heads[rows] = self.bind_head(rows, {"logits": value_over(self._logits[:, :rows])})
         self._heads[rows].run()
+
+    def bind_head(self, rows: int, outputs: Mapping[str, Any]) -> Call:
+        """Prepares a call of the head on the first hidden rows."""
+        return self._graphs[1].bind({"hidden": value_over(self.hidden_rows[:, :rows])}, outputs)
 
 
 class Bindings(NamedTuple):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
 import software_gpu
-from edge_runtime.backends.onnx.device_graph import device_graph
+from edge_runtime.backends.onnx.device_graph import device_graph, head_with_choices
+from edge_runtime.backends.onnx.loader import Call
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.onnx_file import read_graph, with_graph
 
@@ -54,8 +58,20 @@ for (target, _), state in zip(pairs, states):
     target.rollback(0)
     target.restore(held, state)
 both("behind a restored state", verified(4))
-nodes = pairs[1][0].assignments()
-print(json.dumps({"parts": parts, "nodes": nodes}))
+target = pairs[1][0]
+place = target.length - 4
+following = tokens[place:place + 4]
+def chosen(suppressed):
+    target.rollback(place)
+    return [int(token) for token in target.choose(following, np.array(suppressed, np.intp))]
+target.rollback(place)
+best = target.verify(following).argmax(axis=1).tolist()
+plain, without = chosen([]), chosen(best)
+calls = [target._forwards[4, 4, False]._call, target._choices[4]]
+moved = sum(value.numpy().nbytes for call in calls for value in call.copied.values())
+moved += sum(array.nbytes for call in calls for array in call.results().values()) + target.hidden_rows[0, :4].nbytes
+nodes = target.assignments()
+print(json.dumps({"parts": parts, "nodes": nodes, "chosen": [best, plain, without], "bytes": moved}))
 """
 
 _LOOP = """
@@ -76,6 +92,10 @@ with edge_runtime.open_session(sys.argv[1], backend="onnx", device="webgpu", thr
 def test_the_device_computes_what_the_cpu_does_and_its_rows_are_the_same(onnx_pair: Bundles, tmp_path: Path) -> None:
     result = software_gpu.run_on_it(_TARGET, str(onnx_pair("f32")), folder=tmp_path)
     assert max(result["parts"].values()) < 1e-3, result["parts"]
+    best, plain, without = result["chosen"]
+    assert plain == best
+    assert not set(without) & set(best)
+    assert result["bytes"] < 64_000, result["bytes"]
     layers = next(nodes for name, nodes in result["nodes"].items() if "head" not in name)
     assert layers["WebGpuExecutionProvider"]["GroupQueryAttention"] >= 9
     assert set(layers["CPUExecutionProvider"]) == {"FusedMatMul", "Slice"}
@@ -89,6 +109,39 @@ def test_a_checked_device_drafts_and_its_text_is_that_without_drafts(onnx_pair: 
     assert len(set(result["texts"].values())) == 1
     assert result["accepted"] > 0
     assert any("webgpu computes what the CPU does" in sentence for sentence in result["sentences"])
+
+
+def test_a_forward_reads_back_what_it_allocated_only() -> None:
+    class OnDevice:
+        def numpy(self) -> Any:
+            raise AssertionError("a whole buffer was copied from the device")
+
+    class Fresh:
+        def numpy(self) -> Any:
+            return np.ones(3)
+
+    call = Call.__new__(Call)
+    call._allocated = {"new_rows": 1}
+    call._binding = SimpleNamespace(get_outputs=lambda: [OnDevice(), Fresh()])
+    assert call.results()["new_rows"].tolist() == [1, 1, 1]
+
+
+def test_a_head_chooses_as_its_logits_say(onnx_pair: Bundles) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    path = open_bundle(onnx_pair("f32")).path("target_head", "onnx")
+    model = head_with_choices(path.read_bytes())
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    hidden = np.random.default_rng(0).standard_normal((1, 5, 256)).astype(np.float32)
+    hidden[0, 4, 7] = np.nan
+    mask = np.zeros((1, 1, 4096), np.float32)
+    logits, choice, total = session.run(["logits", "choice", "sum"], {"hidden": hidden, "suppressed": mask})
+    assert choice[0, :4, 0].tolist() == logits[0, :4].argmax(axis=1).tolist()
+    assert np.isfinite(total[0, :, 0]).tolist() == [True] * 4 + [False]
+    mask[..., choice[0, 0]] = -np.inf
+    (other,) = session.run(["choice"], {"hidden": hidden, "suppressed": mask})
+    assert other[0, 0, 0] == np.argsort(logits[0, 0])[-2]
 
 
 def test_all_attention_becomes_an_operator_on_whole_buffers(onnx_pair: Bundles) -> None:

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 import edge_export
+from edge_runtime.backends.onnx import devices as devices_module
 from edge_runtime.bundle.manifest import with_hash
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.session.open import open_session
@@ -88,3 +89,12 @@ def test_the_command_runs_graphs_and_checks_itself(onnx_pair: Bundles) -> None:
     record = json.loads(result.stdout)
     assert record["drafter"] == "split"
     assert record["lossless"]["equal"] is True
+
+
+def test_a_plug_in_that_finds_no_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices_module, "plug_in_failure", lambda _: None)
+    monkeypatch.setattr(devices_module, "devices", lambda: (devices_module.PROCESSOR,))
+    with pytest.raises(
+        RequestError, match=r"no device 'openvino:NPU' .* there are cpu; onnxruntime-ep-openvino .* finds no device of its own"
+    ):
+        devices_module.device_named("openvino:NPU")
