@@ -13,7 +13,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import KvRows, Vocabulary, inside_image
 
 # So many forwards are written together: a page that a forward of the target drove out of the caches is dear to reach.
-_MOST_UNWRITTEN = 32
+_MAX_UNWRITTEN = 32
 _NO_ROWS = np.empty((0, 0), dtype=np.float32)
 
 
@@ -111,7 +111,7 @@ class CommittedText(ABC):
         """Records tokens whose rows are in the cache."""
         self._unwritten.append((self.length, ids))
         self.length += len(ids)
-        if max(len(ids), len(self._unwritten)) >= _MOST_UNWRITTEN:
+        if max(len(ids), len(self._unwritten)) >= _MAX_UNWRITTEN:
             self._write()
 
     def _write(self) -> None:

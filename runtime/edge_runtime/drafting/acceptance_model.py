@@ -35,7 +35,7 @@ POSITION_DECAY = 0.96
 # Cached counts of an earlier use count as at most so many observations of each sort, because the text is another one. The counts of the
 # export, from a single text, count less.
 CACHED_WEIGHT, EXPORTED_WEIGHT = 40.0, 10.0
-_MOST_UNCOUNTED = 32
+_MAX_UNCOUNTED = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class AcceptanceModel:
             return
         self._observed = True
         self._uncounted.append((bins, verified, accepted))
-        if len(self._uncounted) >= _MOST_UNCOUNTED:
+        if len(self._uncounted) >= _MAX_UNCOUNTED:
             self._count_rounds()
 
     def _count_rounds(self) -> None:

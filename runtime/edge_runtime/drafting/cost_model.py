@@ -31,7 +31,7 @@ _MAX_SECONDS = 3600.0
 # Of provisional costs the newest so many timings of a number of rows count, and so many settle it.
 WINDOW, SETTLED = 9, 3
 _GROUP = 4
-_MOST_UNLEARNED = 32
+_MAX_UNLEARNED = 32
 
 
 class Costs(Protocol):
@@ -132,7 +132,7 @@ class CostCurve:
     def learn(self, timing: Timing) -> None:
         """Learns from the timing of one round."""
         self._unlearned.append(timing)
-        if len(self._unlearned) >= _MOST_UNLEARNED:
+        if len(self._unlearned) >= _MAX_UNLEARNED:
             self._bring_up_to_date()
 
     def _learn(self, timing: Timing) -> None:

@@ -293,7 +293,7 @@ def test_a_full_or_read_only_disk_is_said_once_and_the_run_goes_on(
 def test_what_a_killed_process_left_is_removed(opened: Callable[..., Session], folder: Path) -> None:
     folder.mkdir(mode=0o700)
     ended = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
-    left, running = folder / f".x.kv.partial-{ended}-ab", folder / f".x.kv.partial-{os.getppid()}-ab"
+    left, running = folder / f".ab-1.kv.partial-{ended}-ab", folder / f".ab-1.kv.partial-{os.getppid()}-ab"
     for path in (left, running):
         path.write_bytes(b"half a file")
     with opened() as session:
