@@ -31,6 +31,7 @@ from edge_runtime.cli.options import (
 from edge_runtime.cli.terminal.screens import Explain, remarks, summary
 from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.sampling import SamplingParams
+from edge_runtime.errors import RequestError
 from edge_runtime.session.chat import MAX_TOKENS
 from edge_runtime.session.generation import Generation, GenerationOptions
 from edge_runtime.session.session import Session
@@ -113,6 +114,8 @@ def generate(
     constraint, text = limits.constraint(), read_prompt(prompt)
     if not (text or files.images or files.sounds):
         raise click.UsageError("PROMPT is empty; give a text, or - for standard input")
+    if output.save_state and not output.save_state.parent.is_dir():
+        raise RequestError(f"the state cannot be written to {output.save_state}: there is no folder {output.save_state.parent}")
     with opening.session(hub_bundle(bundle)) as session:
         if not output.verify_lossless:
             sampling = sampling_of(sampling, session.bundle)

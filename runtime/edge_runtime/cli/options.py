@@ -182,7 +182,9 @@ def note(text: str) -> None:
     """Prints a message to standard error; at a terminal long lines are broken between words."""
     if sys.stderr is not None and sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
-        text = "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
+        fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+        # Codes of colours take no place.
+        text = "\n".join(line if len(click.unstyle(line)) <= width else fill(line) for line in text.split("\n"))
     click.echo(text, err=True)
 
 

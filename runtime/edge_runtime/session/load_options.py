@@ -17,7 +17,7 @@ from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType
 from edge_runtime.calibration.placement import PowerSource
-from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
+from edge_runtime.config.schema import MAX_CONTEXT, PRESET_NAMES, SpeculativeConfig
 from edge_runtime.drafting.draft_store import STORE_SIZE
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower
@@ -75,7 +75,9 @@ class LoadOptions:
         panel="Backend",
         help="CPU threads, at most one a processor.  [default: the fastest number per phase, if edge-run tune measured it]",
     )
-    context: int | None = option("-c", low=16, panel="Memory", help="Size of the KV cache in tokens.  [default: from the configuration]")
+    context: int | None = option(
+        "-c", low=16, high=MAX_CONTEXT, panel="Memory", help="Size of the KV cache in tokens.  [default: from the configuration]"
+    )
     drafter: DrafterKind | None = option(
         panel="Drafting",
         help="dense: MTP drafter; split: MTP drafter with a sparse head; lookup: copies from the text; none: no drafts."

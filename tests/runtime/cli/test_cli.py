@@ -113,6 +113,7 @@ def test_usage_errors_exit_2(run, arguments):
         (("generate", "bundle", "hello", "world"), "several words needs quotes: '... world'"),
         (("generate", "bundle", "x", "-d", "abc"), "'abc' is not a whole number of 0 or more, at most 12"),
         (("generate", "bundle", ""), "PROMPT is empty"),
+        (("generate", "bundle", "x", "-c", "99999999"), "of 16 or more, at most 16777216"),
         (("genrate", "bundle", "x"), "the nearest is generate"),
         (("list",), "a bundle is a folder"),
         (("pull", "gemma"), "edge-export pair OWNER/TARGET --output BUNDLE"),
@@ -211,6 +212,12 @@ def test_too_many_threads_are_a_usage_error(run):
     result = run("generate", "bundle", "abc", "--threads", str(processors + 1))
     assert (result.exit_code, f"more than the {processors} processors of this machine" in result.stderr) == (2, True)
     assert run("generate", "bundle", "abc", "-t", str(processors)).exit_code == 0
+
+
+def test_a_state_that_cannot_be_kept_is_refused_before_anything_is_generated(run):
+    result = run("generate", "bundle", "abc", "--save-state", "/nowhere/state")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "there is no folder /nowhere" in result.stderr
 
 
 def test_a_closed_standard_input_is_one_sentence(run, monkeypatch):

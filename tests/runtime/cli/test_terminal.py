@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
+import click
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from edge_runtime.cli import options as cli_options
 from edge_runtime.cli.terminal.markdown import MarkdownPainter
 from edge_runtime.cli.terminal.screens import short_summary
 from edge_runtime.cli.terminal.typed import MAX_MESSAGES, History, TypedInput
@@ -108,3 +112,12 @@ def test_figures_fit(columns):
     line = short_summary(stats, columns)
     assert line.startswith("1000 tokens, 100.0 tok/s")
     assert len(line) <= max(columns, len("1000 tokens, 100.0 tok/s"))
+
+
+def test_a_line_in_colour_that_fits_is_not_broken(monkeypatch, capsys):
+    monkeypatch.setattr(cli_options.shutil, "get_terminal_size", lambda: os.terminal_size((40, 24)))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    line = "word " * 7 + "word"
+    cli_options.note(click.style(line, dim=True))
+    cli_options.note(f"{line} and more")
+    assert [click.unstyle(each) for each in capsys.readouterr().err.splitlines()] == [line, line, "and more"]
