@@ -68,7 +68,8 @@ def _quality(manifest: Manifest) -> list[str]:
     heading = "## What the export measured\n"
     compared = list(_compared(manifest))
     if not compared:
-        reason = str((manifest.parity or {}).get("skipped", "no reason given"))
+        parity = manifest.parity or {}
+        reason = str(parity.get("skipped") or parity.get("onnx", {}).get("skipped", "no reason given"))
         return [heading, f"Nothing: parity and KL with the unquantized checkpoint were not measured ({card_text(reason)}).\n"]
     day = card_text(manifest.created_at[:10])
     return [
@@ -101,7 +102,9 @@ def _metadata(manifest: Manifest) -> str:
 def _sentence(manifest: Manifest) -> str:
     sources = {role: card_text(source.origin) for role, source in manifest.sources.items()}
     text = f"Quantized from `{sources['target']}` and its drafter `{sources['drafter']}`, which proposes tokens that the target verifies."
-    return f"{text} The text stays the target's own." + (f" It is {card_text(manifest.description)}." if manifest.description else "")
+    return f"{text} The text stays the target's own." + (
+        f" This pair is {card_text(manifest.description)}." if manifest.description else ""
+    )
 
 
 def _compared(manifest: Manifest) -> Iterator[tuple[str, Quality, float | None]]:

@@ -110,6 +110,14 @@ def test_the_card_has_the_hubs_metadata_and_the_exports_figures(bundle: Path) ->
     assert "license" not in ours
 
 
+def test_a_card_says_why_nothing_was_compared(bundle: Path) -> None:
+    manifest = open_bundle(bundle).manifest
+    for skipped in ({"skipped": "for a reason"}, {"onnx": {"skipped": "for a reason"}}):
+        text = card(replace(manifest, parity=skipped, description="an example"))
+        assert "were not measured (for a reason)" in text
+        assert "This pair is an example." in text
+
+
 def test_force_replaces_a_bundle_with_its_companions(bundle: Path) -> None:
     from edge_export.output.atomic_folder import check_output
 
