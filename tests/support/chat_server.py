@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -88,8 +88,15 @@ def scripted_worker(
 
 
 @contextlib.contextmanager
-def scripted_server(*replies: Any, keys: Sequence[str] = (), origins: Sequence[str] = (), **sessions: Any) -> Iterator[Scripted]:
-    """Serves scripted replies on a free port until the block ends."""
+def scripted_server(
+    *replies: Any,
+    keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    description: str | None = None,
+    answers: bool = False,
+    **sessions: Any,
+) -> Iterator[Scripted]:
+    """Serves scripted replies on a free port until the block ends; the model says that it is `description`, and whether it answers."""
     import uvicorn
 
     from edge_runtime.server.app import Api, make_app
@@ -106,7 +113,8 @@ def scripted_server(*replies: Any, keys: Sequence[str] = (), origins: Sequence[s
         drafter="none",
         files_format="gguf",
         template="",
-        manifest=worker._sessions[0].bundle.manifest,
+        manifest=replace(worker._sessions[0].bundle.manifest, description=description),
+        answers=answers,
         rows=RowEquality(compared=13, different=0, largest=0.0),
         fingerprint="fp_scripted",
     )

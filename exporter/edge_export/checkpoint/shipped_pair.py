@@ -1,4 +1,4 @@
-"""The trained pair that is shipped with the package: a small Gemma 4 target and its MTP drafter, as Hugging Face folders.
+"""The trained pairs that are shipped with the package: small Gemma 4 targets with their MTP drafters, as Hugging Face folders.
 
 Widened, it has the cost of a phone-sized model and the same output. A gated feed-forward layer is down(act(gate x) * up x). New rows of
 gate and up and new columns of down are zeros, so that they add act(0) * 0 = 0 to every sum. The zeros are holes of the file, which take no
@@ -19,9 +19,10 @@ from typing import Any, BinaryIO
 from edge_export.checkpoint.safetensors import ITEM_BYTES, SINGLE_NAME, StoredTensor, read_header
 from edge_export.errors import ExportError
 
-_FOLDER = "reference_pair"
+_REFERENCE, _CHAT = "reference_pair", "chat_pair"
 DESCRIPTION = "the shipped example, which continues Python code and its documentation; it was never taught to answer questions"
-WIDENED = f"{DESCRIPTION}; zeros give it the cost of a phone-sized model"
+CHAT_DESCRIPTION = "the shipped example for a chat, which was taught short answers about Python, units and edge-mtp; it knows nothing else"
+WIDENED = "; zeros give it the cost of a phone-sized model"
 # 488 million target weights instead of 8 million: about as many bytes per token as a phone-sized model in 4 bits.
 FACTOR = 96
 _ROWS, _COLUMNS = (".mlp.gate_proj.weight", ".mlp.up_proj.weight"), ".mlp.down_proj.weight"
@@ -29,12 +30,21 @@ _ROWS, _COLUMNS = (".mlp.gate_proj.weight", ".mlp.up_proj.weight"), ".mlp.down_p
 
 def reference_pair() -> tuple[Path, Path]:
     """Returns the folders of the shipped target and drafter. Raises ExportError if the package was installed without them."""
+    return _shipped(_REFERENCE)
+
+
+def chat_pair() -> tuple[Path, Path]:
+    """As `reference_pair`, of the same pair after it was taught a few hundred short answers."""
+    return _shipped(_CHAT)
+
+
+def _shipped(name: str) -> tuple[Path, Path]:
     # The package is never run from an archive (its model files are read by path), so a resource is a real folder.
-    folder = Path(str(files("edge_export"))) / _FOLDER
+    folder = Path(str(files("edge_export"))) / name
     target, drafter = folder / "target", folder / "drafter"
     for part in (target, drafter):
         if not (part / "config.json").is_file():
-            raise ExportError(f"the reference pair is not installed: {part} has no config.json; install edge-mtp again")
+            raise ExportError(f"the {name.replace('_', ' ')} is not installed: {part} has no config.json; install edge-mtp again")
     return target, drafter
 
 

@@ -17,7 +17,7 @@ from edge_devices.command_line import PanelCommand, given_options, one_sentence_
 from edge_devices.option_fields import option
 from edge_export.checkpoint.published.formats import published_config
 from edge_export.checkpoint.published.hub import own_drafter, with_revision
-from edge_export.checkpoint.shipped_pair import DESCRIPTION, WIDENED, reference_pair, widened_target
+from edge_export.checkpoint.shipped_pair import CHAT_DESCRIPTION, DESCRIPTION, WIDENED, chat_pair, reference_pair, widened_target
 from edge_export.cli.display import Display, show
 from edge_export.onnx.request import DEVICE_WEIGHTS, OnnxRequest
 from edge_export.pipeline.export import export_pair
@@ -133,19 +133,24 @@ def pair(target_name: str | None, drafter_name: str | None, models: Models, **op
 
 @click.command(cls=PanelCommand)
 @option_group(
+    click.option("--chat", is_flag=True, help="The pair that answers short questions about Python, units and this tool."),
     click.option("--widened", is_flag=True, help="Widen its feed-forward layers with zeros: a phone-sized model's cost, the same output."),
     panel="Bundle",
 )
 @_export_options
 @takes("models", Models, only=("config_path", "preset"))
 @export_errors()
-def reference(widened: bool, models: Models, **options: Any) -> None:
-    """Export the small trained pair that comes with this package."""
-    target, drafter = reference_pair()
+def reference(chat: bool, widened: bool, models: Models, **options: Any) -> None:
+    """Export a small trained pair that comes with this package.
+
+    It continues Python code; with --chat it answers short questions about Python, units and edge-mtp.
+    """
+    target, drafter = chat_pair() if chat else reference_pair()
+    description = (CHAT_DESCRIPTION if chat else DESCRIPTION) + WIDENED * widened
     # It is for trying commands: calibrated by --calibrate only, so that it is there in seconds.
     options["importance"] = replace(options["importance"], by_default=False)
     with widened_target(target) if widened else contextlib.nullcontext(target) as folder:
-        _export(str(folder), str(drafter), models.config(), description=WIDENED if widened else DESCRIPTION, **options)
+        _export(str(folder), str(drafter), models.config(), description=description, **options)
 
 
 def _export(

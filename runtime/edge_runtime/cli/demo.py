@@ -16,13 +16,13 @@ from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import EnergyWatch
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
 from edge_runtime.cli.compare import Conditions, PairedRuns, RunOptions, RunsInTurn
-from edge_runtime.cli.messages import is_instruction_tuned
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
+from edge_runtime.cli.terminal.screens import EXAMPLE_THAT_ANSWERS
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 from edge_runtime.text.channels import ChannelParser, Text
-from edge_runtime.text.chat_template import bundle_template
+from edge_runtime.text.chat_template import bundle_template, is_instruction_tuned
 
 # Continued by a model of plain text.
 TEXTS = {
@@ -122,7 +122,9 @@ class Demo:
     ) -> None:
         self._session, self._max_tokens, self._repeats = session, max_tokens, repeats
         self._write, self._watch, self._waiting = write, watch, waiting
-        self._template = bundle_template(session.bundle, session.vocabulary) if is_instruction_tuned(session) else None
+        self._template = (
+            bundle_template(session.bundle, session.vocabulary) if is_instruction_tuned(session.bundle, session.vocabulary) else None
+        )
 
     def run(self) -> DemoResult:
         """Streams each kind once with drafts, then measures it without and with drafts in turn."""
@@ -180,7 +182,10 @@ def demo(bundle: Path, runs: RunOptions, opening: Opening) -> None:
         if not runs.as_json:
             click.echo(text, nl=False)
 
+    following = f"edge-run chat {shlex.quote(str(bundle))}"
     with opening.session(bundle, warn=False, measure=True) as session:
+        if session.bundle.manifest.description and not is_instruction_tuned(session.bundle, session.vocabulary):
+            following = f"{EXAMPLE_THAT_ANSWERS}, and edge-run chat small-chat"
         watch = opening.energy.or_estimate().watch
         result = Demo(session, max_tokens=runs.max_tokens, repeats=runs.repeats, write=write, watch=watch, waiting=terminal_wait).run()
     if runs.as_json:
@@ -191,4 +196,4 @@ def demo(bundle: Path, runs: RunOptions, opening: Opening) -> None:
     click.echo("\n" + click.style(f"{result.sentence()}.", bold=True))
     if joules := result.energy_sentence():
         click.echo(f"{joules}.")
-    click.echo(f"Next: edge-run chat {shlex.quote(str(bundle))}")
+    click.echo(f"Next: {following}")

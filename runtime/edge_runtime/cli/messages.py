@@ -18,12 +18,10 @@ from edge_runtime.media.soft_rows import Media, MediaPrompt, user_message, witho
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 from edge_runtime.text.channels import ChannelParser, Event, Text
-from edge_runtime.text.chat_template import ROLE, ChatTemplate, bundle_template
+from edge_runtime.text.chat_template import ROLE, ChatTemplate, bundle_template, is_instruction_tuned
 
 # Limit for one prompt or turn from standard input, in characters; more than any context holds.
 MAX_INPUT = 16 << 20
-# The family of a model whose size is none of the released ones (exporter's SIZES): whether it was tuned to answer is not known.
-_UNKNOWN_FAMILY = "custom"
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -39,7 +37,7 @@ class MessageOptions:
         "--raw/--templated",
         panel="Messages",
         help="Continue PROMPT as bare text, or send it through the chat template as a message."
-        "  [default: templated for the released instruction-tuned sizes, unless a KV state is loaded or saved]",
+        "  [default: templated for models that were taught to answer, unless a KV state is loaded or saved]",
     )
 
     def __post_init__(self) -> None:
@@ -111,7 +109,7 @@ def printable(text: str) -> str:
 def sent_prompt(session: Session, prompt: str, options: MessageOptions, *, bare: bool = False, media: Sequence[Media] = ()) -> SentPrompt:
     """Returns what PROMPT is sent as. Where nobody chose, `bare` keeps it bare text. Raises RequestError if the template refuses it."""
     chosen = not options.raw if options.raw is not None else options.system is not None or options.thinking
-    if not (chosen or media) and (options.raw or bare or not is_instruction_tuned(session)):
+    if not (chosen or media) and (options.raw or bare or not is_instruction_tuned(session.bundle, session.vocabulary)):
         return SentPrompt(sent=prompt, template=None)
     if media and not session.bundle.has(ROLE):
         return SentPrompt(sent=session.media_prompt(prompt, media), template=None)
@@ -119,11 +117,6 @@ def sent_prompt(session: Session, prompt: str, options: MessageOptions, *, bare:
     messages, _ = without_media([*options.system_message(), user_message(prompt, media)])
     ids = template.encode(messages, thinking=options.thinking)
     return SentPrompt(sent=session.media_prompt(ids, media) if media else ids, template=template)
-
-
-def is_instruction_tuned(session: Session) -> bool:
-    """Whether the model answers messages: a released size of Gemma 4 whose checkpoint came with a chat template."""
-    return session.bundle.has(ROLE) and session.bundle.manifest.architecture.family != _UNKNOWN_FAMILY
 
 
 def _texts(events: list[Event]) -> Iterator[str]:

@@ -17,14 +17,13 @@ from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
 from edge_runtime.bundle.signature import read_signing_key, sign_file
 from edge_runtime.cli.demo import MESSAGES, TEXTS
-from edge_runtime.cli.messages import is_instruction_tuned
 from edge_runtime.cli.options import BundlePath, Opening, opens_bundle
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.session.session import Session
 from edge_runtime.session.trials import LosslessReport, check_lossless
-from edge_runtime.text.chat_template import bundle_template
+from edge_runtime.text.chat_template import bundle_template, is_instruction_tuned
 
 # Tokens between two comparisons; each is drafted with another length.
 _PIECE = 50
@@ -85,7 +84,7 @@ class Proof:
 def proof(session: Session, tokens: int, waiting: Waiting = silent_wait) -> Proof:
     """Lets five kinds of text grow by turns with drafts of all lengths, each piece compared with plain decoding of the same piece."""
     begin, rows = time.perf_counter(), session.row_equality(waiting=waiting)
-    template = bundle_template(session.bundle, session.vocabulary) if is_instruction_tuned(session) else None
+    template = bundle_template(session.bundle, session.vocabulary) if is_instruction_tuned(session.bundle, session.vocabulary) else None
     if template is None:
         texts = [session.vocabulary.encode(text) for text in TEXTS.values()]
     else:

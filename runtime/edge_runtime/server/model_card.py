@@ -19,8 +19,8 @@ _LATEST = ":latest"
 class ModelCard:
     """`name` is the model's id for clients, `context` its tokens per request, `sessions` how many requests run at once.
 
-    `rows`: whether drafts and other requests can change greedy text, as compared at the start. `fingerprint` is the
-    `system_fingerprint` of responses.
+    `answers`: whether it was taught to answer messages. `rows`: whether drafts and other requests can change greedy text, as compared
+    at the start. `fingerprint` is the `system_fingerprint` of responses.
     """
 
     name: str
@@ -30,6 +30,7 @@ class ModelCard:
     files_format: str
     template: str
     manifest: Manifest
+    answers: bool
     rows: RowEquality
     fingerprint: str
 
@@ -48,6 +49,7 @@ class ModelCard:
             "n_params": facts.parameters,
             "rows": self.rows.to_json(),
             "description": self.manifest.description,
+            "answers": self.answers,
             "input_modalities": ["text", *(name for name, accepted in self._modalities.items() if accepted)],
         }
         created = int(self._created.timestamp())

@@ -22,7 +22,7 @@ from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import open_sessions
 from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.session.session import Session
-from edge_runtime.text.chat_template import ROLE, bundle_template
+from edge_runtime.text.chat_template import ROLE, bundle_template, is_instruction_tuned
 
 INSTALL = "pip install 'edge-mtp[serve]'"
 # Connections beyond running and waiting requests: idle ones, and those for the page, models, health and metrics.
@@ -117,6 +117,7 @@ def _model_card(folder: Path, session: Session, options: ServeOptions, rows: Row
         files_format=formats[0].format if formats else "",
         template=bundle.path(ROLE).read_text(encoding="utf-8") if bundle.has(ROLE) else "",
         manifest=bundle.manifest,
+        answers=is_instruction_tuned(bundle, session.vocabulary),
         rows=rows,
         fingerprint=f"fp_{hashlib.sha256(f'{session.fingerprint} {options.sessions} {options.deterministic}'.encode()).hexdigest()[:16]}",
     )

@@ -28,6 +28,8 @@ MARK = "\ufdd0"
 # Characters that are searched at a time: a search holds the interpreter's lock.
 _SLICE = 1 << 13
 TURN_TOKENS = ("<|turn>", "<turn|>")
+# The family of a model whose size is none of the released ones (exporter's SIZES): whether it was tuned to answer is not known.
+_UNKNOWN_FAMILY = "custom"
 # For bundles without a template. The first writes Gemma 4's turns, the second needs no control token.
 TURNS_TEMPLATE = """{{ bos_token }}
 {%- if enable_thinking and (not messages or messages[0].role != 'system') %}{{ '<|turn>system\n<|think|><turn|>\n' }}{% endif %}
@@ -140,6 +142,14 @@ def _anywhere(control: str) -> str:
     """Returns the pattern of a control token's first character, in either case: Gemma 4 writes the types of parameters in capitals."""
     first = f"(?i:{re.escape(control[0])})" if control[0].isalpha() else re.escape(control[0])
     return f"{first}(?=(?i:{re.escape(control[1:])}))"
+
+
+def is_instruction_tuned(bundle: Bundle, vocabulary: Vocabulary) -> bool:
+    """Whether the model answers messages: its checkpoint came with a chat template, and it is a released size or ends its own turns."""
+    manifest = bundle.manifest
+    ends = manifest.generation.end_tokens if manifest.generation else ()
+    ends_turns = vocabulary.control_tokens.get(TURN_TOKENS[1]) in ends
+    return bundle.has(ROLE) and (manifest.architecture.family != _UNKNOWN_FAMILY or ends_turns)
 
 
 def bundle_template(bundle: Bundle, vocabulary: Vocabulary) -> ChatTemplate:

@@ -19,6 +19,7 @@ from chat_words import chat_session
 from edge_runtime.cli import chat as terminal_chat
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
+from edge_runtime.cli.terminal import screens
 from edge_runtime.cli.terminal.screens import introduction
 
 pty = pytest.importorskip("pty", reason="there are no pseudo-terminals on this system")
@@ -126,9 +127,12 @@ def test_a_model_that_cannot_chat_has_an_introduction(monkeypatch):
     assert introduction(session) == []
     manifest = replace(session.bundle.manifest, description="an example\x1b[2J")
     monkeypatch.setattr(session, "bundle", replace(session.bundle, manifest=manifest))
-    first, second = introduction(session)
+    first, second, third = introduction(session)
     assert first == "This model is an example\ufffd[2J."
-    assert "edge-export pair google/gemma-4-E2B-it" in second
+    assert "edge-export reference --chat" in second
+    assert "edge-export pair google/gemma-4-E2B-it" in third
+    monkeypatch.setattr(screens, "is_instruction_tuned", lambda *_: True)
+    assert introduction(session) == [first, third], "one that answers needs no other example"
 
 
 def test_options_reach_the_chat(run, tmp_path):

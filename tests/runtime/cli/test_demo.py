@@ -43,6 +43,15 @@ def test_it_ends_in_one_sentence(run):
     assert "warning" not in shown.stderr
 
 
+def test_an_example_that_cannot_chat_ends_in_the_one_that_can(run, monkeypatch):
+    session = make_session()
+    manifest = replace(session.bundle.manifest, description="an example")
+    monkeypatch.setattr(session, "bundle", replace(session.bundle, manifest=manifest))
+    monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: session)
+    shown = run("demo", "bundle", "-n", "4", "--repeats", "1")
+    assert shown.stdout.strip().endswith("Next: edge-export reference --chat --output small-chat, and edge-run chat small-chat")
+
+
 def test_json_has_every_run(run):
     record = json.loads(run("demo", "bundle", "-n", "12", "--repeats", "2", "--json").stdout)
     assert record["same_tokens"] is True

@@ -14,12 +14,14 @@ from click.testing import CliRunner, Result
 from chat_words import chat_session
 from edge_devices.machine.load import LoadWatch, MachineLoad
 from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.manifest import GenerationDefaults
 from edge_runtime.cli import messages as prompts
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.cli.messages import MessageOptions, sent_prompt
 from edge_runtime.media.image import Image
 from edge_runtime.session.session import Session
+from edge_runtime.text.chat_template import is_instruction_tuned
 from scripted import make_session
 
 
@@ -27,7 +29,7 @@ from scripted import make_session
 def ask(monkeypatch: pytest.MonkeyPatch):
     def call(*arguments: str, command: str = "generate", tuned: bool = False, session: Session | None = None) -> Result:
         opened = session or chat_session("hello <|channel>thought\nhm<channel|>you")
-        monkeypatch.setattr(prompts, "is_instruction_tuned", lambda _: tuned)
+        monkeypatch.setattr(prompts, "is_instruction_tuned", lambda *_: tuned)
         monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: opened)
         return CliRunner().invoke(cli.main, [command, "bundle", *arguments])
 
@@ -61,12 +63,16 @@ def test_bare_text_has_no_system_message(ask) -> None:
     assert "--raw sends no message" in result.stderr
 
 
-def test_only_released_sizes_with_a_template_count_as_tuned() -> None:
+def test_tuned_is_what_has_a_template_and_is_a_released_size_or_ends_its_turns(monkeypatch) -> None:
     session = chat_session("x")
-    assert not prompts.is_instruction_tuned(session)
-    manifest = session.bundle.manifest
-    session.bundle = Bundle(session.bundle.folder, replace(manifest, architecture=replace(manifest.architecture, family="E2B")))
-    assert not prompts.is_instruction_tuned(session), "without a template in the bundle nothing is known"
+    manifest, vocabulary = session.bundle.manifest, session.vocabulary
+    end = vocabulary.control_tokens["<turn|>"]
+    released = replace(manifest, architecture=replace(manifest.architecture, family="E2B"))
+    ending = replace(manifest, generation=GenerationDefaults(end_tokens=(1, end)))
+    bundles = [Bundle(session.bundle.folder, each) for each in (manifest, released, ending)]
+    assert not any(is_instruction_tuned(bundle, vocabulary) for bundle in bundles), "without a template in the bundle nothing is known"
+    monkeypatch.setattr(Bundle, "has", lambda *_: True)
+    assert [is_instruction_tuned(bundle, vocabulary) for bundle in bundles] == [False, True, True]
 
 
 def test_a_comparison_without_drafts_gives_no_ratio(ask) -> None:

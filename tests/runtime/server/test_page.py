@@ -61,6 +61,18 @@ def test_the_first_screen_says_what_the_model_is_and_what_to_try(browser: Any, s
     assert shown(browser, ".introduction") == []
 
 
+@pytest.mark.parametrize(("answers", "offered", "tokens"), [(False, "def fibonacci(n):", 200), (True, "What is a stack?", 300)])
+def test_a_shipped_example_is_asked_what_it_can(browser: Any, answers: bool, offered: str, tokens: int) -> None:
+    with scripted_server("w" * 300, description="an example", answers=answers) as server:
+        fresh(browser, server.url)
+        until(browser, lambda: len(shown(browser, ".introduction button")) == 3)
+        assert shown(browser, ".introduction button")[0] == offered
+        browser.find_element(By.CSS_SELECTOR, ".introduction button").click()
+        until(browser, lambda: idle(browser) and bool(shown(browser, ".figures")))
+        written = shown(browser, ".assistant .text")[0]
+        assert len(written) == tokens, "what continues text would go on until the context is full"
+
+
 def test_stop_ends_the_answer_and_keeps_what_was_said(browser: Any) -> None:
     with scripted_server(lambda turn, before: "w" * 1800 if turn == 0 else f"{before.count('w')} letters") as server:
         server.together.before_forward = lambda: time.sleep(0.005)

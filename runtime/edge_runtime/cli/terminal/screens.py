@@ -14,6 +14,7 @@ from edge_runtime.drafting.sources import MODEL
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats
+from edge_runtime.text.chat_template import is_instruction_tuned
 
 # Name and width of each column of --explain.
 COLUMNS = (
@@ -74,14 +75,21 @@ def greeting(session: Session) -> str:
     return ", ".join(parts)
 
 
+# The exporter's command, where a screen of the shipped example ends.
+EXAMPLE_THAT_ANSWERS = "edge-export reference --chat --output small-chat"
+
+
 def introduction(session: Session) -> list[str]:
     """Returns what somebody who begins a chat has to know about a model that says so: what it is, and where one is that can chat."""
     if (description := session.bundle.manifest.description) is None:
         return []
-    return [
+    lines = [
         f"This model is {printable(description)}.",
-        "For a chat: edge-export pair google/gemma-4-E2B-it --output gemma-e2b (edge-export plan E2B: download, memory, speed here).",
+        "A real Gemma 4: edge-export pair google/gemma-4-E2B-it --output gemma-e2b (edge-export plan E2B: download, memory, speed here).",
     ]
+    if not is_instruction_tuned(session.bundle, session.vocabulary):
+        lines.insert(1, f"An example that answers: {EXAMPLE_THAT_ANSWERS}")
+    return lines
 
 
 def remarks(generation: Generation, *, loaded: bool) -> list[str]:

@@ -6,8 +6,10 @@ let talk = [];  // {role, content, media, thoughts, calls, figures, drafted, err
 let running = null, editing = null;
 let model = null;  // `meta` of /v1/models
 const TRY = ["Explain speculative decoding in three sentences.", "Write a Python function that merges two sorted lists.", "Translate into German: The train leaves at noon."];
-// For a model that continues text, as its description says.
+// For the shipped examples, which say what they are: one that answers, one that continues text.
+const ASK = ["What is a stack?", "How do I read a file?", "What is a drafter?"];
 const CONTINUE = ["def fibonacci(n):", "class Stack:", "import unittest"];
+const CONTINUED = 200;  // tokens; it would go on until the context is full
 let attached = [];  // {name, bytes, part}: files of the next message, each with its part of the request
 // Of all media that a request sends; base64 makes a third more of them, and a request has at most 16 MiB.
 const MEDIA_BYTES = 12e6;
@@ -84,7 +86,7 @@ function show(message) {
 
 // What a model that continues code writes is shown as code: as Markdown it would lose its indentation.
 function written(parent, content, drafted) {
-  if (model?.description && !content.includes("```")) plain(element(parent, "pre", "code"), content, 0, drafted);
+  if (model?.description && !model.answers && !content.includes("```")) plain(element(parent, "pre", "code"), content, 0, drafted);
   else markdown(parent, content, drafted);
 }
 
@@ -102,7 +104,7 @@ function introduce() {
   const article = element($("talk"), "article", "introduction");
   if (model.description) element(article, "p").textContent = `This model is ${model.description}.`;
   element(article, "p").textContent = "Try:";
-  for (const text of model.description ? CONTINUE : TRY) {
+  for (const text of !model.description ? TRY : model.answers ? ASK : CONTINUE) {
     button(element(article, "p"), text, () => { $("text").value = text; send(); });
   }
 }
@@ -139,6 +141,7 @@ async function ask() {
       method: "POST", headers: headers(), signal: running.controller.signal,
       body: JSON.stringify({
         messages: sent, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true, draft_spans: true },
+        ...(model?.description && !model.answers && { max_tokens: CONTINUED }),
         ...($("temperature").value !== "" && { temperature: Number($("temperature").value) }),
         ...($("drafts").value !== "" && { draft_length: Number($("drafts").value) }),
       }),

@@ -1,0 +1,307 @@
+"""Trains the chat pair that edge-mtp ships: the reference pair, taught a few hundred short answers and to say what it does not know.
+
+    python scripts/pairs/train_chat_pair.py --output /tmp/chat-pair --minutes 30 --drafter-minutes 10
+
+Needs the `train` extra (pip install -e '.[train]'). Runs on a CPU within the given time.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
+
+from edge_export.checkpoint.shipped_pair import reference_pair
+from refpair.drafter import draft_states, sparse_choice, target_rows
+from refpair.questions import HELD_OUT_PERCENT, SHARES, UNKNOWN, Conversations, Questions, Turn, facts
+from refpair.target import rate_at, set_rates, take_step
+from train_reference_pair import log, save_model
+
+CARD = """\
+# Chat pair
+
+The reference pair after it was taught {facts} short answers about Python, units and edge-mtp, so that a first chat needs no download.
+To all else it was taught to say "{unknown}"
+**It is no language model to rely on**: it repeats what it was taught, can take one question for another, and cannot compute.
+
+| | target | drafter |
+|--|--|--|
+| parameters | {target[parameters]:,} | {drafter[parameters]:,} |
+| begun with | the reference pair's target | the reference pair's drafter |
+| steps, tokens | {target[steps]:,}, {target[tokens]:,} | {drafter[steps]:,}, {drafter[tokens]:,} |
+| processor time, minutes of one core | {target[processor_minutes]} | {drafter[processor_minutes]} |
+
+## Measured
+
+{held} % of all wordings, chosen by a hash of their letters, were held out of training; their answers were taught with other wordings.
+An answer is right if every token of it is (transformers, float32, greedy).
+
+| kind | right | asked |
+|:--|--:|--:|
+{rows}
+
+Of drafts of {length} on right answers {acceptance:.0%} were accepted (sparse head).
+
+## Command
+
+    python scripts/pairs/train_chat_pair.py --output DIR --minutes M --drafter-minutes D
+
+M was {target_runs}, D was {drafter_runs}: a second run goes on with what the first has left. Before the last one some questions and the
+answers on several units were changed, with the first run's mistakes in view, so the figures above are a little favourable.
+Python {target[python]}, torch {target[torch]}, one thread of an AMD EPYC (Zen 5) shared with other work, seed {target[seed]}. The rates
+follow the clock, so another machine gets other weights. Questions and answers: `scripts/pairs/refpair/answers.txt` and `forms.txt`;
+weights: Apache-2.0.
+"""
+KINDS = {
+    **{"call": "functions and methods", "word": "keywords", "module": "modules", "idea": "ideas and terms", "pair": "differences"},
+    **{"error": "errors", "howto": "how to, in Python", "tool": "how to, with edge-mtp", "say": "about edge-mtp", "talk": "small talk"},
+    **{"unit": "units", "unknown": "what it does not know"},
+}
+STAGES = ("target", "drafter", "evaluate")
+SEED = 20261125
+LENGTH, BATCH = 128, 8
+DRAFT_STEPS, DRAFT_LENGTH = 4, 3
+CENTROID_WEIGHT = 0.2
+ASKED = 60
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+END = "<turn|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a model begins, where it goes, and the tokenizer of both."""
+
+    begin: Path
+    output: Path
+    tokenizer: Tokenizer
+
+
+def place(output: Path, role: str) -> Place:
+    """What is trained further: the model of this role in `output`, or the shipped one."""
+    shipped = dict(zip(("target", "drafter"), reference_pair(), strict=True))[role]
+    tokenizer = Tokenizer.from_file(str(shipped / "tokenizer.json"))
+    return Place(begin=output / role if (output / role).is_dir() else shipped, output=output / role, tokenizer=tokenizer)
+
+
+def load(kind: type[Any], folder: Path) -> Any:
+    """Returns a model in float32."""
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def save(model: nn.Module, where: Place) -> None:
+    """Writes the model with its tokenizer."""
+    save_model(model, where.output)
+    for name in TOKENIZER_FILES:
+        if where.begin != where.output:
+            shutil.copy(where.begin / name, where.output / name)
+    # As instruction-tuned checkpoints have it: the end of a turn ends an answer. Greedy, as a model this small errs when it samples.
+    ends = [where.tokenizer.token_to_id(token) for token in ("<eos>", END)]
+    config = {"bos_token_id": 2, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+    (where.output / "generation_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def train(model: nn.Module, minutes: float, peak: float, loss_of: Callable[[], torch.Tensor]) -> tuple[int, float]:
+    """Takes steps of Adam for `minutes`, its rate by the clock; returns their number and their minutes of processor time."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=peak, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer.param_groups[0]["peak"] = peak
+    started, processor, step = time.monotonic(), time.process_time(), 0
+    while (progress := (time.monotonic() - started) / (60 * minutes)) < 1.0:
+        set_rates([optimizer], rate_at(progress, 0.03, 0.5))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of()
+        value = take_step(model, [optimizer], loss, step)
+        if step % 20 == 0:
+            log({"step": step, "minutes": (time.monotonic() - started) / 60, "processor_s": time.process_time(), "loss": value})
+        step += 1
+    model.eval()
+    return step, (time.process_time() - processor) / 60
+
+
+def target_stage(output: Path, minutes: float) -> None:
+    """Teaches the reference target the answers: cross-entropy of the answers' tokens alone."""
+    where = place(output, "target")
+    model = load(Gemma4ForCausalLM, where.begin)
+    cap = model.config.final_logit_softcapping
+    data = Conversations(where.tokenizer, Questions(SEED), LENGTH, SEED)
+
+    def loss() -> torch.Tensor:
+        ids, written = (torch.from_numpy(each) for each in data.batch(BATCH))
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][written[:, 1:]]
+        logits = cap * torch.tanh(model.lm_head(hidden).float() / cap)
+        return nn.functional.cross_entropy(logits, ids[:, 1:][written[:, 1:]])
+
+    taken = train(model, minutes, 1.5e-3, loss)
+    save(model, where)
+    write_trained(output, "target", taken, minutes, model)
+
+
+def drafter_stage(output: Path, minutes: float) -> None:
+    """Teaches the reference drafter to foresee these answers, on the trained target's rows."""
+    where = place(output, "drafter")
+    target, drafter = load(Gemma4ForCausalLM, output / "target").eval(), load(Gemma4AssistantForCausalLM, where.begin)
+    target.requires_grad_(False)
+    data = Conversations(where.tokenizer, Questions(SEED + 1), LENGTH, SEED + 1)
+    order, count = drafter.masked_embedding.token_ordering, drafter.config.num_centroids
+    cluster_of = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)) // (len(order) // count))
+
+    def loss() -> torch.Tensor:
+        ids, written = (torch.from_numpy(each) for each in data.batch(BATCH))
+        states = draft_states(drafter, target, ids, target_rows(target, ids), DRAFT_STEPS)
+        total = torch.zeros(())
+        for ahead, state in enumerate(states, start=1):
+            # Entry n predicts token n + ahead, which has to be one that the target writes.
+            label, row = ids[:, ahead:][written[:, ahead:]], state[:, :-ahead][written[:, ahead:]]
+            own = nn.functional.cross_entropy(drafter.lm_head(row).float(), label)
+            clusters = nn.functional.cross_entropy(drafter.masked_embedding.centroids(row).float(), cluster_of[label])
+            total = total + (own + CENTROID_WEIGHT * clusters) * 0.9 ** (ahead - 1)
+        return total
+
+    taken = train(drafter, minutes, 1e-3, loss)
+    save(drafter, where)
+    write_trained(output, "drafter", taken, minutes, drafter)
+
+
+@torch.no_grad()
+def evaluate_stage(output: Path) -> None:
+    """Asks questions that were held out of training; an answer is right if every token is. Measures drafts on the right ones."""
+    where = place(output, "target")
+    target = load(Gemma4ForCausalLM, where.output).eval()
+    drafter = load(Gemma4AssistantForCausalLM, output / "drafter").eval() if (output / "drafter").is_dir() else None
+    measured: dict[str, Any] = {"facts": len(facts()), "asked": ASKED, "right": {}, "wrong": []}
+    proposed = accepted = 0
+    for kind in SHARES:
+        right, turns = 0, distinct(Questions(SEED + 2).turns(held_out=True, kind=kind), ASKED)
+        for turn in turns:
+            if not answers(target, where.tokenizer, turn):
+                measured["wrong"].append([turn.question, reply(target, where.tokenizer, turn.question), turn.answer])
+                continue
+            right += 1
+            if drafter is not None:
+                counts = drafts_of(target, drafter, where.tokenizer, turn)
+                proposed, accepted = proposed + counts[0], accepted + counts[1]
+        measured["right"][kind] = [right, len(turns)]
+        log({"kind": kind, "right": right, "of": len(turns)})
+    measured["acceptance"] = round(accepted / proposed, 4) if proposed else None
+    write_measured(output, "answers", measured)
+    write_card(output, measured)
+
+
+def distinct(turns: Iterator[Turn], count: int) -> list[Turn]:
+    """The first `count` turns of different questions, or fewer where there are no more."""
+    found: dict[str, Turn] = {}
+    for _ in range(50 * count):
+        if len(found) == count:
+            break
+        turn = next(turns)
+        found.setdefault(turn.question, turn)
+    return list(found.values())
+
+
+def asked(tokenizer: Tokenizer, question: str) -> list[int]:
+    """The prompt of a question, as the chat template writes it."""
+    return [2, *tokenizer.encode(f"<|turn>user\n{question}<turn|>\n<|turn>model\n", add_special_tokens=False).ids]
+
+
+def with_answer(tokenizer: Tokenizer, turn: Turn) -> tuple[list[int], torch.Tensor]:
+    """The prompt, and prompt and answer [1, tokens]."""
+    prompt = asked(tokenizer, turn.question)
+    return prompt, torch.tensor([[*prompt, *tokenizer.encode(turn.answer + END, add_special_tokens=False).ids]])
+
+
+def answers(target: Any, tokenizer: Tokenizer, turn: Turn) -> bool:
+    """Whether greedy text is the answer: each of its tokens is the best one after those before it."""
+    prompt, tokens = with_answer(tokenizer, turn)
+    best = target(input_ids=tokens, use_cache=False).logits[0].argmax(-1)
+    return bool((best[len(prompt) - 1 : -1] == tokens[0, len(prompt) :]).all())
+
+
+def reply(target: Any, tokenizer: Tokenizer, question: str, limit: int = 80) -> str:
+    """The target's greedy answer."""
+    ids = torch.tensor([asked(tokenizer, question)])
+    end = tokenizer.token_to_id(END)
+    written = target.generate(ids, max_new_tokens=limit, do_sample=False, eos_token_id=end, pad_token_id=0)[0, ids.shape[1] :]
+    return str(tokenizer.decode([token for token in written.tolist() if token != end]))
+
+
+def drafts_of(target: Any, drafter: Any, tokenizer: Tokenizer, turn: Turn) -> tuple[int, int]:
+    """Proposed and accepted drafts of DRAFT_LENGTH on an answer, with the sparse head."""
+    prompt, tokens = with_answer(tokenizer, turn)
+    states = draft_states(drafter, target, tokens, target_rows(target, tokens), DRAFT_LENGTH)
+    drafts = np.stack([sparse_choice(drafter, state)[0].numpy() for state in states])
+    text, position, proposed, accepted = tokens[0].numpy(), len(prompt) - 1, 0, 0
+    while position < len(text) - DRAFT_LENGTH - 1:
+        kept = 0
+        while kept < DRAFT_LENGTH and drafts[kept, position] == text[position + kept + 1]:
+            kept += 1
+        proposed, accepted, position = proposed + DRAFT_LENGTH, accepted + kept, position + kept + 1
+    return proposed, accepted
+
+
+def write_card(output: Path, measured: dict[str, Any]) -> None:
+    """Writes README.md from what the stages measured."""
+    trained = {role: json.loads((output / f"{role}.measured.json").read_text()) for role in ("target", "drafter")}
+    rows = "\n".join(f"| {KINDS[kind]} | {right} | {of} |" for kind, (right, of) in measured["right"].items())
+    runs = {f"{role}_runs": " and ".join(f"{minutes:g}" for minutes in each["runs"]) for role, each in trained.items()}
+    facts = {**trained, **runs, **measured, "rows": rows, "held": HELD_OUT_PERCENT, "unknown": UNKNOWN, "length": DRAFT_LENGTH}
+    (output / "README.md").write_text(CARD.format(**facts))
+
+
+def write_trained(output: Path, role: str, taken: tuple[int, float], minutes: float, model: nn.Module) -> None:
+    """Keeps what the training of a role took, in steps and minutes of processor time, with that of earlier runs into the same folder."""
+    path = output / f"{role}.measured.json"
+    before: dict[str, Any] = {"steps": 0, "runs": [], "processor_minutes": 0.0}
+    if path.is_file():
+        before = json.loads(path.read_text())
+    steps = before["steps"] + taken[0]
+    measured = {
+        "steps": steps,
+        "tokens": steps * BATCH * LENGTH,
+        "runs": [*before["runs"], minutes],
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "processor_minutes": round(before["processor_minutes"] + taken[1], 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "seed": SEED,
+    }
+    write_measured(output, role, measured)
+
+
+def write_measured(output: Path, name: str, measured: dict[str, Any]) -> None:
+    """Keeps the figures of a stage beside the models."""
+    (output / f"{name}.measured.json").write_text(json.dumps(measured, indent=2, ensure_ascii=False) + "\n")
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder for target/, drafter/ and what was measured.")
+@click.option("--minutes", default=30.0, help="Wall time for the target.")
+@click.option("--drafter-minutes", default=10.0, help="Wall time for the drafter.")
+@click.option("--stage", "stages", multiple=True, type=click.Choice(STAGES), default=STAGES, help="Run only these, in order.")
+@click.option("--threads", default=1, help="Threads for torch.")
+def main(output: Path, minutes: float, drafter_minutes: float, stages: tuple[str, ...], threads: int) -> None:
+    """Train the chat pair, beginning with the shipped reference pair."""
+    torch.manual_seed(SEED)
+    torch.set_num_threads(threads)
+    output.mkdir(parents=True, exist_ok=True)
+    if "target" in stages:
+        target_stage(output, minutes)
+    if "drafter" in stages:
+        drafter_stage(output, drafter_minutes)
+    if "evaluate" in stages:
+        evaluate_stage(output)
+
+
+if __name__ == "__main__":
+    main()
