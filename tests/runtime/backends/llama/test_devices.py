@@ -103,6 +103,29 @@ edge_run()
     assert all(each["drafted_tokens"] > 0 and each["same_tokens"] for each in devices.values())
 
 
+def test_a_part_of_the_layers_runs_on_the_gpu_and_drafts_are_accepted(gpu: dict[str, str], quantized_pair: Path, cache: Path) -> None:
+    script = """
+import json, sys
+from edge_runtime.backends.llama import devices
+devices.LlamaDevice.free_bytes = lambda _: int(sys.argv[2])
+import edge_runtime
+sentences = []
+options = dict(backend="llama", device="rpc0", context=256, threads=1, measure=False, notify=sentences.append)
+try:
+    with edge_runtime.open_session(sys.argv[1], **options) as session:
+        generation = session.generate("def area(r):", max_tokens=24, draft_length=3)
+        print(json.dumps([generation.text(), generation.stats.accepted, sentences]))
+except edge_runtime.EdgeRuntimeError as error:
+    print(json.dumps(["", 0, [str(error)]]))
+"""
+    text, accepted, sentences = run(script, str(quantized_pair), str(12_000_000), environment=gpu, cache=cache)
+    assert any(" layers run on rpc0, which has 12.0 MB of free memory" in sentence for sentence in sentences), sentences
+    assert text
+    assert accepted > 0
+    _, _, refused = run(script, str(quantized_pair), str(1_000_000), environment=gpu, cache=cache)
+    assert refused[0].startswith("rpc0 has 1.0 MB of free memory, too few for a layer beside K/V rows and activations of")
+
+
 def test_a_plug_in_that_is_none_and_a_device_that_is_not_there_are_named(tmp_path: Path, quantized_pair: Path) -> None:
     script = """
 import json, sys
