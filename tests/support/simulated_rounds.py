@@ -56,17 +56,28 @@ def flat_costs(*, step: float = 0.2, overhead: float = 0.3) -> SettledCosts:
 def rate(
     costs: ExactCosts, policy: DraftLengthPolicy, acceptance: Callable[[int], float], tokens: int, seed: int, *, spread: float = 4.0
 ) -> float:
-    """Tokens per unit of cost over `tokens` tokens. `acceptance(n)` is the mean chance of a draft after n tokens.
+    """Tokens per unit of cost over `tokens` tokens; see `played`."""
+    emitted, _, spent = played(costs, policy, acceptance, tokens, seed, spread=spread)
+    return emitted / spent
 
-    Each draft's own chance is drawn around the mean (beta of weight `spread`), and the drafter's confidence is that chance, blurred.
+
+def played(
+    costs: ExactCosts, policy: DraftLengthPolicy, acceptance: Callable[[int], float], tokens: int, seed: int, *, spread: float = 4.0
+) -> tuple[int, float, float]:
+    """Plays rounds until there are `tokens` tokens; `acceptance(n)` is the mean chance of a draft after n tokens.
+
+    Returns the tokens, how many the chances of what was verified say, which is their mean over all luck, and the cost. Each draft's own
+    chance is drawn around the mean (beta of weight `spread`), and the drafter's confidence is that chance, blurred.
     """
     chances = random.Random(seed)
-    emitted, spent = 0, 0.0
+    emitted, likely, spent = 0, 0.0, 0.0
     while emitted < tokens:
         mean, plan, drafted, accepted, standing = acceptance(emitted), policy.plan(), 0, 0, True
+        stands = [1.0]
         while drafted < plan.draft_length:
             chance = chances.betavariate(max(mean * spread, 1e-3), max((1 - mean) * spread, 1e-3))
             drafted += 1
+            stands.append(stands[-1] * chance)
             standing = standing and chances.random() < chance
             accepted += standing
             confidence = min(max(chance + chances.gauss(0, 0.05), 0.001), 0.999)
@@ -77,8 +88,9 @@ def rate(
         verified, padding = plan.to_verify(0 if plan.shadow else drafted)
         accepted = min(accepted, verified)
         rows = verified + 1 + padding
+        likely += sum(stands[: verified + 1])
         spent += drafting + costs.verify(rows)
         timing = Timing(length=emitted, steps=drafted, draft_seconds=drafting, rows=rows, verify_seconds=costs.verify(rows))
         policy.observe(RoundResult(verified, accepted, shadow_accepted, timing))
         emitted += accepted + 1
-    return emitted / spent
+    return emitted, likely, spent

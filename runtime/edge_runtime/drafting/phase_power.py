@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,12 @@ import numpy as np
 
 from edge_devices.files.limited_read import read_at_most
 from edge_runtime.drafting.cost_model import Costs
+from edge_runtime.drafting.frontier import RoundCosts
 from edge_runtime.drafting.policies import Timing
 from edge_runtime.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
 MAX_WATTS = 10_000.0
-# Prices of time that are tried, as multiples of the watts of a forward; the last one all but ignores joules.
-PRICES = np.concatenate(([0.0], np.geomspace(0.02, 500.0, 40)))
-# The price rises by this factor while rounds take longer than promised, and falls by the other while they are this much quicker.
-RAISE, LOWER, QUICKER = 1.25, 0.8, 0.97
-# Seconds per token with lengths chosen round by round / those of the best fixed length, in simulations (0.93 to 1).
-ADAPTIVE = 0.95
-# A price that differs less is kept.
-SAME_PRICE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,60 +68,41 @@ class EnergyCosts:
     """Costs in joules: the seconds of other costs × the power of the phase. Implements `cost_model.Costs`."""
 
     def __init__(self, seconds: Costs, power: PhasePower, *, slowdown: float | None = None) -> None:
-        """`slowdown`: the most time per token that fewer joules may cost, as a share of the least possible; None: any."""
-        self._seconds, self._power, self._slowdown = seconds, power, slowdown
-        self.price = 0.0  # of time, in watts: with it the fewest joules are found among what is fast enough
+        """`slowdown`: the most time per token that fewer joules may cost, for `time_bound.TimeBound`; None: any."""
+        self.seconds, self._power, self.slowdown = seconds, power, slowdown
+        # What a joule counts, and the price of time in watts; without the first, time alone counts.
+        self.weights = 1.0, 0.0
 
     @property
     def is_provisional(self) -> bool:
         """Whether the seconds are."""
-        return self._seconds.is_provisional
+        return self.seconds.is_provisional
 
     def verify(self, rows: int) -> float:
         """Joules of one target forward of `rows` rows at the current length, with the price of its time."""
-        return self._seconds.verify(rows) * (self._power.forward(rows) + self.price)
+        return self.seconds.verify(rows) * self._priced(self._power.forward(rows))
 
     def draft(self, steps: int, requests: int = 1) -> float:
         """Joules of drafting `steps` tokens, for one of `requests` requests that draft together, with the price of its time."""
-        return self._seconds.draft(steps, requests) * (self._power.draft + self.price)
+        return self.seconds.draft(steps, requests) * self._priced(self._power.draft)
+
+    def _priced(self, watts: float) -> float:
+        return self.weights[0] * watts + self.weights[1]
+
+    def table(self, rows: int, drafts: int, requests: int) -> tuple[RoundCosts, RoundCosts]:
+        """Seconds and joules, without a price, of verifying up to `rows` - 1 drafts and of up to `drafts` drafts, a request's share."""
+        verify = np.array([self.seconds.verify(n * requests) / requests for n in range(1, rows + 1)])
+        draft = np.array([self.seconds.draft(n, requests) for n in range(drafts + 1)])
+        watts = [self._power.forward(n * requests) for n in range(1, rows + 1)]
+        return RoundCosts(verify, draft), RoundCosts(verify * watts, draft * self._power.draft)
 
     def rows_to_time(self, limit: int) -> int | None:
         """Returns the number of rows whose seconds the fewest rounds timed."""
-        return self._seconds.rows_to_time(limit)
-
-    def keep_promise(self, tokens: Sequence[float], requests: int, seconds_per_token: float | None) -> bool:
-        """Sets the price of time so that rounds are at most `slowdown` slower than the fastest; returns whether it changed.
-
-        `tokens`: expected of rounds of 0, 1, ... drafts; `seconds_per_token` of the newest rounds. A Lagrange multiplier: the least
-        price with which the draft length of fewest joules is fast enough, higher while real rounds are not.
-        """
-        if self._slowdown is None:
-            return False
-        emitted, rows = np.asarray(tokens), range(1, len(tokens) + 1)
-        forwards = np.array([self._seconds.verify(n * requests) / requests for n in rows])
-        drafts = np.array([self._seconds.draft(n, requests) for n in range(len(tokens))])
-        seconds = (forwards + drafts) / emitted
-        joules = (forwards * [self._power.forward(n) for n in rows] + drafts * self._power.draft) / emitted
-        limit = (1 + self._slowdown) * ADAPTIVE * float(seconds.min())
-        prices = PRICES * self._power.forward(1)
-        chosen = np.argmin(joules + prices[:, None] * seconds, axis=1)
-        fast = seconds[chosen] <= limit
-        price = float(prices[int(np.argmax(fast)) if fast.any() else -1])
-        if seconds_per_token is not None and seconds_per_token > limit:
-            price = max(price, self.price * RAISE, float(prices[1]))
-        elif seconds_per_token is not None and seconds_per_token > QUICKER * limit:
-            price = max(price, self.price)
-        else:
-            price = max(price, self.price * LOWER if self.price * LOWER >= prices[1] else 0.0)
-        price = min(price, float(prices[-1]))
-        if abs(price - self.price) <= SAME_PRICE * max(price, self.price):
-            return False
-        self.price = price
-        return True
+        return self.seconds.rows_to_time(limit)
 
     def learn(self, timing: Timing) -> None:
         """Passes a timing to the costs in seconds: the time of a phase changes from round to round, its power hardly."""
-        self._seconds.learn(timing)
+        self.seconds.learn(timing)
 
 
 _EXAMPLE = '{"draft": 3.1, "verify": 5.2, "plain": 4.4}'

@@ -11,8 +11,9 @@ Where N requests share their forwards, each counts an Nth of a verify of N times
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -38,10 +39,27 @@ STALE = 6.0
 RATE_MARGIN = 1.1
 # Costs and acceptance change slowly; they are recomputed after so many rounds that drafted.
 REFRESH = 8
-# From so many tokens on, the seconds per token of the newest rounds say whether a promise is kept.
-TRUSTED_TOKENS = 40.0
-# Expected tokens of rounds of 0, 1, ... drafts, requests at once, seconds per token of the newest rounds: whether the costs changed.
-Promise = Callable[[Sequence[float], int, float | None], bool]
+
+
+class Bound(Protocol):
+    """What may set another price of time before each round, such as `time_bound.TimeBound`."""
+
+    def renew(self, known: Forecast, *, rows: int, drafts: int, requests: int, stepwise: bool) -> None:
+        """Takes a new forecast; `rows` and `drafts` are the most of a round."""
+
+    def choose(self) -> bool:
+        """Sets the price of the next round; returns whether the costs changed."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens per unit of cost of rounds at this price."""
+
+    @property
+    def probe_cost(self) -> float:
+        """Of drafting one token, in forwards of one row."""
+
+    def spend(self, tokens: float, drafted: int, row: int) -> None:
+        """Takes the tokens that a round brought, its drafts, and its rows beside the first."""
 
 
 def expected_rate(costs: Costs, model: Acceptance, lengths: Sequence[int]) -> float:
@@ -107,17 +125,15 @@ class Profit:
         longest: int = MAX_DRAFT_LENGTH,
         stepwise: bool = True,
         max_rows: int | None = None,
-        promise: Promise | None = None,
+        bound: Bound | None = None,
     ) -> None:
         """`longest` limits a draft, 0 without a drafter; `max_rows` limits what is verified, drafts and other tokens (None: `longest`).
 
-        `stepwise`: the drafter calls `should_continue` after each draft; otherwise `plan` fixes the length. `promise` may change the costs
-        before they are read again, such as `EnergyCosts.keep_promise`.
+        `stepwise`: the drafter calls `should_continue` after each draft; otherwise `plan` fixes the length. `bound` may change the costs
+        before each round.
         """
         self._costs = costs
-        self._promise = promise
-        # Seconds and tokens of the newest rounds.
-        self._measured_seconds = self._measured_tokens = 0.0
+        self._bound = bound
         self._model = model
         self._longest = longest
         self._max_rows = max(longest, max_rows or 0)
@@ -183,10 +199,17 @@ class Profit:
         if self._length:
             self._mode, length = "draft", self._length
         else:
-            self._probe_cost = float(self._draft_costs[1]) * self._plain_rate if self._longest else MAX_BUDGET
+            self._probe_cost = self._cost_of_probe()
             self._mode = "shadow" if self._longest and self._probe_budget >= self._probe_cost else "plain"
             length = int(self._mode == "shadow")
         return RoundPlan(length, self._mode == "shadow", self._rule, self._to_verify, extend=self._extend)
+
+    def _cost_of_probe(self) -> float:
+        """In plain rounds; with a bound in those of seconds or joules, whichever are fewer: a probe may be a waste of either."""
+        if not self._longest:
+            return MAX_BUDGET
+        drafts = float(self._draft_costs[1]) * self._plain_rate
+        return min(drafts if self._bound is None else max(drafts, self._bound.probe_cost), MAX_BUDGET)
 
     def offer(self, chances: Sequence[float]) -> None:
         """Offers tokens to the next plan."""
@@ -272,11 +295,15 @@ class Profit:
         self._until_refresh -= 1
         if self._until_refresh < 0:
             self._forecast, self._until_refresh = self._model.forecast(self._longest), REFRESH
-            seconds_per_token = self._measured_seconds / self._measured_tokens if self._measured_tokens > TRUSTED_TOKENS else None
-            if self._promise and self._promise(self._tokens_of_lengths().tolist(), self._requests, seconds_per_token):
-                self._cost_reached = 0.0  # earlier costs had another price
+            if self._bound is not None:
+                rows, drafts = self._max_rows + 1, self._longest
+                self._bound.renew(self._forecast, rows=rows, drafts=drafts, requests=self._requests, stepwise=self._stepwise)
+                self._bound.choose()
             self._update_row_costs()
-        self._rate = max(self._plain_rate, self._tokens_reached / self._cost_reached)
+        elif self._bound is not None and self._bound.choose():
+            self._update_row_costs()
+        reached = self._bound.rate if self._bound is not None else self._tokens_reached / self._cost_reached
+        self._rate = max(self._plain_rate, reached)
 
     def _update_row_costs(self) -> None:
         costs = np.array([self._verify(rows) for rows in range(1, self._max_rows + 2)])
@@ -391,10 +418,6 @@ class Profit:
             self._observe_shadow(result.shadow_accepted)
         if (timing := result.timing) is not None:
             self._costs.learn(timing)
-            self._measured_seconds = RATE_DECAY * self._measured_seconds + timing.draft_seconds + timing.verify_seconds
-            self._measured_tokens = RATE_DECAY * self._measured_tokens + result.accepted + 1
-            if shadow and timing.verify_seconds > 0:
-                self._probe_cost = min(timing.draft_seconds / timing.verify_seconds, MAX_BUDGET)
         self._verified = verified = result.verified
         if (self._bins or self._mode == "offer") and not shadow:
             self._stale = True
@@ -407,12 +430,16 @@ class Profit:
         tokens = (self._tokens[verified] + result.accepted + 1) / 2
         self._tokens_reached = RATE_DECAY * self._tokens_reached + tokens
         self._cost_reached = RATE_DECAY * self._cost_reached + self._spent()
+        if self._bound is not None:
+            self._bound.spend(tokens, len(self._bins), verified + self._padding(verified))
+            self._stale = True
 
     def _observe_shadow(self, accepted: bool) -> None:
         """Learns from a shadow draft; the next plan computes everything anew."""
         self._stale, self._until_refresh = True, 0
         self._add_unreported(1)
-        self._model.fade(STALE)
+        if self._bound is None:  # else drafts are part of the mix, and old ones say what it would be
+            self._model.fade(STALE)
         self._model.observe(self._bins[:1], 1, int(accepted))
 
     def _spent(self) -> float:

@@ -32,6 +32,7 @@ from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
 from edge_runtime.drafting.profit_policy import Profit, expected_rate
 from edge_runtime.drafting.sources import Source, SourceOdds, Sources
 from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory, predicted_tokens
+from edge_runtime.drafting.time_bound import TimeBound
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import MediaTarget, SavableTarget
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places
@@ -304,8 +305,9 @@ class Session:
         if self.target.length != rows:  # a meter measured the power now, which emptied the cache
             self.claim.release()
         model = learned if stepwise else PositionModel()
-        promise = costs.keep_promise if isinstance(costs, EnergyCosts) else None
-        return Profit(costs, model, longest=longest, stepwise=stepwise, max_rows=self.settings.longest_draft, promise=promise)
+        slowdown = costs.slowdown if isinstance(costs, EnergyCosts) else None
+        bound = TimeBound(costs, slowdown) if isinstance(costs, EnergyCosts) and slowdown is not None else None
+        return Profit(costs, model, longest=longest, stepwise=stepwise, max_rows=self.settings.longest_draft, bound=bound)
 
     def costs(self) -> Costs:
         """Returns what drafts and verifies cost. Raises RequestError for a session that was opened without costs."""

@@ -1,0 +1,130 @@
+"""The fewest joules among what takes at most so much longer than the fastest drafts: a price of time that a balance of time moves."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from edge_runtime.drafting.acceptance_model import Forecast
+from edge_runtime.drafting.frontier import Frontier, Trade
+from edge_runtime.drafting.phase_power import EnergyCosts
+
+# Prices of time that the trade is computed for, as multiples of the watts of a forward; a higher one than the last is time alone.
+PRICES = np.concatenate(([0.0], np.geomspace(0.05, 20.0, 11)))
+# The trade is computed again after so many forecasts, and after each of the first ones, from which most is learned.
+RENEWALS, EARLY = 4, 8
+# Fewer joules by less than this share of those of the fastest are no reason to take longer: the model's errors are as large. Then time has
+# this price, in watts of a forward.
+SAVING_FLOOR, EVEN = 0.006, 3.0
+# Plain rounds of balance that change the price by a factor e, and the most that are saved up.
+BALANCE, BALANCE_LIMIT = 6.0, 6.0
+# A price that differs less is kept.
+SAME_PRICE = 0.05
+# The bound that is aimed at / the one that was asked for: forecasts vary, and what looks fastest among several is so partly by chance.
+MARGIN = 0.98
+# Weight of a new trade beside those before: forecasts vary.
+SMOOTH = 0.25
+# What rounds bring less or more than the trade expects of them is taken for true of the fastest as far as this.
+CLIP = (0.9, 1.2)
+# Share of the sums over earlier rounds that is left after another round, and plain rounds that the prediction counts as before the first.
+DECAY, PREDICTED_ROUNDS = 0.98, 5.0
+
+
+class TimeBound:
+    """Chooses the price of time before each round; implements `profit_policy.Bound`.
+
+    At the slope of the edge of the trade's convex hull that the bound crosses, both ends of the edge are worth the same, and a mix of them
+    takes the fewest joules that any mix within the bound does. The balance is the time by which the rounds so far are below the bound: the
+    more there is, the lower is the next round's price, so the rounds mix themselves.
+    """
+
+    def __init__(self, costs: EnergyCosts, slowdown: float) -> None:
+        """`slowdown`: the most time per token that fewer joules may cost, as a share of what the fastest drafts take."""
+        self._costs, self._slowdown = costs, slowdown
+        self._frontier: Frontier | None = None
+        self._trade: Trade
+        self._until_renewal = self._renewals = self._requests = 0
+        self._balance = 0.0
+        self._price = -1.0
+        # Of the newest rounds: tokens, joules and seconds; tokens that the trade expected for these.
+        self._sums = np.zeros(3)
+        self._expected = 0.0
+
+    def renew(self, known: Forecast, *, rows: int, drafts: int, requests: int, stepwise: bool) -> None:
+        """Computes the trade again, now and then; `rows` and `drafts` are the most of a round."""
+        self._until_renewal -= 1
+        if self._until_renewal > 0 and requests == self._requests:
+            return
+        self._renewals += 1
+        self._until_renewal = RENEWALS if self._renewals > EARLY else 1
+        self._seconds, self._joules = self._costs.table(rows, drafts, requests)
+        self._watts = float(self._joules.verify[0] / self._seconds.verify[0])
+        if self._frontier is None:
+            self._frontier = Frontier(PRICES * self._watts)
+        trade: Trade = self._frontier.trade(known, self._seconds, self._joules, stepwise=stepwise)
+        share = max(SMOOTH, 1 / self._renewals) if requests == self._requests else 1.0
+        self._trade = trade if share == 1 else Trade(*(old + share * (new - old) for old, new in zip(self._trade, trade, strict=True)))
+        self._limit = MARGIN * (1 + self._slowdown) * float(self._trade.seconds[-1])
+        self._slope = _slope(self._trade, self._limit, EVEN * self._watts)
+        if requests != self._requests:  # what the rounds before took was another work
+            self._requests = requests
+            self._expected = PREDICTED_ROUNDS * float(self._seconds.verify[0]) / float(self._trade.seconds[-1])
+            self._sums = self._expected * np.array([1.0, self._trade.joules[-1], self._trade.seconds[-1]])
+
+    def choose(self) -> bool:
+        """Sets the price of the next round; returns whether it changed."""
+        rounds = self._balance / float(self._seconds.verify[0])
+        price = self._slope * math.exp(min(-rounds / BALANCE, 50.0))
+        if rounds < 0:
+            price = max(price, float(PRICES[1]) * self._watts * math.exp(min(-rounds / BALANCE, 50.0)))
+        if price > PRICES[-1] * self._watts:
+            price = math.inf
+        if price == self._price or abs(price - self._price) <= SAME_PRICE * min(price, self._price):
+            return False
+        self._price = price
+        self._costs.weights = (1.0, price) if math.isfinite(price) else (0.0, self._watts)
+        return True
+
+    @property
+    def rate(self) -> float:
+        """Tokens per unit of cost of the newest rounds, at the price that was set."""
+        return float(self._sums[0]) / self._cost(float(self._sums[1]), float(self._sums[2]))
+
+    @property
+    def probe_cost(self) -> float:
+        """Of drafting one token, in forwards of one row: by seconds or joules, whichever is more."""
+        return max(float(costs.draft[1] / costs.verify[0]) for costs in (self._seconds, self._joules))
+
+    def spend(self, tokens: float, drafted: int, row: int) -> None:
+        """Takes a round into the sums and the balance: the tokens it brought, its drafts, and its rows beside the first."""
+        seconds = float(self._seconds.draft[drafted] + self._seconds.verify[row])
+        joules = float(self._joules.draft[drafted] + self._joules.verify[row])
+        weights = self._costs.weights
+        rate = float((1 / (weights[0] * self._trade.joules + weights[1] * self._trade.seconds)).max())
+        self._expected = DECAY * self._expected + rate * self._cost(joules, seconds)
+        self._sums = DECAY * self._sums + (tokens, joules, seconds)
+        # What the rounds bring less than the trade expects, the fastest ones would bring less as well.
+        limit = self._limit * min(max(self._expected / float(self._sums[0]), CLIP[0]), CLIP[1])
+        self._balance = min(self._balance + limit * tokens - seconds, BALANCE_LIMIT * float(self._seconds.verify[0]))
+
+    def _cost(self, joules: float, seconds: float) -> float:
+        return self._costs.weights[0] * joules + self._costs.weights[1] * seconds
+
+
+def _slope(trade: Trade, limit: float, even: float) -> float:
+    """Returns the price, in watts, at which both ends of the mix with the fewest joules in at most `limit` seconds cost the same.
+
+    0 where no mix is needed because the least joules are fast enough, and `even` where time alone takes hardly more.
+    """
+    seconds, joules = trade.seconds, trade.joules
+    fast, slow = np.flatnonzero(seconds <= limit), np.flatnonzero(seconds > limit)
+    if not len(fast):  # less than the margin may be spent
+        return math.inf
+    best, slope = float(joules[fast].min()), 0.0
+    if len(slow):
+        slopes = (joules[fast, None] - joules[slow]) / (seconds[slow] - seconds[fast, None])
+        mixed = joules[fast, None] - slopes * (limit - seconds[fast, None])
+        if float(mixed.min()) < best:
+            best, slope = float(mixed.min()), float(slopes.flat[mixed.argmin()])
+    return slope if best < (1 - SAVING_FLOOR) * float(joules[-1]) else even
