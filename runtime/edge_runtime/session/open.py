@@ -49,6 +49,7 @@ from edge_runtime.session.saved.kv_state_file import row_facts
 from edge_runtime.session.saved.prompt_cache import PromptCache
 from edge_runtime.session.session import Session, SessionParts, rate_with
 
+_CPU = "cpu"
 # Kinds of devices: who asks for them takes the CPU where there is none to trust.
 _KINDS = ("gpu", "npu")
 
@@ -127,7 +128,9 @@ class _PairLoader:
             with self.load(place, 1) as sessions:
                 return sessions.sessions[0].expected_rate()
 
-        facts = [*self.hashes, self.threads, options.threads is None, self.drafter, *policy, *([accelerators] if accelerators else [])]
+        named = None if self.auto else options.device
+        where = [accelerators] if any(accelerators.values()) else [named] if named not in (None, _CPU) else []
+        facts = [*self.hashes, self.threads, options.threads is None, self.drafter, *policy, *where]
         if options.measure or any(accelerators.values()):
             return measured_rates(self.bundle.folder.name, facts, fitting, rate_of, options.notify).fastest
         kept = kept_rates(facts, fitting)

@@ -115,3 +115,10 @@ def test_until_both_were_measured_sizes_and_kernels_decide(
     )
     assert opening.faster_backend("both") == "llama"
     assert facts[0] == "0" * 64
+    on_cpu = facts.copy()
+    facts.clear()
+    opening.faster_backend("both", device="cpu")
+    assert facts == on_cpu
+    facts.clear()
+    opening.faster_backend("both", device="gpu")
+    assert facts == [*on_cpu, "gpu"]
