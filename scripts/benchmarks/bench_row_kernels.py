@@ -1,8 +1,9 @@
-"""The cost curve of both backends, on stock kernels and on the project's, sides in turn.
+"""The cost curve of a backend, on stock kernels and on the project's, sides in turn.
 
     python scripts/benchmarks/bench_row_kernels.py /tmp/wide-bundle --threads 2
 
-BUNDLE has both formats, or one. Medians in milliseconds of verifies of 1 to 13 rows and of a prefill of 512, and times one row. Also says
+A process measures one backend: threads of llama.cpp spin behind each graph, and take the cores from onnxruntime.
+Medians in milliseconds of verifies of 1 to 13 rows and of a prefill of 512, and times one row. Also says
 how many rows of a verify have the bits of the same row alone.
 """
 
@@ -27,20 +28,31 @@ from edge_runtime.bundle.bundle import Bundle, open_bundle
 PREFILL, CONTEXT = 512, 1024
 KERNELS = " with row kernels"
 ROWS = tuple(range(1, 14))
+BACKENDS = {"onnxruntime": "onnx", "llama.cpp": "gguf"}
 AnyTarget = LlamaTarget | GraphTarget
 
 
-def open_sides(bundle: Bundle, threads: int, *, repack: bool) -> dict[str, AnyTarget]:
-    """The target on each backend of the bundle, first on stock kernels, which `repack` weights or not in llama.cpp."""
+def backend_of(bundle: Bundle, asked: str | None) -> str:
+    """The backend to measure. Raises UsageError unless the bundle has its format, and where there are two and none was asked for."""
+    there = [name for name, kind in BACKENDS.items() if bundle.has("target", kind)]
+    if asked is None and len(there) > 1:
+        raise click.UsageError(f"{bundle.folder} has both formats; add --backend {there[0]} or {there[1]}, each in a process of its own")
+    if not there or (asked or there[0]) not in there:
+        raise click.UsageError(f"{bundle.folder} has no target for {asked or 'these backends'}; export it in that format")
+    return asked or there[0]
+
+
+def open_sides(bundle: Bundle, backend: str, threads: int, *, repack: bool) -> dict[str, AnyTarget]:
+    """The target on the backend, first on stock kernels, which `repack` weights or not in llama.cpp."""
     sides: dict[str, AnyTarget] = {}
     for kernels in (False, True):
         suffix = KERNELS if kernels else ""
-        if bundle.has("target", "onnx"):
+        if backend == "onnxruntime":
             if not kernels:
                 os.environ[VARIABLE] = "none"
             sides[f"onnxruntime{suffix}"] = open_pair(pair_of(bundle, drafter=False), OrtOptions(context=CONTEXT, threads=threads))[0]
             os.environ.pop(VARIABLE, None)
-        if bundle.has("target", "gguf"):
+        else:
             options = LlamaOptions(context=CONTEXT, threads=threads, draft=False, use_extra_bufts=kernels or repack)
             llama_library()  # registers the kernels
             ggml.switch(kernels)
@@ -72,16 +84,18 @@ def equal_rows(target: AnyTarget, tokens: list[int], depth: int) -> int:
 
 @click.command(context_settings={"show_default": True})
 @click.argument("folder", metavar="BUNDLE", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--backend", type=click.Choice(list(BACKENDS)), help="Which one, where BUNDLE has both formats.")
 @click.option("--threads", default=2)
 @click.option("--depth", default=64, help="Tokens before the verifies.")
 @click.option("--repeats", default=9)
 @click.option("--prefills", default=5, help="Prefills of 512 tokens.")
 @click.option("--repack/--no-repack", default=True, help="Repacking of llama.cpp's own kernels dies where AMX is only advertised.")
-def main(folder: Path, threads: int, depth: int, repeats: int, prefills: int, repack: bool) -> None:
+def main(folder: Path, backend: str | None, threads: int, depth: int, repeats: int, prefills: int, repack: bool) -> None:
     """Measure BUNDLE's target; prints a Markdown table."""
     if variant() is None:
         raise click.ClickException("the row kernels do not run here; edge-run doctor says why")
-    sides = open_sides(open_bundle(folder), threads, repack=repack)
+    bundle = open_bundle(folder)
+    sides = open_sides(bundle, backend_of(bundle, backend), threads, repack=repack)
     tokens = np.random.default_rng(1).integers(50, 4000, depth + PREFILL).tolist()
     for name, target in sides.items():
         switch_attention(name)
