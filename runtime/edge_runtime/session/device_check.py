@@ -151,8 +151,8 @@ def _check_choices(target: Target, given: Answers, longest: int) -> None:
     for suppressed in (best[:0], best[:1]):
         target.rollback(_PROMPT)
         chosen = np.array(target.choose(text[_PROMPT : _PROMPT + longest], suppressed))
-        wanted = chosen == best if suppressed.size == 0 else chosen != best[0]
-        if not wanted.all():
+        as_expected = chosen == best if suppressed.size == 0 else chosen != best[0]
+        if not as_expected.all():
             raise FloatingPointError("chosen tokens that are not those of the largest logits")
 
 

@@ -113,6 +113,6 @@ def test_a_target_that_chooses_gives_the_text_of_its_logits(suppressed):
         target = kind(context=512)
         target.prefill([1, 2])
         decoding = Decoding(target, 3, Fixed(3), max_tokens=20, suppressed=suppressed)
-        texts.append([token for one in decode(target, ScriptedDrafter(target, right), decoding) for token in one.tokens])
+        texts.append([token for round_done in decode(target, ScriptedDrafter(target, right), decoding) for token in round_done.tokens])
     assert texts[0] == texts[1]
     assert not set(texts[1][:1]) & set(suppressed)

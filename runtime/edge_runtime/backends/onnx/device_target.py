@@ -135,8 +135,8 @@ class DeviceTarget(OrtTarget):
                 call = self._choices[len(ids)] = self.bind_head(len(ids), dict.fromkeys((CHOICE, *FACTS)))
             self._suppress(suppressed)
             call.run()
-            chosen, largest, least, total = (values[0, :, 0] for values in call.outputs())
-            if not (np.isfinite(total) & np.isfinite(largest) & (largest > least)).all():
+            chosen, largest, smallest, total = (values[0, :, 0] for values in call.outputs())
+            if not (np.isfinite(total) & np.isfinite(largest) & (largest > smallest)).all():
                 raise BackendError(f"{UNSOUND} on this device: check it with edge-run prove --device NAME, or leave --device out")
         self.take_hidden(self.hidden_rows[0, : len(ids)])
         return [int(token) for token in chosen]
