@@ -103,6 +103,7 @@ lint: setup-all $(TOOLS)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(TOOLS)/bin/hadolint Dockerfile
+	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/release.yml
 	$(TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml \
 		.github/ISSUE_TEMPLATE/device.yml .github/ISSUE_TEMPLATE/feature.yml
 

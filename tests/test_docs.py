@@ -165,3 +165,11 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
         assert loaded == [], page
     reference = (tmp_path / "site" / "api" / "index.html").read_text()
     assert [name for name in edge_runtime.__all__ if f'id="edge_runtime.{name}"' not in reference] == []
+
+
+def test_the_release_workflow_runs_targets_of_the_makefile() -> None:
+    workflow = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    called = set(re.findall(r"\bmake ([\w-]+)$", workflow, re.MULTILINE))
+    assert called == {"release"}
+    assert called <= targets
