@@ -21,12 +21,12 @@ NEEDS = {"--json-schema": ("llguidance", "grammar"), "publish": ("huggingface_hu
 def documented() -> list[str]:
     """The commands below *Frequent commands*, one for each choice of `a|b`, without their comments."""
     section = PAGE.read_text(encoding="utf-8").split("## Frequent commands\n")[1].split("\n## ")[0]
-    found = []
+    lines = []
     for line in re.findall(r"^    (edge-.*)$", section, re.MULTILINE):
         command = line.split(" #")[0].rstrip()
         choices = re.search(r"\S+(\|\S+)+", command)
-        found += [command.replace(choices[0], choice) for choice in choices[0].split("|")] if choices else [command]
-    return [command for command in found if not any(part in command for part in LEFT_OUT)]
+        lines += [command.replace(choices[0], choice) for choice in choices[0].split("|")] if choices else [command]
+    return [command for command in lines if not any(part in command for part in LEFT_OUT)]
 
 
 def test_most_lines_are_run() -> None:

@@ -143,9 +143,9 @@ def target_stage(output: Path, minutes: float) -> None:
         logits = cap * torch.tanh(model.lm_head(hidden).float() / cap)
         return nn.functional.cross_entropy(logits, ids[:, 1:][written[:, 1:]])
 
-    taken = train(model, minutes, 1.5e-3, loss)
+    training = train(model, minutes, 1.5e-3, loss)
     save(model, where)
-    write_trained(output, "target", taken, minutes, model)
+    write_trained(output, "target", training, minutes, model)
 
 
 def drafter_stage(output: Path, minutes: float) -> None:
@@ -169,9 +169,9 @@ def drafter_stage(output: Path, minutes: float) -> None:
             total = total + (own + CENTROID_WEIGHT * clusters) * 0.9 ** (ahead - 1)
         return total
 
-    taken = train(drafter, minutes, 1e-3, loss)
+    training = train(drafter, minutes, 1e-3, loss)
     save(drafter, where)
-    write_trained(output, "drafter", taken, minutes, drafter)
+    write_trained(output, "drafter", training, minutes, drafter)
 
 
 @torch.no_grad()
@@ -201,13 +201,13 @@ def evaluate_stage(output: Path) -> None:
 
 def distinct(turns: Iterator[Turn], count: int) -> list[Turn]:
     """The first `count` turns of different questions, or fewer where there are no more."""
-    found: dict[str, Turn] = {}
+    different: dict[str, Turn] = {}
     for _ in range(50 * count):
-        if len(found) == count:
+        if len(different) == count:
             break
         turn = next(turns)
-        found.setdefault(turn.question, turn)
-    return list(found.values())
+        different.setdefault(turn.question, turn)
+    return list(different.values())
 
 
 def asked(tokenizer: Tokenizer, question: str) -> list[int]:
@@ -259,19 +259,19 @@ def write_card(output: Path, measured: dict[str, Any]) -> None:
     (output / "README.md").write_text(CARD.format(**facts))
 
 
-def write_trained(output: Path, role: str, taken: tuple[int, float], minutes: float, model: nn.Module) -> None:
+def write_trained(output: Path, role: str, training: tuple[int, float], minutes: float, model: nn.Module) -> None:
     """Keeps what the training of a role took, in steps and minutes of processor time, with that of earlier runs into the same folder."""
     path = output / f"{role}.measured.json"
     before: dict[str, Any] = {"steps": 0, "runs": [], "processor_minutes": 0.0}
     if path.is_file():
         before = json.loads(path.read_text())
-    steps = before["steps"] + taken[0]
+    steps = before["steps"] + training[0]
     measured = {
         "steps": steps,
         "tokens": steps * BATCH * LENGTH,
         "runs": [*before["runs"], minutes],
         "parameters": sum(weight.numel() for weight in model.parameters()),
-        "processor_minutes": round(before["processor_minutes"] + taken[1], 1),
+        "processor_minutes": round(before["processor_minutes"] + training[1], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "seed": SEED,

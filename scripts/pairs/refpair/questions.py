@@ -123,9 +123,9 @@ class Questions:
         large, small, factor = self._choice("units").split()
         count = self._random.choice((1, self._random.randint(2, 12), self._random.randint(2, MAX_COUNT)))
         several = f"{count} {large if count == 1 else _plural(large)}"
-        one = self._random.choice((several, f"{'an' if large == 'hour' else 'a'} {large}", f"one {large}"))
+        single = self._random.choice((several, f"{'an' if large == 'hour' else 'a'} {large}", f"one {large}"))
         answer = f"1 {large} is {factor} {_plural(small)}{f': multiply {factor} by {count}' if count > 1 else ''}."
-        return self._random.choice(FORMS["unit"]).format(smalls=_plural(small), n=one if count == 1 else several), answer
+        return self._random.choice(FORMS["unit"]).format(smalls=_plural(small), n=single if count == 1 else several), answer
 
     def _typed(self, question: str) -> str:
         """The question as people type it."""
