@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from edge_runtime.server.errors import ApiError, invalid
@@ -36,6 +36,17 @@ def parse_object(text: str, what: str, param: str | None = None, *, values: int 
 def count_values(text: str) -> int:
     """Returns how many lists, objects and values between commas a JSON text has, those in strings not counted."""
     return sum(map(_separators, _outside_strings(text)))
+
+
+def values_of(waiting: list[Any]) -> Iterator[Any]:
+    """Yields the values, and the names of fields, that are in `waiting` at any depth."""
+    while waiting:
+        value = waiting.pop()
+        yield value
+        if isinstance(value, Mapping):
+            waiting += (*value.keys(), *value.values())
+        elif isinstance(value, list | tuple):
+            waiting += value
 
 
 def _outside_strings(text: str) -> Iterator[str]:

@@ -250,7 +250,8 @@ class _Writer:
                 return self._choice([self._value(option) for option in schema[keyword]])
         kinds = schema.get("type")
         if isinstance(kinds, list):
-            once = dict.fromkeys(kind for kind in kinds if isinstance(kind, str))  # else each level would multiply those below
+            # Each once, else each level would multiply those below; others than JSON's are any value, and each would copy the schema.
+            once = dict.fromkeys(kind if kind in _PLAIN else "" for kind in kinds if isinstance(kind, str))
             return self._choice([self._value({**schema, "type": kind}) for kind in once])
         if kinds == "object" and isinstance(schema.get("properties"), Mapping) and schema["properties"]:
             return self._object(schema["properties"], schema.get("required"))

@@ -16,9 +16,10 @@ from edge_runtime.server.errors import ApiError
 from edge_runtime.server.http import body as http_body
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, parse_json
 from edge_runtime.server.json_text import MAX_VALUES, count_values
-from edge_runtime.server.requests.completions import read_chat, read_completion
+from edge_runtime.server.requests.completions import MAX_PREDICTED, read_chat, read_completion
 from edge_runtime.server.requests.ollama import read_ollama_chat
 from edge_runtime.server.requests.responses_api import read_response
+from edge_runtime.server.responses.responses_api import MAX_REPEATED, ResponsesFormat
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import ChatTemplate
 from polling import wait
@@ -43,6 +44,33 @@ def test_a_prediction_is_cut_and_tokenized_in_the_thread_for_prompts(monkeypatch
         )
         assert (status, body["choices"][0]["message"]["content"]) == (200, "Hello.")
         assert calls == [(True, 16 * 256)]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_no_more_of_a_prediction_is_kept_than_is_used(parts: int) -> None:
+    """One smile makes 15 MB of text 60 MB, for as long as its request waits."""
+    text = "\U0001f600" + "a" * (2 * MAX_PREDICTED)
+    content = text if parts == 1 else [{"type": "text", "text": text}] * parts
+    request = read_chat(HI | {"prediction": {"type": "content", "content": content}})
+    assert request.choices[0].prediction == text[:MAX_PREDICTED]
+
+
+def test_a_response_repeats_no_more_than_its_limit() -> None:
+    """21 clients that read no answer filled 2 GB with 15 MB of metadata each, and stopped the event loop for 3.5 seconds."""
+    short = {"metadata": {"a": "b"}, "tools": [{"name": "f"}], "temperature": 0.5}
+    long = {
+        "instructions": "x" * MAX_REPEATED,
+        "reasoning": {str(number): None for number in range(MAX_REPEATED // 2)},
+        "text": {"verbosity": ["x" * MAX_REPEATED]},
+        "user": 1 << MAX_REPEATED,
+    }
+    created = json.loads(ResponsesFormat("model", short | long).begin()[0].partition(b"data: ")[2])["response"]
+    assert {name: created[name] for name in (*short, *long)} == short | {
+        "instructions": None,
+        "reasoning": None,
+        "text": {"format": {"type": "text"}},
+        "user": None,
+    }
 
 
 def test_ids_are_decoded_in_the_thread_for_prompts_and_count_as_waiting() -> None:

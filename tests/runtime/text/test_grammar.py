@@ -265,6 +265,12 @@ def test_the_grammar_of_a_tool_grows_no_faster_than_its_parameters(kinds):
     assert not any(constraint.advance(token) for token in words.encode(text, add_bos=False, parse_special=True)[:-1])
 
 
+def test_names_of_types_that_json_has_not_are_any_value_once():
+    """Each copied the schema: 32,000 names beside as many keys took 2.2 seconds of processor time."""
+    few, many = (ToolCalls((("f", {"properties": {"a": {"type": ["null", *(f"t{i}" for i in range(n))]}}}),)) for n in (1, 1000))
+    assert tool_call_grammar(many, ChatWords().control_tokens) == tool_call_grammar(few, ChatWords().control_tokens)
+
+
 def test_references_of_a_tool_that_lead_too_deep_are_refused():
     steps = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(900)}
     with pytest.raises(RequestError, match="lead too deep; use fewer references"):

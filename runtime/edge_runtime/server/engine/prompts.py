@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 from edge_runtime.drafting.text_memory import predicted_tokens
 from edge_runtime.errors import RequestError
 from edge_runtime.media.soft_rows import MEDIA, Media, MediaPrompt, without_media
 from edge_runtime.server.errors import ApiError, invalid
+from edge_runtime.server.json_text import values_of
 from edge_runtime.server.requests.completions import Prompt
 from edge_runtime.server.requests.messages import Conversation, SentMedia
 from edge_runtime.session.session import Session
@@ -36,7 +36,7 @@ def is_short(prompt: Prompt, prediction: str = "") -> bool:
     if not isinstance(prompt, Conversation):
         return len(prompt) + len(prediction) <= _SHORT_CHARACTERS
     left = _SHORT_CHARACTERS - len(prediction)
-    for values, value in enumerate(_values_of([prompt.messages, prompt.tools])):
+    for values, value in enumerate(values_of([prompt.messages, prompt.tools])):
         left -= len(value) if isinstance(value, str) else 0
         if values >= _SHORT_VALUES or left < 0:
             return False
@@ -45,22 +45,11 @@ def is_short(prompt: Prompt, prediction: str = "") -> bool:
 
 def _check_values(conversation: Conversation) -> None:
     for name, part in (("messages", conversation.messages), ("tools", conversation.tools)):
-        texts = [len(value) for value in _values_of([part]) if isinstance(value, str)]
+        texts = [len(value) for value in values_of([part]) if isinstance(value, str)]
         if len(texts) > MAX_TEXTS:
             raise invalid(f"{name} has {len(texts)} texts; at most {MAX_TEXTS} are allowed", name)
         if sum(texts) > MAX_CHARACTERS:
             raise invalid(f"{name} has texts of {sum(texts)} characters; at most {MAX_CHARACTERS} are allowed", name)
-
-
-def _values_of(waiting: list[Any]) -> Iterator[Any]:
-    """Yields the values, and the names of fields, that are in `waiting` at any depth."""
-    while waiting:
-        value = waiting.pop()
-        yield value
-        if isinstance(value, Mapping):
-            waiting += (*value.keys(), *value.values())
-        elif isinstance(value, list | tuple):
-            waiting += value
 
 
 class Prompts:

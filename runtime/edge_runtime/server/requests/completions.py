@@ -12,6 +12,7 @@ from typing import Any
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS
 from edge_runtime.decoding.sampling import BUNDLE_NAMES, SamplingParams
+from edge_runtime.drafting.text_memory import MAX_TOKENS, PREDICTED_CHARACTERS
 from edge_runtime.server.errors import invalid
 from edge_runtime.server.requests.fields import Fields
 from edge_runtime.server.requests.messages import Conversation, read_messages
@@ -24,6 +25,8 @@ MAX_PROMPTS = 32
 COMPLETION_TOKENS = 16  # the API's own default for /v1/completions
 MAX_STOPS = 16
 MAX_BIASES = 1024
+# Characters of a prediction that are kept while its request waits and runs: no more are tokenized.
+MAX_PREDICTED = PREDICTED_CHARACTERS * MAX_TOKENS
 _SEEDS = 1 << 64
 SAMPLING_FIELDS = frozenset(
     {
@@ -263,14 +266,14 @@ def _chat_logprobs(fields: Fields) -> int | None:
 
 
 def _prediction(fields: Fields) -> str:
-    """Returns the text that the answer is expected to repeat: drafts are copied from it, so it changes the speed alone."""
+    """Returns what is used of the text that the answer is expected to repeat: drafts are copied from it, so it changes the speed alone."""
     prediction = fields.inner("prediction")
     if "prediction" in fields and prediction.text("type") != "content":
         raise prediction.wrong("type", "must be 'content'")
     content = prediction.get("content")
     if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part.text("text") or "" for part in prediction.objects("content", MAX_PROMPTS))
+        return (content or "")[:MAX_PREDICTED]
+    return "".join(part.text("text") or "" for part in prediction.objects("content", MAX_PROMPTS))[:MAX_PREDICTED]
 
 
 def _thinking(fields: Fields) -> bool:

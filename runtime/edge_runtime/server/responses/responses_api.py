@@ -9,6 +9,7 @@ from typing import Any
 
 from edge_runtime.server.engine.jobs import Finished, Output, OutputLogprob
 from edge_runtime.server.errors import ApiError
+from edge_runtime.server.json_text import values_of
 from edge_runtime.server.responses.response_format import ChoiceAnswer, Json, ResponseFormat, chat_logprobs, server_sent
 from edge_runtime.server.responses.usage import responses_usage
 from edge_runtime.text.channels import Event, Text, Thought
@@ -28,13 +29,14 @@ _REPEATED: Mapping[str, Any] = {
     "top_p": 1,
     "user": None,
 }
+# Characters of them together: each event that has them is written in the event loop, and a client that reads none keeps its copies.
+MAX_REPEATED = 1 << 17
 
 
 class ResponsesFormat(ResponseFormat):
     """One response to the request `body`."""
 
     def __init__(self, model: str, body: Mapping[str, Any]) -> None:
-        repeated = {name: body[name] if body.get(name) is not None else default for name, default in _REPEATED.items()}
         self._response: Json = {
             "id": f"resp_{secrets.token_hex(16)}",
             "object": "response",
@@ -43,7 +45,7 @@ class ResponsesFormat(ResponseFormat):
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
-            **repeated,
+            **_repeated(body),
             "store": False,
             "previous_response_id": None,
             "truncation": "disabled",
@@ -172,3 +174,18 @@ class ResponsesFormat(ResponseFormat):
         value = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return server_sent(value, kind)
+
+
+def _repeated(body: Mapping[str, Any]) -> Json:
+    """Returns the fields that a response repeats; those that do not fit into `MAX_REPEATED` characters have their defaults."""
+    repeated, left = dict(_REPEATED), MAX_REPEATED
+    for name in _REPEATED:
+        room = left
+        for value in values_of([body.get(name)]):
+            room -= 1 + (len(value) if isinstance(value, str) else value.bit_length() if isinstance(value, int) else 0)
+            if room < 0:
+                break
+        else:
+            left = room
+            repeated[name] = _REPEATED[name] if body.get(name) is None else body[name]
+    return repeated
