@@ -31,7 +31,8 @@ if shutil.which("qemu-aarch64-static") is None:
 
 pytestmark = pytest.mark.slow
 PAIR = Path(__file__).parent.parent / "exporter/edge_export/reference_pair"
-WHAT = (*ONE_OF_EACH, "--max-tokens", "6", "--backend", "onnx", "--context", "256")
+# Of this prompt's first tokens none is a near tie, which operators of onnxruntime's own decide otherwise on ARM: 1.1 nats at least.
+WHAT = (*ONE_OF_EACH, "--domains", "repetitive", "--max-tokens", "6", "--backend", "onnx", "--context", "256")
 
 
 @pytest.fixture(scope="module")

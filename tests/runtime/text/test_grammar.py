@@ -272,10 +272,10 @@ def test_names_of_types_that_json_has_not_are_any_value_once():
 
 
 def test_references_of_a_tool_that_lead_too_deep_are_refused():
-    steps = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(900)}
+    steps = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5000)}
     with pytest.raises(RequestError, match="lead too deep; use fewer references"):
         tool_call_grammar(
-            ToolCalls((("f", {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": steps | {"d900": {}}}),)), ChatWords().control_tokens
+            ToolCalls((("f", {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": steps | {"d5000": {}}}),)), ChatWords().control_tokens
         )
 
 
