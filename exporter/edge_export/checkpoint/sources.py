@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -205,22 +205,21 @@ def _open(role: str, origin: str, progress: Progress | None, listings: Listings 
             raise CheckpointError(
                 f"{origin} holds no GGUF file for a {role} ({', '.join(ggufs[:3])}); name the file, or give its assistant as DRAFTER"
             )
+        _check_links(path, [path / file])
         path /= file
     if path.is_file():
         checkpoint, header = open_gguf(path)
         return ResolvedSource(role=role, origin=origin, checkpoint=checkpoint, gguf=header)
-    _check_links(path)
+    _check_links(path, [each for each in sorted(path.iterdir()) if any(fnmatch(each.name, pattern) for pattern in PATTERNS)])
     return ResolvedSource(role=role, origin=origin, checkpoint=open_checkpoint(path))
 
 
-def _check_links(folder: Path) -> None:
-    """Raises CheckpointError for a file that is a link to one outside: a downloaded folder could name any file of this machine."""
+def _check_links(folder: Path, files: Iterable[Path]) -> None:
+    """Raises CheckpointError for a file in it that is a link to one outside: a downloaded folder could name any file of this machine."""
     inside = folder.resolve()
     if inside.parent.name == "snapshots" and inside.parents[1].name.startswith(_HUB_CACHE):
         inside = inside.parents[1]  # its files are links to the blobs beside the snapshots
-    for path in sorted(folder.iterdir()):
-        if not path.is_symlink() or not any(fnmatch(path.name, pattern) for pattern in PATTERNS):
-            continue
+    for path in files:
         target = Path(os.path.realpath(path))  # Path.resolve fails for links in a circle
         if not target.is_relative_to(inside) or target.is_symlink():
             raise CheckpointError(f"{str(path)!r} is a link to {str(target)!r}, outside of {inside}; put the file itself into the folder")

@@ -16,12 +16,13 @@ from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import EnergyWatch
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
 from edge_runtime.cli.compare import Conditions, PairedRuns, RunOptions, RunsInTurn
+from edge_runtime.cli.messages import printable
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
 from edge_runtime.cli.terminal.screens import EXAMPLE_THAT_ANSWERS
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
-from edge_runtime.text.channels import ChannelParser, Text
+from edge_runtime.text.channels import ChannelParser, Event, Text
 from edge_runtime.text.chat_template import bundle_template, is_instruction_tuned
 
 # Continued by a model of plain text.
@@ -130,7 +131,7 @@ class Demo:
         """Streams each kind once with drafts, then measures it without and with drafts in turn."""
         runs = RunsInTurn(self._watch, self._write)
         manifest = self._session.bundle.manifest
-        what = f": {manifest.description}" if manifest.description else ""
+        what = f": {printable(manifest.description)}" if manifest.description else ""
         self._write(f"{manifest.architecture.parameters / 1e6:.0f} million weights{what}.\n")
         self._write(f"{click.style('Green', fg='green')}: drafts that were accepted.\n")
         kinds = tuple(self._kind(runs, name, prompt) for name, prompt in (TEXTS if self._template is None else MESSAGES).items())
@@ -159,9 +160,13 @@ class Demo:
         parser = ChannelParser(self._session.vocabulary, self._template.stop if self._template else ())
         for round_done in generation.rounds():
             for number, token in enumerate(round_done.tokens):
-                text = "".join(event.text for event in parser.feed(token) if isinstance(event, Text))
+                text = _text(parser.feed(token))
                 yield click.style(text, fg="green") if text and number < round_done.accepted else text
-        yield "".join(event.text for event in parser.finish() if isinstance(event, Text))
+        yield _text(parser.finish())
+
+
+def _text(events: list[Event]) -> str:
+    return printable("".join(event.text for event in events if isinstance(event, Text)))
 
 
 def _line(kind: KindResult) -> str:

@@ -132,6 +132,21 @@ def test_a_link_out_of_the_folder_is_refused(name: str, member_folder: Folders, 
         resolve_pair(str(folder), str(member_folder("e2b-assistant")))
 
 
+def test_a_gguf_that_is_a_link_out_of_the_folder_is_refused(gguf_of: Folders, tmp_path: Path) -> None:
+    """It was copied into the bundle, which may be published."""
+    folder = tmp_path / "models--google--x" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    shutil.copy(gguf_of("e2b"), folder / "e2b.gguf")
+    (folder / "mtp-e2b.gguf").symlink_to(gguf_of("e2b-assistant"))
+    with pytest.raises(CheckpointError, match=r"mtp-e2b.gguf' is a link to .*e2b-assistant.gguf', outside of .*models--google--x; put"):
+        resolve_pair(str(folder), str(folder))
+    (folder.parents[1] / "blobs").mkdir()
+    gguf_of("e2b-assistant").rename(folder.parents[1] / "blobs" / "1")
+    (folder / "mtp-e2b.gguf").unlink()
+    (folder / "mtp-e2b.gguf").symlink_to("../../blobs/1")
+    assert resolve_pair(str(folder), str(folder))
+
+
 def test_a_dangling_or_circular_link_is_refused(member_folder: Folders, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(member_folder("e2b-text"), folder)

@@ -18,7 +18,7 @@ from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.cli.demo import TEXTS, Demo, DemoResult
 from edge_runtime.cli.options import unwatched
-from scripted import make_session
+from scripted import LetterVocabulary, make_session
 
 
 @pytest.fixture
@@ -50,6 +50,19 @@ def test_an_example_that_cannot_chat_ends_in_the_one_that_can(run, monkeypatch):
     monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: session)
     shown = run("demo", "bundle", "-n", "4", "--repeats", "1")
     assert shown.stdout.strip().endswith("Next: edge-export reference --chat --output small-chat, and edge-run chat small-chat")
+
+
+def test_neither_a_description_nor_an_answer_moves_the_cursor(monkeypatch):
+    """The terminal obeyed what a stranger's bundle wrote: its clipboard, its title, lines above the prompt."""
+    monkeypatch.setattr(LetterVocabulary, "piece", lambda *_, **__: b"\x1b]52;c;AAAA\x07")
+    session, written = make_session(), list[str]()
+    manifest = replace(session.bundle.manifest, description="an example\x1b[2J\x9b")
+    monkeypatch.setattr(session, "bundle", replace(session.bundle, manifest=manifest))
+    Demo(session, max_tokens=4, repeats=1, write=written.append, watch=unwatched).run()
+    shown = click.unstyle("".join(written))
+    assert "an example\ufffd[2J\ufffd.\n" in shown
+    assert shown.count("\ufffd]52;c;AAAA\ufffd") == 4 * len(TEXTS)
+    assert not {"\x1b", "\x07", "\x9b"} & {*shown}
 
 
 def test_json_has_every_run(run):
