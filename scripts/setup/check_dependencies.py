@@ -49,7 +49,7 @@ ALLOWED_NAMES = frozenset(
         "Apache Software License",
         "BSD",
         "BSD License",
-        "DFSG approved; MIT License",
+        "DFSG approved",  # a classifier that stands beside the licence itself
         "ISC License (ISCL)",
         "MIT License",
         "Mozilla Public License 2.0 (MPL 2.0)",
