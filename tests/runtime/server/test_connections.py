@@ -86,6 +86,31 @@ def test_who_does_not_read_is_not_waited_for(server):
         assert broken_off(item, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 100, pause=0)
 
 
+def test_connections_that_read_no_answer_keep_nobody_out(server, monkeypatch):
+    """100 of them, which need no key, got everybody else status 503 for 30 seconds."""
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 3600)
+    made, pause, paused = connections.TimedProtocol.connection_made, connections.TimedProtocol.pause_writing, []
+
+    def made_in_room_for_three(self, transport):
+        self._room = 4
+        made(self, transport)
+
+    def noted_pause(self):
+        pause(self)
+        paused.append(self)
+
+    monkeypatch.setattr(connections.TimedProtocol, "connection_made", made_in_room_for_three)
+    monkeypatch.setattr(connections.TimedProtocol, "pause_writing", noted_pause)
+    with contextlib.ExitStack() as held:
+        for number in range(1, 4):
+            item = held.enter_context(connected(server))
+            item.setblocking(False)
+            item.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 400)
+            assert wait(lambda count=number: len({*paused}) == count)
+            time.sleep(0.3)  # it stays so
+        assert answered(server, HEALTH + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
 def test_a_connection_is_kept_for_requests_that_come_in_time(server, monkeypatch):
     monkeypatch.setattr(connections, "HEAD_SECONDS", 1.5)
     with connected(server) as item:

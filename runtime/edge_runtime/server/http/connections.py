@@ -60,15 +60,15 @@ class TimedProtocol(H11Protocol):
         self._room, self.limit_concurrency = self.limit_concurrency, None
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-        self._since = 0.0  # of the head that is awaited, or of the body
+        self._since = 0.0  # of the head that is awaited, of the body, or of the answer that is not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts the head timeout. At the connection limit, closes the connection whose client has sent no complete request the longest.
 
-        Where all have, this one's request will get status 503.
+        Where all have, the one that has not read its answer the longest; where all read, this one's request will get status 503.
         """
         super().connection_made(transport)
-        if self._room is not None and len(self.connections) >= self._room and not self._close_oldest_incomplete():
+        if self._room is not None and len(self.connections) >= self._room and not self._close_oldest():
             self.limit_concurrency = 0
         self._start_head_timeout()
 
@@ -93,6 +93,7 @@ class TimedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """Starts the timeout for a client that does not read."""
         super().pause_writing()
+        self._since = self.loop.time()
         self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -110,10 +111,10 @@ class TimedProtocol(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Says nothing: the guard refuses these requests."""
 
-    def _close_oldest_incomplete(self) -> bool:
+    def _close_oldest(self) -> bool:
         """Returns whether there was one."""
-        waiting = [other for other in self.connections if isinstance(other, TimedProtocol) and other._awaits_request()]
-        if waiting:
+        others = [other for other in self.connections if isinstance(other, TimedProtocol)]
+        if waiting := [other for other in others if other._awaits_request()] or [other for other in others if other._unread is not None]:
             oldest = min(waiting, key=lambda other: other._since)
             oldest._cancel_head_timeout()
             self.connections.discard(oldest)
