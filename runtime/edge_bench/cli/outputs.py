@@ -115,7 +115,8 @@ class Outputs:
     def write_json(self, record: dict[str, Any]) -> bool:
         """Writes the JSON if requested; returns whether standard output remains for the tables."""
         if self.json_path:
-            text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+            # Half of a character, which a stranger's record may hold, is none in UTF-8.
+            text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1).encode("utf-8", "replace").decode() + "\n"
             if self.json_path == STDOUT:
                 click.echo(text, nl=False)
             else:

@@ -22,6 +22,7 @@ from bench_records import BASELINE, header, run
 from device_runs import bench
 from edge_bench.cli import contribute as command
 from edge_bench.cli.contribute import Contribution, steps
+from edge_bench.cli.outputs import Outputs
 from edge_bench.contribution import pool
 from edge_bench.devices import remote_run
 from edge_bench.devices.remote_run import DevicePackage, RemoteRequest
@@ -360,3 +361,11 @@ def test_a_phone_makes_a_record(desk, exported_pair, tmp_path, monkeypatch):
     assert "valid (joules): send this file" in made.stderr
     assert "simulated" in bench("pool", tmp_path / "phone.json").stdout
     phone.close()
+
+
+def test_half_of_a_character_in_a_record_ends_no_pool(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One stranger's record ended --json in a traceback, with the figures of all others."""
+    for place in ("-", str(tmp_path / "pool.json")):
+        Outputs(json_path=place).write_json({"speeds": [{"parity": {"a": "\ud800"}}]})
+    assert capfd.readouterr().out == (tmp_path / "pool.json").read_text()
+    assert json.loads((tmp_path / "pool.json").read_text()) == {"speeds": [{"parity": {"a": "?"}}]}
