@@ -31,7 +31,7 @@ BUDGETS = {
     "exporter/edge_export/pipeline": 1570,
     "exporter/edge_export/quantization": 1278,
     "exporter/edge_export/tuning": 493,
-    "runtime/edge_runtime/backends": 7548,
+    "runtime/edge_runtime/backends": 7551,
     "runtime/edge_runtime/bundle": 2456,
     "runtime/edge_runtime/calibration": 974,
     "runtime/edge_runtime/cli": 2920,

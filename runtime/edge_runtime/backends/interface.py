@@ -15,6 +15,8 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.interfaces import Drafter, DraftRequest, Logits, SequenceBatch, Target, Vocabulary
 from edge_runtime.media.soft_rows import Encoder, LazyEncoder, Room
 
+# The kinds of devices, by which one may be asked for.
+CPU, GPU, NPU = "cpu", "gpu", "npu"
 _ENCODERS = (MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER)
 
 
@@ -53,7 +55,7 @@ class OpenRequest:
             "kv_type": self.kv_type,
             "memory_limit": self.memory_limit,
             "max_candidates": self.settings.max_candidates,
-            "device": None if self.device == "cpu" else self.device,
+            "device": None if self.device == CPU else self.device,
             "keep_packed": self.keep_packed or None,
         }
         return {name: value for name, value in options.items() if value is not None}

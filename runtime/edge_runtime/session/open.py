@@ -10,7 +10,7 @@ from typing import Any
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.cpu_affinity import processor_groups
 from edge_devices.machine.facts import cpu_identity, installed_version
-from edge_runtime.backends.interface import OpenedPair, OpenRequest
+from edge_runtime.backends.interface import CPU, OpenedPair, OpenRequest
 from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.selection import (
     AUTO,
@@ -49,7 +49,6 @@ from edge_runtime.session.saved.kv_state_file import row_facts
 from edge_runtime.session.saved.prompt_cache import PromptCache
 from edge_runtime.session.session import Session, SessionParts, rate_with
 
-_CPU = "cpu"
 # Kinds of devices: who asks for them takes the CPU where there is none to trust.
 _KINDS = ("gpu", "npu")
 
@@ -129,7 +128,7 @@ class _PairLoader:
                 return sessions.sessions[0].expected_rate()
 
         named = None if self.auto else options.device
-        where = [accelerators] if any(accelerators.values()) else [named] if named not in (None, _CPU) else []
+        where = [accelerators] if any(accelerators.values()) else [named] if named not in (None, CPU) else []
         facts = [*self.hashes, self.threads, options.threads is None, self.drafter, *policy, *where]
         if options.measure or any(accelerators.values()):
             return measured_rates(self.bundle.folder.name, facts, fitting, rate_of, options.notify).fastest
@@ -168,7 +167,7 @@ class _PairLoader:
             drafter_kind=opened.drafter_kind,
             backend=kind,
             row_kernels=opened.row_kernels,
-            device=opened.accelerator.name if opened.accelerator else "cpu",
+            device=opened.accelerator.name if opened.accelerator else CPU,
             stock_attention=opened.stock_attention,
             settings=settings,
             monitor=self.monitor,

@@ -12,8 +12,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.kernels.ggml import failure_check
-from edge_runtime.backends.llama.devices import CPU, offloaded_to
+from edge_runtime.backends.llama.devices import offloaded_to
 from edge_runtime.backends.llama.loader import LlamaLibrary, llama_library
 from edge_runtime.bundle.gguf_gemma4 import check_model
 from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, KV_TYPES, KvType

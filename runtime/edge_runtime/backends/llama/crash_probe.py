@@ -21,8 +21,8 @@ from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.facts import cpu_identity, usable_processors
 from edge_devices.machine.load import LoadWatch
 from edge_devices.waiting import Report, Waiting, silent_wait
+from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.devices import CPU
 from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
 from edge_runtime.bundle.gguf_gemma4 import check_gguf
 from edge_runtime.bundle.gguf_types import TENSOR_TYPES

@@ -15,10 +15,10 @@ from typing import Any
 
 from edge_devices.machine.graphics import driver_facts
 from edge_devices.machine.system import System
+from edge_runtime.backends.interface import CPU, GPU, NPU
 from edge_runtime.backends.llama.loader import INSTALL, library_version, llama_library, opened_beside
 from edge_runtime.errors import BackendError, RequestError
 
-CPU, GPU, NPU = "cpu", "gpu", "npu"
 # ggml's own variable: the path of a backend that was built alone, such as libggml-vulkan.so (ggml/src/ggml-backend-reg.cpp).
 PLUG_IN_VARIABLE = "GGML_BACKEND_PATH"
 # enum ggml_backend_dev_type (ggml/include/ggml-backend.h): graphics boards, and GPUs that share the processor's memory.

@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, byte_text, share_one_arena
-from edge_runtime.backends.interface import Accelerator, OpenedPair, OpenRequest, kernel_finding, lazy_encoder
+from edge_runtime.backends.interface import CPU, Accelerator, OpenedPair, OpenRequest, kernel_finding, lazy_encoder
 from edge_runtime.backends.kernels.loader import build_hash
 from edge_runtime.backends.llama.context import MAX_SEQUENCES, LlamaOptions
 from edge_runtime.backends.llama.crash_probe import cached_probes, probe_load_options, try_device, workaround
-from edge_runtime.backends.llama.devices import CPU, LlamaDevice, device_named, devices, layers_that_fit
+from edge_runtime.backends.llama.devices import LlamaDevice, device_named, devices, layers_that_fit
 from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
 from edge_runtime.backends.llama.memory_trial import try_in_child
 from edge_runtime.backends.llama.pair import LlamaSequenceBatch, drafter_opened, open_with_drafter

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.devices import CPU
 from edge_runtime.backends.llama.drafter import LlamaDrafter
 from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter, kernels_draft
 from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder

@@ -17,6 +17,7 @@ from edge_devices.errors import first_line
 from edge_devices.machine.facts import installed_version
 from edge_devices.machine.graphics import driver_facts
 from edge_devices.machine.system import System
+from edge_runtime.backends.interface import CPU, GPU, NPU
 from edge_runtime.backends.kernels.loader import end_on_lost_files
 from edge_runtime.errors import BackendError, RequestError
 
@@ -24,7 +25,6 @@ from edge_runtime.errors import BackendError, RequestError
 # rejects them.
 FIRST_VERSION = (1, 31)
 END_VERSION = (1, 33)
-CPU, GPU, NPU = "cpu", "gpu", "npu"
 KINDS = (CPU, GPU, NPU)
 _CPU_PROVIDER, _QNN = "CPUExecutionProvider", "QNNExecutionProvider"
 # Only what ends the process (4: fatal) is written to standard error; what fails is raised.
