@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fake_adbd import FakeAdbd
 from fake_phone import FakePhone
+from polling import wait
 
 MISSING = [tool for tool in ("adb", "proot") if shutil.which(tool) is None]
 NEEDS = f"needs {' and '.join(MISSING)} (apt install {' '.join(MISSING)})" if MISSING else ""
@@ -39,9 +40,16 @@ class Desk:
     def phone(self, *, cpu: str = "", connect: bool = True) -> FakeAdbd:
         daemon = FakeAdbd(FakePhone(self._folder / f"phone{len(self.phones)}", cpu=cpu))
         self.phones.append(daemon)
-        if connect:
-            self.connect(daemon)
+        if connect and not self.plugged(daemon):
+            raise RuntimeError(f"adb did not take {daemon.serial}: {self.connect(daemon).strip()}")
         return daemon
+
+    def plugged(self, daemon: FakeAdbd) -> bool:
+        """Whether adb has the phone; plugs it in where it has not."""
+        return wait(lambda: self._has(daemon) or (self.connect(daemon) and self._has(daemon)), seconds=20)
+
+    def _has(self, daemon: FakeAdbd) -> bool:
+        return self.adb("-s", daemon.serial, "get-state").strip() == "device"
 
     def connect(self, daemon: FakeAdbd) -> str:
         self.adb("disconnect", daemon.serial)

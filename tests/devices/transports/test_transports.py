@@ -19,7 +19,9 @@ from edge_devices.transports.adb import AdbTransport
 from edge_devices.transports.base import Transport, frame_command, prepare_folder, shell
 from edge_devices.transports.jobs import JobState, poll_job, remove, running_job, start_job, stop_job
 from edge_devices.transports.ssh import SshTransport
+from fake_adbd import FakeAdbd
 from local_transport import LocalTransport
+from phones import Desk
 from polling import wait
 
 AWKWARD = [
@@ -40,6 +42,12 @@ AWKWARD = [
 ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), max_size=4)
 
 
+@pytest.fixture(scope="module")
+def phone(desk: Desk) -> FakeAdbd:
+    """A phone of this file's own: what other files do to theirs is no matter here."""
+    return desk.phone()
+
+
 @pytest.fixture(params=["local", "adb", "ssh"])
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
     if request.param == "local":
@@ -47,8 +55,8 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
     if request.param == "ssh":
         result: SshTransport = request.getfixturevalue("pi")
         return result
-    desk = request.getfixturevalue("desk")
-    daemon = desk.phones[0] if desk.phones else desk.phone()
+    daemon = request.getfixturevalue("phone")
+    assert request.getfixturevalue("desk").plugged(daemon)
     return AdbTransport(daemon.serial, f"/data/local/tmp/{tmp_path.name}")
 
 

@@ -18,7 +18,6 @@ from device_runs import bench, hold, in_background
 from edge_bench.devices import fleet
 from edge_bench.measure.records import Run
 from edge_devices.transports.adb import AdbTransport
-from fake_adbd import FakeAdbd
 from polling import wait
 from stub_package import ROOT, stub_bundle, stub_package
 
@@ -122,13 +121,6 @@ def test_a_fleet_that_cannot_be(scheduler: str, bundle: Path, tmp_path: Path) ->
     assert "cannot be reached" in unknown.stderr.splitlines()[-1]
 
 
-def plugged(desk: phones.Desk, daemon: FakeAdbd) -> bool:
-    """Whether the desk's adb has the phone; tries once where it has not."""
-    if desk.adb("-s", daemon.serial, "get-state").strip() != "device":
-        desk.connect(daemon)
-    return desk.adb("-s", daemon.serial, "get-state").strip() == "device"
-
-
 def test_a_lost_worker_is_named_and_its_phone_taken_over(
     desks: list[phones.Desk],
     scheduler: str,
@@ -152,7 +144,7 @@ def test_a_lost_worker_is_named_and_its_phone_taken_over(
     workers[0].kill()
     workers[0].wait()
     desks[0].adb("disconnect", moved.serial)
-    assert wait(lambda: plugged(desks[1], moved))
+    assert desks[1].plugged(moved)
     assert wait(lambda: any(f"{moved.serial}: taken over by the worker" in line for line in lines)), lines
     for path in held:
         path.unlink()
@@ -163,7 +155,7 @@ def test_a_lost_worker_is_named_and_its_phone_taken_over(
     assert lines[-1] == f"left out: {gone.serial}: no other worker has this phone"
     assert len({path.parent.name for path in (tmp_path / "fleet/three").rglob("runs.jsonl")}) == 3
     desks[1].adb("disconnect", moved.serial)
-    assert wait(lambda: plugged(desks[0], moved))
+    assert desks[0].plugged(moved)
     with distributed.Client(scheduler) as client:
         workers[0] = start_worker(scheduler, desks[0], tmp_path / "worker")
         client.wait_for_workers(2, timeout=60)
