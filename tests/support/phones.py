@@ -46,7 +46,7 @@ class Desk:
 
     def plugged(self, daemon: FakeAdbd) -> bool:
         """Whether adb has the phone; plugs it in where it has not."""
-        return wait(lambda: self._has(daemon) or (self.connect(daemon) and self._has(daemon)), seconds=20)
+        return wait(lambda: self._has(daemon) or (bool(self.connect(daemon)) and self._has(daemon)), seconds=20)
 
     def _has(self, daemon: FakeAdbd) -> bool:
         return self.adb("-s", daemon.serial, "get-state").strip() == "device"
