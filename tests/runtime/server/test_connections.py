@@ -10,11 +10,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from chat_server import Scripted, scripted_server
+from chat_server import Held, Scripted, scripted_server
 from edge_runtime.server.http import body, connections
 from polling import wait
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+PAGE = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n{"
 
 
@@ -30,6 +31,26 @@ def server(monkeypatch):
 def connected(server: Scripted) -> socket.socket:
     address = urlsplit(server.url)
     return socket.create_connection((address.hostname, address.port), timeout=60)
+
+
+def with_little_room(monkeypatch, connections_at_once: int | None = None) -> None:
+    """Has the system keep little of what is not read, and the server take few connections."""
+    made = connections.TimedProtocol.connection_made
+
+    def with_less(self, transport):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        self._room = connections_at_once or self._room
+        made(self, transport)
+
+    monkeypatch.setattr(connections.TimedProtocol, "connection_made", with_less)
+
+
+def connected_without_room(server: Scripted) -> socket.socket:
+    item = socket.socket()
+    item.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    address = urlsplit(server.url)
+    item.connect((address.hostname, address.port))
+    return item
 
 
 def broken_off(connection: socket.socket, data: bytes, pause: float = 0.05) -> bool:
@@ -80,35 +101,55 @@ def test_a_slow_body_is_refused(server):
         assert item.recv(4096).startswith(b"HTTP/1.1 408")
 
 
-def test_who_does_not_read_is_not_waited_for(server):
-    with connected(server) as item:
+def test_who_does_not_read_is_not_waited_for(server, monkeypatch):
+    with_little_room(monkeypatch)
+    with connected_without_room(server) as item:
         item.settimeout(0.1)
-        assert broken_off(item, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 100, pause=0)
+        assert broken_off(item, PAGE)
 
 
 def test_connections_that_read_no_answer_keep_nobody_out(server, monkeypatch):
     """100 of them, which need no key, got everybody else status 503 for 30 seconds."""
     monkeypatch.setattr(connections, "UNREAD_SECONDS", 3600)
-    made, pause, paused = connections.TimedProtocol.connection_made, connections.TimedProtocol.pause_writing, []
-
-    def made_in_room_for_three(self, transport):
-        self._room = 4
-        made(self, transport)
+    with_little_room(monkeypatch, 4)
+    pause, paused = connections.TimedProtocol.pause_writing, []
 
     def noted_pause(self):
         pause(self)
         paused.append(self)
 
-    monkeypatch.setattr(connections.TimedProtocol, "connection_made", made_in_room_for_three)
     monkeypatch.setattr(connections.TimedProtocol, "pause_writing", noted_pause)
     with contextlib.ExitStack() as held:
         for number in range(1, 4):
-            item = held.enter_context(connected(server))
-            item.setblocking(False)
-            item.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 400)
+            held.enter_context(connected_without_room(server)).sendall(PAGE * 8)
             assert wait(lambda count=number: len({*paused}) == count)
             time.sleep(0.3)  # it stays so
         assert answered(server, HEALTH + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
+def test_a_connection_has_a_limited_number_of_requests_ahead(server):
+    """160 of them with 4000 each had 40,000 pages served, and everybody else got status 503 for 20 seconds."""
+    answer = answered(server, (HEALTH + b"\r\n") * 400)
+    assert answer.count(b"HTTP/1.1 200") == connections.MAX_PIPELINED
+    few = (HEALTH + b"\r\n") * (connections.MAX_PIPELINED - 1) + HEALTH + b"Connection: close\r\n\r\n"
+    assert answered(server, few).count(b"HTTP/1.1 200") == connections.MAX_PIPELINED
+
+
+def test_where_there_is_no_room_the_connection_that_holds_most_is_ended(monkeypatch):
+    with_little_room(monkeypatch, 4)
+    content = json.dumps({"content": "a"}).encode()
+    waits = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
+    with scripted_server("hello") as server, contextlib.ExitStack() as ended:
+        encoding = Held(server.worker._prompts, "encode")
+        ended.callback(encoding.going.set)
+        held = [ended.enter_context(connected(server)) for _ in range(3)]
+        for ahead, item in zip((1, 9, 0), held, strict=True):
+            item.sendall(waits + (HEALTH + b"\r\n") * ahead)
+        assert wait(lambda: server.worker.load() == (0, 3))
+        assert answered(server, HEALTH + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+        assert held[1].recv(1) == b""
+        encoding.going.set()
+        assert [item.recv(4096)[:12] for item in (held[0], held[2])] == [b"HTTP/1.1 200"] * 2
 
 
 def test_a_connection_is_kept_for_requests_that_come_in_time(server, monkeypatch):

@@ -28,6 +28,8 @@ MAX_HEAD_BYTES = 16 << 10
 MAX_HEAD_LINES = 100
 FREE_CHUNKS = 512
 _CHUNK_BYTES = 1 << 10
+# Requests one behind the other that a connection may send before it has read an answer: the last is answered, and ends it.
+MAX_PIPELINED = 16
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
@@ -61,14 +63,16 @@ class TimedProtocol(H11Protocol):
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._since = 0.0  # of the head that is awaited, of the body, or of the answer that is not read
+        self._pipelined = 0  # answers in a row behind which the next request waited already
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts the head timeout. At the connection limit, closes the connection whose client has sent no complete request the longest.
 
-        Where all have, the one that has not read its answer the longest; where all read, this one's request will get status 503.
+        Where all have, the one that has not read its answer the longest; where all read, the one that has sent the most requests ahead;
+        where all wait for one answer, this one's request will get status 503.
         """
         super().connection_made(transport)
-        if self._room is not None and len(self.connections) >= self._room and not self._close_oldest():
+        if self._room is not None and len(self.connections) >= self._room and not self._close_another():
             self.limit_concurrency = 0
         self._start_head_timeout()
 
@@ -84,6 +88,9 @@ class TimedProtocol(H11Protocol):
         if self._head is not None and self.cycle is not None and not self.cycle.response_complete:
             self._cancel_head_timeout()
             self._since = self.loop.time()
+            self._pipelined = self._pipelined + 1 if self._ahead() else 0
+            if self._pipelined >= MAX_PIPELINED:
+                self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         """Starts the head timeout of the next request; unread bytes of the previous body do not extend it."""
@@ -111,15 +118,20 @@ class TimedProtocol(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Says nothing: the guard refuses these requests."""
 
-    def _close_oldest(self) -> bool:
+    def _close_another(self) -> bool:
         """Returns whether there was one."""
         others = [other for other in self.connections if isinstance(other, TimedProtocol)]
-        if waiting := [other for other in others if other._awaits_request()] or [other for other in others if other._unread is not None]:
-            oldest = min(waiting, key=lambda other: other._since)
-            oldest._cancel_head_timeout()
-            self.connections.discard(oldest)
-            oldest.transport.abort()
+        waiting = [other for other in others if other._awaits_request()] or [other for other in others if other._unread is not None]
+        if waiting or (waiting := [other for other in others if other._ahead()]):
+            worst = max(waiting, key=lambda other: (other._ahead(), -other._since))
+            worst._cancel_head_timeout()
+            self.connections.discard(worst)
+            worst.transport.abort()
         return bool(waiting)
+
+    def _ahead(self) -> int:
+        """Returns how many bytes of further requests have arrived behind the one that is answered."""
+        return len(self.conn.trailing_data[0]) if self.conn.their_state is h11.DONE else 0
 
     def _awaits_request(self) -> bool:
         """Whether a head has not arrived, or a body that nobody has refused."""
