@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 
 from edge_runtime.server.engine.jobs import Failed, Finished, Output, StreamEvent
 from edge_runtime.server.engine.worker import Worker
-from edge_runtime.server.errors import to_api_error
+from edge_runtime.server.errors import invalid, to_api_error
 from edge_runtime.server.requests.completions import ApiRequest
 from edge_runtime.server.responses.response_format import ChoiceAnswer, Json, ResponseFormat
+from edge_runtime.text.channels import Event
 
 Result = TypeVar("Result")
+# Of an answer that is sent as a whole: about 10 MB.
+MAX_LOGPROBS = 1 << 17
 
 
 class ClientDisconnected(Exception):
@@ -48,24 +51,22 @@ class PendingResponse:
 
     async def complete(self) -> Json:
         """Returns the complete answer in one object. Raises ApiError."""
-        outputs: list[list[Output]] = [[] for _ in range(self._choices)]
+        events: list[list[Event]] = [[] for _ in range(self._choices)]
+        logprobs = [self._form.logprobs() for _ in range(self._choices)]
         finished: dict[int, Finished] = {}
+        count = 0
         while len(finished) < self._choices:
             choice, event = await self._next()
             if isinstance(event, Output):
-                outputs[choice].append(event)
+                await asyncio.sleep(0)  # others' turn where many wait
+                events[choice] += event.events
+                logprobs[choice].add(event.logprobs)
+                if (count := count + sum(1 + len(entry.top) for entry in event.logprobs)) > MAX_LOGPROBS:
+                    raise invalid(f"the answer has more than {MAX_LOGPROBS} log probabilities; stream it, or ask for fewer", "logprobs")
             elif isinstance(event, Finished):
                 finished[choice] = event
-        return self._form.complete(
-            [
-                ChoiceAnswer(
-                    events=[event for output in outputs[i] for event in output.events],
-                    logprobs=[entry for output in outputs[i] for entry in output.logprobs],
-                    finished=finished[i],
-                )
-                for i in range(self._choices)
-            ]
-        )
+        answers = (ChoiceAnswer(events=events[i], logprobs=logprobs[i], finished=finished[i]) for i in range(self._choices))
+        return self._form.complete([*answers])
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yields the answer in pieces. A failure is the last of them."""

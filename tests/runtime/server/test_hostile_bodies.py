@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from chat_server import CHAT, Held, asked, scripted_server, send
-from edge_runtime.server import app, json_text
+from edge_runtime.server import app, json_text, streaming
+from edge_runtime.server.engine.jobs import Finished, OutputLogprob
 from edge_runtime.server.engine.prompts import MAX_CHARACTERS
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.http import body as http_body
@@ -19,8 +20,13 @@ from edge_runtime.server.json_text import MAX_VALUES, count_values
 from edge_runtime.server.requests.completions import MAX_PREDICTED, read_chat, read_completion
 from edge_runtime.server.requests.ollama import read_ollama_chat
 from edge_runtime.server.requests.responses_api import read_response
+from edge_runtime.server.responses import response_format
+from edge_runtime.server.responses.openai import CompletionFormat
+from edge_runtime.server.responses.response_format import ChoiceAnswer, Written, encoded
 from edge_runtime.server.responses.responses_api import MAX_REPEATED, ResponsesFormat
 from edge_runtime.session.session import Session
+from edge_runtime.session.stats import DecodeStats
+from edge_runtime.text.channels import Text
 from edge_runtime.text.chat_template import ChatTemplate
 from polling import wait
 
@@ -286,3 +292,47 @@ def test_numbers_that_json_cannot_state_again_are_refused(number: str) -> None:
 
 def test_numbers_in_range_are_read() -> None:
     assert parse_json(b'{"a": [1e308, -1E-400, 0.5, -0.0, 12345678901234567890]}') == {"a": [1e308, 0.0, 0.5, 0.0, 12345678901234567890]}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/api/chat"])
+def test_log_probabilities_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Those of a long answer at its end stopped the event loop for 1.5 seconds."""
+    request = {
+        CHAT: HI | {"logprobs": True, "top_logprobs": 3},
+        "/v1/responses": {"input": "hi", "top_logprobs": 3, "include": ["message.output_text.logprobs"], "temperature": 0},
+        "/api/chat": {"messages": HI["messages"], "logprobs": True, "top_logprobs": 3, "stream": False, "options": {"temperature": 0}},
+    }[path]
+    written: list[int] = []
+    dumps = json.dumps
+    monkeypatch.setattr(json, "dumps", lambda value, **options: (text := dumps(value, **options), written.append(len(text)))[0])
+    with scripted_server("Hello, you there." * 8) as server:
+        written.clear()
+        status, _, body = send(server, "POST", path, request)
+        assert status == 200
+        assert dumps(body).count('"logprob"') > 100
+        assert max(written) < 2500
+        monkeypatch.setattr(streaming, "MAX_LOGPROBS", 100)
+        status, _, body = send(server, "POST", path, request)
+        assert (status, "log probabilities; stream it, or ask for fewer" in dumps(body)) == (400, True)
+
+
+def test_log_probabilities_of_a_completion_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = CompletionFormat("model", read_completion({"prompt": "hi", "logprobs": 1}), "fp")
+    entries = [OutputLogprob(piece=piece, logprob=-1.0, top=((piece, -1.0),)) for piece in (b"a", "é".encode(), b"c")]
+    logprobs = form.logprobs()
+    for entry in entries:
+        logprobs.add([entry])
+    monkeypatch.setattr(response_format, "_text", lambda _: pytest.fail("it was written at the end"))
+    finished = Finished(reason="stop", stats=DecodeStats(), energy=None)
+    answer = json.loads(encoded(form.complete([ChoiceAnswer(events=[Text("aéc")], logprobs=logprobs, finished=finished)])))
+    assert answer["choices"][0]["logprobs"] == {
+        "tokens": ["a", "é", "c"],
+        "token_logprobs": [-1.0] * 3,
+        "top_logprobs": [{"a": -1.0}, {"é": -1.0}, {"c": -1.0}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+def test_written_json_is_taken_over_in_its_place() -> None:
+    value = {"a": Written("[1, 2]"), "b": ['"', "\x00", "é\ud800"], "c": {"d": Written('"é"'), "e": [Written("{}")] * 2}}
+    assert json.loads(encoded(value)) == {"a": [1, 2], "b": ['"', "\x00", "é?"], "c": {"d": "é", "e": [{}, {}]}}

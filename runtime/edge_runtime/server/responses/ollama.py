@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from edge_runtime.server.engine.jobs import Finished, Output, OutputLogprob
+from edge_runtime.server.engine.jobs import Finished, Output
 from edge_runtime.server.errors import ApiError
-from edge_runtime.server.responses.response_format import ChoiceAnswer, Json, ResponseFormat, chat_logprobs, encoded
+from edge_runtime.server.responses.response_format import ChatLogprobs, ChoiceAnswer, Json, Logprobs, ResponseFormat, encoded
 from edge_runtime.server.responses.usage import timings
 from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Event, Text, Thought
@@ -26,10 +26,10 @@ class OllamaFormat(ResponseFormat):
         self._chat = chat
 
     def output(self, choice: int, output: Output) -> list[bytes]:  # noqa: ARG002
-        return [self._line(self._body(output.events, output.logprobs) | {"done": False})]
+        return [self._line(self._body(output.events, ChatLogprobs(output.logprobs)) | {"done": False})]
 
     def end(self, choice: int, finished: Finished) -> list[bytes]:  # noqa: ARG002
-        return [self._line(self._body((), ()) | _end(finished))]
+        return [self._line(self._body(()) | _end(finished))]
 
     def failed(self, error: ApiError) -> list[bytes]:
         return [encoded({"error": str(error)}) + b"\n"]
@@ -40,9 +40,9 @@ class OllamaFormat(ResponseFormat):
 
     def loaded(self) -> Json:
         """Returns the response to a request that only loads the model."""
-        return self._stem() | self._body((), ()) | {"done": True, "done_reason": "load"}
+        return self._stem() | self._body(()) | {"done": True, "done_reason": "load"}
 
-    def _body(self, events: Sequence[Event], logprobs: Sequence[OutputLogprob]) -> Json:
+    def _body(self, events: Sequence[Event], logprobs: Logprobs | None = None) -> Json:
         text = "".join(_text_of(event) for event in events)
         thoughts = "".join(event.text for event in events if isinstance(event, Thought))
         calls = [event for event in events if isinstance(event, ToolCall) and event.arguments is not None]
@@ -52,7 +52,7 @@ class OllamaFormat(ResponseFormat):
         if calls and self._chat:
             body["tool_calls"] = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
         content: Json = {"message": body} if self._chat else body
-        return content | {"logprobs": chat_logprobs(logprobs)} if logprobs else content
+        return content | {"logprobs": logprobs.to_json()} if logprobs else content
 
     def _stem(self) -> Json:
         return {"model": self._model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}

@@ -12,11 +12,12 @@ from edge_runtime.server.engine.jobs import Finished, FinishReason, Output, Outp
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.requests.completions import ApiRequest
 from edge_runtime.server.responses.response_format import (
+    ChatLogprobs,
     ChoiceAnswer,
+    CompletionLogprobs,
     Json,
+    Logprobs,
     ResponseFormat,
-    chat_logprobs,
-    completion_logprobs,
     server_sent,
 )
 from edge_runtime.server.responses.usage import UsageCount
@@ -147,8 +148,8 @@ class ChatFormat(ChunkedFormat):
     def _reason(self, choice: int, finish: FinishReason) -> str:
         return "tool_calls" if self._counts[choice] and finish == "stop" else finish
 
-    def _logprobs(self, entries: Sequence[OutputLogprob]) -> Json | None:
-        return {"content": chat_logprobs(entries), "refusal": None} if self._with_logprobs else None
+    def _logprobs(self, entries: Logprobs) -> Json | None:
+        return {"content": entries.to_json(), "refusal": None} if self._with_logprobs else None
 
     def _delta_of(
         self,
@@ -159,7 +160,7 @@ class ChatFormat(ChunkedFormat):
         logprobs: Sequence[OutputLogprob] = (),
         draft_spans: Sequence[Sequence[int]] = (),
     ) -> Json:
-        shown = self._logprobs(logprobs) if logprobs else None
+        shown = self._logprobs(ChatLogprobs(logprobs)) if logprobs else None
         piece: Json = {"index": choice, "delta": delta, "logprobs": shown, "finish_reason": finish}
         return piece | {"draft_spans": draft_spans} if self._request.draft_spans else piece
 
@@ -170,18 +171,19 @@ class CompletionFormat(ChunkedFormat):
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def _pieces(self, choice: int, output: Output) -> list[Json]:
-        return [self._piece(choice, output.events, output.logprobs)]
+        return [self._piece(choice, output.events, CompletionLogprobs(output.logprobs, self._counts[choice]))]
 
     def _last(self, choice: int, finish: FinishReason) -> Json:
         return self._piece(choice, (), finish=finish)
 
     def _choice(self, choice: int, answer: ChoiceAnswer) -> Json:
-        return self._piece(choice, answer.events, answer.logprobs, answer.finished.reason)
+        return self._piece(choice, answer.events, answer.logprobs or None, answer.finished.reason)
 
-    def _piece(
-        self, choice: int, events: Sequence[Event], logprobs: Sequence[OutputLogprob] = (), finish: FinishReason | None = None
-    ) -> Json:
+    def logprobs(self) -> Logprobs:
+        return CompletionLogprobs()
+
+    def _piece(self, choice: int, events: Sequence[Event], logprobs: Logprobs | None = None, finish: FinishReason | None = None) -> Json:
         text = "".join(event.text for event in events if isinstance(event, Text))
-        entries = completion_logprobs(logprobs, self._counts[choice]) if self._with_logprobs and (logprobs or finish is None) else None
+        entries = logprobs.to_json() if self._with_logprobs and logprobs is not None else None
         self._counts[choice] += len(text)
         return {"index": choice, "text": text, "logprobs": entries, "finish_reason": finish}

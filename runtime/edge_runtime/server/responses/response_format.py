@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,36 @@ from edge_runtime.text.channels import Event
 Json = dict[str, Any]
 # JSON has no infinity; the API's own value for tokens that cannot occur.
 _LOWEST_LOGPROB = -9999.0
+_MARK = secrets.token_hex(16)
+
+
+@dataclass(frozen=True)
+class Written:
+    """JSON text that `encoded` takes over."""
+
+    text: str
+
+
+class Logprobs(ABC):
+    """Log probabilities of an answer. Each is written as it comes: those of a long answer at once would stop the event loop for seconds."""
+
+    def __init__(self, entries: Iterable[OutputLogprob] = ()) -> None:
+        self._written: list[str] = []
+        self.add(entries)
+
+    def __len__(self) -> int:
+        return len(self._written)
+
+    @abstractmethod
+    def add(self, entries: Iterable[OutputLogprob]) -> None:
+        """Adds those of the next tokens."""
+
+    @abstractmethod
+    def to_json(self) -> Any:
+        """Returns all that were added."""
+
+    def _list(self) -> Written:
+        return Written(f"[{', '.join(self._written)}]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +54,7 @@ class ChoiceAnswer:
     """One choice of a response that is sent as a whole."""
 
     events: Sequence[Event]
-    logprobs: Sequence[OutputLogprob]
+    logprobs: Logprobs
     finished: Finished
 
 
@@ -51,6 +83,10 @@ class ResponseFormat(ABC):
     def failed(self, error: ApiError) -> list[bytes]:
         """Returns the end of a stream that failed."""
 
+    def logprobs(self) -> Logprobs:
+        """Returns a place for those of a choice that is sent as a whole."""
+        return ChatLogprobs()
+
     @abstractmethod
     def complete(self, answers: Sequence[ChoiceAnswer]) -> Json:
         """Returns the complete response."""
@@ -64,29 +100,49 @@ def server_sent(value: Json, event: str | None = None) -> bytes:
 
 def encoded(value: Json) -> bytes:
     """Returns JSON as UTF-8; a surrogate that is no half of a pair, as requests may hold it, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+    written: list[str] = []
+
+    def mark(value: Written) -> str:
+        written.append(value.text)
+        return _MARK
+
+    parts = json.dumps(value, ensure_ascii=False, default=mark).split(f'"{_MARK}"')
+    return "".join(itertools.chain(*zip(parts, [*written, ""], strict=True))).encode("utf-8", "replace")
 
 
-def chat_logprobs(entries: Sequence[OutputLogprob]) -> list[Json]:
-    """Returns `logprobs.content` of /v1/chat/completions, which /v1/responses and /api/chat have too."""
-    return [
-        {**_token(entry.piece, entry.logprob), "top_logprobs": [_token(piece, logprob) for piece, logprob in entry.top]}
-        for entry in entries
-    ]
+class ChatLogprobs(Logprobs):
+    """`logprobs.content` of /v1/chat/completions, which /v1/responses and /api/chat have too."""
+
+    def add(self, entries: Iterable[OutputLogprob]) -> None:
+        for entry in entries:
+            top = [_token(piece, logprob) for piece, logprob in entry.top]
+            self._written.append(json.dumps({**_token(entry.piece, entry.logprob), "top_logprobs": top}, ensure_ascii=False))
+
+    def join(self, others: ChatLogprobs) -> None:
+        """Adds those of another list."""
+        self._written += others._written
+
+    def to_json(self) -> Written:
+        return self._list()
 
 
-def completion_logprobs(entries: Sequence[OutputLogprob], offset: int) -> Json:
-    """Returns `logprobs` of /v1/completions; `offset` is the number of characters before the first entry."""
-    offsets = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(_text(entry.piece))
-    return {
-        "tokens": [_text(entry.piece) for entry in entries],
-        "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": [{_text(piece): _finite(logprob) for piece, logprob in entry.top} for entry in entries],
-        "text_offset": offsets,
-    }
+class CompletionLogprobs(Logprobs):
+    """`logprobs` of /v1/completions; `offset` is the number of characters before the first entry."""
+
+    def __init__(self, entries: Iterable[OutputLogprob] = (), offset: int = 0) -> None:
+        self._columns: Json = {"tokens": [], "token_logprobs": [], "text_offset": []}
+        self._offset = offset
+        super().__init__(entries)
+
+    def add(self, entries: Iterable[OutputLogprob]) -> None:
+        for entry in entries:
+            for name, value in zip(self._columns, (_text(entry.piece), _finite(entry.logprob), self._offset), strict=True):
+                self._columns[name].append(value)
+            self._offset += len(_text(entry.piece))
+            self._written.append(json.dumps({_text(piece): _finite(logprob) for piece, logprob in entry.top}, ensure_ascii=False))
+
+    def to_json(self) -> Json:
+        return self._columns | {"top_logprobs": self._list()}
 
 
 def _token(piece: bytes, logprob: float) -> Json:

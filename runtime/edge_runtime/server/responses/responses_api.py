@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edge_runtime.server.engine.jobs import Finished, Output, OutputLogprob
+from edge_runtime.server.engine.jobs import Finished, Output
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.json_text import values_of
-from edge_runtime.server.responses.response_format import ChoiceAnswer, Json, ResponseFormat, chat_logprobs, server_sent
+from edge_runtime.server.responses.response_format import ChatLogprobs, ChoiceAnswer, Json, Logprobs, ResponseFormat, server_sent
 from edge_runtime.server.responses.usage import responses_usage
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import ToolCall
@@ -55,19 +55,15 @@ class ResponsesFormat(ResponseFormat):
         self._number = 0
         self._open: Json | None = None
         self._text = ""
-        self._logprobs: list[Json] = []
+        self._logprobs = ChatLogprobs()
+        self._streams = True
 
     def begin(self) -> list[bytes]:
         return [self._event("response.created", response=self._response), self._event("response.in_progress", response=self._response)]
 
     def output(self, choice: int, output: Output) -> list[bytes]:  # noqa: ARG002
         """Returns the events of new output; an item begins and ends where its kind changes."""
-        pending: Sequence[OutputLogprob] = output.logprobs
-        events: list[bytes] = []
-        for event in output.events:
-            fitting, pending = (pending, ()) if isinstance(event, Text) else ((), pending)
-            events += self._add(event, chat_logprobs(fitting))
-        return events
+        return self._take(output.events, ChatLogprobs(output.logprobs))
 
     def end(self, choice: int, finished: Finished) -> list[bytes]:  # noqa: ARG002
         status = "completed" if finished.reason == "stop" else "incomplete"
@@ -86,11 +82,20 @@ class ResponsesFormat(ResponseFormat):
 
     def complete(self, answers: Sequence[ChoiceAnswer]) -> Json:
         answer = answers[0]
-        self.output(0, Output(events=tuple(answer.events), stats=answer.finished.stats, logprobs=tuple(answer.logprobs)))
+        self._streams = False
+        self._take(answer.events, answer.logprobs)
         self.end(0, answer.finished)
         return self._response
 
-    def _add(self, event: Event, logprobs: list[Json]) -> list[bytes]:
+    def _take(self, events: Sequence[Event], logprobs: Logprobs) -> list[bytes]:
+        pieces: list[bytes] = []
+        for event in events:
+            fitting, logprobs = (logprobs, ChatLogprobs()) if isinstance(event, Text) else (ChatLogprobs(), logprobs)
+            assert isinstance(fitting, ChatLogprobs)
+            pieces += self._add(event, fitting)
+        return pieces
+
+    def _add(self, event: Event, logprobs: ChatLogprobs) -> list[bytes]:
         if isinstance(event, ToolCall):
             if event.arguments_json is not None:
                 return [*self._close(), *self._call(event, event.arguments_json)]
@@ -99,9 +104,9 @@ class ResponsesFormat(ResponseFormat):
         begun = self._begin(kind)
         assert self._open is not None
         self._text += event.text
-        self._logprobs += logprobs
-        added = {} if kind == "reasoning" else {"logprobs": logprobs}
-        return [*begun, self._event(f"response.{self._part()['type']}.delta", **self._place(), delta=event.text, **added)]
+        self._logprobs.join(logprobs)
+        part, added = ("reasoning_text", {}) if kind == "reasoning" else ("output_text", {"logprobs": logprobs.to_json()})
+        return [*begun, self._event(f"response.{part}.delta", **self._place(), delta=event.text, **added)]
 
     def _begin(self, kind: str) -> list[bytes]:
         """Opens an item, unless one of this kind is open."""
@@ -116,7 +121,7 @@ class ResponsesFormat(ResponseFormat):
             **besides,
             "content": [],
         }
-        self._text, self._logprobs = "", []
+        self._text, self._logprobs = "", ChatLogprobs()
         added = self._event("response.output_item.added", output_index=self._index, item=self._open)
         return [*closed, added, self._event("response.content_part.added", **self._place(), part=self._part())]
 
@@ -125,7 +130,7 @@ class ResponsesFormat(ResponseFormat):
         if (item := self._open) is None:
             return []
         part, place = self._part(), self._place()
-        logprobs = {} if item["type"] == "reasoning" else {"logprobs": self._logprobs}
+        logprobs = {} if item["type"] == "reasoning" else {"logprobs": part["logprobs"]}
         item |= {"status": status, "content": [part]}
         events = [
             self._event(f"response.{part['type']}.done", **place, text=self._text, **logprobs),
@@ -144,7 +149,7 @@ class ResponsesFormat(ResponseFormat):
         assert self._open is not None
         if self._open["type"] == "reasoning":
             return {"type": "reasoning_text", "text": self._text}
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": list(self._logprobs)}
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs.to_json()}
 
     def _call(self, call: ToolCall, arguments: str) -> list[bytes]:
         item = {
@@ -173,7 +178,7 @@ class ResponsesFormat(ResponseFormat):
     def _event(self, kind: str, **fields: Any) -> bytes:
         value = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return server_sent(value, kind)
+        return server_sent(value, kind) if self._streams else b""
 
 
 def _repeated(body: Mapping[str, Any]) -> Json:
