@@ -34,11 +34,16 @@ def entry_key(facts: object) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
+def only_ours(status: os.stat_result) -> bool:
+    """Whether nobody else may write a file: it is this user's, and closed to others."""
+    return os.name != "posix" or (status.st_uid == os.geteuid() and not status.st_mode & 0o022)
+
+
 def read_entries(path: Path) -> dict[str, object]:
-    """Returns the entries of a cache file by key; none if it is missing or damaged."""
+    """Returns the entries of a cache file by key; none if it is missing or damaged, or if others may have written it."""
     try:
         status = path.stat()
-        if status.st_size > MAX_CACHE_BYTES:
+        if status.st_size > MAX_CACHE_BYTES or not only_ours(status):
             return {}
         return dict(_parsed(path, (status.st_ino, status.st_size, status.st_mtime_ns)))
     except (OSError, ValueError, RecursionError):

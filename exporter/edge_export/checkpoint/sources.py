@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,7 +16,16 @@ from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
 from edge_export.checkpoint.json_file import read_json_object
 from edge_export.checkpoint.published.formats import published_config
 from edge_export.checkpoint.published.gguf_listing import file_of_role
-from edge_export.checkpoint.published.hub import PATTERNS, Listings, check_pair_exists, fetch, fetch_config, hub_name, local_ggufs
+from edge_export.checkpoint.published.hub import (
+    PATTERNS,
+    Listings,
+    check_links,
+    check_pair_exists,
+    fetch,
+    fetch_config,
+    hub_name,
+    local_ggufs,
+)
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, GgufVocabulary, TokenTable, read_table, read_vocabulary
 from edge_export.errors import CheckpointError
@@ -34,8 +42,6 @@ _SIDE_FILES = (
     "chat_template.jinja",
     "README.md",
 )
-# The folder of a repository in the hub's cache is models--OWNER--NAME.
-_HUB_CACHE = "models--"
 _QAT = "qat-"
 
 
@@ -205,24 +211,13 @@ def _open(role: str, origin: str, progress: Progress | None, listings: Listings 
             raise CheckpointError(
                 f"{origin} holds no GGUF file for a {role} ({', '.join(ggufs[:3])}); name the file, or give its assistant as DRAFTER"
             )
-        _check_links(path, [path / file])
+        check_links(path, [path / file])
         path /= file
     if path.is_file():
         checkpoint, header = open_gguf(path)
         return ResolvedSource(role=role, origin=origin, checkpoint=checkpoint, gguf=header)
-    _check_links(path, [each for each in sorted(path.iterdir()) if any(fnmatch(each.name, pattern) for pattern in PATTERNS)])
+    check_links(path, [each for each in sorted(path.iterdir()) if any(fnmatch(each.name, pattern) for pattern in PATTERNS)])
     return ResolvedSource(role=role, origin=origin, checkpoint=open_checkpoint(path))
-
-
-def _check_links(folder: Path, files: Iterable[Path]) -> None:
-    """Raises CheckpointError for a file in it that is a link to one outside: a downloaded folder could name any file of this machine."""
-    inside = folder.resolve()
-    if inside.parent.name == "snapshots" and inside.parents[1].name.startswith(_HUB_CACHE):
-        inside = inside.parents[1]  # its files are links to the blobs beside the snapshots
-    for path in files:
-        target = Path(os.path.realpath(path))  # Path.resolve fails for links in a circle
-        if not target.is_relative_to(inside) or target.is_symlink():
-            raise CheckpointError(f"{str(path)!r} is a link to {str(target)!r}, outside of {inside}; put the file itself into the folder")
 
 
 def _table(source: ResolvedSource) -> TokenTable | None:

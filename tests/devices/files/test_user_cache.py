@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,19 @@ def test_a_file_is_parsed_again_where_it_changed_and_no_caller_changes_what_othe
     assert read_entries(file) == {"a": 3}
     file.unlink()
     assert read_entries(file) == {}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no owners in this form")
+def test_entries_that_others_may_have_written_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forged checked.json would have a changed file of a bundle taken as checked."""
+    file = tmp_path / "checked.json"
+    cache_put(file, "a", 1)
+    file.chmod(0o620)
+    assert read_entries(file) == {}
+    file.chmod(0o644)
+    assert read_entries(file) == {"a": 1}
+    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    assert read_entries(file) == {}
+    cache_put(file, "b", 2)
+    monkeypatch.undo()
+    assert read_entries(file) == {"b": 2}

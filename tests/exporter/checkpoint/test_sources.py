@@ -16,6 +16,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.gguf_source import open_gguf, read_gguf_header
+from edge_export.checkpoint.published.hub import own_drafter
 from edge_export.checkpoint.sources import manifest_source, resolve_pair
 from edge_export.errors import CheckpointError
 from edge_export.gguf.writer import write_gguf
@@ -140,11 +141,14 @@ def test_a_gguf_that_is_a_link_out_of_the_folder_is_refused(gguf_of: Folders, tm
     (folder / "mtp-e2b.gguf").symlink_to(gguf_of("e2b-assistant"))
     with pytest.raises(CheckpointError, match=r"mtp-e2b.gguf' is a link to .*e2b-assistant.gguf', outside of .*models--google--x; put"):
         resolve_pair(str(folder), str(folder))
+    with pytest.raises(CheckpointError, match=r"mtp-e2b.gguf' is a link to"):
+        own_drafter(str(folder / "e2b.gguf"))
     (folder.parents[1] / "blobs").mkdir()
     gguf_of("e2b-assistant").rename(folder.parents[1] / "blobs" / "1")
     (folder / "mtp-e2b.gguf").unlink()
     (folder / "mtp-e2b.gguf").symlink_to("../../blobs/1")
     assert resolve_pair(str(folder), str(folder))
+    assert own_drafter(str(folder / "e2b.gguf")) == str(folder / "mtp-e2b.gguf")
 
 
 def test_a_dangling_or_circular_link_is_refused(member_folder: Folders, tmp_path: Path) -> None:

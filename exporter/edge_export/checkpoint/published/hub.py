@@ -5,8 +5,10 @@ The client's answers are checked in `hub_client`.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -24,6 +26,8 @@ _QUANTIZED = re.compile(r"(google/gemma-4-[\w.]+(-A4B)?-it-qat)-(q4_0-gguf|w4a16
 _SIZE = re.compile(r"gemma-4-([\w.]+?(-A4B)?)-it", re.IGNORECASE)
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w.][\w./-]*))?(?::([^:]+\.gguf)|:(\w+))?", re.ASCII)
 _NAMED = 8
+# The folder of a repository in the hub's cache is models--OWNER--NAME.
+_HUB_CACHE = "models--"
 
 
 # Names and sizes of the files by repository and revision.
@@ -54,12 +58,15 @@ def own_drafter(target: str) -> str | None:
     """Returns what goes with a target by its name; None for other names.
 
     Google's instruction-tuned checkpoints have an assistant each, their quantized QAT releases share that of the unquantized one. Of a
-    repository of GGUF files the drafter lies among them, of a GGUF file here beside it.
+    repository of GGUF files the drafter lies among them, of a GGUF file here beside it. Raises CheckpointError as `check_links` does.
     """
     path, name = Path(target), hub_name(target)
     if path.is_file():
         beside = drafter_file(local_ggufs(path.parent), path.name)
-        return None if beside is None else str(path.parent / beside)
+        if beside is None:
+            return None
+        check_links(path.parent, [path.parent / beside])
+        return str(path.parent / beside)
     if path.exists():
         return target if local_ggufs(path) else None
     if name is None:
@@ -84,6 +91,17 @@ def local_ggufs(folder: Path) -> list[str]:
     if any(folder.glob("*.safetensors")):
         return []
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+
+
+def check_links(folder: Path, files: Iterable[Path]) -> None:
+    """Raises CheckpointError for a file in it that is a link to one outside: a downloaded folder could name any file of this machine."""
+    inside = folder.resolve()
+    if inside.parent.name == "snapshots" and inside.parents[1].name.startswith(_HUB_CACHE):
+        inside = inside.parents[1]  # its files are links to the blobs beside the snapshots
+    for path in files:
+        target = Path(os.path.realpath(path))  # Path.resolve fails for links in a circle
+        if not target.is_relative_to(inside) or target.is_symlink():
+            raise CheckpointError(f"{str(path)!r} is a link to {str(target)!r}, outside of {inside}; put the file itself into the folder")
 
 
 def with_revision(text: str, revision: str | None) -> str:

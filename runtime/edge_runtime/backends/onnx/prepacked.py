@@ -7,7 +7,6 @@ quicker, and memory is shared and given back under pressure. It is right for one
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import shutil
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from edge_devices.files.limited_read import sha256_of
 from edge_devices.files.temp_files import clear_stale, temporary_of
-from edge_devices.files.user_cache import CACHE_VARIABLE
+from edge_devices.files.user_cache import CACHE_VARIABLE, only_ours
 from edge_devices.machine.facts import cpu_identity
 from edge_runtime.bundle.integrity import CheckMode, is_intact
 from edge_runtime.errors import BackendError
@@ -149,8 +148,7 @@ def _is_private(path: Path) -> bool:
         state = path.lstat()
     except OSError:
         return False
-    own = os.name != "posix" or (state.st_uid == os.geteuid() and not state.st_mode & 0o022)
-    return own and not stat.S_ISLNK(state.st_mode)
+    return only_ours(state) and not stat.S_ISLNK(state.st_mode)
 
 
 def well_placed(graph: bytes) -> bool:
