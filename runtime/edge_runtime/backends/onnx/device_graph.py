@@ -6,12 +6,13 @@ All attention becomes GroupQueryAttention on whole buffers, bound as its input a
 - Layers without K/V of their own give the operator no new rows; with a window its sums are then wrong there (0.4.0). They get the
   rows of the layer that owns the buffer once more, and write them where they already are.
 
-The rows that the drafter reads are outputs as well, for the host, where it runs. Patterns: `edge_export.onnx.graphs.attention`.
+Patterns: `edge_export.onnx.graphs.attention`. What the drafter needs of the device, another graph picks (`picking_graph`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edge_devices.files.protobuf_wire import bytes_field, number_field
@@ -31,17 +32,18 @@ from edge_runtime.bundle.onnx_graph import CONTRIB
 
 _POSITIONS = b"position_ids"
 _INT32 = 6
-_TENSOR, _INPUT, _OUTPUT = 5, 11, 12
+_NODE, _TENSOR, _INPUT, _OUTPUT = 1, 5, 11, 12
+_IR_VERSION, _OPSET = 10, 21
+_MATRIX = 2
 _FULL_COUNTS = (b"last_row_full", b"rows_full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGraph:
-    """A changed model: `written` has the buffer that each output is bound to, `rows` the output with a buffer's new rows [1, n, width]."""
+    """A changed model: `written` has the buffer that each output is bound to."""
 
     model: bytes
     written: dict[str, str]
-    rows: dict[str, str]
 
 
 @dataclass
@@ -89,18 +91,18 @@ class _Change:
         return self.last_rows[key]
 
 
-def device_graph(model: bytes, drafter_owners: Collection[int]) -> DeviceGraph | None:
+def device_graph(model: bytes) -> DeviceGraph | None:
     """Returns the model of a target changed for such a device; None if it has attention that is none of the patterns.
 
-    `drafter_owners` are the layers whose rows the drafter reads. `model` has passed `check_onnx`, which says nothing of its patterns.
+    `model` has passed `check_onnx`, which says nothing of its patterns.
     """
     try:
-        return _changed(model, drafter_owners)
+        return _changed(model)
     except (LookupError, ValueError):  # a node that a pattern ends in is missing, or has other inputs
         return None
 
 
-def _changed(model: bytes, drafter_owners: Collection[int]) -> DeviceGraph | None:
+def _changed(model: bytes) -> DeviceGraph | None:
     change = _Change(read_graph(model))
     graph, makers, constants = change.graph, change.makers, change.graph.constants
     for node in graph.nodes:
@@ -116,14 +118,30 @@ def _changed(model: bytes, drafter_owners: Collection[int]) -> DeviceGraph | Non
             _attend_again(change, node, node)
         else:
             change.nodes.append(node)
-    names = {f"key.{layer}" for layer in drafter_owners} | {f"value.{layer}" for layer in drafter_owners}
-    rows = _drafter_rows(change, drafter_owners)
-    if names != set(rows):
-        return None
-    graph.nodes = _still_read(change, {*graph.outputs, *(name.encode() for name in (*change.written, *rows.values()))})
+    change.nodes = _with_products(graph, change.nodes)
+    graph.nodes = _still_read(change, {*graph.outputs, *(name.encode() for name in change.written)})
     if any(name.startswith((b"key.", b"value.")) for node in graph.nodes if node.operator != STOCK_ATTENTION for name in node.inputs):
         return None
-    return DeviceGraph(model=with_graph(model, graph, None), written=change.written, rows=rows)
+    return DeviceGraph(model=with_graph(model, graph, None), written=change.written)
+
+
+# What is picked of the hidden rows [1, n, hidden size], and at which rows; buffers and the positions read of them.
+HIDDEN, HIDDEN_INDEX, POSITIONS = "hidden", "index", "positions"
+
+
+def picking_graph(buffers: Iterable[str]) -> bytes:
+    """Returns a model that gives rows of what lies on a device: `hidden` at `index`, buffers [1, heads, rows, width] at `positions`.
+
+    Outputs are called as inputs, with `picked_` before.
+    """
+    parts = [_value_field(_INPUT, name.encode(), INT64, 1) for name in (HIDDEN_INDEX, POSITIONS)]
+    for name, at, axis in ((HIDDEN, HIDDEN_INDEX, 1), *((name, POSITIONS, 2) for name in buffers)):
+        picked = f"picked_{name}".encode()
+        gather = Node("Gather", [name.encode(), at.encode()], [picked], [integer_attribute("axis", axis)])
+        parts.append(bytes_field(_NODE, gather.encoded()))
+        parts += [_value_field(number, each, FLOAT, 2 + axis) for number, each in ((_INPUT, name.encode()), (_OUTPUT, picked))]
+    opset = bytes_field(8, number_field(2, _OPSET))
+    return number_field(1, _IR_VERSION) + bytes_field(7, b"".join([bytes_field(2, b"picks"), *parts])) + opset
 
 
 # What the head gives of each row beside its logits: the likeliest token that is not suppressed, and numbers that show unsound rows.
@@ -144,12 +162,41 @@ def head_with_choices(model: bytes) -> bytes | None:
     masked = Node("Add", [logits, SUPPRESSED.encode()], [b"masked_logits"])
     chosen = Node("ArgMax", masked.outputs, [CHOICE.encode()], [integer_attribute("axis", 2)])
     reduced = [Node(f"Reduce{word}", [logits, axis], [name.encode()]) for word, name in zip(("Max", "Min", "Sum"), FACTS, strict=True)]
-    graph.nodes += [masked, chosen, *reduced]
-    axes = number_field(1, 1) + number_field(2, INT64) + bytes_field(8, axis) + bytes_field(9, (2).to_bytes(8, "little"))
+    graph.nodes = [*_with_products(graph, graph.nodes), masked, chosen, *reduced]
     outputs = [(CHOICE, INT64), *((name, FLOAT) for name in FACTS)]
-    graph.added += [bytes_field(_TENSOR, axes), _value_field(_INPUT, SUPPRESSED.encode(), FLOAT, 3)]
+    graph.added += [_constant(axis, 2), _value_field(_INPUT, SUPPRESSED.encode(), FLOAT, 3)]
     graph.added += [_value_field(_OUTPUT, name.encode(), kind, 3) for name, kind in outputs]
     return with_graph(model, graph, None)
+
+
+def _with_products(graph: OnnxGraph, nodes: Sequence[Node]) -> list[Node]:
+    """The nodes with Gemm in the place of FusedMatMul with float weights [N, K], which devices do not have."""
+    makers, shapes, changed = {name: node for node in nodes for name in node.outputs}, dict[bytes, bytes](), list[Node]()
+
+    def shape(*sizes: int) -> bytes:
+        name = f"shape@{sizes}".encode()
+        if name not in shapes:
+            shapes[name] = _constant(name, *sizes)
+        return name
+
+    for node in nodes:
+        weights = graph.constants.get(_uncast(node.inputs[1], makers)) if node.operator == "FusedMatMul" else None
+        if weights is None or len(weights.shape) != _MATRIX or node.numbers != {b"transB": 1}:
+            changed.append(node)
+            continue
+        outputs, inputs = weights.shape
+        (name,) = node.outputs
+        flat = Node("Reshape", [node.inputs[0], shape(-1, inputs)], [name + b"@rows"])
+        product = Node("Gemm", [*flat.outputs, node.inputs[1]], [name + b"@product"], [integer_attribute("transB", 1)])
+        changed += [flat, product, Node("Reshape", [*product.outputs, shape(1, -1, outputs)], [name])]
+    graph.added += shapes.values()
+    return changed
+
+
+def _uncast(name: bytes, makers: Mapping[bytes, Node]) -> bytes:
+    """The name of float16 weights where they are converted to float32."""
+    maker = makers.get(name)
+    return maker.inputs[0] if maker is not None and maker.operator == "Cast" else name
 
 
 def _owner(change: _Change, node: Node) -> None:
@@ -207,27 +254,6 @@ def _attributes(heads: int, *, window: int | None) -> list[Attribute]:
     return [float_attribute("scale", 1.0), *(integer_attribute(name, size) for name, size in sizes.items())]
 
 
-def _drafter_rows(change: _Change, owners: Collection[int]) -> dict[str, str]:
-    """Outputs with the new rows of these layers, keys turned, by the names of their buffers."""
-    rows: dict[str, str] = {}
-    for name, own in change.own.items():
-        buffer = change.written[name.decode()]
-        if int(buffer.partition(".")[2]) not in owners:
-            continue
-        key = own.key
-        if own.turns is not None:
-            cosine, sine, positions = own.turns.inputs[7:10]
-            heads = [integer_attribute("num_heads", int(own.turns.numbers[b"kv_num_heads"]))]
-            turned = Node("RotaryEmbedding", [key, positions, cosine, sine], [b"rows_of_" + buffer.encode()], heads, CONTRIB)
-            (key,) = change.add(turned)
-        value_buffer = buffer.replace("key", "value")
-        for output, each in ((key, buffer), (own.value, value_buffer)):
-            rows[each] = output.decode()
-            if output not in change.graph.outputs:
-                change.graph.added.append(_value_field(_OUTPUT, output, FLOAT, 3))
-    return rows
-
-
 def _ends_in_slice(graph: OnnxGraph, attention: Node) -> bool:
     """Whether a Slice that `attention_of_last_rows` takes follows: it stands for both."""
     return any(
@@ -255,3 +281,9 @@ def _value_field(number: int, name: bytes, element_type: int, rank: int) -> byte
     dimensions = b"".join(bytes_field(1, b"") for _ in range(rank))
     tensor = number_field(1, element_type) + bytes_field(2, dimensions)
     return bytes_field(number, bytes_field(1, name) + bytes_field(2, bytes_field(1, tensor)))
+
+
+def _constant(name: bytes, *values: int) -> bytes:
+    """A list of int64 (TensorProto) among a graph's fields."""
+    shape = number_field(1, len(values)) + number_field(2, INT64)
+    return bytes_field(_TENSOR, shape + bytes_field(8, name) + bytes_field(9, struct.pack(f"<{len(values)}q", *values)))

@@ -1,5 +1,5 @@
-"""The target of graphs of dynamic shapes on a device that keeps the K/V rows: token ids go in; hidden rows, logits and the few K/V rows
-that the drafter reads come out."""
+"""The target of graphs of dynamic shapes on a device that keeps K/V rows and hidden rows: tokens go in, chosen tokens or logits come out.
+A draft begins with what it needs of the rest: the last token's hidden row, and the drafter's K/V rows of the tokens that were kept."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.onnx.device_graph import CHOICE, FACTS, SUPPRESSED, device_graph, head_with_choices
+from edge_runtime.backends.onnx.device_graph import (
+    CHOICE,
+    FACTS,
+    HIDDEN,
+    HIDDEN_INDEX,
+    POSITIONS,
+    SUPPRESSED,
+    device_graph,
+    head_with_choices,
+    picking_graph,
+)
 from edge_runtime.backends.onnx.devices import OrtDevice, onnxruntime_module
-from edge_runtime.backends.onnx.kv_cache import FULL, KeyValueCache
+from edge_runtime.backends.onnx.kv_cache import KeyValueCache
 from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over
-from edge_runtime.backends.onnx.target import Bindings, OrtTarget, PairFiles, shared_inputs
+from edge_runtime.backends.onnx.target import Bindings, OrtOptions, OrtTarget, PairFiles, shared_inputs
 from edge_runtime.bundle.integrity import read_part
 from edge_runtime.bundle.manifest import CacheLayout
 from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES
@@ -34,14 +44,14 @@ def keeps_rows(device: OrtDevice) -> bool:
 
 
 class DeviceCache(KeyValueCache):
-    """Buffers of full capacity in the device's memory. Those of the host are as large; of them only rows that the drafter reads are always
-    as on the device, the others where all rows are saved or restored."""
+    """Buffers of full capacity in the device's memory. Those of the host are as large, and hold what `DeviceTarget.hidden_row` has picked
+    for the drafter, or all rows that were saved or restored: the first `on_host` are as on the device."""
 
     # Rotations follow from the rows before (onnxruntime-ep-webgpu 0.4.0), whatever the positions say: row r has to be position r.
     moves = False
 
     def __init__(self, layout: CacheLayout, context: int, device: OrtDevice) -> None:
-        self._lost = 0
+        self._lost = self.on_host = 0
         super().__init__(layout, context)
         self._memory = device.handle.memory_info(onnxruntime_module().OrtDeviceMemoryType.DEFAULT)
         self.on_device: dict[str, Any] = {name: self.placed(self.array(name)) for name in self.names}
@@ -55,12 +65,13 @@ class DeviceCache(KeyValueCache):
     def chunk(self) -> int:
         return min(super().chunk, _CHUNK)
 
-    def take(self, kind: str, name: str, rows: NDArray[np.float32], length: int) -> None:
-        """Writes new rows [1, n, kv_heads x head_dim] behind `length` ones to the host's buffer."""
-        array = self.array(name)
-        first = length if kind == FULL else length - self.first
-        split = rows.reshape(rows.shape[1], array.shape[1], array.shape[3])
-        array[0, :, first : first + len(split)] = split.transpose(1, 0, 2)
+    def take(self, name: str, rows: NDArray[np.float32], start: int) -> None:
+        """Writes rows [1, kv_heads, n, head_dim] from position `start` on to the host's buffer."""
+        self.array(name)[:, :, start : start + rows.shape[2]] = rows
+
+    def make_room(self, length: int, rows: int) -> None:
+        super().make_room(length, rows)
+        self.on_host = min(self.on_host, length)
 
     def place_rows(self, call: Call, length: int, new: int) -> None:
         """The device's graph reads and writes whole buffers."""
@@ -71,6 +82,7 @@ class DeviceCache(KeyValueCache):
 
     def put_rows(self, rows: KvRows) -> None:
         super().put_rows(rows)
+        self.on_host = len(rows.full)
         self._push(self.names)
 
     @property
@@ -96,23 +108,29 @@ class DeviceCache(KeyValueCache):
 
 
 class DeviceTarget(OrtTarget):
-    """As `OrtTarget`, with the rows on the device. Its drafter runs on the CPU, on rows that each forward gives the host."""
+    """As `OrtTarget`, with all rows on the device. Its drafter runs on the CPU, on rows that are picked when a draft begins."""
 
     cache: DeviceCache
+
+    def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
+        self._hidden_values: dict[int, Any] = {}
+        self._newest = 0, 0  # the length behind the newest forward, and how many hidden rows it gave
+        super().__init__(files, options, session)
+        sources = set(files.layout.drafter_sources)
+        self._drafters = [name for buffer in files.layout.buffers if buffer.layer in sources for name in (buffer.key, buffer.value)]
+        self._graphs.append(Graph(files.target.with_name("picked-rows.onnx"), session, picking_graph(self._drafters)))
 
     def _new_cache(self, layout: CacheLayout, context: int, device: OrtDevice) -> DeviceCache:
         return DeviceCache(layout, context, device)
 
     def _open_layers(self, files: PairFiles, session: SessionOptions) -> Graph:
         """Opens the changed graph. Raises RequestError if it has attention or K/V rows that the device does not keep."""
-        buffers, changed = files.layout.buffers, None
-        if all(buffer.dtype == "f32" for buffer in buffers):
-            changed = device_graph(read_part(files.target, MAX_GRAPH_BYTES, "graph"), set(files.layout.drafter_sources))
+        changed = None
+        if all(buffer.dtype == "f32" for buffer in files.layout.buffers):
+            changed = device_graph(read_part(files.target, MAX_GRAPH_BYTES, "graph"))
         if changed is None or set(changed.written.values()) != set(self.cache.names):
             raise RequestError(f"{session.device.name} cannot keep the K/V rows of {files.target}; export it again with --onnx-kv f32")
-        kinds = {name: buffer.kind for buffer in buffers for name in (buffer.key, buffer.value)}
         self._written = changed.written
-        self._rows = {buffer: (kinds[buffer], output) for buffer, output in changed.rows.items()}
         return Graph(files.target, session, changed.model)
 
     def _open_head(self, path: Path, session: SessionOptions) -> Graph:
@@ -124,6 +142,38 @@ class DeviceTarget(OrtTarget):
         self._mask, self._masked = np.zeros((1, 1, self._logits.shape[2]), np.float32), np.empty(0, np.intp)
         self._mask_on_device = self.cache.placed(self._mask)
         return Graph(path, session, model)
+
+    @property
+    def hidden_row(self) -> NDArray[np.float32] | None:
+        """As `CommittedText.hidden_row`, for a drafter: brings its K/V rows up to the text, too."""
+        row = super().hidden_row
+        if row is not None:
+            row[...] = self._pick(min(self.cache.on_host, self.length - 1))
+        return row
+
+    def _pick(self, start: int) -> NDArray[np.float32]:
+        """Copies the drafter's K/V rows from position `start` on to the host; returns the last token's hidden row."""
+        end, given = self._newest
+        index, positions = np.array([given + self.length - 1 - end]), np.arange(start, self.length)
+        on_device = {HIDDEN: self.hidden_value(given)} | {name: self.cache.on_device[name] for name in self._drafters}
+        inputs = {**on_device, HIDDEN_INDEX: value_over(index), POSITIONS: value_over(positions)}
+        call = self._graphs[2].bind(inputs, dict.fromkeys(f"picked_{name}" for name in on_device), fixed=inputs)
+        call.run()
+        hidden, *rows = call.outputs()
+        for name, values in zip(self._drafters, rows, strict=True):
+            self.cache.take(name, values, start)
+        self.cache.on_host = self.length
+        last: NDArray[np.float32] = hidden[0, 0]
+        return last
+
+    def hidden_value(self, rows: int) -> Any:
+        if rows not in self._hidden_values:
+            self._hidden_values[rows] = self.cache.placed(np.zeros((1, rows, self.hidden_size), np.float32))
+        return self._hidden_values[rows]
+
+    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None, rows_read: int) -> None:
+        super()._forward(ids, soft, rows_read)
+        self._newest = self.length, max(rows_read, self._fewest_rows) if self.skips_unread_rows else len(ids)
 
     def choose(self, tokens: Sequence[int], suppressed: NDArray[np.intp]) -> list[int]:
         """As `interfaces.ChoosingTarget.choose`: a token and three numbers come out for each row, in the place of its logits."""
@@ -142,8 +192,8 @@ class DeviceTarget(OrtTarget):
         return [int(token) for token in chosen]
 
     def bind_head(self, rows: int, outputs: Mapping[str, Any]) -> Call:
-        hidden = value_over(self.hidden_rows[:, :rows])
-        return self._graphs[1].bind({"hidden": hidden, SUPPRESSED: self._mask_on_device}, outputs, fixed=(SUPPRESSED,))
+        inputs = {HIDDEN: self.hidden_value(rows), SUPPRESSED: self._mask_on_device}
+        return self._graphs[1].bind(inputs, outputs, fixed=inputs)
 
     def _suppress(self, tokens: NDArray[np.intp]) -> None:
         """Has these tokens never chosen; they seldom change, and so are kept on the device."""
@@ -155,14 +205,10 @@ class DeviceTarget(OrtTarget):
 
     def close(self) -> None:
         self._choices.clear()
+        self._hidden_values.clear()
         super().close()
 
     def bindings(self, graph: Graph) -> Bindings:  # noqa: ARG002
-        values, results = self.cache.on_device, dict.fromkeys(output for _, output in self._rows.values())
+        values = self.cache.on_device
         written = {output: values[buffer] for output, buffer in self._written.items()}
-        return Bindings({**shared_inputs(self), **values}, written | results, frozenset({*values, *self.rotations.values}))
-
-    def take_rows(self, call: Call, start: int) -> None:
-        results = call.results()
-        for buffer, (kind, output) in self._rows.items():
-            self.cache.take(kind, buffer, results[output], start)
+        return Bindings({**shared_inputs(self), **values}, written, frozenset({*values, *self.rotations.values}))

@@ -272,8 +272,9 @@ class OrtTarget(GraphTarget):
         values = self.cache.values
         return Bindings({**shared_inputs(self), **values}, {name: values[buffer] for name, buffer in buffer_outputs(graph).items()})
 
-    def take_rows(self, call: Call, start: int) -> None:
-        """Takes rows that a forward gave behind `start` ones, where they are not written in place."""
+    def hidden_value(self, rows: int) -> Any:
+        """Where forwards write `rows` hidden rows, and the head reads them."""
+        return value_over(self.hidden_rows[:, :rows])
 
     @property
     def skips_unread_rows(self) -> bool:
@@ -311,7 +312,7 @@ class OrtTarget(GraphTarget):
 
     def bind_head(self, rows: int, outputs: Mapping[str, Any]) -> Call:
         """Prepares a call of the head on the first hidden rows."""
-        return self._graphs[1].bind({"hidden": value_over(self.hidden_rows[:, :rows])}, outputs)
+        return self._graphs[1].bind({"hidden": self.hidden_value(rows)}, outputs)
 
 
 class Bindings(NamedTuple):
@@ -336,15 +337,15 @@ class Forward:
         bindings = target.bindings(graph)
         inputs = {"input_ids": value_over(self._ids), "position_ids": value_over(self._positions), **bindings.read}
         inputs |= {"soft_rows": value_over(self._soft), "is_soft": value_over(self._is_soft)}
-        hidden = target.hidden_rows[:, : rows_read if target.skips_unread_rows else rows]
-        self._skipped = np.array([rows - hidden.shape[1]], np.int64)
+        given = rows_read if target.skips_unread_rows else rows
+        self._skipped = np.array([rows - given], np.int64)
         inputs[SKIPPED_ROWS] = value_over(self._skipped)
         self._call = graph.bind(
             {name: value for name, value in inputs.items() if name in graph.inputs},
-            {"hidden": value_over(hidden) if hidden.size else None, **bindings.written},
+            {"hidden": target.hidden_value(given) if given else None, **bindings.written},
             fixed=bindings.fixed,
         )
-        self._offsets, self._take = np.arange(rows), target.take_rows
+        self._offsets = np.arange(rows)
 
     def run(self, ids: NDArray[np.int64], start: int, soft: NDArray[np.float32] | None = None) -> None:
         if soft is None:
@@ -354,7 +355,6 @@ class Forward:
         self._cache.place_rows(self._call, start, len(ids))
         np.add(self._offsets, start, out=self._positions[0])
         self._call.run()
-        self._take(self._call, start)
 
 
 def shared_inputs(target: OrtTarget) -> dict[str, Any]:

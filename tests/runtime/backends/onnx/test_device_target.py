@@ -67,9 +67,17 @@ def chosen(suppressed):
 target.rollback(place)
 best = target.verify(following).argmax(axis=1).tolist()
 plain, without = chosen([]), chosen(best)
-calls = [target._forwards[4, 4, False]._call, target._choices[4]]
-moved = sum(value.numpy().nbytes for call in calls for value in call.copied.values())
-moved += sum(array.nbytes for call in calls for array in call.results().values()) + target.hidden_rows[0, :4].nbytes
+drafter = pairs[1][1]
+drafter.draft(following[-1], 4)
+from edge_runtime.backends.onnx.loader import Call
+moved, run = {}, Call.run
+def counted(call):
+    run(call)
+    moved[call._name] = sum(value.numpy().nbytes for value in call.copied.values()) + sum(array.nbytes for array in call.results().values())
+Call.run = counted
+target.choose(following, np.array(best, np.intp))
+drafter.draft(following[-1], 4)
+Call.run = run
 nodes = target.assignments()
 print(json.dumps({"parts": parts, "nodes": nodes, "chosen": [best, plain, without], "bytes": moved}))
 """
@@ -95,10 +103,15 @@ def test_the_device_computes_what_the_cpu_does_and_its_rows_are_the_same(onnx_pa
     best, plain, without = result["chosen"]
     assert plain == best
     assert not set(without) & set(best)
-    assert result["bytes"] < 64_000, result["bytes"]
+    hidden, rows = 256 * 4, 4 * 4 * 2 * (64 + 128)  # the last hidden row; four tokens' K and V of one sliding and one full layer
+    moved = {name: count for name, count in result["bytes"].items() if name in result["nodes"]}  # those of the drafter stay on the CPU
+    picked = moved.pop("picked-rows.onnx")
+    assert hidden + rows <= picked < hidden + rows + 100
+    assert sum(moved.values()) < 200, moved
     layers = next(nodes for name, nodes in result["nodes"].items() if "head" not in name)
+    assert set(result["nodes"]["picked-rows.onnx"]) == {"WebGpuExecutionProvider"}
     assert layers["WebGpuExecutionProvider"]["GroupQueryAttention"] >= 9
-    assert set(layers["CPUExecutionProvider"]) == {"FusedMatMul", "Slice"}
+    assert set(layers["CPUExecutionProvider"]) == {"Slice"}
 
 
 @pytest.mark.slow
@@ -146,7 +159,7 @@ def test_a_head_chooses_as_its_logits_say(onnx_pair: Bundles) -> None:
 
 def test_all_attention_becomes_an_operator_on_whole_buffers(onnx_pair: Bundles) -> None:
     bundle = open_bundle(onnx_pair("int4"))
-    changed = device_graph(bundle.path("target", "onnx").read_bytes(), {2, 3})
+    changed = device_graph(bundle.path("target", "onnx").read_bytes())
     assert changed is not None
     nodes = read_graph(changed.model).nodes
     attention = [node for node in nodes if node.operator == "GroupQueryAttention"]
@@ -154,7 +167,6 @@ def test_all_attention_becomes_an_operator_on_whole_buffers(onnx_pair: Bundles) 
     assert not any(node.operator in ("FusedMatMul", "Softmax") for node in nodes)
     written = {name for buffer in bundle.manifest.cache_layout.buffers for name in (buffer.key, buffer.value)}
     assert set(changed.written.values()) == written
-    assert set(changed.rows) == {"key.2", "value.2", "key.3", "value.3"}
 
 
 @pytest.mark.parametrize("place", [0, 3, 9])
@@ -166,10 +178,10 @@ def test_a_strangers_attention_is_left_to_the_cpu(onnx_pair: Bundles, place: int
     for node in graph.nodes:
         if node.operator in ("GroupQueryAttention", "FusedMatMul"):
             node.inputs[:] = node.inputs[:place] + ([] if name is None else [name])
-    assert device_graph(with_graph(model, graph, None), {2, 3}) is None
+    assert device_graph(with_graph(model, graph, None)) is None
 
 
 def test_rows_of_other_types_are_left_to_the_cpu(onnx_pair: Bundles) -> None:
     for kv in ("f16", "int8"):
         bundle = open_bundle(onnx_pair("int4", kv=kv))
-        assert device_graph(bundle.path("target", "onnx").read_bytes(), {2, 3}) is None
+        assert device_graph(bundle.path("target", "onnx").read_bytes()) is None
