@@ -32,6 +32,7 @@ Examples:
   edge-bench run my-bundle --runs run.jsonl --html report.html --json figures.json
   edge-bench run my-bundle --drafters dense,split,lookup --concurrency 1,2,4
   edge-bench run my-bundle --against llama.cpp=build/llama.cpp/bin
+  edge-bench run my-bundle --devices cpu,gpu --runs by-device      (folders, for edge-bench compare)
   edge-bench run my-bundle --image-sizes 70,280
   edge-bench run my-bundle --prompts my-prompts.json --domains none
   edge-bench run my-bundle --runs run.jsonl --energy energy.jsonl

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from edge_bench.cli.outputs import Outputs
-from edge_bench.measure.command import RecordOptions, measure_bundle
-from edge_bench.measure.request import LOADING, BenchRequest
-from edge_bench.report.figures import figures
+from edge_bench.devices.results import ENERGY, RUNS, DeviceResult
+from edge_bench.measure.command import BenchResult, RecordOptions, measure_bundle
+from edge_bench.measure.progress import note
+from edge_bench.measure.request import LOADING, BenchRequest, Places
+from edge_bench.report.figures import Figures, figures
 from edge_devices.command_line import PanelCommand, takes
+from edge_devices.errors import errors_as
 from edge_runtime.cli.options import BundlePath
+from edge_runtime.errors import RequestError
 from edge_runtime.session.load_options import LoadOptions
 
 
@@ -21,9 +27,39 @@ from edge_runtime.session.load_options import LoadOptions
 @takes("load", LoadOptions, only=LOADING)
 @takes("files", RecordOptions)
 @takes("outputs", Outputs)
-def run(bundle: Path, request: BenchRequest, load: LoadOptions, files: RecordOptions, outputs: Outputs) -> None:
+@takes("places", Places)
+def run(bundle: Path, request: BenchRequest, load: LoadOptions, *, files: RecordOptions, outputs: Outputs, places: Places) -> None:
     """Measure BUNDLE on this machine, plainly and with drafts in turn."""
     outputs.check()
+    if places.devices:
+        run_on_each(places.devices, bundle, request, load, files=files, outputs=outputs)
+        return
     measured = measure_bundle(bundle, request, load, files)
-    outputs.write(figures(measured.records, measured.energy, measured.log if measured.energy else None))
+    outputs.write(_figures(measured))
     measured.end(files.energy)
+
+
+def run_on_each(
+    devices: Sequence[str], bundle: Path, request: BenchRequest, load: LoadOptions, *, files: RecordOptions, outputs: Outputs
+) -> None:
+    """Measures on each device and shows all side by side; records are in a folder of each device. Ctrl-C ends all of it."""
+    measured, results = list[BenchResult](), list[DeviceResult]()
+    for name in devices:
+        note(f"device {name}")
+        places = [None if folder is None else folder / name.replace(":", "-") for folder in (files.runs, files.energy)]
+        for place in filter(None, places):
+            with errors_as(RequestError, f"{place} cannot be created", "choose another folder"):
+                place.mkdir(parents=True, exist_ok=True)
+        runs, energy = (place and place / file for place, file in zip(places, (RUNS, ENERGY), strict=True))
+        measured.append(measure_bundle(bundle, request, replace(load, device=name), replace(files, runs=runs, energy=energy)))
+        figures = _figures(measured[-1])
+        results.append(DeviceResult(device=name, run=figures.records.header.created_at, figures=figures))
+        if measured[-1].stopped:
+            break
+    outputs.write_devices(results, ())
+    for each in measured:
+        each.end(files.energy)
+
+
+def _figures(measured: BenchResult) -> Figures:
+    return figures(measured.records, measured.energy, measured.log if measured.energy else None)

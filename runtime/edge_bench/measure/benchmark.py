@@ -90,6 +90,8 @@ class Benchmark:
             }
             first = next(iter(edge_runners.values()))
             check_sizes(first.session, request.image_sizes)
+            if self._load.device not in (None, first.session.device):
+                yield Note(text=f"asked for the device {self._load.device}; it ran on {first.session.device}")
             yield first.session.row_equality(self._load.notify, self._load.waiting)
             prompts = prepare(request.prompts(), first.session)
             yield from self._compare(edge_runners, prompts, lengths)
@@ -127,6 +129,7 @@ class Benchmark:
                 "repeats": request.repeats,
                 "warm_up": request.warm_up,
                 "backend": self._backend,
+                "device": self._load.device,
                 "drafters": list(drafters),
                 "lengths": list(lengths),
                 "policies": list(request.policies),
@@ -160,6 +163,7 @@ class Benchmark:
                 sequences=sequences,
                 context=self._settings.context,
                 threads=self._threads,
+                device=self._load.device,
             )
 
     def _compare(self, edge_runners: dict[DrafterKind, EdgeRunner], prompts: Sequence[Prompt], lengths: Sequence[int]) -> Iterator[Record]:

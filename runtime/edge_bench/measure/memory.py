@@ -13,6 +13,7 @@ from edge_devices.children.commands import limited_command
 from edge_devices.children.running import run_child
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.memory import peak_memory_bytes
+from edge_runtime.backends.interface import CPU
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.errors import BackendError
 from edge_runtime.session.generation import Generation
@@ -24,9 +25,9 @@ TIMEOUT_SECONDS = 600
 DRAFT_LENGTH = 3
 
 
-def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, context: int, threads: int) -> Memory:
+def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, context: int, threads: int, device: str | None) -> Memory:
     """Opens the bundle in a child process. Raises BackendError if that fails."""
-    sizes = map(str, (sequences, context, threads))
+    sizes = map(str, (sequences, context, threads, device or CPU))
     command = limited_command("edge_bench.measure.memory", str(bundle), backend, drafter, *sizes)
     child = run_child(command, seconds=TIMEOUT_SECONDS, failure=BackendError)
     if child.late:
@@ -43,10 +44,12 @@ def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, 
 @click.argument("sequences", type=int)
 @click.argument("context", type=int)
 @click.argument("threads", type=int)
+@click.argument("device")
 @one_sentence_errors()
-def main(bundle: Path, backend: str, drafter: str, sequences: int, context: int, threads: int) -> None:
+def main(bundle: Path, backend: str, drafter: str, *, sequences: int, context: int, threads: int, device: str) -> None:
     """Runs in the child: one request after half the context on each sequence, all at once."""
-    options = LoadOptions(backend=backend, drafter=cast(DrafterKind, drafter), context=context, threads=threads, check="none")
+    kind = cast(DrafterKind, drafter)
+    options = LoadOptions(backend=backend, drafter=kind, context=context, threads=threads, check="none", device=device)
     if sequences == 1:
         with open_session(bundle, options) as session:
             for _ in _request(session).rounds():

@@ -56,6 +56,14 @@ def _numbers(what: str) -> Callable[[str], tuple[int, ...]]:
     return lambda text: parse_numbers(text, what)
 
 
+def _devices(text: str) -> tuple[str, ...]:
+    """Parses names of devices. Raises RequestError for none, or one twice."""
+    names = tuple(text.split(",")) if text != "none" else ()
+    if not all(names) or len(set(names)) < len(names):
+        raise RequestError(f"{text!r} is not a list of different devices, such as cpu,gpu")
+    return names
+
+
 def _drafters(text: str) -> tuple[str, ...]:
     if text == "none":
         raise RequestError("there is no drafter to measure; for plain decoding alone use --lengths none --policies none")
@@ -149,6 +157,15 @@ class BenchRequest:
             if places.count((domain, number)) > 1:
                 raise RequestError(f"there are two sets of prompts named {domain!r}; rename one, or leave one out")
         return tuple(prompts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Which devices of this machine compute."""
+
+    devices: tuple[str, ...] = _listed(
+        _devices, about="Devices of this machine, such as cpu,gpu, one after the other in one table; --runs and --energy are folders."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

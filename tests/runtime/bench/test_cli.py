@@ -133,6 +133,37 @@ def test_a_table_of_devices_names_them_in_each_line(made_up, tmp_path):
     assert "First token by prompt length" in result.stdout
 
 
+def test_devices_of_one_machine_are_measured_one_after_the_other_into_one_table(monkeypatch, tmp_path):
+    opened = []
+
+    class Played:
+        def __init__(self, _bundle: Path, _request: BenchRequest, load: LoadOptions) -> None:
+            opened.append(load.device)
+
+        def records(self):
+            yield from whole_benchmark()
+
+    monkeypatch.setattr(command, "Benchmark", Played)
+    result = bench("run", "bundle", "--devices", "cpu,openvino:GPU", "--runs", tmp_path / "runs", "--json", tmp_path / "all.json")
+    assert result.exit_code == 0, result.output
+    assert opened == ["cpu", "openvino:GPU"]
+    assert [each["device"] for each in json.loads((tmp_path / "all.json").read_text())["devices"]] == opened
+    assert "First token by prompt length" in result.stdout
+    again = bench("compare", tmp_path / "runs")
+    assert "openvino-GPU" in again.stdout
+    assert all(len(read_records(tmp_path / "runs" / name / "runs.jsonl").runs) for name in ("cpu", "openvino-GPU"))
+
+
+def test_a_real_pair_is_measured_on_the_devices_that_are_named(exported_pair, probe_memory, tmp_path):
+    what = "--domains code --lengths 3 --policies none --drafters dense --repeats 1 --max-tokens 4 --contexts none --warm-up 0"
+    result = bench("run", exported_pair, *what.split(), "--threads", "1", "--devices", "cpu", "--runs", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert read_records(tmp_path / "cpu" / "runs.jsonl").header.settings["device"] == "cpu"
+    refused = bench("run", exported_pair, *what.split(), "--devices", "abacus")
+    assert refused.exit_code == 1
+    assert "abacus" in refused.stderr
+
+
 def test_energy_comes_from_its_log(made_up, tmp_path):
     write_log(tmp_path / "energy.jsonl", two_variants())
     result = bench("report", made_up, "--energy", tmp_path / "energy.jsonl")
@@ -213,6 +244,7 @@ def test_ctrl_c_at_a_real_run(exported_pair, probe_memory, tmp_path):
         (["run", "bundle", "--policies", "luck"], 2, "policy 'luck' is unknown"),
         (["run", "bundle", "--drafters", "none"], 2, "no drafter"),
         (["run", "bundle", "--drafters", "dense,split,best"], 2, "drafter 'best' is unknown"),
+        (["run", "bundle", "--devices", "cpu,cpu"], 2, "not a list of different devices"),
         (["run", "bundle", "--domains", "none"], 1, "no prompt to measure with"),
         (["run", "bundle", "--domains", "weather"], 2, "domain 'weather' is unknown"),
         (["run", "bundle", "--concurrency", "0"], 2, "numbers of clients '0'"),
