@@ -15,12 +15,15 @@ from edge_devices.command_line import PanelCommand, takes
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_devices.machine.profiles import profiles
 from edge_devices.option_fields import option
+from edge_runtime.backends.interface import CPU
+from edge_runtime.backends.selection import AUTO, load_backend, usable_backends
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.calibration.cost_probe import measure_costs
 from edge_runtime.cli.messages import read_prompt
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, refuse_threads
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.errors import RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import Range, SpeedPlan, deviation, manifest_plan
@@ -66,6 +69,11 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
     load, prompt = opening.options(), read_prompt(prompt)
     opened = open_bundle(bundle, check=load.check, public_key=load.public_key)
     settings = load_settings(opened, config=load.config, preset=load.preset, context=load.context, notify=note)
+    accelerator = None if load.device in (None, CPU, AUTO) else load.device
+    if accelerator is not None and options.profile is None:
+        refusals = [load_backend(kind).missing_device(accelerator) for kind in usable_backends(opened, load.backend)]
+        if all(refusals):
+            raise RequestError("; ".join(filter(None, refusals)))
     measured = None
     # First, as the probes of the machine's speed take memory of their own.
     if options.measure:
@@ -74,7 +82,7 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
     power = opening.energy.power
     predicted = manifest_plan(
         opened.manifest,
-        device_speed(options.profile, load.threads),
+        device_speed(options.profile, load.threads, accelerator=accelerator),
         context=settings.context,
         kv_type=load.kv_type or settings.kv_type,
         longest=min(settings.longest, settings.longest_draft),

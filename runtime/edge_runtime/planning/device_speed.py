@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,16 +23,43 @@ OF_READ = (0.7, 1.1)
 OF_PRODUCT = (0.4, 1.6)
 # Assumed operations per byte read, for profiles that do not list arithmetic speed: few cores, and many cores or matrix units.
 BALANCE = (6.0, 45.0)
+# The same of a GPU or NPU that reads the processor's memory, as those of phones, laptops and boards do; nothing was measured on one.
+SHARED_OF_PEAK, SHARED_OF_READ, SHARED_BALANCE = (0.35, 0.9), (0.7, 1.5), (2.0, 60.0)
+_SHARED = "estimated, as nothing was measured on one: it shares the processor's memory, at"
 # Side of the matrices of that product, and how often it is timed.
 _SIDE, _TIMES = 768, 6
 
 
-def device_speed(name: str | None, threads: int | None) -> DeviceSpeed:
+def device_speed(name: str | None, threads: int | None, *, accelerator: str | None = None) -> DeviceSpeed:
     """Returns the speed from a profile, or measures this machine with two probes of some tenths of a second.
 
-    Raises DeviceError, or RequestError for a profile without memory speed.
+    That of a GPU or NPU, `accelerator`, is estimated from the memory that it shares with the processor; boards with memory of their own
+    are faster. Raises DeviceError, or RequestError for a profile without memory speed.
     """
-    return _profile_speed(name) if name is not None else _machine_speed(threads)
+    if accelerator is None:
+        return _profile_speed(name) if name is not None else _machine_speed(threads)
+    if name is None:
+        machine = _machine_speed(threads)
+        read = machine.bandwidth.low / OF_READ[0]
+        shared = _shared(
+            machine, tuple(share * read for share in SHARED_OF_READ), f"{SHARED_OF_READ[0]:g} to {SHARED_OF_READ[1]:g} x its reads"
+        )
+    else:
+        peak, machine = profile(name).peak_gb_per_s, _profile_speed(name)
+        ends = (machine.bandwidth.low, machine.bandwidth.high) if peak is None else tuple(share * peak * 1e9 for share in SHARED_OF_PEAK)
+        shared = _shared(machine, ends, machine.bandwidth_from if peak is None else "{:.0%} to {:.0%} of its peak".format(*SHARED_OF_PEAK))
+    return replace(shared, name=f"{accelerator} of {shared.name}")
+
+
+def _shared(machine: DeviceSpeed, ends: tuple[float, ...], source: str) -> DeviceSpeed:
+    """The speed of a device that reads a processor's memory at that many bytes per second."""
+    return replace(
+        machine,
+        bandwidth=Range.between(*ends),
+        bandwidth_from=f"{_SHARED} {source}",
+        operations=Range.between(SHARED_BALANCE[0] * ends[0], SHARED_BALANCE[1] * ends[1]),
+        operations_from=f"assumed, {SHARED_BALANCE[0]:g} to {SHARED_BALANCE[1]:g} for each byte read",
+    )
 
 
 def _profile_speed(name: str) -> DeviceSpeed:

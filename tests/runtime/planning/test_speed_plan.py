@@ -218,6 +218,17 @@ def test_every_profile_gives_a_plan(exported_pair: Path, monkeypatch: pytest.Mon
         device_speed("x86-server", None)
 
 
+def test_a_gpu_is_planned_from_the_memory_it_shares_and_labelled(run: Any) -> None:
+    processors, gpu = device_speed("snapdragon-x", None), device_speed("snapdragon-x", None, accelerator="gpu")
+    peak = (profiles()["snapdragon-x"].peak_gb_per_s or 0) * 1e9
+    assert processors.bandwidth.high < gpu.bandwidth.high < peak
+    result = run("--json", "--profile", "snapdragon-x", "--device", "gpu")
+    planned = json.loads(result.stdout)["plan"]
+    assert planned["device"].startswith("gpu of ")
+    assert "estimated, as nothing was measured on one" in planned["derived"]["plain"]
+    assert run("--device", "abacus").exit_code == 1
+
+
 def test_the_split_drafter_is_planned_where_there_is_one(exported_pair: Path) -> None:
     manifest, speed = open_bundle(exported_pair, check="none").manifest, device_speed("raspberry-pi-5", None)
     split, dense = (manifest_plan(manifest, speed, context=512, drafter=kind) for kind in ("split", "dense"))
@@ -233,6 +244,7 @@ def test_this_machine_is_probed() -> None:
     assert 1e8 < product_operations() < 1e14
     speed = device_speed(None, 1)
     assert "this machine" in speed.name
+    assert "shares the processor's memory" in device_speed(None, 1, accelerator="gpu").bandwidth_from
     assert speed.operations is not None
 
 
