@@ -24,19 +24,18 @@ def lacking() -> str:
     return "" if _DRIVER.is_file() else f"needs SwiftShader at {_DRIVER} (apt install chromium)"
 
 
-def run_on_it(script: str, *arguments: str, folder: Path) -> Any:
-    """Runs a script in a process whose only GPU it is; returns the JSON in its last line."""
+def environment(folder: Path) -> dict[str, str]:
+    """What a process needs in its environment whose only GPU it is."""
     manifest = folder / "swiftshader.json"
     manifest.write_text(json.dumps({"file_format_version": "1.0.0", "ICD": {"library_path": str(_DRIVER), "api_version": "1.3.0"}}))
+    return {"VK_ICD_FILENAMES": str(manifest), "LD_LIBRARY_PATH": str(_FOLDER), "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "1"}
+
+
+def run_on_it(script: str, *arguments: str, folder: Path) -> Any:
+    """Runs a script in a process whose only GPU it is; returns the JSON in its last line."""
     paths = [str(_ROOT / name) for name in ("exporter", "runtime", "devices", "tests/support")]
-    environment = os.environ | {
-        "VK_ICD_FILENAMES": str(manifest),
-        "LD_LIBRARY_PATH": str(_FOLDER),
-        "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "1",
-        "PYTHONPATH": os.pathsep.join([*paths, *sys.path]),
-        "EDGE_MTP_CACHE": str(folder),
-    }
+    own = {"PYTHONPATH": os.pathsep.join([*paths, *sys.path]), "EDGE_MTP_CACHE": str(folder)}
     command = [sys.executable, "-c", script, *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    result = subprocess.run(command, env=os.environ | environment(folder) | own, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
