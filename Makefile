@@ -23,6 +23,9 @@ AUDIT = $(BIN)/python scripts/setup/check_dependencies.py --python $(BIN)/python
 	--lock requirements/ci.txt --lock requirements/runtime.txt
 # Where it is set, as in containers, each of the thousands of processes that tests start compiles every module it imports: half of its start.
 export PYTHONDONTWRITEBYTECODE :=
+# The kernels are compiled for each environment and package, and each time for most of a minute: what did not change comes from here.
+export ZIG_LOCAL_CACHE_DIR ?= $(CURDIR)/build/zig
+export ZIG_GLOBAL_CACHE_DIR ?= $(CURDIR)/build/zig
 DEMO_BUNDLE ?= demo-bundle
 # make demo BACKEND=llama runs on llama.cpp, which is compiled; onnx needs wheels only.
 BACKEND ?= onnx

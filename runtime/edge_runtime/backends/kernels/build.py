@@ -124,8 +124,8 @@ def compile_objects(target: str, folder: Path, flags: Sequence[str] = (), withou
 
 
 def run_compiler(arguments: Sequence[str], scratch: Path) -> None:
-    """Runs zig's C++ compiler, whose own caches lie in `scratch`. Raises RuntimeError with its words if it fails."""
-    environment = os.environ | {"ZIG_LOCAL_CACHE_DIR": f"{scratch}/local", "ZIG_GLOBAL_CACHE_DIR": f"{scratch}/global"}
+    """Runs zig's C++ compiler; its caches lie in `scratch` unless zig's own variables name others. Raises RuntimeError if it fails."""
+    environment = {"ZIG_LOCAL_CACHE_DIR": f"{scratch}/local", "ZIG_GLOBAL_CACHE_DIR": f"{scratch}/global"} | os.environ
     result = subprocess.run(
         [sys.executable, "-P", "-m", "ziglang", "c++", *arguments], capture_output=True, text=True, env=environment, check=False
     )
