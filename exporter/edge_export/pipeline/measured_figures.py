@@ -143,7 +143,7 @@ def measured_lines(figures: Sequence[MeasuredFigures]) -> Iterator[str]:
         yield f"## Measured on {_machine(each.header)}\n"
         yield from (f"- {card_text(note)}" for note in each.notes)
         yield from (("",) if each.notes else ())
-        yield from _kinds_ofcard_text(each)
+        yield from _kinds_of_text(each)
         yield from _positions(each)
         yield from _costs(each)
         yield from _joules(each)
@@ -161,7 +161,7 @@ def _machine(header: FigureHeader) -> str:
     return f"{processor}, {card_text(header.created_at[:10])}: {backend}, {threads} threads, {repeats} repeats ({versions})"
 
 
-def _kinds_ofcard_text(figures: MeasuredFigures) -> Iterator[str]:
+def _kinds_of_text(figures: MeasuredFigures) -> Iterator[str]:
     """Plain decoding beside the default policy; beside the first variant that drafts if the default was not measured."""
     drafting = [row for row in figures.overall if row.variant.policy != _PLAIN]
     chosen = next((row for row in drafting if row.variant.policy == DEFAULT_POLICY), next(iter(drafting), None))
