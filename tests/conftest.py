@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -18,8 +19,11 @@ import pytest
 import edge_devices  # noqa: F401  # switches telemetry off before a test imports onnxruntime
 import phones
 import ssh_host
+from edge_devices.errors import EdgeError
+from edge_devices.files.user_cache import cache_folder
 from edge_devices.machine import load
-from kept import shipped_bundle
+from edge_devices.machine.memory import available_memory_bytes
+from kept import ROOT, shipped_bundle
 
 # No test is timed: on a busy machine an example may wait for its turn.
 hypothesis.settings.register_profile("clockless", parent=hypothesis.settings(), deadline=None)
@@ -27,12 +31,30 @@ hypothesis.settings.load_profile("clockless")
 
 pytest_plugins = ["short_set"]
 
+# Files are replaced thousands of times, and each time waits milliseconds for a disk.
+MEMORY = Path("/dev/shm")
+ENOUGH_BYTES = 4 << 30
 
+
+def files_in_memory() -> bool:
+    """Whether tests may keep their files in memory: programs among them can run there, and there is room for those of a whole run."""
+    if not os.access(MEMORY, os.W_OK):
+        return False
+    room = os.statvfs(MEMORY)
+    free = min(room.f_bavail * room.f_frsize, (available_memory_bytes() or 0) // 2)
+    return free > ENOUGH_BYTES and not room.f_flag & os.ST_NOEXEC
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Gives each of several workers its own processors: threads of llama.cpp that share them wait for each other actively."""
     # A shell that runs the tests in the background has them ignore Ctrl-C, and what they start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     worker = getattr(config, "workerinput", None)
+    for kind in ("LOCAL", "GLOBAL"):  # as in the Makefile
+        os.environ.setdefault(f"ZIG_{kind}_CACHE_DIR", str(ROOT / "build/zig"))
+    if worker is None and files_in_memory():
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     if worker is not None and hasattr(os, "sched_setaffinity"):
         every, number = sorted(os.sched_getaffinity(0)), int(worker["workerid"].removeprefix("gw"))
         own = every[number :: int(worker["workercount"])] or every[number % len(every) :][:1]
@@ -79,17 +101,22 @@ def onnx_pair() -> Callable[..., Path]:
     return bundle_of
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def probe_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps the probe's answers out of the user's own cache."""
+    """A cache for each file: what was measured before, by its user or by another file, is no matter. Downloads are the user's."""
+    folder = tmp_path_factory.mktemp("cache")
+    with contextlib.suppress(OSError, EdgeError):  # a user without a home folder
+        downloads = cache_folder() / "packages"
+        downloads.mkdir(parents=True, exist_ok=True)
+        (folder / "packages").symlink_to(downloads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EDGE_MTP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("EDGE_MTP_CACHE", str(folder))
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[phones.Desk]:
-    """An adb server, and the phones that tests put on the desk."""
+    """An adb server for each file, and the phones that its tests put on the desk."""
     if phones.NEEDS:
         pytest.skip(phones.NEEDS)
     made = phones.Desk(tmp_path_factory.mktemp("desk"))

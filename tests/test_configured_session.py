@@ -16,7 +16,6 @@ from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.session.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
 
-pytestmark = pytest.mark.usefixtures("probe_memory")
 # Two of the best logits after another prompt may be so close that one row and several rows choose differently; not after this one.
 PROMPT = "class Stack:"
 

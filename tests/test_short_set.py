@@ -62,8 +62,16 @@ def test_workers_begin_with_the_files_that_take_longest(pytester: pytest.Pyteste
         test_a="def test_short(): ...",
         test_b="import pytest\n\ndef test_short(): ...\n\n@pytest.mark.slow\ndef test_slow(): ...",
         test_c="def test_short(): ...\n\ndef test_other(): ...",
+        test_d="import pytest\n\n@pytest.mark.slow(50)\ndef test_slower(): ...",
     )
     options = ("-p", "short_set", "-p", "xdist", "-p", "no:randomly", "--no-loadscope-reorder")
     lines = pytester.runpytest_inprocess(*options, "--collect-only", "-q").outlines
-    names = ["test_b.py::test_slow", "test_b.py::test_short", "test_c.py::test_short", "test_c.py::test_other", "test_a.py::test_short"]
+    names = [
+        "test_d.py::test_slower",
+        "test_b.py::test_slow",
+        "test_b.py::test_short",
+        "test_c.py::test_short",
+        "test_c.py::test_other",
+        "test_a.py::test_short",
+    ]
     assert [line for line in lines if "::" in line] == names

@@ -53,7 +53,7 @@ def answers() -> dict[str, tuple[int, str, str]]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(0.3)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help(script: str, answers: dict[str, tuple[int, str, str]]) -> None:
     code, output, errors = answers[script]

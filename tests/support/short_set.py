@@ -24,7 +24,7 @@ LONG = Path(__file__).parents[1] / "data" / "long_tests.txt"
 MACHINE = {"browser", "desk", "host"}
 TOTAL = "# tests in all: "
 NEEDS = "a C++ compiler (llama.cpp), PyTorch, Chromium, adb, sshd, qemu, or more than half a second of processor time each"
-# About what a test takes, in seconds, by which files are ordered.
+# About what a test takes, in seconds, by which files are ordered; slow(seconds) names another number.
 SLOW_SECONDS, LONG_SECONDS, SHORT_SECONDS = 5.0, 1.0, 0.05
 _HEADER = "# Tests of half a second of processor time and more, which make test leaves out. Written by make test-times.\n"
 
@@ -125,8 +125,8 @@ class Selection:
         return [item for tests in ordered for item in tests]
 
     def _about(self, item: pytest.Item) -> float:
-        if item.get_closest_marker("slow"):
-            return SLOW_SECONDS
+        if slow := item.get_closest_marker("slow"):
+            return float(slow.args[0]) if slow.args else SLOW_SECONDS
         return LONG_SECONDS if _listed(item.nodeid, self.long) else SHORT_SECONDS
 
     @pytest.hookimpl(optionalhook=True)

@@ -30,7 +30,7 @@ from edge_export.device_package.own_code import add_own_code
 from edge_export.device_package.platforms import PLATFORMS, SITE
 from edge_export.errors import PackageError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(8)
 SUPPORT = Path(__file__).parents[2] / "support"
 PROMPTS = ["def area(r):\n", "class Stack:\n"]
 TOKENS = 16

@@ -36,11 +36,8 @@ Folders = Callable[[str], Path]
 
 
 @pytest.fixture
-def request_for(
-    member_folder: Folders, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., ExportRequest]:
+def request_for(member_folder: Folders, tmp_path: Path) -> Callable[..., ExportRequest]:
     pytest.importorskip("llama_cpp", reason="llama.cpp runs the export")
-    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
     def made(member: str = "e2b", **changes: Any) -> ExportRequest:
         values: dict[str, Any] = {

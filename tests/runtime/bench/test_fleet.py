@@ -23,7 +23,7 @@ from stub_package import ROOT, stub_bundle, stub_package
 
 distributed = pytest.importorskip("distributed", reason="needs edge-mtp[fleet]")
 pytest.importorskip("pyarrow", reason="needs edge-mtp[fleet]")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(8)
 WORKER = """
 import sys
 from edge_bench.devices import remote_run

@@ -17,7 +17,6 @@ from edge_runtime.errors import RequestError
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
-pytestmark = pytest.mark.usefixtures("probe_memory")
 PAIR = Path(__file__).parents[3] / "exporter/edge_export/reference_pair"
 # Stock kernels compute one row and several differently: by up to 0.15 in a logit with float16 weights and q4_0 K/V on AVX2.
 NEAR_TIE = 0.3

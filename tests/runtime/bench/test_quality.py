@@ -21,7 +21,6 @@ from edge_runtime.decoding.quality import KINDS, ReferenceText, RowFigures, held
 from edge_runtime.session.open import open_session
 from kept import PAIR
 
-pytestmark = pytest.mark.usefixtures("probe_memory")
 QUICK = ("--tokens", "40", "--threads", "1", "--check", "none")
 
 

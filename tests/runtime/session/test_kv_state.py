@@ -17,7 +17,6 @@ from edge_runtime.session.saved.kv_state_file import MAGIC
 from edge_runtime.session.session import Session
 from scripted import make_session
 
-pytestmark = pytest.mark.usefixtures("probe_memory")
 # The pair's sliding window is 128 tokens.
 WINDOW = 128
 

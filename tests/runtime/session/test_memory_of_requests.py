@@ -15,7 +15,6 @@ from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
-pytestmark = pytest.mark.usefixtures("probe_memory")
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "plain": {"draft_length": 0},

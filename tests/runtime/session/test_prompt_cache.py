@@ -27,8 +27,6 @@ from edge_runtime.session.saved.kv_state_file import RowSegment
 from edge_runtime.session.saved.prompt_cache import MAX_TOKENS, MIN_TOKENS, PromptCache, segments, shrink
 from edge_runtime.session.session import Session
 
-pytestmark = pytest.mark.usefixtures("probe_memory")
-
 
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ if not loader.usable_variants():
 
 from edge_runtime.backends.kernels.build import compile_objects, run_compiler
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(1)
 TARGET = "aarch64-linux-gnu.2.17"
 DRIVER = Path(__file__).parents[3] / "support" / "emulated_rows.cpp"
 BATCHES = (1, 2, 3, 5, 8, 11, 12, 13, 29)
