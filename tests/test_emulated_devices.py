@@ -21,6 +21,7 @@ from bench_records import ONE_OF_EACH
 from device_runs import bench
 from edge_bench.devices import remote_run as remote
 from edge_bench.measure.records import Records, Run, read_records
+from edge_bench.measure.variants import LLAMA_CPP, OURS
 from fake_phone import PI, FakePhone
 from kept import shipped_bundle
 from phones import Desk
@@ -29,7 +30,7 @@ from ssh_host import NEEDS, SshHost
 if shutil.which("qemu-aarch64-static") is None:
     pytest.skip("needs qemu-aarch64-static (apt install qemu-user-static)", allow_module_level=True)
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(50)
 PAIR = Path(__file__).parent.parent / "exporter/edge_export/reference_pair"
 # Of this prompt's first tokens none is a near tie, which operators of onnxruntime's own decide otherwise on ARM: 1.1 nats at least.
 WHAT = (*ONE_OF_EACH, "--domains", "repetitive", "--max-tokens", "6", "--backend", "onnx", "--context", "256")
@@ -76,24 +77,23 @@ def drafts(records: Records) -> list[tuple[str, str | None, int, int]]:
     def row_of(run: Run) -> tuple[str, str | None, int, int]:
         return run.variant.label, run.output, run.drafted, run.accepted
 
-    assert records.runs
-    return [row_of(run) for run in records.runs]
+    ours = [run for run in records.runs if run.variant.side == OURS]
+    assert ours
+    return [row_of(run) for run in ours]
 
 
 def test_a_phone_from_package_to_report(
-    desk: Desk,
-    package: Callable[[str], Path],
-    here: Records,
-    onnx_pair: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    desk: Desk, package: Callable[[str], Path], here: Records, pair_of_both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where the package has llama.cpp's tools, they are measured beside ours in the same run."""
     monkeypatch.setattr(remote, "POLL_SECONDS", 1.0)
+    folder = package("android-arm64")
+    against = ("--against", "llama.cpp=package") if (folder / "tools").is_dir() else ()
     phone = desk.phone(cpu="cortex-a76")
     begin = time.monotonic()
-    where = "--adb", phone.serial, "--package", package("android-arm64"), "--results", tmp_path / "results", "--run", "one"
+    where = "--adb", phone.serial, "--package", folder, "--results", tmp_path / "results", "--run", "one"
     files = "--html", tmp_path / "page.html", "--device-folder", tmp_path / "device"
-    result = bench("devices", onnx_pair("int4"), *WHAT, *where, *files)
+    result = bench("devices", pair_of_both, *WHAT, *where, *files, *against)
     print(result.stderr, f"phone, deployed and measured under emulation: {time.monotonic() - begin:.0f} s")
     assert result.exit_code == 0, result.output
     there = read_records(next((tmp_path / "results").rglob("runs.jsonl")))
@@ -101,6 +101,11 @@ def test_a_phone_from_package_to_report(
     assert there.header.machine["architecture"] == "aarch64"
     assert "Cortex-A76" in there.header.machine["cores"]
     assert "edge-bench" in (tmp_path / "page.html").read_text()
+    if against:
+        theirs = [run for run in there.runs if run.variant.side == LLAMA_CPP]
+        assert all(run.tokens >= 6 and run.seconds > 0 for run in theirs)
+        assert any(run.drafted >= run.accepted > 0 for run in theirs)
+        assert "over llama.cpp" in result.stdout
     desk.adb("disconnect", phone.serial)
     phone.close()
 
@@ -135,28 +140,3 @@ def test_a_pi_from_package_to_report(
     there = read_records(tmp_path / "results/one/ssh-pi/runs.jsonl")
     assert drafts(there) == drafts(here)
     assert "the board throttled (get_throttled 0x50005)" in result.stdout
-
-
-def test_a_phone_holds_the_tools_of_its_package_against_ours(
-    desk: Desk, package: Callable[[str], Path], pair_of_both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "POLL_SECONDS", 1.0)
-    folder = package("android-arm64")
-    if not (folder / "tools").is_dir():
-        pytest.skip(
-            "EDGE_MTP_PACKAGES names no android-arm64 with tools: make it with edge-export package android-arm64 --with-llama-tools"
-        )
-    phone = desk.phone(cpu="cortex-a76")
-    where = ("--adb", phone.serial, "--package", folder, "--results", tmp_path / "results", "--run", "one")
-    result = bench("devices", pair_of_both, *WHAT, *where, "--device-folder", tmp_path / "device", "--against", "llama.cpp=package")
-    print(result.output)
-    assert result.exit_code == 0, result.output
-    there = read_records(next((tmp_path / "results").rglob("runs.jsonl")))
-    sides = {run.variant.side for run in there.runs}
-    assert sides == {"edge-mtp", "llama.cpp"}
-    theirs = [run for run in there.runs if run.variant.side == "llama.cpp"]
-    assert all(run.tokens >= 6 and run.seconds > 0 for run in theirs)
-    assert any(run.drafted >= run.accepted > 0 for run in theirs)
-    assert "over llama.cpp" in result.stdout
-    desk.adb("disconnect", phone.serial)
-    phone.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -24,6 +25,8 @@ import pytest
 for library in ("uvicorn", "starlette"):
     pytest.importorskip(library, reason="needs edge-mtp[serve]")
 
+import uvicorn.server
+
 from chat_words import SpeakingTarget, chat_session
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.interfaces import DraftRequest, Logits
@@ -37,6 +40,17 @@ from polling import wait
 MAIN = "from edge_runtime.cli.run import main; main()"
 
 
+class _Impatient:
+    """asyncio for uvicorn, which looks every 0.1 seconds whether it shall end, and waits as long when it does: every 0.01 for tests."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
+
+uvicorn.server.asyncio = _Impatient()  # type: ignore[assignment]
 HI: Any = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
@@ -97,8 +111,6 @@ def scripted_server(
     **sessions: Any,
 ) -> Iterator[Scripted]:
     """Serves scripted replies on a free port until the block ends; the model says that it is `description`, and whether it answers."""
-    import uvicorn
-
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.http.connections import server_config
     from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard

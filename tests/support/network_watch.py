@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -78,15 +79,15 @@ class Watcher:
         compiler = shutil.which("cc") or shutil.which("gcc")
         if compiler is None or sys.platform != "linux":
             pytest.skip("needs Linux and a C compiler (apt install gcc)")
-        self._folder, self._library, self._runs = folder, folder / "watch.so", 0
+        self._folder, self._library, self._runs = folder, folder / "watch.so", count(1)
         source = folder / "watch.c"
         source.write_text(_WATCH)
         subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(self._library), str(source), "-ldl"], check=True)
 
     def run(self, *arguments: str, **variables: str) -> Watched:
-        """Runs Python with these arguments in a home of its own, without the variables that switch telemetry off."""
-        self._runs += 1
-        home, log = self._folder / f"home{self._runs}", self._folder / f"log{self._runs}"
+        """Runs Python with these arguments in a home of its own, without the variables that switch telemetry off; any thread may."""
+        number = next(self._runs)
+        home, log = self._folder / f"home{number}", self._folder / f"log{number}"
         home.mkdir()
         unset = {*_SILENT_ANYWAY, *SWITCHES, "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME"}
         env = {key: value for key, value in os.environ.items() if key not in unset} | {

@@ -23,6 +23,7 @@ from edge_export.onnx.request import OnnxRequest
 from edge_export.parity.reference import MIN_CONTEXT
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
+from edge_export.quantization import calibration
 from edge_export.quantization.importance_sources import ImportanceSources
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.session.open import open_session
@@ -236,8 +237,9 @@ def test_options_that_contradict_each_other_are_usage_errors(arguments: list[str
     assert words in result.output
 
 
-def test_calibration_weighs_onnx_weights_too(tmp_path: Path) -> None:
+def test_calibration_weighs_onnx_weights_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="calibration runs in torch")
+    monkeypatch.setattr(calibration, "MAX_CHUNKS", 2)
     text = tmp_path / "text.txt"
     text.write_text(Path(onnx_blocks.__file__).read_text())
     target, drafter = map(str, reference_pair())

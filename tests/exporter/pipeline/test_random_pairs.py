@@ -31,7 +31,7 @@ SINGULAR = (1223, 1013, 1018, 2068, 2044)
 CONVERTER_FAULTS = ("Gemma4UnifiedForCausalLM is not supported", "'expert_intermediate_size'", "assert head_dim_full is not None")
 
 
-@pytest.mark.parametrize("seed", [*range(5), *SINGULAR])
+@pytest.mark.parametrize("seed", [0, 1, 2, *SINGULAR])  # whose families are the other two
 def test_a_random_pair_equals_both_oracles(seed: int, tmp_path: Path) -> None:
     _check_pair(write_random_pair(seed, tmp_path)[1:], tmp_path)
 

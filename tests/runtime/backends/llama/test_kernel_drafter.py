@@ -108,7 +108,7 @@ def test_drafts_are_llama_cpps(reference_pair: Any, target: LlamaTarget, sparse:
 
 
 # The shipped pair's 8 centroids, and so few that the sparse head often chooses otherwise than a dense one would.
-@pytest.mark.parametrize(("random_text", "top"), [(False, 8), (True, 8), (False, 1), (True, 1)])
+@pytest.mark.parametrize(("random_text", "top"), [(False, 8), (True, 1)])
 def test_drafts_are_those_of_the_reference_s_sparse_head(reference_pair: Any, random_text: bool, top: int, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     same = steps = sparse_matters = others = 0
