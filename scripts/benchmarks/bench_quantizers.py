@@ -1,21 +1,23 @@
-"""Compares 4-bit quantizations of a target by the error of its outputs: llama.cpp's types and ours, as they are, with errors weighed by
-importance, and compensated besides (what --calibrate does).
+"""Compares quantizers of other programs with this project's own on the pair of real matrices: KL, perplexity and bytes, weights alone.
 
-    python scripts/benchmarks/bench_quantizers.py --json quantizers.json
+    python scripts/pairs/real_matrices.py
+    python scripts/benchmarks/bench_quantizers.py --json peers.json --keep build/peers
 
-Only the weights differ: the dequantized weights run in the reference implementation in float32, so kernels and rounded activations have no
-effect. Rows are all positions of held-out prompts and of the reference's greedy continuations. Importance is computed from the source of
-Python's standard library (or --text), without the files that the prompts are from.
+The dequantized weights run in transformers in float32 on the held-out texts, so kernels and rounded activations have no effect. llama.cpp's
+types come from its own quantizer, without and with an importance matrix of the same calibration. onnxruntime's tools and LiteRT's are their
+own functions, called on every matrix as their converters call them. A peer that is not installed is named and left out; LiteRT's is the
+package ai-edge-quantizer. Results in `--json` stay: a run goes on with the ways that are missing.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sysconfig
-import tempfile
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ from numpy.typing import NDArray
 from edge_devices.command_line import one_sentence_errors
 from edge_export.checkpoint.architecture import text_name
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from edge_export.checkpoint.shipped_pair import reference_pair
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
@@ -36,237 +37,330 @@ from edge_export.gguf.writer import write_gguf
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
 from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.weights import table_format, weight_format
-from edge_export.parity.reference import Reference, divergence, load_reference
-from edge_export.quantization.calibration import CalibrationRequest, calibrate
+from edge_export.parity.held_out import held_out_tokens
+from edge_export.parity.reference import Reference, load_reference, tokenizer_of
+from edge_export.quantization import calibration
 from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance, SecondMoments, fitted
+from edge_export.quantization.importance_sources import CALIBRATION_TEXT
 from edge_export.quantization.llama_quantize import quantize_gguf
+from edge_runtime.decoding.quality import SKIPPED_ROWS, TIE
 
-Weights = dict[str, NDArray[np.float32]]
-TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
-GGUF_TYPES = ("q4_0", "q4_k_m")
-BLOCKS = (32, 128)
-# What the ONNX exporter makes of int4, the embedding included.
-EXPORTS = {f"ONNX int4, blocks of {block}": OnnxRequest(block=block) for block in (32, 64, 128)} | {
-    "ONNX int4, mixed": OnnxRequest(),
-    "ONNX int4, mixed, int4 embedding": OnnxRequest(embedding="int4"),
+Floats = NDArray[np.float32]
+# Dequantized weights of a matrix, and how many bytes it takes.
+Made = tuple[Floats, int]
+Quantizer = Callable[[str, Floats], Made]
+# Program, name, and what makes all matrices.
+Way = tuple[str, str, Callable[[], Iterator[tuple[str, Made]]]]
+# Rows whose figures are computed at once, and weights that slow quantizers get at once.
+ROWS, PIECE = 64, 1 << 22
+TABLE = "token_embd.weight"
+# The fields of a format that some of a layer's matrices have as their own.
+APART = {
+    field: re.compile(rf"blk\.\d+\.({names})\.weight") for field, names in {"sensitive": "ffn_down|proj", "values": "attn_k|attn_v"}.items()
 }
-SENSITIVE, VALUES = re.compile(r"blk\.\d+\.(ffn_down|proj)\.weight"), re.compile(r"blk\.\d+\.attn_v\.weight")
-TEXT_BYTES = 1_000_000
+OWN_GGUF = ("q4_0", "q4_k_m", "q5_k_m")
+LLAMA_TYPES = ("q4_0", "iq4_nl", "q4_k_s", "q4_k_m", "q5_0", "q5_k_s", "q5_k_m")
+OWN_ONNX = {
+    "int4 mixed": OnnxRequest(),
+    "int4 in blocks of 32": OnnxRequest(block=32),
+    "int8": OnnxRequest(target="int8"),
+    "int8 in blocks of 32": OnnxRequest(target="int8", block=32),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What one way loses: mean KL in nats with its standard error over prompts, greedy agreement, bits per weight as stored."""
+    """What one way loses: mean KL in nats with its standard error, perplexity, kept first choices, bytes of the quantized matrices."""
 
+    program: str
     way: str
+    bytes: int
+    rows: int
     kl: float
     kl_error: float
+    perplexity: float
+    reference_perplexity: float
     greedy_agreement: float
-    bits: float
 
 
-class Target:
-    """The reference model, its matrices by GGUF name, and what it says of the prompts with its own weights."""
+class Model:
+    """The checkpoint in transformers, its matrices by GGUF name, and its own logits of the held-out texts, in mapped files."""
 
-    def __init__(self, folder: Path, prompts: list[str], continuation: int) -> None:
-        from transformers import PreTrainedTokenizerFast
-
+    def __init__(self, folder: Path, tokens: int, scratch: Path) -> None:
         self._model = load_reference(folder)
-        self._matrices = {}
+        self.matrices = {}
         for name, parameter in self._model.named_parameters():
             short = gguf_name(text_name(name, multimodal=False) or name)
             if short is not None and parameter.ndim == 2 and not stays_float32(short, 2):
-                self._matrices[short] = parameter
-        self.weights: Weights = {name: parameter.detach().numpy().copy() for name, parameter in self._matrices.items()}
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-        self._texts = [self._continued(tokenizer.encode(prompt), continuation) for prompt in prompts]
-        self._reference = [self._logits(tokens) for tokens in self._texts]
+                self.matrices[short] = parameter
+        self._exact = {name: _kept(parameter.detach()) for name, parameter in self.matrices.items()}
+        source = ResolvedSource(role="target", origin=str(folder), checkpoint=open_checkpoint(folder), tokenizer=read_vocabulary(folder))
+        self._texts = held_out_tokens(tokenizer_of(source), tokens)
+        self._reference = {}
+        for kind, text in self._texts.items():
+            rows = self._logits(text).numpy()
+            self._reference[kind] = np.memmap(scratch / f"{kind}.f32", np.float32, "w+", shape=rows.shape)
+            self._reference[kind][:] = rows
 
-    @property
-    def rows(self) -> int:
-        """How many rows of logits are compared."""
-        return sum(len(tokens) for tokens in self._texts)
+    def own(self, name: str) -> Floats:
+        """The matrix's own weights [N, K]."""
+        weights: Floats = self._exact[name].float().numpy()
+        return weights
 
-    def loss(self, way: str, weights: Weights, bits: float) -> Loss:
+    def loss(self, program: str, way: str, matrices: Iterator[tuple[str, Made]]) -> Loss:
         """What the model loses with these weights in place of its own; it has its own again afterwards."""
-        self._put(weights)
+        changed, stored = list[str](), 0
         try:
-            results = [divergence(exact, self._logits(tokens)) for tokens, exact in zip(self._texts, self._reference, strict=True)]
+            for name, (weights, count) in matrices:
+                if name not in self.matrices:
+                    continue
+                with torch.inference_mode():
+                    self.matrices[name].copy_(torch.from_numpy(np.ascontiguousarray(weights, np.float32)))
+                changed.append(name)
+                stored += count
+            kl, surprise, theirs, agrees = torch.cat([self._rows(kind) for kind in self._texts], 1).double()
         finally:
-            self._put(self.weights)
-        counts = np.array([len(tokens) for tokens in self._texts])
-        share = counts / counts.sum()
-        kls = np.array([each.mean_kl for each in results])
-        mean = float(share @ kls)
+            with torch.inference_mode():
+                for name in changed:
+                    self.matrices[name].copy_(self._exact[name])
         return Loss(
+            program=program,
             way=way,
-            kl=mean,
-            kl_error=float(np.sqrt(np.sum((share * (kls - mean)) ** 2))),
-            greedy_agreement=float(share @ [each.greedy_agreement for each in results]),
-            bits=bits,
+            bytes=stored,
+            rows=len(kl),
+            kl=float(kl.mean()),
+            kl_error=float(kl.std(correction=0) / len(kl) ** 0.5),
+            perplexity=float(surprise.mean().exp()),
+            reference_perplexity=float(theirs.mean().exp()),
+            greedy_agreement=float(agrees.mean()),
         )
 
-    def _put(self, weights: Weights) -> None:
-        with torch.inference_mode():
-            for name, values in weights.items():
-                self._matrices[name].copy_(torch.from_numpy(values))
+    def _rows(self, kind: str) -> torch.Tensor:
+        """KL, both surprises and whether the first choice is the reference's, [4, rows]: as edge_runtime.decoding.quality has them."""
+        text, parts = self._texts[kind], list[torch.Tensor]()
+        logits, following = self._logits(text), torch.tensor(text[1:])[:, None]
+        for first in range(SKIPPED_ROWS, len(text) - 1, ROWS):
+            here = slice(first, min(first + ROWS, len(text) - 1))
+            theirs, own = torch.from_numpy(np.array(self._reference[kind][here])), logits[here]
+            expected, actual = theirs.log_softmax(-1), own.log_softmax(-1)
+            chosen = theirs.gather(1, own.argmax(-1, keepdim=True))[:, 0]
+            agrees = theirs.amax(-1) - chosen <= TIE * theirs.std(-1, correction=0)
+            surprises = [-each.gather(1, following[here])[:, 0] for each in (actual, expected)]
+            parts.append(torch.stack([(expected.exp() * (expected - actual)).sum(-1), *surprises, agrees.float()]))
+        return torch.cat(parts, 1)
 
-    def _logits(self, tokens: list[int]) -> NDArray[np.float32]:
+    def _logits(self, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            logits: NDArray[np.float32] = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
+            logits: torch.Tensor = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
         return logits
 
-    def _continued(self, tokens: list[int], count: int) -> list[int]:
-        made = self._model.generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False) if count else torch.tensor([tokens])
-        return [int(token) for token in made[0]]
+
+def _kept(weights: torch.Tensor) -> torch.Tensor:
+    """A copy of float32 weights, in bfloat16 where that holds them exactly."""
+    half = weights.to(torch.bfloat16)
+    return half if torch.equal(half.float(), weights) else weights.clone()
 
 
-def losses(
-    target: Target, checkpoint: Checkpoint, importance: Importance, folder: Path, threads: int, say: Callable[[str], None]
-) -> Iterator[Loss]:
-    """Yields what every way loses."""
-    plain = folder / "plain.gguf"
-    write_gguf(checkpoint, plain, "f32", lambda _: None)
-    weighed = replace(importance, moments=None)
-    ways = {"": None, ", importance": weighed, ", compensated": importance}
-    for kind in GGUF_TYPES:
-        for name, counts in ways.items():
-            say(way := f"GGUF {kind}{name}")
-            quantize_gguf(plain, folder / "made.gguf", kind, threads, importance=counts)
-            if counts is importance:
-                compensate_gguf(folder / "made.gguf", checkpoint, importance)
-            weights, bits = read_weights(folder / "made.gguf", target.weights)
-            yield target.loss(way, weights, bits)
-    for block in BLOCKS:
-        for method, used in (("rtn", None), ("search", None), ("search", weighed)):
-            say(way := f"nbits {block}, {method}{', importance' if used else ''}")
-            weights, bits = rounded(target.weights, WeightSpec(bits=4, block=block, method=method), used)  # type: ignore[arg-type]
-            yield target.loss(way, weights, bits)
-    for name, request in EXPORTS.items():
-        for how, counts in ways.items():
-            say(way := f"{name}{how}")
-            weights, bits = exported(target.weights, request, counts)
-            yield target.loss(way, weights, bits)
+def measured_importance(folder: Path, keep: Path, pieces: int, threads: int) -> Importance:
+    """Importance and second moments of the package's calibration text, kept in `keep`: a run that was stopped goes on."""
+    calibration.MAX_CHUNKS = pieces
+    source = ResolvedSource(role="target", origin=str(folder), checkpoint=open_checkpoint(folder), tokenizer=read_vocabulary(folder))
+    moments = SecondMoments(keep / "target")
+    request = calibration.CalibrationRequest(
+        reference=Reference(target=source, drafter=source, threads=threads, context=source.checkpoint.architecture.context),
+        text=CALIBRATION_TEXT,
+        with_drafter=False,
+        moments={"target": moments},
+        state=keep / "layers.npz",
+    )
+    made = calibration.calibrate(request)
+    return replace(fitted(made.target, source.checkpoint, made.source), moments=moments)
 
 
-def read_weights(path: Path, exact: Weights) -> tuple[Weights, float]:
-    """The dequantized matrices of a GGUF file, and their bits per weight."""
-    tensors = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name in exact]
-    weights = {t.name: np.array(gguf.quants.dequantize(t.data, t.tensor_type), np.float32).reshape(exact[t.name].shape) for t in tensors}
-    return weights, 8 * sum(int(t.n_bytes) for t in tensors) / sum(values.size for values in weights.values())
+def gguf_ways(checkpoint: Checkpoint, importance: Importance, keep: Path, threads: int) -> Iterator[Way]:
+    """llama.cpp's types without and with an importance matrix, and this project's, whose errors are compensated."""
+    plain, made = keep / "plain.gguf", keep / "made.gguf"
+
+    def written(kind: str, counts: Importance | None) -> Iterator[tuple[str, Made]]:
+        if not plain.exists():
+            write_gguf(checkpoint, plain, "bf16", lambda _: None)
+        quantize_gguf(plain, made, kind, threads, importance=counts)
+        if counts is not None and counts.moments is not None:
+            compensate_gguf(made, checkpoint, counts)
+        for tensor in gguf.GGUFReader(made).tensors:
+            if len(tensor.shape) == 2:
+                yield tensor.name, (gguf.quants.dequantize(tensor.data, tensor.tensor_type), int(tensor.n_bytes))
+
+    name = f"llama.cpp (llama-cpp-python {version('llama-cpp-python')})"
+    for kind in LLAMA_TYPES:
+        yield name, kind, partial(written, kind, None)
+        yield name, f"{kind}, importance matrix", partial(written, kind, replace(importance, moments=None))
+    for kind in OWN_GGUF:
+        yield "edge-mtp", f"GGUF {kind}, calibrated", partial(written, kind, importance)
 
 
-def rounded(weights: Weights, spec: WeightSpec, importance: Importance | None) -> tuple[Weights, float]:
-    """The matrices quantized and back, the tables in 8 bits; rows that a block does not divide take the largest block that does."""
-
-    def spec_of(name: str, columns: int) -> WeightSpec:
-        block = next((b for b in (spec.block, 64, 32) if b <= spec.block and columns % b == 0), 32)
-        return WeightSpec(bits=8 if name in TABLES else spec.bits, block=block, method=spec.method)
-
-    return quantized(weights, spec_of, importance)
-
-
-def exported(weights: Weights, request: OnnxRequest, importance: Importance | None) -> tuple[Weights, float]:
-    """The matrices quantized as the ONNX exporter does it, and back."""
-
-    def spec_of(name: str, columns: int) -> WeightSpec:
-        format = table_format(request) if name == TABLES[0] else weight_format(request.target, request)
-        if format.sensitive is not None and SENSITIVE.fullmatch(name):
-            format = format.sensitive
-        elif format.values is not None and VALUES.fullmatch(name):
-            format = format.values
-        spec = format.for_columns(columns).spec
-        assert spec is not None, "rows of the pair are whole blocks"
-        return spec
-
-    return quantized(weights, spec_of, importance)
+def export_spec(request: OnnxRequest, name: str, columns: int) -> WeightSpec:
+    """How the ONNX exporter stores the matrix with this GGUF name."""
+    format = table_format(request) if name == TABLE else weight_format(request.target, request)
+    own = (getattr(format, field) for field, names in APART.items() if names.fullmatch(name))
+    spec = (next(own, None) or format).for_columns(columns).spec
+    assert spec is not None, "rows of the pair are whole blocks"
+    return spec
 
 
-def quantized(weights: Weights, spec_of: Callable[[str, int], WeightSpec], importance: Importance | None) -> tuple[Weights, float]:
-    """The matrices quantized and back, and their bits per weight; `spec_of` says how from a name and a row's length."""
-    made, stored = {}, 0
-    for name, values in weights.items():
-        counts = importance.values.get(name) if importance else None
-        moments = importance.moments if importance else None
-        factor = moments.factor(name) if moments and moments.has(name) else None
-        packed = quantize_matrix(values, spec_of(name, values.shape[1]), None if counts is None else counts[0], factor)
-        made[name] = dequantize(packed)
-        stored += packed.packed.nbytes + packed.scales.nbytes
-    return made, 8 * stored / sum(values.size for values in weights.values())
+def onnx_quantizer(request: OnnxRequest, importance: Importance | None) -> Quantizer:
+    """The exporter's own matrices of this request."""
+
+    def quantize(name: str, weights: Floats) -> Made:
+        spec = export_spec(request, name, weights.shape[1])
+        counts, moments = (importance.values.get(name), importance.moments) if importance else (None, None)
+        factor = moments.factor(name) if moments and spec.bits == 4 and moments.has(name) else None
+        packed = quantize_matrix(weights, spec, None if counts is None else counts[0], factor)
+        return dequantize(packed), packed.packed.nbytes + packed.scales.nbytes
+
+    return quantize
 
 
-def standard_library(without: list[str]) -> str:
-    """About TEXT_BYTES of Python's own library, spread over it, leaving out every file that one of these texts is in."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")) + sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-s]*/*.py"))
-    files = [path for path in files if "site-packages" not in path.parts]
-    texts = [text for text in (path.read_text("utf-8", "ignore") for path in files) if not any(piece.strip() in text for piece in without)]
-    each = max(1, TEXT_BYTES // len(texts))
-    return "".join(text[:each] for text in texts)
+def runtime_quantizers() -> Iterator[tuple[str, Quantizer]]:
+    """onnxruntime's own tools, as its matmul_nbits_quantizer calls them: head and embedding in the same 4 bits, or in 8."""
+    from onnxruntime.capi import _pybind_state as native
+    from onnxruntime.quantization.matmul_nbits_quantizer import HQQWeightOnlyQuantConfig, HQQWeightOnlyQuantizer
+    from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
+
+    def default(weights: Floats, block: int, bits: int) -> Made:
+        rows, blocks = len(weights), weights.shape[1] // block
+        packed = np.zeros((rows, blocks, block * bits // 8), np.uint8)
+        scales, zeros = np.zeros(rows * blocks, np.float32), np.zeros(rows * ((blocks * bits + 7) // 8), np.uint8)
+        function = native.quantize_matmul_4bits if bits == 4 else native.quantize_matmul_8bits
+        # It takes [K, N]; symmetric: the zero points stay at the middle.
+        function(packed, np.ascontiguousarray(weights.T), scales, zeros, block, rows, weights.shape[1], True)
+        levels = packed if bits == 8 else np.stack([packed & 15, packed >> 4], -1).reshape(rows, blocks, block)
+        values = (levels.astype(np.float32) - (1 << (bits - 1))) * scales.reshape(rows, blocks, 1)
+        return values.reshape(weights.shape), packed.nbytes + scales.nbytes
+
+    def k_quant(weights: Floats, block: int, bits: int) -> Made:
+        levels, scales, zeros = quant_tensor_k_quant_cpu(weights, bits, block)
+        return ((levels - zeros) * scales).reshape(weights.shape), levels.size * bits // 8 + 4 * scales.size + zeros.size * bits // 8
+
+    def hqq(weights: Floats, block: int, bits: int) -> Made:
+        made = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(block_size=block, bits=bits))
+        levels, scales, zeros = (each.numpy() for each in made.quantize_internal(torch.from_numpy(weights), bits=bits, group_size=block))
+        grouped = levels.reshape(len(weights), -1, block).astype(np.float32)
+        # Zero points are floats of the weights' type there.
+        stored = levels.size * bits // 8 + 4 * (scales.size + zeros.size)
+        return ((grouped - zeros[..., None]) * scales[..., None]).reshape(weights.shape), stored
+
+    def by(function: Callable[[Floats, int, int], Made], block: int, bits: int, head: int) -> Quantizer:
+        return lambda name, weights: _in_pieces(weights, lambda part: function(part, block, head if name == TABLE else bits))
+
+    for block in (32, 128):
+        yield f"default, blocks of {block}", by(default, block, 4, 4)
+        yield f"default, blocks of {block}, head in 8 bits", by(default, block, 4, 8)
+        yield f"k_quant, blocks of {block}, head in 8 bits", by(k_quant, block, 4, 8)
+        yield f"default, 8 bits, blocks of {block}", by(default, block, 8, 8)
+    yield "HQQ, blocks of 32, head in 8 bits", by(hqq, 32, 4, 8)
 
 
-def measured_importance(folder: Path, text: Path, checkpoint: Checkpoint, scratch: Path, threads: int) -> Importance:
-    """Importance of the target's channels on this text, with second moments in the folder `scratch`."""
-    moments = SecondMoments(scratch)
-    source = ResolvedSource(role="target", origin=str(folder), checkpoint=checkpoint, tokenizer=read_vocabulary(folder))
-    reference = Reference(target=source, drafter=source, threads=threads, context=source.checkpoint.architecture.context)
-    request = CalibrationRequest(reference=reference, text=text, with_drafter=False, moments={"target": moments})
-    made = calibrate(request)
-    return replace(fitted(made.target, checkpoint, made.source), moments=moments)
+def _in_pieces(weights: Floats, quantize: Callable[[Floats], Made]) -> Made:
+    parts = [quantize(part) for part in np.array_split(weights, max(1, weights.size // PIECE))]
+    return np.concatenate([part for part, _ in parts]), sum(count for _, count in parts)
 
 
-def report(results: list[Loss]) -> str:
-    """One line per way."""
-    lines = [f"{'way':<40} {'mean KL':>9} {'+-':>8} {'greedy':>7} {'bits/weight':>11}"]
-    for loss in results:
-        lines.append(f"{loss.way:<40} {loss.kl:>9.5f} {loss.kl_error:>8.5f} {loss.greedy_agreement:>7.1%} {loss.bits:>11.2f}")
+def litert_quantizers() -> Iterator[tuple[str, Quantizer]]:
+    """LiteRT's min-max quantizer, by which its recipes dynamic_wi4_afp32, dynamic_wi8_afp32 and gemma4_mixed48 round weights."""
+    from ai_edge_quantizer import qtyping
+    from ai_edge_quantizer.algorithms.uniform_quantize import uniform_quantize_tensor as uniform
+
+    def rounded(weights: Floats, block: int, bits: int) -> Made:
+        granularity = qtyping.QuantGranularity(f"BLOCKWISE_{block}" if block else "CHANNELWISE")
+        grouped = weights.reshape(-1, block or weights.shape[1])
+        zeros, scales = uniform.tensor_zp_scale_from_min_max(
+            grouped.min(1, keepdims=True), grouped.max(1, keepdims=True), bits, True, granularity
+        )
+        parameters = qtyping.UniformQuantParams(
+            scale=scales, zero_point=zeros, num_bits=bits, symmetric=True, quantized_dimension=0, block_size=0
+        )
+        values = uniform.uniform_dequantize(uniform.uniform_quantize(grouped, parameters), parameters)
+        # Scales of blocks are float16 in the file, those of channels float32.
+        return values.reshape(weights.shape).astype(np.float32), weights.size * bits // 8 + scales.size * (2 if block else 4)
+
+    def by(block: int, bits: int, head: int) -> Quantizer:
+        def quantize(name: str, weights: Floats) -> Made:
+            here = (block, bits) if name != TABLE or head == bits else (0, head)
+            return _in_pieces(weights, lambda part: rounded(part, *here))
+
+        return quantize
+
+    for block, which in ((0, "channels"), (32, "blocks of 32")):
+        yield f"int4, {which}", by(block, 4, 4)
+        yield f"int4, {which}, head in 8 bits", by(block, 4, 8)
+    yield "int8, channels", by(0, 8, 8)
+
+
+def peers(say: Callable[[str], None]) -> Iterator[tuple[str, str, Quantizer]]:
+    """The quantizers of other programs that are installed."""
+    installed: tuple[tuple[str, str, Callable[[], Any]], ...] = (
+        ("onnxruntime", "onnxruntime", runtime_quantizers),
+        ("LiteRT (ai-edge-quantizer)", "ai-edge-quantizer", litert_quantizers),
+    )
+    for program, package, ways in installed:
+        try:
+            yield from ((f"{program} {version(package)}", way, quantizer) for way, quantizer in ways())
+        except ImportError as error:
+            say(f"{program} is left out: {error}; pip install {package} onnx-ir")
+
+
+def report(losses: list[Loss]) -> str:
+    """One line per way, by bytes."""
+    lines = ["| program | weights | MB | mean KL | perplexity | same first choice |", "|:--|:--|--:|--:|--:|--:|"]
+    lines += [
+        f"| {each.program} | {each.way} | {each.bytes / 1e6:.0f} | {each.kl:.3f} ± {each.kl_error:.3f} | {each.perplexity:.1f} |"
+        f" {each.greedy_agreement:.0%} |"
+        for each in sorted(losses, key=lambda each: each.bytes)
+    ]
     return "\n".join(lines)
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--target", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Checkpoint.  [default: the shipped one]")
-@click.option(
-    "--prompts", "prompt_files", type=click.Path(path_type=Path, exists=True, dir_okay=False), multiple=True, help="JSON lists of texts."
-)
-@click.option(
-    "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Calibration text.  [default: Python's own library]"
-)
-@click.option("--continuation", type=click.IntRange(min=0), default=48, help="Tokens the reference continues each prompt by.")
-@click.option("--threads", type=click.IntRange(min=1), default=1)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all figures here.")
+@click.option("--target", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Checkpoint.  [default: that of make real]")
+@click.option("--tokens", default=352, help="Tokens of each of the three held-out texts.")
+@click.option("--pieces", default=calibration.MAX_CHUNKS, help="Pieces of 512 tokens of the calibration text.")
+@click.option("--threads", type=click.IntRange(min=1), default=2)
+@click.option("--only", default="", help="Only ways whose program and name hold this.")
+@click.option("--keep", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for the calibration and files.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), required=True, help="Write all figures here.")
 @one_sentence_errors()
-def main(
-    target: Path | None, prompt_files: tuple[Path, ...], text: Path | None, continuation: int, threads: int, json_path: Path | None
-) -> None:
-    """Compare 4-bit quantizers on a target."""
+def main(target: Path | None, tokens: int, pieces: int, threads: int, only: str, keep: Path, json_path: Path) -> None:
+    """Compare quantizers on real matrices."""
+    if target is None:
+        sys.path.append(str(Path(__file__).parents[1] / "pairs"))
+        from real_matrices import FOLDER
+
+        target = FOLDER / "target"
+        if not (target / "measured.json").is_file():
+            raise click.ClickException("there are no real matrices; run make real, or give --target")
     torch.set_num_threads(threads)
+    keep.mkdir(parents=True, exist_ok=True)
+    losses = [Loss(**each) for each in json.loads(json_path.read_text())] if json_path.exists() else []
+    importance = measured_importance(target, keep, pieces, threads)
+    model = Model(target, tokens, keep)
 
-    def say(what: str) -> None:
-        click.echo(what, err=True)
+    def matrices(quantizer: Quantizer) -> Iterator[tuple[str, Made]]:
+        return ((name, quantizer(name, model.own(name))) for name in model.matrices)
 
-    folder = target or reference_pair()[0]
-    files = prompt_files or tuple(sorted(reference_pair()[0].parent.glob("prompts.*.json")))
-    prompts = [prompt for path in files for prompt in json.loads(path.read_text("utf-8"))]
-    checkpoint = open_checkpoint(folder)
-    with tempfile.TemporaryDirectory() as name:
-        if text is None:
-            text = Path(name) / "standard-library.txt"
-            text.write_text(standard_library(prompts), encoding="utf-8")
-        say(f"calibrating on {text}")
-        importance = measured_importance(folder, text, checkpoint, Path(name) / "moments", threads)
-        say(f"running {len(prompts)} prompts")
-        model = Target(folder, prompts, continuation)
-        results = list(losses(model, checkpoint, importance, Path(name), threads, say))
-    if json_path:
-        result: dict[str, Any] = {
-            "target": str(folder),
-            "rows": model.rows,
-            "prompts": len(prompts),
-            "importance": asdict(importance.source),
-        }
-        json_path.write_text(json.dumps(result | {"losses": [asdict(loss) for loss in results]}, indent=1), encoding="utf-8")
-    click.echo(f"{model.rows} rows of {len(prompts)} prompts; importance from {importance.source.tokens} tokens")
-    click.echo(report(results))
+    own = [("edge-mtp", f"ONNX {way}, calibrated", onnx_quantizer(request, importance)) for way, request in OWN_ONNX.items()]
+    own.append(("edge-mtp", "ONNX int4 mixed", onnx_quantizer(OnnxRequest(), None)))
+    ways: list[Way] = [
+        (program, way, partial(matrices, quantizer)) for program, way, quantizer in (*own, *peers(partial(click.echo, err=True)))
+    ]
+    done = {(loss.program, loss.way) for loss in losses}
+    for program, way, make in (*ways, *gguf_ways(open_checkpoint(target), importance, keep, threads)):
+        if only in f"{program} {way}" and (program, way) not in done:
+            losses.append(model.loss(program, way, make()))
+            click.echo(report(losses[-1:]).splitlines()[-1], err=True)
+            json_path.write_text(json.dumps([asdict(loss) for loss in losses], indent=1), encoding="utf-8")
+    click.echo(report(losses))
 
 
 if __name__ == "__main__":
