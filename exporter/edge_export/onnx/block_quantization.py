@@ -2,7 +2,7 @@
 
 Layout (onnxruntime, docs/ContribOperators.md, com.microsoft.MatMulNBits): each row of [N, K] is cut into blocks of K, the last one
 filled up; two 4-bit levels share a byte, the first in the low half. A weight is scale * (level - 2^(bits - 1)), levels are integers from 0
-to 2^bits - 1. Scales are found by rounding to nearest, or by a search that loses less. Blocks are columns there, [block, blocks]: sums over
+to 2^bits - 1. Scales are found by a search. Blocks are columns there, [block, blocks]: sums over
 a block then run along memory, which is several times faster than short rows.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,7 @@ from edge_export.errors import ExportError
 from edge_export.quantization.compensation import Factor, Floats, Rounded, compensated
 from edge_export.quantization.importance import MIN_IMPORTANCE
 
-Method = Literal["rtn", "search"]
-BITS, BLOCKS, METHODS = (4, 8), (32, 64, 128), get_args(Method)
+BITS, BLOCKS = (4, 8), (32, 64, 128)
 # Weights per piece of work: a piece that stays in a core's cache with all its intermediates is several times faster.
 _PIECE = 1 << 16
 _TOP_OF_4_BITS = 15
@@ -36,20 +34,16 @@ _REFINEMENTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSpec:
-    """How to quantize: 4 or 8 bits, blocks of 32, 64 or 128, round to nearest or search."""
+    """How to quantize: 4 or 8 bits, blocks of 32, 64 or 128."""
 
     bits: int
     block: int
-    method: Method = "search"
 
     def __post_init__(self) -> None:
         # 2 bits are only taken over from checkpoints.
-        if self.bits not in (2, *BITS) or self.block not in BLOCKS or self.method not in METHODS:
-            bits, blocks, methods = (" or ".join(map(str, values)) for values in (BITS, BLOCKS, METHODS))
-            raise ExportError(
-                f"{self.bits} bits in blocks of {self.block} by {self.method!r} is no weight format;"
-                f" bits are {bits}, blocks {blocks}, methods {methods}"
-            )
+        if self.bits not in (2, *BITS) or self.block not in BLOCKS:
+            bits, blocks = (" or ".join(map(str, values)) for values in (BITS, BLOCKS))
+            raise ExportError(f"{self.bits} bits in blocks of {self.block} is no weight format; bits are {bits}, blocks {blocks}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +64,7 @@ def quantize_matrix(weight: Floats, spec: WeightSpec, importance: Floats | None 
     """Quantizes weight [N, K]; `importance` [K] says how much an error in each column counts (the mean square of its input).
 
     With `factor`, the second moments of the inputs, levels of 4 bits compensate each other's errors; with 8 bits little is left to gain.
-    Rows do not depend on each other, so a large matrix may come in pieces. Round to nearest takes no account of importance.
+    Rows do not depend on each other, so a large matrix may come in pieces.
     Raises ExportError if a weight is not finite, or an importance is negative, not finite, or not one per column.
     """
     if weight.ndim != 2 or not weight.size:
@@ -177,8 +171,6 @@ class Levels:
 def _quantized(piece: Floats, spec: WeightSpec, counts: Floats) -> Levels:
     """Quantizes rows of complete blocks; `counts` [block, at least as many blocks] is their importance."""
     weights = np.ascontiguousarray(piece.reshape(-1, spec.block).T)
-    if spec.method == "rtn":
-        return _rounded(weights, _plain_scales(weights, spec.bits), spec.bits)
     if spec.bits == 4 and spec.block == BLOCK:
         # Weights that were trained for this grid come back exactly; others are searched.
         grid = find_grid(np.ascontiguousarray(weights.T), half_scales=False)
