@@ -55,9 +55,8 @@ WEIGHT_TYPES: dict[OnnxWeights, WeightType] = {
     "int8": WeightType("blocks", 8, 0.2),
     "int4": WeightType("blocks", 4, 1.0),
 }
-# Of mixed int4. Limits are at least twice what real matrices of 270 million weights show (docs/onnx-reference.md: 0.17 mixed and
-# calibrated, 0.92 in blocks of 128), which lose more than larger models, and at most 1.0, where a model's perplexity has doubled or
-# tripled.
+# Of mixed int4. Limits are above what real matrices of 270 million weights show without a calibration (docs/gguf.md: 0.53 mixed; 0.92 in
+# blocks of 128), which lose more than larger models, and at most 1.0, where a model's perplexity has doubled or tripled.
 _MIXED_KL = 0.6
 
 
@@ -65,8 +64,8 @@ _MIXED_KL = 0.6
 class OnnxRequest:
     """How the two models' weights are stored; `block` applies to int8 and int4. `embedding` None: as the target's other weights.
 
-    `block` None: 128; in graphs of dynamic shapes V is then in 8 bits in blocks of 32, and int4 is *mixed*, with 8 bits for the embedding,
-    which is the head too, and for the few weights whose rounding costs most (see weights.py).
+    `block` None: 128; in graphs of dynamic shapes K and V are then in 8 bits in blocks of 32, and int4 is *mixed*: blocks of 64, with 8
+    bits for the embedding, which is the head too, and for the weights whose rounding costs most (see weights.py).
 
     Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
     `on_grid`: the target was trained for int4 in blocks of 32, as `block` says then; its int4 matrices that lie on no grid get 8 bits.
@@ -99,7 +98,7 @@ class OnnxRequest:
 
     @property
     def default_blocks(self) -> bool:
-        """Whether blocks are as graphs of dynamic shapes have them by default: V in blocks of its own."""
+        """Whether blocks are as graphs of dynamic shapes have them by default: K and V in blocks of their own."""
         return self.block is None and self.device is None
 
     def mixed(self, weights: OnnxWeights) -> bool:

@@ -1,7 +1,7 @@
 """Weights of ONNX graphs: the format of each of a pair's matrices, and data files, written piece by piece as the graphs are built.
 
-int4 is mixed unless a block is asked for: most weights are in blocks of 128, the fastest to multiply with. The embedding and the layers'
-weights that lose most by it are stored in 8 bits; of these V, as in int8, in blocks of 32. Figures: docs/onnx-reference.md.
+int4 is mixed unless a block is asked for: blocks of 64, and 8 bits in blocks of 128 for the embedding and the layers' weights that lose
+most; of these K and V, as in int8, are in blocks of 32. Figures: docs/onnx-reference.md.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _FLOATS: dict[str, type[np.floating[Any]]] = {"f32": np.float32, "f16": np.float
 _Piece = tuple[NDArray[np.float32], Weighing]
 # Large tensors begin on a page, so that they can be mapped.
 _PAGE, _LINE = 4096, 64
-# The token embedding, which is also the head, loses more than any other matrix, should it be in 4 bits.
-_MIXED_TABLE_BLOCK = 64
-# V is normed, so that what rounds the inputs of a short row counts much: that of the first token, which most rows attend to.
+# Of mixed int4's matrices in 4 bits. Blocks of 32 lose less, and a row takes longer.
+_MIXED_BLOCK = 64
+# K and V are a hundredth of the weights, and lose much. V is normed, so that what rounds the inputs of a short row counts much: that of the
+# first token, which most rows attend to.
 _VALUES = WeightSpec(bits=8, block=32)
 # QNN multiplies with integers of one scale for each channel.
 _CHANNELS = "qnn"
@@ -42,8 +43,8 @@ class WeightFormat:
     """How matrices are stored: as "f32", as "f16", or in blocks of integers by `spec`; without it, in 8 bits with a scale for each row.
 
     `sensitive` is the format of a layer's weights whose rounding costs most, if it differs: what ends the feed-forward, and what comes back
-    from per-layer embeddings; `values` that of V. `off_grid` is that of matrices that lie on no grid of 4 bits, where the others were
-    trained for one.
+    from per-layer embeddings; `values` that of K and V. `off_grid` is that of matrices that lie on no grid of 4 bits, where the
+    others were trained for one.
     """
 
     kind: Literal["f32", "f16", "blocks"]
@@ -68,7 +69,7 @@ class WeightFormat:
         if self.spec is None or columns % self.spec.block == 0:
             return self
         if columns % 32 == 0:
-            return WeightFormat(kind="blocks", spec=WeightSpec(bits=self.spec.bits, block=32, method=self.spec.method))
+            return WeightFormat(kind="blocks", spec=WeightSpec(bits=self.spec.bits, block=32))
         return WeightFormat(kind="f32")
 
 
@@ -359,7 +360,8 @@ def weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
         format = replace(format, values=WeightFormat(kind="blocks", spec=_VALUES))
     if not request.mixed(weights):
         return format
-    return replace(format, sensitive=WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=request.block_size)))
+    sensitive = WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=request.block_size))
+    return replace(format, spec=WeightSpec(bits=4, block=_MIXED_BLOCK), sensitive=sensitive)
 
 
 def layers_format(request: OnnxRequest) -> WeightFormat:
@@ -369,8 +371,6 @@ def layers_format(request: OnnxRequest) -> WeightFormat:
 
 def table_format(request: OnnxRequest) -> WeightFormat:
     """The format of the target's token embedding."""
-    if request.mixed(request.table):
-        return WeightFormat(kind="blocks", spec=WeightSpec(bits=4, block=_MIXED_TABLE_BLOCK))
     return _target_format(request.table, request)
 
 

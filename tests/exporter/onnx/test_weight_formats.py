@@ -45,25 +45,20 @@ def test_int4_is_mixed_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
     mixed, plain = (next(onnx_pair("int4", **asked).glob("target-int4-*.onnx")) for asked in ({}, {"block": 32}))
     assert (mixed.name, plain.name) == ("target-int4-mixed.onnx", "target-int4-b32.onnx")
     result = forms_of(mixed)
-    # V is in blocks of 32; what comes back from the per-layer embeddings has rows of 32 weights.
-    assert {format: count for format, count in result.items() if format[1] == 8} == {
-        (64, 8, 32): 3,
-        (128, 8, 32): 1,
-        (256, 8, 32): 8,
-        (256, 8, 128): 8,
-    }
-    assert {block for rows, bits, block in result if bits == 4} == {128}
+    # K and V are in blocks of 32; what comes back from the per-layer embeddings has rows of 32 weights.
+    assert {format: count for format, count in result.items() if format[1] == 8} == {(128, 8, 32): 3, (256, 8, 32): 1 + 8, (256, 8, 128): 8}
+    assert {block for rows, bits, block in result if bits == 4} == {64}
     assert {(bits, block) for _, bits, block in forms_of(plain)} == {(4, 32)}
     head = forms_of(mixed.with_name("target-head-int4-mixed.onnx"))
     assert head == {(4096, 8, 128): 1}
 
 
-def test_int8_has_v_in_smaller_blocks_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
+def test_int8_has_k_and_v_in_smaller_blocks_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
     mixed, plain = (next(onnx_pair("int8", **asked).glob("target-int8-*.onnx")) for asked in ({}, {"block": 128}))
     assert (mixed.name, plain.name) == ("target-int8-mixed.onnx", "target-int8-b128.onnx")
     result = forms_of(mixed)
-    assert (result[64, 8, 32], result[128, 8, 32]) == (3, 1)
-    assert not {format for format in forms_of(plain) if format[2] == 32 and format[0] in (64, 128)}
+    assert (result[128, 8, 32], result[256, 8, 32]) == (3, 1 + 8)
+    assert forms_of(plain)[256, 8, 32] == 8
 
 
 def test_where_the_keys_are_the_values_they_stand_apart_too(exported: Callable[..., Bundle], tmp_path: Path) -> None:

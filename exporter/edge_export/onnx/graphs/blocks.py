@@ -18,8 +18,8 @@ from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 class BlockWeights:
     """A layer's stored weights.
 
-    `projections` are those of Q and, where the layer has K and V of its own, of these, one matrix or several with their rows in that order.
-    V, or a K that is also V, may be stored apart; Q is in the last layer with K and V, whose Q is not computed for all rows.
+    `projections` are those of Q and, where the layer has K and V of its own, of these, one matrix or two with their rows in that order. K
+    and V may be stored apart; in the last layer that has them they are, as its Q is not computed for all rows.
     """
 
     norms: dict[str, Stored]
@@ -46,22 +46,19 @@ def store_block(weights: WeightFile, checkpoint: Checkpoint, layer: int, format:
     model, prefix = checkpoint.architecture, f"model.layers.{layer}."
     owns = layer < model.owning_layers
     norms = [*_NORMS, *(["self_attn.k_norm"] if owns else []), *(["post_per_layer_input_norm"] if model.per_layer_size else [])]
-    projections = ["q_proj", *(["k_proj"] if owns else [])]
-    if owns and not (model.k_eq_v and not model.is_sliding(layer)):
-        projections.append("v_proj")
+    own = (["k_proj"] if model.k_eq_v and not model.is_sliding(layer) else ["k_proj", "v_proj"]) if owns else []
     sensitive = format.sensitive or format
-    apart = projections.pop() if owns and format.values else None
-    last = layer == model.owning_layers - 1
-    groups = [projections[:1], projections[1:]] if last else [projections]
+    apart = format.values is not None or layer == model.owning_layers - 1
+    groups = [["q_proj"], own] if apart else [["q_proj", *own]]
+    formats = (format, format.values or format)
 
     def matrix(*names: str, format: WeightFormat = format) -> Matrix:
         return weights.matrix(checkpoint, [f"{prefix}{name}.weight" for name in names], format)
 
     return BlockWeights(
         norms={name: weights.vector(checkpoint, f"{prefix}{name}.weight") for name in norms},
-        projections=(
-            *(matrix(*(f"self_attn.{name}" for name in group)) for group in groups if group),
-            *([matrix(f"self_attn.{apart}", format=format.values)] if apart and format.values else []),
+        projections=tuple(
+            matrix(*(f"self_attn.{name}" for name in group), format=kind) for group, kind in zip(groups, formats, strict=False) if group
         ),
         output=matrix("self_attn.o_proj"),
         gate_up=matrix("mlp.gate_proj", "mlp.up_proj"),
