@@ -95,9 +95,9 @@ test: setup-test
 test-all: setup-all
 	$(BIN)/python $(RUN_TESTS) --durations=40 --durations-min=5 --no-loadscope-reorder $(if $(SEED),--randomly-seed=$(SEED),--randomly-dont-reorganize)
 
-# Writes tests/data/long_tests.txt: what make test leaves out because it takes half a second of processor time or more.
-test-times: setup-test setup-all
-	$(SHORT_VENV)/bin/python $(RUN_TESTS) -rfE -m "not slow" \
+# Writes tests/data/long_tests.txt: what takes half a second of processor time or more. make test leaves it out, test-all begins with its files.
+test-times: setup-all
+	$(BIN)/python $(RUN_TESTS) -rfE -m "not slow" \
 		--measure $$($(BIN)/python -m pytest -q --collect-only | sed -n 's/^\([0-9]*\) tests collected.*/\1/p')
 
 lint: setup-all $(TOOLS)/.ready

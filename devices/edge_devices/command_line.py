@@ -158,12 +158,13 @@ class PanelGroup(click.Group):
         self._out_of_memory, self._elsewhere = out_of_memory, elsewhere or {}
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Returns the command. Raises a usage error for another word, with what does the same here, or the nearest command."""
+        """Returns the command. Raises a usage error for another word, naming what does the same here, the nearest or all commands."""
         word = args[0]
         if word in self.commands or ctx.resilient_parsing or word.startswith("-"):
             return super().resolve_command(ctx, args)
-        near = difflib.get_close_matches(word[:20], list(self.commands), n=1, cutoff=0.0)[0]
-        raise click.UsageError(f"no such command {word!r}: {self._elsewhere.get(word, f'the nearest is {near}')}", ctx)
+        near = difflib.get_close_matches(word[:20], list(self.commands), n=1, cutoff=0.5)
+        advice = f"the nearest is {near[0]}" if near else f"there are {', '.join(self.commands)}"
+        raise click.UsageError(f"no such command {word!r}: {self._elsewhere.get(word, advice)}", ctx)
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
         """Returns the names of the commands."""

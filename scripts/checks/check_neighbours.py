@@ -89,6 +89,7 @@ def attacks() -> dict[str, list[Request]]:
         "texts: 2000 pieces of an answer": [("/v1/responses", {"input": [{"role": "assistant", "content": "x" * 7000}] * 2000})],
         "calls: 30,000 and their results": [("/api/chat", {"messages": [*calls, *results]})],
         "grammar: 20,000 properties": [chat("hi", response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})],
+        "texts: 15 MB in a message": [chat("x" * (15 << 20)), chat("\u4e2d\n" * (15 << 17))],
         "tokens: a long prompt": [chat("word " * 400_000), chat("<" * 60_000), ("/tokenize", {"content": "a b" * 20_000})],
         "tokens: a prediction": [chat("hi", prediction={"type": "content", "content": "predicted " * 800_000})],
         "body: 131,000 values": [chat("hi", metadata={"a": [[]] * 65_000, "b": "x" * (8 << 20)})],
@@ -154,7 +155,13 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def measure(address: str, seconds: float, report: Callable[[dict[str, Any]], None]) -> float:
+def resident_mb(process: int) -> int | None:
+    """Returns how much memory a process holds; None where the system does not say."""
+    path = Path(f"/proc/{process}/statm")
+    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20 if path.exists() else None
+
+
+def measure(address: str, process: int, seconds: float, report: Callable[[dict[str, Any]], None]) -> float:
     """Runs the list; returns the largest 99th percentile of the delay over the median of the same chats alone."""
     delays(address, 1)
     alone = delays(address, seconds)
@@ -167,7 +174,16 @@ def measure(address: str, seconds: float, report: Callable[[dict[str, Any]], Non
         largest = max(largest, delay)
         figures = {"median_delay_s": statistics.median(measured) - usual, "p99_delay_s": delay, "max_delay_s": max(measured) - usual}
         rounded = {key: round(value, 4) for key, value in figures.items()}
-        report({"attack": name, "requests": len(measured), **rounded, "answers": dict(answers), "load": round(os.getloadavg()[0], 1)})
+        report(
+            {
+                "attack": name,
+                "requests": len(measured),
+                **rounded,
+                "answers": dict(answers),
+                "load": round(os.getloadavg()[0], 1),
+                "resident_mb": resident_mb(process),
+            }
+        )
     return largest
 
 
@@ -198,8 +214,8 @@ def served(bundle: Path, *options: str) -> Iterator[tuple[str, int]]:
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def main(bundle: Path, seconds: float, limit: float, options: tuple[str, ...]) -> None:
     """Serve BUNDLE, attack it, and print the delay of others as JSON lines. OPTIONS after -- go to `edge-run serve`."""
-    with served(bundle, "--sessions", "4", "--waiting", "16", *options) as (address, _):
-        largest = measure(address, seconds, lambda line: click.echo(json.dumps(line)))
+    with served(bundle, "--sessions", "4", "--waiting", "16", *options) as (address, process):
+        largest = measure(address, process, seconds, lambda line: click.echo(json.dumps(line)))
     if largest > limit:
         raise click.ClickException(f"the 99th percentile of a delay was {largest:.3f} s; at most {limit:g} s are allowed")
 

@@ -80,7 +80,8 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, str, bool]]:
         category = entry.get("category")
         name = category if isinstance(category, str) else path.stem
         for domain, each in [(d, each) for d, texts in entry.items() for each in texts] if by_domain else [(name, item)]:
-            yield domain, *_prompt(path, each, number)
+            if (prompt := _prompt(path, each, number))[0]:
+                yield domain, *prompt
 
 
 def _json_items(path: Path, text: str) -> list[Any] | None:
@@ -102,15 +103,14 @@ def _parsed(text: str) -> Any:
 
 
 def _prompt(path: Path, item: Any, number: int) -> tuple[str, bool]:
-    """Returns the text of an entry and whether it is a user's turn."""
+    """Returns the text of an entry, empty for a conversation without a turn of the user (ShareGPT has some), and whether it is a turn."""
     text = item.get("prompt") if isinstance(item, dict) else item
-    is_turn = isinstance(item, dict) and not isinstance(text, str)
-    if is_turn:
-        turns: list[Any] = next((item[key] for key in CONVERSATIONS if isinstance(item.get(key), list)), [])
-        text = next(filter(None, map(_turn, turns)), None)
+    turns = next((item[key] for key in CONVERSATIONS if isinstance(item.get(key), list)), None) if isinstance(item, dict) else None
+    if not isinstance(text, str) and turns is not None:
+        return next(filter(None, map(_turn, turns)), ""), True
     if not isinstance(text, str) or not text:
         raise RequestError(f"{path}: entry {number} has no text that could be a prompt; {FORMATS}")
-    return text, is_turn
+    return text, False
 
 
 def _turn(message: Any) -> str | None:
@@ -118,6 +118,8 @@ def _turn(message: Any) -> str | None:
     if isinstance(message, dict):
         is_user = message.get("role", message.get("from")) in USERS
         message = message.get("content", message.get("value")) if is_user else None
+    if isinstance(message, list):  # as the OpenAI API has it: parts
+        message = "".join(part["text"] for part in message if isinstance(part, dict) and isinstance(part.get("text"), str))
     return message if isinstance(message, str) else None
 
 

@@ -34,18 +34,29 @@ TEXTS = {
         self.items = []
 
     def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
 """,
-    "prose": "This module provides functions for reading and writing files.",
-    "list": "The following methods are available:\n\n* open: open the file\n* read:",
-    "JSON": """{
-    "name": "parser",
-    "options": [
-        {"name": "encoding", "type": "string", "default": "utf-8"},
-        {"name":""",
-    "tests": """    def test_add(self):
-        self.assertEqual(add(1, 1), 2)
-        self.assertEqual(add(2, 2), 4)
-        self.assertEqual(""",
+    "prose": "If the file does not exist, it is created.  If the file exists, ",
+    "list": """Changes in this release:
+
+* The parser accepts bytes as well as strings.
+* The module has a new function to open a file.
+*""",
+    "JSON": """CODECS = [
+    {"name": "utf-8", "aliases": ["utf8", "U8"], "errors": "strict"},
+    {"name": "latin-1", "aliases": ["iso8859-1", "L1"], "errors": "strict"},
+    {"name":""",
+    "tests": """class StackTest(unittest.TestCase):
+
+    def test_push(self):
+        stack = Stack()
+        stack.push(1)
+        self.assertEqual(stack.items, [1])
+
+    def test_pop(self):
+""",
 }
 # Answered by a model that is tuned to.
 MESSAGES = {
@@ -55,8 +66,8 @@ MESSAGES = {
     "JSON": "Describe three planets as a JSON array with name, radius in km and number of moons.",
     "edit": 'Correct the spelling, change nothing else: "Their are to many peple who beleive that speling dosnt matter."',
 }
-# A low temperature: greedy text of a small model soon repeats itself, which is too easy to draft. The seed makes texts comparable.
-SAMPLING = SamplingParams(temperature=0.4, top_p=0.95, seed=1)
+# At lower temperatures a small model soon repeats itself, which is too easy to draft. The seed makes texts comparable.
+SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, seed=7)
 TOKENS = 72
 
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from edge_runtime.errors import RequestError
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import ApiError, to_api_error
-from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, BodyLimit, parse_json, read_body
+from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, BodyLimit, Trimmer, parse_json, read_body
 from edge_runtime.server.http.guard import CLIENT
 from edge_runtime.server.http.page import page
 from edge_runtime.server.model_card import OLLAMA_VERSION, ModelCard
@@ -42,6 +42,7 @@ class Api:
         self._worker = worker
         self._monitor = monitor
         self.card = card
+        self._trimmer = Trimmer(lambda: worker.load() != (0, 0))
 
     async def chat(self, request: Request) -> Response:
         return await self._respond(request, read_chat, lambda _, read: ChatFormat(self.card.name, read, self.card.fingerprint))
@@ -128,6 +129,7 @@ class Api:
         body = await read_body(request.stream(), request.headers.get("content-length"), limit)
         if len(body) <= SMALL_BODY:
             return read(parse_json(body, limit))
+        self._trimmer.soon()
         parsing = self._worker.read(lambda: read(parse_json(body, limit)), request.scope[CLIENT])
         return await unless_disconnected(request.receive, result_of(parsing))
 

@@ -128,7 +128,7 @@ def _open_socket(options: ServeOptions) -> socket.socket:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listener = socket.create_server((options.host, options.port), family=family)
     except OSError as error:
-        reason = error.strerror or error
+        reason = str(error.strerror or error).partition(" (while ")[0]  # socket.create_server adds the address again
         raise RequestError(f"cannot listen on {options.host} port {options.port} ({reason}); choose another --host or --port") from error
     listener.setblocking(False)
     return listener

@@ -160,7 +160,7 @@ class LoadOptions:
 def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:
     """A decorator that lets help() and editors show the fields of a dataclass, or the keys of a TypedDict, in place of **keywords.
 
-    The function then raises RequestError for a keyword that is none of them, with the nearest that is.
+    The function then raises RequestError for a keyword that is none of them, with the nearest that is, or with all.
     `defaults` has an attribute for each that has a default; others are shown without a value of their own ("...").
     """
 
@@ -171,15 +171,16 @@ def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, name, ...), annotation=annotation)
             for name, annotation in inspect.get_annotations(keywords).items()
         ]
-        known = [parameter.name for parameter in (*named, *added)]
+        known = [parameter.name for parameter in (*named, *added) if parameter.name != "self"]
         title = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
         def checked(*arguments: Any, **options: Any) -> Any:
             for name in options:
                 if name not in known:
-                    nearest = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.0)[0]
-                    raise RequestError(f"{title} has no option {name[:64]!r}; the nearest one is {nearest!r}")
+                    near = difflib.get_close_matches(name[:64], known, n=1)
+                    advice = f"the nearest one is {near[0]!r}" if near else f"it has {', '.join(known)}"
+                    raise RequestError(f"{title} has no option {name[:64]!r}; {advice}")
             return function(*arguments, **options)
 
         checked.__signature__ = signature.replace(parameters=[*named, *added])  # type: ignore[attr-defined]

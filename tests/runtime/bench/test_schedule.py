@@ -43,7 +43,9 @@ OTHERS = {
     "spec_bench.txt": """{"question_id": 1, "category": "qa", "turns": ["Who?\u2028When?"]}
 
 {"question_id": 2, "category": "qa", "turns": ["What?"]}""",
-    "share.json": """[{"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]}]""",
+    "share.json": """[{"conversations": []}, {"conversations": [{"from": "gpt", "value": "Hello"}]},
+{"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]}]""",
+    "parts.jsonl": """{"messages": [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "Hi"}]}]}""",
     "chat.ndjson": """{"messages": [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hi"}]}\n""",
     "plain.jsonl": """{"prompt": "Once", "category": 3}\n"upon"\n""",
 }
@@ -55,6 +57,7 @@ OTHERS = {
         ("mt_bench.jsonl", [("writing", "Write.", True), ("math", "Add.", True)]),
         ("spec_bench.txt", [("qa", "Who?\u2028When?", True), ("qa", "What?", True)]),
         ("share.json", [("share", "Hi", True)]),
+        ("parts.jsonl", [("parts", "Hi", True)]),
         ("chat.ndjson", [("chat", "Hi", True)]),
         ("plain.jsonl", [("plain", "Once", False), ("plain", "upon", False)]),
     ],
@@ -77,7 +80,6 @@ def test_a_text_that_begins_with_a_bracket_is_a_text(tmp_path, text):
         ("other.txt", '{"instruction": "Write."}\n{"instruction": "Add."}', 1),
         ("cut.jsonl", '{"prompt": "a"}\n{"prompt": "b', 2),
         ("cut.txt", '{"prompt": "a"}\n{"prompt": "b', 2),
-        ("bot.json", '[{"messages": [{"role": "assistant", "content": "Hello"}]}]', 1),
     ],
 )
 def test_json_that_is_not_understood_is_no_prompt(tmp_path, name, text, number):
@@ -87,7 +89,21 @@ def test_json_that_is_not_understood_is_no_prompt(tmp_path, name, text, number):
 
 
 @pytest.mark.parametrize(
-    "text", ["", " \n", "[", "[1]", '[""]', "[]", "3", '{"a": "b"}', '{"": ["b"]}', '{"' + "x" * 99 + '": ["b"]}', "[" * 5000]
+    "text",
+    [
+        "",
+        " \n",
+        "[",
+        "[1]",
+        '[""]',
+        "[]",
+        "3",
+        '{"a": "b"}',
+        '{"": ["b"]}',
+        '[{"messages": [{"role": "assistant", "content": "a"}]}]',
+        '{"' + "x" * 99 + '": ["b"]}',
+        "[" * 5000,
+    ],
 )
 def test_files_that_hold_no_prompts_are_refused(tmp_path, text):
     (tmp_path / "bad.json").write_text(text)

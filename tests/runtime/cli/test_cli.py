@@ -115,6 +115,7 @@ def test_usage_errors_exit_2(run, arguments):
         (("generate", "bundle", ""), "PROMPT is empty"),
         (("generate", "bundle", "x", "-c", "99999999"), "of 16 or more, at most 16777216"),
         (("genrate", "bundle", "x"), "the nearest is generate"),
+        (("records",), "no such command 'records': there are chat, generate, "),
         (("list",), "a bundle is a folder"),
         (("pull", "gemma"), "edge-export pair OWNER/TARGET --output BUNDLE"),
         (("serve", "bundle", "x"), "Got unexpected extra argument (x)\n"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -214,6 +215,28 @@ def test_large_bodies_are_parsed_in_a_thread_apart(monkeypatch: pytest.MonkeyPat
             assert send(server, "POST", path, body)[0] == 200
             assert send(server, "POST", path, body + b" " * SMALL_BODY)[0] == 200
     assert [name.startswith("edge-mtp bodies") for name in threads] == [False, True] * 3
+
+
+def test_memory_of_large_bodies_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 requests with 16 pictures each an idle server kept 280 MB."""
+    trims: list[bool] = []
+    monkeypatch.setattr(http_body, "TRIM_SECONDS", 0.05)
+    with scripted_server("Hello.") as server:
+        monkeypatch.setattr(http_body, "_trim_heap", lambda: trims.append(server.worker.load() == (0, 0)))
+        assert send(server, "POST", CHAT, HI)[0] == 200
+        encoded = Held(server.worker._prompts, "encode")
+        body = json.dumps(HI).encode() + b" " * SMALL_BODY
+        asking = threading.Thread(target=lambda: send(server, "POST", CHAT, body))
+        asking.start()
+        assert encoded.begun.wait(30)
+        assert wait(lambda: trims[:2] == [False, False])
+        encoded.going.set()
+        asking.join()
+        assert wait(lambda: trims[-1])
+        count = len(trims)
+        assert send(server, "POST", CHAT, HI)[0] == 200
+        time.sleep(0.2)
+        assert len(trims) == count
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 5, 1 << 18])

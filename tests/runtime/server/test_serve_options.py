@@ -62,7 +62,7 @@ def test_loopback_and_other_addresses():
 def test_a_port_that_is_taken(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
-        with pytest.raises(RequestError, match=f"cannot listen on 127.0.0.1 port {port}"):
+        with pytest.raises(RequestError, match=rf"cannot listen on 127.0.0.1 port {port} \([^()]+\); choose another"):
             serving.serve(tmp_path, options(port=port), LoadOptions(), lambda _: None)
 
 

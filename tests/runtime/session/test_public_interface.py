@@ -151,6 +151,8 @@ def test_sampling_is_given_as_keywords() -> None:
     assert session.generate("abc", max_tokens=6).text() == session.generate("abc", max_tokens=6, temperature=0).text()
     with pytest.raises(RequestError, match="generate has no option 'temprature'; the nearest one is 'temperature'"):
         session.generate("abc", temprature=1)
+    with pytest.raises(RequestError, match="generate has no option 'foo'; it has prompt, max_tokens, "):
+        session.generate("abc", foo=1)
     with pytest.raises(RequestError, match="top_p has no effect at temperature 0, which is greedy; give a temperature too"):
         session.generate("abc", top_p=0.5)
     with pytest.raises(RequestError, match="temperature"):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
+import ctypes
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +19,7 @@ READ_SECONDS = 30.0
 # Bodies that have not arrived may have as many bytes together. Small ones are not counted: they never have to wait for large ones.
 MAX_ARRIVING = 64 << 20
 SMALL_BODY = 64 << 10
+TRIM_SECONDS = 5.0
 _NOW = 0.0
 _arriving: dict[asyncio.Timeout, int] = {}  # oldest first
 
@@ -52,6 +56,32 @@ async def read_body(pieces: AsyncIterator[bytes], announced: str | None, limit: 
     finally:
         _arriving.pop(timeout, None)
     return body
+
+
+class Trimmer:
+    """Gives memory back to the system after large bodies: glibc keeps what they took, hundreds of megabytes, in the gaps of its heap."""
+
+    def __init__(self, busy: Callable[[], bool]) -> None:
+        """`busy` tells whether requests still hold theirs."""
+        self._busy = busy
+        self._due = False
+
+    def soon(self) -> None:
+        """Does so in a while, and again until the server is idle; called in the event loop."""
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim)
+
+    def _trim(self) -> None:
+        self._due = False
+        if self._busy():
+            self.soon()
+        threading.Thread(target=_trim_heap, name="edge-mtp trim", daemon=True).start()
+
+
+def _trim_heap() -> None:
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # other systems' libraries have none
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _make_room(timeout: asyncio.Timeout, size: int) -> None:
