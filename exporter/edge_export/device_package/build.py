@@ -12,8 +12,8 @@ from pathlib import Path
 from edge_devices.files.temp_files import locked
 from edge_devices.files.user_cache import cache_folder
 from edge_devices.option_fields import option
-from edge_export.device_package.debian import add_python
-from edge_export.device_package.inventory import PACKAGE_NAME, Inventory, check_pages, take_inventory
+from edge_export.device_package.debian import add_python, is_signature_checked
+from edge_export.device_package.inventory import PACKAGE_NAME, Inventory, check_pages, cut_symbols, take_inventory
 from edge_export.device_package.llama_build import add_llama, add_tools, open_toolchain
 from edge_export.device_package.own_code import add_own_code, write_launchers
 from edge_export.device_package.platforms import PLATFORMS
@@ -52,7 +52,7 @@ class PackageRequest:
 def make_package(request: PackageRequest, step: Callable[[str], None], notify: Callable[[str], None] = lambda _: None) -> Inventory:
     """Builds the folder and returns its inventory; `step` gets a title for each step. Raises ExportError; then no file is left.
 
-    apt's lists, downloads and compiled files are kept in one folder, where one package is built at a time: `notify` gets a line where
+    Debian's lists, downloads and compiled files are kept in one folder, where one package is built at a time: `notify` gets a line where
     another process builds one.
     """
     check_output(request.output, request.force, PACKAGE)
@@ -68,8 +68,11 @@ def _build(request: PackageRequest, cache: Path, step: Callable[[str], None]) ->
     with partial_folder(request.output, request.force, PACKAGE) as folder, tempfile.TemporaryDirectory(prefix="edge-package-") as name:
         scratch = Path(name)
         toolchain = open_toolchain(cache) if "llama" in request.backends or request.tools else None
-        step("Python and the C library from Debian")
-        components = add_python(folder, platform, cache, scratch)
+        step(
+            "Python and the C library from Debian"
+            + ("" if is_signature_checked() else ", by its certificate: no gpgv with Debian's keyring")
+        )
+        components = add_python(folder, platform, cache)
         step("wheels")
         components += add_wheels(folder, platform, request.backends, scratch)
         if toolchain is not None and "llama" in request.backends:
@@ -80,5 +83,6 @@ def _build(request: PackageRequest, cache: Path, step: Callable[[str], None]) ->
         components.append(add_own_code(folder, platform))
         write_launchers(folder, platform, request.backends)
         checked = check_pages(folder, platform.page_bytes)
-        step(f"{checked} programs and libraries suit pages of {platform.page_bytes // 1024} KiB; hashing")
+        cut = cut_symbols(folder) / 1e6
+        step(f"{checked} programs and libraries suit pages of {platform.page_bytes // 1024} KiB, {cut:.1f} MB of symbols cut off; hashing")
         return take_inventory(folder, platform.name, version(DISTRIBUTION), request.backends, components)

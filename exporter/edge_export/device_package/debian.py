@@ -1,24 +1,38 @@
-"""Python and the C library from Debian's packages, fetched by apt, which checks them against Debian's signature. Needs no root."""
+"""Python and the C library from Debian's packages, read as the archives that they are: no apt, dpkg or tar, no root, any system.
+
+A mirror's InRelease has the hash of its lists, and these those of the packages. Debian's signature of it is checked where gpgv and Debian's
+keyring are installed; elsewhere the mirror is trusted by its certificate, as pip trusts its index.
+"""
 
 from __future__ import annotations
 
-import getpass
+import io
+import lzma
+import posixpath
 import re
 import shutil
-import tempfile
+import tarfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
+from urllib.request import urlopen
 
+from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import sha256_of
-from edge_export.device_package.inventory import Component, copy_file, keep_licence
+from edge_export.device_package.inventory import Component, keep_licence, write_file
 from edge_export.device_package.platforms import PYTHON, Platform
-from edge_export.device_package.subprocesses import program_path, run
+from edge_export.device_package.subprocesses import run
 from edge_export.errors import PackageError
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+MIRROR = "https://deb.debian.org"
 RELEASE = "bookworm"
+_SUITES = (("debian", RELEASE), ("debian-security", f"{RELEASE}-security"))
 _ADVICE = "check the network and Debian's servers, then try again"
-_NEED_APT = "packages are made on Debian or a relative of it (apt install apt dpkg)"
+_SECONDS = 60.0
+# Of a list, of a package, and of what is in one.
+_MAX_LIST, _MAX_ARCHIVE, _MAX_UNPACKED = 512 << 20, 64 << 20, 256 << 20
 # The libraries to take from each package; none: only its licence texts.
 _LIBRARIES = {
     "libc6": "libc.so.6 libm.so.6 libpthread.so.0 libdl.so.2 librt.so.1 libutil.so.1 libresolv.so.2 libnss_dns.so.2 libnss_files.so.2",
@@ -37,108 +51,203 @@ _LIBRARIES = {
 _PYTHON_PACKAGES = (f"libpython{PYTHON}-minimal", f"libpython{PYTHON}-stdlib", f"python{PYTHON}-minimal")
 # Texts of the licences that other packages only name.
 _LICENCE_PACKAGE = "base-files"
-# Left out of the standard library: modules whose libraries are missing here, tests, and tools for installing packages.
+# Left out of the standard library: modules whose libraries are missing here, tests, tools for installing packages and for developers,
+# servers and clients of old protocols, and encodings of East Asia other than Unicode's.
 _LEFT_OUT = re.compile(
-    r"(test|lib2to3|idlelib|ensurepip|venv|turtledemo|pydoc_data|__pycache__)/|EXTERNALLY-MANAGED$|sitecustomize\.py$|turtle\.py$"
-    r"|lib-dynload/(_curses|_curses_panel|readline|_dbm|_crypt|nis|ossaudiodev|_test\w*|_xxtestfuzz|xxlimited\w*|_ctypes_test)\."
+    r"(test|lib2to3|idlelib|ensurepip|venv|turtledemo|pydoc_data|__pycache__|curses|dbm|distutils|wsgiref|xmlrpc)/|EXTERNALLY-MANAGED$"
+    r"|(sitecustomize|turtle|_pydecimal|_pyio|cgi|cgitb|doctest|ftplib|imaplib|mailbox|nntplib|pdb|pickletools|poplib|pydoc|smtpd|smtplib"
+    r"|telnetlib|webbrowser)\.py$"
+    r"|lib-dynload/(_codecs_\w+|_multibytecodec|_curses|_curses_panel|readline|_dbm|_crypt|nis|ossaudiodev|_test\w*|_xxtestfuzz|xxlimited\w*"
+    r"|_ctypes_test)\."
 )
 
 
-def add_python(folder: Path, platform: Platform, cache: Path, scratch: Path) -> list[Component]:
-    """Puts Python, its standard library and the C library into `folder`. `cache` keeps apt's downloads; the caller removes `scratch`.
+@dataclass(frozen=True, kw_only=True)
+class _Listed:
+    """An entry of a mirror's list: where the package is, and what it must be."""
 
-    Raises PackageError if apt or Debian's keyring is missing, or the download fails.
-    """
-    archives = fetch_archives((*_LIBRARIES, *_PYTHON_PACKAGES, _LICENCE_PACKAGE), platform.debian, cache)
-    for name, archive in archives.items():
-        run(["dpkg-deb", "-x", archive, scratch / name], _ADVICE)
-    components = [_component(folder, name, archive, scratch / name) for name, archive in archives.items()]
+    url: str
+    version: str
+    sha256: str
+
+    @property
+    def order(self) -> list[tuple[int, str]]:
+        """Sorts versions of one release, which differ in their numbers."""
+        return [(int(digits or 0), text) for digits, text in re.findall(r"(\d+)|(\D+)", self.version)]
+
+
+class DebianArchive:
+    """The files of a package, in memory; symbolic links are followed here, as not every system has them. Raises PackageError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: dict[str, bytes] = {}
+        self._links: dict[str, str] = {}
+        damaged = f"{path.name} is no package of Debian that can be read"
+        with errors_as(PackageError, damaged, _ADVICE, OSError, ValueError, EOFError, lzma.LZMAError, tarfile.TarError):
+            left = _MAX_UNPACKED
+            with tarfile.open(fileobj=io.BytesIO(_data_member(path.read_bytes()))) as archive:
+                for member in archive:
+                    name = posixpath.normpath(member.name)
+                    if member.issym():
+                        self._links[name] = posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))
+                    elif member.isfile() and (data := archive.extractfile(member)):
+                        if (left := left - member.size) < 0:
+                            raise ValueError(f"more than {_MAX_UNPACKED} bytes in it")
+                        self.files[name] = data.read()
+
+    def names(self, folder: str) -> list[str]:
+        """The files and links below a folder, sorted."""
+        return sorted(name for name in (*self.files, *self._links) if name.startswith(folder + "/"))
+
+    def read(self, name: str) -> bytes | None:
+        """Returns a file's bytes; None where it is none, or a link that leads out of the package."""
+        for _ in range(8):
+            if name not in self._links:
+                break
+            name = self._links[name]
+        return self.files.get(name)
+
+
+def _data_member(archive: bytes) -> bytes:
+    """The tar archive of the files in a .deb, which is an ar archive: headers of 60 bytes, members at even places."""
+    place = 8
+    while archive.startswith(b"!<arch>\n") and place + 60 <= len(archive):
+        name, size = archive[place : place + 16], int(archive[place + 48 : place + 58])
+        if name.startswith(b"data.tar"):
+            return archive[place + 60 : place + 60 + size]
+        place += 60 + size + size % 2
+    raise ValueError("it has no data.tar")
+
+
+def is_signature_checked() -> bool:
+    """Whether Debian's signature can be checked here."""
+    return shutil.which("gpgv") is not None and KEYRING.is_file()
+
+
+def add_python(folder: Path, platform: Platform, cache: Path) -> list[Component]:
+    """Puts Python, its standard library and the C library into `folder`. `cache` keeps the downloads. Raises PackageError."""
+    paths = fetch_archives((*_LIBRARIES, *_PYTHON_PACKAGES, _LICENCE_PACKAGE), platform.debian, cache)
+    archives = {name: DebianArchive(path) for name, path in paths.items()}
+    components = [_component(folder, name, archives) for name in archives]
     for name, libraries in _LIBRARIES.items():
         for library in libraries.split():
-            copy_file(_library(scratch / name, platform, library), folder / "lib" / library)
-    copy_file(_library(scratch / "libc6", platform, platform.loader), folder / "lib" / platform.loader, executable=True)
-    copy_file(scratch / f"python{PYTHON}-minimal/usr/bin/python{PYTHON}", folder / f"bin/python{PYTHON}", executable=True)
+            write_file(folder / "lib" / library, _library(archives[name], platform, library))
+    write_file(folder / "lib" / platform.loader, _library(archives["libc6"], platform, platform.loader), executable=True)
+    python = f"usr/bin/python{PYTHON}"
+    write_file(folder / f"bin/python{PYTHON}", _file(archives[f"python{PYTHON}-minimal"], python), executable=True)
     for name in _PYTHON_PACKAGES[:2]:
-        _take_library_tree(scratch / name / f"usr/lib/python{PYTHON}", folder / f"lib/python{PYTHON}")
-    _take_common_licences(folder, scratch)
+        _take_library_tree(archives[name], f"usr/lib/python{PYTHON}", folder / f"lib/python{PYTHON}")
+    _take_common_licences(folder, archives[_LICENCE_PACKAGE])
     return components
 
 
 def fetch_archives(names: Sequence[str], architecture: str, cache: Path) -> dict[str, Path]:
-    """Downloads Debian's packages for an architecture ("arm64") into `cache`, and returns the archive of each.
+    """Downloads Debian's packages for an architecture ("arm64") into `cache`, where lists are kept too, and returns each one's file.
 
-    apt keeps its lists there, so that it fetches only changes. Raises PackageError if apt or Debian's keyring is missing, or the
-    download fails.
+    Raises PackageError if the download fails, a hash is wrong, or Debian's signature where it is checked.
     """
-    for program in ("apt-get", "dpkg-deb"):
-        program_path(program, _NEED_APT)
-    if not KEYRING.is_file():
-        raise PackageError(f"{KEYRING} is missing, which verifies Debian's packages; apt install debian-archive-keyring")
     home = cache / f"debian-{RELEASE}-{architecture}"
-    for path in (home / "state/lists/partial", home / "cache/archives/partial"):
-        path.mkdir(parents=True, exist_ok=True)
-    signed = f"deb [arch={architecture} signed-by={KEYRING}]"
-    (home / "sources.list").write_text(
-        f"{signed} http://deb.debian.org/debian {RELEASE} main\n{signed} http://deb.debian.org/debian-security {RELEASE}-security main\n"
-    )
-    (home / "apt.conf").write_text(
-        f'APT::Architecture "{architecture}";\nAPT::Architectures {{ "{architecture}"; }};\n'
-        f'Dir::State "{home}/state";\nDir::State::status "/dev/null";\nDir::Cache "{home}/cache";\n'
-        f'Dir::Etc::sourcelist "{home}/sources.list";\nDir::Etc::sourceparts "/dev/null";\n'
-        f'APT::Sandbox::User "{getpass.getuser()}";\nAcquire::Languages "none";\n'
-    )
-    environment = {"APT_CONFIG": str(home / "apt.conf"), "LC_ALL": "C"}
-    run(["apt-get", "-qq", "--error-on=any", "update"], _ADVICE, environment=environment)
-    # apt checks hashes of downloads, but not of files that exist already: so each time a new folder.
-    archives = Path(tempfile.mkdtemp(prefix="archives-", dir=home))
-    try:
-        run(["apt-get", "-qq", "download", *names], _ADVICE, folder=archives, environment=environment)
-        return _kept({path.name.partition("_")[0]: path for path in archives.glob("*.deb")}, names, home / "archives")
-    finally:
-        shutil.rmtree(archives)
+    with errors_as(PackageError, f"{home} cannot be written", "make room, or name another cache by EDGE_MTP_CACHE"):
+        home.mkdir(parents=True, exist_ok=True)
+    listed: dict[str, _Listed] = {}
+    for place, suite in _SUITES:
+        for name, entry in _entries(_list_file(place, suite, architecture, home), place, names).items():
+            if name not in listed or entry.order > listed[name].order:
+                listed[name] = entry
+    if missing := [name for name in names if name not in listed]:
+        raise PackageError(f"Debian's lists have no {', '.join(missing)}; {_ADVICE}")
+    return {name: _fetched(listed[name].url, home / posixpath.basename(listed[name].url), listed[name].sha256) for name in names}
 
 
-def _kept(downloaded: dict[str, Path], names: Sequence[str], place: Path) -> dict[str, Path]:
-    if missing := [name for name in names if name not in downloaded]:
-        raise PackageError(f"apt did not fetch {', '.join(missing)}; {_ADVICE}")
-    place.mkdir(exist_ok=True)
-    return {name: downloaded[name].rename(place / downloaded[name].name) for name in names}
+def _list_file(place: str, suite: str, architecture: str, home: Path) -> Path:
+    """The list of a suite's packages, as its InRelease has it."""
+    release, listing = f"{MIRROR}/{place}/dists/{suite}", f"main/binary-{architecture}/Packages.xz"
+    signed = home / f"{suite}.InRelease"
+    _download(f"{release}/InRelease", signed)
+    if is_signature_checked():
+        text = run(["gpgv", "--quiet", "--keyring", KEYRING, "--output", "-", signed], f"Debian's signature is wrong; {_ADVICE}")
+    else:
+        text = signed.read_text(encoding="utf-8", errors="replace")
+    found = re.search(rf"^ ([0-9a-f]{{64}}) +\d+ {re.escape(listing)}$", text, re.MULTILINE)
+    if found is None:
+        raise PackageError(f"{release}/InRelease names no {listing}; {_ADVICE}")
+    return _fetched(f"{release}/{listing}", home / f"{suite}.xz", found[1])
 
 
-def _component(folder: Path, name: str, archive: Path, unpacked: Path) -> Component:
-    version = archive.stem.split("_")[1].replace("%3a", ":")
-    texts = unpacked / "usr/share/doc" / name / "copyright"
-    if not texts.is_file():  # a symbolic link to the package with the text for all packages of one source
-        texts = unpacked.parent / "gcc-12-base/usr/share/doc/gcc-12-base/copyright"
+def _entries(listing: Path, place: str, names: Sequence[str]) -> dict[str, _Listed]:
+    with (
+        errors_as(PackageError, f"{listing.name} cannot be read", _ADVICE, OSError, EOFError, lzma.LZMAError),
+        lzma.open(listing) as packed,
+    ):
+        text = packed.read(_MAX_LIST).decode("utf-8", "replace")
+    wanted = "|".join(map(re.escape, names))
+    entries = {}
+    for stanza in re.finditer(rf"^Package: ({wanted})\n(?:.+\n)+", text, re.MULTILINE):
+        fields = dict(re.findall(r"^(Version|Filename|SHA256): (\S+)$", stanza[0], re.MULTILINE))
+        if len(fields) == 3 and re.fullmatch(r"pool/[\w./+%~:-]+\.deb", fields["Filename"]):
+            url = f"{MIRROR}/{place}/{fields['Filename']}"
+            entries[stanza[1]] = _Listed(url=url, version=fields["Version"], sha256=fields["SHA256"])
+    return entries
+
+
+def _fetched(url: str, path: Path, sha256: str) -> Path:
+    """The file at `path`, downloaded unless it is there already."""
+    if not path.is_file() or sha256_of(path) != sha256:
+        _download(url, path)
+        if sha256_of(path) != sha256:
+            path.unlink()
+            raise PackageError(f"{url} is not what Debian's lists say: its sha256 is another; {_ADVICE}")
+    return path
+
+
+def _download(url: str, path: Path) -> None:
+    failed = errors_as(PackageError, f"{url} cannot be fetched", _ADVICE, OSError, HTTPException)
+    with failed, urlopen(url, timeout=_SECONDS) as answer, path.open("wb") as file:
+        while data := answer.read(1 << 20):
+            file.write(data)
+            if file.tell() > _MAX_ARCHIVE:
+                raise OSError(f"more than {_MAX_ARCHIVE} bytes")
+
+
+def _component(folder: Path, name: str, archives: dict[str, DebianArchive]) -> Component:
+    archive = archives[name]
+    texts = archive.read(f"usr/share/doc/{name}/copyright")
+    if texts is None:  # a symbolic link to the package with the text for all packages of one source
+        texts = _file(archives["gcc-12-base"], "usr/share/doc/gcc-12-base/copyright")
     return Component(
         name=name,
-        version=version,
-        source=f"Debian {RELEASE}, {archive.name}",
+        version=archive.path.stem.split("_")[1].replace("%3a", ":"),
+        source=f"Debian {RELEASE}, {archive.path.name}",
         licence="see its text",
-        texts=(keep_licence(folder, f"debian-{name}.txt", texts.read_bytes()),),
-        sha256=sha256_of(archive),
+        texts=(keep_licence(folder, f"debian-{name}.txt", texts),),
+        sha256=sha256_of(archive.path),
     )
 
 
-def _library(unpacked: Path, platform: Platform, name: str) -> Path:
-    for place in (f"lib/{platform.triplet}", f"usr/lib/{platform.triplet}", "lib64"):
-        path = unpacked / place / name
-        if path.exists():
-            return path
-    raise PackageError(f"Debian's {unpacked.name} has no {name}; this version of edge-mtp supports {RELEASE}'s packages, update it")
+def _file(archive: DebianArchive, *names: str) -> bytes:
+    for name in names:
+        if (data := archive.read(name)) is not None:
+            return data
+    file = posixpath.basename(names[0])
+    raise PackageError(f"Debian's {archive.path.name} has no {file}; this version of edge-mtp supports {RELEASE}'s packages, update it")
 
 
-def _take_library_tree(source: Path, destination: Path) -> None:
-    for path in sorted(source.rglob("*")):
-        relative = path.relative_to(source).as_posix()
-        if path.is_file() and not _LEFT_OUT.search(relative):
-            copy_file(path, destination / relative)
+def _library(archive: DebianArchive, platform: Platform, name: str) -> bytes:
+    return _file(archive, *(f"{place}/{name}" for place in (f"lib/{platform.triplet}", f"usr/lib/{platform.triplet}", "lib64")))
 
 
-def _take_common_licences(folder: Path, scratch: Path) -> None:
+def _take_library_tree(archive: DebianArchive, source: str, destination: Path) -> None:
+    for name in archive.names(source):
+        relative = name.removeprefix(f"{source}/")
+        if not _LEFT_OUT.search(relative) and (data := archive.read(name)) is not None:
+            write_file(destination / relative, data)
+
+
+def _take_common_licences(folder: Path, archive: DebianArchive) -> None:
     """The licences that the copyright texts of Debian's packages name by their place on a Debian system."""
     kept = "".join(path.read_text(encoding="utf-8", errors="replace") for path in sorted((folder / "licences").glob("debian-*.txt")))
     named = set(re.findall(r"/usr/share/common-licenses/([A-Za-z]+(?:-[0-9.]*[0-9])?)", kept))
-    for path in sorted((scratch / _LICENCE_PACKAGE / "usr/share/common-licenses").iterdir()):
-        if path.name in named:
-            keep_licence(folder, f"common-licenses/{path.name}", path.read_bytes())
+    for name in archive.names("usr/share/common-licenses"):
+        if posixpath.basename(name) in named and (data := archive.read(name)) is not None:
+            keep_licence(folder, f"common-licenses/{posixpath.basename(name)}", data)

@@ -20,9 +20,10 @@ LICENCES = "licences"
 _NAMED_PARTS = ("numpy", "onnxruntime", "tokenizers", "llama_cpp", "edge_bench", "edge_runtime", "edge_devices")
 MAGIC = b"\x7fELF"
 CLASS_64, LITTLE_ENDIAN, LOAD = 2, 1, 1
-# Fields of 64-bit headers, by the System V ABI: of the file from e_phoff on, and of a segment.
+# Fields of 64-bit headers, by the System V ABI: of the file from e_phoff on, and of a segment; e_shoff, and e_shnum with e_shstrndx.
 HEADER = struct.Struct("<32xQ14xHH6x")
-SEGMENT = struct.Struct("<I4xQQ24xQ")
+SEGMENT = struct.Struct("<I4xQQ8xQ8xQ")
+SECTIONS = ((40, 8), (60, 4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +67,15 @@ class Inventory:
 
 def keep_licence(folder: Path, name: str, text: bytes) -> str:
     """Writes a licence text and returns its path from the package's root."""
-    path = folder / LICENCES / name
+    write_file(folder / LICENCES / name, text)
+    return f"{LICENCES}/{name}"
+
+
+def write_file(path: Path, data: bytes, *, executable: bool = False) -> None:
+    """Writes a file of the package, in a folder that need not be there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text)
-    return path.relative_to(folder).as_posix()
+    path.write_bytes(data)
+    path.chmod(0o755 if executable else 0o644)
 
 
 def copy_file(source: Path, destination: Path, *, executable: bool = False) -> None:
@@ -123,10 +129,11 @@ def _part(path: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSegment:
-    """A part of a file that is mapped: where in the file, at which address, and to what both are aligned."""
+    """A part of a file that is mapped: where in the file, at which address, how much, and to what both are aligned."""
 
     offset: int
     address: int
+    bytes: int
     align: int
 
     def suits(self, page_bytes: int) -> bool:
@@ -151,6 +158,23 @@ def check_pages(folder: Path, page_bytes: int) -> int:
     return checked
 
 
+def cut_symbols(folder: Path) -> int:
+    """Cuts what no kernel maps off every ELF file: debug symbols and the list of sections. Returns the bytes. Raises PackageError."""
+    cut = 0
+    for path in folder.rglob("*"):
+        segments = load_segments(path) if path.is_file() else None
+        end = max((segment.offset + segment.bytes for segment in segments or ()), default=0)
+        if not HEADER.size < end < path.stat().st_size:
+            continue
+        cut += path.stat().st_size - end
+        with path.open("r+b") as file:
+            for place, size in SECTIONS:
+                file.seek(place)
+                file.write(bytes(size))
+            file.truncate(end)
+    return cut
+
+
 def load_segments(path: Path) -> list[LoadSegment] | None:
     """Returns the segments of an ELF file that are mapped; None for any other file. Raises PackageError for one that cannot be read."""
     with path.open("rb") as file:
@@ -165,4 +189,4 @@ def load_segments(path: Path) -> list[LoadSegment] | None:
     if size != SEGMENT.size or len(table) < size * count:
         raise PackageError(f"{path.name} is no complete ELF file: it has no table of {count} segments; build the package again")
     entries = list(SEGMENT.iter_unpack(table))
-    return [LoadSegment(offset=offset, address=address, align=align) for kind, offset, address, align in entries if kind == LOAD]
+    return [LoadSegment(offset=place, address=at, bytes=size, align=align) for kind, place, at, size, align in entries if kind == LOAD]
