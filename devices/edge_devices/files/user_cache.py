@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import stat
 from pathlib import Path
 
 from edge_devices.errors import EdgeError
@@ -43,7 +44,7 @@ def read_entries(path: Path) -> dict[str, object]:
     """Returns the entries of a cache file by key; none if it is missing or damaged, or if others may have written it."""
     try:
         status = path.stat()
-        if status.st_size > MAX_CACHE_BYTES or not only_ours(status):
+        if status.st_size > MAX_CACHE_BYTES or not (stat.S_ISREG(status.st_mode) and only_ours(status)):
             return {}
         return dict(_parsed(path, (status.st_ino, status.st_size, status.st_mtime_ns)))
     except (OSError, ValueError, RecursionError):

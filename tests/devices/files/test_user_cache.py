@@ -54,5 +54,8 @@ def test_entries_that_others_may_have_written_are_not_trusted(tmp_path: Path, mo
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
     assert read_entries(file) == {}
     cache_put(file, "b", 2)
+    os.mkfifo(tmp_path / "pipe")
+    assert read_entries(tmp_path / "pipe") == {}
     monkeypatch.undo()
+    assert read_entries(tmp_path / "pipe") == {}, "a pipe is not waited for"
     assert read_entries(file) == {"b": 2}

@@ -12,6 +12,7 @@ import pytest
 
 from chat_server import Held, Scripted, scripted_server
 from edge_runtime.server.http import body, connections
+from edge_runtime.server.http.guard import Guard
 from polling import wait
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -238,3 +239,18 @@ def test_a_head_of_many_bytes_is_refused(server):
     head = HEALTH + b"Connection: close\r\nA: "
     assert b"16384 bytes" in answered(server, head + b"a" * 20_000 + b"\r\n\r\n")
     assert answered(server, head + b"a" * 10_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "limit", "room"),
+    [(1024, 4096, 1024, 82), (256, 4096, 274, 82), (256, -1, 274, 82), (256, 256, 256, 64), (64, 64, 64, 8), (-1, -1, -1, 82)],
+)
+def test_no_more_connections_are_taken_than_there_are_descriptors(monkeypatch, soft, hard, limit, room):
+    """With 64 of them, connections that did nothing stopped the server, and it wrote a million lines in 20 seconds."""
+    resource = pytest.importorskip("resource")
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    config = connections.server_config(Guard(None, hosts=None), 82)
+    assert (config.limit_concurrency, limits[-1][0]) == (room, limit)
+    assert 4 * config.backlog < connections._OTHER_DESCRIPTORS

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from edge_devices.files.limited_read import sha256_of
+from edge_devices.files.limited_read import read_regular, sha256_of
 from edge_devices.files.temp_files import clear_stale, temporary_of
 from edge_devices.files.user_cache import CACHE_VARIABLE, only_ours
 from edge_devices.machine.facts import cpu_identity
@@ -158,9 +158,7 @@ def well_placed(graph: bytes) -> bool:
 
 def _read(path: Path) -> dict[str, object] | None:
     try:
-        if path.stat().st_size > _MAX_RECORD_BYTES:
-            return {}
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_regular(path, _MAX_RECORD_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import signal
 import socket
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
@@ -30,6 +32,12 @@ FREE_CHUNKS = 512
 _CHUNK_BYTES = 1 << 10
 # Requests one behind the other that a connection may send before it has read an answer: the last is answered, and ends it.
 MAX_PIPELINED = 16
+# Connections that are accepted at once: asyncio accepts so many before it looks at one, and where descriptors run out, complains so often.
+_ACCEPTED = 32
+_BACKLOG = 1024
+# Descriptors of what has been accepted and is not yet ended, of children, and of files.
+_OTHER_DESCRIPTORS = 192
+_FEWEST = 8
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
@@ -148,6 +156,22 @@ class TimedProtocol(H11Protocol):
             self._head = None
 
 
+def room_for(connections: int) -> int:
+    """Returns how many connections the system has descriptors for; asks it for more where it gives this process few."""
+    if find_spec("resource") is None:  # Windows
+        return connections
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    with contextlib.suppress(OSError, ValueError):
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(_FEWEST, min(connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS))
+
+
 def server_config(app: App, connections: int) -> uvicorn.Config:
     """Returns the uvicorn configuration for at most `connections` connections at once."""
     return uvicorn.Config(
@@ -162,7 +186,8 @@ def server_config(app: App, connections: int) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-        limit_concurrency=connections,
+        limit_concurrency=room_for(connections),
+        backlog=_ACCEPTED,
     )
 
 
@@ -170,6 +195,10 @@ def run_server(config: uvicorn.Config, stop: Callable[[], None], listener: socke
     """Runs until a signal. `stop` is called first, as uvicorn would otherwise wait for all responses to end."""
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            listener.listen(_BACKLOG)  # that of the system, which asyncio made as small as what it accepts at once
+
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             stop()
             super().handle_exit(sig, frame)
