@@ -235,6 +235,15 @@ def test_a_head_of_very_many_lines_is_refused(server, end):
     assert answered(server, whole[:300], whole[300:]).startswith(b"HTTP/1.1 200")
 
 
+def test_a_body_of_two_lengths_is_refused(server):
+    """What follows it in the same connection would be another request to a proxy."""
+    hidden = HEALTH + b"Connection: close\r\n\r\n"
+    both = CHUNKED.replace(b"Connection: close", b"content-length: %d" % (5 + len(hidden))) + b"0\r\n\r\n" + hidden
+    answer = answered(server, both)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
 def test_a_head_of_many_bytes_is_refused(server):
     head = HEALTH + b"Connection: close\r\nA: "
     assert b"16384 bytes" in answered(server, head + b"a" * 20_000 + b"\r\n\r\n")

@@ -38,11 +38,12 @@ _BACKLOG = 1024
 # Descriptors of what has been accepted and is not yet ended, of children, and of files.
 _OTHER_DESCRIPTORS = 192
 _FEWEST = 8
+_BOTH_LENGTHS = {b"content-length", b"transfer-encoding"}
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
 class LimitedHttp(h11.Connection):
-    """Refuses a head of very many lines, and a body in very many small chunks."""
+    """Refuses a head of very many lines, a body of two lengths, and one in very many small chunks."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Returns the next event. Raises h11.RemoteProtocolError."""
@@ -52,6 +53,8 @@ class LimitedHttp(h11.Connection):
                 raise h11.RemoteProtocolError("a large head")
         event = super().next_event()
         if isinstance(event, h11.Request):
+            if {name for name, _ in event.headers} >= _BOTH_LENGTHS:  # a proxy that takes the other one sees other requests
+                raise h11.RemoteProtocolError("two lengths of a body")
             self._left = FREE_CHUNKS * _CHUNK_BYTES
         elif isinstance(event, h11.Data):
             self._left += len(event.data) - _CHUNK_BYTES * event.chunk_end
