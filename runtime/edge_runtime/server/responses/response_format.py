@@ -41,11 +41,8 @@ class Logprobs(ABC):
     def add(self, entries: Iterable[OutputLogprob]) -> None:
         """Adds those of the next tokens."""
 
-    @abstractmethod
     def to_json(self) -> Any:
         """Returns all that were added."""
-
-    def _list(self) -> Written:
         return Written(f"[{', '.join(self._written)}]")
 
 
@@ -122,9 +119,6 @@ class ChatLogprobs(Logprobs):
         """Adds those of another list."""
         self._written += others._written
 
-    def to_json(self) -> Written:
-        return self._list()
-
 
 class CompletionLogprobs(Logprobs):
     """`logprobs` of /v1/completions; `offset` is the number of characters before the first entry."""
@@ -142,7 +136,7 @@ class CompletionLogprobs(Logprobs):
             self._written.append(json.dumps({_text(piece): _finite(logprob) for piece, logprob in entry.top}, ensure_ascii=False))
 
     def to_json(self) -> Json:
-        return self._columns | {"top_logprobs": self._list()}
+        return self._columns | {"top_logprobs": super().to_json()}
 
 
 def _token(piece: bytes, logprob: float) -> Json:
