@@ -30,6 +30,7 @@ INSTALL = "pip install 'edge-mtp[media]'"
 # Of a JPEG: those of restarts (D0 to D7) and zeros and fillers are part of a scan.
 _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])")
 _START_OF_SCAN, _END_OF_IMAGE, _FIRST_WITH_SEGMENT = b"\xda", b"\xd9", b"\xc0"
+_ADDRESS = re.compile("<[^<>]* object at 0x[^<>]*>")
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _SAMPLE_BITS = {_PCM: (8, 16, 24, 32), _FLOAT: (32, 64)}
 
@@ -42,7 +43,7 @@ def _damaged(kind: str) -> Iterator[None]:
     except RequestError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        reason = _ADDRESS.sub("the file", " ".join(str(error).split()))[:120] or type(error).__name__
         raise RequestError(f"the {kind} is damaged ({reason}); save it again") from error
 
 
