@@ -55,7 +55,7 @@ class Models:
     """The revisions of the models named on the command line, and the configuration, which may name them instead."""
 
     revision: str | None = option(
-        metavar="REV", help="Branch, tag or commit of TARGET's hub repository; as OWNER/NAME@REV.  [default: main]", panel="Bundle"
+        metavar="REV", help="Branch, tag or commit of TARGET's hub repository, as in OWNER/NAME@REV.  [default: main]", panel="Bundle"
     )
     drafter_revision: str | None = option(metavar="REV", help="The same for DRAFTER's repository.", panel="Bundle")
     config_path: Path | None = option(

@@ -39,7 +39,7 @@ def plan(
 ) -> None:
     """Predict memory, speed and joules per token of a pair before it is exported.
 
-    No weights are needed: TARGET may be E2B, E4B, 12B, 26B-A4B or 31B, of a hub repository config.json alone is fetched.
+    No weights are needed: TARGET may be E2B, E4B, 12B, 26B-A4B or 31B; of a hub repository only config.json is fetched.
     """
     config = models.config()
     target, drafter = models.names(config, target_name, drafter_name, planning=True)

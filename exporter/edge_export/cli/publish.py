@@ -32,7 +32,7 @@ from edge_runtime.cli.options import BundlePath
 def publish(bundle: Path, repository: str, figures: tuple[Path, ...], public: bool, dry_run: bool) -> None:
     """Upload BUNDLE and its model card to OWNER/NAME on the Hugging Face hub.
 
-    It needs the hub's token (hf auth login). After an interruption the same command goes on.
+    It needs the hub's token (hf auth login). After an interruption, run the same command again: it continues.
     """
     console = Console(stderr=True)
     planned = publication(bundle, repository, figures)

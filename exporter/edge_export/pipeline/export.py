@@ -173,9 +173,7 @@ def _kept_calibration(job: ExportJob) -> Iterator[None]:
         yield
     except BaseException:
         if (folder / LAYERS_FILE).is_file():
-            job.progress.note(
-                f"The calibration is kept in {folder}, and the next export of this pair to the same place goes on from there."
-            )
+            job.progress.note(f"The calibration is kept in {folder}; the next export of this pair to the same place continues it.")
         elif not existed:
             shutil.rmtree(folder, ignore_errors=True)
         raise

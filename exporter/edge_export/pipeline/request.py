@@ -39,7 +39,7 @@ class ExportRequest:
     output: Path
     media: EncoderType | None = option(
         choices=ENCODER_TYPES,
-        help="Add the encoder of images and sound, weights of this type; in ONNX graphs of E2B and E4B only.  [default: text only]",
+        help="Add the encoder of images and sound, with weights of this type; with ONNX graphs only for E2B and E4B.  [default: text only]",
     )
     context: int | None = option(
         low=1, help="Context length of the bundle, in tokens.  [default: 4096, or the model's own if that is shorter]"
@@ -80,7 +80,7 @@ class ExportRequest:
         low=0.01,
         metavar="M",
         panel="Tuning",
-        help="Minutes of training for --tune-drafter; the target writes for as long at most.",
+        help="Minutes of training for --tune-drafter; before it, the target writes texts for at most as long.",
     )
     threads: int | None = None
     description: str | None = None

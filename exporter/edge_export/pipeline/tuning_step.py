@@ -40,7 +40,7 @@ def with_tuned_drafter(job: ExportJob) -> ExportJob:
     try:
         record = tune(tuning, progress.note)
     except KeyboardInterrupt:
-        progress.note(f"Tuning stopped; its state is in {tuning.folder}, and the same command goes on from there.")
+        progress.note(f"Tuning stopped; its state is in {tuning.folder}. Run the same command again to continue.")
         raise
     if record is None:
         return job

@@ -160,7 +160,7 @@ def _read_manifest(folder: Path, public_key: Path | None) -> Manifest:
         advice = "upgrade edge-mtp" if version > SCHEMA_VERSION else "export the bundle again"
         raise BundleError(f"{path} has schema version {str(version)[:20]}, this reader supports {SCHEMA_VERSION}; {advice}")
     if not has_own_hash(raw):
-        raise BundleError(f"{path} does not have the sha256 at its own end; copy the bundle again or export it again")
+        raise BundleError(f"{path} does not match the sha256 in its last line; copy the bundle again or export it again")
     try:
         manifest = from_json(Manifest, data, "manifest")
         check_numbers(manifest, "manifest")

@@ -98,7 +98,7 @@ USUAL = (
 @takes_sampling
 @opens_bundle("draft_store", "image_rows", prompt_cache=True)
 def chat(bundle: Path, options: ChatOptions, message: MessageOptions, sampling: SamplingParams, opening: Opening) -> None:
-    """Chat with BUNDLE in the terminal. A pipe is one message."""
+    """Chat with BUNDLE in the terminal. Piped input is one message."""
     refuse_greedy_filters(sampling)
     with opening.session(hub_bundle(bundle)) as session:
         conversation = Chat(

@@ -36,7 +36,7 @@ Examples:
 def forget(folder: Path | None, store: Path | None, as_json: bool) -> None:
     """Forget texts: empty the prompt cache, and remove the history of chats and a draft store.
 
-    Nothing else is removed, whatever else is in the folder. A command that runs meanwhile keeps what it computes later.
+    Nothing else is removed, whatever else is in the folder. A command that is still running keeps what it computes afterwards.
     """
     emptied = default_folder() if folder is None else folder
     texts = None if store is None else forget_store(store)

@@ -113,9 +113,9 @@ def proof(session: Session, tokens: int, waiting: Waiting = silent_wait) -> Proo
 @takes("options", ProveOptions)
 @opens_bundle(tuning=(), energy=())
 def prove(bundle: Path, options: ProveOptions, opening: Opening) -> None:
-    """Compare text with drafts and without, and rows of logits, on this machine.
+    """Check on this machine that drafts change neither the text nor the logits.
 
-    Greedy text grows in pieces with drafts of 1 to 12, each compared with plain decoding. Exit code 1 says that they differ.
+    Greedy text is written in pieces with drafts of 1 to 12 tokens, each compared with plain decoding. Exit code 1: they differ.
     """
     if options.sign is not None and options.record is None:
         raise click.UsageError("--sign needs --record FILE")

@@ -16,9 +16,12 @@ COMMANDS = LazyCommands(
         "generate": ("edge_runtime.cli.generate", "Generate text after PROMPT ('-' reads standard input)."),
         "serve": ("edge_runtime.cli.serve", "Serve the OpenAI and Ollama APIs and a chat page over HTTP."),
         "compare": ("edge_runtime.cli.compare", "Run PROMPT with and without drafts in turn and print a table."),
-        "prove": ("edge_runtime.cli.prove", "Compare text with drafts and without, and rows of logits, on this machine."),
+        "prove": ("edge_runtime.cli.prove", "Check on this machine that drafts change neither the text nor the logits."),
         "demo": ("edge_runtime.cli.demo", "Stream several kinds of text with accepted drafts in colour, beside plain decoding."),
-        "tune": ("edge_runtime.cli.tune", "Measure threads, costs of drafts and the faster backend now, in seconds, for all later starts."),
+        "tune": (
+            "edge_runtime.cli.tune",
+            "Measure the faster backend, its threads and what drafts cost, for later starts.",
+        ),
         "plan": (
             "edge_runtime.cli.plan",
             "Predict memory, first token, speed, best draft length and joules per token, here or on a device.",

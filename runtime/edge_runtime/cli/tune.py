@@ -26,10 +26,10 @@ _ROWS, _STEPS = (1, 2, 4, 8), 3
 @click.argument("bundle", type=BundlePath())
 @opens_bundle()
 def tune(bundle: Path, opening: Opening) -> None:
-    """Measure threads, costs of drafts and the faster backend now, in seconds, for all later starts.
+    """Measure the faster backend, its threads and what drafts cost, for later starts.
 
-    Without it a session starts with costs computed from the bundle's sizes, and its rounds replace them. Measure on a quiet machine: what a
-    busy one gives is provisional. What is measured already stays.
+    It takes seconds. Without it a session estimates these costs from the bundle's sizes and corrects them while it runs. Run it on a
+    quiet machine: what a busy one gives is measured again later. What a quiet machine measured is kept.
     """
     with opening.session(bundle, warn=False, measure=True) as session:
         for line in tuned_lines(session, session.costs()):

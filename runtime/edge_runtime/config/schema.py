@@ -174,7 +174,7 @@ class TuningConfig(Section):
         "-d",
         low=0,
         high=MAX_DRAFT_LENGTH,
-        help="Draft this many tokens in every round; 0 is plain decoding.  [default: chosen in each round, as configured]",
+        help="Draft this many tokens in every round; 0 is plain decoding.  [default: chosen anew in each round, unless configured]",
     )
     min_horizon: int | None = _key(integer(0, MAX_DRAFT_LENGTH), "rolling and stepped never draft fewer (and never fewer than 1)")
     max_horizon: int | None = _key(integer(1, MAX_DRAFT_LENGTH), "rolling and stepped never draft more")

@@ -72,7 +72,7 @@ class GenerationOptions:
         if not isinstance(self.sampling, SamplingParams):
             raise RequestError(f"sampling is of type {type(self.sampling).__name__}; give SamplingParams")
         if self.on_round is not None and not callable(self.on_round):
-            raise RequestError(f"on_round is of type {type(self.on_round).__name__}; give a function of a Round")
+            raise RequestError(f"on_round is of type {type(self.on_round).__name__}; give a function that takes a Round")
 
     @property
     def repeatable(self) -> bool:

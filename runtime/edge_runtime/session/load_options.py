@@ -73,7 +73,7 @@ class LoadOptions:
         low=1,
         high=MAX_THREADS,
         panel="Backend",
-        help="CPU threads, at most one a processor.  [default: the fastest number per phase, if edge-run tune measured it]",
+        help="CPU threads, at most one per processor.  [default: the fastest number per phase, if edge-run tune measured it]",
     )
     context: int | None = option(
         "-c", low=16, high=MAX_CONTEXT, panel="Memory", help="Size of the KV cache in tokens.  [default: from the configuration]"
@@ -81,7 +81,7 @@ class LoadOptions:
     drafter: DrafterKind | None = option(
         panel="Drafting",
         help="dense: MTP drafter; split: MTP drafter with a sparse head; lookup: copies from the text; none: no drafts."
-        "  [default: from the configuration, else split where it is there and runs, else dense]",
+        "  [default: from the configuration, else split if the bundle has it and it runs here, else dense]",
     )
     config: SpeculativeConfig | Path | str | None = option(
         type=Path, metavar="FILE", panel="Bundle", help="YAML file whose settings override those of the bundle's config.yaml."
@@ -115,7 +115,7 @@ class LoadOptions:
         "-b",
         choices=BACKENDS,
         panel="Backend",
-        help="llama.cpp or ONNX Runtime.  [default: the faster one, as edge-run tune measured, else by the sizes of the files]",
+        help="llama.cpp or ONNX Runtime.  [default: the faster one if edge-run tune measured both, else estimated from file sizes]",
     )
     measure: bool = False
     device: str | None = option(

@@ -328,7 +328,7 @@ def test_a_calibration_that_was_stopped_goes_on_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         export(lines.append, **required)
     state = tmp_path / "out.calibration"
-    assert f"The calibration is kept in {state}, and the next" in lines[-1]
+    assert f"The calibration is kept in {state}; the next" in lines[-1]
     assert not (tmp_path / "out").exists()
     made = export(**required)
     assert run[:3] == [1, 2, 3], "no layer was run twice"

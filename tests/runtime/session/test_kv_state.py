@@ -199,7 +199,7 @@ def rewrite(path: Path, header: dict[str, Any], body: bytes, *, sign: bool = Fal
         ({"tokens": -1}, "holds -1 tokens"),
         ({"sliding": 10**9}, "it is damaged"),
         ({"sliding": 0}, "its header says"),
-        ({"first": 7}, "begins at token 7"),
+        ({"first": 7}, "a prompt cache, from token 7"),
         ({"seconds": float("nan")}, "damaged header"),
         ({"seconds": 1e300}, "it is damaged"),
         ({"tokens_sha256": "0" * 64}, "does not have the sha256"),

@@ -162,7 +162,7 @@ def load_state(path: Path, target: SavableTarget, facts: Mapping[str, str], ids:
     with unreadable, SegmentFile(Path(os.path.realpath(path)), facts, target.row_bytes) as file:
         header = file.header
         if header.first:
-            raise RequestError(f"the state {path} begins at token {header.first}, as a prompt cache's; save one with --save-state")
+            raise RequestError(f"{path} is a piece of a prompt cache, from token {header.first}; save a state with --save-state")
         if header.tokens > target.context:
             raise RequestError(
                 f"the state {path} has {header.tokens} tokens, the context {target.context}; open with --context {header.context}"
