@@ -64,9 +64,9 @@ class RunEnergy:
         """Returns the one line to show."""
         if self.facts is None:
             return self.reason or NO_METER
-        label = "ESTIMATE, nothing was measured: " if self.facts.is_estimate else ""
         if self.joules_per_token is None:
-            return f"{label}no energy figure from {self.facts.name}: {self.reason}"
+            return f"no energy figure from {self.facts.name}: {self.reason}"
+        label = "ESTIMATE, nothing was measured: " if self.facts.is_estimate else ""
         return f"{label}{self.figure()} J/token, scope {self.facts.scope}, idle power included ({self.facts.name})"
 
     def figure(self) -> str:

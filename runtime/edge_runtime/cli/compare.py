@@ -209,7 +209,8 @@ class Comparison(PairedRuns, Conditions):
         elif self.drafted_energy.kind == "estimate" and self.drafted_energy.facts:
             sentences.append(f"energy: nothing was measured; {self.drafted_energy.facts.source}, with the range of these watts")
         missing = [": ".join(energy.row()) for energy in (self.plain_energy, self.drafted_energy) if energy.kind == "none"][:1]
-        if not missing and self.prompt_energy.kind == "none":
+        estimated = self.prompt_energy.facts is not None and self.prompt_energy.facts.is_estimate
+        if not missing and self.prompt_energy.kind == "none" and not estimated:
             missing = [f"energy of the prompt: not measured: {self.prompt_energy.sentence()}"]
         sentences += missing
         return [*sentences, f"meanwhile, {self.load.sentence()}"] if self.load.is_busy else sentences
@@ -298,7 +299,7 @@ def comparison_table(comparison: Comparison) -> Table:
     def median(runs: tuple[DecodeStats, ...], figure: Callable[[DecodeStats], float]) -> float:
         return statistics.median(figure(s) for s in runs)
 
-    table = Table(title=f"medians of {len(comparison.plain)} runs each, in turn")
+    table = Table(title=f"medians of {runs} runs each, in turn" if (runs := len(comparison.plain)) > 1 else "one run each")
     table.add_column("")
     table.add_column("plain", justify="right")
     table.add_column(comparison.drafting, justify="right")

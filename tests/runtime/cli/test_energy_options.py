@@ -227,6 +227,10 @@ def test_compare_takes_the_profiles_watts_where_there_is_no_meter(run: Any, monk
     overlapping = run(*arguments, command="compare", findings=[], pause=0.02)
     assert "not determined" in overlapping.stdout
     assert "nothing was measured, and the ranges of the estimate overlap" in overlapping.stderr
+    short = run("--max-tokens", "2", "--repeats", "1", command="compare", findings=[], prompt="a")
+    assert "one run each" in short.stdout
+    assert "ESTIMATE, nothing was measured: no energy figure" not in short.stderr
+    assert "energy of the prompt" not in short.stderr
 
     def without_watts(*_: object) -> None:
         raise MeterError("the profile x has no watts")
