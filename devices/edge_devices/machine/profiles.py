@@ -37,6 +37,7 @@ class Match:
 class Profile:
     """One device. Bandwidths in GB/s: `peak` from transfer rate × bus width, `effective` from others' measurements; None if unknown.
 
+    `largest_gb`: the most memory that the device is sold with, None if unknown.
     `giga_operations`: operations per second of a forward in thousand millions, from others' measurements; None if unknown.
     `idle_watts`, `core_watts`: the device without work, and more for each busy core, as others measured them; None if unknown. `watts_of`:
     "laptop" for watts of machines with a battery alone, "processor" where `idle_watts` are those of each processor of a shared server.
@@ -51,6 +52,7 @@ class Profile:
     features: tuple[str, ...] = ()
     peak_gb_per_s: float | None = None
     effective_gb_per_s: tuple[float, float] | None = None
+    largest_gb: int | None = None
     giga_operations: tuple[float, float] | None = None
     idle_watts: tuple[float, float] | None = None
     core_watts: tuple[float, float] | None = None

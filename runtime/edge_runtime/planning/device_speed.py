@@ -85,6 +85,7 @@ def _profile_speed(name: str) -> DeviceSpeed:
         bandwidth_from=source,
         operations=operations,
         operations_from=operations_from,
+        largest_gb=device.largest_gb,
     )
 
 

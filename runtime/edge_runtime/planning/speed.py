@@ -65,7 +65,7 @@ def deviation(measured: float, predicted: Range) -> str:
 
 
 # Tokens per second below which nobody reads along, and how much memory devices have, of which programs can have this share.
-SLOWEST, DEVICE_GB, DEVICE_SHARE = 1.0, (2, 4, 6, 8, 12, 16, 24, 32, 64), 0.75
+SLOWEST, DEVICE_GB, DEVICE_SHARE = 2.0, (2, 4, 6, 8, 12, 16, 24, 32, 64), 0.75
 # Of the speed of few rows with quantized weights: a batch of rows computes each in this share of the time at best (as a prefill), and float
 # weights, which encoders have, take longer at worst.
 _FASTER, _SLOWER = 0.4, 4.0
@@ -141,7 +141,8 @@ DRAFTER_ROLES = {"dense": ("drafter",), "split": ("drafter", "drafter_head")}
 class DeviceSpeed:
     """Speed of a device: bytes read per second, and operations per second in a forward of few rows. `*_from` name their sources.
 
-    `memory_available` is in bytes, None for a device that is not here; `load` says what disturbed the probes, if anything did.
+    `memory_available` is in bytes, None for a device that is not here; `largest_gb` is the most that such a device is sold with, if known;
+    `load` says what disturbed the probes, if anything did.
     """
 
     name: str
@@ -150,6 +151,7 @@ class DeviceSpeed:
     operations: Range
     operations_from: str
     memory_available: int | None = None
+    largest_gb: int | None = None
     load: str = ""
 
 
@@ -195,6 +197,7 @@ class SpeedPlan:
     derived: dict[str, str]
     image: ImagePlan | None = None
     memory_available: int | None = None
+    largest_gb: int | None = None
     load: str = ""
     answers: str = ""
 
@@ -203,8 +206,11 @@ class SpeedPlan:
         enough, free = self.memory.enough, self.memory_available
         if free is not None and enough > free:
             return False, f"no: it needs {byte_text(enough)} of memory and {byte_text(free)} are available; take a smaller size or context"
-        if self.drafted.high < SLOWEST:
-            return False, f"no: at most {self.drafted.high:.2g} tokens per second, with drafts; take a smaller size"
+        if self.largest_gb is not None and enough > DEVICE_SHARE * self.largest_gb * 1e9:
+            most = f"{self.largest_gb} GB at most, a quarter of it left to the system"
+            return False, f"no: it needs {byte_text(enough)} of memory, and the device has {most}; take a smaller size or context"
+        if self.drafted.middle < SLOWEST:
+            return False, f"no: about {self.drafted.middle:.2g} tokens per second, with drafts; take a smaller size"
         sizes = [size for size in DEVICE_GB if enough <= DEVICE_SHARE * size * 1e9]
         where = f"devices with {sizes[0]} GB and more" if sizes else f"more than {DEVICE_GB[-1]} GB"
         there = f"{byte_text(free)} are available" if free is not None else f"for {where}, a quarter of it left to the system"
@@ -330,6 +336,7 @@ def speed_plan(
         joules_per_prompt_token=prompt_joules,
         derived=_derived(facts, device, slow, fast, power),
         memory_available=device.memory_available,
+        largest_gb=device.largest_gb,
         load=device.load,
     )
 

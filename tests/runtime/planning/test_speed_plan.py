@@ -320,7 +320,9 @@ def planned(available: float | None, drafted: float = 5.0, enough: int = 3_000_0
         (planned(2 * GB), False, "no: it needs 3.00 GB of memory and 2.00 GB are available"),
         (planned(None), True, "for devices with 4 GB and more"),
         (planned(None, enough=90_000_000_000), True, "for more than 64 GB"),
-        (planned(8 * GB, drafted=0.5), False, "no: at most 0.5 tokens per second"),
+        (planned(8 * GB, drafted=2.0), False, "no: about 1.4 tokens per second"),
+        (replace(planned(None, enough=10_000_000_000), largest_gb=16), True, "for devices with 16 GB and more"),
+        (replace(planned(None, enough=13_000_000_000), largest_gb=16), False, "needs 13.00 GB of memory, and the device has 16 GB at most"),
     ],
 )
 def test_the_plan_decides(made: SpeedPlan, fits: bool, words: str) -> None:
