@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from edge_devices.energy.live import EnergyWatch
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
 from edge_runtime.cli.compare import Conditions, PairedRuns, RunOptions, RunsInTurn
 from edge_runtime.cli.messages import printable
-from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle
+from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, wrapped
 from edge_runtime.cli.terminal.screens import EXAMPLE_THAT_ANSWERS
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.generation import Generation
@@ -143,7 +144,7 @@ class Demo:
         runs = RunsInTurn(self._watch, self._write)
         manifest = self._session.bundle.manifest
         what = f": {printable(manifest.description)}" if manifest.description else ""
-        self._write(f"{manifest.architecture.parameters / 1e6:.0f} million weights{what}.\n")
+        self._write(wrapped(f"{manifest.architecture.parameters / 1e6:.0f} million weights{what}.", sys.stdout) + "\n")
         self._write(f"{click.style('Green', fg='green')}: drafts that were accepted.\n")
         kinds = tuple(self._kind(runs, name, prompt) for name, prompt in (TEXTS if self._template is None else MESSAGES).items())
         return DemoResult(kinds=kinds, **vars(runs.conditions()))
@@ -154,12 +155,12 @@ class Demo:
         for piece in self._coloured(self._generation(sent, drafting=True)):
             self._write(piece)
         self._write("\n")
-        with self._waiting("the same again, without and with drafts in turn") as report:
+        with self._waiting("again, without and with drafts") as report:
             for done in range(2 * self._repeats):
                 report(done / (2 * self._repeats))
                 runs.run(self._generation(sent, drafting=done % 2 == 1), drafting=done % 2 == 1)
         result = KindResult(name=name, **vars(runs.paired()))
-        self._write(f"{_line(result)}\n")
+        self._write(f"{wrapped(_line(result), sys.stdout)}\n")
         return result
 
     def _generation(self, sent: str | list[int], *, drafting: bool) -> Generation:
@@ -209,7 +210,7 @@ def demo(bundle: Path, runs: RunOptions, opening: Opening) -> None:
         return
     if result.load.is_busy:
         note(f"meanwhile, {result.load.sentence()}")
-    click.echo("\n" + click.style(f"{result.sentence()}.", bold=True))
+    click.echo("\n" + click.style(wrapped(f"{result.sentence()}.", sys.stdout), bold=True))
     if joules := result.energy_sentence():
-        click.echo(f"{joules}.")
-    click.echo(f"Next: {following}")
+        click.echo(wrapped(f"{joules}.", sys.stdout))
+    click.echo(f"Next: {following}")  # a command is copied: no line is broken in it

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from click.shell_completion import CompletionItem
@@ -180,12 +180,17 @@ def refuse_threads(count: int | None) -> None:
 
 def note(text: str) -> None:
     """Prints a message to standard error; at a terminal long lines are broken between words."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-        # Codes of colours take no place.
-        text = "\n".join(line if len(click.unstyle(line)) <= width else fill(line) for line in text.split("\n"))
-    click.echo(text, err=True)
+    click.echo(wrapped(text, sys.stderr), err=True)
+
+
+def wrapped(text: str, stream: TextIO | None) -> str:
+    """Returns the text for a stream: at a terminal long lines are broken between words."""
+    if stream is None or not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    # Codes of colours take no place.
+    return "\n".join(line if len(click.unstyle(line)) <= width else fill(line) for line in text.split("\n"))
 
 
 @dataclass(frozen=True, kw_only=True)

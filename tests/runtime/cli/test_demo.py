@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import replace
 
 import click
@@ -77,6 +79,16 @@ def test_accepted_drafts_are_green():
     written: list[str] = []
     Demo(make_session(), max_tokens=12, repeats=1, write=written.append, watch=unwatched).run()
     assert any(piece == click.style(click.unstyle(piece), fg="green") for piece in written if click.unstyle(piece))
+
+
+def test_figures_are_broken_between_words(monkeypatch):
+    written: list[str] = []
+    monkeypatch.setattr(cli_options.shutil, "get_terminal_size", lambda: os.terminal_size((60, 24)))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    Demo(make_session(), max_tokens=4, repeats=1, write=written.append, watch=unwatched).run()
+    figures = [text for text in written if "times as fast" in text]
+    assert len(figures) == len(TEXTS)
+    assert all(len(line) <= 60 and not line.startswith(" ") for text in figures for line in text.splitlines())
 
 
 def test_another_output_is_said():
