@@ -99,7 +99,7 @@ class _Counted(ExactCosts):
 
     def after(self, policy: Profit, tokens: int, seed: int) -> Spent:
         """Runs the policy for so many tokens."""
-        _, likely, _ = played(self, policy, lambda _: self._acceptance, tokens, seed)
+        _, likely, _ = played(self, policy, lambda _: self._acceptance, tokens, seed, same_text=True)
         return Spent(seconds=self._seconds / likely, joules=self._joules / likely)
 
 

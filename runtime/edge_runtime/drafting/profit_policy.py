@@ -58,8 +58,8 @@ class Bound(Protocol):
     def probe_cost(self) -> float:
         """Of drafting one token, in forwards of one row."""
 
-    def spend(self, tokens: float, drafted: int, row: int) -> None:
-        """Takes the tokens that a round brought, its drafts, and its rows beside the first."""
+    def spend(self, tokens: float, drafted: int, row: int, promised: float) -> None:
+        """Takes the tokens that a round brought, its drafts, its rows beside the first, and what drafts promised, 0 of other rounds."""
 
 
 def expected_rate(costs: Costs, model: Acceptance, lengths: Sequence[int]) -> float:
@@ -431,7 +431,8 @@ class Profit:
         self._tokens_reached = RATE_DECAY * self._tokens_reached + tokens
         self._cost_reached = RATE_DECAY * self._cost_reached + self._spent()
         if self._bound is not None:
-            self._bound.spend(tokens, len(self._bins), verified + self._padding(verified))
+            promised = self._tokens[verified] if self._mode == "draft" else 0.0
+            self._bound.spend(tokens, len(self._bins), verified + self._padding(verified), promised)
             self._stale = True
 
     def _observe_shadow(self, accepted: bool) -> None:

@@ -17,26 +17,29 @@ RENEWALS, EARLY = 4, 8
 # Fewer joules by less than this share of those of the fastest are no reason to take longer: the model's errors are as large. Then time has
 # this price, in watts of a forward.
 SAVING_FLOOR, EVEN = 0.006, 3.0
-# Plain rounds of balance that change the price by a factor e, and the most that are saved up.
+# Plain rounds of balance that change the price by a factor e, and the most that count.
 BALANCE, BALANCE_LIMIT = 6.0, 6.0
 # A price that differs less is kept.
 SAME_PRICE = 0.05
 # The bound that is aimed at / the one that was asked for: forecasts vary, and what looks fastest among several is so partly by chance.
-MARGIN = 0.98
+MARGIN = 0.975
 # Weight of a new trade beside those before: forecasts vary.
 SMOOTH = 0.25
-# What rounds bring less or more than the trade expects of them is taken for true of the fastest as far as this.
-CLIP = (0.9, 1.2)
-# Share of the sums over earlier rounds that is left after another round, and plain rounds that the prediction counts as before the first.
-DECAY, PREDICTED_ROUNDS = 0.98, 5.0
+# What drafts bring less or more than the trade expects of them is taken for true of the fastest as far as this, after so many tokens.
+CLIP, BELIEVED = (0.9, 1.05), 10.0
+# Share that is left after another round: of the sums that a round's worth comes from, and of those that the bound is kept by.
+DECAY, BUDGET_DECAY = 0.98, 0.998
+# Plain rounds that the prediction counts as before the first.
+PREDICTED_ROUNDS = 5.0
 
 
 class TimeBound:
     """Chooses the price of time before each round; implements `profit_policy.Bound`.
 
     At the slope of the edge of the trade's convex hull that the bound crosses, both ends of the edge are worth the same, and a mix of them
-    takes the fewest joules that any mix within the bound does. The balance is the time by which the rounds so far are below the bound: the
-    more there is, the lower is the next round's price, so the rounds mix themselves.
+    takes the fewest joules that any mix within the bound does. The balance is the time by which the rounds so far are below the bound as it
+    is known now, so that what was spent on a wrong forecast is paid back; the more there is, the lower is the next round's price, so the
+    rounds mix themselves.
     """
 
     def __init__(self, costs: EnergyCosts, slowdown: float) -> None:
@@ -45,11 +48,10 @@ class TimeBound:
         self._frontier: Frontier | None = None
         self._trade: Trade
         self._until_renewal = self._renewals = self._requests = 0
-        self._balance = 0.0
         self._price = -1.0
-        # Of the newest rounds: tokens, joules and seconds; tokens that the trade expected for these.
-        self._sums = np.zeros(3)
-        self._expected = 0.0
+        # Of the newest rounds: tokens, joules and seconds. Of more: tokens and seconds; of those that drafted, the tokens that the trade
+        # expects for their cost, and those that their confidences promised.
+        self._sums, self._spent, self._drafted = np.zeros(3), np.zeros(2), np.zeros(2)
 
     def renew(self, known: Forecast, *, rows: int, drafts: int, requests: int, stepwise: bool) -> None:
         """Computes the trade again, now and then; `rows` and `drafts` are the most of a round."""
@@ -65,16 +67,26 @@ class TimeBound:
         trade: Trade = self._frontier.trade(known, self._seconds, self._joules, stepwise=stepwise)
         share = max(SMOOTH, 1 / self._renewals) if requests == self._requests else 1.0
         self._trade = trade if share == 1 else Trade(*(old + share * (new - old) for old, new in zip(self._trade, trade, strict=True)))
-        self._limit = MARGIN * (1 + self._slowdown) * float(self._trade.seconds[-1])
-        self._slope = _slope(self._trade, self._limit, EVEN * self._watts)
+        corrected = self._corrected()
+        self._limit = MARGIN * (1 + self._slowdown) * float(corrected.seconds[-1])
+        self._slope = _slope(corrected, self._limit, EVEN * self._watts)
         if requests != self._requests:  # what the rounds before took was another work
             self._requests = requests
-            self._expected = PREDICTED_ROUNDS * float(self._seconds.verify[0]) / float(self._trade.seconds[-1])
-            self._sums = self._expected * np.array([1.0, self._trade.joules[-1], self._trade.seconds[-1]])
+            tokens = PREDICTED_ROUNDS * float(self._seconds.verify[0]) / float(self._trade.seconds[-1])
+            self._sums = tokens * np.array([1.0, self._trade.joules[-1], self._trade.seconds[-1]])
+            self._spent = np.zeros(2)
+
+    def _corrected(self) -> Trade:
+        """The trade with what drafts were seen to take: the model's optimism is that of all drafts, while plain decoding is known."""
+        expected, promised = BELIEVED + self._drafted
+        drafts = np.abs(self._trade.seconds - self._seconds.verify[0]) > 1e-4 * self._seconds.verify[0]
+        scale = np.where(drafts, min(max(expected / promised, CLIP[0]), CLIP[1]), 1.0)
+        return Trade(self._trade.seconds * scale, self._trade.joules * scale, self._trade.rates)
 
     def choose(self) -> bool:
         """Sets the price of the next round; returns whether it changed."""
-        rounds = self._balance / float(self._seconds.verify[0])
+        balance = self._limit * float(self._spent[0]) - float(self._spent[1])
+        rounds = min(balance / float(self._seconds.verify[0]), BALANCE_LIMIT)
         price = self._slope * math.exp(min(-rounds / BALANCE, 50.0))
         if rounds < 0:
             price = max(price, float(PRICES[1]) * self._watts * math.exp(min(-rounds / BALANCE, 50.0)))
@@ -96,17 +108,17 @@ class TimeBound:
         """Of drafting one token, in forwards of one row: by seconds or joules, whichever is more."""
         return max(float(costs.draft[1] / costs.verify[0]) for costs in (self._seconds, self._joules))
 
-    def spend(self, tokens: float, drafted: int, row: int) -> None:
-        """Takes a round into the sums and the balance: the tokens it brought, its drafts, and its rows beside the first."""
+    def spend(self, tokens: float, drafted: int, row: int, promised: float) -> None:
+        """Takes in a round: the tokens it brought, its drafts, its rows beside the first, and what drafts promised, 0 of other rounds."""
         seconds = float(self._seconds.draft[drafted] + self._seconds.verify[row])
         joules = float(self._joules.draft[drafted] + self._joules.verify[row])
-        weights = self._costs.weights
-        rate = float((1 / (weights[0] * self._trade.joules + weights[1] * self._trade.seconds)).max())
-        self._expected = DECAY * self._expected + rate * self._cost(joules, seconds)
         self._sums = DECAY * self._sums + (tokens, joules, seconds)
-        # What the rounds bring less than the trade expects, the fastest ones would bring less as well.
-        limit = self._limit * min(max(self._expected / float(self._sums[0]), CLIP[0]), CLIP[1])
-        self._balance = min(self._balance + limit * tokens - seconds, BALANCE_LIMIT * float(self._seconds.verify[0]))
+        self._spent = BUDGET_DECAY * self._spent + (tokens, seconds)
+        self._drafted *= BUDGET_DECAY
+        if promised:
+            weights = self._costs.weights
+            rate = float((1 / (weights[0] * self._trade.joules + weights[1] * self._trade.seconds)).max())
+            self._drafted += (rate * self._cost(joules, seconds), promised)
 
     def _cost(self, joules: float, seconds: float) -> float:
         return self._costs.weights[0] * joules + self._costs.weights[1] * seconds

@@ -254,17 +254,45 @@ def test_drafts_that_waste_energy_stop_and_come_back() -> None:
     [
         # Plain decoding takes half the joules and 5 % more time; a price alone cannot mix it in.
         (Case(curve="repacked", step=6.0, watts="5, 5, 2.5", acceptance=0.75), 0.9),
-        (Case(curve="linear", step=6.0, watts="30, 6, 5", acceptance=0.9), 0.95),
-        # Cheap rows: joules and time go together.
-        (Case(curve="flat", step=0.5, watts="5, 5, 2.5", acceptance=0.9), 1.0),
+        (Case(curve="linear", step=6.0, watts="30, 6, 5", acceptance=0.9), 0.97),
+        # Cheap rows: joules and time go together. Until acceptance is learned, the fastest is thought to be slow; that is paid back.
+        (Case(curve="flat", step=0.5, watts="2, 6, 3", acceptance=0.9), 1.0),
     ],
 )
 def test_the_time_that_is_allowed_is_spent_on_joules(case: Case, joules_below: float) -> None:
     mixed = regret(case, 0.05, tokens=1500, seeds=(1, 2))
-    assert mixed.slower < 1.08  # the bound, and the luck of 3000 tokens
+    assert mixed.slower < 1.05
     assert mixed.joules < joules_below
-    assert mixed.regret < 0.05
+    assert mixed.regret < 0.1
     assert not mixed.is_worse_in_both
+
+
+def test_the_same_text_brings_two_policies_the_same_luck() -> None:
+    """Drafts are accepted by their place: rounds of 2 and of 3 drafts verify tokens of the same chances."""
+
+    class Chances:
+        def __init__(self, length: int) -> None:
+            self.length, self.places = length, dict[int, float]()
+            self.emitted = self.drafted = 0
+
+        def plan(self) -> RoundPlan:
+            self.drafted = 0
+            return RoundPlan(self.length, False, self.take, lambda drafted: (drafted, 0))
+
+        def take(self, confidence: float) -> bool:
+            self.places[self.emitted + self.drafted] = confidence
+            self.drafted += 1
+            return True
+
+        def observe(self, result: RoundResult) -> None:
+            self.emitted += result.accepted + 1
+
+    short, long = Chances(2), Chances(3)
+    for policy in (short, long):
+        played(ExactCosts(LINEAR, 1.0), policy, lambda _: 0.6, 200, 1, same_text=True)
+    both = short.places.keys() & long.places.keys()
+    assert len(both) > 100
+    assert all(short.places[place] == long.places[place] for place in both)
 
 
 def test_a_mix_of_two_lengths_is_on_the_line_between_them() -> None:
