@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ def remote_gpu() -> Iterator[dict[str, str]]:
                 break
         time.sleep(0.2)
         assert server.poll() is None
+        threading.Thread(target=server.stdout.read, daemon=True).start()  # it writes lines of each client, and waits where nobody reads
         yield {"GGML_BACKEND_PATH": str(library), _ENDPOINT: endpoint}
     finally:
         server.kill()

@@ -109,6 +109,7 @@ def architecture(target: Checkpoint, drafter: Checkpoint, context: int) -> Archi
         per_layer_size=model.per_layer_size,
         drafter_feed_forward_size=_widest_feed_forward(assistant),
         prompt_parameters=_prompt_parameters(target),
+        experts=model.experts or None,
     )
 
 

@@ -267,7 +267,8 @@ class Architecture:
     """Facts of the pair that a reader may need before it loads a model.
 
     `feed_forward_size` is the width of the widest feed-forward block, `per_layer_size` that of a per-layer embedding (0: none).
-    `prompt_parameters` are the weights that a token is multiplied with for its K/V rows. Older bundles do not have them.
+    `prompt_parameters` are the weights that a token is multiplied with for its K/V rows; `experts` is how many a layer of the target
+    chooses from, None without any. Older bundles do not have them.
     """
 
     family: str
@@ -284,6 +285,7 @@ class Architecture:
     per_layer_size: int | None = None
     drafter_feed_forward_size: int | None = None
     prompt_parameters: int | None = None
+    experts: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -204,7 +204,9 @@ class _PairLoader:
             reference = answers(cpu.together.targets[0], cpu.drafters[0], rows)
             cpu.together.close()
             opened = backend.open(replace(request, notify=lambda _: None))
-            return compared(accelerator.name, reference, opened.together.targets[0], opened.drafters[0], rows, opened.exported_parity)
+            pair = opened.together.targets[0], opened.drafters[0]
+            routed = bool(self.bundle.manifest.architecture.experts)
+            return compared(accelerator.name, reference, *pair, longest=rows, parity=opened.exported_parity, routed=routed)
 
         facts = [kind, accelerator.name, accelerator.driver, self.settings.context, opened.drafter_kind, project_version(), *self.hashes]
         key = entry_key([cpu_identity(), *map(str, facts)])

@@ -143,8 +143,8 @@ def reference(pair: tuple[Any, Any]) -> Answers:
     return answers(*pair, LONGEST)
 
 
-def checked(reference: Answers, target: Any, drafter: Any) -> DeviceCheck:
-    return compared("webgpu", reference, target, drafter, LONGEST, PARITY)
+def checked(reference: Answers, target: Any, drafter: Any, *, routed: bool = False) -> DeviceCheck:
+    return compared("webgpu", reference, target, drafter, longest=LONGEST, parity=PARITY, routed=routed)
 
 
 def test_a_sound_device_passes(pair: tuple[Any, Any], reference: Answers) -> None:
@@ -166,6 +166,26 @@ def test_a_fault_of_a_drafter_is_refused(pair: tuple[Any, Any], reference: Answe
     check = checked(reference, pair[0], DraftsAnything(pair[1]))
     assert not check.passed
     assert "of its drafts are the CPU's" in check.sentence()
+
+
+def test_single_rows_may_differ_more_where_rows_choose_experts(pair: tuple[Any, Any], reference: Answers) -> None:
+    class OtherExperts(Faulty):
+        def changed(self, rows: Any) -> Any:
+            rows[-1] *= 1.08
+            return rows
+
+    assert not checked(reference, OtherExperts(pair[0]), pair[1]).passed
+    check = checked(reference, OtherExperts(pair[0]), pair[1], routed=True)
+    assert check.passed, check
+    assert not checked(reference, LastColumnsWrong(pair[0]), pair[1], routed=True).passed
+
+
+@pytest.mark.parametrize(
+    ("given", "share"),
+    [([[1, 2, 3, 4]], 1), ([[1, 9, 9, 9]], 0.5), ([[9, 2, 3, 4]], 0), ([[]], 0), ([[1, 2]], 2 / 3)],
+)
+def test_drafts_behind_the_first_other_one_are_not_compared(given: list[list[int]], share: float) -> None:
+    assert device_check._same_drafts([[1, 2, 3, 4]], given) == share
 
 
 def test_rows_that_differ_in_the_last_bit_are_mentioned(pair: tuple[Any, Any], reference: Answers) -> None:
