@@ -70,13 +70,13 @@ def pair_records(device: str, engine: BackendKind, first: int) -> Iterator[dict[
                 verify=False,
             )
             export_pair(request)
-            said: list[str] = []
+            sentences: list[str] = []
             record: dict[str, Any] = {"seed": seed, "family": pair.family, "types": gguf if engine == "llama" else onnx}
             try:
                 with open_session(
-                    folder / "bundle", backend=engine, device=device, context=PAIR_CONTEXT, threads=1, config=FIXED, notify=said.append
+                    folder / "bundle", backend=engine, device=device, context=PAIR_CONTEXT, threads=1, config=FIXED, notify=sentences.append
                 ) as session:
-                    record |= {"passed": session.device == device, "says": [each for each in said if device in each]}
+                    record |= {"passed": session.device == device, "says": [each for each in sentences if device in each]}
             except BackendError as error:
                 record |= {"passed": False, "says": [str(error)]}
             yield record

@@ -12,7 +12,7 @@ from edge_bench.cli.outputs import Outputs
 from edge_bench.devices.results import ENERGY, RUNS, DeviceResult
 from edge_bench.measure.command import BenchResult, RecordOptions, measure_bundle
 from edge_bench.measure.progress import note
-from edge_bench.measure.request import LOADING, BenchRequest, Places
+from edge_bench.measure.request import LOADING, BenchRequest, DeviceList
 from edge_bench.report.figures import Figures, figures
 from edge_devices.command_line import PanelCommand, takes
 from edge_devices.errors import errors_as
@@ -27,12 +27,12 @@ from edge_runtime.session.load_options import LoadOptions
 @takes("load", LoadOptions, only=LOADING)
 @takes("files", RecordOptions)
 @takes("outputs", Outputs)
-@takes("places", Places)
-def run(bundle: Path, request: BenchRequest, load: LoadOptions, *, files: RecordOptions, outputs: Outputs, places: Places) -> None:
+@takes("chosen", DeviceList)
+def run(bundle: Path, request: BenchRequest, load: LoadOptions, *, files: RecordOptions, outputs: Outputs, chosen: DeviceList) -> None:
     """Measure BUNDLE on this machine, plainly and with drafts in turn."""
     outputs.check()
-    if places.devices:
-        run_on_each(places.devices, bundle, request, load, files=files, outputs=outputs)
+    if chosen.devices:
+        run_on_each(chosen.devices, bundle, request, load, files=files, outputs=outputs)
         return
     measured = measure_bundle(bundle, request, load, files)
     outputs.write(_figures(measured))

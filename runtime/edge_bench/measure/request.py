@@ -160,7 +160,7 @@ class BenchRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class DeviceList:
     """Which devices of this machine compute."""
 
     devices: tuple[str, ...] = _listed(
