@@ -36,21 +36,21 @@ class Steps:
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = os.environ | environment
-        self._taken: list[tuple[str, float]] = []
+        self._seconds: list[tuple[str, float]] = []
 
     def run(self, title: str, *words: str | Path, lines: int = 12) -> None:
         command = [str(word) for word in words]
         click.echo(f"\n## {title}\n$ {' '.join(command)}")
         begin = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, env=self._environment, check=False)
-        self._taken.append((title, time.monotonic() - begin))
+        self._seconds.append((title, time.monotonic() - begin))
         click.echo("\n".join((done.stdout or done.stderr).strip().splitlines()[-lines:]))
         if done.returncode:
             raise click.ClickException(f"{title} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
 
     def table(self) -> None:
         click.echo("\n| step | seconds |\n|:--|--:|")
-        for title, seconds in (*self._taken, ("all", sum(seconds for _, seconds in self._taken))):
+        for title, seconds in (*self._seconds, ("all", sum(seconds for _, seconds in self._seconds))):
             click.echo(f"| {title} | {seconds:.0f} |")
 
 

@@ -169,10 +169,10 @@ def _list_file(place: str, suite: str, architecture: str, home: Path) -> Path:
         text = run(["gpgv", "--quiet", "--keyring", KEYRING, "--output", "-", signed], f"Debian's signature is wrong; {_ADVICE}")
     else:
         text = signed.read_text(encoding="utf-8", errors="replace")
-    found = re.search(rf"^ ([0-9a-f]{{64}}) +\d+ {re.escape(listing)}$", text, re.MULTILINE)
-    if found is None:
+    line = re.search(rf"^ ([0-9a-f]{{64}}) +\d+ {re.escape(listing)}$", text, re.MULTILINE)
+    if line is None:
         raise PackageError(f"{release}/InRelease names no {listing}; {_ADVICE}")
-    return _fetched(f"{release}/{listing}", home / f"{suite}.xz", found[1])
+    return _fetched(f"{release}/{listing}", home / f"{suite}.xz", line[1])
 
 
 def _entries(listing: Path, place: str, names: Sequence[str]) -> dict[str, _Listed]:
@@ -181,9 +181,9 @@ def _entries(listing: Path, place: str, names: Sequence[str]) -> dict[str, _List
         lzma.open(listing) as packed,
     ):
         text = packed.read(_MAX_LIST).decode("utf-8", "replace")
-    wanted = "|".join(map(re.escape, names))
+    alternatives = "|".join(map(re.escape, names))
     entries = {}
-    for stanza in re.finditer(rf"^Package: ({wanted})\n(?:.+\n)+", text, re.MULTILINE):
+    for stanza in re.finditer(rf"^Package: ({alternatives})\n(?:.+\n)+", text, re.MULTILINE):
         fields = dict(re.findall(r"^(Version|Filename|SHA256): (\S+)$", stanza[0], re.MULTILINE))
         if len(fields) == 3 and re.fullmatch(r"pool/[\w./+%~:-]+\.deb", fields["Filename"]):
             url = f"{MIRROR}/{place}/{fields['Filename']}"
