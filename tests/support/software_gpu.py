@@ -36,6 +36,7 @@ def run_on_it(script: str, *arguments: str, folder: Path) -> Any:
     paths = [str(_ROOT / name) for name in ("exporter", "runtime", "devices", "tests/support")]
     own = {"PYTHONPATH": os.pathsep.join([*paths, *sys.path]), "EDGE_MTP_CACHE": str(folder)}
     command = [sys.executable, "-c", script, *arguments]
-    result = subprocess.run(command, env=os.environ | environment(folder) | own, capture_output=True, text=True, timeout=900)
+    everything = os.environ | environment(folder) | own
+    result = subprocess.run(command, cwd=folder, env=everything, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
