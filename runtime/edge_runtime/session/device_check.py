@@ -28,9 +28,9 @@ _DRAFTS = 4
 _FLOAT_LIMIT, _ROUNDED_LIMIT, _SHARE = 1e-4, 0.002, 0.1
 # Where the export measured nothing: of 80 random pairs in rounded weights on llama.cpp's RPC device the largest was 0.0024.
 _UNKNOWN_LIMIT = 0.005
-# Where rows choose experts, at near ties others, which changes a row by up to 0.23: of verifies of at least so many rows, and of fewer and
-# behind other texts. Of 20 such pairs the largest mean was 0.12, in one row; the smallest of a fault was 0.045 in wide verifies, else 0.39.
-_WIDE, _ROUTED_LIMIT, _ROUTED_FEW_LIMIT = 8, 0.04, 0.2
+# Where rows choose experts, at near ties others, which changes a row by up to 0.23: of a verify's rows beyond the eighth, and of others.
+# Of five such pairs the largest means were 0.021 and 0.12, the smallest of a fault in them 0.117 and 0.39.
+_TILE, _ROUTED_BEYOND_LIMIT, _ROUTED_LIMIT = 8, 0.07, 0.2
 # Drafts follow from rows that differ a little: so many of them must be the CPU's. A wrong one costs time, and never changes the text.
 _SAME_DRAFTS = 0.25
 # Rows whose numbers are looked at beside those that are compared, and for how long.
@@ -112,8 +112,12 @@ def compared(
         return DeviceCheck(
             device=device, limit=limit, worst="", mean_kl=0.0, same_drafts=0.0, rows=0, rows_differ=False, failure=str(error)
         )
-    losses = {part: _mean_kl(reference.rows[part], device_answers.rows[part]) for part in reference.rows}
-    limits = {part: _routed_limit(part, rows, limit) if routed else limit for part, rows in reference.rows.items()}
+    losses = {part: _mean_kl(rows, device_answers.rows[part]) for part, rows in reference.rows.items()}
+    limits = dict.fromkeys(losses, limit if not routed else max(limit, _ROUTED_LIMIT))
+    if routed and longest > _TILE:
+        part = _verified(min(longest, _FOLLOWING))
+        losses[f"{part} beyond the eighth"] = _mean_kl(reference.rows[part][_TILE:], device_answers.rows[part][_TILE:])
+        limits[f"{part} beyond the eighth"] = max(limit, _ROUTED_BEYOND_LIMIT)
     worst = max(losses, key=lambda part: losses[part] / limits[part])
     alone = device_answers.rows[_verified(1)][0]
     return DeviceCheck(
@@ -130,12 +134,6 @@ def compared(
 def _limit(loss: float) -> float:
     """The mean KL that is allowed beside the CPU's answers, by what the weights lose."""
     return _FLOAT_LIMIT if loss < _FLOAT_LIMIT else max(_ROUNDED_LIMIT, _SHARE * loss)
-
-
-def _routed_limit(part: str, rows: NDArray[np.float32], limit: float) -> float:
-    """The same of a part whose rows choose experts."""
-    wide = part.startswith("a verify") and len(rows) >= _WIDE
-    return max(limit, _ROUTED_LIMIT if wide else _ROUTED_FEW_LIMIT)
 
 
 def _rows(target: Target, longest: int, drafts: list[list[int]], drafter: Drafter | None) -> Iterator[tuple[str, NDArray[np.float32]]]:
