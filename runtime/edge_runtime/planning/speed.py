@@ -207,8 +207,8 @@ class SpeedPlan:
         if free is not None and enough > free:
             return False, f"no: it needs {byte_text(enough)} of memory and {byte_text(free)} are available; take a smaller size or context"
         if self.largest_gb is not None and enough > DEVICE_SHARE * self.largest_gb * 1e9:
-            most = f"{self.largest_gb} GB at most, a quarter of it left to the system"
-            return False, f"no: it needs {byte_text(enough)} of memory, and the device has {most}; take a smaller size or context"
+            its_memory = f"{self.largest_gb} GB at most, a quarter of it left to the system"
+            return False, f"no: it needs {byte_text(enough)} of memory, and the device has {its_memory}; take a smaller size or context"
         if self.drafted.middle < SLOWEST:
             return False, f"no: about {self.drafted.middle:.2g} tokens per second, with drafts; take a smaller size"
         sizes = [size for size in DEVICE_GB if enough <= DEVICE_SHARE * size * 1e9]
