@@ -247,11 +247,11 @@ class Fuzzer:
         raise AssertionError(f"{wrong} as {name} was not refused")
 
     def single_values(self) -> None:
-        """GELU gates and tanh of some values, also such as are no numbers."""
+        """GELU gates, tanh and norms of some values, also such as are no numbers."""
         random = self._random
         count = int(random.integers(1, 100))
         gates, values = (filled(random.integers(0, 1 << 32, count, np.uint32).view(np.float32)) for _ in range(2))
-        for function, arrays in (("gate", (gates, values)), ("tanh", (gates,))):
+        for function, arrays in (("gate", (gates, values)), ("tanh", (gates,)), ("norm", (gates, values, filled(values[:1])))):
             self._agreed(function, [*map(pointer, arrays), ctypes.c_int64(count)], (count,), f"{function} of {count}")
 
     def _agreed(

@@ -11,6 +11,7 @@ int edge_rows_multiply_gguf(const char*, int, int64_t, int64_t, size_t, const vo
 int edge_rows_multiply_floats(const char*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, void*);
 int edge_rows_gate(const char*, const void*, const void*, int64_t, void*);
 int edge_rows_tanh(const char*, const void*, int64_t, void*);
+int edge_rows_norm(const char*, const void*, const void*, const void*, int64_t, void*);
 int edge_rows_attend(const char*, const void*, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                      int64_t, void*);
 int edge_rows_attend_cells(const char*, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
@@ -130,6 +131,7 @@ int run(const Call& call, void* const (&a)[kArrays]) {
     if (!strcmp(call.function, "multiply_floats")) return edge_rows_multiply_floats(call.variant, a[0], a[1], n[0], n[1], n[2], n[3], out);
     if (!strcmp(call.function, "draft")) return run_draft(call, a);
     if (!strcmp(call.function, "gate")) return edge_rows_gate(call.variant, a[0], a[1], n[0], out);
+    if (!strcmp(call.function, "norm")) return edge_rows_norm(call.variant, a[0], a[1], a[2], n[0], out);
     if (!strcmp(call.function, "tanh")) return edge_rows_tanh(call.variant, a[0], n[0], out);
     return edge_rows_attend(call.variant, a[0], a[1], a[2], a[3], a[4], n[0], n[1], n[2], n[3], n[4], n[5], n[6], out);
 }

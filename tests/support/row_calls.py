@@ -132,6 +132,11 @@ def tanh_of(values: Array) -> Call:
     return Call("tanh", (len(values),), (values,), values.shape)
 
 
+def norm_of(values: Array, weight: Array) -> Call:
+    """values / sqrt(mean(values^2) + 1e-6) * weight, [count]."""
+    return Call("norm", (len(values),), (values, weight, np.full(1, 1e-6, np.float32)), values.shape)
+
+
 def cell_rows(kind: int, values: Array) -> NDArray[np.uint8]:
     """Values [rows, dim] as rows of a memory of that type, rounded as llama.cpp does."""
     if kind == 0:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.errors import first_line
-from edge_runtime.backends.kernels.loader import kernels_path
+from edge_runtime.backends.kernels.loader import is_newest, kernels_path
 from edge_runtime.backends.onnx.devices import PROCESSOR, SEVERITY, OrtDevice, onnxruntime_module
 from edge_runtime.backends.onnx.prepacked import PackingPlace, packed_graph, well_placed
 from edge_runtime.backends.onnx.row_kernels import with_row_kernels
@@ -81,7 +81,7 @@ def _open_fastest(path: Path, options: SessionOptions) -> tuple[Any, int]:
     """Opens a graph on the project's own kernels, or with stock operators; returns how many nodes run on the kernels."""
     kernels = kernels_path() if options.device.is_cpu and options.packing is None else None
     if kernels is not None:
-        model, replaced = with_row_kernels(path.read_bytes())
+        model, replaced = with_row_kernels(path.read_bytes(), newest=is_newest())
         if replaced:
             with suppress(BackendError):  # the stock operators say what is wrong with the graph
                 return _open_model(path, options, model, kernels), replaced

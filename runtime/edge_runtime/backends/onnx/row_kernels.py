@@ -8,6 +8,8 @@
   together, whose sums for a row then depend on nothing else in its batch.
 - The gated feed-forward, as `edge_export.onnx.graphs.blocks` writes it: the product with both halves, their split, GELU, the product of
   the halves and the product with that become one operator, which writes nothing between the two products to memory as floats.
+- Products whose results are capped, as the logits are: c * tanh(product), while a part of them is in the nearest cache.
+- Norms: RMSNormalization with the Reshapes that part a row into heads, and with the sum, its factor and the norm of that sum behind it.
 """
 
 from __future__ import annotations
@@ -15,14 +17,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
-from edge_runtime.bundle.onnx_file import FLOAT16, Node, OnnxGraph, Tensor, float_attribute, integer_attribute, read_graph, with_graph
+from edge_runtime.bundle.onnx_file import (
+    FLOAT,
+    FLOAT16,
+    Attribute,
+    Node,
+    OnnxGraph,
+    Tensor,
+    float_attribute,
+    integer_attribute,
+    read_graph,
+    with_graph,
+)
 from edge_runtime.bundle.onnx_graph import CONTRIB
 
 DOMAIN = "edge.mtp"
-PRODUCT, STOCK_PRODUCT = "MatMulRows", "MatMulNBits"
+PRODUCT, CAPPED, STOCK_PRODUCT = "MatMulRows", "MatMulCapRows", "MatMulNBits"
 STATIC, HALVES = "MatMulStatic", "MatMulHalves"
 ATTENTION, WRITER, READER, STOCK_ATTENTION = "AttendRows", "AttendBuffers", "ReadBuffers", "GroupQueryAttention"
-FEED_FORWARD = "FeedForwardRows"
+FEED_FORWARD, NORM, RESIDUAL = "FeedForwardRows", "NormRows", "ResidualRows"
 _BITS, _BLOCKS = {2, 4, 8}, {16, 32, 64, 128}
 # MatMulNBits, accuracy_level
 _FLOAT_ACTIVATIONS, _INT8_ACTIVATIONS = 1, 4
@@ -37,8 +50,8 @@ _END = (1 << 63) - 1
 _MIN_WIDTH = 64
 
 
-def with_row_kernels(model: bytes) -> tuple[bytes, int]:
-    """Returns the model with the operators, and how many nodes have one. `model` has passed `check_onnx`."""
+def with_row_kernels(model: bytes, *, newest: bool = True) -> tuple[bytes, int]:
+    """Returns the model with the operators, the `newest` too, and how many nodes have one. `model` has passed `check_onnx`."""
     graph = read_graph(model)
     nodes = list(_all_nodes(graph))
     products = [node for node in nodes if _is_product(node, _INT8_ACTIVATIONS)]
@@ -46,7 +59,7 @@ def with_row_kernels(model: bytes) -> tuple[bytes, int]:
         return model, 0
     for node in products:
         node.operator, node.domain = PRODUCT, DOMAIN
-    joined = _join(graph, {})
+    joined = _join(graph, {}, newest=newest)
     return with_graph(model, graph, DOMAIN), len(products) + joined
 
 
@@ -68,13 +81,13 @@ def _is_product(node: Node, accuracy_level: int) -> bool:
     return numbers.get(b"bits") in _BITS and block in _BLOCKS and numbers.get(b"K", 1) % block == 0
 
 
-def _join(graph: OnnxGraph, outer: Mapping[bytes, Tensor]) -> int:
+def _join(graph: OnnxGraph, outer: Mapping[bytes, Tensor], *, newest: bool) -> int:
     """Puts one operator in the place of several nodes, and drops what nobody reads any more; so in the graphs within.
 
     `outer` are the constants of the graphs around it. Returns how many operators there are.
     """
     constants = {**outer, **graph.constants}
-    within = sum(_join(inner, constants) for node in graph.nodes for inner in node.graphs.values())
+    within = sum(_join(inner, constants, newest=newest) for node in graph.nodes for inner in node.graphs.values())
     makers = {name: node for node in graph.nodes for name in node.outputs}
     for node in graph.nodes:
         node.sources = [makers.get(name) for name in node.inputs]
@@ -85,6 +98,7 @@ def _join(graph: OnnxGraph, outer: Mapping[bytes, Tensor]) -> int:
         or feed_forward(node, constants)
         or static_product(node, constants)
         or product_of_halves(node, constants)
+        or (newer(node, constants) if newest else None)
         for node in graph.nodes
     ]
     made = {id(node) for node in joins if node is not None}
@@ -97,7 +111,8 @@ def _join(graph: OnnxGraph, outer: Mapping[bytes, Tensor]) -> int:
             kept.append(node)
             read.update(node.inputs, node.names_within)
     graph.nodes = kept[::-1]
-    return within + sum(id(node) in made for node in kept)
+    _join_norms(graph)
+    return within + sum(id(node) in made for node in graph.nodes)
 
 
 def attention_on_buffers(node: Node) -> Node | None:
@@ -239,6 +254,81 @@ def product_of_halves(node: Node, constants: Mapping[bytes, Tensor]) -> Node | N
     if cast is None or weights is None or weights.type != FLOAT16 or len(weights.shape) != 2:
         return None
     return Node(HALVES, [node.inputs[0], cast.inputs[0]], node.outputs, [], DOMAIN)
+
+
+def newer(node: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
+    """The operators that an earlier build of the kernels has not."""
+    return norm_of_rows(node, constants) or residual(node, constants) or capped_product(node, constants)
+
+
+def capped_product(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
+    """The operator for a product, if `end` multiplies its tanh with a constant."""
+    capped, _ = _sources(end, "Mul", 2) or (None, None)
+    (product,) = _sources(capped, "Tanh", 1) or (None,)
+    cap = constants[end.inputs[1]].number if capped is not None and end.inputs[1] in constants else None
+    if product is None or product.operator != PRODUCT or cap is None or not 0 < cap < inf:
+        return None
+    return Node(CAPPED, product.inputs, end.outputs, [*product.attributes, float_attribute("cap", cap)], DOMAIN)
+
+
+def _is_norm(node: Node | None, constants: Mapping[bytes, Tensor]) -> bool:
+    """Whether this is a norm over the last dimension with float32 weights."""
+    if node is None or node.operator != "RMSNormalization" or len(node.inputs) != 2:
+        return False
+    numbers, weight = node.numbers, constants.get(node.inputs[1])
+    usual = numbers.get(b"axis", -1) == -1 and numbers.get(b"stash_type", 1) == 1 and b"epsilon" in numbers
+    return usual and weight is not None and weight.type == FLOAT and len(weight.shape) == 1 and weight.shape[0] > 0
+
+
+def norm_of_rows(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
+    """The operator for a norm, or for one of the heads of a row if `end` makes them one row again."""
+    norm, _ = _sources(end, "Reshape", 2) or (end, None)
+    if norm is None or not _is_norm(norm, constants):
+        return None
+    rows, weight = norm.inputs
+    (width,) = constants[weight].shape
+    if norm is not end:
+        parts = norm.sources[0]
+        if parts is None or _sources(parts, "Reshape", 2) is None:
+            return None
+        apart, again = (constants[name].integers if name in constants else None for name in (parts.inputs[1], end.inputs[1]))
+        if apart is None or again is None or len(apart) != 4 or min(apart[2:]) < 1:
+            return None
+        if apart != (0, 0, apart[2], width) or again != (0, 0, apart[2] * width):
+            return None
+        rows, width = parts.inputs[0], again[2]
+    return Node(NORM, [rows, weight], end.outputs, _norm_attributes(norm, width), DOMAIN)
+
+
+def residual(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
+    """The operator for a sum with a norm, if `end` is it or multiplies it with a constant of one element."""
+    factor, total = b"", end
+    if end.operator == "Mul" and len(end.inputs) == 2 and (source := end.sources[0]) is not None:
+        number = constants.get(end.inputs[1])
+        if number is None or number.type != FLOAT or number.shape not in ((), (1,)):
+            return None
+        factor, total = end.inputs[1], source
+    _, norm = _sources(total, "Add", 2) or (None, None)
+    if norm is None or not _is_norm(norm, constants):
+        return None
+    (width,) = constants[norm.inputs[1]].shape
+    return Node(RESIDUAL, [total.inputs[0], *norm.inputs, factor, b""], end.outputs, _norm_attributes(norm, width), DOMAIN)
+
+
+def _norm_attributes(norm: Node, width: int) -> list[Attribute]:
+    return [float_attribute("epsilon", norm.numbers[b"epsilon"]), integer_attribute("width", width)]
+
+
+def _join_norms(graph: OnnxGraph) -> None:
+    """Has each sum with a norm give the norm of the sum too, where that is what is computed next."""
+    sums = {node.outputs[0]: node for node in graph.nodes if node.operator == RESIDUAL}
+    dropped = set()
+    for node in graph.nodes:
+        total = sums.get(node.inputs[0]) if node.operator == NORM else None
+        if total is not None and total.numbers == node.numbers and len(total.outputs) == 1:
+            total.inputs[4], total.outputs = node.inputs[1], [*total.outputs, *node.outputs]
+            dropped.add(id(node))
+    graph.nodes = [node for node in graph.nodes if id(node) not in dropped]
 
 
 def _sources(node: Node | None, operator: str, count: int, **numbers: int) -> Sequence[Node | None] | None:

@@ -26,6 +26,7 @@ from row_calls import (
     gguf_multiplication,
     gguf_weights,
     multiplication,
+    norm_of,
     static_multiplication,
     tanh_of,
 )
@@ -129,6 +130,7 @@ def single_values() -> Iterator[Call]:
     values = np.linspace(-12, 12, 3001).astype(np.float32)
     yield gate(values, values[::-1])
     yield tanh_of(values)
+    yield from (norm_of(values[:count], values[::-1][:count]) for count in (24, 256, 3001))
 
 
 @pytest.mark.parametrize(("cpu", "variant"), [("cortex-a72", "neon"), ("cortex-a76", "dotprod"), ("max", "dotprod"), ("max", "i8mm")])

@@ -1,4 +1,4 @@
-"""GELU gates and tanh of the kernels: right numbers, the same bits on every variant and for every number of values."""
+"""GELU gates, tanh and norms of the kernels: right numbers, the same bits on every variant and for every number of values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels import loader
-from row_calls import gate, tanh_of
+from row_calls import gate, norm_of, tanh_of
 
 VARIANTS = loader.usable_variants()
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="the row kernels were not built: pip install -e . builds them")
@@ -41,7 +41,7 @@ def test_what_is_no_number_or_very_large() -> None:
 def test_bits_are_the_same_on_every_variant_and_wherever_a_call_begins(count: int) -> None:
     random = np.random.default_rng(count)
     gates, values = (8 * random.standard_normal((2, count))).astype(np.float32)
-    for made in (gate(gates, values), tanh_of(gates)):
+    for made in (gate(gates, values), tanh_of(gates), norm_of(gates, values)):
         first = made.here(VARIANTS[0])
         assert all(np.array_equal(made.here(variant), first) for variant in VARIANTS)
     whole = gate(gates, values).here(VARIANTS[0])
@@ -51,6 +51,6 @@ def test_bits_are_the_same_on_every_variant_and_wherever_a_call_begins(count: in
 
 def test_a_name_or_a_count_that_cannot_be_is_refused() -> None:
     nothing = np.zeros(0, np.float32)
-    for call, variant in ((gate(nothing, nothing), VARIANTS[0]), (tanh_of(VALUES), "mmx")):
+    for call, variant in ((gate(nothing, nothing), VARIANTS[0]), (norm_of(nothing, nothing), VARIANTS[0]), (tanh_of(VALUES), "mmx")):
         with pytest.raises(ValueError, match="was refused"):
             call.here(variant)

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from edge_runtime.backends.kernels import loader
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
-from edge_runtime.backends.onnx.row_kernels import DOMAIN, READER, STOCK_ATTENTION, WRITER, with_row_kernels
+from edge_runtime.backends.onnx.row_kernels import DOMAIN, NORM, READER, STOCK_ATTENTION, WRITER, with_row_kernels
 from edge_runtime.bundle.bundle import open_bundle
 
 Bundles = Callable[[str], Path]
@@ -125,7 +125,7 @@ def test_attention_of_the_last_rows_takes_them_without_padding(onnx_pair: Bundle
     nodes = onnx.load_from_string(with_row_kernels(stock.SerializeToString())[0]).graph.node
     makers = {name: node.op_type for node in nodes for name in node.output}
     readers = [node for node in nodes if node.op_type == READER]
-    assert [makers[node.input[0]] for node in readers] == ["Reshape"] * 3
+    assert [makers[node.input[0]] for node in readers] == [NORM] * 3
     assert [makers[node.input[9]] for node in readers] == ["Slice"] * 3
     for node in stock.graph.node:  # another end than the last row
         if node.op_type == "Slice" and node.input[0].startswith("attended"):

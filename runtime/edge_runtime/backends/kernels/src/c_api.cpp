@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "cells.h"
+#include "draft/steps.h"
 #include "ggml/weights.h"
 #include "pack.h"
 #include "static_rows.h"
@@ -93,6 +94,14 @@ EDGE_EXPORT int edge_rows_tanh(const char* name, const float* values, int64_t co
     const Variant* variant = variant_by_name(name);
     if (!variant || count < 1) return 1;
     variant->tanh(values, out, count);
+    return 0;
+}
+
+// out [count] = values / sqrt(mean(values^2) + epsilon[0]) * weight, the same way.
+EDGE_EXPORT int edge_rows_norm(const char* name, const float* values, const float* weight, const float* epsilon, int64_t count, float* out) {
+    const Variant* variant = variant_by_name(name);
+    if (!variant || count < 1) return 1;
+    variant->draft->norm(values, weight, count, epsilon[0], out);
     return 0;
 }
 

@@ -8,7 +8,8 @@ extern "C" __attribute__((visibility("default"))) edge::ort::Status* RegisterCus
     if (!domain) {
         Domain* made = nullptr;
         EDGE_TRY(create_domain(api, "edge.mtp", &made));
-        const Op* const operators[] = {&kMatMulRows, &kMatMulStatic, &kMatMulHalves, &kFeedForwardRows, &kAttendRows, &kAttendBuffers, &kReadBuffers};
+        const Op* const operators[] = {&kMatMulRows, &kMatMulCapRows, &kMatMulStatic, &kMatMulHalves, &kFeedForwardRows, &kAttendRows,
+                                       &kAttendBuffers, &kReadBuffers, &kNormRows, &kResidualRows};
         for (const Op* op : operators) EDGE_TRY(add_op(api, made, op));
         domain = made;
     }

@@ -1,4 +1,4 @@
-// onnxruntime's operator edge.mtp::MatMulRows: MatMulNBits without zero points, by the kernels of this library.
+// onnxruntime's operators edge.mtp::MatMulRows: MatMulNBits without zero points, by the kernels of this library; and MatMulCapRows: cap * tanh of that.
 #include <stdlib.h>
 
 #include "onnxruntime/memory.h"
@@ -24,6 +24,15 @@ Status* create(const Op*, Table api, const KernelInfo* info, void** out) {
     return status;
 }
 
+Status* create_capped(const Op* op, Table api, const KernelInfo* info, void** out) {
+    float cap;
+    EDGE_TRY(attribute(api, info, "cap", &cap));
+    if (!(cap > 0)) return create_status(api, kFail, "MatMulCapRows: cap must be positive");
+    EDGE_TRY(create(op, api, info, out));
+    static_cast<Weights*>(*out)->cap = cap;
+    return nullptr;
+}
+
 Status* compute(void* kernel, KernelContext* context) {
     const Weights& weights = *static_cast<Weights*>(kernel);
     const PackedMatrix& m = weights.matrix;
@@ -40,10 +49,12 @@ Status* compute(void* kernel, KernelContext* context) {
 }
 
 const char* op_name(const Op*) { return "MatMulRows"; }
+const char* capped_name(const Op*) { return "MatMulCapRows"; }
 size_t inputs(const Op*) { return 3; }
 
 }  // namespace
 
 constexpr Op ort::kMatMulRows = operator_of({op_name, inputs, product_input, one_output, create, compute, destroy});
+constexpr Op ort::kMatMulCapRows = operator_of({capped_name, inputs, product_input, one_output, create_capped, compute, destroy});
 
 }  // namespace edge

@@ -9,7 +9,7 @@
 
 namespace edge::ort {
 
-extern const Op kMatMulRows, kMatMulStatic, kMatMulHalves, kFeedForwardRows, kAttendRows, kAttendBuffers, kReadBuffers;
+extern const Op kMatMulRows, kMatMulCapRows, kMatMulStatic, kMatMulHalves, kFeedForwardRows, kAttendRows, kAttendBuffers, kReadBuffers, kNormRows, kResidualRows;
 
 constexpr size_t kMaxDimensions = 8;
 constexpr int64_t kFewRows = 16;  // so many that small work is not divided among threads

@@ -76,6 +76,13 @@ void multiply_chunk(void* data, size_t chunk) {
     const PackedMatrix& m = product.weights.matrix;
     const int64_t first = static_cast<int64_t>(chunk) * kTilesAtOnce;
     product.weights.variant->multiply(m, product.rows, first, first + kTilesAtOnce, {m, product.out});
+    const float cap = product.weights.cap;
+    const int64_t end = (first + kTilesAtOnce) * kTile, count = (end < m.outputs ? end : m.outputs) - first * kTile;
+    for (int64_t row = 0; row < product.rows.rows && cap > 0; row++) {  // while they are in the nearest cache
+        float* results = product.out + row * m.outputs + first * kTile;
+        product.weights.variant->tanh(results, results, count);
+        for (int64_t i = 0; i < count; i++) results[i] *= cap;
+    }
 }
 
 }  // namespace

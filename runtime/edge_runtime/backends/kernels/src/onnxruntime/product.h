@@ -10,6 +10,7 @@ struct Weights {
     Table api;
     const Variant* variant;
     PackedMatrix matrix;
+    float cap = 0;  // of the results: cap * tanh(result); 0: none
 };
 
 // Where a node has weights: the names of its attributes, and the input with the levels, behind which come the scales.
