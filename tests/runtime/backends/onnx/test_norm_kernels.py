@@ -121,7 +121,7 @@ def test_norms_have_stock_numbers_and_a_rows_bits_in_every_batch_and_on_every_va
         first = all_rows if first is None else first
         for count in (0, 1, 2, 13, 17, 300):
             few = results(model, rows[:, :count], x[:, :count], threads=1)
-            assert all(np.array_equal(some, whole[:, :count], equal_nan=True) for some, whole in zip(few, first, strict=True))
+            assert all(np.array_equal(output, whole[:, :count], equal_nan=True) for output, whole in zip(few, first, strict=True))
 
 
 def capped(cap: float) -> bytes:
