@@ -50,13 +50,13 @@ BUDGETS = {
     "runtime/edge_bench/report": 1428,
     "devices/edge_devices/children": 590,
     "devices/edge_devices/energy": 2642,
-    "devices/edge_devices/files": 657,
+    "devices/edge_devices/files": 660,
     "devices/edge_devices/machine": 1248,
     "devices/edge_devices/meters": 1745,
     "devices/edge_devices/remote": 423,
     "devices/edge_devices/transports": 784,
     "scripts": 10942,
-    "tests": 48039,
+    "tests": 48049,
 }
 NAMED_ROOMS = ["devices/edge_devices", "exporter/edge_export", "runtime/edge_bench", "runtime/edge_runtime", "scripts", "tests"]
 # Words that name nothing, as parts of identifiers too ("one" may be a number there), and identifiers in which they do mean something.

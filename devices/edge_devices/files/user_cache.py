@@ -61,6 +61,7 @@ def _parsed(path: Path, _identity: tuple[int, int, int]) -> dict[str, object]:
 def cache_put(path: Path, key: str, value: object) -> OSError | None:
     """Adds an entry as the newest, and drops the oldest above the limits. Entries that other processes add meanwhile stay.
 
+    A link in the file's place is replaced: what it leads to is no cache.
     Returns the error if it cannot be written, which only costs measuring it again.
     """
     try:
@@ -68,6 +69,8 @@ def cache_put(path: Path, key: str, value: object) -> OSError | None:
         with locked(path.parent.resolve()):
             entries = read_entries(path)
             entries.pop(key, None)
+            if path.is_symlink():
+                path.unlink()
             atomic_write(path, [_newest({**entries, key: value})])
     except OSError as error:
         return error

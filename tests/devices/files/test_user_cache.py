@@ -59,3 +59,13 @@ def test_entries_that_others_may_have_written_are_not_trusted(tmp_path: Path, mo
     monkeypatch.undo()
     assert read_entries(tmp_path / "pipe") == {}, "a pipe is not waited for"
     assert read_entries(file) == {"b": 2}
+
+
+def test_a_link_in_the_place_of_a_cache_file_costs_what_it_leads_to_nothing(tmp_path: Path) -> None:
+    other, cache = tmp_path / "passwd", tmp_path / "cache" / "checked.json"
+    other.write_text("root:x:0:0\n")
+    cache.parent.mkdir()
+    cache.symlink_to(other)
+    assert cache_put(cache, "key", 1) is None
+    assert other.read_text() == "root:x:0:0\n"
+    assert (read_entries(cache), cache.is_symlink()) == ({"key": 1}, False)
