@@ -78,11 +78,11 @@ def headline(entries: list[Entry], results: str) -> str:
     first, *others = sorted(entries, key=lambda each: -each["over_plain"][0])
     text = [
         f"**{_times(first)}, {first['over_llama_cpp']:.1f} times llama.cpp's own speculative default, the same output in "
-        f"{first['equal']} of {first['compared']} runs**: {_where(first)}, a small pair widened to the cost of a phone-sized model, "
-        f"with default settings.",
+        f"{first['equal']} of {first['compared']} runs**: {_where(first)}, a small pair widened to a phone-sized model's cost, "
+        f"default settings.",
         *(_first_token(each) for each in (first,) if "first_token" in each),
         *(f"{_times(each)[0].upper()}{_times(each)[1:]}: {_where(each)}." for each in others),
-        f"No ARM processor was measured. Yours: `make demo`. [All results]({results}).",
+        f"ARM was not measured. Yours: `make demo`. [Results]({results}).",
     ]
     return _wrapped(" ".join(text))
 

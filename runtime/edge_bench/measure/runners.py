@@ -133,7 +133,7 @@ def digest(tokens: Sequence[int]) -> str:
 
 
 SPECULATIVE, BENCH = "llama-speculative-simple", "llama-bench"
-ATTEMPTS = 4
+ATTEMPTS = 12
 TIMEOUT_SECONDS = 600
 TRIAL_ROWS = 8
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")

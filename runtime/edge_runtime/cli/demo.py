@@ -68,7 +68,7 @@ MESSAGES = {
     "edit": 'Correct the spelling, change nothing else: "Their are to many peple who beleive that speling dosnt matter."',
 }
 # At lower temperatures a small model soon repeats itself, which is too easy to draft. The seed makes texts comparable.
-SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, seed=7)
+SAMPLING = SamplingParams(temperature=0.5, top_p=0.95, repetition_penalty=1.1, seed=7)
 TOKENS = 72
 
 

@@ -117,9 +117,11 @@ def test_llama_perplexity_finds_the_same_kl(exported_pair: Path, quantized_pair:
         return done.stdout + done.stderr
 
     run(exported_pair, "-f", str(text))
-    # Its last lines are lost at times: another thread writes them, and the program ends without waiting for it.
-    printed = next(text for text in (run(quantized_pair, "--kl-divergence") for _ in range(20)) if "Same top p" in text)
-    theirs = {name: float(re.search(rf"{re.escape(name)}\s*:\s*([\d.]+)", printed)[1]) for name in ("Mean    KLD", "Mean PPL(Q)")}  # type: ignore[index]
+    # Lines are lost at times: another thread writes them, and the program ends without waiting for it.
+    names = ("Mean    KLD", "Mean PPL(Q)", "Same top p")
+    runs = (run(quantized_pair, "--kl-divergence") for _ in range(20))
+    figures = ([re.search(rf"{re.escape(name)}\s*:\s*([\d.]+)", printed) for name in names] for printed in runs)
+    theirs = next({name: float(match[1]) for name, match in zip(names, each, strict=True) if match} for each in figures if all(each))
     pieces: dict[str, RowFigures] = {}
     with (
         open_session(exported_pair, threads=1, check="none") as reference,

@@ -15,6 +15,8 @@ from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
+# Different lengths of arrays that a request of 40 tokens may hand to llama.cpp.
+LENGTHS = 8
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "plain": {"draft_length": 0},
@@ -59,9 +61,9 @@ def test_nothing_of_a_request_is_left_to_the_garbage_collector(kind: str, sessio
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-    # create_string_buffer's type is made once between two collections.
+    # An array's type is made once for each length between two collections, and how long batches are depends on what is measured.
     assert not [name for name in left if name not in ("PyCArrayType", "StgDict", "getset_descriptor", "tuple", "dict")]
-    assert left.count("PyCArrayType") <= 1
+    assert left.count("PyCArrayType") <= LENGTHS
 
 
 def test_the_tokenizer_library_keeps_no_prompts(onnx_pair: Callable[..., Path]) -> None:
