@@ -27,7 +27,7 @@ from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
 from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded
 from edge_runtime.server.responses.responses_api import ResponsesFormat
 from edge_runtime.server.responses.usage import energy_metrics, energy_totals
-from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, result_of, unless_disconnected
+from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, check_logprobs, result_of, unless_disconnected
 from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
@@ -42,7 +42,7 @@ class Api:
         self._worker = worker
         self._monitor = monitor
         self.card = card
-        self._trimmer = Trimmer(lambda: worker.load() != (0, 0))
+        self._trimmer = Trimmer()
 
     async def chat(self, request: Request) -> Response:
         return await self._respond(request, read_chat, lambda _, read: ChatFormat(self.card.name, read, self.card.fingerprint))
@@ -129,11 +129,12 @@ class Api:
         body = await read_body(request.stream(), request.headers.get("content-length"), limit)
         if len(body) <= SMALL_BODY:
             return read(parse_json(body, limit))
-        self._trimmer.soon()
+        self._trimmer.after_request()
         parsing = self._worker.read(lambda: read(parse_json(body, limit)), request.scope[CLIENT])
         return await unless_disconnected(request.receive, result_of(parsing))
 
     async def _answer(self, request: Request, api_request: ApiRequest, form: ResponseFormat) -> Response:
+        check_logprobs(api_request, self.card.context)
         pending = PendingResponse(self._worker, api_request, form, request.scope[CLIENT])
         streams = False
         try:

@@ -20,6 +20,15 @@ Result = TypeVar("Result")
 MAX_LOGPROBS = 1 << 17
 
 
+def check_logprobs(request: ApiRequest, context: int) -> None:
+    """Raises ApiError where the client's limit of tokens lets an answer have too many: before the work of minutes, not after it."""
+    stated = [(choice.max_tokens, 1 + choice.logprobs) for choice in request.choices if choice.logprobs is not None]
+    count = sum(min(tokens, context) * entries for tokens, entries in stated if tokens is not None)
+    if count > MAX_LOGPROBS and not request.stream:
+        reason = f"the answer may have {count} log probabilities, more than {MAX_LOGPROBS}"
+        raise invalid(f"{reason}; stream it, or ask for fewer tokens or alternatives", "logprobs")
+
+
 class ClientDisconnected(Exception):
     """The client closed the connection before the response was complete."""
 

@@ -151,6 +151,23 @@ def test_a_gguf_that_is_a_link_out_of_the_folder_is_refused(gguf_of: Folders, tm
     assert own_drafter(str(folder / "e2b.gguf")) == str(folder / "mtp-e2b.gguf")
 
 
+def test_files_of_the_hubs_cache_may_lie_in_a_folder_of_the_revision(tmp_path: Path) -> None:
+    repository = tmp_path / "models--google--x"
+    folder = repository / "snapshots" / "abc" / "BF16"
+    for path in (folder / "e2b.gguf", folder / "mtp-e2b.gguf"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        blob = repository / "blobs" / path.name
+        blob.parent.mkdir(exist_ok=True)
+        blob.touch()
+        path.symlink_to(f"../../../blobs/{path.name}")
+    assert own_drafter(str(folder / "e2b.gguf")) == str(folder / "mtp-e2b.gguf")
+    (repository / "blobs" / "mtp-e2b.gguf").rename(tmp_path / "elsewhere")
+    (folder / "mtp-e2b.gguf").unlink()
+    (folder / "mtp-e2b.gguf").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"outside of .*models--google--x; put"):
+        own_drafter(str(folder / "e2b.gguf"))
+
+
 def test_a_dangling_or_circular_link_is_refused(member_folder: Folders, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(member_folder("e2b-text"), folder)

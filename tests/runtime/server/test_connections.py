@@ -136,6 +136,18 @@ def test_a_connection_has_a_limited_number_of_requests_ahead(server):
     assert answered(server, few).count(b"HTTP/1.1 200") == connections.MAX_PIPELINED
 
 
+def test_a_connection_that_sends_on_after_its_last_answer_is_not_reset(server, monkeypatch):
+    """A reset drops answers that the client has not read."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 30)
+    with connected(server) as item:
+        item.sendall((HEALTH + b"\r\n") * 30_000)  # more than is read at once
+        answers = b"".join(iter(lambda: item.recv(4096), b""))
+    assert answers.count(b"HTTP/1.1 200") == connections.MAX_PIPELINED
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.1)
+    with connected(server) as item:
+        assert broken_off(item, (HEALTH + b"\r\n") * 100, 0), "what is sent after it is not read for ever"
+
+
 def test_where_there_is_no_room_the_connection_that_holds_most_is_ended(monkeypatch):
     with_little_room(monkeypatch, 4)
     content = json.dumps({"content": "a"}).encode()
@@ -147,7 +159,10 @@ def test_where_there_is_no_room_the_connection_that_holds_most_is_ended(monkeypa
         for ahead, item in zip((1, 9, 0), held, strict=True):
             item.sendall(waits + (HEALTH + b"\r\n") * ahead)
         assert wait(lambda: server.worker.load() == (0, 3))
+        copies, data = set(), connections.LimitedHttp.trailing_data.fget
+        monkeypatch.setattr(connections.LimitedHttp, "trailing_data", property(lambda self: (copies.add(self), data(self))[1]))
         assert answered(server, HEALTH + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+        assert len(copies) == 1, "its own bytes alone"
         assert held[1].recv(1) == b""
         encoding.going.set()
         assert [item.recv(4096)[:12] for item in (held[0], held[2])] == [b"HTTP/1.1 200"] * 2
@@ -241,6 +256,7 @@ def test_a_body_of_two_lengths_is_refused(server):
     both = CHUNKED.replace(b"Connection: close", b"content-length: %d" % (5 + len(hidden))) + b"0\r\n\r\n" + hidden
     answer = answered(server, both)
     assert answer.startswith(b"HTTP/1.1 400")
+    assert b"both Content-Length and Transfer-Encoding" in answer
     assert answer.count(b"HTTP/1.1") == 1
 
 

@@ -219,24 +219,24 @@ def test_large_bodies_are_parsed_in_a_thread_apart(monkeypatch: pytest.MonkeyPat
 
 def test_memory_of_large_bodies_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 80 requests with 16 pictures each an idle server kept 280 MB."""
-    trims: list[bool] = []
-    monkeypatch.setattr(http_body, "TRIM_SECONDS", 0.05)
+    trims: list[float] = []
+    monkeypatch.setattr(http_body, "TRIM_SECONDS", 0.02)
     with scripted_server("Hello.") as server:
-        monkeypatch.setattr(http_body, "_trim_heap", lambda: trims.append(server.worker.load() == (0, 0)))
+        monkeypatch.setattr(http_body, "_trim_heap", lambda: trims.append(time.monotonic()))
         assert send(server, "POST", CHAT, HI)[0] == 200
         encoded = Held(server.worker._prompts, "encode")
         body = json.dumps(HI).encode() + b" " * SMALL_BODY
         asking = threading.Thread(target=lambda: send(server, "POST", CHAT, body))
         asking.start()
         assert encoded.begun.wait(30)
-        assert wait(lambda: trims[:2] == [False, False])
+        time.sleep(0.05)
+        assert not trims, "its memory is held, and a busy server is left alone"
         encoded.going.set()
         asking.join()
-        assert wait(lambda: trims[-1])
-        count = len(trims)
-        assert send(server, "POST", CHAT, HI)[0] == 200
-        time.sleep(0.2)
-        assert len(trims) == count
+        assert wait(lambda: len(trims) == 1)
+        assert send(server, "POST", CHAT, body)[0] == 200
+        time.sleep(0.05)
+        assert len(trims) == 1, "no more in this minute"
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 5, 1 << 18])
@@ -337,6 +337,20 @@ def test_log_probabilities_are_written_as_they_come(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(streaming, "MAX_LOGPROBS", 100)
         status, _, body = send(server, "POST", path, request)
         assert (status, "log probabilities; stream it, or ask for fewer" in dumps(body)) == (400, True)
+
+
+def test_too_many_log_probabilities_are_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request was refused after minutes of tokens, which all were in vain."""
+    monkeypatch.setattr(streaming, "MAX_LOGPROBS", 80)
+    ask = HI | {"logprobs": True, "top_logprobs": 3, "n": 2}
+    for legal in ({}, {"max_tokens": 10}, {"max_tokens": 11, "stream": True}):
+        streaming.check_logprobs(read_chat(ask | legal), 256)
+    streaming.check_logprobs(read_chat(ask | {"max_tokens": 1 << 20}), 10)  # no answer is longer than the context
+    with scripted_server("Hi.") as server:
+        monkeypatch.setattr(server.worker, "submit", lambda *_: pytest.fail("it was begun"))
+        status, _, body = send(server, "POST", CHAT, ask | {"max_tokens": 11})
+    message = "the answer may have 88 log probabilities, more than 80; stream it, or ask for fewer tokens or alternatives"
+    assert (status, body["error"]["message"]) == (400, message)
 
 
 def test_log_probabilities_of_a_completion_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:

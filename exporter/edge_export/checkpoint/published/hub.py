@@ -96,8 +96,10 @@ def local_ggufs(folder: Path) -> list[str]:
 def check_links(folder: Path, files: Iterable[Path]) -> None:
     """Raises CheckpointError for a file in it that is a link to one outside: a downloaded folder could name any file of this machine."""
     inside = folder.resolve()
-    if inside.parent.name == "snapshots" and inside.parents[1].name.startswith(_HUB_CACHE):
-        inside = inside.parents[1]  # its files are links to the blobs beside the snapshots
+    for place in (inside, *inside.parents):  # a quantization's files may lie in a folder of the revision
+        if place.parent.name == "snapshots" and place.parents[1].name.startswith(_HUB_CACHE):
+            inside = place.parents[1]  # its files are links to the blobs beside the snapshots
+            break
     for path in files:
         target = Path(os.path.realpath(path))  # Path.resolve fails for links in a circle
         if not target.is_relative_to(inside) or target.is_symlink():

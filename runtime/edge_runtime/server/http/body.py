@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ READ_SECONDS = 30.0
 MAX_ARRIVING = 64 << 20
 SMALL_BODY = 64 << 10
 TRIM_SECONDS = 5.0
+TRIM_INTERVAL = 60.0  # each takes the locks of malloc, for which all threads wait
 _NOW = 0.0
 _arriving: dict[asyncio.Timeout, int] = {}  # oldest first
 
@@ -61,21 +62,24 @@ async def read_body(pieces: AsyncIterator[bytes], announced: str | None, limit: 
 class Trimmer:
     """Gives memory back to the system after large bodies: glibc keeps what they took, hundreds of megabytes, in the gaps of its heap."""
 
-    def __init__(self, busy: Callable[[], bool]) -> None:
-        """`busy` tells whether requests still hold theirs."""
-        self._busy = busy
+    def __init__(self) -> None:
         self._due = False
+        self._earliest = 0.0
 
-    def soon(self) -> None:
-        """Does so in a while, and again until the server is idle; called in the event loop."""
+    def after_request(self) -> None:
+        """Does so a while after the end of this task's request, which holds its memory until then; at most once in each interval."""
+        if task := asyncio.current_task():
+            task.add_done_callback(self._ended)
+
+    def _ended(self, _: asyncio.Task[object]) -> None:
         if not self._due:
             self._due = True
-            asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim)
+            loop = asyncio.get_running_loop()
+            loop.call_at(max(loop.time() + TRIM_SECONDS, self._earliest), self._trim)
 
     def _trim(self) -> None:
         self._due = False
-        if self._busy():
-            self.soon()
+        self._earliest = asyncio.get_running_loop().time() + TRIM_INTERVAL
         threading.Thread(target=_trim_heap, name="edge-mtp trim", daemon=True).start()
 
 

@@ -74,7 +74,9 @@ class TimedProtocol(H11Protocol):
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._since = 0.0  # of the head that is awaited, of the body, or of the answer that is not read
+        self._ahead = 0  # bytes of further requests that have arrived behind the one that is answered
         self._pipelined = 0  # answers in a row behind which the next request waited already
+        self._discards = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts the head timeout. At the connection limit, closes the connection whose client has sent no complete request the longest.
@@ -93,20 +95,33 @@ class TimedProtocol(H11Protocol):
         self.resume_writing()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        """Drops what comes after the last answer."""
+        if not self._discards:
+            super().data_received(data)
+
     def handle_events(self) -> None:
         """Ends the head timeout once the head is complete; the body has a limit of its own."""
         super().handle_events()
+        self._ahead = len(self.conn.trailing_data[0]) if self.conn.their_state is h11.DONE else 0  # copies them
         if self._head is not None and self.cycle is not None and not self.cycle.response_complete:
             self._cancel_head_timeout()
             self._since = self.loop.time()
-            self._pipelined = self._pipelined + 1 if self._ahead() else 0
-            if self._pipelined >= MAX_PIPELINED:
-                self.cycle.keep_alive = False
+            self._pipelined = self._pipelined + 1 if self._ahead else 0
 
     def on_response_complete(self) -> None:
         """Starts the head timeout of the next request; unread bytes of the previous body do not extend it."""
         self._start_head_timeout()
-        super().on_response_complete()
+        if self._pipelined < MAX_PIPELINED or self.transport.is_closing():
+            super().on_response_complete()
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        """Sends no more; the client closes, or the head timeout. A socket closed with unread bytes may lose answers on their way."""
+        self._discards = True
+        self.transport.write_eof()
+        self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         """Starts the timeout for a client that does not read."""
@@ -123,8 +138,9 @@ class TimedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's own text does not say what to do
         """Answers what is no HTTP, or beyond a limit of it, and closes the connection."""
-        limits = f"has a head of more than {MAX_HEAD_LINES} lines or {MAX_HEAD_BYTES} bytes, or a body in very many small chunks"
-        super().send_400_response(f"the request is not valid HTTP, {limits}; send few headers, and the body with a Content-Length")
+        limits = f"has a head of more than {MAX_HEAD_LINES} lines or {MAX_HEAD_BYTES} bytes"
+        limits += ", both Content-Length and Transfer-Encoding, or a body in very many small chunks"
+        super().send_400_response(f"the request is not valid HTTP, {limits}; send few headers, and the body with a Content-Length alone")
 
     def _unsupported_upgrade_warning(self) -> None:
         """Says nothing: the guard refuses these requests."""
@@ -133,16 +149,12 @@ class TimedProtocol(H11Protocol):
         """Returns whether there was one."""
         others = [other for other in self.connections if isinstance(other, TimedProtocol)]
         waiting = [other for other in others if other._awaits_request()] or [other for other in others if other._unread is not None]
-        if waiting or (waiting := [other for other in others if other._ahead()]):
-            worst = max(waiting, key=lambda other: (other._ahead(), -other._since))
+        if waiting or (waiting := [other for other in others if other._ahead]):
+            worst = max(waiting, key=lambda other: (other._ahead, -other._since))
             worst._cancel_head_timeout()
             self.connections.discard(worst)
             worst.transport.abort()
         return bool(waiting)
-
-    def _ahead(self) -> int:
-        """Returns how many bytes of further requests have arrived behind the one that is answered."""
-        return len(self.conn.trailing_data[0]) if self.conn.their_state is h11.DONE else 0
 
     def _awaits_request(self) -> bool:
         """Whether a head has not arrived, or a body that nobody has refused."""
