@@ -34,9 +34,7 @@ ENTRY = {
 def test_the_pages_quote_the_kept_figures(page: Path):
     text = page.read_text("utf-8")
     assert text == headline.page_with(text, headline.entries_of(), headline.PAGES[page]), "run scripts/setup/headline.py"
-    assert text.count("times plain decoding") == len(headline.entries_of()), (
-        "a second figure stands beside the generated one"
-    )
+    assert text.count("times plain decoding") == len(headline.entries_of()), "a second figure stands beside the generated one"
 
 
 def test_each_class_of_processors_has_its_clause():
