@@ -26,6 +26,7 @@ from fake_phone import PI, FakePhone
 from kept import shipped_bundle
 from phones import Desk
 from ssh_host import NEEDS, SshHost
+from stub_package import made_package
 
 if shutil.which("qemu-aarch64-static") is None:
     pytest.skip("needs qemu-aarch64-static (apt install qemu-user-static)", allow_module_level=True)
@@ -39,20 +40,13 @@ WHAT = (*ONE_OF_EACH, "--domains", "repetitive", "--max-tokens", "6", "--backend
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """From a platform to its package."""
-    from edge_export.device_package.build import PackageRequest, make_package
-    from edge_export.errors import PackageError
-
     root, value = tmp_path_factory.mktemp("packages"), os.environ.get("EDGE_MTP_PACKAGES")
 
     @cache
     def package_for(platform: str) -> Path:
         if value and (Path(value) / platform).is_dir():
             return Path(value) / platform
-        try:
-            make_package(PackageRequest(platform=platform, output=root / platform, backends=("onnx",)), lambda _text: None)
-        except PackageError as error:
-            pytest.skip(f"no package can be made here: {error}")
-        return root / platform
+        return made_package(platform, root / platform)
 
     return package_for
 

@@ -1,11 +1,14 @@
-"""A device package whose Python is this one and whose edge-bench is a script that plays a benchmark, and a bundle that nothing decodes."""
+"""Device packages, a real one and one whose Python is this one and whose edge-bench plays a benchmark; a bundle that nothing decodes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from pathlib import Path
+
+import pytest
 
 from bench_records import whole_benchmark
 from edge_bench.measure.records import line_of
@@ -30,6 +33,20 @@ case "$*" in *--energy*) cp "$here/energy.jsonl" . ;; esac
 REAL_BENCH = """#!/bin/sh
 exec "${0%/*}/edge-python" -P -c 'from edge_devices.entry_points import edge_bench_on_device as run; run()' "$@"
 """
+
+
+def made_package(platform: str, folder: Path) -> Path:
+    """A real package for onnxruntime; the test is skipped where the network does not bring its parts."""
+    from edge_export.device_package.build import PackageRequest, make_package
+    from edge_export.errors import PackageError
+
+    try:
+        make_package(PackageRequest(platform=platform, output=folder, backends=("onnx",)), lambda _: None)
+    except PackageError as error:
+        if not re.search("cannot be fetched|pip download failed", str(error)):
+            raise
+        pytest.skip(f"no package can be made here: {error}")
+    return folder
 
 
 def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, real: bool = False) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
@@ -15,6 +16,7 @@ from edge_devices.files.temp_files import locked
 
 CACHE_VARIABLE = "EDGE_MTP_CACHE"
 MAX_CACHE_BYTES = 1 << 20
+NOT_OURS = "it belongs to another user or others may write it, so it is not used"
 # Entries kept in a file, the newest.
 MAX_ENTRIES = 200
 
@@ -37,7 +39,11 @@ def entry_key(facts: object) -> str:
 
 def only_ours(status: os.stat_result) -> bool:
     """Whether nobody else may write a file: it is this user's, and closed to others."""
-    return os.name != "posix" or (status.st_uid == os.geteuid() and not status.st_mode & 0o022)
+    return os.name != "posix" or (_is_own(status) and not status.st_mode & 0o022)
+
+
+def _is_own(status: os.stat_result) -> bool:
+    return os.name != "posix" or status.st_uid == os.geteuid()
 
 
 def read_entries(path: Path) -> dict[str, object]:
@@ -61,8 +67,9 @@ def _parsed(path: Path, _identity: tuple[int, int, int]) -> dict[str, object]:
 def cache_put(path: Path, key: str, value: object) -> OSError | None:
     """Adds an entry as the newest, and drops the oldest above the limits. Entries that other processes add meanwhile stay.
 
-    A link in the file's place is replaced: what it leads to is no cache.
-    Returns the error if it cannot be written, which only costs measuring it again.
+    A link in the file's place is replaced: what it leads to is no cache. Another user's file stays, as root's first use would empty it.
+    Returns the error if it cannot be written or will not be read (some file systems show owners and modes of their own), which only costs
+    measuring it again.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,7 +78,11 @@ def cache_put(path: Path, key: str, value: object) -> OSError | None:
             entries.pop(key, None)
             if path.is_symlink():
                 path.unlink()
+            if path.exists() and not _is_own(path.stat()):
+                raise PermissionError(errno.EPERM, NOT_OURS)
             atomic_write(path, [_newest({**entries, key: value})])
+            if not only_ours(path.stat()):
+                raise PermissionError(errno.EPERM, NOT_OURS)
     except OSError as error:
         return error
     return None

@@ -59,7 +59,7 @@ def make_package(request: PackageRequest, step: Callable[[str], None], notify: C
     cache = cache_folder() / "packages"
     with contextlib.suppress(OSError):  # whoever writes there will say why
         cache.mkdir(parents=True, exist_ok=True)
-    with locked(cache, lambda: notify(f"Another package is being built with {cache}; waiting for its end.")):
+    with locked(cache.resolve(), lambda: notify(f"Another package is being built with {cache}; waiting for its end.")):
         return _build(request, cache, step)
 
 

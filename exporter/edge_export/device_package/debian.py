@@ -12,17 +12,18 @@ import posixpath
 import re
 import shutil
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from urllib.request import urlopen
 
+from edge_devices.children.running import run_child
 from edge_devices.errors import errors_as
+from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.limited_read import sha256_of
 from edge_export.device_package.inventory import Component, keep_licence, write_file
 from edge_export.device_package.platforms import PYTHON, Platform
-from edge_export.device_package.subprocesses import run
 from edge_export.errors import PackageError
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -30,7 +31,10 @@ MIRROR = "https://deb.debian.org"
 RELEASE = "bookworm"
 _SUITES = (("debian", RELEASE), ("debian-security", f"{RELEASE}-security"))
 _ADVICE = "check the network and Debian's servers, then try again"
+_ROOM = "make room, or name another cache by EDGE_MTP_CACHE"
 _SECONDS = 60.0
+# What gpgv says of a text that is not to be used, whatever else it says.
+_REFUSED = {"BADSIG", "ERROR", "NODATA", "UNEXPECTED"}
 # Of a list, of a package, and of what is in one.
 _MAX_LIST, _MAX_ARCHIVE, _MAX_UNPACKED = 512 << 20, 64 << 20, 256 << 20
 # The libraries to take from each package; none: only its licence texts.
@@ -55,7 +59,7 @@ _LICENCE_PACKAGE = "base-files"
 # servers and clients of old protocols, and encodings of East Asia other than Unicode's.
 _LEFT_OUT = re.compile(
     r"(test|lib2to3|idlelib|ensurepip|venv|turtledemo|pydoc_data|__pycache__|curses|dbm|distutils|wsgiref|xmlrpc)/|EXTERNALLY-MANAGED$"
-    r"|(sitecustomize|turtle|_pydecimal|_pyio|cgi|cgitb|doctest|ftplib|imaplib|mailbox|nntplib|pdb|pickletools|poplib|pydoc|smtpd|smtplib"
+    r"|(sitecustomize|turtle|_pydecimal|_pyio|cgi|cgitb|doctest|ftplib|imaplib|mailbox|nntplib|pdb|poplib|pydoc|smtpd|smtplib"
     r"|telnetlib|webbrowser)\.py$"
     r"|lib-dynload/(_codecs_\w+|_multibytecodec|_curses|_curses_panel|readline|_dbm|_crypt|nis|ossaudiodev|_test\w*|_xxtestfuzz|xxlimited\w*"
     r"|_ctypes_test)\."
@@ -114,6 +118,8 @@ def _data_member(archive: bytes) -> bytes:
     place = 8
     while archive.startswith(b"!<arch>\n") and place + 60 <= len(archive):
         name, size = archive[place : place + 16], int(archive[place + 48 : place + 58])
+        if size < 0:
+            raise ValueError(f"a member of {size} bytes")
         if name.startswith(b"data.tar"):
             return archive[place + 60 : place + 60 + size]
         place += 60 + size + size % 2
@@ -148,7 +154,7 @@ def fetch_archives(names: Sequence[str], architecture: str, cache: Path) -> dict
     Raises PackageError if the download fails, a hash is wrong, or Debian's signature where it is checked.
     """
     home = cache / f"debian-{RELEASE}-{architecture}"
-    with errors_as(PackageError, f"{home} cannot be written", "make room, or name another cache by EDGE_MTP_CACHE"):
+    with errors_as(PackageError, f"{home} cannot be written", _ROOM):
         home.mkdir(parents=True, exist_ok=True)
     listed: dict[str, _Listed] = {}
     for place, suite in _SUITES:
@@ -165,14 +171,27 @@ def _list_file(place: str, suite: str, architecture: str, home: Path) -> Path:
     release, listing = f"{MIRROR}/{place}/dists/{suite}", f"main/binary-{architecture}/Packages.xz"
     signed = home / f"{suite}.InRelease"
     _download(f"{release}/InRelease", signed)
-    if is_signature_checked():
-        text = run(["gpgv", "--quiet", "--keyring", KEYRING, "--output", "-", signed], f"Debian's signature is wrong; {_ADVICE}")
-    else:
-        text = signed.read_text(encoding="utf-8", errors="replace")
+    text = _signed_text(signed) if is_signature_checked() else signed.read_text(encoding="utf-8", errors="replace")
     line = re.search(rf"^ ([0-9a-f]{{64}}) +\d+ {re.escape(listing)}$", text, re.MULTILINE)
     if line is None:
         raise PackageError(f"{release}/InRelease names no {listing}; {_ADVICE}")
     return _fetched(f"{release}/{listing}", home / f"{suite}.xz", line[1])
+
+
+def _signed_text(signed: Path) -> str:
+    """The text of an InRelease that a key of Debian's keyring signed.
+
+    Several keys sign it, of which an older keyring lacks the newest: gpgv then ends as if the signature were wrong, so its words count. Two
+    texts are refused, as the key may have signed the other one. Raises PackageError.
+    """
+    done = run_child(["gpgv", "--quiet", "--status-fd", "2", "--keyring", KEYRING, "--output", "-", signed], failure=PackageError)
+    words = re.findall(r"^\[GNUPG:\] (\w+)", done.errors.decode("utf-8", "replace"), re.MULTILINE)
+    refused = sorted(_REFUSED & {*words})
+    if not refused and "GOODSIG" not in words and {"NO_PUBKEY", "EXPKEYSIG"} & {*words}:
+        raise PackageError(f"Debian's keyring here has no valid key for {signed.name}; upgrade the package debian-archive-keyring")
+    if refused or done.code not in (0, 2) or "GOODSIG" not in words or words.count("PLAINTEXT") != 1:
+        raise PackageError(f"Debian's signature of {signed.name} is wrong (gpgv: {', '.join(refused) or 'none is good'}); {_ADVICE}")
+    return done.output.decode("utf-8", "replace")
 
 
 def _entries(listing: Path, place: str, names: Sequence[str]) -> dict[str, _Listed]:
@@ -202,12 +221,18 @@ def _fetched(url: str, path: Path, sha256: str) -> Path:
 
 
 def _download(url: str, path: Path) -> None:
+    with errors_as(PackageError, f"{path} cannot be written", _ROOM):
+        atomic_write(path, _pieces(url), mode=0o644)
+
+
+def _pieces(url: str) -> Iterator[bytes]:
     failed = errors_as(PackageError, f"{url} cannot be fetched", _ADVICE, OSError, HTTPException)
-    with failed, urlopen(url, timeout=_SECONDS) as answer, path.open("wb") as file:
+    with failed, urlopen(url, timeout=_SECONDS) as answer:
+        left = _MAX_ARCHIVE
         while data := answer.read(1 << 20):
-            file.write(data)
-            if file.tell() > _MAX_ARCHIVE:
+            if (left := left - len(data)) < 0:
                 raise OSError(f"more than {_MAX_ARCHIVE} bytes")
+            yield data
 
 
 def _component(folder: Path, name: str, archives: dict[str, DebianArchive]) -> Component:

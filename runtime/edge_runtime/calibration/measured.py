@@ -99,7 +99,7 @@ class MeasuredValue(Generic[T]):
         known = Known(value=value, times=times, measured_at=time.time(), provisional=provisional)
         error = cache_put(cache_file(), f"{self.kind} {key}", to_json(known))
         if error is not None:
-            place = f"{cache_file()} ({error}); set {CACHE_VARIABLE} to a folder that can be written"
+            place = f"{cache_file()} ({error}); set {CACHE_VARIABLE} to a folder that only you can write"
             notify(f"What is measured on first use could not be kept in {place}.")
 
     def kept(self, path: Path | None = None) -> Iterator[tuple[str, T]]:

@@ -18,7 +18,7 @@ import click
 from packaging.requirements import Requirement
 
 from edge_devices.command_line import PanelCommand
-from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, read_entries
+from edge_devices.files.user_cache import CACHE_VARIABLE, NOT_OURS, cache_folder, only_ours, read_entries
 from edge_devices.machine.detection import Device, detect_device
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
@@ -79,7 +79,7 @@ class CacheFile:
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """The findings. `backends`: what `ask_backend` returned, None if the library is not installed; `build_tools`: path or None; `choices`:
-    which backend is faster for bundles of both formats."""
+    which backend is faster for bundles of both formats; `cache_refused`: files in the cache that are not used."""
 
     version: str
     python: str
@@ -93,6 +93,7 @@ class Diagnosis:
     cache: str
     cache_variable: str
     cache_files: tuple[CacheFile, ...]
+    cache_refused: tuple[str, ...]
 
     @property
     def ready(self) -> bool:
@@ -119,7 +120,12 @@ class Diagnosis:
             "extras": [asdict(extra) for extra in self.extras],
             "faster_backends": [asdict(choice) for choice in self.choices],
             "meters": [finding.to_json() for finding in self.meters],
-            "cache": {"folder": self.cache, "variable": self.cache_variable, "files": [asdict(file) for file in self.cache_files]},
+            "cache": {
+                "folder": self.cache,
+                "variable": self.cache_variable,
+                "files": [asdict(file) for file in self.cache_files],
+                "refused": list(self.cache_refused),
+            },
             "install": self.install,
         }
 
@@ -144,6 +150,7 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
         cache=str(folder),
         cache_variable=CACHE_VARIABLE,
         cache_files=tuple(_cache_files(folder)),
+        cache_refused=tuple(path.name for path in sorted(folder.glob("*.json")) if path.is_file() and not only_ours(path.stat())),
     )
 
 
@@ -273,3 +280,5 @@ def _meter_rows(diagnosis: Diagnosis) -> Iterator[Row]:
 def _cache_rows(diagnosis: Diagnosis) -> Iterator[Row]:
     files = [f"{Path(file.path).name}: {file.entries} entries ({byte_text(file.bytes)})" for file in diagnosis.cache_files]
     yield "cache", "", f"{diagnosis.cache} (${diagnosis.cache_variable}): {'; '.join(files) or 'empty'}"
+    for name in diagnosis.cache_refused:
+        yield "cache", "denied", f"{name}: {NOT_OURS}; remove it, or set {diagnosis.cache_variable} to a folder that only you can write"

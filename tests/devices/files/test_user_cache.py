@@ -53,11 +53,26 @@ def test_entries_that_others_may_have_written_are_not_trusted(tmp_path: Path, mo
     assert read_entries(file) == {"a": 1}
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
     assert read_entries(file) == {}
-    cache_put(file, "b", 2)
     os.mkfifo(tmp_path / "pipe")
     assert read_entries(tmp_path / "pipe") == {}
     monkeypatch.undo()
     assert read_entries(tmp_path / "pipe") == {}, "a pipe is not waited for"
+    assert read_entries(file) == {"a": 1}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no owners in this form")
+def test_a_file_of_another_user_stays_and_what_is_not_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sudo -E edge-run` left root's file with a single entry; on file systems with owners or modes of their own nothing is ever read."""
+    file = tmp_path / "measured.json"
+    cache_put(file, "a", 1)
+    before = file.read_bytes()
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    for path in (file, tmp_path / "new.json"):
+        assert "belongs to another user" in str(cache_put(path, "b", 2))
+    assert file.read_bytes() == before
+    monkeypatch.undo()
+    file.write_text("damaged")
+    assert cache_put(file, "b", 2) is None
     assert read_entries(file) == {"b": 2}
 
 

@@ -32,6 +32,7 @@ from edge_export.device_package.own_code import add_own_code, write_launchers
 from edge_export.device_package.platforms import PLATFORMS, SITE
 from edge_export.errors import ExportError, PackageError
 from edge_export.output.atomic_folder import check_output
+from stub_package import made_package
 
 LINUX = PLATFORMS["linux-arm64"]
 
@@ -307,7 +308,7 @@ def test_what_is_not_what_the_lists_say_is_refused(damaged: str, reason: str, mi
     assert not list(tmp_path.glob("debian-*/thing*"))
 
 
-@pytest.mark.parametrize("archive", [b"", b"!<arch>\n", deb({}, {})[:200]])
+@pytest.mark.parametrize("archive", [b"", b"!<arch>\n", deb({}, {})[:200], deb({}, {}).replace(b"4         `", b"-60       `")])
 def test_a_damaged_archive_is_one_sentence(archive: bytes, tmp_path: Path) -> None:
     (tmp_path / "a_1_arm64.deb").write_bytes(archive)
     with pytest.raises(PackageError, match=r"a_1_arm64\.deb is no package of Debian"):
@@ -320,8 +321,62 @@ def test_a_wrong_signature_is_refused_where_it_is_checked(mirror: Path, tmp_path
     monkeypatch.setattr(debian, "MIRROR", mirror.as_uri())
     monkeypatch.setattr(debian, "KEYRING", tmp_path / "keyring.gpg")
     (tmp_path / "keyring.gpg").write_bytes(b"")
-    with pytest.raises(PackageError, match=r"gpgv failed .*Debian's signature is wrong"):
+    with pytest.raises(PackageError, match=r"signature of bookworm\.InRelease is wrong \(gpgv: NODATA\)"):
         debian.fetch_archives(("thing",), "arm64", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("PLAINTEXT GOODSIG VALIDSIG ERRSIG NO_PUBKEY", None),
+        ("PLAINTEXT ERRSIG NO_PUBKEY", "no valid key for .*; upgrade the package debian-archive-keyring"),
+        ("PLAINTEXT EXPKEYSIG VALIDSIG", "no valid key for "),
+        ("PLAINTEXT REVKEYSIG VALIDSIG", "is wrong .*none is good"),
+        ("PLAINTEXT GOODSIG BADSIG", "is wrong .*BADSIG"),
+        ("PLAINTEXT GOODSIG PLAINTEXT NO_PUBKEY", "is wrong"),
+    ],
+)
+def test_a_key_of_the_keyring_is_enough(
+    words: str, reason: str | None, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpgv ends with 2 where a keyring lacks any of the keys that sign."""
+    lines = "".join(f"echo '[GNUPG:] {word} text' >&2\n" for word in words.split())
+    write_file(tmp_path / "bin/gpgv", f'#!/bin/sh\n{lines}while read -r line; do echo " ${{line}}"; done < "${{8}}"\nexit 2\n'.encode())
+    (tmp_path / "bin/gpgv").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(debian, "KEYRING", tmp_path / "bin/gpgv")
+    with pytest.raises(PackageError, match=reason) if reason else contextlib.nullcontext():
+        debian.fetch_archives(("thing",), "arm64", tmp_path)
+
+
+def test_a_download_that_cannot_be_kept_is_no_failure_of_the_network(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = debian.fetch_archives(("thing",), "arm64", tmp_path)["thing"].parent / "bookworm.InRelease"
+    monkeypatch.setattr(debian, "_MAX_ARCHIVE", 10)
+    before = kept.read_bytes()
+    with pytest.raises(PackageError, match=r"InRelease cannot be fetched \(more than 10 bytes"):
+        debian.fetch_archives(("thing",), "arm64", tmp_path)
+    assert kept.read_bytes() == before
+    kept.unlink()
+    kept.mkdir()
+    with pytest.raises(PackageError, match=r"bookworm\.InRelease cannot be written .*; make room"):
+        debian.fetch_archives(("thing",), "arm64", tmp_path)
+
+
+def test_what_wheels_import_stays_in_the_standard_library() -> None:
+    """llama-cpp-python's cache on disk is diskcache, whose first module imports pickletools."""
+    assert "diskcache" in wheels._THEIR_NEEDS["llama"]
+    assert not debian._LEFT_OUT.search("pickletools.py")
+
+
+def test_only_failures_of_the_network_skip_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for reason in ("Debian's signature is wrong", "https://deb.debian.org/InRelease cannot be fetched", "python pip download failed"):
+
+        def fail(*_: object, reason: str = reason) -> None:
+            raise PackageError(reason)
+
+        monkeypatch.setattr(making, "add_python", fail)
+        with pytest.raises(PackageError if "signature" in reason else pytest.skip.Exception, match=reason):
+            made_package("linux-arm64", tmp_path / "package")
 
 
 def test_an_unreachable_mirror_is_one_sentence_and_leaves_nothing(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,13 +461,16 @@ def test_failure_leaves_no_folder_and_an_old_package_stays(tmp_path: Path, monke
 
 
 def test_one_package_at_a_time_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, notes, began = tmp_path / "cache/packages", list[str](), list[bool]()
+    """Also where its folder is a link, as in these tests."""
+    cache, downloads, notes, began = tmp_path / "cache/packages", tmp_path / "downloads", list[str](), list[bool]()
     monkeypatch.setenv("EDGE_MTP_CACHE", str(cache.parent))
-    cache.mkdir(parents=True)
+    downloads.mkdir()
+    cache.parent.mkdir()
+    cache.symlink_to(downloads)
 
     def fetch(*_: object) -> None:
         began.append(True)
-        with pytest.raises(InterruptedError), locked(cache, refuse):
+        with pytest.raises(InterruptedError), locked(downloads, refuse):
             pytest.fail("two at a time")
         raise PackageError("far enough")
 
@@ -421,7 +479,7 @@ def test_one_package_at_a_time_uses_the_cache(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(making, "add_python", fetch)
     with contextlib.ExitStack() as other:
-        other.enter_context(locked(cache))
+        other.enter_context(locked(downloads))
 
         def say(line: str) -> None:
             assert began == []

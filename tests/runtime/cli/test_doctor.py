@@ -167,6 +167,18 @@ def test_probes_of_this_machine_are_shown(monkeypatch, cache):
     assert f"{cache} (${CACHE_VARIABLE}): measured.json: 3 entries " in text
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no owners in this form")
+def test_a_cache_that_is_not_used_is_named(monkeypatch, cache):
+    cache.mkdir()
+    for name, mode in (("measured.json", 0o666), ("checked.json", 0o600)):
+        (cache / name).write_text("{}")
+        (cache / name).chmod(mode)
+    actual = diagnosis(monkeypatch)
+    assert actual.to_json()["cache"]["refused"] == ["measured.json"]
+    (row,) = [row for row in doctor.rows(actual) if row[:2] == ("cache", "denied")]
+    assert row[2].startswith("measured.json: it belongs to another user or others may write it, so it is not used; remove it, or set")
+
+
 def test_onnxruntime_answers_for_itself(monkeypatch):
     pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
