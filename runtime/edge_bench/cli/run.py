@@ -15,7 +15,9 @@ from edge_bench.measure.progress import note
 from edge_bench.measure.request import LOADING, BenchRequest, DeviceList
 from edge_bench.report.figures import Figures, figures
 from edge_devices.command_line import PanelCommand, takes
-from edge_devices.errors import errors_as
+from edge_devices.errors import EdgeError, errors_as
+from edge_runtime.backends.selection import check_device
+from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.cli.options import BundlePath
 from edge_runtime.errors import RequestError
 from edge_runtime.session.load_options import LoadOptions
@@ -42,23 +44,57 @@ def run(bundle: Path, request: BenchRequest, load: LoadOptions, *, files: Record
 def run_on_each(
     devices: Sequence[str], bundle: Path, request: BenchRequest, load: LoadOptions, *, files: RecordOptions, outputs: Outputs
 ) -> None:
-    """Measures on each device and shows all side by side; records are in a folder of each device. Ctrl-C ends all of it."""
-    measured, results = list[BenchResult](), list[DeviceResult]()
+    """Measures on each device and shows all side by side; records are in a folder of each device.
+
+    Ctrl-C and an error end all of it, but what was measured before is shown. Raises RequestError for a device that is not there.
+    """
+    if outputs.trace is not None and len(devices) > 1:
+        raise click.UsageError("--trace is for the runs of a single device; leave it out, or name one device")
+    opened = open_bundle(bundle, check="none")  # each measurement checks it
+    for name in devices:
+        check_device(opened, load.backend, name)
+    measured, results, failures = list[tuple[BenchResult, Path | None]](), list[DeviceResult](), list[BaseException]()
     for name in devices:
         note(f"device {name}")
-        places = [None if folder is None else folder / name.replace(":", "-") for folder in (files.runs, files.energy)]
-        for place in filter(None, places):
-            with errors_as(RequestError, f"{place} cannot be created", "choose another folder"):
-                place.mkdir(parents=True, exist_ok=True)
-        runs, energy = (place and place / file for place, file in zip(places, (RUNS, ENERGY), strict=True))
-        measured.append(measure_bundle(bundle, request, replace(load, device=name), replace(files, runs=runs, energy=energy)))
-        figures = _figures(measured[-1])
+        try:
+            its_files = _files_of(name, files)
+            measured.append((measure_bundle(bundle, request, replace(load, device=name), its_files), its_files.energy))
+        except (EdgeError, MemoryError, KeyboardInterrupt) as failure:
+            if not measured:
+                raise
+            failures.append(failure)
+            break
+        figures = _figures(measured[-1][0])
         results.append(DeviceResult(device=name, run=figures.records.header.created_at, figures=figures))
-        if measured[-1].stopped:
+        if measured[-1][0].stopped:
             break
     outputs.write_devices(results, ())
-    for each in measured:
-        each.end(files.energy)
+    _end(measured, failures)
+
+
+def _files_of(name: str, files: RecordOptions) -> RecordOptions:
+    """The files of a device, below folders of its own, which are created."""
+    places = [None if folder is None else folder / name.replace(":", "-") for folder in (files.runs, files.energy)]
+    for place in filter(None, places):
+        with errors_as(RequestError, f"{place} cannot be created", "choose another folder"):
+            place.mkdir(parents=True, exist_ok=True)
+    runs, energy = (place and place / file for place, file in zip(places, (RUNS, ENERGY), strict=True))
+    return replace(files, runs=runs, energy=energy)
+
+
+def _end(measured: Sequence[tuple[BenchResult, Path | None]], failures: Sequence[BaseException]) -> None:
+    """Says what is missing of all devices, `failures` last. Raises the last, as only that may be Ctrl-C; those before are notes."""
+    ends = list[BaseException]()
+    for each, energy in measured:
+        try:
+            each.end(energy)
+        except (EdgeError, SystemExit) as failure:
+            ends.append(failure)
+    ends += failures
+    for before in ends[:-1]:
+        note(str(before))
+    if ends:
+        raise ends[-1]
 
 
 def _figures(measured: BenchResult) -> Figures:

@@ -24,6 +24,7 @@ from edge_bench.measure.variants import BASELINE, FIXED, OURS, Variant, edge_var
 from edge_devices.energy.protocol import Workload
 from edge_devices.machine.facts import installed_version, read_machine
 from edge_devices.machine.system import WallClock
+from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.selection import CARDS, has_options, usable_backends
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.exported_quality import exported_quality
@@ -155,6 +156,9 @@ class Benchmark:
 
     def _memory(self, drafters: Sequence[str]) -> Iterator[Record]:
         levels = [(kind, 1) for kind in drafters] + [(drafters[0], n) for n in self._request.concurrency if n > 1]
+        for kind in drafters if self._load.device not in (None, CPU) else ():
+            # The check of an accelerator, on its first use, loads the pair for the CPU too: the child must not be the first.
+            open_session(self._folder, self._load, drafter=kind).close()
         for kind, sequences in self._counted("memory", levels, len(levels)):
             yield measure_memory(
                 self._folder,

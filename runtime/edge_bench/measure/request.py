@@ -58,7 +58,7 @@ def _numbers(what: str) -> Callable[[str], tuple[int, ...]]:
 
 def _devices(text: str) -> tuple[str, ...]:
     """Parses names of devices. Raises RequestError for none, or one twice."""
-    names = tuple(text.split(",")) if text != "none" else ()
+    names = tuple(name.strip() for name in text.split(",")) if text != "none" else ()
     if not all(names) or len(set(names)) < len(names):
         raise RequestError(f"{text!r} is not a list of different devices, such as cpu,gpu")
     return names

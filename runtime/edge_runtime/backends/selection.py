@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_devices.waiting import Report
-from edge_runtime.backends.interface import Backend, OpenRequest
+from edge_runtime.backends.interface import CPU, Backend, OpenRequest
 from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.calibration.measured import MeasuredValue
@@ -24,6 +24,8 @@ BackendKind = str
 Place = str
 # As the name of a device: the fastest there is.
 AUTO = "auto"
+# As the name of a device: the first of this kind that there is.
+KINDS = ("gpu", "npu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,15 @@ def usable_backends(bundle: Bundle, requested: BackendKind | None) -> list[Backe
         return usable
     missing = " or ".join(f"'edge-mtp[{kind}]'" for kind in candidates)
     raise BackendError(f"no library is installed that runs {bundle.folder}; pip install {missing}")
+
+
+def check_device(bundle: Bundle, requested: BackendKind | None, name: str) -> None:
+    """Raises RequestError if no usable backend computes on a device of that name here; `cpu` and `auto` are on every machine."""
+    if name.lower() in (CPU, AUTO):
+        return
+    refusals = [load_backend(kind).missing_device(name) for kind in usable_backends(bundle, requested)]
+    if all(refusals):
+        raise RequestError("; ".join(filter(None, refusals)))
 
 
 def fitting_backends(request: OpenRequest, requested: BackendKind | None) -> list[BackendKind]:

@@ -16,7 +16,7 @@ from edge_devices.machine.memory import peak_memory_bytes
 from edge_devices.machine.profiles import profiles
 from edge_devices.option_fields import option
 from edge_runtime.backends.interface import CPU
-from edge_runtime.backends.selection import AUTO, load_backend, usable_backends
+from edge_runtime.backends.selection import AUTO, KINDS, check_device
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.calibration.cost_probe import measure_costs
 from edge_runtime.cli.messages import read_prompt
@@ -69,11 +69,11 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
     load, prompt = opening.options(), read_prompt(prompt)
     opened = open_bundle(bundle, check=load.check, public_key=load.public_key)
     settings = load_settings(opened, config=load.config, preset=load.preset, context=load.context, notify=note)
-    accelerator = None if load.device in (None, CPU, AUTO) else load.device
+    accelerator = None if load.device is None or load.device.lower() in (CPU, AUTO) else load.device
     if accelerator is not None and options.profile is None:
-        refusals = [load_backend(kind).missing_device(accelerator) for kind in usable_backends(opened, load.backend)]
-        if all(refusals):
-            raise RequestError("; ".join(filter(None, refusals)))
+        check_device(opened, load.backend, accelerator)
+    elif accelerator is not None and accelerator.lower() not in KINDS:
+        raise RequestError(f"a profile has the devices {CPU}, {', '.join(KINDS)}, and none named {accelerator!r}; choose one of them")
     measured = None
     # First, as the probes of the machine's speed take memory of their own.
     if options.measure:

@@ -15,6 +15,7 @@ from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.selection import (
     AUTO,
     CARDS,
+    KINDS,
     BackendKind,
     Place,
     backend_of,
@@ -50,7 +51,6 @@ from edge_runtime.session.saved.prompt_cache import PromptCache
 from edge_runtime.session.session import Session, SessionParts, rate_with
 
 # Kinds of devices: who asks for them takes the CPU where there is none to trust.
-_KINDS = ("gpu", "npu")
 
 
 def default_threads() -> int:
@@ -219,7 +219,7 @@ class _PairLoader:
         if check.passed:
             return opened
         opened.together.close()
-        if request.device not in _KINDS:
+        if request.device not in KINDS:
             raise BackendError(f"{check.sentence()}; leave --device out, or update its driver")
         options.notify(f"{check.sentence()}, so this runs on the CPU.")
         return backend.open(on_cpu)

@@ -10,18 +10,25 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import Result
 
 from bench_records import whole_benchmark
 from device_runs import bench
+from edge_bench.cli import run as run_module
 from edge_bench.measure import benchmark, command
-from edge_bench.measure.records import Header, Note, RecordFile, read_records
+from edge_bench.measure.command import BenchResult
+from edge_bench.measure.records import Header, Note, RecordFile, collect, read_records
 from edge_bench.measure.request import BenchRequest
 from edge_bench.report.figures import ROWS
 from edge_devices.energy.run_log import write_log
+from edge_devices.errors import DeviceError
+from edge_runtime.backends.llama.open import LlamaBackend
+from edge_runtime.backends.onnx.open import OrtBackend
 from edge_runtime.bundle.exported_quality import Quality
 from edge_runtime.errors import BackendError
 from edge_runtime.session.load_options import LoadOptions
@@ -133,25 +140,84 @@ def test_a_table_of_devices_names_them_in_each_line(made_up, tmp_path):
     assert "First token by prompt length" in result.stdout
 
 
-def test_devices_of_one_machine_are_measured_one_after_the_other_into_one_table(monkeypatch, tmp_path):
-    opened = []
+class Played:
+    """A benchmark that was measured before; `ends` has what a device raises."""
 
-    class Played:
-        def __init__(self, _bundle: Path, _request: BenchRequest, load: LoadOptions) -> None:
-            opened.append(load.device)
+    opened: list[str | None]
+    ends: dict[str | None, BaseException]
 
-        def records(self):
-            yield from whole_benchmark()
+    def __init__(self, _bundle: Path, _request: BenchRequest, load: LoadOptions) -> None:
+        self.opened.append(load.device)
+        if load.device in self.ends:
+            raise self.ends[load.device]
 
+    def records(self):
+        yield from whole_benchmark()
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> type[Played]:
+    monkeypatch.setattr(Played, "opened", [], raising=False)
+    monkeypatch.setattr(Played, "ends", {}, raising=False)
     monkeypatch.setattr(command, "Benchmark", Played)
-    result = bench("run", "bundle", "--devices", "cpu,openvino:GPU", "--runs", tmp_path / "runs", "--json", tmp_path / "all.json")
+    monkeypatch.setattr(OrtBackend, "missing_device", lambda *_: None)
+    monkeypatch.setattr(LlamaBackend, "missing_device", lambda *_: None)
+    return Played
+
+
+def test_devices_of_one_machine_are_measured_one_after_the_other_into_one_table(played, exported_pair, tmp_path):
+    result = bench("run", exported_pair, "--devices", "cpu, openvino:GPU", "--runs", tmp_path / "runs", "--json", tmp_path / "all.json")
     assert result.exit_code == 0, result.output
-    assert opened == ["cpu", "openvino:GPU"]
-    assert [each["device"] for each in json.loads((tmp_path / "all.json").read_text())["devices"]] == opened
+    assert played.opened == ["cpu", "openvino:GPU"]
+    assert [each["device"] for each in json.loads((tmp_path / "all.json").read_text())["devices"]] == played.opened
     assert "First token by prompt length" in result.stdout
     again = bench("compare", tmp_path / "runs")
     assert "openvino-GPU" in again.stdout
     assert all(len(read_records(tmp_path / "runs" / name / "runs.jsonl").runs) for name in ("cpu", "openvino-GPU"))
+
+
+@pytest.mark.parametrize(("failure", "code"), [(BackendError("it is wrong"), 1), (KeyboardInterrupt(), 130)])
+def test_what_was_measured_before_a_device_failed_is_written(played, exported_pair, tmp_path, failure, code):
+    played.ends["gpu"] = failure
+    result = bench("run", exported_pair, "--devices", "cpu,gpu,npu", "--json", tmp_path / "all.json")
+    assert result.exit_code == code, result.output
+    assert played.opened == ["cpu", "gpu"]
+    assert str(failure) in result.stderr
+    assert [each["device"] for each in json.loads((tmp_path / "all.json").read_text())["devices"]] == ["cpu"]
+
+
+def test_a_missing_device_is_refused_before_any_is_measured(played, exported_pair, monkeypatch):
+    monkeypatch.setattr(OrtBackend, "missing_device", lambda *_: "there is no abacus")
+    monkeypatch.setattr(LlamaBackend, "missing_device", lambda *_: "there is no abacus")
+    result = bench("run", exported_pair, "--devices", "cpu,abacus")
+    assert result.exit_code == 1
+    assert "there is no abacus" in result.stderr
+    assert not played.opened
+
+
+def test_all_devices_say_what_is_missing_and_the_last_decides_the_exit_code(played, exported_pair, monkeypatch, tmp_path):
+    records = collect(whole_benchmark())
+    external = BenchResult(records=records, log=two_variants())
+    results = [external, BenchResult(records=records, failure=DeviceError("no watts")), BenchResult(records=records, stopped=True)]
+    shown = run_module._figures(results[1])
+    monkeypatch.setattr(run_module, "_figures", lambda _: shown)
+    monkeypatch.setattr(run_module, "measure_bundle", lambda *_: results.pop(0))
+    result = bench("run", exported_pair, "--devices", "cpu,gpu,npu", "--energy", tmp_path / "logs")
+    notes = result.stderr.replace("\n", "")
+    assert f"{tmp_path}/logs/cpu/energy.jsonl--externalTABLE" in notes.replace(" ", "")
+    assert "no watts" in notes
+    assert result.exit_code == 130
+
+
+@pytest.mark.parametrize(("device", "first"), [("cpu", ["memory"]), ("gpu", ["dense", "memory"])])
+def test_an_accelerator_is_checked_before_the_child_that_measures_memory(exported_pair, monkeypatch, device, first):
+    order, opened = [], SimpleNamespace(close=lambda: None)
+    measuring = benchmark.Benchmark(exported_pair, BenchRequest(), LoadOptions(backend="llama", check="none"))
+    measuring._load = replace(measuring._load, device=device)
+    monkeypatch.setattr(benchmark, "open_session", lambda *_, drafter: order.append(drafter) or opened)
+    monkeypatch.setattr(benchmark, "measure_memory", lambda *_, **__: order.append("memory"))
+    list(measuring._memory(["dense"]))
+    assert order == first
 
 
 def test_a_real_pair_is_measured_on_the_devices_that_are_named(exported_pair, probe_memory, tmp_path):
@@ -244,6 +310,7 @@ def test_ctrl_c_at_a_real_run(exported_pair, probe_memory, tmp_path):
         (["run", "bundle", "--policies", "luck"], 2, "policy 'luck' is unknown"),
         (["run", "bundle", "--drafters", "none"], 2, "no drafter"),
         (["run", "bundle", "--drafters", "dense,split,best"], 2, "drafter 'best' is unknown"),
+        (["run", "bundle", "--devices", "cpu,gpu", "--trace", "x"], 2, "--trace is for the runs of a single device"),
         (["run", "bundle", "--devices", "cpu,cpu"], 2, "not a list of different devices"),
         (["run", "bundle", "--domains", "none"], 1, "no prompt to measure with"),
         (["run", "bundle", "--domains", "weather"], 2, "domain 'weather' is unknown"),

@@ -227,6 +227,11 @@ def test_a_gpu_is_planned_from_the_memory_it_shares_and_labelled(run: Any) -> No
     assert planned["device"].startswith("gpu of ")
     assert "estimated, as nothing was measured on one" in planned["derived"]["plain"]
     assert run("--device", "abacus").exit_code == 1
+    refused = run("--profile", "snapdragon-x", "--device", "abacus")
+    assert refused.exit_code == 1
+    assert "a profile has the devices cpu, gpu, npu" in refused.stderr
+    on_cpu = run("--json", "--profile", "snapdragon-x", "--device", "CPU")
+    assert not json.loads(on_cpu.stdout)["plan"]["device"].startswith("CPU of")
 
 
 def test_the_split_drafter_is_planned_where_there_is_one(exported_pair: Path) -> None:
