@@ -34,7 +34,7 @@ _POSITIONS = b"position_ids"
 _INT32 = 6
 _NODE, _TENSOR, _INPUT, _OUTPUT = 1, 5, 11, 12
 _IR_VERSION, _OPSET = 10, 21
-_MATRIX = 2
+_MATRIX, _RANK = 2, 3
 _FULL_COUNTS = (b"last_row_full", b"rows_full")
 
 
@@ -150,7 +150,7 @@ SUPPRESSED = "suppressed"
 
 
 def head_with_choices(model: bytes) -> bytes | None:
-    """Returns the model of a head that chooses on the device too, None if it gives no logits.
+    """Returns the model of a head that chooses on the device too, None if it gives no logits, or has products that are none.
 
     `suppressed` float32 [1, 1, vocabulary] is added to the logits before a token is chosen. Outputs [1, n, 1]: `choice` int64; `largest`
     and `least` of the logits, and their `sum`, which no NaN leaves finite.
@@ -162,7 +162,10 @@ def head_with_choices(model: bytes) -> bytes | None:
     masked = Node("Add", [logits, SUPPRESSED.encode()], [b"masked_logits"])
     chosen = Node("ArgMax", masked.outputs, [CHOICE.encode()], [integer_attribute("axis", 2)])
     reduced = [Node(f"Reduce{word}", [logits, axis], [name.encode()]) for word, name in zip(("Max", "Min", "Sum"), FACTS, strict=True)]
-    graph.nodes = [*_with_products(graph, graph.nodes), masked, chosen, *reduced]
+    try:
+        graph.nodes = [*_with_products(graph, graph.nodes), masked, chosen, *reduced]
+    except (LookupError, ValueError):  # a product of a stranger, with other inputs or outputs
+        return None
     outputs = [(CHOICE, INT64), *((name, FLOAT) for name in FACTS)]
     graph.added += [_constant(axis, 2), _value_field(_INPUT, SUPPRESSED.encode(), FLOAT, 3)]
     graph.added += [_value_field(_OUTPUT, name.encode(), kind, 3) for name, kind in outputs]
@@ -170,7 +173,7 @@ def head_with_choices(model: bytes) -> bytes | None:
 
 
 def _with_products(graph: OnnxGraph, nodes: Sequence[Node]) -> list[Node]:
-    """The nodes with Gemm in the place of FusedMatMul with float weights [N, K], which devices do not have."""
+    """The nodes with Gemm in the place of FusedMatMul with float weights [N, K], which devices do not have, on rows [1, n, K]."""
     makers, shapes, changed = {name: node for node in nodes for name in node.outputs}, dict[bytes, bytes](), list[Node]()
 
     def shape(*sizes: int) -> bytes:
@@ -181,7 +184,7 @@ def _with_products(graph: OnnxGraph, nodes: Sequence[Node]) -> list[Node]:
 
     for node in nodes:
         weights = graph.constants.get(_uncast(node.inputs[1], makers)) if node.operator == "FusedMatMul" else None
-        if weights is None or len(weights.shape) != _MATRIX or node.numbers != {b"transB": 1}:
+        if weights is None or len(weights.shape) != _MATRIX or node.numbers != {b"transB": 1} or _has_other_rank(node, makers, graph):
             changed.append(node)
             continue
         outputs, inputs = weights.shape
@@ -191,6 +194,17 @@ def _with_products(graph: OnnxGraph, nodes: Sequence[Node]) -> list[Node]:
         changed += [flat, product, Node("Reshape", [*product.outputs, shape(1, -1, outputs)], [name])]
     graph.added += shapes.values()
     return changed
+
+
+def _has_other_rank(product: Node, makers: Mapping[bytes, Node], graph: OnnxGraph) -> bool:
+    """Whether its rows, or those that they are the norm of, are made to have other than three dimensions, as a router's of experts are."""
+    maker = makers.get(product.inputs[0])
+    if maker is not None and maker.operator == "RMSNormalization":
+        maker = makers.get(maker.inputs[0])
+    if maker is None or maker.operator != "Reshape":
+        return False
+    shape = graph.constants.get(maker.inputs[1])
+    return shape is None or len(shape.integers or ()) != _RANK
 
 
 def _uncast(name: bytes, makers: Mapping[bytes, Node]) -> bytes:

@@ -144,6 +144,69 @@ def test_a_forward_reads_back_what_it_allocated_only() -> None:
     assert call.results()["new_rows"].tolist() == [1, 1, 1]
 
 
+def router_graph(folder: Path) -> bytes:
+    """A dense product, behind it a layer's experts, of which each row chooses two of four; both in float32."""
+    from edge_export.onnx.graph_builder import GraphBuilder
+    from edge_export.onnx.graphs.experts import ExpertWeights, add_experts
+    from edge_export.onnx.weights import Matrix, Stored, WeightFormat
+
+    hidden, experts = 8, 4
+    values = np.random.default_rng(1).standard_normal(hidden * hidden).astype(np.float32)
+    (folder / "weights").write_bytes(values.tobytes())
+
+    def stored(*shape: int) -> Stored:
+        return Stored(type="f32", shape=shape, location="weights", offset=0, length=4 * int(np.prod(shape)))
+
+    def matrix(rows: int) -> Matrix:
+        return Matrix(rows=rows, columns=hidden, format=WeightFormat(kind="f32"), values=stored(rows, hidden))
+
+    graph, square = GraphBuilder("experts"), matrix(hidden)
+    weights = ExpertWeights(
+        norms={"pre_feedforward_layernorm_2": stored(hidden)},
+        scale=stored(hidden),
+        router=matrix(experts),
+        expert_scale=stored(experts),
+        experts=[(square, square)] * experts,
+    )
+    model: Any = SimpleNamespace(hidden_size=hidden, experts=experts, experts_used=2)
+    value = graph.linear(graph.input("rows", "f32", (1, "n", hidden)), square)
+    fed = add_experts(
+        graph,
+        model,
+        weights,
+        value,
+        norm=lambda value, weight: graph.op("RMSNormalization", value, weight, axis=-1, epsilon=1e-6),
+        gated=lambda inner, value, up, down: inner.linear(inner.linear(value, up), down),
+    )
+    graph.output(fed, "f32", (1, "n", hidden))
+    graph.save(folder / "experts.onnx")
+    return (folder / "experts.onnx").read_bytes()
+
+
+def test_a_router_of_experts_is_not_rewritten(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = router_graph(tmp_path)
+    changed = device_graph(model)
+    assert changed is not None
+    operators = [node.operator for node in read_graph(changed.model).nodes]
+    assert (operators.count("Gemm"), operators.count("FusedMatMul")) == (1, 1)
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(tmp_path))
+    rows = {"rows": np.random.default_rng(2).standard_normal((1, 5, 8)).astype(np.float32)}
+    before, after = (onnxruntime.InferenceSession(graph, options).run(None, rows)[0] for graph in (model, changed.model))
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (2, 2)])
+def test_a_strangers_head_is_refused(onnx_pair: Bundles, inputs: int, outputs: int) -> None:
+    model = open_bundle(onnx_pair("f32")).path("target_head", "onnx").read_bytes()
+    graph = read_graph(model)
+    for node in graph.nodes:
+        if node.operator == "FusedMatMul":
+            node.inputs[inputs:], node.outputs[1:] = [], [b"other"] * (outputs - 1)
+    assert head_with_choices(with_graph(model, graph, None)) is None
+
+
 def test_a_head_chooses_as_its_logits_say(onnx_pair: Bundles) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     path = open_bundle(onnx_pair("f32")).path("target_head", "onnx")
