@@ -111,7 +111,7 @@ def _join(graph: OnnxGraph, outer: Mapping[bytes, Tensor], *, newest: bool) -> i
             kept.append(node)
             read.update(node.inputs, node.names_within)
     graph.nodes = kept[::-1]
-    _join_norms(graph)
+    _join_norms(graph, constants)
     return within + sum(id(node) in made for node in graph.nodes)
 
 
@@ -257,7 +257,9 @@ def product_of_halves(node: Node, constants: Mapping[bytes, Tensor]) -> Node | N
 
 
 def newer(node: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
-    """The operators that an earlier build of the kernels has not."""
+    """The operators that an earlier build of the kernels has not, each for the only output of a node."""
+    if len(node.outputs) != 1:
+        return None
     return norm_of_rows(node, constants) or residual(node, constants) or capped_product(node, constants)
 
 
@@ -301,7 +303,10 @@ def norm_of_rows(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
 
 
 def residual(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:
-    """The operator for a sum with a norm, if `end` is it or multiplies it with a constant of one element."""
+    """The operator for a sum with a norm, if `end` is it or multiplies it with a constant of one element.
+
+    Sizes are not known here: an Add that broadcasts, which the exporter does not write, becomes an operator that refuses each run.
+    """
     factor, total = b"", end
     if end.operator == "Mul" and len(end.inputs) == 2 and (source := end.sources[0]) is not None:
         number = constants.get(end.inputs[1])
@@ -319,13 +324,15 @@ def _norm_attributes(norm: Node, width: int) -> list[Attribute]:
     return [float_attribute("epsilon", norm.numbers[b"epsilon"]), integer_attribute("width", width)]
 
 
-def _join_norms(graph: OnnxGraph) -> None:
-    """Has each sum with a norm give the norm of the sum too, where that is what is computed next."""
+def _join_norms(graph: OnnxGraph, constants: Mapping[bytes, Tensor]) -> None:
+    """Has each sum with a norm give the norm of the sum too, where that is what is computed next; not that of its heads."""
     sums = {node.outputs[0]: node for node in graph.nodes if node.operator == RESIDUAL}
     dropped = set()
     for node in graph.nodes:
         total = sums.get(node.inputs[0]) if node.operator == NORM else None
-        if total is not None and total.numbers == node.numbers and len(total.outputs) == 1:
+        if total is None or total.numbers != node.numbers or len(total.outputs) != 1:
+            continue
+        if constants[total.inputs[2]].shape == constants[node.inputs[1]].shape:
             total.inputs[4], total.outputs = node.inputs[1], [*total.outputs, *node.outputs]
             dropped.add(id(node))
     graph.nodes = [node for node in graph.nodes if id(node) not in dropped]

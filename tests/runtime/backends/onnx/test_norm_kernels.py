@@ -21,9 +21,18 @@ built = pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels
 
 
 def layer(
-    *, again: tuple[int, ...] = (0, 0, WIDTH), factor: tuple[int, ...] | None = (1,), axis: int = -1, first: str = "x", read: str = "normed"
+    *,
+    again: tuple[int, ...] = (0, 0, WIDTH),
+    factor: tuple[int, ...] | None = (1,),
+    axis: int = -1,
+    first: str = "x",
+    read: str = "normed",
+    parted: str = "y",
 ) -> bytes:
-    """heads = a norm of each head; normed = the norm of total = (x + the norm of y) * factor; `y` is a product, which has a kernel."""
+    """heads = a norm of each head; normed = the norm of total = (x + the norm of y) * factor; `y` is a product, which has a kernel.
+
+    With total as `parted` nothing is normed.
+    """
     random = np.random.default_rng(1)
     arrays = {
         "b": random.integers(0, 256, (WIDTH, 2, 16)).astype(np.uint8),
@@ -40,7 +49,7 @@ def layer(
     facts = {"K": 64, "N": WIDTH, "bits": 4, "block_size": 32, "accuracy_level": 4}
     nodes = [
         helper.make_node("MatMulNBits", ["rows", "b", "s"], ["y"], domain="com.microsoft", **facts),
-        helper.make_node("Reshape", ["y", "apart"], ["parts"]),
+        helper.make_node("Reshape", [parted, "apart"], ["parts"]),
         norm("parts", "h", "normed_parts"),
         helper.make_node("Reshape", ["normed_parts", "again"], ["heads"]),
         norm("y", "w", "normed_y"),
@@ -48,6 +57,8 @@ def layer(
         helper.make_node("Mul", ["sum", "factor"], ["total"]) if factor is not None else helper.make_node("Identity", ["sum"], ["total"]),
         norm("total", "v", "normed"),
     ]
+    if parted == "total":
+        nodes = [nodes[0], *nodes[4:7], *nodes[1:4]]
     inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, "n", size]) for name, size in (("rows", 64), ("x", WIDTH))]
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("y", "heads", "total", read)]
     weights = [onnx.numpy_helper.from_array(array, name) for name, array in arrays.items()]
@@ -78,11 +89,20 @@ def test_a_norm_a_sum_its_factor_and_the_next_norm_become_one_operator() -> None
         ({"axis": 2}, [PRODUCT, "Reshape", "RMSNormalization", "Reshape", "RMSNormalization", "Add", "Mul", "RMSNormalization"]),
         ({"factor": None}, [PRODUCT, NORM, RESIDUAL, "Identity", NORM]),
         ({"read": "sum"}, [PRODUCT, NORM, RESIDUAL, RESIDUAL]),
+        ({"parted": "total", "read": "x"}, [PRODUCT, RESIDUAL, NORM]),
     ],
 )
 def test_what_is_no_such_norm_stays(changes: dict[str, Any], expected: list[str]) -> None:
     """A sum that somebody else reads as well is computed for itself."""
     assert operators(layer(**changes)) == expected
+
+
+@pytest.mark.parametrize("place", range(3, 8))
+def test_a_node_with_another_output_stays(place: int) -> None:
+    model = onnx.load_from_string(layer())
+    model.graph.output.add(name="other")
+    model.graph.node[place].output.append("other")
+    assert model.graph.node[place].op_type in operators(model.SerializeToString())
 
 
 def results(model: bytes, rows: NDArray[np.float32], x: NDArray[np.float32], threads: int = 2) -> list[NDArray[np.float32]]:
