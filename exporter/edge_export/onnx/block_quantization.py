@@ -30,9 +30,9 @@ _PARTS = {4: (0.96, 0.92, 0.88, 0.84, 0.8, 0.75), 8: (0.995, 0.985)}
 _TURNED_PARTS = {4: (1.0, 0.92, 0.84), 8: (1.0,)}
 # After the best range is known: levels for the scale, then the scale for the levels, in turn.
 _REFINEMENTS = 2
-# What becoming a float16 that is not subnormal changes at most, and how many times a block's error may become. On average it hardly grows;
-# but where it was 0, weights lie on a grid.
-_HALF_ERROR, _HALVES_LOSE = np.float32(2.0**-11), 1.25
+# How many times a block's error may become where its scale becomes a float16. On average it hardly grows; but where it was 0, weights lie
+# on a grid, and subnormal ones are coarse.
+_HALVES_LOSE = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,10 +242,10 @@ def _plain_scales(weights: Floats, bits: int) -> Floats:
 
 
 def _halves(scales: Floats) -> Floats:
-    """The nearest float16 numbers of scales that are not too large or too small for them: the row kernels then read half the bytes."""
+    """The nearest float16 numbers of scales, unless they are infinite or 0: the row kernels read half the bytes of a matrix of such."""
     with np.errstate(over="ignore"):
         halves = scales.astype(np.float16).astype(np.float32)
-    rounded: Floats = np.where(np.abs(halves - scales) <= np.abs(scales) * _HALF_ERROR, halves, scales)
+    rounded: Floats = np.where(np.isfinite(halves) & (halves != 0), halves, scales)
     return rounded
 
 

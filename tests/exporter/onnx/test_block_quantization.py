@@ -80,10 +80,25 @@ def test_scales_are_float16_numbers_and_cost_nothing(bits: int, block: int, monk
 
 
 def test_scales_beyond_float16_stay() -> None:
-    weight = np.random.default_rng(4).standard_normal((2, 128)).astype(np.float32) * np.array([[1e-6], [1e7]], np.float32)
+    """Of weights that would be 0, infinite, or much coarser."""
+    sizes = np.array([[1e-8], [1e7], [1e-7]])
+    weight = (np.random.default_rng(4).standard_normal((3, 128)) * sizes).astype(np.float32)
     scales = quantize_matrix(weight, WeightSpec(bits=4, block=32)).scales
     assert np.isfinite(scales).all()
-    assert not np.equal(scales.astype(np.float64) * 2**24 % 1, 0)[0].any()
+    assert (scales != 0).all()
+    assert not np.equal(scales.astype(np.float64) * 2**24 % 1, 0)[[0, 2]].any()
+
+
+@pytest.mark.parametrize(("bits", "size"), [(8, 0.001), (4, 1e-5)])
+def test_a_row_of_small_weights_has_float16_scales_too(bits: int, size: float) -> None:
+    """Else all scales of the matrix are read as float32; these are subnormal."""
+    weight = (np.random.default_rng(4).standard_normal((8, 256)) / 30).astype(np.float32)
+    weight[3] *= 30 * size
+    spec = WeightSpec(bits=bits, block=128)
+    made = quantize_matrix(weight, spec)
+    assert 0 < np.abs(made.scales[3]).max() < 2.0**-14
+    assert np.array_equal(made.scales.astype(np.float16).astype(np.float32), made.scales)
+    assert weighted_error(weight[3:4], dequantize(made)[3:4], 1.0) <= 1.25 * weighted_error(weight[3:4], rounded(weight[3:4], spec), 1.0)
 
 
 def test_importance_helps_where_it_is_large() -> None:
