@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.bundle.exported_quality import exported_quality
+from edge_runtime.bundle.manifest import Manifest
 from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.decoding.quality import divergence_of, log_softmax
 from edge_runtime.errors import EdgeRuntimeError
@@ -26,7 +27,8 @@ _DRAFTS = 4
 # The mean KL, in nats, that is allowed: of weights that lose nothing, of others at least, and the share of what their quantization loses.
 # Two ways of rounding activations to 8 bits differ by 0.0003 (docs/npu.md); what one wrong operator adds may be no more than 0.001.
 _FLOAT_LIMIT, _ROUNDED_LIMIT, _SHARE = 1e-4, 0.002, 0.1
-# Where the export measured nothing: of 80 random pairs in rounded weights on llama.cpp's RPC device the largest was 0.0024.
+_FLOAT_BITS = 32
+# Of rounded weights, where the export measured nothing: of 80 random pairs on llama.cpp's RPC device the largest was 0.0024.
 _UNKNOWN_LIMIT = 0.005
 # Where rows choose experts, at near ties others, which changes a row by up to 0.23: of a verify's rows beyond the eighth, and of others.
 # Of five such pairs the largest means were 0.021 and 0.12, the smallest of a fault in them 0.117 and 0.39.
@@ -95,14 +97,23 @@ def answers(target: Target, drafter: Drafter | None, longest: int) -> Answers:
 
 
 def compared(
-    device: str, reference: Answers, target: Target, drafter: Drafter | None, *, longest: int, parity: object, routed: bool = False
+    device: str,
+    reference: Answers,
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    longest: int,
+    parity: object,
+    routed: bool = False,
+    rounded: bool = True,
 ) -> DeviceCheck:
     """Compares a device's pair with the CPU's answers. `parity` is what the export measured, `routed` whether rows choose experts.
 
-    Empties the caches.
+    `rounded` is what `is_rounded` says. Empties the caches.
     """
     quality = exported_quality(parity)
-    limit = _UNKNOWN_LIMIT if quality is None else _limit(quality.mean_kl)
+    unmeasured = _UNKNOWN_LIMIT if rounded else _FLOAT_LIMIT
+    limit = unmeasured if quality is None else _limit(quality.mean_kl)
     try:
         device_answers = answers(target, drafter, longest)
         _check_choices(target, device_answers, min(longest, _FOLLOWING))
@@ -129,6 +140,13 @@ def compared(
         rows=rows,
         rows_differ=any(not np.array_equal(alone, rows[0]) for part, rows in device_answers.rows.items() if part.startswith("a verify")),
     )
+
+
+def is_rounded(manifest: Manifest, format: str) -> bool:
+    """Whether weights of the target in this format, or K/V rows of graphs, have fewer bits than float32, or the manifest does not say."""
+    files = (file for file in manifest.files if file.role in ("target", "target_data") and file.format.startswith(format))
+    bits = max((file.bits_per_weight or 0 for file in files), default=0)
+    return bits < _FLOAT_BITS or any(buffer.dtype != "f32" for buffer in manifest.cache_layout.buffers)
 
 
 def _limit(loss: float) -> float:

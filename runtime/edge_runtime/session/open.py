@@ -43,7 +43,7 @@ from edge_runtime.planning.memory import memory_bytes
 from edge_runtime.planning.speed import computed_costs
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.cache_claim import CacheClaim
-from edge_runtime.session.device_check import CHECKS, DeviceCheck, answers, compared
+from edge_runtime.session.device_check import CHECKS, DeviceCheck, answers, compared, is_rounded
 from edge_runtime.session.load_options import LoadOptions, with_keywords
 from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.session.saved.kv_state_file import row_facts
@@ -205,8 +205,9 @@ class _PairLoader:
             cpu.together.close()
             opened = backend.open(replace(request, notify=lambda _: None))
             pair = opened.together.targets[0], opened.drafters[0]
-            routed = bool(self.bundle.manifest.architecture.experts)
-            return compared(accelerator.name, reference, *pair, longest=rows, parity=opened.exported_parity, routed=routed)
+            manifest, parity = self.bundle.manifest, opened.exported_parity
+            routed, rounded = bool(manifest.architecture.experts), is_rounded(manifest, CARDS[kind].format)
+            return compared(accelerator.name, reference, *pair, longest=rows, parity=parity, routed=routed, rounded=rounded)
 
         facts = [kind, accelerator.name, accelerator.driver, self.settings.context, opened.drafter_kind, project_version(), *self.hashes]
         key = entry_key([cpu_identity(), *map(str, facts)])

@@ -18,7 +18,7 @@ from edge_runtime.backends.onnx import open as onnx_backend
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BackendError
 from edge_runtime.session import device_check
-from edge_runtime.session.device_check import Answers, DeviceCheck, answers, compared
+from edge_runtime.session.device_check import Answers, DeviceCheck, answers, compared, is_rounded
 from edge_runtime.session.open import open_session
 
 Bundles = Callable[..., Path]
@@ -178,6 +178,21 @@ def test_single_rows_may_differ_more_where_rows_choose_experts(pair: tuple[Any, 
     check = checked(reference, OtherExperts(pair[0]), pair[1], routed=True)
     assert check.passed, check
     assert not checked(reference, LastColumnsWrong(pair[0]), pair[1], routed=True).passed
+
+
+@pytest.mark.parametrize(("rounded", "limit"), [(True, 0.005), (False, 1e-4)])
+def test_float32_weights_that_nobody_measured_have_their_limit(
+    rounded: bool, limit: float, pair: tuple[Any, Any], reference: Answers
+) -> None:
+    lost: Any = Fails(pair[0])
+    assert compared("webgpu", reference, lost, pair[1], longest=LONGEST, parity=None, rounded=rounded).limit == limit
+
+
+def test_which_bundles_are_rounded(onnx_pair: Bundles) -> None:
+    exact, rounded = (open_bundle(onnx_pair(kind)).manifest for kind in ("f32", "int4"))
+    layout = replace(exact.cache_layout, buffers=tuple(replace(buffer, dtype="f16") for buffer in exact.cache_layout.buffers))
+    assert not is_rounded(exact, "onnx")
+    assert all(is_rounded(*pair) for pair in ((exact, "gguf"), (rounded, "onnx"), (replace(exact, cache_layout=layout), "onnx")))
 
 
 @pytest.mark.parametrize(
