@@ -55,8 +55,9 @@ WEIGHT_TYPES: dict[OnnxWeights, WeightType] = {
     "int8": WeightType("blocks", 8, 0.2),
     "int4": WeightType("blocks", 4, 1.0),
 }
-# Of mixed int4. Limits are above what real matrices of 270 million weights show without a calibration (docs/gguf.md: 0.53 mixed; 0.92 in
-# blocks of 128), which lose more than larger models, and at most 1.0, where a model's perplexity has doubled or tripled.
+# Of mixed int4. Limits are above what real matrices of 270 million weights show, which lose more than larger models: 0.53 mixed without a
+# calibration (docs/gguf.md), 0.92 the layers alone in blocks of 128 with it (docs/onnx-reference.md). They are at most 1.0, where a
+# model's perplexity has doubled or tripled: all in blocks of 128 without a calibration (3.24, docs/gguf.md) is refused.
 _MIXED_KL = 0.6
 
 
