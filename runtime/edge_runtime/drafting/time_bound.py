@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_runtime.drafting.acceptance_model import Forecast
 from edge_runtime.drafting.frontier import Frontier, Trade
@@ -47,6 +48,7 @@ class TimeBound:
         self._costs, self._slowdown = costs, slowdown
         self._frontier: Frontier | None = None
         self._trade: Trade
+        self._beyond_plain: NDArray[np.float64]
         self._until_renewal = self._renewals = self._requests = 0
         self._price = -1.0
         # Of the newest rounds: tokens, joules and seconds. Of more: tokens and seconds; of those that drafted, the tokens that the trade
@@ -67,6 +69,9 @@ class TimeBound:
         trade: Trade = self._frontier.trade(known, self._seconds, self._joules, stepwise=stepwise)
         share = max(SMOOTH, 1 / self._renewals) if requests == self._requests else 1.0
         self._trade = trade if share == 1 else Trade(*(old + share * (new - old) for old, new in zip(self._trade, trade, strict=True)))
+        # By the costs of each trade's own time: as they drift, averaged seconds of plain decoding are no longer those of a forward.
+        beyond_plain = trade.seconds - self._seconds.verify[0]
+        self._beyond_plain = beyond_plain if share == 1 else self._beyond_plain + share * (beyond_plain - self._beyond_plain)
         corrected = self._corrected()
         self._limit = MARGIN * (1 + self._slowdown) * float(corrected.seconds[-1])
         self._slope = _slope(corrected, self._limit, EVEN * self._watts)
@@ -79,7 +84,7 @@ class TimeBound:
     def _corrected(self) -> Trade:
         """The trade with what drafts were seen to take: the model's optimism is that of all drafts, while plain decoding is known."""
         expected, promised = BELIEVED + self._drafted
-        drafts = np.abs(self._trade.seconds - self._seconds.verify[0]) > 1e-4 * self._seconds.verify[0]
+        drafts = np.abs(self._beyond_plain) > 1e-4 * self._seconds.verify[0]
         scale = np.where(drafts, min(max(expected / promised, CLIP[0]), CLIP[1]), 1.0)
         return Trade(self._trade.seconds * scale, self._trade.joules * scale, self._trade.rates)
 

@@ -22,7 +22,7 @@ from edge_runtime.drafting.frontier import Frontier
 from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower, read_phase_power
 from edge_runtime.drafting.policies import Fixed, RoundPlan, RoundResult, Timing
 from edge_runtime.drafting.profit_policy import Profit
-from edge_runtime.drafting.time_bound import TimeBound
+from edge_runtime.drafting.time_bound import MARGIN, TimeBound
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.session.open import open_session
 from scripted import TimedDrafter, TimedTarget
@@ -318,3 +318,14 @@ def test_a_probe_costs_the_more_of_its_seconds_and_joules() -> None:
     """Where drafting takes five times the watts, single drafts now and then had cost 6 % of all joules."""
     case = Case(curve="steep", step=2.0, watts="30, 6, 5", acceptance=0.55)
     assert case.by_energy(1500, 1, 0.05).joules < 1.03 * min(point.joules for point in case.fixed())
+
+
+def test_plain_decoding_is_not_taken_for_drafts_when_costs_drift() -> None:
+    """What drafts bring less than expected scales drafts alone; an average of plain seconds differs from those of a forward now."""
+    costs = ExactCosts(FLAT, 50.0)  # drafts are never worth it
+    bound = TimeBound(EnergyCosts(costs, PhasePower(draft=5.0, verify=5.0, plain=5.0)), 0.05)
+    bound._drafted[:] = -5.0, 100.0
+    for factor in (1.0, 1.1, 1.2):
+        costs._verify = [factor * seconds for seconds in FLAT]
+        bound.renew(AcceptanceModel().forecast(3), rows=4, drafts=3, requests=1, stepwise=False)
+        assert bound._limit == pytest.approx(MARGIN * 1.05 * bound._trade.seconds[-1])
