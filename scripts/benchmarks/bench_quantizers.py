@@ -11,6 +11,7 @@ package ai-edge-quantizer. Results in `--json` stay: a run goes on with the ways
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import sys
@@ -44,6 +45,7 @@ from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance, SecondMoments, fitted
 from edge_export.quantization.importance_sources import CALIBRATION_TEXT
 from edge_export.quantization.llama_quantize import quantize_gguf
+from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.decoding.quality import SKIPPED_ROWS, TIE
 
 Floats = NDArray[np.float32]
@@ -178,15 +180,38 @@ def measured_importance(folder: Path, keep: Path, pieces: int, threads: int) -> 
     return replace(fitted(made.target, source.checkpoint, made.source), moments=moments)
 
 
+def llama_quantize(source: Path, destination: Path, kind: str, threads: int, importance: Importance | None) -> None:
+    """llama.cpp's own quantizer with its own mix of types, as llama-quantize calls it. Raises ClickException if it fails."""
+    import llama_cpp.llama_cpp as api
+
+    silent = api.llama_log_callback(lambda *_: None)
+    api.llama_log_set(silent, ctypes.c_void_p(0))
+    parameters = api.llama_model_quantize_default_params()
+    parameters.ftype, parameters.nthread = QUANTIZATIONS[kind].file_type, threads
+    entries = importance.values if importance else {}
+    # Ends with an entry without a name. It points into `entries`.
+    matrix = (api.llama_model_imatrix_data * (len(entries) + 1))()
+    for index, (name, values) in enumerate(entries.items()):
+        data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        matrix[index] = api.llama_model_imatrix_data(name=name.encode(), data=data, size=values.size)
+    if entries:
+        parameters.imatrix = ctypes.cast(matrix, ctypes.POINTER(api.llama_model_imatrix_data))
+    if api.llama_model_quantize(bytes(source), bytes(destination), ctypes.byref(parameters)):
+        raise click.ClickException(f"llama.cpp could not quantize to {kind}")
+
+
 def gguf_ways(checkpoint: Checkpoint, importance: Importance, keep: Path, threads: int) -> Iterator[Way]:
     """llama.cpp's types without and with an importance matrix, and this project's, whose errors are compensated."""
     plain, made = keep / "plain.gguf", keep / "made.gguf"
 
-    def written(kind: str, counts: Importance | None) -> Iterator[tuple[str, Made]]:
+    def written(kind: str, counts: Importance | None, own: bool = False) -> Iterator[tuple[str, Made]]:
         if not plain.exists():
             write_gguf(checkpoint, plain, "bf16", lambda _: None)
-        quantize_gguf(plain, made, kind, threads, importance=counts)
-        if counts is not None and counts.moments is not None:
+        if own:
+            quantize_gguf(plain, made, kind, threads, importance=counts)
+        else:
+            llama_quantize(plain, made, kind, threads, counts)
+        if own and counts is not None:
             compensate_gguf(made, checkpoint, counts)
         for tensor in gguf.GGUFReader(made).tensors:
             if len(tensor.shape) == 2:
@@ -195,9 +220,9 @@ def gguf_ways(checkpoint: Checkpoint, importance: Importance, keep: Path, thread
     name = f"llama.cpp (llama-cpp-python {version('llama-cpp-python')})"
     for kind in LLAMA_TYPES:
         yield name, kind, partial(written, kind, None)
-        yield name, f"{kind}, importance matrix", partial(written, kind, replace(importance, moments=None))
+        yield name, f"{kind}, importance matrix", partial(written, kind, importance)
     for kind in OWN_GGUF:
-        yield "edge-mtp", f"GGUF {kind}, calibrated", partial(written, kind, importance)
+        yield "edge-mtp", f"GGUF {kind}, calibrated", partial(written, kind, importance, own=True)
 
 
 def export_spec(request: OnnxRequest, name: str, columns: int) -> WeightSpec:

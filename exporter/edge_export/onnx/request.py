@@ -33,6 +33,8 @@ DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qn
 _HEAD_STEP = 16
 # Default blocks: the fastest for dynamic shapes, and the size that was tested with fixed shapes.
 _BLOCK, _STATIC_BLOCK = 128, 32
+# Kinds of a layer's matrices that have 8 bits where int4 is mixed, and the embedding, by GGUF names.
+_IN_8_BITS, _TABLE = frozenset({"attn_k", "attn_v", "ffn_down", "proj"}), "token_embd"
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,13 @@ class OnnxRequest:
         return self.embedding or ("int8" if self.mixed(self.target) else self.target)
 
     @property
-    def importance_roles(self) -> dict[str, bool]:
-        """The roles whose quantization takes account of importance, and whether its errors are compensated: 4 bits gain by that."""
-        roles = (("target", self.target), ("drafter", self.drafter))
-        return {role: weights == "int4" for role, weights in roles if WEIGHT_TYPES[weights].kind == "blocks"}
+    def importance_roles(self) -> dict[str, frozenset[str] | None]:
+        """The roles whose quantization takes account of importance: None where errors are not compensated; else the kinds of matrices
+        where they are not, by GGUF names. 4 bits gain by that.
+        """
+        without = (_IN_8_BITS if self.default_blocks else frozenset()) | (frozenset() if self.table == "int4" else {_TABLE})
+        roles = (("target", self.target, without), ("drafter", self.drafter, without - {_TABLE}))
+        return {role: plain if weights == "int4" else None for role, weights, plain in roles if WEIGHT_TYPES[weights].kind == "blocks"}
 
 
 def expected_onnx_bytes(target: Checkpoint, drafter: Checkpoint, request: OnnxRequest) -> int:

@@ -185,12 +185,13 @@ def _importance(job: ExportJob, gguf: GgufFiles | None) -> dict[str, Importance]
     """The importance by role."""
     sources, onnx = job.request.importance, job.request.onnx
     roles = dict(onnx.importance_roles) if onnx is not None else {}
-    # llama.cpp's types that take account of importance all gain by compensation.
-    roles |= dict.fromkeys(gguf.importance_roles, True) if gguf is not None else {}
+    for role, without in (gguf.importance_roles if gguf is not None else {}).items():
+        other = roles.get(role)
+        roles[role] = without if other is None else without & other
     trained = onnx is not None and onnx.on_grid
     if not trained and calibrated_by_default(sources, job.reference, roles, job.progress.note):
-        sources, roles = replace(sources, calibrate=CALIBRATION_TEXT), {"target": True}
-        minutes = expected_minutes(job.reference)
+        sources, roles = replace(sources, calibrate=CALIBRATION_TEXT), {"target": roles["target"]}
+        minutes = expected_minutes(job.reference, roles["target"] or frozenset())
         job.progress.note(f"Calibrating the target takes about {minutes:.0f} minutes here; --no-calibrate leaves it out.")
     if not sources.are_given:
         return {}

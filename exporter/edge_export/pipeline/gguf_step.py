@@ -22,7 +22,7 @@ from edge_export.parity.gguf import ComparedModel, encoder_parity, measure_parit
 from edge_export.pipeline.bundle_files import copy_file
 from edge_export.pipeline.request import DRAFTER_QUANTIZATION, SWITCHED_OFF, TARGET_QUANTIZATION, TRAINED_QUANTIZATION, ExportJob
 from edge_export.quantization.compensated_gguf import compensate_gguf
-from edge_export.quantization.importance import Importance
+from edge_export.quantization.importance import Importance, matrix_kind
 from edge_export.quantization.llama_quantize import DIRECT, library_version, quantize_gguf
 from edge_runtime.bundle.gguf_gemma4 import check_header
 from edge_runtime.bundle.gguf_header import GgufError, parse_gguf_header
@@ -92,10 +92,11 @@ class GgufFiles:
     encoder: GgufPlan | None = None
 
     @property
-    def importance_roles(self) -> set[str]:
-        """The roles whose quantization takes account of importance."""
+    def importance_roles(self) -> dict[str, frozenset[str]]:
+        """The roles whose quantization takes account of importance, and the kinds of matrices whose errors it does not compensate."""
         quantized = [model for model in self.models if model.plan is not None and model.exact is None]
-        return {model.source.role for model in quantized if QUANTIZATIONS[model.quantization].weighed}
+        kinds = {model.source.role: QUANTIZATIONS[model.quantization] for model in quantized}
+        return {role: frozenset(matrix_kind(part) for part, _ in kind.raised) for role, kind in kinds.items() if kind.weighed}
 
 
 def plan_pair(job: ExportJob, folder: Path) -> GgufFiles:

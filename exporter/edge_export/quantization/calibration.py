@@ -25,7 +25,7 @@ from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.errors import ExportError, ParityError
 from edge_export.gguf.tensor_names import gguf_name, stays_float32
 from edge_export.parity.reference import DRAFT_LENGTH, Reference, ReferenceRows, draft_steps, inference, why_no_run
-from edge_export.quantization.importance import MAX_CHANNELS, ChannelSums, SecondMoments, shared_name
+from edge_export.quantization.importance import ChannelSums, SecondMoments, Uncompensated, compensates, shared_name
 from edge_runtime.bundle.manifest import ImportanceSource
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def calibrate(request: CalibrationRequest, progress: Callable[[int], None] = lam
     """
     text, source = read_text(request.text)
     reference = request.reference
-    reason = why_no_calibration(reference, with_drafter=request.with_drafter)
+    moments = request.moments.get("target")
+    reason = why_no_calibration(reference, with_drafter=request.with_drafter, without=None if moments is None else moments.without)
     if reason is not None:
         raise ExportError(f"calibration runs the checkpoint in transformers, but {reason}; make an importance matrix elsewhere (--imatrix)")
     chunks = _chunks(request, text)
@@ -114,7 +115,7 @@ def calibrate(request: CalibrationRequest, progress: Callable[[int], None] = lam
     return Calibration(source=replace(source, tokens=tokens), target=target, drafter=drafter, chunk=len(chunks[0]))
 
 
-def why_no_calibration(reference: Reference, *, with_drafter: bool) -> str | None:
+def why_no_calibration(reference: Reference, *, with_drafter: bool, without: Uncompensated) -> str | None:
     """Returns the reason why the target cannot be calibrated here, or None. Its layers are in memory one at a time, the drafter whole."""
     checkpoint = reference.target.checkpoint
     model, tokens = checkpoint.architecture, CHUNK * MAX_CHUNKS
@@ -122,25 +123,30 @@ def why_no_calibration(reference: Reference, *, with_drafter: bool) -> str | Non
     for name, tensor in checkpoint.tensors.items():
         layers[name.partition("layers.")[2].partition(".")[0]] += prod(tensor.shape)
     largest = max(count for layer, count in layers.items() if layer)
-    widest = min(MAX_CHANNELS, max(tensor.shape[-1] for tensor in checkpoint.tensors.values()))
+    widths = {gguf_name(name) or "": tensor.shape[-1] for name, tensor in checkpoint.tensors.items()}
+    widest = max((width for name, width in widths.items() if without is not None and compensates(name, width, without)), default=0)
     rows = _ROW_COPIES * tokens * (model.hidden_size + model.layers * model.per_layer_size)
     values = 2 * largest + rows + _MOMENT_COPIES * widest**2
     values += reference.drafter.checkpoint.parameters if with_drafter else 0
     return why_no_run(4 * values, "calibration")
 
 
-def expected_minutes(reference: Reference) -> float:
-    """About how long it takes to run the target on a long text and to compensate its errors, from a product of matrices measured here."""
+def expected_minutes(reference: Reference, without: frozenset[str]) -> float:
+    """About how long it takes to run the target on a long text and to compensate its errors, but for matrices of the kinds `without`.
+
+    From a product of matrices measured here.
+    """
     import torch
 
     with inference(reference.threads):
         square = torch.ones(1024, 1024)
-        seconds = min(_seconds(lambda: square @ square) for _ in range(3))
+        seconds = min(_seconds(lambda: square @ square) for _ in range(10))
     shapes = {gguf_name(name): tensor.shape for name, tensor in reference.target.checkpoint.tensors.items() if len(tensor.shape) == 2}
     matrices = {name: shape for name, shape in shapes.items() if name is not None and name.startswith("blk.")}
-    moments = sum(columns**2 for name, (_, columns) in matrices.items() if shared_name(name) == name and columns <= MAX_CHANNELS)
+    kept = {name: shape for name, shape in shapes.items() if name is not None and compensates(name, shape[1], without)}
+    moments = sum(columns**2 for name, (_, columns) in kept.items() if name in matrices and shared_name(name) == name)
     run = CHUNK * MAX_CHUNKS * (moments + sum(rows * columns for rows, columns in matrices.values()))
-    compensated = sum(rows * columns**2 for name, (rows, columns) in shapes.items() if columns <= MAX_CHANNELS)
+    compensated = sum(rows * columns**2 for rows, columns in kept.values())
     return PRODUCT_SHARE * (run + compensated) * seconds / 1024**3 / 60
 
 
@@ -181,7 +187,7 @@ def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[i
     reference, moments = request.reference, request.moments.get("target")
     target, layers = LayeredTarget(reference.target), reference.architecture.layers
     if moments is not None:
-        moments.check_space(_moment_bytes(reference.target.checkpoint))
+        moments.check_space(_moment_bytes(reference.target.checkpoint, moments))
     start, entries = _read_state(request.state)
     for number in range(start.layers):
         done(number, layers)
@@ -228,11 +234,11 @@ def _run_drafter(request: CalibrationRequest, chunks: list[list[int]], target: L
     return _finite(sums.entries(), request.text.name)
 
 
-def _moment_bytes(checkpoint: Checkpoint) -> int:
+def _moment_bytes(checkpoint: Checkpoint, moments: SecondMoments) -> int:
     """How many bytes the second moments of a target's matrices take."""
     widths = {gguf_name(name): tensor.shape[1] for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2}
-    kept = [width for name, width in widths.items() if name is not None and shared_name(name) == name and not stays_float32(name, 2)]
-    return sum(4 * width**2 for width in kept if width <= MAX_CHANNELS)
+    kept = [width for name, width in widths.items() if name is not None and moments.takes(name, width) and not stays_float32(name, 2)]
+    return sum(4 * width**2 for width in kept)
 
 
 def _read_state(path: Path | None) -> tuple[LayerRows, Entries]:
@@ -291,7 +297,7 @@ class _Sums:
             self._sums[name], self._counts[name] = np.zeros((experts, width)), np.zeros(experts)
         self._sums[name][place] += (flat * flat).sum(0).double().numpy()
         self._counts[name][place] += len(flat)
-        if self._moments is not None and expert is None and shared_name(name) == name and width <= MAX_CHANNELS:
+        if self._moments is not None and expert is None and self._moments.takes(name, width):
             if name not in self._products:
                 self._products[name] = flat.new_zeros(width, width)
             self._products[name].addmm_(flat.T, flat)

@@ -31,11 +31,26 @@ MAX_CHANNELS = 12288
 # Damping changes little from 0.001 to 0.05 of the mean diagonal. The embedding is looked up too, where all its columns count alike.
 _DAMPING = 0.01
 _TABLE, _TABLE_DAMPING = "token_embd.weight", 0.5
+# Nothing is multiplied with it.
+_LOOKED_UP = "per_layer_token_embd"
 # Matrices after the same norm, by the one that stands for them. Q, K and V multiply the same rows too, and these count differently.
 _SHARED = {"ffn_up.weight": "ffn_gate.weight"}
 # Least importance, beside a mean of 1: channels that the text never used must keep sensible weights too.
 MIN_IMPORTANCE = 1e-6
 _NAMED = 3
+# What a quantization uses of a calibration: None weighs errors only; else they are compensated too, but in matrices of these kinds, which
+# keep so many bits that little is left to gain.
+Uncompensated = frozenset[str] | None
+
+
+def matrix_kind(name: str) -> str:
+    """The kind of the matrix with this GGUF name: attn_q for blk.3.attn_q.weight."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def compensates(name: str, columns: int, without: frozenset[str]) -> bool:
+    """Whether errors of the matrix with this GGUF name and width are compensated, where those of the kinds `without` are not."""
+    return columns <= MAX_CHANNELS and matrix_kind(name) not in without | {_LOOKED_UP}
 
 
 def shared_name(name: str) -> str:
@@ -46,10 +61,13 @@ def shared_name(name: str) -> str:
 
 
 class SecondMoments:
-    """The moments of one model's matrices, in files of `folder`, which is made if it does not exist."""
+    """The moments of one model's matrices, in files of `folder`, which is made if it does not exist.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Matrices of the kinds `without`, such as ffn_down, have none.
+    """
+
+    def __init__(self, folder: Path, without: frozenset[str] = frozenset()) -> None:
+        self._folder, self.without = folder, without
         folder.mkdir(exist_ok=True)
         self._last: tuple[Path, Factor | None] | None = None
 
@@ -61,6 +79,10 @@ class SecondMoments:
                 f"calibration keeps {needed} bytes of second moments beside the bundle while it is made, {free} are free;"
                 " free some space, choose another disk, or give an importance matrix (--imatrix), which needs none"
             )
+
+    def takes(self, name: str, columns: int) -> bool:
+        """Whether the matrix with this GGUF name and width has moments of its own."""
+        return shared_name(name) == name and compensates(name, columns, self.without)
 
     def add(self, name: str, moments: Floats) -> None:
         """Keeps the moments [K, K] of a matrix, given by its GGUF name."""

@@ -25,7 +25,7 @@ from edge_export.errors import CheckpointError, ExportError
 from edge_export.output.state_folder import prepare_state
 from edge_export.parity.reference import Reference
 from edge_export.quantization.calibration import CHUNK, MAX_CHUNKS, CalibrationRequest, calibrate, read_text, why_no_calibration
-from edge_export.quantization.importance import ChannelSums, Importance, SecondMoments, fitted
+from edge_export.quantization.importance import ChannelSums, Importance, SecondMoments, Uncompensated, fitted
 from edge_runtime.bundle.gguf_header import TensorInfo
 from edge_runtime.bundle.manifest import ImportanceSource
 
@@ -72,15 +72,15 @@ class ImportanceSources:
 
 
 def calibrated_by_default(
-    sources: ImportanceSources, reference: Reference, roles: Mapping[str, bool], notify: Callable[[str], None]
+    sources: ImportanceSources, reference: Reference, roles: Mapping[str, Uncompensated], notify: Callable[[str], None]
 ) -> bool:
     """Whether the target is calibrated though nobody asked for it: a language model, in types that gain by it, where it runs."""
     target = reference.target
     parameters = target.checkpoint.parameters
     asked = sources.are_given or not sources.by_default
-    if asked or not roles.get("target") or target.gguf is not None or target.checkpoint.rounding or parameters < CALIBRATED_FROM:
+    if asked or roles.get("target") is None or target.gguf is not None or target.checkpoint.rounding or parameters < CALIBRATED_FROM:
         return False
-    reason = why_no_calibration(reference, with_drafter=False)
+    reason = why_no_calibration(reference, with_drafter=False, without=roles["target"])
     if reason is not None:
         notify(f"The target is not calibrated, so its answers get worse than they need to be: {reason}.")
     return reason is None
@@ -89,13 +89,13 @@ def calibrated_by_default(
 def importance_of_pair(
     sources: ImportanceSources,
     reference: Reference,
-    roles: Mapping[str, bool],
+    roles: Mapping[str, Uncompensated],
     *,
     state: Path,
     progress: Callable[[int], None],
     notify: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Importance]:
-    """Returns the importance by role, of the roles in `roles` only: those whose quantization uses it, and whether it uses moments too.
+    """Returns the importance by role, of the roles in `roles` only: those whose quantization uses it, and how far it uses moments too.
 
     `state` is the folder of what a calibration computes: one that was stopped goes on from it, and it stays as long as the importance is
     used. `progress` gets the bytes of calibration text done, `notify` a sentence about a text of little use. Raises ExportError if no
@@ -120,9 +120,10 @@ def importance_of_pair(
     if target.gguf is not None or target.tokenizer is None:
         raise ExportError(f"calibration runs the target in transformers, and {target.origin} is a GGUF; give its checkpoint")
     with_drafter = drafter.gguf is None and ("drafter" in roles or sources.save is not None)
-    facts = (read_text(sources.calibrate)[1].sha256, sorted(roles.items()), with_drafter, CHUNK, MAX_CHUNKS)
+    plain = [(role, None if without is None else sorted(without)) for role, without in sorted(roles.items())]
+    facts = (read_text(sources.calibrate)[1].sha256, plain, with_drafter, CHUNK, MAX_CHUNKS)
     prepare_state(state, facts, (target.path, drafter.path), "a calibration")
-    moments = {role: SecondMoments(state / role) for role, used in roles.items() if used}
+    moments = {role: SecondMoments(state / role, without) for role, without in roles.items() if without is not None}
     request = CalibrationRequest(
         reference=reference, text=sources.calibrate, with_drafter=with_drafter, moments=moments, state=state / LAYERS_FILE, notify=notify
     )
