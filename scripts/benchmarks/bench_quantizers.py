@@ -42,7 +42,7 @@ from edge_export.parity.held_out import held_out_tokens
 from edge_export.parity.reference import Reference, load_reference, tokenizer_of
 from edge_export.quantization import calibration
 from edge_export.quantization.compensated_gguf import compensate_gguf
-from edge_export.quantization.importance import Importance, SecondMoments, fitted
+from edge_export.quantization.importance import Importance, SecondMoments, fitted, matrix_kind
 from edge_export.quantization.importance_sources import CALIBRATION_TEXT
 from edge_export.quantization.llama_quantize import quantize_gguf
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS
@@ -212,7 +212,8 @@ def gguf_ways(checkpoint: Checkpoint, importance: Importance, keep: Path, thread
         else:
             llama_quantize(plain, made, kind, threads, counts)
         if own and counts is not None:
-            compensate_gguf(made, checkpoint, counts)
+            without = frozenset(matrix_kind(part) for part, _ in QUANTIZATIONS[kind].raised)
+            compensate_gguf(made, checkpoint, replace(counts, moments=SecondMoments(keep / "target", without)))
         for tensor in gguf.GGUFReader(made).tensors:
             if len(tensor.shape) == 2:
                 yield tensor.name, (gguf.quants.dequantize(tensor.data, tensor.tensor_type), int(tensor.n_bytes))

@@ -90,7 +90,7 @@ class SecondMoments:
 
     def has(self, name: str) -> bool:
         """Whether the matrix with this GGUF name has moments."""
-        return self._path(name).is_file()
+        return matrix_kind(name) not in self.without and self._path(name).is_file()
 
     def factor(self, name: str) -> Factor | None:
         """The factored moments of a matrix that has them, by its GGUF name, None if they are all zero; the last are kept in memory."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 for library in ("torch", "transformers", "gguf", "llama_cpp"):
     pytest.importorskip(library, reason="the comparison runs transformers and llama.cpp's quantizer")
+import gguf
 from click.testing import CliRunner
 
+from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.shipped_pair import reference_pair
 from edge_export.gguf.tensor_names import stays_float32
 from edge_export.onnx.request import OnnxRequest
@@ -40,6 +43,23 @@ def test_ways_are_compared_and_peers_that_are_missing_named(tmp_path: Path, monk
     assert four["bytes"] < large["bytes"] < small["bytes"]
     assert {loss["reference_perplexity"] for loss in made.values()} == {small["reference_perplexity"]}
     assert small["rows"] == 3 * (40 - 9)
+
+
+def test_llama_cpp_has_its_own_mix(tmp_path: Path) -> None:
+    """The project's q4_k_m raises all layers of ffn_down to 6 bits, llama.cpp's half of them; and it has types that no export offers."""
+    plain, made = tmp_path / "plain.gguf", tmp_path / "made.gguf"
+    bench_quantizers.write_gguf(open_checkpoint(reference_pair()[0]), plain, "bf16", lambda _: None)
+
+    def types(kind: str) -> Counter[str]:
+        tensors = gguf.GGUFReader(made).tensors
+        return Counter(each.tensor_type.name for each in tensors if kind in each.name)
+
+    bench_quantizers.quantize_gguf(plain, made, "q4_k_m", 1)
+    assert types("ffn_down") == {"Q6_K": 8}
+    bench_quantizers.llama_quantize(plain, made, "q4_k_m", 1, None)
+    assert types("ffn_down") == {"Q6_K": 4, "Q4_K": 4}
+    bench_quantizers.llama_quantize(plain, made, "iq4_nl", 1, None)
+    assert types("ffn_gate") == {"IQ4_NL": 8}
 
 
 def test_exports_mix_as_the_graphs_do() -> None:
