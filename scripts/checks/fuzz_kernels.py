@@ -208,8 +208,8 @@ class Fuzzer:
             self._refused(weights, sizes)
         longest, results = int(random.integers(1, 13)), []
         rule = RandomRule(random, longest) if random.random() < 0.5 else None
-        for name in self.variants:
-            draft = NativeDraft(weights, longest=12, name=name, library=self._library)
+        for number, name in enumerate(self.variants):
+            draft = NativeDraft(weights, longest=12, threads=1 + number % 2, name=name, library=self._library)
             for place, rows in enumerate(sources):
                 rows.describe(draft, place)
             shares: list[float] = []

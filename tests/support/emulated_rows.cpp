@@ -39,6 +39,17 @@ int madvise(void*, size_t, int) { return 0; }
 long sysconf(int) { return 1; }
 int pthread_create(unsigned long*, const void*, void* (*)(void*), void*) { return 11; }
 int pthread_join(unsigned long, void**) { return 3; }
+int pthread_mutex_init(void*, const void*) { return 0; }
+int pthread_mutex_lock(void*) { return 0; }
+int pthread_mutex_trylock(void*) { return 0; }
+int pthread_mutex_unlock(void*) { return 0; }
+int pthread_mutex_destroy(void*) { return 0; }
+int pthread_cond_init(void*, const void*) { return 0; }
+int pthread_cond_wait(void*, void*) { return 0; }
+int pthread_cond_signal(void*) { return 0; }
+int pthread_cond_destroy(void*) { return 0; }
+int sched_yield() { return 0; }
+int getpid() { return 1; }
 void* malloc(size_t size) { return aligned_alloc(64, size); }
 void free(void*) {}
 void* memset(void* to, int value, size_t size) {

@@ -32,7 +32,7 @@ _COMMON = (
         "ggml/visible_cells.cpp",
     ),
     "ggml/register.cpp",
-    "draft/model.cpp",
+    *("draft/model.cpp", "draft/helper.cpp"),
     *("onnxruntime/domain.cpp", "onnxruntime/product.cpp", "onnxruntime/matmul_rows.cpp", "onnxruntime/feed_forward.cpp"),
     *("onnxruntime/matmul_static.cpp", "onnxruntime/matmul_halves.cpp", "onnxruntime/norms.cpp"),
     *("onnxruntime/attention.cpp", "onnxruntime/attend_rows.cpp", "onnxruntime/attend_buffers.cpp"),

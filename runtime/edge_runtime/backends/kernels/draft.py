@@ -47,6 +47,7 @@ class _Shape(ctypes.Structure):
         ("read", _POINTER),
         ("step", _NUMBER),
         ("factor", _REAL),
+        ("threads", _NUMBER),
     )
 
 
@@ -167,8 +168,10 @@ def can_draft() -> bool:
 class NativeDraft:
     """A drafter in memory. `sources` name the K/V rows of the next call. `close` frees it; then no other method may be called."""
 
-    def __init__(self, weights: DraftWeights, *, longest: int, name: str | None = None, library: Any = None) -> None:
-        """`longest`: the most tokens of a draft; `name`: a variant, the chosen one if None; `library`: another build of the kernels.
+    def __init__(self, weights: DraftWeights, *, longest: int, threads: int = 1, name: str | None = None, library: Any = None) -> None:
+        """`longest`: the most tokens of a draft; with `threads` above 1 a second one helps, and numbers stay the same.
+
+        `name`: a variant, the chosen one if None; `library`: another build of the kernels.
 
         Raises ValueError, with a word of what, for weights that no kernel takes or that do not fit together.
         """
@@ -179,6 +182,7 @@ class NativeDraft:
         self._kept = weights
         self.sources = (KvSource * (1 + max(layer.source for layer in weights.layers)))()
         shape, reason = _described(weights, len(self.sources)), ctypes.c_char_p()
+        shape.threads = threads
         pointer = self._library.edge_draft_new(name.encode() if name else None, ctypes.byref(shape), ctypes.byref(reason))
         if pointer is None:
             raise ValueError((reason.value or b"").decode())

@@ -57,7 +57,7 @@ class LlamaKernelDrafter:
             self._rotations = [_Rotation(header, path, library, sliding=sliding) for sliding in (True, False)]
         except KeyError as error:  # for which llama.cpp may have a default
             raise ValueError(f"it has no {error.args[0]}") from error
-        self._draft: NativeDraft | None = NativeDraft(weights, longest=max(1, options.max_draft_length))
+        self._draft: NativeDraft | None = NativeDraft(weights, longest=max(1, options.max_draft_length), threads=options.threads)
         if options.kv_type != "f16":
             self._turns = [_turns(rotation.dim) for rotation in self._rotations]
         else:
@@ -67,7 +67,7 @@ class LlamaKernelDrafter:
         shared.drafters.append(self)
 
     def set_threads(self, threads: int) -> None:
-        """Does nothing: a draft is computed by the thread that asks for it."""
+        """Does nothing: a draft is computed by the thread that asks for it, and one that helps."""
 
     def draft(
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None

@@ -201,13 +201,13 @@ class KernelDrafter:
 
     stepwise = True
 
-    def __init__(self, path: Path, target: OrtTarget, layout: CacheLayout) -> None:
+    def __init__(self, path: Path, target: OrtTarget, layout: CacheLayout, threads: int) -> None:
         """Raises OtherGraphError, ValueError where the kernels do not compute this graph: then `OrtDrafter` does."""
         self._target = target
         weights = read_weights(path, layout)
         if weights.after.outputs != target.hidden_size:
             raise OtherGraphError
-        self._draft: NativeDraft | None = NativeDraft(weights, longest=MAX_ROWS - 1)
+        self._draft: NativeDraft | None = NativeDraft(weights, longest=MAX_ROWS - 1, threads=threads)
         self._buffers = [next(buffer for buffer in layout.buffers if buffer.layer == layer) for layer in sources_of(layout)]
         self._places = [self._fixed(source, buffer, path) for source, buffer in zip(self._draft.sources, self._buffers, strict=True)]
         target.closers.append(self)
@@ -268,7 +268,7 @@ def open_drafter(path: Path, target: OrtTarget | StaticOrtTarget, session: Sessi
         session = replace(session, device=PROCESSOR)
     if (target.row_kernels or on_device) and can_draft():
         with suppress(OtherGraphError, ValueError):
-            return KernelDrafter(path, target, layout)
+            return KernelDrafter(path, target, layout, session.threads)
     return OrtDrafter(path, target, session)
 
 

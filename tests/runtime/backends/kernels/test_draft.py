@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -129,6 +131,60 @@ def test_all_variants_draft_the_same(kind: str, sizes: Sizes) -> None:
     results = [Drafted(weights, sources, name).tokens_and_probabilities(5, hidden) for name in loader.usable_variants()]
     assert all(result == results[0] for result in results)
     assert np.isfinite(results[0][1]).all()
+
+
+def helped(kind: str, sizes: Sizes, rows: int) -> tuple[list[NativeDraft], list[Rows], Array]:
+    """A drafter on one thread and the same one with a second."""
+    makes = RandomDrafters(np.random.default_rng(3))
+    weights, hidden = makes.weights(sizes, kind), makes.random.standard_normal(sizes.target).astype(np.float32)
+    sources = [makes.rows(0, heads, dim, rows) for heads, dim in zip(sizes.kv_heads, sizes.dims, strict=True)]
+    drafts = [NativeDraft(weights, longest=12, threads=threads) for threads in (1, 2)]
+    for draft in drafts:
+        for place, source in enumerate(sources):
+            source.describe(draft, place)
+    return drafts, sources, hidden
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("f16", DENSE), ("int8", Sizes(hidden=256, feed=1024, dims=(64, 128), per_centroid=32))])
+def test_a_second_thread_changes_no_number(kind: str, sizes: Sizes) -> None:
+    """Over more spans of rows than are kept at once; the caller's choice takes longer than the thread stays awake."""
+    drafts, sources, hidden = helped(kind, sizes, 2300)
+    results, seen = [], list[float]()
+
+    def goes_on(share: float) -> bool:
+        seen.append(share)
+        return True
+
+    def slowly(scores: Array, _: Any) -> int:
+        time.sleep(0.01)
+        seen.extend(scores.tolist())
+        return 1
+
+    for draft in drafts:
+        seen.clear()
+        for token in range(12):
+            draft.run(token, 8, hidden, None, goes_on)
+        draft.run(3, 2, hidden, slowly)
+        results.append(list(seen))
+        draft.close()
+    assert results[0] == results[1]
+    assert len(sources) == len(sizes.dims)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_drafts_without_the_second_thread() -> None:
+    drafts, sources, hidden = helped("int8", Sizes(), 300)
+    expected = drafts[1].run(3, 3, hidden)
+    if (child := os.fork()) == 0:
+        same = drafts[1].run(3, 3, hidden) == expected
+        drafts[1].close()
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert drafts[0].run(3, 3, hidden) == drafts[1].run(3, 3, hidden) == expected
+    for draft in drafts:
+        draft.close()
+    assert len(sources) == len(Sizes().dims)
 
 
 def test_a_rotation_of_stored_rows_is_undone() -> None:

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "draft/helper.h"
 #include "draft/stop_rule.h"
 #include "ggml/weights.h"
 #include "pack.h"
@@ -14,6 +15,8 @@ namespace {
 
 constexpr int64_t kGguf = 2, kLevels = 1;
 constexpr int64_t kNoToken = -1;
+constexpr int64_t kPieceBytes = 24 << 10;  // of weights that a thread takes at a time, about
+constexpr int64_t kSpansAtOnce = 16;       // whose states are kept until they are merged
 
 size_t whole_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
@@ -98,8 +101,8 @@ struct Buffers {
         const int64_t centroids = s.centroids + kTile * kTile;
         take(joined, 2 * s.target), take(row, s.hidden), take(normed, s.hidden), take(queries, wide), take(attended, wide);
         take(gates, feed), take(values, feed), take(part, s.hidden > s.target ? s.hidden : s.target), take(scores, scored);
-        take(shares, centroids), take(maxima, centroids / kTile + kTile), take(rest, s.hidden), take(twice, 2 * s.per_centroid);
-        take(states, 2 * kDraftQueries * (dim + 2));
+        take(shares, centroids), take(maxima, centroids / kTile + kTile), take(rest, s.hidden), take(twice, 2 * s.top * s.per_centroid);
+        take(states, (kSpansAtOnce + 2) * kDraftQueries * (dim + 2));
         take(best, s.top), take(candidates, s.centroids ? scored : 0);
         // Two rows of the widest product's input: levels, a scale and a start for each 16 of them, and super-blocks' sums.
         int64_t widest = 2 * s.target;
@@ -119,17 +122,28 @@ struct DraftModel {
     Buffers at;
     uint8_t* weights;
     int64_t scored;  // how many tokens get a score
+    Helper* helper;
 
     void multiply(const Matrix& m, const float* values, float* out) const {
         if (m.packed) {
-            const RoundedRows rounded(m.levels, 1, at.rounded);
-            variant.round(values, m.levels, 0, m.levels.blocks(), 0, rounded);
-            return variant.multiply(m.levels, rounded, 0, m.levels.tiles(), {m.levels, out});
+            const PackedMatrix& p = m.levels;
+            const RoundedRows rounded(p, 1, at.rounded);
+            variant.round(values, p, 0, p.blocks(), 0, rounded);
+            // Kernels take some tiles at once.
+            const int64_t each = (kPieceBytes / static_cast<int64_t>(p.tile_bytes()) + kTilesAtOnce) / kTilesAtOnce * kTilesAtOnce;
+            return each_piece(helper, (p.tiles() + each - 1) / each, [&](int64_t piece) {
+                const int64_t first = piece * each, last = first + each;
+                variant.multiply(p, rounded, first, last < p.tiles() ? last : p.tiles(), {p, out});
+            });
         }
         FloatProduct product = m.floats;
         product.values = reinterpret_cast<const char*>(values), product.value_bytes = static_cast<size_t>(m.inputs) * 4;
         product.out = out, product.stride = m.outputs;
-        variant.multiply_floats(product, 0, m.outputs);
+        const int64_t each = kPieceBytes / static_cast<int64_t>(product.weight_bytes) + 1;
+        each_piece(helper, (m.outputs + each - 1) / each, [&](int64_t piece) {
+            const int64_t first = piece * each, last = first + each;
+            variant.multiply_floats(product, first, last < m.outputs ? last : m.outputs);
+        });
     }
 
     void embed(int64_t token) const {
@@ -153,6 +167,7 @@ struct DraftModel {
         }
     }
 
+    void attend_rows(const VisibleRows& rows, const float* queries, int64_t count) const;
     void attend(const Layer& layer, const DraftSource& source) const;
     void run_layer(const Layer& layer, const DraftSource& source) const;
     void score() const;
@@ -186,6 +201,24 @@ void scale(float* values, const float* scales, int64_t count) {
 
 }  // namespace
 
+// The queries' states lie in front of those of the spans that are attended to next, of which each has room for as many more.
+void DraftModel::attend_rows(const VisibleRows& rows, const float* queries, int64_t count) const {
+    const int64_t of_span = count * (rows.dim + 2), spans = (rows.count + kSpan - 1) / kSpan;
+    for (int64_t done = 0; done < spans; done += kSpansAtOnce) {
+        const int64_t now = spans - done < kSpansAtOnce ? spans - done : kSpansAtOnce;
+        each_piece(helper, now, [&](int64_t piece) {
+            const int64_t first = (done + piece) * kSpan, last = first + kSpan;
+            float* states = at.states + (piece + (done != 0)) * of_span;
+            variant.draft->attend(rows, queries, count, first, last < rows.count ? last : rows.count, states);
+        });
+        for (int64_t span = done ? 0 : 1; span < now; span++)
+            for (int64_t r = 0; r < count; r++) {
+                float* state = at.states + r * (rows.dim + 2);
+                variant.attend.merge(rows.dim, state, state + (span + (done != 0)) * of_span);
+            }
+    }
+}
+
 void DraftModel::attend(const Layer& layer, const DraftSource& source) const {
     const DraftSteps& steps = *variant.draft;
     const int64_t dim = layer.dim, state = dim + 2, group = shape.heads / source.kv_heads;
@@ -201,7 +234,7 @@ void DraftModel::attend(const Layer& layer, const DraftSource& source) const {
                 turn(queries + r * dim, dim, source.key_turn);
                 scale(queries + r * dim, source.key_scales ? source.key_scales + head * dim : nullptr, dim);
             }
-            steps.attend(rows, queries, count, 0, source.count, at.states);
+            attend_rows(rows, queries, count);
             for (int64_t r = 0; r < count; r++) {
                 const float *from = at.states + r * state, inverse = 1.0f / from[dim + 1];
                 float* out = at.attended + (query + r) * dim;
@@ -238,13 +271,13 @@ void DraftModel::score() const {
     variant.draft->greatest(at.shares, shape.centroids, shape.top, at.maxima, at.best);
     const int64_t each = shape.per_centroid;
     if (!rows.packed) {
-        FloatProduct product = rows.floats;
-        product.values = reinterpret_cast<const char*>(at.normed), product.value_bytes = static_cast<size_t>(shape.hidden) * 4;
-        for (int64_t n = 0; n < shape.top; n++) {
+        each_piece(helper, shape.top, [&](int64_t n) {
+            FloatProduct product = rows.floats;
+            product.values = reinterpret_cast<const char*>(at.normed), product.value_bytes = static_cast<size_t>(shape.hidden) * 4;
             product.weights = rows.floats.weights + static_cast<size_t>(at.best[n] * each) * product.weight_bytes;
             product.out = at.scores + n * each, product.stride = each;
             variant.multiply_floats(product, 0, each);
-        }
+        });
         return;
     }
     const PackedMatrix& m = rows.levels;
@@ -257,11 +290,12 @@ void DraftModel::score() const {
     }
     variant.round(at.rest, m, 0, m.blocks(), 1, two);
     const int64_t tiles = each / kTile;
-    for (int64_t n = 0; n < shape.top; n++) {
+    each_piece(helper, shape.top, [&](int64_t n) {
         const int64_t first = at.best[n] * tiles;
-        variant.multiply(m, two, first, first + tiles, {at.twice, each, first});
-        for (int64_t i = 0; i < each; i++) at.scores[n * each + i] = at.twice[i] + at.twice[each + i];
-    }
+        float* twice = at.twice + n * 2 * each;
+        variant.multiply(m, two, first, first + tiles, {twice, each, first});
+        for (int64_t i = 0; i < each; i++) at.scores[n * each + i] = twice[i] + twice[each + i];
+    });
 }
 
 // The likeliest token, of equally likely ones the lowest; where all scores are NaN, any is as good a draft as another.
@@ -286,10 +320,15 @@ int64_t DraftModel::choose(const DraftCall& call) const {
     if (!call.choose) return likeliest(greatest);
     for (int64_t n = 0; shape.centroids && n < shape.top; n++)
         memcpy(at.candidates + n * shape.per_centroid, shape.order + at.best[n] * shape.per_centroid, static_cast<size_t>(shape.per_centroid) * 4);
-    return call.choose(call.drafted, likeliest(greatest));
+    rest_helper(helper);  // the caller may take any time
+    const int64_t token = call.choose(call.drafted, likeliest(greatest));
+    wake_helper(helper);
+    return token;
 }
 
-const char* run_draft(DraftModel& m, DraftCall& call) {
+namespace {
+
+const char* draft(DraftModel& m, DraftCall& call) {
     const DraftShape& s = m.shape;
     call.drafted = 0;
     for (int64_t n = 0; n < s.layers; n++) {
@@ -323,6 +362,15 @@ const char* run_draft(DraftModel& m, DraftCall& call) {
         memcpy(m.at.joined + s.target, m.at.part, static_cast<size_t>(s.target) * 4);
     }
     return nullptr;
+}
+
+}  // namespace
+
+const char* run_draft(DraftModel& m, DraftCall& call) {
+    wake_helper(m.helper);
+    const char* wrong = draft(m, call);
+    rest_helper(m.helper);
+    return wrong;
 }
 
 namespace {
@@ -384,7 +432,7 @@ DraftModel* new_draft_model(const Variant& variant, const DraftShape& shape, con
     if (!memory) return nullptr;
     memset(memory, 0, own + layers + work);
     Layer* own_layers = reinterpret_cast<Layer*>(memory + own);
-    const DraftModel made = {variant, shape, {}, {}, {}, {}, own_layers, Buffers(shape, feed, wide, dim, scored, memory + own + layers), nullptr, scored};
+    const DraftModel made = {variant, shape, {}, {}, {}, {}, own_layers, Buffers(shape, feed, wide, dim, scored, memory + own + layers), nullptr, scored, nullptr};
     memcpy(memory, static_cast<const void*>(&made), sizeof made);
     DraftModel& m = *reinterpret_cast<DraftModel*>(memory);
     for (int64_t n = 0; n < shape.layers; n++) {
@@ -405,12 +453,14 @@ DraftModel* new_draft_model(const Variant& variant, const DraftShape& shape, con
         free_draft_model(&m);
         return nullptr;
     }
+    if (shape.threads > 1) m.helper = start_helper();
     *reason = nullptr;
     return &m;
 }
 
 void free_draft_model(DraftModel* model) {
     if (!model) return;
+    stop_helper(model->helper);
     free(model->weights);
     free(model);
 }

@@ -42,6 +42,7 @@ struct DraftShape {
     ReadEmbedding read;
     int64_t step;
     double factor;
+    int64_t threads;  // 2 or more: a second thread helps
 };
 
 // The K/V rows that layers of a source read, `key_step` bytes apart, heads `key_head` apart.

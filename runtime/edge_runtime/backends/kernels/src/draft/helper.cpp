@@ -1,0 +1,149 @@
+#include "draft/helper.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "layout.h"
+
+namespace edge {
+
+namespace {
+
+// Looks of a helper that found nothing, some 10 us, before it lets others run; and such times, some ms, before it sleeps.
+constexpr int kLooks = 256, kYields = 256;
+constexpr uint64_t kPieces = uint64_t{1} << 32, kNoPiece = kPieces - 1;  // more than any job has
+
+void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    __asm__ volatile("yield");
+#endif
+}
+
+template <class Type>
+Type read(const Type* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
+template <class Type>
+void write(Type* to, Type value) { __atomic_store_n(to, value, __ATOMIC_RELAXED); }
+
+}  // namespace
+
+struct Helper {
+    // The number of the job, times kPieces, plus that of its next piece, or kNoPiece: nobody takes a piece of a job that is over.
+    alignas(kLine) uint64_t next;
+    uint64_t pieces;
+    void (*run)(const void*, int64_t);
+    const void* job;
+    alignas(kLine) uint64_t done;  // pieces of this job that the helper has finished
+    alignas(kLine) bool awake, over;
+    pthread_mutex_t lock;
+    pthread_cond_t wakes;
+    pthread_t thread;
+    pid_t process;  // a fork has no such thread
+};
+
+namespace {
+
+// Runs pieces of the job there is; returns whether there was one. What is read before a piece is taken belongs to another job at worst, of
+// which then none is taken.
+bool help(Helper& h) {
+    uint64_t next = __atomic_load_n(&h.next, __ATOMIC_ACQUIRE);
+    bool helped = false;
+    for (;;) {
+        const auto run = read(&h.run);
+        const void* const job = read(&h.job);
+        const uint64_t piece = next % kPieces;
+        if (piece >= read(&h.pieces)) return helped;
+        if (!__atomic_compare_exchange_n(&h.next, &next, next + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) continue;
+        run(job, static_cast<int64_t>(piece));
+        helped = true;
+        __atomic_fetch_add(&h.done, uint64_t{1}, __ATOMIC_RELEASE);
+        next = __atomic_load_n(&h.next, __ATOMIC_ACQUIRE);
+    }
+}
+
+void sleep_until_woken(Helper& h) {
+    pthread_mutex_lock(&h.lock);
+    while (!read(&h.awake) && !read(&h.over)) pthread_cond_wait(&h.wakes, &h.lock);
+    pthread_mutex_unlock(&h.lock);
+}
+
+void* live(void* data) {
+    Helper& h = *static_cast<Helper*>(data);
+    while (!read(&h.over)) {
+        sleep_until_woken(h);
+        for (int found_none = 0; read(&h.awake) && found_none < kLooks * kYields; found_none++) {
+            if (help(h)) found_none = 0;
+            else if (found_none % kLooks == kLooks - 1) sched_yield();
+            pause_briefly();
+        }
+        write(&h.awake, false);
+    }
+    return nullptr;
+}
+
+}  // namespace
+
+Helper* start_helper() {
+    Helper* h = static_cast<Helper*>(aligned_alloc(kLine, (sizeof(Helper) + kLine - 1) / kLine * kLine));
+    if (!h) return nullptr;
+    *h = {};
+    h->next = kNoPiece, h->process = getpid();
+    pthread_mutex_init(&h->lock, nullptr);
+    pthread_cond_init(&h->wakes, nullptr);
+    if (pthread_create(&h->thread, nullptr, live, h)) {
+        free(h);
+        return nullptr;
+    }
+    return h;
+}
+
+void stop_helper(Helper* h) {
+    if (!h || h->process != getpid()) return;
+    pthread_mutex_lock(&h->lock);
+    write(&h->over, true);
+    write(&h->awake, false);
+    pthread_cond_signal(&h->wakes);
+    pthread_mutex_unlock(&h->lock);
+    pthread_join(h->thread, nullptr);
+    pthread_cond_destroy(&h->wakes);
+    pthread_mutex_destroy(&h->lock);
+    free(h);
+}
+
+void wake_helper(Helper* h) {
+    // Where the helper is on its way to sleep or from it, it sleeps on for this draft: nobody waits for it.
+    if (!h || pthread_mutex_trylock(&h->lock)) return;
+    write(&h->awake, true);
+    pthread_cond_signal(&h->wakes);
+    pthread_mutex_unlock(&h->lock);
+}
+
+void rest_helper(Helper* h) {
+    if (h) write(&h->awake, false);
+}
+
+void run_pieces(Helper* h, int64_t pieces, void (*run)(const void*, int64_t), const void* job) {
+    if (!h || pieces < 2) {
+        for (int64_t piece = 0; piece < pieces; piece++) run(job, piece);
+        return;
+    }
+    const uint64_t count = static_cast<uint64_t>(pieces), number = read(&h->next) / kPieces + 1;
+    write(&h->run, run), write(&h->job, job), write(&h->pieces, count), write(&h->done, uint64_t{0});
+    __atomic_store_n(&h->next, number * kPieces, __ATOMIC_RELEASE);
+    uint64_t own = 0;
+    for (;; own++) {
+        const uint64_t piece = __atomic_fetch_add(&h->next, uint64_t{1}, __ATOMIC_ACQ_REL) % kPieces;
+        if (piece >= count) break;
+        run(job, static_cast<int64_t>(piece));
+    }
+    __atomic_store_n(&h->next, number * kPieces + kNoPiece, __ATOMIC_RELEASE);
+    for (int looks = 0; __atomic_load_n(&h->done, __ATOMIC_ACQUIRE) + own < count; looks++) {
+        if (looks % kLooks == kLooks - 1) sched_yield();
+        pause_briefly();
+    }
+}
+
+}  // namespace edge
