@@ -23,10 +23,11 @@ sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
 
 from edge_devices.energy.report import make_report
 from edge_devices.errors import MeasurementError
-from simulated_meter import COUNTER, GAUGE, SAMPLER, draw, simulate
+from simulated_meter import COUNTER, GAUGE, SAMPLER, SLOWER, draw, simulate
 from simulated_phases import PHASES, draw_phased, simulate_phased
 
 METERS = (COUNTER, SAMPLER, GAUGE)
+SLOW = tuple(meter for meter in SLOWER if meter != GAUGE)
 
 
 class Outcome(NamedTuple):
@@ -148,15 +149,16 @@ def table(rows: list[Coverage]) -> Iterator[str]:
 @click.command(context_settings={"show_default": True})
 @click.option("--runs", type=click.IntRange(min=10), default=1000, help="Simulated measurements per meter.")
 @click.option("--first", type=click.IntRange(min=0), default=0, help="The first seed.")
+@click.option("--slow", is_flag=True, help="Batteries that update every 1, 5 and 15 seconds instead, and the first table alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(runs: int, first: int, as_json: bool) -> None:
+def main(runs: int, first: int, slow: bool, as_json: bool) -> None:
     """Print the coverage tables."""
-    rows = [coverage(meter, runs, first) for meter in METERS]
-    phased = [phased_coverage(meter, runs, first) for meter in METERS]
+    rows = [coverage(meter, runs, first) for meter in (SLOW if slow else METERS)]
+    phased = [] if slow else [phased_coverage(meter, runs, first) for meter in METERS]
     if as_json:
         click.echo(json.dumps({"meters": [asdict(row) for row in rows], "phases": [asdict(row) for row in phased]}))
         return
-    for line in (*table(rows), "", *phased_table(phased)):
+    for line in (*table(rows), *(("", *phased_table(phased)) if phased else ())):
         click.echo(line)
 
 

@@ -16,6 +16,8 @@ from edge_devices.meters.android.phone_battery import AMPERES, current_unit
 from edge_devices.meters.base import Kind, MeterFacts, Scope, Trace, Unwrapped
 
 COUNTER, SAMPLER, GAUGE = "counter", "fast sampler", "2-second gauge"
+# Gauges that update and lag by so many times as much.
+SLOWER = {GAUGE: 1.0, "1-second battery": 0.5, "5-second battery": 2.5, "15-second battery": 7.5}
 REST_S = 5.0
 GRID_S = 0.05
 
@@ -100,12 +102,13 @@ def draw(meter: str, seed: int) -> Scenario:
             quantum=float(10 ** r.uniform(-3, -2)),
             noise=float(r.uniform(0.002, 0.05)),
         )
+    slower = SLOWER[meter]
     return replace(
         scenario,
-        refresh_s=float(r.uniform(1.6, 2.4)),
+        refresh_s=slower * float(r.uniform(1.6, 2.4)),
         refresh_jitter=float(r.uniform(0.05, 0.35)),
-        delay_s=float(r.uniform(0, 3.0)),
-        smoothing_s=float(r.choice([0.0, r.uniform(0.2, 1.5)])),
+        delay_s=slower * float(r.uniform(0, 3.0)),
+        smoothing_s=slower * float(r.choice([0.0, r.uniform(0.2, 1.5)])),
         averages=bool(r.integers(2)),
         quantum=float(10 ** r.uniform(-3.3, -2)),
         noise=float(r.uniform(0.002, 0.03)),
@@ -226,15 +229,16 @@ def plan_block(scenario: Scenario, window_s: float, idle_s: float) -> Block:
 
 def facts_of(s: Scenario) -> MeterFacts:
     """What would be known of this meter before it is characterised."""
+    slower = SLOWER.get(s.meter, 0.0)
     return MeterFacts(
         name=s.meter,
         kind=Kind.COUNTER if s.meter == COUNTER else Kind.SAMPLER,
         scope=Scope.EXTERNAL,
         source="simulated",
-        refresh_s=2.0 if s.meter == GAUGE else s.refresh_s,
-        lag_s=7.0 if s.meter == GAUGE else 0.2 if s.meter == SAMPLER else 0.0,
-        resolution=s.quantum * (4.0 if s.meter == GAUGE else 1.0),
-        poll_s={COUNTER: 1.0, SAMPLER: max(0.15, s.refresh_s), GAUGE: 0.6}[s.meter],
+        refresh_s=2.0 * slower if slower else s.refresh_s,
+        lag_s=7.0 * slower if slower else 0.2 if s.meter == SAMPLER else 0.0,
+        resolution=s.quantum * (4.0 if slower else 1.0),
+        poll_s=0.6 * slower if slower else 1.0 if s.meter == COUNTER else max(0.15, s.refresh_s),
     )
 
 
@@ -302,4 +306,4 @@ def read_gauge(s: Scenario, device: Device, polls: np.ndarray, r: np.random.Gene
     return Trace(facts=facts_of(s), times=polls[output].tolist(), values=(np.abs(raw[output]) * AMPERES[unit] * volts).tolist())
 
 
-READ = {COUNTER: read_counter, SAMPLER: read_sampler, GAUGE: read_gauge}
+READ = {COUNTER: read_counter, SAMPLER: read_sampler, **dict.fromkeys(SLOWER, read_gauge)}

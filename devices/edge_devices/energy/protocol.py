@@ -86,13 +86,17 @@ Load = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to measure. `window_s` None: a fifth more than the meter needs. `soak`: warm up until power, speed and temperature are steady."""
+    """How to measure. `window_s` None: a fifth more than the meter needs.
+
+    `soak`: warm up until power, speed and temperature are steady, or for `max_soak_s`, but three windows at least.
+    """
 
     repeats: int = 10
     window_s: float | None = None
     warm_ups: int = 2
     rest_s: float = 5.0
     soak: bool = True
+    max_soak_s: float = MAX_SOAK_S
 
 
 def characterise_meter(system: System, meter: Meter, load: Load, report: Report = no_report) -> Characteristics:
@@ -146,7 +150,12 @@ def planned_seconds(plan: Plan, workloads: Mapping[str, Workload], characteristi
     """Returns about how long a measurement takes after the meter is characterised."""
     window_s = _window_seconds(plan, characteristics) + characteristics.lead_in_s
     runs = plan.repeats * len(workloads) * (window_s + plan.rest_s)
-    return 2 * characteristics.shortest_idle_s + plan.soak * SOAK_WINDOWS * window_s + runs
+    return 2 * characteristics.shortest_idle_s + plan.soak * soak_seconds(plan, characteristics) + runs
+
+
+def soak_seconds(plan: Plan, characteristics: Characteristics) -> float:
+    """Returns how long it takes to warm up at least."""
+    return SOAK_WINDOWS * (_window_seconds(plan, characteristics) + characteristics.lead_in_s)
 
 
 def _window_seconds(plan: Plan, characteristics: Characteristics) -> float:
@@ -176,9 +185,10 @@ def measure(
         raise MeasurementError("; ".join(refusal.sentence for refusal in refused))
     window_s, idle_s = _window_seconds(plan, characteristics), characteristics.shortest_idle_s
     begin, planned_s, load = system.clock(), planned_seconds(plan, workloads, characteristics), LoadWatch()
+    later_s = 0.0  # by which the end has moved
 
     def announce(step: str) -> None:
-        report(min(0.99, (system.clock() - begin) / planned_s), step)
+        report(min(0.99, (system.clock() - begin) / (planned_s + later_s)), step)
 
     log = RunLog(
         facts=facts,
@@ -204,9 +214,11 @@ def measure(
         _prepare(workload)
         for _ in range(plan.warm_ups):
             workload()
-    announce(f"warm-up until power, speed and temperature are steady, at least {SOAK_WINDOWS} times {window_s:.0f} s")
-    if plan.soak and workloads and not _soak(system, recorder, next(iter(workloads.values())), log, window_s):
-        log.warnings.append(f"power, speed and temperature were not steady within {MAX_SOAK_S:g} s")
+    announce(f"warm-up until power, speed and temperature are steady, {SOAK_WINDOWS} times {window_s:.0f} s to {plan.max_soak_s:.0f} s")
+    soaking = system.clock()
+    if plan.soak and workloads and not _soak(system, recorder, next(iter(workloads.values())), log, plan):
+        log.warnings.append(f"power, speed and temperature were not steady within {system.clock() - soaking:.0f} s")
+    later_s = max(0.0, system.clock() - soaking - soak_seconds(plan, characteristics))
     for repeat in range(plan.repeats):
         names = list(workloads)
         for name in names if repeat % 2 == 0 else reversed(names):
@@ -277,11 +289,11 @@ def _run(system: System, recorder: Recorder, name: str, repeat: int, workload: W
     )
 
 
-def _soak(system: System, recorder: Recorder, workload: Workload, log: RunLog, window_s: float) -> bool:
+def _soak(system: System, recorder: Recorder, workload: Workload, log: RunLog, plan: Plan) -> bool:
     """Runs a workload until three windows in a row agree in watts (3 %), tokens per second (2 %) and temperature (1 °C)."""
-    begin = system.clock()
+    begin, window_s = system.clock(), _window_seconds(plan, log.characteristics)
     windows: list[tuple[float, float, float]] = []
-    while system.clock() - begin < MAX_SOAK_S:
+    while len(windows) < SOAK_WINDOWS or system.clock() - begin < plan.max_soak_s:
         run = _run(system, recorder, "soak", len(windows), workload, window_s, log)
         # An external meter's readings come later: speed and temperature decide alone.
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from edge_devices.files.temp_files import locked
 from edge_devices.files.user_cache import cache_folder
 from edge_devices.option_fields import option
+from edge_export.device_package.blas import check_libraries, take_small_blas
 from edge_export.device_package.debian import add_python, is_signature_checked
 from edge_export.device_package.inventory import PACKAGE_NAME, Inventory, check_pages, cut_symbols, take_inventory
 from edge_export.device_package.llama_build import add_llama, add_tools, open_toolchain
@@ -46,6 +47,7 @@ class PackageRequest:
         help="A backend to include; may be repeated. llama needs a compiler.  [default: onnx]",
     )
     tools: bool = option("--with-llama-tools", default=False, help="Add llama.cpp's own tools as static programs, which need no Python.")
+    media: bool = option("--with-media", default=False, help="Add what decodes images and sound: Pillow and soundfile.")
     force: bool = option(default=False, help="Replace an existing package as soon as the new one is complete.")
 
 
@@ -74,7 +76,8 @@ def _build(request: PackageRequest, cache: Path, step: Callable[[str], None]) ->
         )
         components = add_python(folder, platform, cache)
         step("wheels")
-        components += add_wheels(folder, platform, request.backends, scratch)
+        components += add_wheels(folder, platform, (*request.backends, *(("media",) if request.media else ())), scratch)
+        take_small_blas(folder)
         if toolchain is not None and "llama" in request.backends:
             components.append(add_llama(folder, platform, toolchain, step))
         if toolchain is not None and request.tools:
@@ -82,6 +85,7 @@ def _build(request: PackageRequest, cache: Path, step: Callable[[str], None]) ->
         step("own code and launchers")
         components.append(add_own_code(folder, platform))
         write_launchers(folder, platform, request.backends)
+        check_libraries(folder)
         checked = check_pages(folder, platform.page_bytes)
         cut = cut_symbols(folder) / 1e6
         step(f"{checked} programs and libraries suit pages of {platform.page_bytes // 1024} KiB, {cut:.1f} MB of symbols cut off; hashing")

@@ -22,6 +22,7 @@ from edge_devices.children.running import run_child
 from edge_devices.errors import errors_as
 from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.limited_read import sha256_of
+from edge_export.device_package.blas import BLAS, PACKAGE, PLACE
 from edge_export.device_package.inventory import Component, keep_licence, write_file
 from edge_export.device_package.platforms import PYTHON, Platform
 from edge_export.errors import PackageError
@@ -46,22 +47,23 @@ _LIBRARIES = {
     "zlib1g": "libz.so.1",
     "libexpat1": "libexpat.so.1",
     "libffi8": "libffi.so.8",
-    "libssl3": "libssl.so.3 libcrypto.so.3",
+    "libssl3": "libcrypto.so.3",
     "libbz2-1.0": "libbz2.so.1.0",
     "liblzma5": "liblzma.so.5",
     "libuuid1": "libuuid.so.1",
     "libsqlite3-0": "libsqlite3.so.0",
+    PACKAGE: BLAS,
 }
 _PYTHON_PACKAGES = (f"libpython{PYTHON}-minimal", f"libpython{PYTHON}-stdlib", f"python{PYTHON}-minimal")
 # Texts of the licences that other packages only name.
 _LICENCE_PACKAGE = "base-files"
 # Left out of the standard library: modules whose libraries are missing here, tests, tools for installing packages and for developers,
-# servers and clients of old protocols, and encodings of East Asia other than Unicode's.
+# servers and clients of old protocols, TLS, and encodings of East Asia other than Unicode's.
 _LEFT_OUT = re.compile(
     r"(test|lib2to3|idlelib|ensurepip|venv|turtledemo|pydoc_data|__pycache__|curses|dbm|distutils|wsgiref|xmlrpc)/|EXTERNALLY-MANAGED$"
     r"|(sitecustomize|turtle|_pydecimal|_pyio|cgi|cgitb|doctest|ftplib|imaplib|mailbox|nntplib|pdb|poplib|pydoc|smtpd|smtplib"
     r"|telnetlib|webbrowser)\.py$"
-    r"|lib-dynload/(_codecs_\w+|_multibytecodec|_curses|_curses_panel|readline|_dbm|_crypt|nis|ossaudiodev|_test\w*|_xxtestfuzz|xxlimited\w*"
+    r"|lib-dynload/(_codecs_\w+|_multibytecodec|_ssl|_curses|_curses_panel|readline|_dbm|_crypt|nis|ossaudiodev|_test\w*|_xxtestfuzz|xxlimited\w*"
     r"|_ctypes_test)\."
 )
 
@@ -259,7 +261,13 @@ def _file(archive: DebianArchive, *names: str) -> bytes:
 
 
 def _library(archive: DebianArchive, platform: Platform, name: str) -> bytes:
-    return _file(archive, *(f"{place}/{name}" for place in (f"lib/{platform.triplet}", f"usr/lib/{platform.triplet}", "lib64")))
+    return _file(
+        archive,
+        *(
+            f"{place}/{name}"
+            for place in (f"lib/{platform.triplet}", f"usr/lib/{platform.triplet}", f"usr/lib/{platform.triplet}/{PLACE}", "lib64")
+        ),
+    )
 
 
 def _take_library_tree(archive: DebianArchive, source: str, destination: Path) -> None:

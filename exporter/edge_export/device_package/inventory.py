@@ -92,7 +92,7 @@ def take_inventory(folder: Path, platform: str, version: str, backends: tuple[st
             path=path.relative_to(folder).as_posix(),
             bytes=path.stat().st_size,
             sha256=sha256_of(path),
-            executable=bool(path.stat().st_mode & 0o100),
+            executable=_is_started(path.relative_to(folder).as_posix()),
         )
         for path in sorted(folder.rglob("*"))
         if path.is_file()
@@ -108,8 +108,13 @@ def take_inventory(folder: Path, platform: str, version: str, backends: tuple[st
         sizes=dict(sorted(sizes.items())),
         licences=tuple(components),
     )
-    (folder / PACKAGE_NAME).write_text(json.dumps(asdict(inventory), indent=1) + "\n", encoding="utf-8")
+    write_file(folder / PACKAGE_NAME, (json.dumps(asdict(inventory), indent=1) + "\n").encode())
     return inventory
+
+
+def _is_started(path: str) -> bool:
+    """Whether a device starts this file: Windows, where packages are built too, keeps no such mark."""
+    return path.startswith(("bin/", "tools/", "lib/ld-linux-"))
 
 
 def _part(path: str) -> str:

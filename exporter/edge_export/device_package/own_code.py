@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edge_devices.errors import errors_as
-from edge_export.device_package.inventory import Component, keep_licence
+from edge_export.device_package.inventory import Component, keep_licence, write_file
 from edge_export.device_package.platforms import PYTHON, SITE, Platform
 from edge_export.device_package.wheels import DISTRIBUTION, own_licence
 from edge_export.errors import PackageError
@@ -31,7 +31,7 @@ _PYTHON = """\
 #!SHELL
 # The Python of this folder, run by its own loader on its own libraries; what the system has of either is not used.
 HERECHOICE# Libraries and settings of another Python would be loaded into this one. Nothing of this is exported to programs that it starts.
-unset LD_LIBRARY_PATH LD_PRELOAD LD_AUDIT PYTHONHOME PYTHONPATH PYTHONSTARTUP
+unset LD_LIBRARY_PATH LD_PRELOAD LD_AUDIT PYTHONHOME PYTHONPATH PYTHONSTARTUP BLIS_ARCH_TYPE
 # onnxruntime reports to its makers unless it is told not to before it is loaded.
 export ORT_DISABLE_TELEMETRY=1
 HOMES# To its children, too, Python is this script: without its loader it would not start.
@@ -58,9 +58,7 @@ def write_launchers(folder: Path, platform: Platform, backends: Sequence[str]) -
     for name, function in _COMMANDS.items():
         texts[name] = _COMMAND.replace("FUNCTION", function)
     for name, text in texts.items():
-        path = folder / "bin" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
+        text = (
             text.replace("HOMES", _ANDROID_HOMES if platform.name.startswith("android") else "")
             .replace("CHOICE", _choice(platform) if llama else "")
             .replace("HERE", _HERE)
@@ -69,7 +67,7 @@ def write_launchers(folder: Path, platform: Platform, backends: Sequence[str]) -
             .replace("LIBRARIES", f"$here/lib/llama-$cpu:$here/{SITE}/llama_cpp/lib:" if llama else "")
             .replace("VERSION", PYTHON)
         )
-        path.chmod(0o755)
+        write_file(folder / "bin" / name, text.encode(), executable=True)
 
 
 def _choice(platform: Platform) -> str:
@@ -93,9 +91,8 @@ def add_own_code(folder: Path, platform: Platform) -> Component:
     _add_kernels(folder / SITE / "edge_runtime" / "backends" / "kernels" / "lib", platform)
     installed = version(DISTRIBUTION)
     about = folder / SITE / f"{DISTRIBUTION.replace('-', '_')}-{installed}.dist-info"
-    about.mkdir()
     # Commands read the version from the distribution's metadata; the rest of it describes the exporter.
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {installed}\n", encoding="utf-8")
+    write_file(about / "METADATA", f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {installed}\n".encode())
     text = keep_licence(folder, f"{DISTRIBUTION}/LICENSE", own_licence())
     return Component(name=DISTRIBUTION, version=installed, source="this program", licence="Apache-2.0", texts=(text,))
 

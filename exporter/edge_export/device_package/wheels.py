@@ -41,9 +41,9 @@ _WITHOUT_TEXT = {"tokenizers": "Apache-2.0"}
 MAX_WHEEL_BYTES = 2 << 30
 
 
-def add_wheels(folder: Path, platform: Platform, backends: tuple[str, ...], scratch: Path) -> list[Component]:
-    """Unpacks the wheels that the backends need into the package. Raises PackageError if one is not available."""
-    parts = ("core", "media", *backends)
+def add_wheels(folder: Path, platform: Platform, extras: tuple[str, ...], scratch: Path) -> list[Component]:
+    """Unpacks the wheels that these of our extras need into the package. Raises PackageError if one is not available."""
+    parts = ("core", *extras)
     requirements = dict.fromkeys(line for part in parts for line in (*_own_requirements(part), *_THEIR_NEEDS[part]))
     wheels = scratch / "wheels"
     tags = [word for tag in platform.wheel_tags for word in ("--platform", tag)]

@@ -19,6 +19,7 @@ from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.table import import_csv, parse_choice
 from edge_devices.energy.phases import PREFILL
 from edge_devices.energy.protocol import (
+    MAX_SOAK_S,
     PhaseLoop,
     Plan,
     Work,
@@ -27,6 +28,7 @@ from edge_devices.energy.protocol import (
     characterise_meter,
     measure,
     planned_seconds,
+    soak_seconds,
 )
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import CALIBRATION, EnergyReport, make_report
@@ -109,7 +111,9 @@ def measure_energy(
     plan = Plan(repeats=repeats)
     if minutes is not None:
         plan, workloads = fitted(plan, workloads, characteristics, 60 * minutes)
-
+        # What does not become steady takes no longer than was asked for.
+        spare_s = 60 * minutes - planned_seconds(plan, workloads, characteristics)
+        plan = replace(plan, max_soak_s=min(MAX_SOAK_S, soak_seconds(plan, characteristics) + max(0.0, spare_s)))
     minutes_needed = planned_seconds(plan, workloads, characteristics) / 60
     notify(session_sentence(plan, workloads, characteristics))
     with waiting(f"energy, about {minutes_needed:.0f} min") as show, LogFile(path) as file, Recorder(system, meter) as recorder:

@@ -92,7 +92,9 @@ def overhead_and_step(drafted: Sequence[int], seconds: Sequence[float]) -> tuple
         return 0.0, MIN_SECONDS
     counts, times = np.array(made).T
     if len(set(counts)) > 1:
-        step, overhead = np.polyfit(counts, times, 1)
+        apart = counts - counts.mean()
+        step = (apart * times).sum() / (apart * apart).sum()
+        overhead = times.mean() - step * counts.mean()
         if overhead > 0 and step > 0:
             return float(overhead), float(step)
     return 0.0, max(float((times / counts).mean()), MIN_SECONDS)

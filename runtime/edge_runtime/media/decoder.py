@@ -26,7 +26,7 @@ from edge_runtime.media.formats import IMAGE_FORMATS, MAX_CHANNELS, MAX_PIXELS, 
 from edge_runtime.media.image import Image, final_size
 from edge_runtime.media.sound import Sound, to_sound
 
-INSTALL = "pip install 'edge-mtp[media]'"
+INSTALL = "pip install 'edge-mtp[media]', or build a device package with --with-media"
 # Of a JPEG: those of restarts (D0 to D7) and zeros and fillers are part of a scan.
 _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])")
 _START_OF_SCAN, _END_OF_IMAGE, _FIRST_WITH_SEGMENT = b"\xda", b"\xd9", b"\xc0"

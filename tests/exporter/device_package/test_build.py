@@ -217,6 +217,20 @@ def test_inventory_names_every_file_with_its_hash(tmp_path: Path) -> None:
     assert (reported["schema"], reported["platform"], inventory.bytes) == (2, "linux-arm64", 3)
 
 
+def test_a_package_built_on_windows_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows keeps no mark of what can be started, and writes lines of text with another end."""
+    monkeypatch.setattr(Path, "chmod", lambda *_: None)
+    write_launchers(tmp_path, LINUX, ("onnx",))
+    for name in (f"lib/{LINUX.loader}", "lib/libc.so.6", "tools/llama-bench"):
+        write_file(tmp_path / name, b"")
+    listed = take_inventory(tmp_path, "linux-arm64", "1", ("onnx",), []).files
+    started = {"bin/edge-python", "bin/edge-run", "bin/edge-bench", "bin/edge-devices", f"lib/{LINUX.loader}", "tools/llama-bench"}
+    assert {file.path for file in listed if file.executable} == started
+    texts = {path.name: path.read_text(encoding="utf-8") for path in Path(str(making.__file__)).parent.glob("*.py")}
+    del texts["llama_build.py"]  # it writes compilers' wrappers for this machine
+    assert [name for name, text in texts.items() if re.search(r"\.write_text\(|open\([^)]*[\"']w[\"']", text)] == []
+
+
 def test_wheels_are_older_than_the_bundled_c_library() -> None:
     """Debian 12's is 2.36: a wheel for a newer one would not load."""
     for platform in PLATFORMS.values():
@@ -406,13 +420,18 @@ def test_unreachable_index_is_one_sentence(tmp_path: Path, monkeypatch: pytest.M
         wheels.add_wheels(tmp_path / "p", LINUX, ("onnx",), tmp_path)
 
 
-@pytest.mark.parametrize("backends", [("onnx",), ("llama", "onnx")])
-def test_wheels_decode_images_and_sound(backends: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("media", [True, False])
+def test_wheels_decode_images_and_sound_where_asked(media: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(wheels, "pip_download", lambda _, *words: commands.append(words))
-    assert wheels.add_wheels(tmp_path / "p", LINUX, backends, tmp_path) == []
+    monkeypatch.setattr(making, "add_python", lambda *_: [])
+    monkeypatch.setattr(making, "open_toolchain", lambda _: None)
+    request = making.PackageRequest(platform=LINUX.name, output=tmp_path / "p", backends=("llama", "onnx"), media=media)
+    with pytest.raises(PackageError, match="numpy's wheel is not built as"):  # of which there is none here
+        making._build(request, tmp_path, lambda _: None)
     names = [re.split("[<>=!~]", word)[0] for word in commands[0][commands[0].index("--implementation") + 2 :]]
-    assert {"pillow", "soundfile", "cffi", "typing_extensions", "numpy"} <= set(names)
+    assert ({"pillow", "soundfile", "cffi"} & {*names} == {"pillow", "soundfile", "cffi"}) is media
+    assert {"typing_extensions", "numpy"} <= {*names}
     assert names.count("typing_extensions") == 1
 
 

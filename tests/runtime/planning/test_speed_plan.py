@@ -246,7 +246,7 @@ def test_the_split_drafter_is_planned_where_there_is_one(exported_pair: Path) ->
 
 
 def test_this_machine_is_probed() -> None:
-    assert 1e8 < product_operations() < 1e14
+    assert 1e8 < product_operations(2) < 1e14
     speed = device_speed(None, 1)
     assert "this machine" in speed.name
     assert "shares the processor's memory" in device_speed(None, 1, accelerator="gpu").bandwidth_from
@@ -298,7 +298,7 @@ def test_a_plan_of_a_bundle_opens_no_model(run: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_a_plan_is_held_against_this_machine(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_speed_module, "product_operations", lambda: 5e10)
+    monkeypatch.setattr(device_speed_module, "product_operations", lambda processors: 5e10)
     result = run("--measure", "--json", "--threads", "1")
     record = json.loads(result.stdout)
     assert record["measured"]["plain"] > 0
