@@ -52,6 +52,8 @@ class Steps:
         click.echo("\n| step | seconds |\n|:--|--:|")
         for title, seconds in (*self._seconds, ("all", sum(seconds for _, seconds in self._seconds))):
             click.echo(f"| {title} | {seconds:.0f} |")
+        # A busy machine is slower, and never steady.
+        click.echo(f"\nload of this machine with {os.cpu_count()} processors over 15 minutes: {os.getloadavg()[2]:.1f}")
 
 
 def installed(name: str) -> Path:
