@@ -4,7 +4,8 @@
 
 A process measures one backend: threads of llama.cpp spin behind each graph, and take the cores from onnxruntime.
 Medians in milliseconds of verifies of 1 to 13 rows and of a prefill of 512, and times one row. Also says
-how many rows of a verify have the bits of the same row alone.
+how many rows of a verify have the bits of the same row alone, and how fast one row reads the weights beside
+what the probe of `edge-run plan` reads.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from edge_devices.machine.memory import read_bandwidth
 from edge_runtime.backends.kernels import ggml
 from edge_runtime.backends.kernels.loader import VARIABLE, variant
 from edge_runtime.backends.llama.context import LlamaOptions
@@ -24,6 +26,7 @@ from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.backends.onnx.open import OrtOptions, open_pair
 from edge_runtime.backends.onnx.target import GraphTarget, pair_of
 from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.planning.speed import row_reads
 
 PREFILL, CONTEXT = 512, 1024
 KERNELS = " with row kernels"
@@ -45,13 +48,12 @@ def backend_of(bundle: Bundle, asked: str | None) -> str:
 def open_sides(bundle: Bundle, backend: str, threads: int, *, repack: bool) -> dict[str, AnyTarget]:
     """The target on the backend, first on stock kernels, which `repack` weights or not in llama.cpp."""
     sides: dict[str, AnyTarget] = {}
+    asked = os.environ.get(VARIABLE, "")
     for kernels in (False, True):
         suffix = KERNELS if kernels else ""
         if backend == "onnxruntime":
-            if not kernels:
-                os.environ[VARIABLE] = "none"
+            os.environ[VARIABLE] = asked if kernels else "none"
             sides[f"onnxruntime{suffix}"] = open_pair(pair_of(bundle, drafter=False), OrtOptions(context=CONTEXT, threads=threads))[0]
-            os.environ.pop(VARIABLE, None)
         else:
             options = LlamaOptions(context=CONTEXT, threads=threads, draft=False, use_extra_bufts=kernels or repack)
             llama_library()  # registers the kernels
@@ -88,25 +90,32 @@ def equal_rows(target: AnyTarget, tokens: list[int], depth: int) -> int:
 @click.option("--threads", default=2)
 @click.option("--depth", default=64, help="Tokens before the verifies.")
 @click.option("--repeats", default=9)
+@click.option("--rows", default=",".join(map(str, ROWS)), help="Which numbers of rows, the first one 1.")
 @click.option("--prefills", default=5, help="Prefills of 512 tokens.")
 @click.option("--repack/--no-repack", default=True, help="Repacking of llama.cpp's own kernels dies where AMX is only advertised.")
-def main(folder: Path, backend: str | None, threads: int, depth: int, repeats: int, prefills: int, repack: bool) -> None:
+def main(folder: Path, backend: str | None, threads: int, depth: int, repeats: int, rows: str, prefills: int, repack: bool) -> None:
     """Measure BUNDLE's target; prints a Markdown table."""
     if variant() is None:
         raise click.ClickException("the row kernels do not run here; edge-run doctor says why")
+    batches = tuple(map(int, rows.split(",")))
+    if batches[0] != 1 or not set(batches) <= set(ROWS):
+        raise click.UsageError(f"--rows {rows}: give numbers from 1 to {ROWS[-1]}, the first one 1")
     bundle = open_bundle(folder)
-    sides = open_sides(bundle, backend_of(bundle, backend), threads, repack=repack)
+    backend = backend_of(bundle, backend)
+    sides = open_sides(bundle, backend, threads, repack=repack)
     tokens = np.random.default_rng(1).integers(50, 4000, depth + PREFILL).tolist()
     for name, target in sides.items():
         switch_attention(name)
         target.prefill(tokens[:depth])
         milliseconds(target, tokens[depth : depth + ROWS[-1]], depth)
     times: dict[tuple[str, int], list[float]] = {}
+    bandwidth = 0.0
     for number in range(repeats):
-        for rows in ROWS if number % 2 else reversed(ROWS):
+        bandwidth = max(bandwidth, read_bandwidth(threads) or 0) if number % 4 == 0 else bandwidth
+        for count in batches if number % 2 else reversed(batches):
             for name, target in sides.items():
                 switch_attention(name)
-                times.setdefault((name, rows), []).append(milliseconds(target, tokens[depth : depth + rows], depth))
+                times.setdefault((name, count), []).append(milliseconds(target, tokens[depth : depth + count], depth))
     for _ in range(prefills):
         for name, target in sides.items():
             switch_attention(name)
@@ -115,11 +124,15 @@ def main(folder: Path, backend: str | None, threads: int, depth: int, repeats: i
             target.prefill(tokens[:depth])
             times.setdefault((name, PREFILL), []).append(milliseconds(target, tokens[depth:], depth, prefill=True))
     print("| rows |" + "".join(f" {name}, ms (times one row) |" for name in sides) + f"\n|--:{'|--:' * len(sides)}|")
-    for rows in (*ROWS, PREFILL):
-        medians = {name: float(np.median(times[name, rows])) for name in sides}
-        print(f"| {rows} |" + "".join(f" {medians[name]:.1f} ({medians[name] / np.median(times[name, 1]):.2f}) |" for name in sides))
+    for count in (*batches, *([PREFILL] if prefills else [])):
+        medians = {name: float(np.median(times[name, count])) for name in sides}
+        print(f"| {count} |" + "".join(f" {medians[name]:.1f} ({medians[name] / np.median(times[name, 1]):.2f}) |" for name in sides))
+    read = row_reads(bundle.manifest, BACKENDS[backend])
+    print(f"{threads} threads read {bandwidth / 1e9:.1f} GB/s, one row {read / 1e6:.0f} MB: the least time, its share of that bandwidth")
     for name, target in sides.items():
         switch_attention(name)
+        least = min(times[name, 1]) / 1e3
+        print(f"{name}: {least * 1e3:.2f} ms, {read / least / bandwidth:.0%}")
         print(f"{name}: {equal_rows(target, tokens[: depth + ROWS[-1]], depth)} of {ROWS[-1]} rows equal the same row alone")
         target.close()
 

@@ -448,6 +448,12 @@ DRAFT_SECONDS, STEP_SECONDS = 0.5e-3, 0.2e-3
 COPY_SECONDS = 10e-6
 
 
+def row_reads(manifest: Manifest, format: str) -> float:
+    """Returns how many bytes of weights a forward of one row reads, by the target's files of a `format`, such as gguf."""
+    size = sum(file.bytes for file in manifest.files if file.format.startswith(format) and file.role.startswith("target"))
+    return size * min(1.0, read_parameters(manifest.architecture) / max(1, manifest.architecture.parameters))
+
+
 def computed_costs(manifest: Manifest, format: str, drafter: DrafterKind, row_kernels: str | None) -> MeasuredCosts:
     """Returns the costs by the files of a `format`, such as gguf; `row_kernels` names the kernels that multiply, None for stock ones.
 
@@ -457,9 +463,7 @@ def computed_costs(manifest: Manifest, format: str, drafter: DrafterKind, row_ke
     """
     sizes = {file.role: file.bytes for file in manifest.files if file.format.startswith(format)}
     architecture = manifest.architecture
-    target = sum(size for role, size in sizes.items() if role.startswith("target"))
-    read_share = min(1.0, read_parameters(architecture) / max(1, architecture.parameters))
-    first = max(target * read_share / BANDWIDTH, MIN_SECONDS) * (STOCK_FIRST[format] if row_kernels is None else 1.0)
+    first = max(row_reads(manifest, format) / BANDWIDTH, MIN_SECONDS) * (STOCK_FIRST[format] if row_kernels is None else 1.0)
     further = STOCK_ROW if row_kernels is None else WIDE_ROW if row_kernels in WIDE_KERNELS else NARROW_ROW
     step, overhead = COPY_SECONDS, 0.0
     if is_model(drafter):
