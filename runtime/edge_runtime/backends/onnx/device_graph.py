@@ -77,7 +77,7 @@ class _Change:
     def output(self, name: bytes, buffer: bytes) -> bytes:
         """Declares a result that is the whole buffer."""
         self.written[name.decode()] = buffer.decode()
-        self.graph.added.append(_value_field(_OUTPUT, name, FLOAT, 4))
+        self.graph.added.append(value_field(_OUTPUT, name, FLOAT, 4))
         return name
 
     def rows_of(self, value: bytes, positions: bytes) -> bytes:
@@ -118,7 +118,7 @@ def _changed(model: bytes) -> DeviceGraph | None:
             _attend_again(change, node, node)
         else:
             change.nodes.append(node)
-    change.nodes = _with_products(graph, change.nodes)
+    change.nodes = with_products(graph, change.nodes)
     graph.nodes = _still_read(change, {*graph.outputs, *(name.encode() for name in change.written)})
     if any(name.startswith((b"key.", b"value.")) for node in graph.nodes if node.operator != STOCK_ATTENTION for name in node.inputs):
         return None
@@ -134,12 +134,13 @@ def picking_graph(buffers: Iterable[str]) -> bytes:
 
     Outputs are called as inputs, with `picked_` before.
     """
-    parts = [_value_field(_INPUT, name.encode(), INT64, 1) for name in (HIDDEN_INDEX, POSITIONS)]
-    for name, at, axis in ((HIDDEN, HIDDEN_INDEX, 1), *((name, POSITIONS, 2) for name in buffers)):
+    picks = [(HIDDEN, HIDDEN_INDEX, 1), *((name, POSITIONS, 2) for name in buffers)]
+    parts = [value_field(_INPUT, name.encode(), INT64, 1) for name in dict.fromkeys(at for _, at, _ in picks)]
+    for name, at, axis in picks:
         picked = f"picked_{name}".encode()
         gather = Node("Gather", [name.encode(), at.encode()], [picked], [integer_attribute("axis", axis)])
         parts.append(bytes_field(_NODE, gather.encoded()))
-        parts += [_value_field(number, each, FLOAT, 2 + axis) for number, each in ((_INPUT, name.encode()), (_OUTPUT, picked))]
+        parts += [value_field(number, each, FLOAT, 2 + axis) for number, each in ((_INPUT, name.encode()), (_OUTPUT, picked))]
     opset = bytes_field(8, number_field(2, _OPSET))
     return number_field(1, _IR_VERSION) + bytes_field(7, b"".join([bytes_field(2, b"picks"), *parts])) + opset
 
@@ -163,23 +164,23 @@ def head_with_choices(model: bytes) -> bytes | None:
     chosen = Node("ArgMax", masked.outputs, [CHOICE.encode()], [integer_attribute("axis", 2)])
     reduced = [Node(f"Reduce{word}", [logits, axis], [name.encode()]) for word, name in zip(("Max", "Min", "Sum"), FACTS, strict=True)]
     try:
-        graph.nodes = [*_with_products(graph, graph.nodes), masked, chosen, *reduced]
+        graph.nodes = [*with_products(graph, graph.nodes), masked, chosen, *reduced]
     except (LookupError, ValueError):  # a product of a stranger, with other inputs or outputs
         return None
     outputs = [(CHOICE, INT64), *((name, FLOAT) for name in FACTS)]
-    graph.added += [_constant(axis, 2), _value_field(_INPUT, SUPPRESSED.encode(), FLOAT, 3)]
-    graph.added += [_value_field(_OUTPUT, name.encode(), kind, 3) for name, kind in outputs]
+    graph.added += [constant(axis, 2), value_field(_INPUT, SUPPRESSED.encode(), FLOAT, 3)]
+    graph.added += [value_field(_OUTPUT, name.encode(), kind, 3) for name, kind in outputs]
     return with_graph(model, graph, None)
 
 
-def _with_products(graph: OnnxGraph, nodes: Sequence[Node]) -> list[Node]:
+def with_products(graph: OnnxGraph, nodes: Sequence[Node]) -> list[Node]:
     """The nodes with Gemm in the place of FusedMatMul with float weights [N, K], which devices do not have, on rows [1, n, K]."""
     makers, shapes, changed = {name: node for node in nodes for name in node.outputs}, dict[bytes, bytes](), list[Node]()
 
     def shape(*sizes: int) -> bytes:
         name = f"shape@{sizes}".encode()
         if name not in shapes:
-            shapes[name] = _constant(name, *sizes)
+            shapes[name] = constant(name, *sizes)
         return name
 
     for node in nodes:
@@ -250,7 +251,7 @@ def _attend_to_rows(change: _Change, attention: Node, makers: dict[bytes, Node])
         for name, buffer in ((new_key, past_key), (new_value, past_value)):
             change.written[name.decode()] = buffer.decode()
         if not set(_FULL_COUNTS) <= set(change.graph.inputs):
-            change.graph.added += [_value_field(_INPUT, name, _INT32, rank) for name, rank in zip(_FULL_COUNTS, (1, 0), strict=True)]
+            change.graph.added += [value_field(_INPUT, name, _INT32, rank) for name, rank in zip(_FULL_COUNTS, (1, 0), strict=True)]
             change.graph.inputs |= dict.fromkeys(_FULL_COUNTS, ())
         # The operator writes as many rows as it has queries: here keys, which attend to themselves.
         inputs = [key, key, value, past_key, past_value, *_FULL_COUNTS]
@@ -290,14 +291,14 @@ def _still_read(change: _Change, outputs: set[bytes]) -> list[Node]:
     return kept[::-1]
 
 
-def _value_field(number: int, name: bytes, element_type: int, rank: int) -> bytes:
+def value_field(number: int, name: bytes, element_type: int, rank: int) -> bytes:
     """An input or output of a graph whose sizes are known at run time only (ValueInfoProto)."""
     dimensions = b"".join(bytes_field(1, b"") for _ in range(rank))
     tensor = number_field(1, element_type) + bytes_field(2, dimensions)
     return bytes_field(number, bytes_field(1, name) + bytes_field(2, bytes_field(1, tensor)))
 
 
-def _constant(name: bytes, *values: int) -> bytes:
+def constant(name: bytes, *values: int) -> bytes:
     """A list of int64 (TensorProto) among a graph's fields."""
     shape = number_field(1, len(values)) + number_field(2, INT64)
     return bytes_field(_TENSOR, shape + bytes_field(8, name) + bytes_field(9, struct.pack(f"<{len(values)}q", *values)))

@@ -151,10 +151,18 @@ class DeviceTarget(OrtTarget):
             row[...] = self._pick(min(self.cache.on_host, self.length - 1))
         return row
 
+    @property
+    def hidden_place(self) -> tuple[int, int] | None:
+        """How many hidden rows the newest forward gave, and which of them is that of the last token; None if none is."""
+        if super().hidden_row is None:
+            return None
+        end, given = self._newest
+        return given, given + self.length - 1 - end
+
     def _pick(self, start: int) -> NDArray[np.float32]:
         """Copies the drafter's K/V rows from position `start` on to the host; returns the last token's hidden row."""
-        end, given = self._newest
-        index, positions = np.array([given + self.length - 1 - end]), np.arange(start, self.length)
+        given, place = self.hidden_place or (0, 0)
+        index, positions = np.array([place]), np.arange(start, self.length)
         on_device = {HIDDEN: self.hidden_value(given)} | {name: self.cache.on_device[name] for name in self._drafters}
         inputs = {**on_device, HIDDEN_INDEX: value_over(index), POSITIONS: value_over(positions)}
         call = self._graphs[2].bind(inputs, dict.fromkeys(f"picked_{name}" for name in on_device), fixed=inputs)

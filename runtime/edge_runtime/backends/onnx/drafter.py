@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels.draft import FLOAT_ROWS, HALF_ROWS, INT8_ROWS, KvSource, NativeDraft, address, can_draft
+from edge_runtime.backends.onnx.device_drafter import DeviceDrafter, timed_places
 from edge_runtime.backends.onnx.device_target import DeviceTarget
-from edge_runtime.backends.onnx.devices import PROCESSOR
+from edge_runtime.backends.onnx.devices import PROCESSOR, library_version
 from edge_runtime.backends.onnx.drafter_weights import OtherGraphError, channel_scales, read_weights, sources_of
-from edge_runtime.backends.onnx.kv_cache import MAX_ROWS
+from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, check_length
 from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, scalar, value_over
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget, small_arrays
-from edge_runtime.backends.onnx.target import GraphTarget, OrtTarget, check_inputs, shared_inputs
+from edge_runtime.backends.onnx.target import GraphTarget, OrtTarget, PairFiles, check_inputs, shared_inputs
 from edge_runtime.bundle.manifest import CacheBuffer, CacheLayout
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftSampler, ShouldContinue
@@ -256,28 +257,50 @@ class KernelDrafter:
             self._draft = None
 
 
-AnyOrtDrafter = KernelDrafter | OrtDrafter | StaticOrtDrafter
+AnyOrtDrafter = KernelDrafter | OrtDrafter | StaticOrtDrafter | DeviceDrafter
 
 
-def open_drafter(path: Path, target: OrtTarget | StaticOrtTarget, session: SessionOptions, layout: CacheLayout) -> AnyOrtDrafter:
-    """Opens the graph at `path` as the drafter of this target, on the kernels where they run. Raises BackendError, BundleError."""
+def open_drafter(path: Path, target: OrtTarget | StaticOrtTarget, session: SessionOptions, files: PairFiles) -> AnyOrtDrafter:
+    """Opens the graph at `path` as the drafter of this target, where it drafts fastest. Raises BackendError, BundleError."""
     if not isinstance(target, OrtTarget):
         return StaticOrtDrafter(path, target, session)
-    on_device = drafts_on_processor(target)
-    if on_device:
-        session = replace(session, device=PROCESSOR)
-    if (target.row_kernels or on_device) and can_draft():
+    if isinstance(target, DeviceTarget):
+        return _fastest_drafter(path, target, session, files)
+    return _drafter_on_processor(path, target, session, files, may_use_kernels=target.row_kernels)
+
+
+def _drafter_on_processor(
+    path: Path, target: OrtTarget, session: SessionOptions, files: PairFiles, *, may_use_kernels: bool
+) -> KernelDrafter | OrtDrafter:
+    """The drafter on the CPU's kernels where they run."""
+    if may_use_kernels and can_draft():
         with suppress(OtherGraphError, ValueError):
-            return KernelDrafter(path, target, layout, session.threads)
+            return KernelDrafter(path, target, files.layout, session.threads)
     return OrtDrafter(path, target, session)
 
 
-def drafts_on_processor(target: GraphTarget) -> bool:
-    """Whether the drafter of this target runs on the CPU by design: a `DeviceTarget` gives the host the rows that it reads."""
-    return isinstance(target, DeviceTarget)
+def _fastest_drafter(path: Path, target: DeviceTarget, session: SessionOptions, files: PairFiles) -> AnyOrtDrafter:
+    """The drafter on the device or on the CPU, to which a `DeviceTarget` gives the rows that it reads: whichever drafts faster.
 
+    That is not tried where a processor computes in the device's place.
+    """
+    device, made = session.device, list[DeviceDrafter]()
+    on_processor = _drafter_on_processor(path, target, replace(session, device=PROCESSOR), files, may_use_kernels=True)
+    if device.software:
+        return on_processor
 
-def check_length(draft_length: int) -> None:
-    """Raises RequestError for a draft that no pair is opened for."""
-    if draft_length >= MAX_ROWS:
-        raise RequestError(f"a draft of {draft_length} tokens is longer than the {MAX_ROWS - 1} this pair was opened for")
+    def on_device() -> DeviceDrafter:
+        made.append(DeviceDrafter(path, target, session, files.layout))
+        return made[0]
+
+    facts = (files.identity, device.name, device.hardware, device.driver, library_version(), target.context, session.threads)
+    try:
+        if timed_places(target, on_device, on_processor, facts).device_is_faster:
+            chosen = made[0] if made else on_device()
+            on_processor.close()
+            return chosen
+    except (BackendError, OtherGraphError):  # it drafts on the CPU then, as on devices that take only the target
+        pass
+    for drafter in made:
+        drafter.close()
+    return on_processor

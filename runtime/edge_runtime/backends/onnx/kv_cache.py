@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edge_runtime.backends.onnx.loader import Call, PlacedRows, scalar, value_over
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, Rotation
-from edge_runtime.errors import BundleError
+from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import KvRows
 
 FULL, SLIDING = "full", "sliding"
@@ -199,6 +199,12 @@ class KeyValueCache(LayerBuffers):
         for array in self._buffers[SLIDING]:
             array[:, :, :kept] = array[:, :, held - kept : held]
         self.first += held - kept
+
+
+def check_length(draft_length: int) -> None:
+    """Raises RequestError for a draft that no pair is opened for."""
+    if draft_length >= MAX_ROWS:
+        raise RequestError(f"a draft of {draft_length} tokens is longer than the {MAX_ROWS - 1} this pair was opened for")
 
 
 def joined_rows(arrays: Sequence[NDArray[Any]], rows: int) -> NDArray[np.uint8]:

@@ -12,6 +12,7 @@ from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
 from edge_runtime.backends.interface import Accelerator, OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
 from edge_runtime.backends.kernels.loader import VARIABLE, build_hash, variant
+from edge_runtime.backends.onnx.device_drafter import DeviceDrafter
 from edge_runtime.backends.onnx.device_target import DeviceTarget, keeps_rows
 from edge_runtime.backends.onnx.devices import (
     PLUG_INS,
@@ -23,7 +24,7 @@ from edge_runtime.backends.onnx.devices import (
     library_version,
     plug_in_failure,
 )
-from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, drafts_on_processor, open_drafter
+from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, open_drafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
 from edge_runtime.backends.onnx.loader import SessionOptions
@@ -193,7 +194,7 @@ def open_pair(
     dynamic = DeviceTarget if keeps_rows(options.device) else OrtTarget
     target = (dynamic if files.static is None else StaticOrtTarget)(files, options, session)
     try:
-        return target, open_drafter(files.drafter, target, session, files.layout) if files.drafter else None
+        return target, open_drafter(files.drafter, target, session, files) if files.drafter else None
     except BaseException:
         target.close()
         raise
@@ -202,7 +203,8 @@ def open_pair(
 def fallbacks(provider: str, target: GraphTarget, drafter: AnyOrtDrafter | None) -> list[str]:
     """One sentence per graph of which nodes run elsewhere than on `provider`."""
     graphs = target.assignments()
-    if drafter is not None and not drafts_on_processor(target):
+    # Beside a target whose rows stay on a device, a drafter on the CPU is there by choice.
+    if drafter is not None and (isinstance(drafter, DeviceDrafter) or not isinstance(target, DeviceTarget)):
         graphs["drafter"] = drafter.assignments()
     sentences = []
     for name, providers in graphs.items():

@@ -1,0 +1,117 @@
+"""The drafter on a device that keeps K/V rows: its step is the Loop's, and where it runs is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+
+import onnxruntime as ort
+
+from edge_runtime.backends.onnx import drafter as drafter_module
+from edge_runtime.backends.onnx.device_draft_graph import draft_step_graph
+from edge_runtime.backends.onnx.device_drafter import DraftPlaces
+from edge_runtime.backends.onnx.devices import PROCESSOR
+from edge_runtime.backends.onnx.loader import SessionOptions
+from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.errors import BackendError
+
+Bundles = Callable[..., Path]
+CAPACITY, LENGTH, STEPS, WINDOW = 256, 180, 4, 128
+GPU = replace(PROCESSOR, name="webgpu", provider="WebGpuExecutionProvider", kind="gpu")
+
+
+def inputs(seed: int) -> dict[str, Any]:
+    """What both graphs read, with rows beyond the text that have to stay unread."""
+    random = np.random.default_rng(seed)
+
+    def floats(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape).astype(np.float32)
+
+    made: dict[str, Any] = {
+        f"{word}.{layer}": floats(1, 1, CAPACITY, 64 if layer == 2 else 128) for word in ("key", "value") for layer in (2, 3)
+    }
+    made |= {"position_ids": np.array([[LENGTH]]), "token": np.array([[random.integers(300, 4000)]]), "hidden": floats(1, 1, 256)}
+    for kind, half in (("sliding", 32), ("full", 64)):
+        angles = np.arange(512)[:, None] / 1e4 ** (np.arange(half) / half)
+        made |= {f"{word}_{kind}": of(angles).astype(np.float32) for word, of in (("cosine", np.cos), ("sine", np.sin))}
+    return made
+
+
+@pytest.mark.parametrize("weights", ["f32", "int8"])
+def test_steps_draft_what_the_loop_does(onnx_pair: Bundles, weights: str) -> None:
+    bundle = open_bundle(onnx_pair(weights))
+    path = bundle.path("drafter", "onnx")
+    model = draft_step_graph(path.read_bytes(), bundle.manifest.cache_layout.buffers)
+    assert model is not None
+    own = ort.SessionOptions()
+    own.log_severity_level = 4
+    own.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    loop, step = (ort.InferenceSession(each, own, providers=["CPUExecutionProvider"]) for each in (str(path), model))
+    values, seen = inputs(1), LENGTH - WINDOW - 1
+    rows = {name: array[:, :, seen if name.endswith("2") else 0 : LENGTH] for name, array in values.items() if "." in name}
+    draft = {"draft_length": np.array(STEPS), "least_probability": np.array(1e-30, np.float32), "with_scores": np.array(True)}
+    tokens, probabilities, scores = loop.run(["drafts", "probabilities", "scores"], {**values, **rows, **draft})
+    places = np.arange(CAPACITY, dtype=np.float32).reshape(1, 1, 1, -1)
+    values |= {
+        "recent": np.zeros((2, 12), np.float32),
+        "rows_there": np.array([LENGTH], np.float32),
+        "first_seen": np.array([seen], np.float32),
+    }
+    values |= {"places_full": places, "places_sliding": places}
+    for number in range(STEPS):
+        given = dict(zip((value.name for value in step.get_outputs()), step.run(None, values), strict=True))
+        assert np.sort(given["step_scores"])[-8:] == pytest.approx(np.sort(scores[number])[-8:], abs=0.3 if weights == "int8" else 1e-3)
+        values |= {name.removeprefix("next_"): value for name, value in given.items() if name.startswith("next_")}
+    assert values["recent"][0, -STEPS:].tolist() == tokens.tolist()
+    assert values["recent"][1, -STEPS:] == pytest.approx(probabilities, abs=0.03)
+
+
+def test_a_graph_of_a_stranger_is_left_to_the_cpu(onnx_pair: Bundles) -> None:
+    bundle = open_bundle(onnx_pair("f32"))
+    assert draft_step_graph(bundle.path("target", "onnx").read_bytes(), bundle.manifest.cache_layout.buffers) is None
+
+
+class Stub:
+    """A drafter, or the target that it belongs to."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.closed, self.context = name, False, 100
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("on_device", "software", "expected"),
+    [(0.1, False, "gpu"), (0.3, False, "cpu"), (0.1, True, "cpu"), (BackendError("lost"), False, "cpu")],
+)
+def test_it_drafts_where_that_is_faster(monkeypatch: pytest.MonkeyPatch, on_device: Any, software: bool, expected: str) -> None:
+    there: dict[str, Stub] = {}
+
+    def made(name: str) -> Callable[..., Stub]:
+        return lambda *_, **__: there.setdefault(name, Stub(name))
+
+    def timed(_target: Any, open_on_device: Callable[[], Any], *_: Any) -> DraftPlaces:
+        open_on_device()
+        if isinstance(on_device, Exception):
+            raise on_device
+        return DraftPlaces(on_device=on_device, on_processor=0.2)
+
+    monkeypatch.setattr(drafter_module, "DeviceDrafter", made("gpu"))
+    monkeypatch.setattr(drafter_module, "_drafter_on_processor", made("cpu"))
+    monkeypatch.setattr(drafter_module, "timed_places", timed)
+    files: Any = SimpleNamespace(identity="abc", layout=None)
+    target: Any = Stub("target")
+    session = SessionOptions(threads=1, device=replace(GPU, software=software))
+    chosen: Any = drafter_module._fastest_drafter(Path("drafter.onnx"), target, session, files)
+    assert chosen.name == expected
+    assert [stub.name for stub in there.values() if not stub.closed] == [expected]
