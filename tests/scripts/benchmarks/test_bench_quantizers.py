@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.shipped_pair import reference_pair
-from edge_export.gguf.tensor_names import stays_float32
 from edge_export.onnx.request import OnnxRequest
+from random_pairs import write_random_pair
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts" / "benchmarks"))
 import bench_quantizers
@@ -27,10 +27,8 @@ def test_ways_are_compared_and_peers_that_are_missing_named(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "ai_edge_quantizer", None)
     # The script sets it.
     monkeypatch.setattr(bench_quantizers.calibration, "MAX_CHUNKS", 1)
-    # Two layers of the eight, and the table.
-    prefixes = ("token_embd.", "blk.0.", "blk.1.")
-    monkeypatch.setattr(bench_quantizers, "stays_float32", lambda name, rank: not name.startswith(prefixes) or stays_float32(name, rank))
-    words = ["--target", str(reference_pair()[0]), "--tokens", "40", "--pieces", "1", "--threads", "1"]
+    _, target, _ = write_random_pair(14, tmp_path)
+    words = ["--target", str(target), "--tokens", "40", "--pieces", "1", "--threads", "1"]
     files = ["--keep", str(tmp_path / "keep"), "--json", str(tmp_path / "made.json")]
     for only in ("ONNX int8", "GGUF q4_0"):
         result = CliRunner().invoke(bench_quantizers.main, [*words, *files, "--only", only])

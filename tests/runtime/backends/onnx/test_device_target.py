@@ -18,6 +18,7 @@ from edge_runtime.backends.onnx.device_graph import device_graph, head_with_choi
 from edge_runtime.backends.onnx.loader import Call
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.onnx_file import read_graph, with_graph
+from random_pairs import write_random_pair
 
 Bundles = Callable[..., Path]
 needs_webgpu = pytest.mark.skipif(bool(software_gpu.lacking()), reason=software_gpu.lacking() or "it is there")
@@ -28,16 +29,15 @@ import numpy as np
 from edge_runtime.backends.onnx.devices import device_named
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
 from edge_runtime.bundle.bundle import open_bundle
-pairs = [open_onnx(open_bundle(sys.argv[1]), OrtOptions(context=420, threads=2, device=device_named(name)), None)[:2]
+pairs = [open_onnx(open_bundle(sys.argv[1]), OrtOptions(context=120, threads=2, device=device_named(name)), None)[:2]
          for name in ("cpu", "webgpu")]
-tokens, parts = np.random.default_rng(1).integers(300, 4096, 420).tolist(), {}
+tokens, parts = np.random.default_rng(1).integers(300, 512, 120).tolist(), {}
 def both(part, run):
     rows = [np.asarray(run(*pair)).copy() for pair in pairs]
     parts[part] = float(np.abs(rows[0] - rows[1]).max())
 def appended(start, stop):
     def run(target, drafter):
-        for first in range(start, stop, 60):
-            target.prefill(tokens[first:min(first + 60, stop)])
+        target.prefill(tokens[start:stop])
         return target.verify(tokens[stop:stop + 4])
     return run
 def verified(count):
@@ -49,10 +49,10 @@ for target, _ in pairs:
     target.rollback(22)
 both("after a rollback", verified(13))
 both("all rows of a state", lambda target, drafter: target.state().full.view(np.float32))
-both("beyond the sliding buffers", appended(35, 400))
+both("beyond the sliding buffers", appended(35, 90))
 assert pairs[0][0].cache.lost > 0
-both("drafts there", lambda target, drafter: drafter.draft(tokens[404], 4))
-both("sliding rows of a state", lambda target, drafter: target.state().sliding[-100:].view(np.float32))
+both("drafts there", lambda target, drafter: drafter.draft(tokens[94], 4))
+both("sliding rows of a state", lambda target, drafter: target.state().sliding[-12:].view(np.float32))
 states = [target.state() for target, _ in pairs]
 for (target, _), state in zip(pairs, states):
     held = target.tokens.tolist()
@@ -79,53 +79,84 @@ Call.run = counted
 target.choose(following, np.array(best, np.intp))
 drafter.draft(following[-1], 4)
 Call.run = run
-nodes = target.assignments()
-print(json.dumps({"parts": parts, "nodes": nodes, "chosen": [best, plain, without], "bytes": moved}))
+result = {"parts": parts, "nodes": target.assignments(), "chosen": [best, plain, without], "bytes": moved}
 """
 
+# In the same process, which has compiled the shaders. Of a random pair no draft is accepted: here all but the last of each are.
 _LOOP = """
-import json, sys
 import edge_runtime
 from edge_runtime.session import device_check
-device_check._ROWS = 100  # a driver in software takes seconds for a thousand
+device_check._ROWS = 40  # a driver in software takes seconds for a thousand
 open("fixed.yaml", "w").write("speculative_decoding: {tuning: {policy: fixed}}")  # no costs are measured
 options = dict(backend="onnx", device="webgpu", config="fixed.yaml", threads=2, context=100)
-sentences, texts = [], {}
+prompt, sentences, answers = tokens[:30], [], []
+def draft(self, last, count, *rest):
+    given = self._target.length - len(prompt) + 1
+    drafts = answers[0][given:given + count]
+    return drafts[:-1] + [token ^ 1 for token in drafts[-1:]]
 with edge_runtime.open_session(sys.argv[1], **options, notify=sentences.append) as session:
-    for length in (0, 3, 12):
-        generation = session.generate("def area(r):", max_tokens=12, draft_length=length)
-        texts[length] = generation.text()
-    accepted = generation.stats.accepted
-    print(json.dumps({"texts": texts, "accepted": accepted, "device": session.device, "sentences": sentences}))
+    type(drafter).draft = draft
+    for length in (0, 3, 8):
+        generation = session.generate(prompt, max_tokens=16, draft_length=length)
+        generation.text()
+        answers.append(list(generation.tokens))
+    stats = generation.stats
+    result |= {"answers": answers, "drafted": stats.drafted, "accepted": stats.accepted, "device": session.device, "sentences": sentences}
+print(json.dumps(result))
 """
 
 
-@pytest.mark.slow(25)
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a small random pair answers there: each product takes tens of milliseconds. Its buffers are as short as may be."""
+    pytest.importorskip("torch", reason="random pairs are made with torch")
+    from edge_export.onnx import export
+    from edge_export.onnx.request import OnnxRequest
+    from edge_export.pipeline.export import export_pair
+    from edge_export.pipeline.request import ExportRequest
+
+    folder = tmp_path_factory.mktemp("device")
+    _, target, drafter = write_random_pair(140, folder, both={"num_attention_heads": 2, "num_key_value_heads": 1})
+    request = ExportRequest(
+        target=str(target),
+        drafter=str(drafter),
+        output=folder / "bundle",
+        gguf=False,
+        onnx=OnnxRequest(target="f32", drafter="f32"),
+        verify=False,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "SPARE_ROWS", 32)
+        export_pair(request)
+    return software_gpu.run_on_it(_TARGET + _LOOP, str(folder / "bundle"), folder=folder)
+
+
+@pytest.mark.slow(15)
 @needs_webgpu
-def test_the_device_computes_what_the_cpu_does_and_its_rows_are_the_same(onnx_pair: Bundles, tmp_path: Path) -> None:
-    result = software_gpu.run_on_it(_TARGET, str(onnx_pair("f32")), folder=tmp_path)
+def test_the_device_computes_what_the_cpu_does_and_its_rows_are_the_same(result: Any) -> None:
     assert max(result["parts"].values()) < 1e-3, result["parts"]
     best, plain, without = result["chosen"]
     assert plain == best
     assert not set(without) & set(best)
-    hidden, rows = 256 * 4, 4 * 4 * 2 * (64 + 128)  # the last hidden row; four tokens' K and V of one sliding and one full layer
+    hidden, rows = 64 * 4, 4 * 4 * 2 * (64 + 32)  # the last hidden row; four tokens' K and V of one sliding and one full layer
     moved = {name: count for name, count in result["bytes"].items() if name in result["nodes"]}  # those of the drafter stay on the CPU
     picked = moved.pop("picked-rows.onnx")
     assert hidden + rows <= picked < hidden + rows + 100
     assert sum(moved.values()) < 200, moved
     layers = next(nodes for name, nodes in result["nodes"].items() if "head" not in name)
     assert set(result["nodes"]["picked-rows.onnx"]) == {"WebGpuExecutionProvider"}
-    assert layers["WebGpuExecutionProvider"]["GroupQueryAttention"] >= 9
+    assert layers["WebGpuExecutionProvider"]["GroupQueryAttention"] >= 6
     assert set(layers["CPUExecutionProvider"]) == {"Slice"}
 
 
-@pytest.mark.slow(25)
+@pytest.mark.slow(1)
 @needs_webgpu
-def test_a_checked_device_drafts_and_its_text_is_that_without_drafts(onnx_pair: Bundles, tmp_path: Path) -> None:
-    result = software_gpu.run_on_it(_LOOP, str(onnx_pair("f32")), folder=tmp_path)
+def test_a_checked_device_drafts_and_its_text_is_that_without_drafts(result: Any) -> None:
     assert result["device"] == "webgpu"
-    assert len(set(result["texts"].values())) == 1
-    assert result["accepted"] > 0
+    plain, *drafted = result["answers"]
+    assert len(plain) == 16
+    assert drafted == [plain, plain]
+    assert 0 < result["accepted"] < result["drafted"]
     assert any("webgpu computes what the CPU does" in sentence for sentence in result["sentences"])
 
 
