@@ -37,7 +37,7 @@ from edge_export.gguf.tensor_names import gguf_name, stays_float32
 from edge_export.gguf.writer import write_gguf
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
 from edge_export.onnx.request import OnnxRequest
-from edge_export.onnx.weights import table_format, weight_format
+from edge_export.onnx.weights import layers_format, table_format
 from edge_export.parity.held_out import held_out_tokens
 from edge_export.parity.reference import Reference, load_reference, tokenizer_of
 from edge_export.quantization import calibration
@@ -67,7 +67,7 @@ OWN_ONNX = {
     "int4 mixed": OnnxRequest(),
     "int4 in blocks of 32": OnnxRequest(block=32),
     "int8": OnnxRequest(target="int8"),
-    "int8 in blocks of 32": OnnxRequest(target="int8", block=32),
+    "int8 in blocks of 128": OnnxRequest(target="int8", block=128),
 }
 
 
@@ -228,7 +228,7 @@ def gguf_ways(checkpoint: Checkpoint, importance: Importance, keep: Path, thread
 
 def export_spec(request: OnnxRequest, name: str, columns: int) -> WeightSpec:
     """How the ONNX exporter stores the matrix with this GGUF name."""
-    format = table_format(request) if name == TABLE else weight_format(request.target, request)
+    format = table_format(request) if name == TABLE else layers_format(request)
     own = (getattr(format, field) for field, names in APART.items() if names.fullmatch(name))
     spec = (next(own, None) or format).for_columns(columns).spec
     assert spec is not None, "rows of the pair are whole blocks"

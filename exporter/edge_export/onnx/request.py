@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,8 @@ DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qn
 _HEAD_STEP = 16
 # Default blocks: the fastest for dynamic shapes, and the size that was tested with fixed shapes.
 _BLOCK, _STATIC_BLOCK = 128, 32
+# Of an int8 target. On real matrices it loses 0.023 so, and 0.040 in blocks of 128; a row takes 1.06 times as long (onnx-reference.md).
+_INT8_BLOCK: Block = 32
 # Kinds of a layer's matrices that have 8 bits where int4 is mixed, and the embedding, by GGUF names.
 _IN_8_BITS, _TABLE = frozenset({"attn_k", "attn_v", "ffn_down", "proj"}), "token_embd"
 
@@ -67,8 +69,8 @@ _MIXED_KL = 0.6
 class OnnxRequest:
     """How the two models' weights are stored; `block` applies to int8 and int4. `embedding` None: as the target's other weights.
 
-    `block` None: 128; in graphs of dynamic shapes K and V are then in 8 bits in blocks of 32, and int4 is *mixed*: blocks of 64, with 8
-    bits for the embedding, which is the head too, and for the weights whose rounding costs most (see weights.py).
+    `block` None: 128. In graphs of dynamic shapes an int8 target then has 32, and int4 is *mixed*: blocks of 64, with 8 bits for the
+    embedding, which is the head too, and for the weights whose rounding costs most (see weights.py).
 
     Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
     `on_grid`: the target was trained for int4 in blocks of 32, as `block` says then; its int4 matrices that lie on no grid get 8 bits.
@@ -85,8 +87,8 @@ class OnnxRequest:
     kv: KvKind = option("--onnx-kv", default="f32", help="Type of the K/V cache of ONNX graphs; f32 is the fastest.")
     block: Block | None = option(
         "--onnx-block",
-        help="Number of int8 or int4 weights that share a scale.  [default: 128; for int4, smaller blocks or 8 bits for the weights"
-        " that lose most by rounding; 32 with --device]",
+        help="Number of int8 or int4 weights that share a scale.  [default: 32 for an int8 target and with --device, else 128; for int4,"
+        " smaller blocks or 8 bits for the weights that lose most by rounding]",
     )
     device: Device | None = option(
         help="Write ONNX graphs of fixed shapes for this NPU, or 'static' for any runtime that needs fixed shapes."
@@ -101,8 +103,13 @@ class OnnxRequest:
 
     @property
     def default_blocks(self) -> bool:
-        """Whether blocks are as graphs of dynamic shapes have them by default: K and V in blocks of their own."""
+        """Whether blocks are as graphs of dynamic shapes have them by default."""
         return self.block is None and self.device is None
+
+    @property
+    def of_target(self) -> OnnxRequest:
+        """The same with the blocks of the target: those of int8 are small, as its inputs are rounded block by block too."""
+        return replace(self, block=_INT8_BLOCK) if self.target == "int8" and self.default_blocks else self
 
     def mixed(self, weights: OnnxWeights) -> bool:
         """Whether such weights are mixed of 4 and 8 bits."""

@@ -1,7 +1,7 @@
 """Weights of ONNX graphs: the format of each of a pair's matrices, and data files, written piece by piece as the graphs are built.
 
 int4 is mixed unless a block is asked for: blocks of 64, and 8 bits in blocks of 128 for the embedding and the layers' weights that lose
-most; of these K and V, as in int8, are in blocks of 32. Figures: docs/onnx-reference.md.
+most; of these K and V are in blocks of 32, as all of an int8 target. Figures: docs/onnx-reference.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PAGE, _LINE = 4096, 64
 _MIXED_BLOCK = 64
 # K and V are a hundredth of the weights, and lose much. V is normed, so that what rounds the inputs of a short row counts much: that of the
 # first token, which most rows attend to.
-_VALUES = WeightSpec(bits=8, block=32)
+_VALUES_BLOCK = 32
 # QNN multiplies with integers of one scale for each channel.
 _CHANNELS = "qnn"
 
@@ -356,22 +356,20 @@ def weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
     if form.kind != "blocks" or request.device == _CHANNELS:
         return WeightFormat(kind=form.kind)
     format = WeightFormat(kind="blocks", spec=WeightSpec(bits=form.bits, block=request.block_size))
-    if request.default_blocks:
-        format = replace(format, values=WeightFormat(kind="blocks", spec=_VALUES))
     if not request.mixed(weights):
         return format
-    sensitive = WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=request.block_size))
-    return replace(format, spec=WeightSpec(bits=4, block=_MIXED_BLOCK), sensitive=sensitive)
+    values, sensitive = (WeightFormat(kind="blocks", spec=WeightSpec(bits=8, block=block)) for block in (_VALUES_BLOCK, request.block_size))
+    return replace(format, spec=WeightSpec(bits=4, block=_MIXED_BLOCK), sensitive=sensitive, values=values)
 
 
 def layers_format(request: OnnxRequest) -> WeightFormat:
     """The format of the target's layers."""
-    return _target_format(request.target, request)
+    return _target_format(request.target, request.of_target)
 
 
 def table_format(request: OnnxRequest) -> WeightFormat:
     """The format of the target's token embedding."""
-    return _target_format(request.table, request)
+    return _target_format(request.table, request.of_target)
 
 
 def _target_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
@@ -391,10 +389,10 @@ def head_format(request: OnnxRequest, *, sparse: bool) -> WeightFormat:
 def quantization_name(role: str, request: OnnxRequest) -> str:
     """Returns the manifest's name for the weights of the file with this role."""
     drafter = role.startswith("drafter")
+    request = request if drafter else request.of_target
     weights = request.drafter if drafter else request.target
     if WEIGHT_TYPES[weights].kind != "blocks":
         return weights
     if request.device == _CHANNELS:
         return f"{weights}-channel"
-    mixed = request.mixed(weights) if drafter else request.default_blocks
-    return f"{weights}-mixed" if mixed else f"{weights}-b{request.block_size}"
+    return f"{weights}-mixed" if request.mixed(weights) else f"{weights}-b{request.block_size}"

@@ -53,12 +53,13 @@ def test_int4_is_mixed_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
     assert head == {(4096, 8, 128): 1}
 
 
-def test_int8_has_k_and_v_in_smaller_blocks_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
-    mixed, plain = (next(onnx_pair("int8", **asked).glob("target-int8-*.onnx")) for asked in ({}, {"block": 128}))
-    assert (mixed.name, plain.name) == ("target-int8-mixed.onnx", "target-int8-b128.onnx")
-    result = forms_of(mixed)
-    assert (result[128, 8, 32], result[256, 8, 32]) == (3, 1 + 8)
-    assert forms_of(plain)[256, 8, 32] == 8
+def test_an_int8_target_has_small_blocks_unless_a_block_is_asked_for(onnx_pair: Bundles) -> None:
+    small, plain = (next(onnx_pair("int8", **asked).glob("target-int8-*.onnx")) for asked in ({}, {"block": 128}))
+    assert (small.name, plain.name) == ("target-int8-b32.onnx", "target-int8-b128.onnx")
+    assert {(bits, block) for _, bits, block in forms_of(small)} == {(8, 32)}
+    assert forms_of(small.with_name("target-head-int8-b32.onnx")) == {(4096, 8, 32): 1}
+    assert small.with_name("drafter-int8-b128.onnx").is_file()
+    assert forms_of(plain)[256, 8, 32] == 8, "what comes back from the per-layer embeddings has rows of 32 weights"
 
 
 def test_where_the_keys_are_the_values_they_stand_apart_too(exported: Callable[..., Bundle], tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def test_ways_are_compared_and_peers_that_are_missing_named(tmp_path: Path, monk
         assert result.exit_code == 0, result.output
     assert "LiteRT (ai-edge-quantizer) is left out: " in result.output
     made = {loss["way"]: loss for loss in json.loads((tmp_path / "made.json").read_text())}
-    assert list(made) == ["ONNX int8, calibrated", "ONNX int8 in blocks of 32, calibrated", "GGUF q4_0, calibrated"]
-    large, small, four = made.values()
+    assert list(made) == ["ONNX int8, calibrated", "ONNX int8 in blocks of 128, calibrated", "GGUF q4_0, calibrated"]
+    small, large, four = made.values()
     assert 0 < small["kl"] < large["kl"] < four["kl"]
     assert four["bytes"] < large["bytes"] < small["bytes"]
     assert {loss["reference_perplexity"] for loss in made.values()} == {small["reference_perplexity"]}
