@@ -157,9 +157,8 @@ class GraphBuilder:
         )
 
     def equal_parts(self, value: str, parts: int, each: int) -> list[str]:
-        """Splits the last axis of `parts` times `each` values into parts, by constant sizes."""
-        del each
-        return self.ops("Split", [value], parts, axis=-1, num_outputs=parts)
+        """Splits the last axis of `parts` times `each` values into parts, by constant sizes, which compilers of accelerators ask for."""
+        return self.ops("Split", [value, self.integers([each] * parts)], parts, axis=-1)
 
     def fresh(self, stem: str) -> str:
         """Returns a name that the model does not use yet."""
@@ -240,10 +239,6 @@ class PlainGraph(GraphBuilder):
             return product
         before, after = self._ranges[name]
         return self._rounded(self.op("MatMul", self._rounded(value, before), self._dense(matrix)), after)
-
-    def equal_parts(self, value: str, parts: int, each: int) -> list[str]:
-        """The same with explicit sizes, which NPU compilers accept."""
-        return self.ops("Split", [value, self.integers([each] * parts)], parts, axis=-1)
 
     def _rounded(self, value: str, bounds: ValueRange) -> str:
         scaling = self.floats(float(bounds.scale)), self._constant(np.asarray(bounds.zero_point))

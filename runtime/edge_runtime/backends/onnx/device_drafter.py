@@ -29,7 +29,7 @@ from edge_runtime.backends.onnx.device_draft_graph import (
     draft_step_graph,
     places_of,
 )
-from edge_runtime.backends.onnx.device_graph import HIDDEN_INDEX, picking_graph
+from edge_runtime.backends.onnx.device_graph import HIDDEN_INDEX, PICKED, picking_graph
 from edge_runtime.backends.onnx.device_target import DeviceTarget
 from edge_runtime.backends.onnx.drafter_weights import OtherGraphError
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, check_length
@@ -122,7 +122,7 @@ class DeviceDrafter:
         length = target.length
         given, index = target.hidden_place or (0, 0)
         inputs = {HIDDEN: target.hidden_value(given), HIDDEN_INDEX: value_over(np.array([index]))}
-        self._picking.bind(inputs, {f"picked_{HIDDEN}": first[HIDDEN]}, fixed=inputs).run()
+        self._picking.bind(inputs, {PICKED: first[HIDDEN]}, fixed=inputs).run()
         first[TOKEN].update_inplace(np.array([[last]]))
         seen = 0 if self._window is None else max(0, length - self._window - 1)
         for name, value in {"position_ids": np.array([[length]]), ROWS: _float(length), FIRST: _float(seen)}.items():

@@ -35,6 +35,8 @@ _INT32 = 6
 _NODE, _TENSOR, _INPUT, _OUTPUT = 1, 5, 11, 12
 _IR_VERSION, _OPSET = 10, 21
 _MATRIX, _RANK = 2, 3
+# A shader of WebGPU has eight buffers at least, one of which it reads (maxStorageBuffersPerShaderStage, www.w3.org/TR/webgpu).
+_PARTS = 7
 _FULL_COUNTS = (b"last_row_full", b"rows_full")
 
 
@@ -118,58 +120,72 @@ def _changed(model: bytes) -> DeviceGraph | None:
             _attend_again(change, node, node)
         else:
             change.nodes.append(node)
-    change.nodes = with_products(graph, change.nodes)
+    change.nodes = _with_narrow_splits(graph, with_products(graph, change.nodes))
     graph.nodes = _still_read(change, {*graph.outputs, *(name.encode() for name in change.written)})
     if any(name.startswith((b"key.", b"value.")) for node in graph.nodes if node.operator != STOCK_ATTENTION for name in node.inputs):
         return None
     return DeviceGraph(model=with_graph(model, graph, None), written=change.written)
 
 
+def has_branches(model: bytes) -> bool:
+    """Whether parts of the graph run only where they are needed, as experts do."""
+    return any(node.operator == "If" for node in read_graph(model).nodes)
+
+
 # What is picked of the hidden rows [1, n, hidden size], and at which rows; buffers and the positions read of them.
-HIDDEN, HIDDEN_INDEX, POSITIONS = "hidden", "index", "positions"
+HIDDEN, HIDDEN_INDEX, POSITIONS, PICKED = "hidden", "index", "positions", "picked"
 
 
 def picking_graph(buffers: Iterable[str]) -> bytes:
     """Returns a model that gives rows of what lies on a device: `hidden` at `index`, buffers [1, heads, rows, width] at `positions`.
 
-    Outputs are called as inputs, with `picked_` before.
+    Its output `picked` float32 is the hidden row [1, 1, hidden size], or, with buffers, all of it one after the other in one axis: a host
+    waits for each output that it reads.
     """
     picks = [(HIDDEN, HIDDEN_INDEX, 1), *((name, POSITIONS, 2) for name in buffers)]
     parts = [value_field(_INPUT, name.encode(), INT64, 1) for name in dict.fromkeys(at for _, at, _ in picks)]
-    for name, at, axis in picks:
-        picked = f"picked_{name}".encode()
-        gather = Node("Gather", [name.encode(), at.encode()], [picked], [integer_attribute("axis", axis)])
-        parts.append(bytes_field(_NODE, gather.encoded()))
-        parts += [value_field(number, each, FLOAT, 2 + axis) for number, each in ((_INPUT, name.encode()), (_OUTPUT, picked))]
+    parts += [value_field(_INPUT, name.encode(), FLOAT, 2 + axis) for name, _, axis in picks]
+    picked = [PICKED.encode()] if len(picks) == 1 else [f"{name}@picked".encode() for name, _, _ in picks]
+    nodes = [
+        Node("Gather", [name.encode(), at.encode()], [output], [integer_attribute("axis", axis)])
+        for (name, at, axis), output in zip(picks, picked, strict=True)
+    ]
+    if len(picks) > 1:
+        parts.append(constant(b"flat", -1))
+        nodes += [Node("Reshape", [name, b"flat"], [name + b"@flat"]) for name in picked]
+        nodes.append(Node("Concat", [name + b"@flat" for name in picked], [PICKED.encode()], [integer_attribute("axis", 0)]))
+    parts += [bytes_field(_NODE, node.encoded()) for node in nodes]
+    parts.append(value_field(_OUTPUT, PICKED.encode(), FLOAT, 3 if len(picks) == 1 else 1))
     opset = bytes_field(8, number_field(2, _OPSET))
     return number_field(1, _IR_VERSION) + bytes_field(7, b"".join([bytes_field(2, b"picks"), *parts])) + opset
 
 
 # What the head gives of each row beside its logits: the likeliest token that is not suppressed, and numbers that show unsound rows.
-CHOICE, FACTS = "choice", ("largest", "least", "sum")
+CHOICE = "choice"
 SUPPRESSED = "suppressed"
 
 
 def head_with_choices(model: bytes) -> bytes | None:
     """Returns the model of a head that chooses on the device too, None if it gives no logits, or has products that are none.
 
-    `suppressed` float32 [1, 1, vocabulary] is added to the logits before a token is chosen. Outputs [1, n, 1]: `choice` int64; `largest`
-    and `least` of the logits, and their `sum`, which no NaN leaves finite.
+    `suppressed` float32 [1, 1, vocabulary] is added to the logits before a token is chosen. The output `choice` float32 [1, n, 4] has the
+    token, the largest and the least logit and their sum, which no NaN leaves finite: a host waits for each output that it reads.
     """
     graph = read_graph(model)
     logits, axis = b"logits", b"last_axis"
     if logits not in graph.outputs:
         return None
     masked = Node("Add", [logits, SUPPRESSED.encode()], [b"masked_logits"])
-    chosen = Node("ArgMax", masked.outputs, [CHOICE.encode()], [integer_attribute("axis", 2)])
-    reduced = [Node(f"Reduce{word}", [logits, axis], [name.encode()]) for word, name in zip(("Max", "Min", "Sum"), FACTS, strict=True)]
+    chosen = Node("ArgMax", masked.outputs, [b"chosen"], [integer_attribute("axis", 2)])
+    token = Node("Cast", chosen.outputs, [b"chosen_float"], [integer_attribute("to", FLOAT)])
+    reduced = [Node(f"Reduce{word}", [logits, axis], [f"logits_{word}".encode()]) for word in ("Max", "Min", "Sum")]
+    facts = [node.outputs[0] for node in (token, *reduced)]
+    together = Node("Concat", facts, [CHOICE.encode()], [integer_attribute("axis", 2)])
     try:
-        graph.nodes = [*with_products(graph, graph.nodes), masked, chosen, *reduced]
+        graph.nodes = [*with_products(graph, graph.nodes), masked, chosen, token, *reduced, together]
     except (LookupError, ValueError):  # a product of a stranger, with other inputs or outputs
         return None
-    outputs = [(CHOICE, INT64), *((name, FLOAT) for name in FACTS)]
-    graph.added += [constant(axis, 2), value_field(_INPUT, SUPPRESSED.encode(), FLOAT, 3)]
-    graph.added += [value_field(_OUTPUT, name.encode(), kind, 3) for name, kind in outputs]
+    graph.added += [constant(axis, 2), value_field(_INPUT, SUPPRESSED.encode(), FLOAT, 3), value_field(_OUTPUT, CHOICE.encode(), FLOAT, 3)]
     return with_graph(model, graph, None)
 
 
@@ -194,6 +210,37 @@ def with_products(graph: OnnxGraph, nodes: Sequence[Node]) -> list[Node]:
         product = Node("Gemm", [*flat.outputs, node.inputs[1]], [name + b"@product"], [integer_attribute("transB", 1)])
         changed += [flat, product, Node("Reshape", [*product.outputs, shape(1, -1, outputs)], [name])]
     graph.added += shapes.values()
+    return changed
+
+
+def _with_narrow_splits(graph: OnnxGraph, nodes: Sequence[Node]) -> list[Node]:
+    """The nodes with a tree of narrower ones in the place of each Split into more parts than a shader has buffers for."""
+    changed, sizes_of = list[Node](), dict[tuple[int, ...], bytes]()
+
+    def split(value: bytes, outputs: list[bytes], sizes: tuple[int, ...], attributes: list[Attribute]) -> None:
+        each = 1
+        while len(outputs) > _PARTS * each:
+            each *= _PARTS
+        ends = range(0, len(outputs), each)
+        parts = [(outputs[first : first + each], sizes[first : first + each]) for first in ends]
+        names = [names[0] if len(names) == 1 else names[0] + b"@parts" + str(each).encode() for names, _ in parts]
+        sums = tuple(sum(widths) for _, widths in parts)
+        if sums not in sizes_of:
+            sizes_of[sums] = f"sizes@{sums}".encode()
+            graph.added.append(constant(sizes_of[sums], *sums))
+        changed.append(Node("Split", [value, sizes_of[sums]], names, attributes))
+        for name, (inner, widths) in zip(names, parts, strict=True):
+            if len(inner) > 1:
+                split(name, inner, widths, attributes)
+
+    for node in nodes:
+        if node.operator != "Split" or len(node.outputs) <= _PARTS:
+            changed.append(node)
+            continue
+        sizes = graph.constants[node.inputs[1]].integers or ()
+        if len(sizes) != len(node.outputs):
+            raise ValueError(node.name)
+        split(node.inputs[0], node.outputs, sizes, node.attributes)
     return changed
 
 

@@ -138,10 +138,18 @@ def attention_of_last_rows(end: Node, constants: Mapping[bytes, Tensor]) -> Node
     assert queries is not None
     assert positions is not None
     assert padding is not None
-    if padding.inputs[0] != queries.inputs[0]:
+    if not _have_as_many_rows(padding.sources[0], queries.sources[0], constants):
         return None
     inputs = [queries.inputs[1], *attention.inputs[1:9], positions.inputs[1]]
     return Node(READER, inputs, end.outputs, operator.attributes, DOMAIN)
+
+
+def _have_as_many_rows(counted: Node | None, first: Node | None, constants: Mapping[bytes, Tensor]) -> bool:
+    """Whether both are the row of padding, or none of it, of one width or two: an export counts that of the first layer only."""
+    if counted is None or first is None or counted is first:
+        return counted is first
+    rows = [constants[node.inputs[0]].shape[:2] for node in (counted, first) if node.operator == "Slice" and node.inputs[0] in constants]
+    return rows == [(1, 1), (1, 1)] and counted.inputs[1:] == first.inputs[1:]
 
 
 def attention_on_rows(end: Node, constants: Mapping[bytes, Tensor]) -> Node | None:

@@ -248,10 +248,12 @@ def test_a_head_chooses_as_its_logits_say(onnx_pair: Bundles) -> None:
     hidden = np.random.default_rng(0).standard_normal((1, 5, 256)).astype(np.float32)
     hidden[0, 4, 7] = np.nan
     mask = np.zeros((1, 1, 4096), np.float32)
-    logits, choice, total = session.run(["logits", "choice", "sum"], {"hidden": hidden, "suppressed": mask})
-    assert choice[0, :4, 0].tolist() == logits[0, :4].argmax(axis=1).tolist()
-    assert np.isfinite(total[0, :, 0]).tolist() == [True] * 4 + [False]
-    mask[..., choice[0, 0]] = -np.inf
+    logits, choice = session.run(["logits", "choice"], {"hidden": hidden, "suppressed": mask})
+    tokens, largest, least, total = choice[0].T
+    assert tokens[:4].tolist() == logits[0, :4].argmax(axis=1).tolist()
+    assert (largest[:4].tolist(), least[:4].tolist()) == (logits[0, :4].max(axis=1).tolist(), logits[0, :4].min(axis=1).tolist())
+    assert np.isfinite(total).tolist() == [True] * 4 + [False]
+    mask[..., int(tokens[0])] = -np.inf
     (other,) = session.run(["choice"], {"hidden": hidden, "suppressed": mask})
     assert other[0, 0, 0] == np.argsort(logits[0, 0])[-2]
 
