@@ -32,7 +32,7 @@ from edge_runtime.backends.selection import BackendKind
 from edge_runtime.bundle.gguf_types import OFFERED
 from edge_runtime.cli.demo import TEXTS
 from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
-from edge_runtime.errors import BackendError
+from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.session.open import open_session
 from edge_runtime.session.trials import check_lossless
 
@@ -77,6 +77,8 @@ def pair_records(device: str, engine: BackendKind, first: int) -> Iterator[dict[
                     folder / "bundle", backend=engine, device=device, context=PAIR_CONTEXT, threads=1, config=FIXED, notify=sentences.append
                 ) as session:
                     record |= {"passed": session.device != "cpu", "says": [each for each in sentences if "the CPU" in each]}
+            except RequestError as error:
+                record |= {"refused": str(error)}
             except BackendError as error:
                 record |= {"passed": False, "says": [str(error)]}
             yield record
@@ -128,17 +130,20 @@ def main(
         sys.exit(_in_a_process_of(double))
     records = pair_records(name, engine, first) if bundle is None else text_records(name, engine, bundle)
     what = f"pairs passed the check of {name}" if bundle is None else f"texts with drafts are those of plain decoding on {name}"
-    end, done, passed = time.monotonic() + 60 * minutes, 0, 0
+    end, done, passed, refused = time.monotonic() + 60 * minutes, 0, 0, 0
     for record in records:
-        done, passed = done + 1, passed + record["passed"]
+        if "refused" in record:
+            refused += 1
+        else:
+            done, passed = done + 1, passed + record["passed"]
         line = json.dumps(record)
         click.echo(line)
         if output is not None:
             with output.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
-        if done == pairs or time.monotonic() > end:
+        if done + refused == pairs or time.monotonic() > end:
             break
-    click.echo(f"{passed} of {done} {what}")
+    click.echo(f"{passed} of {done} {what}" + (f"; {refused} more do not run there, and it says so" if refused else ""))
     sys.exit(int(passed < done))
 
 

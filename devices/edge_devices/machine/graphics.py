@@ -31,6 +31,20 @@ def driver_facts(system: System) -> list[str]:
     return [*_kernel_modules(system), *_vulkan_drivers(system)]
 
 
+def board_name(system: System, address: str) -> str:
+    """Returns the name of the GPU at a PCI address such as "0000:01:00.0", as NVIDIA's driver says it, else its numbers; empty if unknown.
+
+    Numbers: sysfs-bus-pci (docs.kernel.org/admin-guide/abi), vendor and device in hexadecimal.
+    """
+    if not re.fullmatch(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]", address):
+        return ""
+    model = re.search(r"^Model:\s*(\S.*)$", system.text_or(f"proc/driver/nvidia/gpus/{address.lower()}/information"), re.MULTILINE)
+    if model is not None:
+        return model.group(1).strip()
+    numbers = [system.text_or(f"sys/bus/pci/devices/{address.lower()}/{name}").removeprefix("0x") for name in ("vendor", "device")]
+    return f"PCI {':'.join(numbers)}" if all(numbers) else ""
+
+
 def _kernel_modules(system: System) -> Iterator[str]:
     kernel = system.text_or("proc/sys/kernel/osrelease")
     for module in _MODULES:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.machine.graphics import driver_facts
+from edge_devices.machine.graphics import board_name, driver_facts
 from edge_devices.machine.system import CommandResult, System
 
 
@@ -46,3 +46,12 @@ def test_another_build_of_a_vulkan_driver_is_another_driver(tmp_path: Path, monk
 def test_windows_says_its_drivers_itself(tmp_path: Path) -> None:
     system = System(root=tmp_path, platform="win32", run=lambda _: CommandResult(code=0, output=b"Radeon 32.0.1\r\nNPU 1.2\r\n"))
     assert driver_facts(system) == ["Radeon 32.0.1", "NPU 1.2"]
+
+
+def test_a_board_is_called_as_its_driver_does_else_by_its_numbers(tmp_path: Path) -> None:
+    written(tmp_path, "proc/driver/nvidia/gpus/0000:01:00.0/information", "Model: \t\t NVIDIA H200\nIRQ:   \t\t 99\n")
+    written(tmp_path, "sys/bus/pci/devices/0000:02:00.0/vendor", "0x1002\n")
+    written(tmp_path, "sys/bus/pci/devices/0000:02:00.0/device", "0x744c\n")
+    system = System(root=tmp_path, platform="linux")
+    names = [board_name(system, address) for address in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0", "../../../etc", "")]
+    assert names == ["NVIDIA H200", "PCI 1002:744c", "", "", ""]

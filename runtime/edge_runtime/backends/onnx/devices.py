@@ -6,7 +6,7 @@ for. Their devices are named by onnxruntime, so one that is not there is never r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -15,7 +15,7 @@ from typing import Any
 
 from edge_devices.errors import first_line
 from edge_devices.machine.facts import installed_version
-from edge_devices.machine.graphics import driver_facts
+from edge_devices.machine.graphics import board_name, driver_facts
 from edge_devices.machine.system import System
 from edge_runtime.backends.interface import CPU, GPU, NPU
 from edge_runtime.backends.kernels.loader import end_on_lost_files
@@ -197,7 +197,7 @@ def _devices_of(plug_in: PlugIn) -> list[OrtDevice]:
                 name=name,
                 provider=plug_in.provider,
                 kind=plug_in.kind or hardware_kind,
-                hardware=facts.get("FULL_DEVICE_NAME") or facts.get("Description") or handle.device.vendor,
+                hardware=facts.get("FULL_DEVICE_NAME") or facts.get("Description") or handle.device.vendor or _board(facts),
                 driver=_driver(f"{plug_in.package} {version}", facts.get("DRIVER_VERSION")),
                 software=software,
                 options=_options(plug_in, software=software),
@@ -205,6 +205,10 @@ def _devices_of(plug_in: PlugIn) -> list[OrtDevice]:
             ),
         )
     return list(made.values())
+
+
+def _board(facts: Mapping[str, str]) -> str:
+    return board_name(System(), facts.get("pci_bus_id", ""))
 
 
 def _options(plug_in: PlugIn, *, software: bool) -> tuple[tuple[str, str], ...]:
