@@ -39,10 +39,11 @@ def entry_key(facts: object) -> str:
 
 def only_ours(status: os.stat_result) -> bool:
     """Whether nobody else may write a file: it is this user's, and closed to others."""
-    return os.name != "posix" or (_is_own(status) and not status.st_mode & 0o022)
+    return os.name != "posix" or (is_own(status) and not status.st_mode & 0o022)
 
 
-def _is_own(status: os.stat_result) -> bool:
+def is_own(status: os.stat_result) -> bool:
+    """Whether a file or folder is this user's."""
     return os.name != "posix" or status.st_uid == os.geteuid()
 
 
@@ -78,7 +79,7 @@ def cache_put(path: Path, key: str, value: object) -> OSError | None:
             entries.pop(key, None)
             if path.is_symlink():
                 path.unlink()
-            if path.exists() and not _is_own(path.stat()):
+            if path.exists() and not is_own(path.stat()):
                 raise PermissionError(errno.EPERM, NOT_OURS)
             atomic_write(path, [_newest({**entries, key: value})])
             if not only_ours(path.stat()):

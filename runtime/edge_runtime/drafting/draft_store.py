@@ -23,6 +23,7 @@ from typing import BinaryIO
 
 from edge_devices.files.limited_read import FileTooLarge, read_at_most, read_regular
 from edge_devices.files.temp_files import clear_stale, lock_open
+from edge_devices.files.user_cache import is_own
 from edge_runtime.drafting.sources import Guess
 from edge_runtime.drafting.text_memory import BORDER, LEAD, SHORTEST_MATCH, TEXT_PRIORS, Place, SuffixAutomaton, evidence
 from edge_runtime.drafting.text_memory import SOURCE as TEXT_SOURCE
@@ -190,7 +191,7 @@ def read_store(path: Path) -> list[str]:
     except (OSError, ValueError) as error:
         raise RequestError(f"the draft store {path} cannot be read ({error})") from error
     mode = stat.S_IMODE(state.st_mode)
-    if os.name == "posix" and state.st_uid != os.geteuid():
+    if not is_own(state):
         raise RequestError(f"the draft store {path} belongs to another user (number {state.st_uid}); name a file of your own")
     if os.name == "posix" and mode & 0o077:
         raise RequestError(f"the draft store {path} may be read by others (mode {mode:o}); chmod 600 it if it is yours")

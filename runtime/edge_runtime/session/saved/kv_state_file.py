@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from edge_devices.errors import errors_as
 from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.typed_json import StructureError, from_json, to_json
+from edge_devices.files.user_cache import is_own
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import KvRows, SavableTarget
 
@@ -206,11 +207,6 @@ def _check_facts(path: Path, facts: Mapping[str, str], own: Mapping[str, str]) -
         if facts.get(name) != value:
             stored = str(facts.get(name))[:20]
             raise RequestError(f"the state {path} is of {FACTS[name].format(value=stored, own=value)}")
-
-
-def is_own(state: os.stat_result) -> bool:
-    """Whether a file or folder is this user's."""
-    return os.name != "posix" or state.st_uid == os.geteuid()
 
 
 def _read_into(file: BinaryIO, array: NDArray[Any]) -> None:

@@ -24,10 +24,10 @@ struct Norm {
 
 struct Rows {
     const Norm& norm;
-    const float *x, *y, *weight, *next;
-    float factor;
-    int64_t width, count;
-    float *sum, *normed;
+    const float *x = nullptr, *y = nullptr, *weight = nullptr, *next = nullptr;
+    float factor = 1;
+    int64_t width = 0, count = 0;
+    float *sum = nullptr, *normed = nullptr;
 
     int64_t each() const { return width < kValues ? kValues / width : 1; }
 };
@@ -89,7 +89,7 @@ Status* few_values(const Norm& norm, KernelContext* context, size_t index, int64
 Status* normalize(void* kernel, KernelContext* context) {
     const Norm& norm = *static_cast<Norm*>(kernel);
     Shape shape, weight;
-    Rows rows = {norm, nullptr, nullptr, nullptr, nullptr, 1, 0, 0, nullptr, nullptr};
+    Rows rows = {norm};
     EDGE_TRY(read_input(norm.api, context, 0, shape, &rows.x));
     EDGE_TRY(read_input(norm.api, context, 1, weight, &rows.weight));
     rows.width = weight.count();
@@ -104,7 +104,7 @@ Status* normalize(void* kernel, KernelContext* context) {
 Status* add(void* kernel, KernelContext* context) {
     const Norm& norm = *static_cast<Norm*>(kernel);
     Shape shape, other;
-    Rows rows = {norm, nullptr, nullptr, nullptr, nullptr, 1, 0, 0, nullptr, nullptr};
+    Rows rows = {norm};
     EDGE_TRY(read_input(norm.api, context, 0, shape, &rows.x));
     EDGE_TRY(read_input(norm.api, context, 1, other, &rows.y));
     rows.width = norm.width;
