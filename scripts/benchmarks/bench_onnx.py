@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.table import Table
 
 from edge_devices.command_line import one_sentence_errors
-from edge_devices.machine.memory import Resident, resident_bytes
 from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.errors import BackendError
@@ -39,7 +38,6 @@ WARM_UP = 2
 # Tokens of the prompt that measures memory, and free rows of the context after the longest text.
 ROOM = 32
 LOAD_TOKENS = 8
-EXTRAS = {"llama": ("",), "onnx": ("", "unpacked")}
 # Returns the representative one of several durations.
 Typical = Callable[[Sequence[float]], float]
 
@@ -53,32 +51,28 @@ class Runner:
     bundle: Path
     threads: int
     context: int
-    extra: str = ""
 
     def open(self, *, verbose: bool = False) -> Session:
-        """Opens a session, on ONNX Runtime with weights kept packed unless `extra` is "unpacked"."""
-        onnx = self.backend == "onnx"
+        """Opens a session."""
         return open_session(
             self.bundle,
             backend=cast(BackendKind, self.backend),
             threads=self.threads,
             context=self.context,
             check="none",
-            keep_packed=onnx and self.extra != "unpacked",
             notify=(lambda text: click.echo(text, err=True)) if verbose else (lambda _: None),
         )
 
 
 def read_runners(words: Sequence[str], threads: int, context: int) -> list[Runner]:
-    """Reads BACKEND:BUNDLE and onnx+unpacked:BUNDLE."""
+    """Reads BACKEND:BUNDLE."""
     made = []
     for word in words:
-        kind, _, path = word.partition(":")
-        backend, _, extra = kind.partition("+")
-        if backend not in BACKENDS or extra not in EXTRAS[backend] or not Path(path).is_dir():
+        backend, _, path = word.partition(":")
+        if backend not in BACKENDS or not Path(path).is_dir():
             raise click.ClickException(f"{word!r} is not a backend ({', '.join(BACKENDS)}), a colon and a bundle's folder")
-        name = f"{kind} {Path(path).name}"
-        made.append(Runner(name=name, backend=backend, bundle=Path(path), threads=threads, context=context, extra=extra))
+        name = f"{backend} {Path(path).name}"
+        made.append(Runner(name=name, backend=backend, bundle=Path(path), threads=threads, context=context))
     return made
 
 
@@ -95,21 +89,24 @@ def measure_load(runner: Runner) -> dict[str, float]:
         used = _resident()
     return {
         "seconds": seconds,
-        "opened_bytes": opened.total - before.total,
-        "used_bytes": used.total - before.total,
-        "used_anonymous_bytes": used.anonymous - before.anonymous,
+        "opened_bytes": opened[0] - before[0],
+        "used_bytes": used[0] - before[0],
+        "used_anonymous_bytes": used[1] - before[1],
     }
 
 
-def _resident() -> Resident:
-    measured = resident_bytes()
-    if measured is None:
-        raise BackendError("resident memory is read from /proc, which this system does not have; omit --openings")
-    return measured
+def _resident() -> tuple[int, int]:
+    """The bytes of this process in memory, VmRSS and RssAnon of /proc/self/status (proc(5)): all, and those without a file behind them."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
+    except OSError as error:
+        raise BackendError("resident memory is read from /proc, which this system does not have; omit --openings") from error
+    total, anonymous = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon"))
+    return total, anonymous
 
 
 def measure_loads(runners: Sequence[Runner], repeats: int) -> dict[str, dict[str, float]]:
-    """Returns medians over `repeats` loads of each runner, in turn; the first load packs weights and is not counted."""
+    """Returns medians over `repeats` loads of each runner, in turn; the first load is not counted."""
     samples: dict[str, list[dict[str, float]]] = {runner.name: [] for runner in runners}
     spawn = multiprocessing.get_context("spawn")
     for number in range(repeats + 1):

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -102,7 +101,7 @@ def address_space_left(root: Path = Path("/")) -> int | None:
 
 def mapped_bytes(root: Path = Path("/")) -> int | None:
     """Returns VmSize of /proc/self/status, all that this process has mapped; None where there is none."""
-    return _status_bytes(root, ("VmSize",)).get("VmSize")
+    return next((int(line.split()[1]) * 1024 for line in _lines(root / "proc/self/status") if line.startswith("VmSize:")), None)
 
 
 def mem_available(meminfo: str) -> int | None:
@@ -139,25 +138,6 @@ def byte_text(count: int) -> str:
         if count < size * 1000:
             return f"{count / size:.1f} {unit}"
     return f"{count / 1e9:.2f} GB"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resident:
-    """Bytes of this process that are in memory now; `anonymous` are those without a file behind them, which are not shared."""
-
-    total: int
-    anonymous: int
-
-
-def resident_bytes(root: Path = Path("/")) -> Resident | None:
-    """Returns VmRSS and RssAnon of /proc/self/status (proc(5)), or None where there is none."""
-    sizes = _status_bytes(root, ("VmRSS", "RssAnon"))
-    return Resident(total=sizes["VmRSS"], anonymous=sizes["RssAnon"]) if len(sizes) == 2 else None
-
-
-def _status_bytes(root: Path, names: tuple[str, ...]) -> dict[str, int]:
-    pairs = (line.partition(":") for line in _lines(root / "proc/self/status"))
-    return {name: int(value.split()[0]) * 1024 for name, _, value in pairs if name in names}
 
 
 def _groups_available(root: Path) -> Iterator[int]:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from edge_devices.waiting import Waiting
 from edge_runtime.bundle.bundle import Bundle
-from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER
 from edge_runtime.config.settings import Settings
 from edge_runtime.drafting.drafter_kinds import DrafterKind
@@ -44,8 +43,6 @@ class OpenRequest:
     memory_limit: int | None
     image_rows: int
     device: str | None
-    keep_packed: bool
-    check: CheckMode
     notify: Callable[[str], None]
     waiting: Waiting
 
@@ -56,7 +53,6 @@ class OpenRequest:
             "memory_limit": self.memory_limit,
             "max_candidates": self.settings.max_candidates,
             "device": None if self.device == CPU else self.device,
-            "keep_packed": self.keep_packed or None,
         }
         return {name: value for name, value in options.items() if value is not None}
 
@@ -103,9 +99,6 @@ class Backend(Protocol):
 
     options: frozenset[str]
     max_sequences: int
-
-    def refusal(self, option: str, value: object, /) -> str | None:
-        """A sentence about an option that it does not have, where there is more to say than that."""
 
     def accelerators(self) -> dict[str, str]:
         """Returns the names of the devices beside the CPU, those by software left out, and in one line what their results depend on."""

@@ -126,7 +126,7 @@ def _refusal(kind: BackendKind, request: OpenRequest) -> str | None:
         return f"{count} sessions at once are more than the {limit} that {name} runs; ask for fewer, or for another backend"
     for option, value in request.special_options().items():
         if option not in backend.options:
-            return backend.refusal(option, value) or f"{name} has no {option}, which is {value}; leave it out, or {_others_with(option)}"
+            return f"{name} has no {option}, which is {value}; leave it out, or {_others_with(option)}"
     device = request.special_options().get("device")
     return None if device is None else backend.missing_device(str(device))
 

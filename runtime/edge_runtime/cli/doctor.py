@@ -69,7 +69,7 @@ class Extra:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFile:
-    """A file or folder in the cache: its path, total bytes and number of entries."""
+    """A file in the cache: its path, bytes and number of entries."""
 
     path: str
     bytes: int
@@ -136,7 +136,7 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
         version, requirements = metadata.version(DISTRIBUTION), metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         raise BackendError(f"{DISTRIBUTION} is not installed for {sys.executable}; run: pip install . in its checkout") from None
-    folder = cache_folder()
+    folder, file = cache_folder(), cache_file()
     return Diagnosis(
         version=version,
         python=platform.python_version(),
@@ -149,7 +149,7 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
         meters=tuple(find_meters(system)),
         cache=str(folder),
         cache_variable=CACHE_VARIABLE,
-        cache_files=tuple(_cache_files(folder)),
+        cache_files=(CacheFile(path=str(file), bytes=file.stat().st_size, entries=len(read_entries(file))),) if file.is_file() else (),
         cache_refused=tuple(path.name for path in sorted(folder.glob("*.json")) if path.is_file() and not only_ours(path.stat())),
     )
 
@@ -166,16 +166,6 @@ def _extra(name: str, purpose: str, requirements: list[str]) -> Extra:
         except metadata.PackageNotFoundError:
             missing.append(line.partition(";")[0].strip())
     return Extra(name=name, purpose=purpose, installed=installed, missing=tuple(missing))
-
-
-def _cache_files(folder: Path) -> list[CacheFile]:
-    file = cache_file()
-    files = [CacheFile(path=str(file), bytes=file.stat().st_size, entries=len(read_entries(file)))] if file.is_file() else []
-    packed = folder / "packed"
-    if packed.is_dir():
-        sizes = [path.stat().st_size for path in packed.rglob("*") if path.is_file()]
-        files.append(CacheFile(path=str(packed), bytes=sum(sizes), entries=sum(path.is_dir() for path in packed.iterdir())))
-    return files
 
 
 Row = tuple[str, str, str]

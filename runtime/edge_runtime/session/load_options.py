@@ -57,7 +57,6 @@ class LoadOptions:
         backend: llama or onnx; None takes the one that was measured to be faster on this machine, else that is by the files' sizes.
         device: Where the model runs: "cpu", "gpu", "npu", or a device's own name such as "vulkan0", "openvino:NPU", which `edge-run doctor`
             lists, or that of an execution provider of ONNX Runtime. "auto" is the fastest one, measured on first use.
-        keep_packed: Whether packed weights are kept on disk for the next start (onnx).
         draft_store: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
         prompt_cache: Folder in which the K/V rows of prompts are kept, for you alone, and found again; made if it is missing. None keeps
             none.
@@ -122,11 +121,6 @@ class LoadOptions:
         metavar="NAME",
         panel="Backend",
         help="Where a model runs: cpu, gpu, npu, a name that edge-run doctor lists, or auto: the fastest, measured once.  [default: cpu]",
-    )
-    keep_packed: bool = option(
-        default=False,
-        panel="Backend",
-        help="ONNX: cache weights packed for this CPU on disk, at twice their size. Opens faster and maps memory.",
     )
     draft_store: Path | None = option(
         metavar="FILE",

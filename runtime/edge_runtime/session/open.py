@@ -50,8 +50,6 @@ from edge_runtime.session.saved.kv_state_file import row_facts
 from edge_runtime.session.saved.prompt_cache import PromptCache
 from edge_runtime.session.session import Session, SessionParts, rate_with
 
-# Kinds of devices: who asks for them takes the CPU where there is none to trust.
-
 
 def default_threads() -> int:
     """Returns how many processors this process may run on."""
@@ -238,8 +236,6 @@ class _PairLoader:
             memory_limit=limit,
             image_rows=options.image_rows,
             device=None if self.auto else options.device,
-            keep_packed=options.keep_packed,
-            check=options.check,
             notify=options.notify,
             waiting=options.waiting,
         )

@@ -58,8 +58,6 @@ class Case:
             "memory_limit": None,
             "image_rows": DEFAULT_BUDGET,
             "device": None,
-            "keep_packed": False,
-            "check": "fast",
             "notify": lambda _: None,
             "waiting": silent_wait,
         }
@@ -334,17 +332,9 @@ def test_several_sequences_share_forwards_where_there_may_be_several(case: Case)
     opened.together.close()
 
 
-REFUSALS = {
-    ("llama", "keep_packed"): "are onnxruntime's; ask for them with the onnx backend",
-    ("onnx", "kv_type"): r"is fixed at export \(--onnx-kv\) and cannot be q8_0; leave kv_type out",
-    ("onnx", "memory_limit"): "is not for ONNX graphs; leave it out, or use the llama backend",
-    ("onnx", "max_candidates"): "64 is not for ONNX graphs; leave it out, or use the llama backend",
-}
-
-
 def test_options_of_other_backends_are_refused_in_one_sentence(case: Case) -> None:
     candidates = load_settings(open_bundle(case.bundle), config=SpeculativeConfig(drafter=DrafterConfig(max_candidates=64)))
-    asked = {"kv_type": "q8_0", "memory_limit": 1 << 40, "keep_packed": True, "settings": candidates}
+    asked = {"kv_type": "q8_0", "memory_limit": 1 << 40, "settings": candidates}
     options = case.request(**asked, device="gpu").special_options()
     assert set(options) == {"device", *("max_candidates" if name == "settings" else name for name in asked)}
     for name, value in asked.items():
@@ -353,7 +343,7 @@ def test_options_of_other_backends_are_refused_in_one_sentence(case: Case) -> No
         if option in case.backend.options:
             check_options(case.kind, request)
         else:
-            with pytest.raises(RequestError, match=REFUSALS[case.kind, option]):
+            with pytest.raises(RequestError, match=f"has no {option}, which is .*; leave it out, or use the llama backend"):
                 check_options(case.kind, request)
 
 
@@ -456,7 +446,7 @@ def test_fingerprints_and_cache_keys_stay_those_of_earlier_versions(case: Case, 
             facts = ["f16", "none", repacked, str(kernels), description["version"], build, "f16"]
             speed, answer = [*facts, "ThreadCounts(prefill=1, verify=1, draft=1)"], ["1", *facts]
         else:
-            speed = [f"OrtOptions(context=64, threads=1, device={PROCESSOR}, keep_packed=False)", "none", str(kernels)]
+            speed = [f"OrtOptions(context=64, threads=1, device={PROCESSOR})", "none", str(kernels)]
             answer = [description["version"], *speed]
         assert session.fingerprint == entry_key([project_version(), cpu_identity(), "64", hashes, answer])
         assert set(keys) == {entry_key([cpu_identity(), session.settings.longest_draft + 1, [*hashes, "1", *speed]])}

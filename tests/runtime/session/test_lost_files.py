@@ -22,12 +22,12 @@ RUN = """
 import os, sys
 from pathlib import Path
 from edge_runtime.session.open import open_session
-bundle, change, backend, packed, files = sys.argv[1:]
-with open_session(bundle, threads=1, backend=backend, check="fast", keep_packed=packed == "packed") as session:
+bundle, change, backend = sys.argv[1:]
+with open_session(bundle, threads=1, backend=backend, check="fast") as session:
     def text():
         return session.generate("def area(r):", max_tokens=12, draft_length=2).text()
     first = text()
-    for path in Path(files).rglob("*.packed" if packed else "*"):
+    for path in Path(bundle).rglob("*"):
         if path.is_file():
             if change == "cut":
                 os.truncate(path, 0)
@@ -45,18 +45,16 @@ SENTENCE = (
 )
 
 
-@pytest.fixture(params=["llama", "onnx", "packed"])
+@pytest.fixture(params=["llama", "onnx"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
     """Runs a session whose files change in such a way."""
     kind = request.param
     source = request.getfixturevalue("quantized_pair") if kind == "llama" else request.getfixturevalue("onnx_pair")("int4")
     bundle = copytree(source, tmp_path / "bundle")
-    files = tmp_path / "cache" / "packed" if kind == "packed" else bundle
-    words = ["llama" if kind == "llama" else "onnx", "packed" if kind == "packed" else "", str(files)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), CACHE_VARIABLE: str(tmp_path / "cache")}
 
     def run(change: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", RUN, str(bundle), change, *words]
+        command = [sys.executable, "-c", RUN, str(bundle), change, kind]
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
 
     return run

@@ -39,9 +39,6 @@ class LlamaBackend:
             return str(error)
         return None
 
-    def refusal(self, option: str, value: object) -> str | None:  # noqa: ARG002
-        return "packed weights are onnxruntime's; ask for them with the onnx backend" if option == "keep_packed" else None
-
     def open(self, request: OpenRequest) -> OpenedPair:
         bundle, manifest = request.bundle, request.bundle.manifest
         probed = [bundle.file("target", "gguf"), *([bundle.file("drafter", "gguf")] if is_model(request.drafter) else [])]

@@ -15,28 +15,19 @@ from numpy.typing import NDArray
 from edge_devices.errors import first_line
 from edge_runtime.backends.kernels.loader import is_newest, kernels_path
 from edge_runtime.backends.onnx.devices import PROCESSOR, SEVERITY, OrtDevice, onnxruntime_module
-from edge_runtime.backends.onnx.prepacked import PackingPlace, packed_graph, well_placed
 from edge_runtime.backends.onnx.row_kernels import with_row_kernels
 from edge_runtime.errors import BackendError
 
 # GroupQueryAttention without its flash kernel: quicker for as few rows as a verify has. It is read while a session is made.
 _NO_FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
-# Bytes from which a saved graph's tensors lie outside it. onnxruntime begins a tensor without a packed form on a cache line, one with it
-# wherever the last one's packed form ended: so scales, of which each matrix has some, have to lie between them. Shapes have to lie
-# in the graph, long ones too that older bundles have: then more is tried.
-_MIN_OUTSIDE_BYTES = ("128", "1024")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """How a graph is opened. What the device's execution provider cannot run falls back to the CPU's.
-
-    `packing` is where packed weights are kept (None: nowhere); it is for the CPU's own provider only.
-    """
+    """How a graph is opened. What the device's execution provider cannot run falls back to the CPU's."""
 
     threads: int
     device: OrtDevice = PROCESSOR
-    packing: PackingPlace | None = None
 
 
 class Graph:
@@ -79,48 +70,13 @@ def _open_model(path: Path, options: SessionOptions, model: bytes, kernels: Path
 
 def _open_fastest(path: Path, options: SessionOptions) -> tuple[Any, int]:
     """Opens a graph on the project's own kernels, or with stock operators; returns how many nodes run on the kernels."""
-    kernels = kernels_path() if options.device.is_cpu and options.packing is None else None
+    kernels = kernels_path() if options.device.is_cpu else None
     if kernels is not None:
         model, replaced = with_row_kernels(path.read_bytes(), newest=is_newest())
         if replaced:
             with suppress(BackendError):  # the stock operators say what is wrong with the graph
                 return _open_model(path, options, model, kernels), replaced
-    return _open(_packed(path, options), options), 0
-
-
-def _packed(path: Path, options: SessionOptions) -> Path:
-    if options.packing is None or not options.device.is_cpu:
-        return path
-
-    def save(destination: Path, data_name: str) -> bool:
-        for min_bytes in _MIN_OUTSIDE_BYTES:
-            for file in destination.parent.iterdir():
-                file.unlink()
-            _open(
-                path,
-                options,
-                {
-                    "session.optimized_model_external_initializers_file_name": data_name,
-                    "session.optimized_model_external_initializers_min_size_in_bytes": min_bytes,
-                    "session.save_external_prepacked_constant_initializers": "1",
-                },
-                save_to=destination,
-            )
-            if well_placed(destination.read_bytes()) and _opens(destination, options):
-                return True
-        return False
-
-    # At most all data files of the pair: which of their bytes a graph names, onnxruntime does not say.
-    data_bytes = sum(file.stat().st_size for file in path.parent.glob("*.onnx_data"))
-    return packed_graph(path, data_bytes, options.packing, onnxruntime_module().__version__, save)
-
-
-def _opens(path: Path, options: SessionOptions) -> bool:
-    try:
-        _open(path, options)
-    except BackendError:
-        return False
-    return True
+    return _open(path, options), 0
 
 
 def _open(
@@ -128,7 +84,6 @@ def _open(
     options: SessionOptions,
     entries: Mapping[str, str] | None = None,
     *,
-    save_to: Path | None = None,
     model: bytes | None = None,
     kernels: Path | None = None,
 ) -> Any:
@@ -146,8 +101,6 @@ def _open(
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     for key, value in (entries or {}).items():
         settings.add_session_config_entry(key, value)
-    if save_to is not None:
-        settings.optimized_model_filepath = str(save_to)
     if kernels is not None:
         settings.register_custom_ops_library(str(kernels))
     providers = {"providers": list(dict.fromkeys((options.device.provider, PROCESSOR.provider)))}

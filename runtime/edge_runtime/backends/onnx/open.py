@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from math import prod
 from typing import Any
 
-from edge_devices.files.user_cache import cache_folder
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
 from edge_runtime.backends.interface import Accelerator, OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
@@ -29,7 +28,6 @@ from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
 from edge_runtime.backends.onnx.loader import SessionOptions
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
-from edge_runtime.backends.onnx.prepacked import PackingPlace
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget
 from edge_runtime.backends.onnx.target import (
     PREFILL_ROWS,
@@ -61,7 +59,7 @@ __all__ = ["OrtOptions", "PairFiles", "StaticParts", "fallbacks", "open_onnx", "
 class OrtBackend:
     """ONNX Runtime on the CPU, and on the devices of its plug-ins. Implements `interface.Backend`."""
 
-    options = frozenset({"device", "keep_packed"})
+    options = frozenset({"device"})
     max_sequences = 1
 
     def accelerators(self) -> dict[str, str]:
@@ -74,11 +72,6 @@ class OrtBackend:
             return str(error)
         return None
 
-    def refusal(self, option: str, value: object) -> str | None:
-        if option == "kv_type":
-            return f"the K/V type of ONNX graphs is fixed at export (--onnx-kv) and cannot be {value}; leave kv_type out"
-        return f"{option} {value} is not for ONNX graphs; leave it out, or use the llama backend"
-
     def open(self, request: OpenRequest) -> OpenedPair:
         bundle, manifest = request.bundle, request.bundle.manifest
         if address_space_left() is not None:
@@ -89,8 +82,6 @@ class OrtBackend:
             context=request.settings.context,
             threads=request.threads,
             device=device_named(request.device),
-            keep_packed=request.keep_packed,
-            check=request.check,
         )
         target, drafter, kind = open_onnx(bundle, options, request.drafter, request.notify)
         facts = (options, kind, variant())
@@ -160,7 +151,7 @@ def open_onnx(
     kind = requested or own
     files = pair_of(bundle, drafter=kind == own)
     check_pair_memory(files, options.context)
-    target, drafter = open_pair(files, options, notify)
+    target, drafter = open_pair(files, options)
     if not target.skips_unread_rows and (times := needless_work(files)) >= _WORTH_EXPORTING:
         notify(
             f"The graphs of {bundle.folder.name} compute each token of a prompt in all layers; export the bundle again:"
@@ -180,17 +171,10 @@ def media_encoder(bundle: Bundle, options: OrtOptions) -> OrtMediaEncoder:
     return OrtMediaEncoder(bundle.path(VISION_ENCODER, "onnx"), sound, session, bundle.manifest.architecture.hidden_size)
 
 
-def open_pair(
-    files: PairFiles, options: OrtOptions, notify: Callable[[str], None] = lambda _: None
-) -> tuple[GraphTarget, AnyOrtDrafter | None]:
+def open_pair(files: PairFiles, options: OrtOptions) -> tuple[GraphTarget, AnyOrtDrafter | None]:
     """Opens the target and, if there is one, its drafter. Closing the target closes both. Raises as `open_onnx` does."""
-    packing = None
-    if options.keep_packed and files.identity is not None:
-        # One folder for each bundle: graphs of different ones have the same names.
-        folder = cache_folder() / "packed" / files.identity[:16]
-        packing = PackingPlace(folder=folder, weights=files.identity, check=options.check, notify=notify)
     check_version()
-    session = SessionOptions(threads=options.threads, device=options.device, packing=packing)
+    session = SessionOptions(threads=options.threads, device=options.device)
     dynamic = DeviceTarget if keeps_rows(options.device) else OrtTarget
     target = (dynamic if files.static is None else StaticOrtTarget)(files, options, session)
     try:

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -22,7 +22,6 @@ from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value
 from edge_runtime.backends.onnx.static_cache import StaticRows
 from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
 from edge_runtime.bundle.bundle import Bundle
-from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.errors import BundleError, RequestError
@@ -36,17 +35,11 @@ SKIPPED_ROWS = "skipped_rows"
 
 @dataclass(frozen=True, kw_only=True)
 class OrtOptions:
-    """How a pair is opened. `context` is in tokens.
-
-    `keep_packed` keeps the weights on disk in the format of this CPU's stock kernels, about twice their size (`prepacked`); `check` is how
-    the bundle was checked, and how they are.
-    """
+    """How a pair is opened. `context` is in tokens."""
 
     context: int
     threads: int
     device: OrtDevice = PROCESSOR
-    keep_packed: bool = False
-    check: CheckMode = field(default="fast", repr=False)  # measured costs do not depend on it
 
 
 @dataclass(frozen=True, kw_only=True)
