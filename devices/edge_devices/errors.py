@@ -29,6 +29,12 @@ def one_line(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST * 3 // 4]} ... {text[-_LONGEST // 5 :]}"
 
 
+def markdown_text(text: str) -> str:
+    """Returns a text from elsewhere as words of a Markdown page: no markup, no line ends."""
+    escaped = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "\\|", "`": "'", "[": "\\["})
+    return one_line(text).translate(escaped)
+
+
 def first_line(error: BaseException) -> str:
     """What a library says of an error, without what follows."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -24,7 +24,7 @@ from edge_runtime.cli.options import BundlePath
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     multiple=True,
     metavar="FILE",
-    help="Figures of this bundle for its card, by edge-bench run --json, with their machine and date. Repeatable.",
+    help="Figures of this bundle for its card, by edge-bench run --markdown. Repeatable.",
 )
 @click.option("--public", is_flag=True, help="Let everybody read a new repository.  [default: private]")
 @click.option("--dry-run", is_flag=True, help="Print what would be uploaded, and the model card; ask nothing of the hub.")

@@ -1,6 +1,6 @@
 """The model card of a bundle: the hub's metadata, what the files are, how programs open them, what was measured and what was not.
 
-The card in a bundle's folder has what its export measured; a published one also has figures of devices (`measured_figures`).
+The card in a bundle's folder has what its export measured; a published one also has sections of figures of devices.
 """
 
 from __future__ import annotations
@@ -9,36 +9,39 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from edge_devices.errors import one_line
+from edge_devices.errors import markdown_text, one_line
 from edge_export.errors import ExportError
 from edge_export.output.atomic_folder import PRESET_NAME
-from edge_export.pipeline.measured_figures import MeasuredFigures, card_text, measured_lines
 from edge_runtime.bundle.bundle import hub_repository
 from edge_runtime.bundle.exported_quality import Quality, exported_quality
 from edge_runtime.bundle.manifest import MEDIA_ENCODER, BundleFile, Manifest
 
 _APACHE = "google/gemma-4-"
+_UNMEASURED = """## On devices
+
+Not measured: speed, acceptance by kind of text, cost curve, joules per token. `edge-bench run FOLDER` measures them.
+"""
 
 
-def card(manifest: Manifest, figures: Sequence[MeasuredFigures] = (), repository: str | None = None) -> str:
-    """The model card; `repository` is where it is published, None for the one in the folder. Raises ExportError for odd figures."""
+def card(manifest: Manifest, figures: Sequence[str] = (), repository: str | None = None) -> str:
+    """The model card; `repository` is where it is published, None for the one in the folder."""
     parts = [
         _metadata(manifest),
-        f"# {card_text(title_of(manifest))}: a pair of target and drafter\n",
+        f"# {markdown_text(title_of(manifest))}: a pair of target and drafter\n",
         f"{_sentence(manifest)}\n",
         "| file | what | weights | bytes |\n|:--|:--|:--|--:|",
         "\n".join(map(_file_row, manifest.files)) + "\n",
         *_usage(manifest, repository),
         *_quality(manifest),
-        *measured_lines(figures),
-        f"Written by {card_text(manifest.created_by)} at {card_text(manifest.created_at)}.\n",
+        *(figures or [_UNMEASURED]),
+        f"Written by {markdown_text(manifest.created_by)} at {markdown_text(manifest.created_at)}.\n",
     ]
     return "\n".join(parts)
 
 
 def _file_row(entry: BundleFile) -> str:
     cells = (entry.path, entry.role, entry.weights, f"{entry.bytes:,}")
-    return f"| {' | '.join(map(card_text, cells))} |"
+    return f"| {' | '.join(map(markdown_text, cells))} |"
 
 
 def _usage(manifest: Manifest, repository: str | None) -> list[str]:
@@ -70,8 +73,8 @@ def _quality(manifest: Manifest) -> list[str]:
     if not compared:
         parity = manifest.parity or {}
         reason = str(parity.get("skipped") or parity.get("onnx", {}).get("skipped", "no reason given"))
-        return [heading, f"Nothing: parity and KL with the unquantized checkpoint were not measured ({card_text(reason)}).\n"]
-    day = card_text(manifest.created_at[:10])
+        return [heading, f"Nothing: parity and KL with the unquantized checkpoint were not measured ({markdown_text(reason)}).\n"]
+    day = markdown_text(manifest.created_at[:10])
     return [
         heading,
         f"Against the unquantized checkpoint in transformers (float32), on texts that nothing was fitted to, {day},"
@@ -100,10 +103,10 @@ def _metadata(manifest: Manifest) -> str:
 
 
 def _sentence(manifest: Manifest) -> str:
-    sources = {role: card_text(source.origin) for role, source in manifest.sources.items()}
+    sources = {role: markdown_text(source.origin) for role, source in manifest.sources.items()}
     text = f"Quantized from `{sources['target']}` and its drafter `{sources['drafter']}`, which proposes tokens that the target verifies."
     return f"{text} The text stays the target's own." + (
-        f" This pair is {card_text(manifest.description)}." if manifest.description else ""
+        f" This pair is {markdown_text(manifest.description)}." if manifest.description else ""
     )
 
 

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_devices.errors import one_line
+from edge_devices.errors import errors_as, one_line
+from edge_devices.files.limited_read import read_at_most
 from edge_export.checkpoint.published.hub_upload import Uploaded, UploadFile, check_repository_name, upload
 from edge_export.errors import ExportError
 from edge_export.output.atomic_folder import CARD_NAME, MODELFILE_NAME, PRESET_NAME
-from edge_export.pipeline.measured_figures import read_figures
 from edge_export.pipeline.model_card import card, title_of
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.manifest import MANIFEST_NAME
+from edge_runtime.bundle.manifest import FIGURES_OF, MANIFEST_NAME, Manifest, files_key
 from edge_runtime.bundle.signature import SIGNATURE_NAME
 from edge_runtime.config.yaml_file import CONFIG_NAME
 
 # What a bundle's folder may hold beside the files of its manifest. What else lies there is the user's own.
+_MAX_FIGURES = 1 << 20
 _BESIDE = (MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME, PRESET_NAME, MODELFILE_NAME)
 
 
@@ -55,5 +56,15 @@ def publication(folder: Path, repository: str, figures: Sequence[Path] = ()) -> 
             raise ExportError(f"{folder / name} is a symbolic link; put the file itself into the folder, or remove the link")
         if (folder / name).is_file():
             files[name] = UploadFile(bytes=(folder / name).stat().st_size)
-    text = card(manifest, [read_figures(path, manifest) for path in figures], repository)
+    text = card(manifest, [_figures(path, manifest) for path in figures], repository)
     return Publication(folder=folder, repository=repository, title=one_line(title_of(manifest)), files=files, card=text)
+
+
+def _figures(path: Path, manifest: Manifest) -> str:
+    """Returns a section of figures. Raises ExportError for another file, and for figures of another bundle."""
+    with errors_as(ExportError, f"{path} cannot be read", "give a file that edge-bench run BUNDLE --markdown wrote", OSError, ValueError):
+        text = read_at_most(path, _MAX_FIGURES).decode()
+    first, _, section = text.partition("\n")
+    if first != FIGURES_OF.format(files_key(manifest.files)):
+        raise ExportError(f"{path} does not begin as figures of this bundle's files do; edge-bench run BUNDLE --markdown writes them")
+    return section

@@ -15,7 +15,7 @@ import click
 from edge_bench.devices.results import DeviceResult, comparison_tables
 from edge_bench.measure.records import trace_lines
 from edge_bench.report.figures import ROWS, Figures
-from edge_bench.report.tables import TextTable, print_report, print_tables
+from edge_bench.report.tables import TextTable, markdown, print_report, print_tables
 from edge_devices.energy.report import EnergyReport, report_lines
 from edge_devices.energy.run_log import RunLog
 from edge_devices.files.atomic_write import write_text
@@ -39,6 +39,9 @@ class Outputs:
         "--csv", panel="Results", help="Write the rows of all variants, domains and prompt lengths to this file, as a table."
     )
     trace: Path | None = option(panel="Results", help="Write each round of this program's runs to this file, one JSON line each.")
+    markdown: Path | None = option(
+        panel="Results", help="Write the report as Markdown to this file, which edge-export publish --figures adds to a model card."
+    )
     html: Path | None = option(panel="Results", help="Write a page with plots to this file. Needs edge-mtp[report].")
 
     def check(self) -> None:
@@ -54,6 +57,8 @@ class Outputs:
             from edge_bench.report.html import report_page
 
             write_text(self.html, [report_page(result)])
+        if self.markdown is not None:
+            write_text(self.markdown, [markdown(result)])
         if self.trace is not None:
             lines = list(trace_lines(result.records.runs))
             if not lines:

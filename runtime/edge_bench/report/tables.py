@@ -13,8 +13,9 @@ from edge_devices.energy.intervals import Interval
 from edge_devices.energy.report import EnergyReport, VariantEnergy, figure_text, report_lines
 from edge_devices.energy.report import ratio_text as energy_ratio_text
 from edge_devices.energy.run_log import RunLog
-from edge_devices.errors import printable
+from edge_devices.errors import markdown_text, printable
 from edge_devices.meters.base import Kind
+from edge_runtime.bundle.manifest import FIGURES_OF, files_key
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# What users get is judged rather than the variant that came out best by chance.
-
-
 def verdict(figures: Figures) -> str:
-    """Returns the sentence; empty if nothing was compared with plain decoding."""
+    """Returns the sentence; empty if nothing was compared with plain decoding.
+
+    What users get is judged rather than the variant that came out best by chance.
+    """
     rows = [row for row in figures.overall if row.variant.side == OURS and row.speed_up]
     if not rows:
         return ""
@@ -434,6 +435,19 @@ def print_report(figures: Figures) -> None:
     _print_tables(console, all_tables(figures))
     for text in notes(figures):
         console.print(printable(f"note: {text}"))
+
+
+def markdown(figures: Figures) -> str:
+    """Returns the report as a section of a model card; its first line names the measured files."""
+    header = figures.records.header
+    lines = [FIGURES_OF.format(files_key(header.files)), f"## Measured: {markdown_text(machine_line(header))}", ""]
+    lines += [f"- {markdown_text(text)}" for text in filter(None, (verdict(figures), *notes(figures)))]
+    for table in all_tables(figures):
+        lines += ["", f"### {markdown_text(table.title)}", ""]
+        rows = [table.columns, [":--", *["--:"] * (len(table.columns) - 1)], *table.rows]
+        lines += [f"| {' | '.join(map(markdown_text, row))} |" for row in rows]
+        lines += ["", markdown_text(table.note)] if table.note else []
+    return "\n".join([*lines, ""])
 
 
 def print_tables(tables: Sequence[TextTable]) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ _BLANK = "0" * 64
 _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')
 _END_BYTES = len(f'"{_KEY}": "{_BLANK}"\n}}\n')
 LARGEST = 1 << 53
+# The first line of a section of figures that a model card takes (edge-bench run --markdown).
+FIGURES_OF = "<!-- edge-bench: figures of the files {} -->"
 # Ids, and counts that may be zero; every other integer is at least 1, every other number above 0.
 FROM_ZERO = frozenset(
     {
@@ -44,6 +46,12 @@ FROM_ZERO = frozenset(
         "suppress_tokens",
     }
 )
+
+
+def files_key(files: Iterable[Any]) -> str:
+    """Returns a hash of what model files are, by role, format, quantization and bytes: figures of a bundle are known by it."""
+    facts = sorted(f"{file.role} {file.format} {file.quantization} {file.bytes}" for file in files)
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def with_hash(data: Mapping[str, Any]) -> str:

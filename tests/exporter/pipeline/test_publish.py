@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -20,7 +19,7 @@ pytest.importorskip("huggingface_hub", reason="needs edge-mtp[export]")
 from edge_export.cli.command import main
 from edge_export.output.atomic_folder import check_output
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.manifest import Manifest
+from edge_runtime.bundle.manifest import FIGURES_OF, Manifest, files_key
 from fake_hub import FakeHub, point_client_at, serving
 
 NAME = "me/gemma-pair"
@@ -47,47 +46,6 @@ def publish(bundle: Path, *words: str, name: str = NAME) -> Result:
 def there(hub: FakeHub) -> dict[str, bytes]:
     folder = hub.repositories[NAME]["main"]
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def figures_of(bundle: Path, **changes: Any) -> dict[str, Any]:
-    """What `edge-bench run --json` writes of a bundle, as far as a card takes it."""
-    files = [
-        {"role": e.role, "format": e.format, "quantization": e.quantization, "bytes": e.bytes} for e in open_bundle(bundle).manifest.files
-    ]
-    row = {
-        "label": "dense profit",
-        "variant": {"side": "edge-mtp", "drafter": "dense", "policy": "profit", "length": None},
-        "domain": None,
-        "tokens_per_second": 31.25,
-        "first_token_seconds": 0.5,
-        "speed_up": {"value": 2.5, "low": 2.25, "high": 2.75},
-        "acceptance_rate": 0.625,
-        "acceptance_by_position": [0.75, 0.5],
-        "mean_acceptance_length": 2.25,
-        "equal": 5,
-        "compared": 5,
-    }
-    energy = {
-        "meter": "linux:rapl",
-        "scope": "package",
-        "estimate": False,
-        "variants": [{"name": "plain", "joules_per_output_token": {"value": 1.5, "low": 1.25, "high": None}}],
-    }
-    return {
-        "header": {
-            "version": "0.1.0",
-            "created_at": "2026-11-24T01:02:03+00:00",
-            "files": files,
-            "machine": {"processor": "A76 | <b>x</b>"},
-            "settings": {"threads": 4, "repeats": 6, "backend": "llama"},
-            "engines": {"llama-cpp-python": "0.3.36"},
-        },
-        "overall": [row],
-        "by_domain": [row | {"domain": "code"}],
-        "cost_curves": [{"length": 32, "verify_seconds": [0.125, 0.25], "draft_step_seconds": 0.0625}],
-        "energy": energy,
-        "notes": ["the figures are disturbed"],
-    } | changes
 
 
 def test_a_bundle_is_published_whole_and_private(bundle: Path, hub: FakeHub) -> None:
@@ -130,51 +88,18 @@ def test_an_interrupted_upload_goes_on(bundle: Path, hub: FakeHub) -> None:
     assert hub.objects.keys() - kept == {target.sha256}, "only what was missing was sent"
 
 
-def test_the_card_has_figures_with_their_machine(bundle: Path, tmp_path: Path, hub: FakeHub) -> None:
-    path = tmp_path / "figures.json"
-    path.write_text(json.dumps(figures_of(bundle)))
+def test_the_card_has_sections_of_figures_of_this_bundle_alone(bundle: Path, tmp_path: Path, hub: FakeHub) -> None:
+    path, own = tmp_path / "figures.md", FIGURES_OF.format(files_key(open_bundle(bundle).manifest.files))
+    path.write_text(f"{own}\n## Measured: A76, 2026-11-24\n\n| | tok/s |\n")
     result = publish(bundle, "--figures", str(path), "--dry-run")
     assert result.exit_code == 0, result.output
-    for line in (
-        "## Measured on A76 \\| &lt;b&gt;x&lt;/b&gt;, 2026-11-24: llama, 4 threads, 6 repeats (edge-mtp 0.1.0, llama-cpp-python 0.3.36)",
-        "- the figures are disturbed",
-        "| code | 31.2 | 2.5 (2.25 to 2.75) | 62% | 2.25 | 500 | 5 of 5 |",
-        "| dense profit | 75% | 50% |",
-        "Cost curve after 32 tokens; a draft step takes 62.5 ms:",
-        "| ms | 125 | 250 |",
-        "Joules per output token: measured, linux:rapl, scope package, idle power included.",
-        "| plain | 1.5 |",
-    ):
-        assert line in result.stdout.splitlines()
+    assert "\n## Measured: A76, 2026-11-24\n\n| | tok/s |\n" in result.stdout
+    assert "Not measured: speed" not in result.stdout
     assert hub.repositories == {}, "a dry run asks nothing"
-    path.write_text(json.dumps(figures_of(bundle, energy=None, cost_curves=[], overall=[], by_domain=[])))
-    card = publish(bundle, "--figures", str(path), "--dry-run").stdout
-    for sentence in ("Speed and acceptance by kind of text: not measured.", "Cost curve: not measured.", "Joules per token: not measured."):
-        assert sentence in card
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "holds no figures"),
-        ("[" * 100_000, "holds no figures"),
-        ("{}", "holds no figures"),
-        ('{"header": 5}', "holds no figures"),
-        (None, "measures another bundle"),
-        ("1e400", "holds no figures"),
-        ("value", "no benchmark measures"),
-    ],
-)
-def test_other_figures_are_refused(bundle: Path, tmp_path: Path, text: str | None, message: str) -> None:
-    path, figures = tmp_path / "figures.json", figures_of(bundle)
-    if text is None:
-        figures["header"]["files"][0]["bytes"] += 1
-    elif text == "value":
-        figures["overall"][0]["tokens_per_second"] = -1.0
-    path.write_text(json.dumps(figures) if text in (None, "value") else text)
-    result = publish(bundle, "--figures", str(path), "--dry-run")
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.stderr
-    assert message in result.stderr
+    for text, message in ((b"", "as figures of this bundle's files do"), (FIGURES_OF.encode(), "bundle's files"), (b"\xff", "be read")):
+        path.write_bytes(text)
+        result = publish(bundle, "--figures", str(path), "--dry-run")
+        assert (result.exit_code, result.stderr.count("\n"), message in result.stderr) == (1, 1, True), result.stderr
 
 
 def test_what_cannot_be_published_is_one_sentence(bundle: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ from edge_bench.measure.records import RecordFile, collect, line_of, read_record
 from edge_bench.measure.variants import BASELINE, LLAMA_CPP
 from edge_bench.report import figures as report
 from edge_bench.report.figures import best_fixed, figures, paired_logs, ratio
-from edge_bench.report.tables import all_tables, machine_line, notes
-from edge_devices.errors import EdgeError
+from edge_bench.report.tables import all_tables, machine_line, markdown, notes
+from edge_devices.errors import EdgeError, markdown_text
 from edge_devices.files.atomic_write import write_text
+from edge_runtime.bundle.manifest import FIGURES_OF, files_key
 from edge_runtime.errors import RequestError
 
 
@@ -273,3 +274,13 @@ def test_the_share_of_each_source_adds_up():
     (table,) = [item for item in all_tables(figures(collect([header(), *runs]))) if item.name == "sources"]
     assert table.columns[1:] == ("drafter", "grammar", "memory", "target")
     assert table.rows[0][1:] == ("45.0%", "5.0%", "10.0%", "40.0%")
+
+
+def test_markdown_has_every_figure_and_no_markup_of_records():
+    own = header(bundle="<img>`|[x](y)\x1b")
+    result = figures(collect([own, *whole_benchmark()[1:]]))
+    lines = markdown(result).splitlines()
+    assert lines[0] == FIGURES_OF.format(files_key(own.files))
+    assert lines[1].startswith("## Measured: &lt;img&gt;'\\|\\[x](y)\\x1b (target q4_0) on a processor")
+    for table in all_tables(result):
+        assert {f"| {' | '.join(map(markdown_text, row))} |" for row in table.rows} <= {*lines}
