@@ -32,13 +32,12 @@ def opened_bundle(bundle: Path | None) -> Bundle:
 
 def _mapped_head(folder: Path, _: Path | None) -> Read:
     from edge_runtime.backends.llama.head_file import read_head
-    from edge_runtime.backends.llama.loader import llama_library
 
     path = folder / "head.gguf"
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        read_head(llama_library(), path, **_HEAD)
+        read_head(path, **_HEAD)
 
     return read
 

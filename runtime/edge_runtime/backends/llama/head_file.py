@@ -11,14 +11,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.llama.loader import LlamaLibrary
-from edge_runtime.backends.llama.mapped_gguf import MappedTensor, map_gguf
+from edge_runtime.backends.llama.mapped_gguf import MappedGguf, MappedTensor
 from edge_runtime.errors import BackendError
 
 FORMAT_KEY, TOP_KEY = "drafter_head.format", "drafter_head.top_centroids"
 # Format 2 had matrices beside these tensors, for a drafter in parts.
 FORMATS = (2, 3)
-_NAMES = ("rows", "token_ordering", "centroids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +33,20 @@ class HeadWeights:
     top_centroids: int
 
 
-def read_head(library: LlamaLibrary, path: Path, *, hidden_size: int, vocabulary: int) -> HeadWeights:
+def read_head(path: Path, *, hidden_size: int, vocabulary: int) -> HeadWeights:
     """Maps the head of a drafter `hidden_size` wide.
 
     Raises BackendError if the file is damaged, of another format or for another pair, or if its order does not name every token once.
     """
-    file = map_gguf(library, path, _NAMES, (FORMAT_KEY, TOP_KEY))
-    if file.numbers.get(FORMAT_KEY) not in FORMATS:
+    file = MappedGguf(path)
+    if file.header.keys.get(FORMAT_KEY) not in FORMATS:
         raise BackendError(f"{path} is no head file of this version ({FORMAT_KEY} {FORMATS[-1]}); export the bundle again")
-    ordering = file.tensors.get("token_ordering")
-    clusters = ordering.shape if ordering is not None else ()
+    clusters = file.shape("token_ordering")
     if len(clusters) != 2 or clusters[0] * clusters[1] != vocabulary:
         raise BackendError(f"{path}: token_ordering has the shape {list(clusters)}, not {vocabulary} tokens; export the bundle again")
     per_centroid, centroids = clusters
-    top = file.numbers.get(TOP_KEY, 0)
-    if not 1 <= top <= centroids:
+    top = file.header.keys.get(TOP_KEY, 0)
+    if not isinstance(top, int) or not 1 <= top <= centroids:
         raise BackendError(f"{path}: top_centroids is {top}, not a number from 1 to {centroids}; export the bundle again")
     order = file.tensor("token_ordering", clusters, ("i32",)).data.view(np.int32).reshape(centroids, per_centroid)
     _check_ordering(path, order, vocabulary)

@@ -14,7 +14,7 @@ from edge_runtime.backends.kernels.ggml import CellWatch, is_switched_on
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.head_file import HeadWeights, read_head
 from edge_runtime.backends.llama.loader import LlamaLibrary, llama_library
-from edge_runtime.backends.llama.mapped_gguf import MappedGguf, MappedTensor, map_gguf
+from edge_runtime.backends.llama.mapped_gguf import MappedGguf, MappedTensor
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.gguf_gemma4 import DRAFTER, check_model, rows_read
 from edge_runtime.bundle.gguf_header import GgufHeader
@@ -54,7 +54,7 @@ class LlamaKernelDrafter:
             raise ValueError("its rows")
         try:
             weights = _read(library, header, path, head, target, target_path, options)
-            self._rotations = [_Rotation(header, path, library, sliding=sliding) for sliding in (True, False)]
+            self._rotations = [_Rotation(header, path, sliding=sliding) for sliding in (True, False)]
         except KeyError as error:  # for which llama.cpp may have a default
             raise ValueError(f"it has no {error.args[0]}") from error
         self._draft: NativeDraft | None = NativeDraft(weights, longest=max(1, options.max_draft_length), threads=options.threads)
@@ -117,7 +117,7 @@ class LlamaKernelDrafter:
 class _Rotation:
     """Cosines and sines of a position, of one kind of layer."""
 
-    def __init__(self, header: GgufHeader, path: Path, library: LlamaLibrary, *, sliding: bool) -> None:
+    def __init__(self, header: GgufHeader, path: Path, *, sliding: bool) -> None:
         """Raises ValueError for a scaling of positions."""
         keys, prefix, ending = header.keys, header.architecture, "_swa" * sliding
         if keys.get(f"{prefix}.rope.scaling.type", "none") != "none":
@@ -128,8 +128,8 @@ class _Rotation:
         self._frequencies = np.zeros(self.dim // 2)
         self._frequencies[: turned // 2] = base ** (-np.arange(0, turned, 2) / turned)
         if not sliding:
-            file = map_gguf(library, path, (_TURNS,))
-            if _TURNS in file.tensors:
+            file = MappedGguf(path)
+            if file.shape(_TURNS):
                 self._frequencies /= file.tensor(_TURNS, (self.dim // 2,), ("f32",)).data.view(np.float32)[: len(self._frequencies)]
         self._cosine, self._sine = np.zeros((2, self.dim // 2), np.float32)
         self._addresses = address(self._cosine), address(self._sine)
@@ -155,7 +155,7 @@ def _read(
     keys, prefix = header.keys, header.architecture
     pattern = keys[f"{prefix}.attention.sliding_window_pattern"]
     blocks = [[f"blk.{n}.{name}.weight" for name in (*_MATRICES, *_NORMS, _FACTOR)] for n in range(len(pattern))]
-    file = map_gguf(library, path, (EMBEDDING, _BEFORE, _AFTER, _NORM, *(name for names in blocks for name in names)))
+    file = MappedGguf(path)
     hidden, vocabulary = target.hidden_size, target.vocabulary.size
     width = int(keys[f"{prefix}.embedding_length"])
     before = _matrix(file, _BEFORE)
@@ -176,9 +176,9 @@ def _read(
         )
     sparse, rows = None, _matrix(file, EMBEDDING)
     if head is not None:
-        parts = read_head(library, head, hidden_size=width, vocabulary=vocabulary)
+        parts = read_head(head, hidden_size=width, vocabulary=vocabulary)
         rows, sparse = _sparse(parts, options.max_candidates, width)
-    embedding = map_gguf(library, target_path, (EMBEDDING,)).tensor(EMBEDDING, (hidden, vocabulary))
+    embedding = MappedGguf(target_path).tensor(EMBEDDING, (hidden, vocabulary))
     return DraftWeights(
         heads=int(keys[f"{prefix}.attention.head_count"]),
         epsilon=float(keys[f"{prefix}.attention.layer_norm_rms_epsilon"]),
@@ -190,7 +190,7 @@ def _read(
         sparse=sparse,
         embedding=_described(embedding),
         factor=sqrt(hidden),
-        read=embedding.to_float,
+        read=embedding.row_reader(library),
     )
 
 
@@ -206,10 +206,9 @@ def _sparse(head: HeadWeights, max_candidates: int | None, width: int) -> tuple[
 
 
 def _matrix(file: MappedGguf, name: str) -> GgufMatrix:
-    tensor = file.tensors.get(name)
-    if tensor is None or len(tensor.shape) != 2:
+    if len(shape := file.shape(name)) != 2:
         raise ValueError(name)
-    return _described(tensor)
+    return _described(file.tensor(name, shape, None))
 
 
 def _described(tensor: MappedTensor) -> GgufMatrix:

@@ -12,7 +12,7 @@ pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_runtime.backends.llama.loader import llama_library
-from edge_runtime.backends.llama.mapped_gguf import MappedTensor, map_gguf
+from edge_runtime.backends.llama.mapped_gguf import MappedGguf, MappedTensor
 from edge_runtime.errors import BackendError
 from ggml_graph import GgmlContext
 
@@ -36,7 +36,7 @@ def quantized(kind: Any) -> Any:
 
 
 def opened(path: Path, tensor: str = NAME, count: int = COUNT, width: int = WIDTH) -> MappedTensor:
-    return map_gguf(llama_library(), path, (tensor,)).tensor(tensor, (width, count))
+    return MappedGguf(path).tensor(tensor, (width, count))
 
 
 def write(path: Path, kind: Any, data: Any) -> Path:
