@@ -1,4 +1,4 @@
-"""`edge-devices`: facts about this machine, its energy meters, and energy reports."""
+"""`edge-devices`: facts about this machine and its energy meters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import click
 
 from edge_devices.command_line import PanelGroup
 from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.external.clock import with_external_meter
-from edge_devices.energy.external.table import COLUMNS_HELP, import_csv, parse_choice
 from edge_devices.energy.protocol import busy_load, characterise_meter
-from edge_devices.energy.report import make_report, meter_lines, report_lines
-from edge_devices.energy.run_log import read_log
+from edge_devices.energy.report import meter_lines
 from edge_devices.errors import DeviceError, printable
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.facts import usable_processors
@@ -54,19 +51,16 @@ Examples:
   edge-devices meters --measure
   edge-devices profiles
   edge-devices probe --record my-device
-  edge-devices energy run.jsonl --baseline plain
-  edge-devices energy run.jsonl --external usb-meter.csv
-  edge-devices energy run.jsonl --external ppk2.csv --columns volts=5.1
 """
 
 
 @click.group(cls=PanelGroup, epilog=EXAMPLES)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
-    """Describe this device and its energy meters, and read energy logs.
+    """Describe this device and its energy meters.
 
     To predict a model's speed on a device: `edge-run plan BUNDLE --profile NAME`, or before an export `edge-export plan
-    TARGET DRAFTER`. For plots of an energy log: `edge-bench report LOG --html PAGE`.
+    TARGET DRAFTER`. For the figures of an energy log: `edge-bench report LOG`.
     """
 
 
@@ -172,26 +166,3 @@ def captured_lines(recording: Recording) -> list[str]:
     lines += [f"command   {command} (exit code {code})" for command, (code, _) in recording.commands.items()]
     lines += [f"command   {command} (power rails alone, {len(trace)} bytes)" for command, trace in recording.traces.items()]
     return list(map(printable, lines)) or ["nothing: this machine has none of the files and commands that meters read"]
-
-
-@main.command()
-@click.argument("log", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--baseline", help="Variant to compare the others with, repeat by repeat.")
-@click.option(
-    "--external",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="The table of a meter in the supply line, in place of the log's samples.",
-)
-@click.option("--columns", metavar="KEY=NAME,...", help=COLUMNS_HELP)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def energy(log: Path, baseline: str | None, external: Path | None, columns: str | None, as_json: bool) -> None:
-    """Compute joules per token from the raw log of a run; needs no device."""
-    recorded = read_log(log)
-    if external is not None:
-        recorded = with_external_meter(recorded, import_csv(external, parse_choice(columns or "")))
-    report = make_report(recorded, baseline=baseline)
-    if as_json:
-        click.echo(json.dumps(report.to_json()))
-        return
-    for line in report_lines(report):
-        click.echo(line)

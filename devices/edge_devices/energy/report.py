@@ -1,4 +1,4 @@
-"""Figures from a run log: joules per token with intervals, gross and above idle, and paired ratios, as values and as lines of text."""
+"""Figures from a run log: joules per token with intervals, gross and above idle, and paired ratios."""
 
 from __future__ import annotations
 
@@ -426,49 +426,15 @@ def _measured(figures: Characteristics) -> str:
     )
 
 
-def report_lines(report: EnergyReport) -> list[str]:
-    """Returns a report as text; every figure with its interval, the meter and scope above them."""
+def head_lines(report: EnergyReport) -> list[str]:
+    """Returns the meter with its scope, and the idle power, as text."""
     mark = "ESTIMATE, nothing was measured: " if report.estimate else ""
     lines = [
         f"{mark}meter {report.meter}, scope {report.scope}, new every {report.refresh_s:.3g} s; not in the intervals: {report.systematic}"
     ]
     if report.idle:
         lines.append(f"idle {report.idle.watts:.3g} W ± {2 * report.idle.error:.1g}, drift {report.idle.drift_watts:+.2g} W")
-    for variant in report.variants:
-        lines += _variant_lines(variant)
-    lines += [f"note: {text}" for text in report.warnings]
     return list(map(printable, lines))
-
-
-def _variant_lines(variant: VariantEnergy) -> list[str]:
-    lines = [f"{variant.name}: {variant.n} repeats count, {len(variant.refused)} do not"]
-    lines += [f"  refused: {reason}" for reason in variant.refused]
-    figures = {
-        "J/output token": variant.joules_per_output_token,
-        "J/output token above idle": variant.net_joules_per_output_token,
-        f"J/prompt token, of {variant.prompt_tokens or 0:.3g}": variant.joules_per_prompt_token,
-        "J/request": variant.joules_per_request,
-        "W": variant.watts,
-    }
-    lines += [f"  {figure_text(interval)} {name}" for name, interval in figures.items() if interval]
-    if variant.tokens_per_second:
-        lines.append(f"  {variant.tokens_per_second:.3g} tokens/s")
-    lines += _phase_lines(variant)
-    if variant.ratio_to_baseline:
-        verdict = "saves energy" if variant.saves_energy else "no win claimed: the interval reaches 1"
-        lines.append(f"  {ratio_text(variant.ratio_to_baseline)} × the baseline's joules per token ({verdict})")
-    return lines
-
-
-def _phase_lines(variant: VariantEnergy) -> list[str]:
-    if variant.phase_method == "measured":
-        return []
-    head = f"  J/request by phase, {variant.phase_method}"
-    if variant.closure is not None:
-        head += f"; their sum is off what was measured by {variant.closure:+.1%} at most" + (
-            "" if variant.closes else ": it does NOT close"
-        )
-    return [head + ":", *(f"    {figure_text(joules)} {phase}" for phase, joules in variant.phase_joules.items())]
 
 
 def ratio_text(ratio: Interval) -> str:

@@ -15,8 +15,8 @@ import click
 from edge_bench.devices.results import DeviceResult, comparison_tables
 from edge_bench.measure.records import trace_lines
 from edge_bench.report.figures import ROWS, Figures
-from edge_bench.report.tables import TextTable, markdown, print_report, print_tables
-from edge_devices.energy.report import EnergyReport, report_lines
+from edge_bench.report.tables import TextTable, markdown, print_energy, print_report, print_tables
+from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
 from edge_devices.files.atomic_write import write_text
 from edge_devices.option_fields import option
@@ -78,8 +78,7 @@ class Outputs:
         record = report.to_json()
         self.write_csv(record["variants"])
         if self.write_json(record):
-            for line in report_lines(report):
-                click.echo(line)
+            print_energy(report)
 
     def write_devices(self, results: Sequence[DeviceResult], places: Sequence[Path]) -> None:
         """Writes the comparison of results, and of the fleets below `places`, to all outputs. Raises RequestError."""

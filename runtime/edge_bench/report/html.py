@@ -10,7 +10,7 @@ from jinja2 import Environment
 from edge_bench.report.figures import Figures
 from edge_bench.report.plots import Plot, all_plots, energy_plots
 from edge_bench.report.tables import TextTable, all_tables, energy_tables, machine_line, meter_table, notes, verdict
-from edge_devices.energy.report import EnergyReport, report_lines
+from edge_devices.energy.report import EnergyReport, head_lines
 from edge_devices.energy.run_log import RunLog
 
 # The plots shown before each table.
@@ -35,10 +35,10 @@ def report_page(figures: Figures) -> str:
 
 def energy_page(report: EnergyReport, log: RunLog) -> str:
     """Returns the page of an energy measurement alone. Raises RequestError if the plotting library is missing."""
-    machine, meter = log.environment, report_lines(report)
+    machine = log.environment
     processor = machine.get("processor") or machine.get("model") or "unknown processor"
     where = f"{processor}, {machine.get('processors', '?')} processors; {machine.get('platform', '?')}"
-    head = [where, *meter[: 2 if report.idle else 1]]
+    head = [where, *head_lines(report)]
     return _document(
         f"Energy: {report.meter}, scope {report.scope}",
         head,

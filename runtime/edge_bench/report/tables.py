@@ -10,7 +10,7 @@ from edge_bench.measure.records import Header, KvTypeCost
 from edge_bench.measure.variants import OURS, PLAIN
 from edge_bench.report.figures import WIDEST, Figures, ImageRow, Level, Ratio, Row
 from edge_devices.energy.intervals import Interval
-from edge_devices.energy.report import EnergyReport, VariantEnergy, figure_text, report_lines
+from edge_devices.energy.report import EnergyReport, VariantEnergy, figure_text, head_lines
 from edge_devices.energy.report import ratio_text as energy_ratio_text
 from edge_devices.energy.run_log import RunLog
 from edge_devices.errors import markdown_text, printable
@@ -367,7 +367,7 @@ _ENERGY: Columns[VariantEnergy] = (
 def energy_tables(report: EnergyReport) -> list[TextTable]:
     """Returns the tables of an energy measurement: all variants, and by phase if there are several."""
     title = scope_title("Energy", report.scope, estimate=report.estimate)
-    note = " ".join(report_lines(report)[: 2 if report.idle else 1])
+    note = " ".join(head_lines(report))
     tables = [table_of("energy", title, report.variants, _ENERGY, note), _energy_phases(report)]
     return [table for table in tables if table.rows]
 
@@ -448,6 +448,14 @@ def markdown(figures: Figures) -> str:
         lines += [f"| {' | '.join(map(markdown_text, row))} |" for row in rows]
         lines += ["", markdown_text(table.note)] if table.note else []
     return "\n".join([*lines, ""])
+
+
+def print_energy(report: EnergyReport) -> None:
+    """Prints the tables of an energy measurement."""
+    console = _console()
+    _print_tables(console, energy_tables(report))
+    for text in report.warnings:
+        console.print(printable(f"note: {text}"))
 
 
 def print_tables(tables: Sequence[TextTable]) -> None:

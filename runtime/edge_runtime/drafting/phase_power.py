@@ -46,7 +46,7 @@ class PhasePower:
 
 
 def read_phase_power(path: Path) -> PhasePower:
-    """Reads {"draft": W, "verify": W, "plain": W}, or a report of `edge-devices energy --json` with calibration loops. ConfigError."""
+    """Reads {"draft": W, "verify": W, "plain": W}, or what `edge-bench report LOG --json` writes of calibration loops. ConfigError."""
     try:
         data = json.loads(read_at_most(path, MAX_FILE_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:

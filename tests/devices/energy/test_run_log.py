@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from edge_devices.cli import main
+from edge_bench.cli.main import main
 from edge_devices.energy.protocol import Plan
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import MAX_OF_KIND, LogFile, read_log, write_log
@@ -20,10 +20,10 @@ def test_everything_is_recomputed_from_the_log(log, tmp_path):
     path = tmp_path / "run.jsonl"
     write_log(path, log)
     assert make_report(read_log(path), baseline="plain").to_json() == make_report(log, baseline="plain").to_json()
-    result = CliRunner().invoke(main, ["energy", str(path), "--baseline", "plain", "--json"])
+    result = CliRunner().invoke(main, ["report", str(path), "--json", "-"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["variants"][1]["saves_energy"] is True
-    text = CliRunner().invoke(main, ["energy", str(path), "--baseline", "plain"]).output
+    text = CliRunner().invoke(main, ["report", str(path)]).output
     assert "scope package" in text
     assert "saves energy" in text
     assert [p.name for p in tmp_path.iterdir()] == ["run.jsonl"]
@@ -46,7 +46,7 @@ def test_damaged_logs_are_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(MeasurementError, match=r"run\.jsonl"):
         read_log(path)
-    result = CliRunner().invoke(main, ["energy", str(path)])
+    result = CliRunner().invoke(main, ["report", str(path)])
     assert result.exit_code == 1
     assert "Traceback" not in result.output
 

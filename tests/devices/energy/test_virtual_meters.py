@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from edge_devices.energy.live import EnergyWatch, run_energy
-from edge_devices.energy.report import make_report, report_lines
+from edge_devices.energy.report import head_lines, make_report
 from edge_devices.energy.run_log import write_log
 from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter, virtual_meter
 from edge_devices.errors import DeviceError, MeterError
@@ -89,7 +89,7 @@ def test_estimates_say_so_in_every_output(log):
     estimate = replace(log, facts=meter.facts, trace=Trace(facts=meter.facts, times=log.trace.times, values=log.trace.values))
     report = make_report(estimate)
     assert report.to_json()["estimate"] is True
-    assert report_lines(report)[0].startswith("ESTIMATE, nothing was measured")
+    assert head_lines(report)[0].startswith("ESTIMATE, nothing was measured")
     first = report.variants[0].joules_per_output_token
     assert first.low < 0.05 * first.value  # watts that somebody typed have no known error
     watch = EnergyWatch(System(), meter)
