@@ -15,7 +15,6 @@ from edge_bench.contribution.energy_records import (
     EnergyRecord,
     check_record,
     invalid,
-    mlperf_fields,
     parsed_record,
     read_record,
 )
@@ -45,7 +44,6 @@ class Pool:
                 "device": checked.device,
                 "weights": checked.weights,
                 "environment": checked.run_log.environment,
-                "mlperf": [mlperf_fields(checked, variant) for variant in checked.report.variants],
                 **checked.report.to_json(),
             }
             for checked in self.valid

@@ -219,7 +219,7 @@ class Figures:
         """Returns plain values under stable keys, without the runs themselves (see `edge-bench run --runs`)."""
         return {
             "header": to_json(self.records.header),
-            **{name: [_row_json(row) for row in getattr(self, name)] for name in ROWS},
+            **{name: [{"label": row.variant.label, **to_json(row)} for row in getattr(self, name)] for name in ROWS},
             "against": [{"label": a.ours.label, "peer_label": a.peer.label, **to_json(a)} for a in self.against],
             "concurrency": [{"label": level.variant.label, **to_json(level)} for level in self.levels],
             "cost_curves": to_json(self.records.cost_curves),
@@ -231,11 +231,6 @@ class Figures:
             "doubts": list(self.doubts),
             "notes": list(self.records.notes),
         }
-
-
-def _row_json(row: Row) -> dict[str, Any]:
-    # "tokens_per_round" is the key of earlier versions.
-    return {"label": row.variant.label, **to_json(row), "tokens_per_round": row.mean_acceptance_length}
 
 
 def figures(records: Records, energy: EnergyReport | None = None, energy_log: RunLog | None = None) -> Figures:

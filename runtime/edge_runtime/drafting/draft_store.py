@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from edge_devices.files.limited_read import FileTooLarge, read_at_most, read_regular
-from edge_devices.files.temp_files import clear_stale, lock_open
+from edge_devices.files.limited_read import FileTooLarge, read_regular
+from edge_devices.files.temp_files import lock_open
 from edge_devices.files.user_cache import is_own
 from edge_runtime.drafting.sources import Guess
 from edge_runtime.drafting.text_memory import BORDER, LEAD, SHORTEST_MATCH, TEXT_PRIORS, Place, SuffixAutomaton, evidence
@@ -63,8 +63,6 @@ class DraftStore:
         self._texts: list[str] = []
         self._stamp: tuple[int, ...] | None = ()  # of no file
         self._refresh()
-        if self.usable:
-            clear_stale(path)  # earlier versions wrote copies, which killed processes left
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -100,16 +98,6 @@ class DraftStore:
 
     def _is_new(self, text: str) -> bool:
         return self.usable and bool(text.strip()) and text not in self._texts and len(text.encode("utf-8", "replace")) <= self._limit // 2
-
-    def remember_file(self, path: Path) -> None:
-        """Adds a text file. Raises RequestError if it cannot be read, is not UTF-8 text, or takes more than half of the limit."""
-        try:
-            text = read_at_most(path, self._limit // 2).decode("utf-8")
-        except FileTooLarge as error:
-            raise RequestError(f"{path} is too large to remember ({error}); raise the store's limit of {self._limit} bytes") from error
-        except (OSError, ValueError) as error:
-            raise RequestError(f"{path} cannot be remembered ({error}); give a text file") from error
-        self.remember(text)
 
     def source(self, prompt: Sequence[int]) -> DraftStoreSource:
         """Returns the source of a request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,7 +62,6 @@ class LoadOptions:
             none.
         prompt_cache_limit: The most bytes of that folder, or a text such as "500MB"; the least recently used go.
         draft_store_size: The most bytes of that file, or a text such as "2MB"; the oldest texts make room.
-        remember: Text files to add to it.
         image_rows: The largest budget of an image, in soft rows, where an image must fit one batch: 12B and larger. Above 512 it takes more
             memory (llama.cpp).
     """
@@ -130,12 +129,6 @@ class LoadOptions:
     draft_store_size: str | int = STORE_SIZE
     prompt_cache: Path | None = None
     prompt_cache_limit: str | int = LIMIT
-    remember: Sequence[Path] = option(
-        default=(),
-        metavar="TEXT",
-        panel="Drafting",
-        help="Add a text file to the --draft-store, such as one that answers will quote. Repeatable.",
-    )
     image_rows: int = option(
         default=DEFAULT_BUDGET,
         choices=BUDGETS,

@@ -88,8 +88,6 @@ class _PairLoader:
     """One bundle with its resolved settings, to be loaded on a backend."""
 
     def __init__(self, folder: Path | str, options: LoadOptions) -> None:
-        if options.remember and options.draft_store is None:
-            raise RequestError("remember adds files to a draft store; name its file as draft_store too")
         if options.drafter is not None and options.drafter not in DRAFTER_KINDS:
             raise RequestError(f"drafter {options.drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
         # Probes of several backends say the same of a busy machine.
@@ -268,10 +266,7 @@ class _PairLoader:
         if options.draft_store is None:
             return None
         size = memory_bytes(options.draft_store_size)
-        store = DraftStore(Path(options.draft_store), vocabulary, limit=size, notify=options.notify)
-        for path in options.remember:
-            store.remember_file(Path(path))
-        return store
+        return DraftStore(Path(options.draft_store), vocabulary, limit=size, notify=options.notify)
 
     def _row_facts(self, kind: BackendKind, opened: OpenedPair) -> dict[str, str]:
         target = opened.together.targets[0]

@@ -86,7 +86,6 @@ class DecodeStats:
             "acceptance_rate": self.acceptance_rate,
             "acceptance_by_position": self.acceptance_by_position,
             "mean_acceptance_length": self.mean_acceptance_length,
-            "tokens_per_round": self.mean_acceptance_length,  # the key of earlier versions
             "tokens_per_second": self.tokens_per_second,
             "media_rows": self.media_rows,
             "encode_seconds": self.encode_seconds,

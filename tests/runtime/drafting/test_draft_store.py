@@ -141,14 +141,6 @@ def test_a_file_of_another_user_is_not_used(tmp_path, monkeypatch):
 
 
 @posix
-def test_copies_that_killed_writers_of_earlier_versions_left_go(tmp_path):
-    copy = tmp_path / f".memory.partial-{2**22 + 1}-{'0' * 16}"
-    copy.write_text("secret words")
-    store_at(tmp_path / "memory")[0].remember("text")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["memory"]
-
-
-@posix
 def test_a_writer_that_was_stopped_does_not_hold_up_the_others(tmp_path, monkeypatch):
     """The first text waits for it, those after it do not; texts are remembered again when it lets go."""
     path = tmp_path / "memory"
@@ -289,23 +281,3 @@ def test_the_command_keeps_its_answer(exported_pair, tmp_path):
     options = ["generate", str(exported_pair), "def area(", "--max-tokens", "8", "--threads", "1", "--draft-store", str(memory)]
     assert CliRunner().invoke(main, options).exit_code == 0
     assert len(read_store(memory)) == 1
-
-
-def test_texts_to_remember_need_a_store(exported_pair, tmp_path):
-    text = tmp_path / "text"
-    text.write_text("def area(width, height):\n    return width * height\n")
-    with open_session(exported_pair, threads=1, draft_store=tmp_path / "memory", remember=[text]):
-        assert read_store(tmp_path / "memory") == [text.read_text()]
-    with pytest.raises(RequestError, match="draft_store"):
-        open_session(exported_pair, remember=[text])
-
-
-def test_files_that_cannot_be_remembered_are_named(tmp_path):
-    store, _ = store_at(tmp_path / "memory", limit=1024)
-    path = tmp_path / "text"
-    for content in (b"\xff", b"x" * 600):
-        path.write_bytes(content)
-        with pytest.raises(RequestError, match="text"):
-            store.remember_file(path)
-    with pytest.raises(RequestError, match="cannot be remembered"):
-        store.remember_file(tmp_path / "missing")
