@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import errno
 import json
-import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -71,25 +68,6 @@ def test_float16_is_measured_first_though_not_asked_for(exported_pair: Path) -> 
     assert [cost.kv_type for cost in costs] == ["f16", "q8_0"]
     with pytest.raises(RequestError, match="there is no prompt"):
         measure_kv_types(exported_pair, [])
-
-
-def test_a_full_temporary_folder_is_a_sentence(exported_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(RequestError, match=r"no room for 0 MB .*No space left.*TMPDIR"):
-        measure_kv_types(exported_pair, PROMPTS[:1], max_tokens=5, threads=1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_system_that_cannot_reserve_room_will_do(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr(os, "posix_fallocate", unknown, raising=False)
-    assert measure_kv_types(exported_pair, PROMPTS[:1], kv_types=["f16"], max_tokens=5, threads=1)[0].tokens > 0
 
 
 def test_the_command_says_why_it_stopped_and_what_a_state_was_good_for(exported_pair: Path, tmp_path: Path) -> None:
