@@ -1,6 +1,6 @@
 """The child process that decodes one media file: BUDGET as its argument, the file in, pixels or samples out.
 
-Images by Pillow, WAV here, FLAC and MP3 by libsndfile; no other module imports them, since files are hostile.
+Images by Pillow, sounds by libsndfile; no other module imports them, since files are hostile.
 Standard output holds a line of JSON and then the bytes; an error is a line with `error` and `missing` (a library is not installed).
 """
 
@@ -11,14 +11,12 @@ import io
 import json
 import os
 import re
-import struct
 import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edge_devices.errors import EdgeError, errors_as
 from edge_runtime.errors import BackendError, RequestError
@@ -31,8 +29,6 @@ INSTALL = "pip install 'edge-mtp[media]', or build a device package with --with-
 _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])")
 _START_OF_SCAN, _END_OF_IMAGE, _FIRST_WITH_SEGMENT = b"\xda", b"\xd9", b"\xc0"
 _ADDRESS = re.compile("<[^<>]* object at 0x[^<>]*>")
-_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
-_SAMPLE_BITS = {_PCM: (8, 16, 24, 32), _FLOAT: (32, 64)}
 
 
 @contextlib.contextmanager
@@ -97,8 +93,13 @@ def decode_sound(data: bytes) -> Sound:
 
     Raises RequestError for a file that is damaged, empty or beyond the limits, BackendError without soundfile.
     """
-    samples, rate = _wav(data) if format_of(data) == "WAV" else _by_libsndfile(data)
-    return to_sound(samples, rate)
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:
+        raise BackendError(f"soundfile, which decodes sounds, does not load ({error}); run: {INSTALL}") from error
+    with _damaged("sound"), soundfile.SoundFile(io.BytesIO(data)) as file:
+        _check(file.samplerate, file.channels)
+        return to_sound(file.read(file.samplerate * MAX_SECONDS, dtype="float32", always_2d=True), int(file.samplerate))
 
 
 def _check(rate: int, channels: int) -> None:
@@ -107,58 +108,6 @@ def _check(rate: int, channels: int) -> None:
         raise RequestError(f"the sound has {rate} samples a second, {lowest} to {highest} are supported; convert it")
     if not 1 <= channels <= MAX_CHANNELS:
         raise RequestError(f"the sound has {channels} channels, 1 to {MAX_CHANNELS} are supported; convert it")
-
-
-def _by_libsndfile(data: bytes) -> tuple[NDArray[np.float32], int]:
-    try:
-        import soundfile
-    except (ImportError, OSError) as error:
-        raise BackendError(f"soundfile, which decodes FLAC and MP3, does not load ({error}); run: {INSTALL}, or convert to WAV") from error
-    with _damaged("sound"), soundfile.SoundFile(io.BytesIO(data)) as file:
-        _check(file.samplerate, file.channels)
-        samples = file.read(file.samplerate * MAX_SECONDS, dtype="float32", always_2d=True)
-        return samples, int(file.samplerate)
-
-
-def _wav(data: bytes) -> tuple[NDArray[np.float32], int]:
-    """Reads PCM and float WAV, also with the extensible header. A last frame that is cut off is left out."""
-    chunks = _chunks(data)
-    layout, body = chunks.get(b"fmt ", b""), chunks.get(b"data", b"")
-    if len(layout) < 16 or not body:
-        raise RequestError("the WAV file has no samples; save it again")
-    kind, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", layout)
-    if kind == _EXTENSIBLE and len(layout) >= 26:
-        kind = int.from_bytes(layout[24:26], "little")
-    _check(rate, channels)
-    if bits not in _SAMPLE_BITS.get(kind, ()):
-        raise RequestError(f"the WAV file has samples of {bits} bits in coding {kind}; save it as 16-bit PCM")
-    frame = channels * bits // 8
-    frames = min(len(body) // frame, rate * MAX_SECONDS)
-    return _floats(body[: frames * frame], kind, bits).reshape(frames, channels), rate
-
-
-def _chunks(data: bytes) -> dict[bytes, bytes]:
-    """The first chunk of each name. A stream's header may claim more than there is: then the rest is the chunk."""
-    chunks: dict[bytes, bytes] = {}
-    at = 12
-    while at + 8 <= len(data) and len(chunks) < 64:
-        name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
-        chunks.setdefault(name, data[at + 8 : at + 8 + size])
-        at += 8 + size + size % 2
-    return chunks
-
-
-def _floats(body: bytes, kind: int, bits: int) -> NDArray[np.float32]:
-    if kind == _FLOAT:
-        return np.frombuffer(body, f"<f{bits // 8}").astype(np.float32)
-    if bits == 24:
-        # Three bytes become the upper three of four.
-        wide = np.zeros((len(body) // 3, 4), np.uint8)
-        wide[:, 1:] = np.frombuffer(body, np.uint8).reshape(-1, 3)
-        body, bits = wide.tobytes(), 32
-    values = np.frombuffer(body, np.uint8 if bits == 8 else f"<i{bits // 8}").astype(np.float64)
-    centred: NDArray[np.float64] = (values - 128 if bits == 8 else values) / 2 ** (bits - 1)
-    return centred.astype(np.float32)
 
 
 def main() -> None:
