@@ -222,7 +222,7 @@ def test_memory_of_large_bodies_goes_back_to_the_system(monkeypatch: pytest.Monk
     trims: list[float] = []
     monkeypatch.setattr(http_body, "TRIM_SECONDS", 0.02)
     with scripted_server("Hello.") as server:
-        monkeypatch.setattr(http_body, "_trim_heap", lambda: trims.append(time.monotonic()))
+        monkeypatch.setattr(http_body, "return_freed_memory", lambda: trims.append(time.monotonic()))
         assert send(server, "POST", CHAT, HI)[0] == 200
         encoded = Held(server.worker._prompts, "encode")
         body = json.dumps(HI).encode() + b" " * SMALL_BODY

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import contextlib
-import ctypes
 import json
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from edge_devices.machine.memory import return_freed_memory
 from edge_runtime.server.errors import ApiError, invalid
 from edge_runtime.server.json_text import MAX_VALUES, PIECE, parse_object
 
@@ -80,12 +79,7 @@ class Trimmer:
     def _trim(self) -> None:
         self._due = False
         self._earliest = asyncio.get_running_loop().time() + TRIM_INTERVAL
-        threading.Thread(target=_trim_heap, name="edge-mtp trim", daemon=True).start()
-
-
-def _trim_heap() -> None:
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # other systems' libraries have none
-        ctypes.CDLL(None).malloc_trim(0)
+        threading.Thread(target=return_freed_memory, name="edge-mtp trim", daemon=True).start()
 
 
 def _make_room(timeout: asyncio.Timeout, size: int) -> None:
