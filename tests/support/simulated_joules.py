@@ -7,6 +7,7 @@ bound is a share of the seconds that the objective time takes.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,14 +45,19 @@ class Spent:
 class Case:
     """One simulated machine and text."""
 
-    curve: str
+    curve: str | tuple[float, ...]
     step: float
-    watts: str
+    watts: str | PhasePower
     acceptance: float
 
     @property
+    def verify(self) -> tuple[float, ...]:
+        """Milliseconds of a verify of 1, 2, ... rows."""
+        return CURVES[self.curve] if isinstance(self.curve, str) else self.curve
+
+    @property
     def power(self) -> PhasePower:
-        return WATTS[self.watts]
+        return WATTS[self.watts] if isinstance(self.watts, str) else self.watts
 
     def by_time(self, tokens: int, seed: int) -> Spent:
         """What the objective time takes."""
@@ -74,7 +80,7 @@ class Case:
 
     def fixed(self) -> list[Spent]:
         """What rounds of 0, 1, ... drafts take; chances of drafts are independent, so their sums are exact."""
-        verify = CURVES[self.curve]
+        verify = self.verify
         lengths = []
         for length in range(LONGEST + 1):
             tokens = sum(self.acceptance**n for n in range(length + 1))
@@ -89,7 +95,7 @@ class _Counted(ExactCosts):
     """Exact costs that count the seconds and joules of all rounds."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__(CURVES[case.curve], case.step)
+        super().__init__(case.verify, case.step)
         self._power, self._seconds, self._joules = case.power, 0.0, 0.0
         self._acceptance = case.acceptance
 
@@ -107,6 +113,25 @@ CASES = tuple(
     Case(curve=curve, step=step, watts=watts, acceptance=acceptance)
     for curve, step, watts, acceptance in product(sorted(CURVES), STEPS, WATTS, ACCEPTANCES)
 )
+
+
+def drawn(seed: int, count: int) -> list[Case]:
+    """Draws cases from ranges: rows that cost what they do singly or in tiles, watts and acceptance."""
+    draws = random.Random(seed)
+    cases = []
+    for _ in range(count):
+        tile, slope, step = draws.choice((1, 4, 8)), 20 * log_uniform(draws, 0.02, 0.8), log_uniform(draws, 0.3, 8.0)
+        tiles = [-(-rows // tile) * tile for rows in range(1, LONGEST + 2)]
+        curve = (20.0, *(20 + slope * (rows - 1) * draws.uniform(0.95, 1.05) for rows in tiles[1:]))
+        verify = log_uniform(draws, 3, 10)
+        power = PhasePower(draft=log_uniform(draws, 1.5, 30), verify=verify, plain=verify * draws.uniform(0.4, 1.1))
+        cases.append(Case(curve=curve, step=step, watts=power, acceptance=draws.uniform(0.3, 0.95)))
+    return cases
+
+
+def log_uniform(draws: random.Random, low: float, high: float) -> float:
+    """Draws a number whose logarithm is uniform."""
+    return low * (high / low) ** draws.random()
 
 
 def best_mix(points: Sequence[Spent], limit: float) -> float:

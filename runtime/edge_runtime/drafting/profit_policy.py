@@ -55,6 +55,10 @@ class Bound(Protocol):
         """Tokens per unit of cost of rounds at this price."""
 
     @property
+    def is_plain_fastest(self) -> bool:
+        """Whether drafts are thought to cost time rather than save it."""
+
+    @property
     def probe_cost(self) -> float:
         """Of drafting one token, in forwards of one row."""
 
@@ -439,7 +443,8 @@ class Profit:
         """Learns from a shadow draft; the next plan computes everything anew."""
         self._stale, self._until_refresh = True, 0
         self._add_unreported(1)
-        if self._bound is None:  # else drafts are part of the mix, and old ones say what it would be
+        # Else drafts are part of the mix, and old ones say what it would be; but where none seem to pay, an unlucky start must not decide.
+        if self._bound is None or self._bound.is_plain_fastest:
             self._model.fade(STALE)
         self._model.observe(self._bins[:1], 1, int(accepted))
 

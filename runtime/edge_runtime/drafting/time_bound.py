@@ -22,8 +22,9 @@ SAVING_FLOOR, EVEN = 0.006, 3.0
 BALANCE, BALANCE_LIMIT = 6.0, 6.0
 # A price that differs less is kept.
 SAME_PRICE = 0.05
-# The bound that is aimed at / the one that was asked for: forecasts vary, and what looks fastest among several is so partly by chance.
-MARGIN = 0.975
+# The share of the bound that is kept back, × the root of the rounds that drafted, with so many before the first: forecasts vary, and what
+# looks fastest among several is so partly by chance.
+KEPT_BACK, BEFORE = 0.6, 100.0
 # Weight of a new trade beside those before: forecasts vary.
 SMOOTH = 0.25
 # What drafts bring less or more than the trade expects of them is taken for true of the fastest as far as this, after so many tokens.
@@ -50,7 +51,9 @@ class TimeBound:
         self._trade: Trade
         self._beyond_plain: NDArray[np.float64]
         self._until_renewal = self._renewals = self._requests = 0
+        self._fastest = 0.0  # seconds per token, by the newest forecast
         self._price = -1.0
+        self._rounds = 0  # that drafted
         # Of the newest rounds: tokens, joules and seconds. Of more: tokens and seconds; of those that drafted, the tokens that the trade
         # expects for their cost, and those that their confidences promised.
         self._sums, self._spent, self._drafted = np.zeros(3), np.zeros(2), np.zeros(2)
@@ -67,13 +70,14 @@ class TimeBound:
         if self._frontier is None:
             self._frontier = Frontier(PRICES * self._watts)
         trade: Trade = self._frontier.trade(known, self._seconds, self._joules, stepwise=stepwise)
+        self._fastest = float(trade.seconds[-1])
         share = max(SMOOTH, 1 / self._renewals) if requests == self._requests else 1.0
         self._trade = trade if share == 1 else Trade(*(old + share * (new - old) for old, new in zip(self._trade, trade, strict=True)))
         # By the costs of each trade's own time: as they drift, averaged seconds of plain decoding are no longer those of a forward.
         beyond_plain = trade.seconds - self._seconds.verify[0]
         self._beyond_plain = beyond_plain if share == 1 else self._beyond_plain + share * (beyond_plain - self._beyond_plain)
         corrected = self._corrected()
-        self._limit = MARGIN * (1 + self._slowdown) * float(corrected.seconds[-1])
+        self._limit = (1 - KEPT_BACK / math.sqrt(BEFORE + self._rounds)) * (1 + self._slowdown) * float(corrected.seconds[-1])
         self._slope = _slope(corrected, self._limit, EVEN * self._watts)
         if requests != self._requests:  # what the rounds before took was another work
             self._requests = requests
@@ -109,6 +113,11 @@ class TimeBound:
         return float(self._sums[0]) / self._cost(float(self._sums[1]), float(self._sums[2]))
 
     @property
+    def is_plain_fastest(self) -> bool:
+        """Whether drafts are thought to cost time rather than save it."""
+        return self._fastest >= (1 - 1e-4) * float(self._seconds.verify.min())
+
+    @property
     def probe_cost(self) -> float:
         """Of drafting one token, in forwards of one row: by seconds or joules, whichever is more."""
         return max(float(costs.draft[1] / costs.verify[0]) for costs in (self._seconds, self._joules))
@@ -121,6 +130,7 @@ class TimeBound:
         self._spent = BUDGET_DECAY * self._spent + (tokens, seconds)
         self._drafted *= BUDGET_DECAY
         if promised:
+            self._rounds += 1
             weights = self._costs.weights
             rate = float((1 / (weights[0] * self._trade.joules + weights[1] * self._trade.seconds)).max())
             self._drafted += (rate * self._cost(joules, seconds), promised)
