@@ -108,6 +108,10 @@ def test_every_module_of_the_standard_library_finds_its_libraries(pi: Userland) 
         "folder = pathlib.Path(sys.prefix) / 'lib/python3.11/lib-dynload'\n"
         "names = [path.name.partition('.')[0] for path in folder.glob('*.so')]\n"
         "for name in names: importlib.import_module(name)\n"
+        "import numpy\n"  # with its small BLAS
+        "for kind in 'fdFD':\n"
+        "    a = numpy.arange(12, dtype=kind).reshape(3, 4) / 7\n"
+        "    assert numpy.allclose(a @ a.T, (a[:, None] * a).sum(-1)) and numpy.allclose(a @ a[0], (a * a[0]).sum(-1)), kind\n"
         "child = subprocess.run([sys.executable, '-c', 'import sys; print(sys.prefix)'], capture_output=True, text=True)\n"
         "print(json.dumps([len(names), sys.prefix, child.stdout.strip(), sys.path]))"
     )
