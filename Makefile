@@ -4,8 +4,8 @@ SHORT_VENV ?= .venv-test
 PYTHON ?= python3
 # On Linux without a GPU, PIP_EXTRA_INDEX_URL can point pip at torch's CPU builds, which are far smaller.
 TORCH ?= torch==2.13.0
-# Number of test processes, each on its own processors.
-WORKERS ?= 2
+# Number of test processes. Many tests wait for devices, servers and browsers: two processes share each of two processors.
+WORKERS ?= 4
 BIN := $(VENV)/bin
 TOOLS := .venv-tools
 TEST_EXTRAS := onnx,export-onnx,grammar,serve,sign,report,media,test

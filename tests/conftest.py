@@ -47,7 +47,7 @@ def files_in_memory() -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives each of several workers its own processors: threads of llama.cpp that share them wait for each other actively."""
+    """Gives each worker its own processors, or one: threads of llama.cpp that share them wait for each other actively."""
     # A shell that runs the tests in the background has them ignore Ctrl-C, and what they start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     worker = getattr(config, "workerinput", None)

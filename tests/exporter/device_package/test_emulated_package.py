@@ -121,6 +121,11 @@ def test_every_module_of_the_standard_library_finds_its_libraries(pi: Userland) 
     assert all(place == "" or place.startswith(prefix) for place in path)
 
 
+def test_the_benchmark_starts_on_a_pi(pi: Userland) -> None:
+    done = pi.run(["/home/pi/package/bin/edge-bench", "--help"])
+    assert (done.returncode, done.stdout.split(" ")[0]) == (0, "Usage:"), done.stderr[-3000:]
+
+
 def test_package_json_is_what_lies_there(packages: Packages) -> None:
     folder = packages("android-arm64")
     reported = json.loads((folder / "package.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+import phones
+import ssh_host
 from bench_records import ONE_OF_EACH
 from device_runs import bench, hold, in_background, wait_for, when_running
 from edge_bench.devices import remote_run as remote
@@ -21,8 +24,8 @@ from edge_bench.measure.records import read_records
 from edge_devices.errors import LinkError
 from edge_devices.transports.adb import AdbTransport
 from fake_adbd import FakeAdbd
+from fake_phone import PI, FakePhone
 from phones import Desk
-from ssh_host import SshHost
 from stub_package import stub_bundle, stub_package
 
 
@@ -340,16 +343,31 @@ def test_a_pipe_among_results_is_not_waited_for(name: str, tmp_path: Path) -> No
     assert f"{name} is not a regular file" in results[0].stderr
 
 
-@pytest.mark.slow
-def test_a_real_benchmark_over_ssh_drafts_what_this_machine_drafts(
-    host: SshHost, exported_pair: Path, probe_memory: None, tmp_path: Path
+@pytest.mark.slow(15)
+@pytest.mark.skipif(bool(phones.NEEDS or ssh_host.NEEDS), reason=phones.NEEDS or ssh_host.NEEDS or "all is here")
+def test_a_real_benchmark_on_a_pi_drafts_what_this_machine_drafts(
+    exported_pair: Path, probe_memory: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Over ssh, while the board's supply sags."""
+    pi, shell = FakePhone(tmp_path / "pi", pi=PI), Path(phones.__file__).with_name("pi_shell.py")
+    host = ssh_host.SshHost(tmp_path / "ssh", command=f"{sys.executable} {shell} {tmp_path / 'pi'}")
+    start = remote.start_job
+
+    def sagging(*arguments: Any) -> None:
+        pi.vary("/system/says/vcgencmd get_throttled", ["throttled=0x0\n", "throttled=0x50005\n"], 0.5)
+        start(*arguments)
+
+    monkeypatch.setattr(remote, "start_job", sagging)
     package = stub_package(tmp_path / "package", real=True)
     what = (*ONE_OF_EACH, "--drafters", "dense", "--max-tokens", "8")
-    arguments = ("--ssh", "pi", "--ssh-config", host.config, "--package", package, "--results", tmp_path / "results", "--run", "there")
-    folder = ("--device-folder", tmp_path / "device folder")
-    result = bench("devices", exported_pair, *what, *arguments, *folder)
+    where = ("--ssh", "pi", "--ssh-config", host.config, "--device-folder", tmp_path / "device folder")
+    try:
+        result = bench("devices", exported_pair, *what, *where, "--package", package, "--results", tmp_path / "results", "--run", "there")
+    finally:
+        host.stop()
+        pi.close()
     assert result.exit_code == 0, result.output
+    assert "the board throttled (get_throttled 0x50005)" in result.stdout
     here = bench("run", exported_pair, *what, "--runs", tmp_path / "here.jsonl")
     assert here.exit_code == 0, here.output
     there = read_records(tmp_path / "results/there/ssh-pi/runs.jsonl")
