@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,12 @@ import onnxruntime as ort
 
 from edge_runtime.backends.onnx import drafter as drafter_module
 from edge_runtime.backends.onnx.device_draft_graph import draft_step_graph
-from edge_runtime.backends.onnx.device_drafter import DraftPlaces
+from edge_runtime.backends.onnx.device_drafter import DeviceDrafter, DraftPlaces, timed_places
 from edge_runtime.backends.onnx.devices import PROCESSOR
-from edge_runtime.backends.onnx.loader import SessionOptions
+from edge_runtime.backends.onnx.loader import SessionOptions, value_over
+from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.errors import BackendError
+from edge_runtime.errors import BackendError, RequestError
 
 Bundles = Callable[..., Path]
 CAPACITY, LENGTH, STEPS, WINDOW = 256, 180, 4, 128
@@ -80,6 +82,65 @@ def test_a_graph_of_a_stranger_is_left_to_the_cpu(onnx_pair: Bundles) -> None:
     assert draft_step_graph(bundle.path("target", "onnx").read_bytes(), bundle.manifest.cache_layout.buffers) is None
 
 
+class OnDevice:
+    """A target on the CPU as one whose rows lie on a device."""
+
+    def __init__(self, target: Any) -> None:
+        arrays = {name: target.cache.array(name) for name in target.cache.names}
+        on_device = {name: value_over(array) for name, array in arrays.items()}
+        self.cache = SimpleNamespace(
+            window=target.cache.window, capacity=target.cache.capacity, on_device=on_device, placed=lambda array: value_over(array.copy())
+        )
+        self.rotations, self.vocabulary, self.hidden_size = target.rotations, target.vocabulary, target.hidden_size
+        self.closers: list[Any] = []
+        self._target = target
+
+    @property
+    def length(self) -> int:
+        return int(self._target.length)
+
+    @property
+    def hidden_place(self) -> tuple[int, int] | None:
+        return None if self._target.hidden_row is None else (2, 1)
+
+    def hidden_value(self, rows: int) -> Any:
+        self._rows = np.repeat(self._target.hidden_row[None, None], rows, axis=1)
+        self._rows[0, 0] = np.nan  # another token's
+        return value_over(self._rows)
+
+
+def test_a_draft_on_the_device_is_the_cpus(onnx_pair: Bundles) -> None:
+    bundle = open_bundle(onnx_pair("f32"))
+    target, on_cpu, _ = open_onnx(bundle, OrtOptions(context=300, threads=1), None)
+    given: Any = OnDevice(target)
+    with target:
+        assert on_cpu is not None
+        drafter = DeviceDrafter(bundle.path("drafter", "onnx"), given, SessionOptions(threads=1), bundle.manifest.cache_layout)
+        assert drafter.draft(5, 3) == []
+        target.prefill(np.random.default_rng(3).integers(300, 4000, 200).tolist())  # beyond the window
+        for length, drafts in ((200, 12), (198, 5)):
+            target.rollback(length - 2)
+            target.verify([400, 500])
+            assert drafter.draft(600, drafts) == on_cpu.draft(600, drafts)
+
+        probabilities: list[float] = []
+
+        def second(scores: Any, tokens: Any = None) -> int:
+            place = int(np.argsort(scores)[-2])
+            return place if tokens is None else int(tokens[place])
+
+        def unlikely(probability: float) -> bool:
+            probabilities.append(probability)
+            return len(probabilities) % 5 != 0
+
+        assert drafter.draft(600, 3, second) == on_cpu.draft(600, 3, second)
+        assert drafter.draft(600, 12, None, unlikely) == on_cpu.draft(600, 12, None, unlikely)
+        assert probabilities[:5] == pytest.approx(probabilities[5:], abs=1e-4)
+        drafter.close()
+        with pytest.raises(RequestError, match="closed"):
+            drafter.draft(600, 3)
+
+
 class Stub:
     """A drafter, or the target that it belongs to."""
 
@@ -115,3 +176,18 @@ def test_it_drafts_where_that_is_faster(monkeypatch: pytest.MonkeyPatch, on_devi
     chosen: Any = drafter_module._fastest_drafter(Path("drafter.onnx"), target, session, files)
     assert chosen.name == expected
     assert [stub.name for stub in there.values() if not stub.closed] == [expected]
+
+
+def test_both_places_are_timed_once() -> None:
+    target: Any = SimpleNamespace(**dict.fromkeys(("rollback", "prefill", "verify"), lambda *_: None))
+    opened: list[Any] = []
+
+    def on_device() -> Any:
+        opened.append(SimpleNamespace(draft=lambda *_: time.sleep(0.002)))
+        return opened[-1]
+
+    on_processor: Any = SimpleNamespace(draft=lambda *_: [])
+    places = [timed_places(target, on_device, on_processor, ("a pair", "a device", 3)) for _ in range(2)]
+    assert places[0] == places[1]
+    assert not places[0].device_is_faster
+    assert len(opened) == 1
