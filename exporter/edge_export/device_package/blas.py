@@ -56,10 +56,10 @@ def take_small_blas(folder: Path) -> None:
 def _renamed(data: bytes, name: str, offered: bytes) -> bytes:
     """The module with the usual names of what it asks for. Shorter names leave room; what follows a name's end is read by nobody."""
     place, strings = _string_table(data, name)
-    shorter = _NAME.sub(lambda found: found[1].ljust(len(found[0]), b"\0"), strings)
-    shorter = _LIBRARY.sub(lambda found: BLAS.encode().ljust(len(found[0]), b"\0"), shorter)
-    asked = [found[1] for found in _NAME.finditer(strings)]
-    missing = [found.decode() for found in asked if b"\0" + found + b"\0" not in offered]
+    shorter = _NAME.sub(lambda name: name[1].ljust(len(name[0]), b"\0"), strings)
+    shorter = _LIBRARY.sub(lambda name: BLAS.encode().ljust(len(name[0]), b"\0"), shorter)
+    asked = [match[1] for match in _NAME.finditer(strings)]
+    missing = [symbol.decode() for symbol in asked if b"\0" + symbol + b"\0" not in offered]
     if missing or not asked or b"scipy_cblas_" in shorter:
         raise PackageError(f"{name} asks for {', '.join(missing) or 'another BLAS'} beyond Debian's {PACKAGE}; update edge-mtp")
     return data[:place] + shorter + data[place + len(strings) :]

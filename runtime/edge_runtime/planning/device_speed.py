@@ -114,11 +114,11 @@ def product_operations(processors: int) -> float:
     numpy's BLAS takes all of them, or one: that of a device package, and where OPENBLAS_NUM_THREADS says so. What it took is counted.
     """
     matrix = np.ones((_SIDE, _SIDE), dtype=np.float32)
-    best, taken = float("inf"), 1.0
+    best, used = float("inf"), 1.0
     for _ in range(_TIMES):
         begin, busy = time.perf_counter(), time.process_time()
         np.matmul(matrix, matrix)
         seconds, busy = time.perf_counter() - begin, time.process_time() - busy
         if seconds < best:
-            best, taken = seconds, min(max(busy / max(seconds, 1e-9), 1.0), processors)
-    return 2.0 * _SIDE**3 / max(best, 1e-9) * processors / taken
+            best, used = seconds, min(max(busy / max(seconds, 1e-9), 1.0), processors)
+    return 2.0 * _SIDE**3 / max(best, 1e-9) * processors / used

@@ -172,9 +172,9 @@ def test_a_machine_that_never_settles_is_noted():
     assert limited.runs[0].start_s < 200, "who names the minutes waits no longer"
     log = run_protocol(machine, {"plain": warmer}, replace(PLAN, repeats=2))
     assert log.runs[0].start_s - limited.runs[-1].end_s > 600
-    for each, least in ((limited, 60), (log, 600)):
+    for each, limit_s in ((limited, 60), (log, 600)):
         seconds = next(int(text.split()[-2]) for text in each.warnings if "were not steady" in text)
-        assert least <= seconds < least + 40
+        assert limit_s <= seconds < limit_s + 40
 
 
 class Tapped(SimulatedMachine):
