@@ -241,7 +241,10 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[type[Faul
     return install
 
 
-def test_what_passed_is_kept_until_the_driver_changes(fake: Callable[..., FakeDevices], onnx_pair: Bundles) -> None:
+def test_what_passed_is_kept_until_the_driver_changes(
+    fake: Callable[..., FakeDevices], onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_check, "_ROWS", 100)
     devices, sentences = fake(Faulty), list[str]()
     for driver, opened in (("1", ["gpu", None, "gpu"]), ("1", ["gpu"]), ("2", ["gpu", None, "gpu"])):
         devices.driver, devices.opened = driver, []
