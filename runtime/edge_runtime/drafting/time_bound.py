@@ -22,9 +22,8 @@ SAVING_FLOOR, EVEN = 0.006, 3.0
 BALANCE, BALANCE_LIMIT = 6.0, 6.0
 # A price that differs less is kept.
 SAME_PRICE = 0.05
-# The share of the bound that is kept back, × the root of the rounds that drafted, with so many before the first: forecasts vary, and what
-# looks fastest among several is so partly by chance.
-KEPT_BACK, BEFORE = 0.6, 100.0
+# The bound that is aimed at / the one that was asked for: forecasts vary, and what looks fastest among several is so partly by chance.
+MARGIN = 0.975
 # Weight of a new trade beside those before: forecasts vary.
 SMOOTH = 0.25
 # What drafts bring less or more than the trade expects of them is taken for true of the fastest as far as this, after so many tokens.
@@ -53,7 +52,6 @@ class TimeBound:
         self._until_renewal = self._renewals = self._requests = 0
         self._fastest = 0.0  # seconds per token, by the newest forecast
         self._price = -1.0
-        self._rounds = 0  # that drafted
         # Of the newest rounds: tokens, joules and seconds. Of more: tokens and seconds; of those that drafted, the tokens that the trade
         # expects for their cost, and those that their confidences promised.
         self._sums, self._spent, self._drafted = np.zeros(3), np.zeros(2), np.zeros(2)
@@ -77,7 +75,7 @@ class TimeBound:
         beyond_plain = trade.seconds - self._seconds.verify[0]
         self._beyond_plain = beyond_plain if share == 1 else self._beyond_plain + share * (beyond_plain - self._beyond_plain)
         corrected = self._corrected()
-        self._limit = (1 - KEPT_BACK / math.sqrt(BEFORE + self._rounds)) * (1 + self._slowdown) * float(corrected.seconds[-1])
+        self._limit = MARGIN * (1 + self._slowdown) * float(corrected.seconds[-1])
         self._slope = _slope(corrected, self._limit, EVEN * self._watts)
         if requests != self._requests:  # what the rounds before took was another work
             self._requests = requests
@@ -130,7 +128,6 @@ class TimeBound:
         self._spent = BUDGET_DECAY * self._spent + (tokens, seconds)
         self._drafted *= BUDGET_DECAY
         if promised:
-            self._rounds += 1
             weights = self._costs.weights
             rate = float((1 / (weights[0] * self._trade.joules + weights[1] * self._trade.seconds)).max())
             self._drafted += (rate * self._cost(joules, seconds), promised)
