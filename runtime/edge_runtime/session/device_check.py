@@ -6,9 +6,9 @@ A device is wrong in silence where its driver, its provider or its memory is: ke
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,12 @@ from edge_runtime.bundle.manifest import Manifest
 from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.decoding.quality import divergence_of, log_softmax
 from edge_runtime.errors import EdgeRuntimeError
-from edge_runtime.interfaces import ChoosingTarget, Drafter, Target
+from edge_runtime.interfaces import ChoosingTarget, Drafter, Logits, Target
 
 # Tokens of a prompt, of a long one, and those that are verified behind it.
 _PROMPT, _LONG, _FOLLOWING = 40, 700, 13
 _WIDTHS = (1, 2, 4, 8, 13)
+_VERIFY = "a verify's rows"
 _DRAFTS = 4
 # The mean KL, in nats, that is allowed: of weights that lose nothing, of others at least, and the share of what their quantization loses.
 # Two ways of rounding activations to 8 bits differ by 0.0003 (docs/npu.md); what one wrong operator adds may be no more than 0.001.
@@ -33,8 +34,11 @@ _UNKNOWN_LIMIT = 0.005
 # Where rows choose experts, at near ties others, which changes a row by up to 0.23: of a verify's rows beyond the eighth, and of others.
 # Of five such pairs the largest means were 0.021 and 0.12, the smallest of a fault in them 0.117 and 0.39.
 _TILE, _ROUTED_BEYOND_LIMIT, _ROUTED_LIMIT = 8, 0.07, 0.2
-# Drafts follow from rows that differ a little: so many of them must be the CPU's. A wrong one costs time, and never changes the text.
-_SAME_DRAFTS = 0.25
+# Near ties change few rows, rows that are not read or stale change all behind them: of so many rows the middle one.
+_FEWEST_ROWS, _ROUTED_MEDIAN_LIMIT = 4, 0.03
+# Drafts follow from rows that differ a little: so many of them must be the CPU's, or nearly as likely there, in nats; also of those at one
+# place, where this many are compared. A wrong one costs time, and never changes the text.
+_SAME_DRAFTS, _TIE, _FEWEST_DRAFTS = 0.2, 1.0, 4
 # Rows whose numbers are looked at beside those that are compared, and for how long.
 _ROWS, _SECONDS = 1100, 5.0
 
@@ -69,7 +73,7 @@ class DeviceCheck:
             part, figures = self.worst, f"mean KL {self.mean_kl:.2g}, at most {self.limit:.2g} is allowed"
             return f"{self.device} computes something else than the CPU: {part} differ by {figures}"
         if not self.passed:
-            return f"{self.device} drafts something else than the CPU: {self.same_drafts:.0%} of its drafts are the CPU's"
+            return f"{self.device} drafts something else than the CPU: {self.same_drafts:.0%} of its drafts at one place are the CPU's"
         ties = ", drafts may change near ties on this device" if self.rows_differ else ""
         return f"{self.device} computes what the CPU does (mean KL {self.mean_kl:.2g} at most, {self.rows} rows){ties}"
 
@@ -81,16 +85,47 @@ CHECKS = MeasuredValue(
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What a pair answered to the text: rows of logits by part of it, and drafts."""
+    """What a pair answered to the text: rows of logits by part of it, drafts, and what each token of a draft was chosen from, if known."""
 
     rows: dict[str, NDArray[np.float32]]
-    drafts: list[list[int]]
+    drafts: list[list[int]] = field(default_factory=list)
+    scores: list[list[_Scores]] = field(default_factory=list)
 
 
-def answers(target: Target, drafter: Drafter | None, longest: int) -> Answers:
-    """Runs the text through a pair, whose caches it empties; a verify has at most `longest` rows."""
-    gathered = Answers(rows={}, drafts=[])
-    for part, rows in _rows(target, min(longest, _FOLLOWING), gathered.drafts, drafter):
+class _Scores(NamedTuple):
+    """The drafter's logits of all tokens, or of `tokens`."""
+
+    logits: NDArray[np.float32]
+    tokens: NDArray[np.integer] | None
+
+    @property
+    def likeliest(self) -> int:
+        best = int(self.logits.argmax())
+        return best if self.tokens is None else int(self.tokens[best])
+
+    def behind(self, token: int) -> float:
+        """How much less likely a token is than the likeliest, in nats."""
+        own = self.logits[[token]] if self.tokens is None else self.logits[self.tokens == token]
+        return float(self.logits.max() - own[0]) if len(own) else np.inf
+
+
+def answers(target: Target, drafter: Drafter | None, longest: int, *, scored: bool = True) -> Answers:
+    """Runs the text through a pair, whose caches it empties; a verify has at most `longest` rows. Drafts are greedy, by their scores if
+    `scored`."""
+    gathered = Answers(rows={})
+
+    def draft(last: int) -> None:
+        if drafter is not None:
+            steps: list[_Scores] = []
+
+            def likeliest(logits: Logits, tokens: NDArray[np.integer] | None = None) -> int:
+                steps.append(_Scores(logits.copy(), None if tokens is None else tokens.copy()))
+                return steps[-1].likeliest
+
+            gathered.drafts.append(drafter.draft(last, min(_DRAFTS, longest - 1), likeliest if scored else None))
+            gathered.scores.append(steps)
+
+    for part, rows in _rows(target, min(longest, _FOLLOWING), draft):
         gathered.rows[part] = rows.copy()
     target.rollback(0)
     return gathered
@@ -115,7 +150,7 @@ def compared(
     unmeasured = _UNKNOWN_LIMIT if rounded else _FLOAT_LIMIT
     limit = unmeasured if quality is None else _limit(quality.mean_kl)
     try:
-        device_answers = answers(target, drafter, longest)
+        device_answers = answers(target, drafter, longest, scored=False)
         _check_choices(target, device_answers, min(longest, _FOLLOWING))
         rows = sum(len(rows) for rows in device_answers.rows.values())
         rows += _finite_rows(target, min(longest, _FOLLOWING), _ROWS - rows)
@@ -123,12 +158,11 @@ def compared(
         return DeviceCheck(
             device=device, limit=limit, worst="", mean_kl=0.0, same_drafts=0.0, rows=0, rows_differ=False, failure=str(error)
         )
-    losses = {part: _mean_kl(rows, device_answers.rows[part]) for part, rows in reference.rows.items()}
+    of_rows = {part: _losses(rows, device_answers.rows[part]) for part, rows in reference.rows.items()}
+    losses = {part: float(each.mean()) for part, each in of_rows.items()}
     limits = dict.fromkeys(losses, limit if not routed else max(limit, _ROUTED_LIMIT))
-    if routed and longest > _TILE:
-        part = _verified(min(longest, _FOLLOWING))
-        losses[f"{part} beyond the eighth"] = _mean_kl(reference.rows[part][_TILE:], device_answers.rows[part][_TILE:])
-        limits[f"{part} beyond the eighth"] = max(limit, _ROUTED_BEYOND_LIMIT)
+    if routed:
+        _limit_routed(of_rows, losses, limits, limit)
     worst = max(losses, key=lambda part: losses[part] / limits[part])
     alone = device_answers.rows[_verified(1)][0]
     return DeviceCheck(
@@ -136,10 +170,21 @@ def compared(
         limit=limits[worst],
         worst=worst,
         mean_kl=losses[worst],
-        same_drafts=_same_drafts(reference.drafts, device_answers.drafts),
+        same_drafts=_same_drafts(reference, device_answers.drafts),
         rows=rows,
-        rows_differ=any(not np.array_equal(alone, rows[0]) for part, rows in device_answers.rows.items() if part.startswith("a verify")),
+        rows_differ=any(not np.array_equal(alone, rows[0]) for part, rows in device_answers.rows.items() if part.startswith(_VERIFY)),
     )
+
+
+def _limit_routed(of_rows: Mapping[str, NDArray[np.float64]], losses: dict[str, float], limits: dict[str, float], limit: float) -> None:
+    """Adds what rows that choose experts are held to besides: of those beyond the eighth, and of the middle row, which near ties spare."""
+    for part, each in list(of_rows.items()):
+        if len(each) > _TILE and part.startswith(_VERIFY):
+            losses[f"{part} beyond the eighth"] = float(each[_TILE:].mean())
+            limits[f"{part} beyond the eighth"] = max(limit, _ROUTED_BEYOND_LIMIT)
+        if len(each) >= _FEWEST_ROWS:
+            losses[f"most of {part}"] = float(np.median(each))
+            limits[f"most of {part}"] = max(limit, _ROUTED_MEDIAN_LIMIT)
 
 
 def is_rounded(manifest: Manifest, format: str) -> bool:
@@ -154,16 +199,15 @@ def _limit(loss: float) -> float:
     return _FLOAT_LIMIT if loss < _FLOAT_LIMIT else max(_ROUNDED_LIMIT, _SHARE * loss)
 
 
-def _rows(target: Target, longest: int, drafts: list[list[int]], drafter: Drafter | None) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yields parts of the text with their rows, which the next part may overwrite; adds drafts."""
+def _rows(target: Target, longest: int, draft: Callable[[int], None]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yields parts of the text with their rows, which the next part may overwrite; has it drafted behind verifies."""
     text, other = _text(1), _text(2)
     target.rollback(0)
     target.prefill(text[:_PROMPT])
     for width in sorted({min(width, longest) for width in _WIDTHS}):
         target.rollback(_PROMPT)
         yield _verified(width), _checked(target.verify(text[_PROMPT : _PROMPT + width]))
-        if drafter is not None:
-            drafts.append(drafter.draft(text[_PROMPT + width], min(_DRAFTS, longest - 1)))
+        draft(text[_PROMPT + width])
     target.rollback(_PROMPT)
     target.verify(other[:longest])
     target.rollback(_PROMPT + 1)
@@ -193,16 +237,24 @@ def _check_choices(target: Target, given: Answers, longest: int) -> None:
             raise FloatingPointError("chosen tokens that are not those of the largest logits")
 
 
-def _same_drafts(expected: list[list[int]], given: list[list[int]]) -> float:
-    """The share of drafts that are the same, up to the first other one of each: those behind it follow from it."""
-    pairs = [list(zip(theirs, ours, strict=False)) for theirs, ours in zip(expected, given, strict=True)]
-    equal = [sum(takewhile(bool, (theirs == ours for theirs, ours in draft))) for draft in pairs]
-    compared = sum(min(same + 1, len(theirs)) for same, theirs in zip(equal, expected, strict=True))
-    return sum(equal) / compared if compared else 1.0
+def _same_drafts(reference: Answers, given: list[list[int]]) -> float:
+    """The share of drafts that are the CPU's or nearly as likely there: of all, or of those at the place where it is smallest.
+
+    Behind the first other one of a draft none is compared, since it follows from that.
+    """
+    fine: list[list[bool]] = [[] for _ in range(_DRAFTS)]
+    for expected, scores, drafted in zip(reference.drafts, reference.scores, given, strict=True):
+        for place, theirs in enumerate(expected):
+            ours = drafted[place] if place < len(drafted) else None
+            fine[place].append(theirs == ours or (ours is not None and place < len(scores) and scores[place].behind(ours) <= _TIE))
+            if theirs != ours:
+                break
+    compared = [[each for place in fine for each in place], *(place for place in fine if len(place) >= _FEWEST_DRAFTS)]
+    return min((sum(each) / len(each) for each in compared if each), default=1.0)
 
 
 def _verified(width: int) -> str:
-    return f"a verify's rows, {width} of them,"
+    return f"{_VERIFY}, {width} of them,"
 
 
 def _finite_rows(target: Target, width: int, count: int) -> int:
@@ -224,8 +276,9 @@ def _checked(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     return rows
 
 
-def _mean_kl(expected: NDArray[np.float32], rows: NDArray[np.float32]) -> float:
-    return float(np.mean([divergence_of(log_softmax(cpu), log_softmax(row)) for cpu, row in zip(expected, rows, strict=True)]))
+def _losses(expected: NDArray[np.float32], rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    """KL(CPU || device) of each row, in nats."""
+    return np.array([divergence_of(log_softmax(cpu), log_softmax(row)) for cpu, row in zip(expected, rows, strict=True)])
 
 
 def _text(number: int) -> list[int]:

@@ -118,6 +118,25 @@ class DraftsAnything(Faulty):
         return [11] * len(self.inner.draft(last, draft_length, *options))
 
 
+class SecondDraftWrong(Faulty):
+    def draft(self, last: int, draft_length: int, *options: Any) -> list[int]:
+        drafts: list[int] = self.inner.draft(last, draft_length, *options)
+        return [11 if place == 1 else token for place, token in enumerate(drafts)]
+
+
+class StaleRows(Faulty):
+    """Behind a rollback, rows of other tokens are read for those of the newest ones: all rows change, by less than experts do."""
+
+    share, stale = 0.2, False
+
+    def rollback(self, length: int) -> None:
+        self.stale = length > 0 and self.inner.length > length
+        self.inner.rollback(length)
+
+    def changed(self, rows: Any) -> Any:
+        return rows * (1 - self.share) if self.stale else rows
+
+
 TARGETS = (
     *(Zeros, RepeatsTheLast, IgnoresThePrompt, LosesTheRollback, NanInAThousand),
     *(FirstRowOnly, LastColumnsWrong, ShortSight, Noise, Fails),
@@ -162,10 +181,11 @@ def test_each_fault_of_a_target_is_refused(fault: type[Faulty], pair: tuple[Any,
     assert "webgpu" in check.sentence()
 
 
-def test_a_fault_of_a_drafter_is_refused(pair: tuple[Any, Any], reference: Answers) -> None:
-    check = checked(reference, pair[0], DraftsAnything(pair[1]))
+@pytest.mark.parametrize("fault", [DraftsAnything, SecondDraftWrong], ids=lambda fault: fault.__name__)
+def test_a_fault_of_a_drafter_is_refused(fault: type[Faulty], pair: tuple[Any, Any], reference: Answers) -> None:
+    check = checked(reference, pair[0], fault(pair[1]))
     assert not check.passed
-    assert "of its drafts are the CPU's" in check.sentence()
+    assert "of its drafts at one place are the CPU's" in check.sentence()
 
 
 def test_single_rows_may_differ_more_where_rows_choose_experts(pair: tuple[Any, Any], reference: Answers) -> None:
@@ -178,6 +198,13 @@ def test_single_rows_may_differ_more_where_rows_choose_experts(pair: tuple[Any, 
     check = checked(reference, OtherExperts(pair[0]), pair[1], routed=True)
     assert check.passed, check
     assert not checked(reference, LastColumnsWrong(pair[0]), pair[1], routed=True).passed
+
+
+def test_stale_rows_are_refused_where_rows_choose_experts(pair: tuple[Any, Any], reference: Answers) -> None:
+    check = checked(reference, StaleRows(pair[0]), pair[1], routed=True)
+    assert not check.passed
+    assert "most of " in check.sentence()
+    assert check.mean_kl < device_check._ROUTED_LIMIT  # which passed
 
 
 @pytest.mark.parametrize(("rounded", "limit"), [(True, 0.005), (False, 1e-4)])
@@ -197,10 +224,19 @@ def test_which_bundles_are_rounded(onnx_pair: Bundles) -> None:
 
 @pytest.mark.parametrize(
     ("given", "share"),
-    [([[1, 2, 3, 4]], 1), ([[1, 9, 9, 9]], 0.5), ([[9, 2, 3, 4]], 0), ([[]], 0), ([[1, 2]], 2 / 3)],
+    [
+        ([1, 2, 3], 1),
+        ([1, 9, 3], 0),  # always another second one
+        ([1, 8, 9], 1),  # nearly as likely, and nothing behind it counts
+        ([9, 2, 3], 0),
+        ([1, 2], 0),
+        ([], 0),
+    ],
 )
-def test_drafts_behind_the_first_other_one_are_not_compared(given: list[list[int]], share: float) -> None:
-    assert device_check._same_drafts([[1, 2, 3, 4]], given) == share
+def test_drafts_are_compared_at_each_place_up_to_the_first_other_one(given: list[int], share: float) -> None:
+    step = device_check._Scores(np.array([3.0, 2.9, -1.0], np.float32), np.array([2, 8, 9]))
+    reference = Answers(rows={}, drafts=[[1, 2, 3]] * 4, scores=[[step] * 3] * 4)
+    assert device_check._same_drafts(reference, [given] * 4) == share
 
 
 def test_rows_that_differ_in_the_last_bit_are_mentioned(pair: tuple[Any, Any], reference: Answers) -> None:
