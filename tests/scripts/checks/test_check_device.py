@@ -12,7 +12,10 @@ import pytest
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 pytest.importorskip("torch", reason="makes random pairs")
 
+from click.testing import CliRunner
+
 import check_device
+from edge_runtime.errors import RequestError
 
 
 @pytest.mark.parametrize(("device", "passed"), [("webgpu", True), ("cpu", False)])
@@ -39,3 +42,15 @@ def test_a_tie_is_no_alarm(gap: float | None, passed: bool, monkeypatch: pytest.
     monkeypatch.setattr(check_device, "open_session", lambda *_, **__: nullcontext(session))
     monkeypatch.setattr(check_device, "check_lossless", lambda *_: report)
     assert next(check_device.text_records("gpu", "onnx", Path("bundle")))["passed"] is passed
+
+
+def test_what_does_not_run_on_a_device_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*_: object, **__: object) -> Any:
+        raise RequestError("webgpu does not run experts")
+
+    monkeypatch.setattr(check_device, "open_session", opened)
+    monkeypatch.setattr(check_device, "export_pair", lambda _: None)
+    monkeypatch.setattr(check_device, "write_random_pair", lambda *_: (SimpleNamespace(family="26b-a4b"), Path("t"), Path("d")))
+    result = CliRunner().invoke(check_device.main, ["--device", "webgpu", "--pairs", "2"])
+    assert result.exit_code == 0, result.output
+    assert "0 of 0 pairs passed the check of webgpu; 2 more do not run there, and it says so" in result.output

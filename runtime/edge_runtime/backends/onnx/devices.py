@@ -26,7 +26,7 @@ from edge_runtime.errors import BackendError, RequestError
 FIRST_VERSION = (1, 31)
 END_VERSION = (1, 33)
 KINDS = (CPU, GPU, NPU)
-_CPU_PROVIDER, _QNN = "CPUExecutionProvider", "QNNExecutionProvider"
+_CPU_PROVIDER, _QNN, _WEBGPU = "CPUExecutionProvider", "QNNExecutionProvider", "WebGpuExecutionProvider"
 # Only what ends the process (4: fatal) is written to standard error; what fails is raised.
 SEVERITY = 4
 
@@ -47,7 +47,7 @@ class PlugIn:
 
 # Those that were run.
 PLUG_INS = (
-    PlugIn(provider="WebGpuExecutionProvider", module="onnxruntime_ep_webgpu", package="onnxruntime-ep-webgpu", extra="webgpu", kind=GPU),
+    PlugIn(provider=_WEBGPU, module="onnxruntime_ep_webgpu", package="onnxruntime-ep-webgpu", extra="webgpu", kind=GPU),
     PlugIn(provider="OpenVINOExecutionProvider", module="onnxruntime_ep_openvino", package="onnxruntime-ep-openvino", extra="openvino"),
     PlugIn(provider=_QNN, module="onnxruntime_qnn", package="onnxruntime-qnn", extra="qnn", kind=NPU),
 )
@@ -215,10 +215,12 @@ def _options(plug_in: PlugIn, *, software: bool) -> tuple[tuple[str, str], ...]:
     """What a provider must be set to.
 
     OpenVINO's processor: not to round to bfloat16, which it does where the processor can. QNN: where its library for the NPU is, and to
-    compute in float16.
+    compute in float16. WebGPU: to take int64 too, which a chosen token is, and which else goes to the processor and back.
     """
     if plug_in.kind is None:
         return (("load_config", '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'),)
+    if plug_in.provider == _WEBGPU:
+        return (("enableInt64", "1"),)
     if plug_in.provider != _QNN:
         return ()
     settings = {"backend_path": import_module(plug_in.module).get_qnn_htp_path(), "enable_htp_fp16_precision": "1"}

@@ -14,7 +14,7 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
 import software_gpu
-from edge_runtime.backends.onnx.device_graph import device_graph, head_with_choices
+from edge_runtime.backends.onnx.device_graph import device_graph, has_branches, head_with_choices
 from edge_runtime.backends.onnx.loader import Call
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.onnx_file import read_graph, with_graph
@@ -226,6 +226,29 @@ def test_a_router_of_experts_is_not_rewritten(tmp_path: Path) -> None:
     rows = {"rows": np.random.default_rng(2).standard_normal((1, 5, 8)).astype(np.float32)}
     before, after = (onnxruntime.InferenceSession(graph, options).run(None, rows)[0] for graph in (model, changed.model))
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_are_branches(onnx_pair: Bundles, tmp_path: Path) -> None:
+    """What a device refuses, with a sentence of its own."""
+    assert has_branches(router_graph(tmp_path))
+    assert not has_branches(open_bundle(onnx_pair("f32")).path("target", "onnx").read_bytes())
+
+
+@pytest.mark.parametrize("parts", [7, 8, 35, 60])
+def test_a_split_has_no_more_parts_than_a_shader_has_buffers(parts: int, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    from edge_export.onnx.graph_builder import GraphBuilder
+
+    graph = GraphBuilder("parts")
+    pieces = graph.equal_parts(graph.input("rows", "f32", (1, "n", 2 * parts)), parts, 2)
+    graph.output(graph.op("Concat", *reversed(pieces), axis=-1), "f32", (1, "n", 2 * parts))
+    graph.save(tmp_path / "parts.onnx")
+    changed = device_graph((tmp_path / "parts.onnx").read_bytes())
+    assert changed is not None
+    assert all(len(node.outputs) <= 7 for node in read_graph(changed.model).nodes if node.operator == "Split")
+    rows = np.arange(3 * 2 * parts, dtype=np.float32).reshape(1, 3, 2 * parts)
+    (result,) = onnxruntime.InferenceSession(changed.model).run(None, {"rows": rows})
+    assert result.tolist() == rows.reshape(1, 3, parts, 2)[:, :, ::-1].reshape(rows.shape).tolist()
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (2, 2)])

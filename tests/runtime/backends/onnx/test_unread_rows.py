@@ -147,6 +147,9 @@ def test_pairs_of_every_shape_compute_the_same(seed: int, family: str, weights: 
     pair = opened(kept("random-onnx", {"seed": seed, "weights": weights}, export))
     with pair.target:
         check_prompts(pair, [[1], [2], [255], [257], [30, 1, 2, 300]], vocabulary=512)
+        if weights == "int4":
+            layers = pair.target.assignments()["target-int4-b32.onnx"]["CPUExecutionProvider"]
+            assert ("GroupQueryAttention" in layers) == (not kernels)
 
 
 def test_weights_that_round_activations_compute_the_same(tmp_path: Path) -> None:
