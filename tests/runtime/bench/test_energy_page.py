@@ -54,8 +54,8 @@ def test_an_energy_log_is_reported_alone(path: Path) -> None:
     result = bench("report", path)
     assert result.exit_code == 0, result.output
     assert "scope package" in result.stdout
-    assert "J/request by phase, calibrated" in result.stdout
-    assert "get_throttled 0x50005" in result.stdout
+    assert "Energy by phase, scope package" in result.stdout
+    assert "0x50005" in result.stdout  # the cell of the refused breaks its lines
     record = json.loads(bench("report", path, "--json", "-").stdout)
     plain, drafted = record["variants"]
     assert plain["phase_joules"]["prefill"]["value"] == pytest.approx(18.0 * 0.3, rel=1e-3)
