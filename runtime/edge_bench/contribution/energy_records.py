@@ -259,6 +259,36 @@ def invalid(checked: CheckedRecord) -> list[str]:
     return reasons + [f"busy: {load.sentence()}" for load in checked.run_log.others if load.is_busy]
 
 
+def mlperf_fields(checked: CheckedRecord, variant: VariantEnergy) -> dict[str, Any]:
+    """Returns a variant's figures under the names proposed for MLPerf Inference (github.com/mlcommons/inference, issue 2558).
+
+    None: not measured. Repeats that do not count are left out of the counts as of the means.
+    """
+    log, per_token = checked.run_log, variant.joules_per_output_token
+    left_out = {int(text.split(":")[0].removeprefix("repeat ")) for text in variant.refused}
+    runs = [run for run in log.runs if run.variant == variant.name and run.repeat not in left_out]
+    requests = sum(run.requests for run in runs)
+    begin = min((start for start, _ in log.idles), default=None)
+    return {
+        "variant": variant.name,
+        "energy_per_token_joules": per_token and {"mean": per_token.value, "std": _finite(per_token.error * math.sqrt(per_token.n))},
+        "total_energy_joules": variant.joules_per_request and variant.joules_per_request.value * requests,
+        "power_draw_watts": variant.watts and {"mean": variant.watts.value, "peak": None},
+        "output_token_count": sum(run.emitted_tokens for run in runs),
+        "batch_size": 1,
+        "input_sequence_length": variant.prompt_tokens,
+        "output_sequence_length": sum(run.emitted_tokens for run in runs) / requests if requests else None,
+        "scenario": "singlestream",
+        "measurement_method": checked.report.meter,
+        "sampling_rate_hz": 1 / checked.report.refresh_s if checked.report.refresh_s else None,
+        "thermal_stabilization_seconds": runs[0].start_s - begin if runs and begin is not None else None,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _of_variant(variant: VariantEnergy, *, estimate: bool) -> list[str]:
     reasons, joules = [], variant.joules_per_output_token
     if variant.n < MIN_REPEATS:

@@ -15,6 +15,7 @@ from edge_bench.contribution.energy_records import (
     EnergyRecord,
     check_record,
     invalid,
+    mlperf_fields,
     parsed_record,
     read_record,
 )
@@ -44,6 +45,7 @@ class Pool:
                 "device": checked.device,
                 "weights": checked.weights,
                 "environment": checked.run_log.environment,
+                "mlperf": [mlperf_fields(checked, variant) for variant in checked.report.variants],
                 **checked.report.to_json(),
             }
             for checked in self.valid

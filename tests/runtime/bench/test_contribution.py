@@ -194,6 +194,19 @@ def test_a_damaged_benchmark_is_refused(contribute, tmp_path, values, words):
     assert "Speeds" not in shown
 
 
+def test_a_pooled_record_has_the_fields_proposed_for_mlperf(contribute, tmp_path):
+    assert contribute(tmp_path / "a.json").exit_code == 0
+    (record,) = json.loads(bench("pool", tmp_path / "a.json", "--json", "-").stdout)["records"]
+    plain = next(each for each in record["mlperf"] if each["variant"] == "plain")
+    ours, runs = record["variants"][0], [run for run in read_log(tmp_path / "a.jsonl").runs if run.variant == "plain"]
+    assert plain["energy_per_token_joules"]["mean"] == ours["joules_per_output_token"]["value"]
+    assert plain["energy_per_token_joules"]["std"] == pytest.approx(2 * ours["joules_per_output_token"]["error"]), "of four repeats"
+    assert plain["output_token_count"] == sum(run.emitted_tokens for run in runs)
+    assert plain["total_energy_joules"] == pytest.approx(sum(run.seconds for run in runs) * ours["watts"]["value"], rel=0.01)
+    assert plain["thermal_stabilization_seconds"] > 0
+    assert (plain["batch_size"], plain["scenario"], plain["measurement_method"]) == (1, "singlestream", record["meter"])
+
+
 def test_equal_records_count_once_and_other_files_are_named(contribute, tmp_path):
     assert contribute(tmp_path / "a.json").exit_code == 0
     shutil.copy(tmp_path / "a.json", tmp_path / "b.json")
