@@ -109,8 +109,8 @@ def record_of(case: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"case": case, "outcome": "timeout"}
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()[-1:] if done.returncode > 0 else []
-        return {"case": case, "outcome": "ended", "exit_code": done.returncode, "error": said}
+        error = done.stderr.strip().splitlines()[-1:] if done.returncode > 0 else []
+        return {"case": case, "outcome": "ended", "exit_code": done.returncode, "error": error}
     largest = json.loads(done.stdout.splitlines()[-1])
     return {"case": case, "outcome": "right" if largest < ROUNDING else "wrong", "largest_difference": largest}
 

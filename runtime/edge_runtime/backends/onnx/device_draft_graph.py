@@ -23,7 +23,7 @@ NEXT_TOKEN, NEXT_HIDDEN, NEXT_RECENT = "next_token", "next_hidden", "next_recent
 # Of the newest step: scores float32 [n] and the tokens int64 [n] that they belong to, if not all.
 SCORES, CANDIDATES = "step_scores", "step_candidates"
 # How many rows there are, which is the first that sliding layers see (float32 [1]), and the numbers of a buffer's rows [1, 1, 1, rows].
-ROWS, FIRST = "rows_there", "first_seen"
+ROWS, FIRST = "rows_there", "first_attended"
 _NAME, _NODE, _TENSOR, _INPUT = 2, 1, 5, 11
 _UNSEEN = -1e30
 _SLIDING = "sliding"

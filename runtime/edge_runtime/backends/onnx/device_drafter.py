@@ -124,8 +124,8 @@ class DeviceDrafter:
         inputs = {HIDDEN: target.hidden_value(given), HIDDEN_INDEX: value_over(np.array([index]))}
         self._picking.bind(inputs, {PICKED: first[HIDDEN]}, fixed=inputs).run()
         first[TOKEN].update_inplace(np.array([[last]]))
-        seen = 0 if self._window is None else max(0, length - self._window - 1)
-        for name, value in {"position_ids": np.array([[length]]), ROWS: _float(length), FIRST: _float(seen)}.items():
+        attended = 0 if self._window is None else max(0, length - self._window - 1)
+        for name, value in {"position_ids": np.array([[length]]), ROWS: _float(length), FIRST: _float(attended)}.items():
             self._counts[name].update_inplace(value)
 
     def _call(self, number: int, *, scored: bool = False) -> Call:

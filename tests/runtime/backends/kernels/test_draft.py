@@ -149,23 +149,23 @@ def helped(kind: str, sizes: Sizes, rows: int) -> tuple[list[NativeDraft], list[
 def test_a_second_thread_changes_no_number(kind: str, sizes: Sizes) -> None:
     """Over more spans of rows than are kept at once; the caller's choice takes longer than the thread stays awake."""
     drafts, sources, hidden = helped(kind, sizes, 2300)
-    results, seen = [], list[float]()
+    results, shares = [], list[float]()
 
     def goes_on(share: float) -> bool:
-        seen.append(share)
+        shares.append(share)
         return True
 
     def slowly(scores: Array, _: Any) -> int:
         time.sleep(0.01)
-        seen.extend(scores.tolist())
+        shares.extend(scores.tolist())
         return 1
 
     for draft in drafts:
-        seen.clear()
+        shares.clear()
         for token in range(12):
             draft.run(token, 8, hidden, None, goes_on)
         draft.run(3, 2, hidden, slowly)
-        results.append(list(seen))
+        results.append(list(shares))
         draft.close()
     assert results[0] == results[1]
     assert len(sources) == len(sizes.dims)

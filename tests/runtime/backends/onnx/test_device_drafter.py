@@ -58,15 +58,15 @@ def test_steps_draft_what_the_loop_does(onnx_pair: Bundles, weights: str) -> Non
     own.log_severity_level = 4
     own.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
     loop, step = (ort.InferenceSession(each, own, providers=["CPUExecutionProvider"]) for each in (str(path), model))
-    values, seen = inputs(1), LENGTH - WINDOW - 1
-    rows = {name: array[:, :, seen if name.endswith("2") else 0 : LENGTH] for name, array in values.items() if "." in name}
+    values, attended = inputs(1), LENGTH - WINDOW - 1
+    rows = {name: array[:, :, attended if name.endswith("2") else 0 : LENGTH] for name, array in values.items() if "." in name}
     draft = {"draft_length": np.array(STEPS), "least_probability": np.array(1e-30, np.float32), "with_scores": np.array(True)}
     tokens, probabilities, scores = loop.run(["drafts", "probabilities", "scores"], {**values, **rows, **draft})
     places = np.arange(CAPACITY, dtype=np.float32).reshape(1, 1, 1, -1)
     values |= {
         "recent": np.zeros((2, 12), np.float32),
         "rows_there": np.array([LENGTH], np.float32),
-        "first_seen": np.array([seen], np.float32),
+        "first_attended": np.array([attended], np.float32),
     }
     values |= {"places_full": places, "places_sliding": places}
     for number in range(STEPS):

@@ -272,9 +272,9 @@ def test_a_head_chooses_as_its_logits_say(onnx_pair: Bundles) -> None:
     hidden[0, 4, 7] = np.nan
     mask = np.zeros((1, 1, 4096), np.float32)
     logits, choice = session.run(["logits", "choice"], {"hidden": hidden, "suppressed": mask})
-    tokens, largest, least, total = choice[0].T
+    tokens, largest, smallest, total = choice[0].T
     assert tokens[:4].tolist() == logits[0, :4].argmax(axis=1).tolist()
-    assert (largest[:4].tolist(), least[:4].tolist()) == (logits[0, :4].max(axis=1).tolist(), logits[0, :4].min(axis=1).tolist())
+    assert (largest[:4].tolist(), smallest[:4].tolist()) == (logits[0, :4].max(axis=1).tolist(), logits[0, :4].min(axis=1).tolist())
     assert np.isfinite(total).tolist() == [True] * 4 + [False]
     mask[..., int(tokens[0])] = -np.inf
     (other,) = session.run(["choice"], {"hidden": hidden, "suppressed": mask})
