@@ -132,10 +132,11 @@ class DeviceTarget(OrtTarget):
         # onnxruntime-ep-webgpu 0.4.0 takes values of the CPU inside of an If for its own, and fails.
         if has_branches(model):
             raise RequestError(f"{session.device.name} does not run {files.target}, whose experts are branches; leave --device out")
-        if all(buffer.dtype == "f32" for buffer in files.layout.buffers):
+        if floats := all(buffer.dtype == "f32" for buffer in files.layout.buffers):
             changed = device_graph(model)
         if changed is None or set(changed.written.values()) != set(self.cache.names):
-            raise RequestError(f"{session.device.name} cannot keep the K/V rows of {files.target}; export it again with --onnx-kv f32")
+            again = "with this version" if floats else "with --onnx-kv f32"
+            raise RequestError(f"{session.device.name} cannot run {files.target} as it was exported; export it again {again}")
         self._written = changed.written
         return Graph(files.target, session, changed.model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -177,9 +178,14 @@ def test_a_fork_drafts_without_the_second_thread() -> None:
     drafts, sources, hidden = helped("int8", Sizes(), 300)
     expected = drafts[1].run(3, 3, hidden)
     if (child := os.fork()) == 0:
-        same = drafts[1].run(3, 3, hidden) == expected
-        drafts[1].close()
-        os._exit(0 if same else 1)
+        signal.alarm(20)  # which ends it, should it wait for a thread that it does not have
+        code = 1
+        try:
+            same = drafts[1].run(3, 3, hidden) == expected
+            drafts[1].close()
+            code = int(not same)
+        finally:
+            os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert drafts[0].run(3, 3, hidden) == drafts[1].run(3, 3, hidden) == expected
     for draft in drafts:
