@@ -2,14 +2,13 @@
 
     python scripts/checks/check_webgpu_defects.py --output defects.json
 
-Needs onnx, onnxruntime, onnxruntime-ep-webgpu and numpy alone, so that it can go into a report to the plug-in's authors. Each case runs in
-a process of its own, since one of them ends it. Controls are what the plug-in did right beside it. A driver by software needs
+Needs onnx, onnxruntime, onnxruntime-ep-webgpu, numpy and click alone, so that it can go into a report to the plug-in's authors. Each case
+runs in a process of its own, since one of them ends it. Controls are what the plug-in did right beside it. A driver by software needs
 ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER=1. The exit code is 0 whatever is found, 1 without a device.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper
@@ -115,17 +115,18 @@ def record_of(case: str) -> dict[str, Any]:
     return {"case": case, "outcome": "right" if largest < ROUNDING else "wrong", "largest_difference": largest}
 
 
-def main() -> None:
-    """Tries all cases, or one in this process."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="Write the results here as JSON too.")
-    parser.add_argument("--case", choices=CASES, help="Run this one here, and print the largest difference.")
-    arguments = parser.parse_args()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--output", type=click.Path(path_type=Path), help="Write the results here as JSON too.")
+@click.option(
+    "--case", "chosen", type=click.Choice(list(CASES)), metavar="NAME", help="Run this case here, and print the largest difference."
+)
+def main(output: Path | None, chosen: str | None) -> None:
+    """Try what the WebGPU plug-in of onnxruntime does wrong, a case a process."""
     ort.set_default_logger_severity(4)
     if not devices():
         sys.exit("the plug-in finds no device")
-    if arguments.case:
-        print(json.dumps(CASES[arguments.case]()))
+    if chosen is not None:
+        print(json.dumps(CASES[chosen]()))
         return
     versions = {name: version(name) for name in ("onnxruntime", "onnxruntime-ep-webgpu")}
     device = devices()[0].device
@@ -135,8 +136,8 @@ def main() -> None:
     for case in CASES:
         records.append(record_of(case))
         print(f"{case}: {' '.join(str(value) for value in list(records[-1].values())[1:])}", flush=True)
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps({**facts, "cases": records}, indent=1), encoding="utf-8")
+    if output is not None:
+        output.write_text(json.dumps({**facts, "cases": records}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,10 @@ _FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.
 _PATH_EVENTS = ("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod", "os.truncate")
 
 
+# Where a desktop's machine facts name its Vulkan drivers (edge_devices.machine.graphics).
+_DRIVER_LISTS = ("/etc/vulkan/", "/usr/share/vulkan/", "/usr/local/share/vulkan/")
+
+
 class ForbiddenError(BaseException):
     """Raised by the audit hook. A BaseException, so that `except Exception` does not catch it."""
 
@@ -238,7 +242,7 @@ class Guard:
         if event in _PATH_EVENTS and isinstance(arguments[0], str | bytes | os.PathLike):
             path = os.fsdecode(arguments[0])
             if not os.path.realpath(path).startswith(self._folder) and not path.startswith(
-                ("/proc/", "/sys/", "/dev/null", sys.prefix, sys.base_prefix)
+                ("/proc/", "/sys/", "/dev/null", sys.prefix, sys.base_prefix, *_DRIVER_LISTS)
             ):
                 self.on = False
                 raise ForbiddenError(f"{event} {path!r}"[:200])
