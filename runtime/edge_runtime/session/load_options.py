@@ -57,7 +57,7 @@ class LoadOptions:
         backend: llama or onnx; None takes the one that was measured to be faster on this machine, else that is by the files' sizes.
         device: Where the model runs: "cpu", "gpu", "npu", or a device's own name such as "vulkan0", "openvino:NPU", which `edge-run doctor`
             lists, or that of an execution provider of ONNX Runtime. "auto" is the fastest one, measured on first use.
-        draft_store: File of earlier answers and remembered files, from which drafts are copied; made if it is missing. None keeps nothing.
+        draft_store: File of earlier answers and remembered texts, from which drafts are copied; made if it is missing. None keeps nothing.
         prompt_cache: Folder in which the K/V rows of prompts are kept, for you alone, and found again; made if it is missing. None keeps
             none.
         prompt_cache_limit: The most bytes of that folder, or a text such as "500MB"; the least recently used go.
