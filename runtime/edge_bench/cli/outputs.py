@@ -70,7 +70,9 @@ class Outputs:
             print_report(result)
 
     def write_energy(self, report: EnergyReport, log: RunLog) -> None:
-        """Writes an energy measurement to all outputs."""
+        """Writes an energy measurement to all outputs. Raises RequestError for those that need the records of --runs."""
+        if self.markdown is not None or self.trace is not None:
+            raise RequestError("an energy log holds no rounds and no speeds; leave --markdown and --trace out, or give FILE of --runs")
         if self.html is not None:
             from edge_bench.report.html import energy_page
 

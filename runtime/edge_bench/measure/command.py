@@ -55,7 +55,7 @@ class BenchResult:
         if self.failure is not None:
             raise self.failure
         if self.log is not None and self.energy is None:
-            note(f"the {EXTERNAL} meter's table is still needed: edge-bench report {energy_file} --external TABLE")
+            note(f"the {EXTERNAL} meter's table is still needed: on the computer, edge-bench report {energy_file} --external TABLE")
         if self.stopped:
             note("stopped; the figures cover what was measured until then")
             sys.exit(INTERRUPTED)
