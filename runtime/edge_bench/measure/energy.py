@@ -138,11 +138,19 @@ def measure_energy(
 def fitted(
     plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics, seconds: float
 ) -> tuple[Plan, Mapping[str, Workload]]:
-    """Returns the longest plan within `seconds`: fewer repeats, then no loops of single phases; else the shortest one."""
+    """Returns the longest plan within `seconds`: fewer repeats, then no loops of single phases; else the shortest one.
+
+    Repeats beyond the fewest leave the time in which a device that is slow to warm up becomes steady.
+    """
     whole = {name: work for name, work in workloads.items() if not name.startswith(CALIBRATION)}
     counts = range(plan.repeats, min(FEWEST_REPEATS, plan.repeats) - 1, -1)
     plans = [(replace(plan, repeats=count), each) for each in (workloads, whole) for count in counts]
-    return next((fitting for fitting in plans if planned_seconds(*fitting, characteristics) <= seconds), plans[-1])
+    return next((fitting for fitting in plans if _warmed_seconds(*fitting, characteristics) <= seconds), plans[-1])
+
+
+def _warmed_seconds(plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics) -> float:
+    longer_s = max(0.0, MAX_SOAK_S - soak_seconds(plan, characteristics)) if plan.repeats > FEWEST_REPEATS else 0.0
+    return planned_seconds(plan, workloads, characteristics) + longer_s
 
 
 def session_sentence(plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from chromium import chromium
 from device_runs import bench
+from edge_bench.measure import energy
 from edge_bench.measure.energy import is_energy_log, measure_energy, read_energy
 from edge_devices.energy.protocol import Plan
 from edge_devices.energy.report import make_report
@@ -143,6 +144,24 @@ def test_files_that_do_not_fit_are_refused(path: Path, tmp_path: Path) -> None:
     assert not is_energy_log(tmp_path / "deep.jsonl")
     assert "needs an energy log" in bench("report", tmp_path / "other.jsonl", "--external", tmp_path / "table.csv").stderr
     assert bench("run", "bundle", "--external", tmp_path / "table.csv").exit_code == 2
+
+
+@pytest.mark.parametrize("option", ["--markdown", "--trace"])
+def test_what_an_energy_log_cannot_give_is_refused(path: Path, option: str, tmp_path: Path) -> None:
+    result = bench("report", path, option, tmp_path / "file")
+    assert (result.exit_code, "leave --markdown and --trace out" in result.stderr, result.stdout) == (1, True, "")
+
+
+@pytest.mark.parametrize(("minutes", "repeats", "longest_s"), [(10, 3, 268), (19, 5, 600)])
+def test_repeats_give_way_to_warming_up(
+    minutes: float, repeats: int, longest_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+    monkeypatch.setattr(energy, "measure", lambda *arguments: plans.append(arguments[4]))
+    machine = SimulatedMachine()
+    workloads = dict.fromkeys(["plain", "split 3", "calibrate:verify"], machine.workload(12.0))
+    measure_energy(tmp_path / "log", PendingExternalMeter(), workloads, threads=1, system=machine.system, minutes=minutes)
+    assert [(plan.repeats, round(plan.max_soak_s)) for plan in plans] == [(repeats, longest_s)]
 
 
 @pytest.mark.parametrize("kind", [Kind.COUNTER, None])
