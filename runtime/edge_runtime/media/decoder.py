@@ -36,7 +36,7 @@ def _damaged(kind: str) -> Iterator[None]:
     """Turns what decoders raise for damaged files, which is almost anything, into a sentence."""
     try:
         yield
-    except RequestError:
+    except (RequestError, MemoryError):
         raise
     except Exception as error:
         reason = _ADDRESS.sub("the file", " ".join(str(error).split()))[:120] or type(error).__name__
@@ -120,7 +120,7 @@ def main() -> None:
     try:
         values = decode_image(data, int(sys.argv[1])).rgb if kind_of(data) == "image" else decode_sound(data).samples
     except (EdgeError, MemoryError) as error:
-        text = str(error) or "decoding it needs too much memory; reduce it"
+        text = "decoding it needs too much memory; reduce it" if isinstance(error, MemoryError) else str(error)
         output.write(json.dumps({"error": text, "missing": isinstance(error, BackendError)}).encode() + b"\n")
     else:
         output.write(json.dumps({"shape": values.shape}).encode() + b"\n")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from edge_runtime.errors import RequestError
+from edge_runtime.media import decoder
 from edge_runtime.media.decoder import decode_sound
 from edge_runtime.media.sound import MAX_SAMPLES, RATE, Sound, resampled, to_sound
 
@@ -105,6 +106,12 @@ def test_what_cannot_be_decoded_is_refused(data, message):
 
     with pytest.raises(EdgeRuntimeError, match=message):
         decode_sound(data)
+
+
+def test_a_sound_that_needs_too_much_memory_is_not_called_damaged(monkeypatch):
+    monkeypatch.setattr(decoder, "to_sound", lambda *_: np.empty(1 << 56))
+    with pytest.raises(MemoryError):
+        decode_sound(wav(b"\0" * 4000))
 
 
 def test_not_a_number_becomes_silence():
