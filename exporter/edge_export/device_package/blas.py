@@ -26,6 +26,9 @@ _LIBRARY = re.compile(rb"(?<=\0)libscipy_openblas64_[\w.-]*\.so(?=\0)")
 _ENTRY = struct.Struct("<QQ")
 _STRINGS, _STRINGS_SIZE, _NEEDED, _DYNAMIC = 5, 10, 1, 2
 _SEGMENT = struct.Struct("<I4xQQ8xQ16x")
+# Kind, offset and size of a section, the kind of that of names asked for and offered; name and section of each, 0 if it is asked for.
+_SECTION, _SYMBOLS, _SYMBOL = struct.Struct("<4xI16xQQ24x"), 11, struct.Struct("<I2xH16x")
+_OF_BLAS = re.compile(rb"openblas|scipy_|lapack", re.IGNORECASE)
 _LINALG = '''\
 """In the place of LAPACK, which this package does not hold."""
 
@@ -60,7 +63,8 @@ def _renamed(data: bytes, name: str, offered: bytes) -> bytes:
     shorter = _LIBRARY.sub(lambda name: BLAS.encode().ljust(len(name[0]), b"\0"), shorter)
     asked = [match[1] for match in _NAME.finditer(strings)]
     missing = [symbol.decode() for symbol in asked if b"\0" + symbol + b"\0" not in offered]
-    if missing or not asked or b"scipy_cblas_" in shorter:
+    missing += [symbol.decode() for symbol in _undefined(data, name, shorter) if _OF_BLAS.search(symbol)]
+    if missing or not asked:
         raise PackageError(f"{name} asks for {', '.join(missing) or 'another BLAS'} beyond Debian's {PACKAGE}; update edge-mtp")
     return data[:place] + shorter + data[place + len(strings) :]
 
@@ -103,6 +107,18 @@ def _dynamic(data: bytes, name: str) -> list[tuple[int, int]]:
             if kind == _DYNAMIC:
                 return list(_ENTRY.iter_unpack(data[offset : offset + size]))
     return []
+
+
+def _undefined(data: bytes, name: str, strings: bytes) -> list[bytes]:
+    """The names that a library asks for."""
+    with errors_as(
+        PackageError, f"{name} is no library that can be read", "build the package again", struct.error, ValueError, StopIteration
+    ):
+        start, size, count = struct.unpack_from("<40xQ10xHH", data)
+        sections = (_SECTION.unpack_from(data, start + place * size) for place in range(count))
+        offset, length = next((offset, length) for kind, offset, length in sections if kind == _SYMBOLS)
+        symbols = _SYMBOL.iter_unpack(data[offset : offset + length])
+        return [strings[at : strings.index(b"\0", at)] for at, section in symbols if section == 0]
 
 
 def _segments(data: bytes) -> list[tuple[int, int, int, int]]:
