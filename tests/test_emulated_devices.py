@@ -33,8 +33,10 @@ WHAT = (*ONE_OF_EACH, "--domains", "repetitive", "--max-tokens", "6", "--backend
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    ready = Path(os.environ.get("EDGE_MTP_PACKAGES", ""), "android-arm64")
-    return ready if ready.is_dir() else made_package("android-arm64", tmp_path / "package")
+    value = os.environ.get("EDGE_MTP_PACKAGES")
+    if value and (ready := Path(value) / "android-arm64").is_dir():
+        return ready
+    return made_package("android-arm64", tmp_path / "package")
 
 
 @pytest.fixture

@@ -344,7 +344,7 @@ def test_a_pipe_among_results_is_not_waited_for(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow(15)
-@pytest.mark.skipif(bool(phones.NEEDS or ssh_host.NEEDS), reason=phones.NEEDS or ssh_host.NEEDS or "all is here")
+@pytest.mark.skipif("proot" in phones.MISSING or bool(ssh_host.NEEDS), reason=ssh_host.NEEDS or "needs proot (apt install proot)")
 def test_a_real_benchmark_on_a_pi_drafts_what_this_machine_drafts(
     exported_pair: Path, probe_memory: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
