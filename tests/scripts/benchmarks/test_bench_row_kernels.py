@@ -48,7 +48,7 @@ def test_the_variant_that_was_asked_for_is_measured(monkeypatch: pytest.MonkeyPa
 
 def test_numbers_of_rows_that_cannot_be_compared_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_row_kernels, "variant", lambda: "avx2")
-    for rows in ("2,4", "1,14"):
+    for rows in ("2,4", "1,14", "1,x", ""):
         result = CliRunner().invoke(main, [str(tmp_path), "--rows", rows])
         assert result.exit_code == 2
         assert "give numbers from 1 to 13, the first one 1" in result.output
