@@ -129,10 +129,10 @@ class OnnxRequest:
     @property
     def importance_roles(self) -> dict[str, frozenset[str] | None]:
         """The roles whose quantization takes account of importance: None where errors are not compensated; else the kinds of matrices
-        where they are not, by GGUF names. 4 bits gain by that.
+        where they are not, by GGUF names. 4 bits gain by that; a drafter's table, which is its head, has 8.
         """
         without = (_IN_8_BITS if self.default_blocks else frozenset()) | (frozenset() if self.table == "int4" else {_TABLE})
-        roles = (("target", self.target, without), ("drafter", self.drafter, without - {_TABLE}))
+        roles = (("target", self.target, without), ("drafter", self.drafter, without | {_TABLE}))
         return {role: plain if weights == "int4" else None for role, weights, plain in roles if WEIGHT_TYPES[weights].kind == "blocks"}
 
 

@@ -123,8 +123,9 @@ def why_no_calibration(reference: Reference, *, with_drafter: bool, without: Unc
     for name, tensor in checkpoint.tensors.items():
         layers[name.partition("layers.")[2].partition(".")[0]] += prod(tensor.shape)
     largest = max(count for layer, count in layers.items() if layer)
-    widths = {gguf_name(name) or "": tensor.shape[-1] for name, tensor in checkpoint.tensors.items()}
-    widest = max((width for name, width in widths.items() if without is not None and compensates(name, width, without)), default=0)
+    widths = {gguf_name(name): tensor.shape[-1] for name, tensor in checkpoint.tensors.items()}
+    kept = (width for name, width in widths.items() if name is not None and without is not None and compensates(name, width, without))
+    widest = max(kept, default=0)
     rows = _ROW_COPIES * tokens * (model.hidden_size + model.layers * model.per_layer_size)
     values = 2 * largest + rows + _MOMENT_COPIES * widest**2
     values += reference.drafter.checkpoint.parameters if with_drafter else 0

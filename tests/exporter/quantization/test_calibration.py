@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,7 @@ def test_matrices_of_many_bits_have_no_moments(request_for: Callable[[str], Cali
     assert without == {"attn_k", "attn_v", "ffn_down", "proj", "token_embd"}
     assert OnnxRequest(block=32).importance_roles == {"target": frozenset(), "drafter": None}
     assert OnnxRequest(embedding="int4").importance_roles["target"] == without - {"token_embd"}
+    assert OnnxRequest(drafter="int4", embedding="int4").importance_roles["drafter"] == without
     moments = SecondMoments(tmp_path / "target", without)
     request = replace(request_for("e2b"), with_drafter=False, moments={"target": moments})
     made = calibrate(request)
@@ -143,6 +145,20 @@ def test_matrices_of_many_bits_have_no_moments(request_for: Callable[[str], Cali
     checkpoint = request.reference.target.checkpoint
     assert calibration._moment_bytes(checkpoint, moments) < calibration._moment_bytes(checkpoint, SecondMoments(tmp_path))
     assert calibration.expected_minutes(request.reference, without) < calibration.expected_minutes(request.reference, frozenset())
+
+
+def test_matrices_without_a_name_have_no_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "why_no_run", lambda bytes_, _: str(bytes_))
+    named, unnamed = {"model.layers.0.mlp.up_proj.weight": (8, 8)}, {"model.vision.weight": (8, 512)}
+
+    def needed(shapes: dict[str, tuple[int, int]]) -> str | None:
+        tensors = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+        sizes = SimpleNamespace(hidden_size=8, layers=1, per_layer_size=0)
+        half: Any = SimpleNamespace(checkpoint=SimpleNamespace(architecture=sizes, tensors=tensors))
+        reference = Reference(target=half, drafter=half, threads=1, context=8)
+        return calibration.why_no_calibration(reference, with_drafter=False, without=frozenset())
+
+    assert needed(named | unnamed) == needed(named) is not None
 
 
 def test_two_formats_compensate_what_either_gains_by(export: Callable[..., Bundle], text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
