@@ -144,7 +144,7 @@ def main(
         if done + refused == pairs or time.monotonic() > end:
             break
     click.echo(f"{passed} of {done} {what}" + (f"; {refused} more do not run there, and it says so" if refused else ""))
-    sys.exit(int(passed < done))
+    sys.exit(int(passed < done or done == 0))
 
 
 def _in_a_process_of(double: str) -> int:

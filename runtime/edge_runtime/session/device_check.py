@@ -70,10 +70,11 @@ class DeviceCheck:
         if self.failure:
             return f"{self.device} failed the comparison with the CPU: {self.failure}"
         if self.mean_kl > self.limit:
-            part, figures = self.worst, f"mean KL {self.mean_kl:.2g}, at most {self.limit:.2g} is allowed"
-            return f"{self.device} computes something else than the CPU: {part} differ by {figures}"
+            part, figures = self.worst, f"KL {self.mean_kl:.2g}, at most {self.limit:.2g} is allowed"
+            return f"{self.device} computes something else than the CPU: {figures}, in {part}"
         if not self.passed:
-            return f"{self.device} drafts something else than the CPU: {self.same_drafts:.0%} of its drafts at one place are the CPU's"
+            share = f"as few as {self.same_drafts:.0%} of its drafts are the CPU's, or as likely"
+            return f"{self.device} drafts something else than the CPU: {share}"
         ties = ", drafts may change near ties on this device" if self.rows_differ else ""
         return f"{self.device} computes what the CPU does (mean KL {self.mean_kl:.2g} at most, {self.rows} rows){ties}"
 
@@ -105,7 +106,8 @@ class _Scores(NamedTuple):
 
     def behind(self, token: int) -> float:
         """How much less likely a token is than the likeliest, in nats."""
-        own = self.logits[[token]] if self.tokens is None else self.logits[self.tokens == token]
+        tokens = np.arange(len(self.logits)) if self.tokens is None else self.tokens
+        own = self.logits[tokens == token]
         return float(self.logits.max() - own[0]) if len(own) else np.inf
 
 
@@ -183,8 +185,8 @@ def _limit_routed(of_rows: Mapping[str, NDArray[np.float64]], losses: dict[str, 
             losses[f"{part} beyond the eighth"] = float(each[_TILE:].mean())
             limits[f"{part} beyond the eighth"] = max(limit, _ROUTED_BEYOND_LIMIT)
         if len(each) >= _FEWEST_ROWS:
-            losses[f"most of {part}"] = float(np.median(each))
-            limits[f"most of {part}"] = max(limit, _ROUTED_MEDIAN_LIMIT)
+            losses[f"the middle row of {part}"] = float(np.median(each))
+            limits[f"the middle row of {part}"] = max(limit, _ROUTED_MEDIAN_LIMIT)
 
 
 def is_rounded(manifest: Manifest, format: str) -> bool:
@@ -249,8 +251,8 @@ def _same_drafts(reference: Answers, given: list[list[int]]) -> float:
             fine[place].append(theirs == ours or (ours is not None and place < len(scores) and scores[place].behind(ours) <= _TIE))
             if theirs != ours:
                 break
-    compared = [[each for place in fine for each in place], *(place for place in fine if len(place) >= _FEWEST_DRAFTS)]
-    return min((sum(each) / len(each) for each in compared if each), default=1.0)
+    groups = [[each for place in fine for each in place], *(place for place in fine if len(place) >= _FEWEST_DRAFTS)]
+    return min((sum(each) / len(each) for each in groups if each), default=1.0)
 
 
 def _verified(width: int) -> str:

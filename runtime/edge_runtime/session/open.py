@@ -205,7 +205,8 @@ class _PairLoader:
             routed, rounded = bool(manifest.architecture.experts), is_rounded(manifest, CARDS[kind].format)
             return compared(accelerator.name, reference, *pair, longest=rows, parity=parity, routed=routed, rounded=rounded)
 
-        facts = [kind, accelerator.name, accelerator.driver, self.settings.context, opened.drafter_kind, project_version(), *self.hashes]
+        drafter = opened.drafter_kind, type(opened.drafters[0]).__name__  # of one kind there are several, on the device and beside it
+        facts = [kind, accelerator.name, accelerator.driver, self.settings.context, *drafter, project_version(), *self.hashes]
         key = entry_key([cpu_identity(), *map(str, facts)])
         if (known := CHECKS.known(key)) is not None:
             check = known.value

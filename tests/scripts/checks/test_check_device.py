@@ -44,13 +44,19 @@ def test_a_tie_is_no_alarm(gap: float | None, passed: bool, monkeypatch: pytest.
     assert next(check_device.text_records("gpu", "onnx", Path("bundle")))["passed"] is passed
 
 
-def test_what_does_not_run_on_a_device_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(*_: object, **__: object) -> Any:
+@pytest.mark.parametrize(("runs", "code", "counted"), [(1, 0, "1 of 1 pairs"), (0, 1, "0 of 0 pairs")])
+def test_what_does_not_run_on_a_device_is_no_alarm(runs: int, code: int, counted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where nothing runs, as on a device that is not there, nothing was checked."""
+    opened = [nullcontext(SimpleNamespace(device="webgpu"))] * runs
+
+    def opening(*_: object, **__: object) -> Any:
+        if opened:
+            return opened.pop()
         raise RequestError("webgpu does not run experts")
 
-    monkeypatch.setattr(check_device, "open_session", opened)
+    monkeypatch.setattr(check_device, "open_session", opening)
     monkeypatch.setattr(check_device, "export_pair", lambda _: None)
     monkeypatch.setattr(check_device, "write_random_pair", lambda *_: (SimpleNamespace(family="26b-a4b"), Path("t"), Path("d")))
-    result = CliRunner().invoke(check_device.main, ["--device", "webgpu", "--pairs", "2"])
-    assert result.exit_code == 0, result.output
-    assert "0 of 0 pairs passed the check of webgpu; 2 more do not run there, and it says so" in result.output
+    result = CliRunner().invoke(check_device.main, ["--device", "webgpu", "--pairs", str(runs + 2)])
+    assert result.exit_code == code, result.output
+    assert f"{counted} passed the check of webgpu; 2 more do not run there, and it says so" in result.output

@@ -60,7 +60,7 @@ class DeviceDrafter:
             raise OtherGraphError
         self._target, self._window = target, target.cache.window
         self._graph: Graph | None = Graph(path, session, model)
-        self._picking = Graph(path.with_name("picked-hidden.onnx"), session, picking_graph(()))
+        self._picking: Graph | None = Graph(path.with_name("picked-hidden.onnx"), session, picking_graph(()))
         place = target.cache.placed
         # A step reads one of two places, and writes to the other.
         self._places = [
@@ -114,7 +114,9 @@ class DeviceDrafter:
     def close(self) -> None:
         """Frees the session. Harmless when done twice."""
         self._calls.clear()
-        self._graph = None
+        self._graph = self._picking = None
+        for held in (self._places, self._counts, self._read):
+            held.clear()
 
     def _begin(self, last: int) -> None:
         """Sets what the first step reads."""
@@ -122,6 +124,7 @@ class DeviceDrafter:
         length = target.length
         given, index = target.hidden_place or (0, 0)
         inputs = {HIDDEN: target.hidden_value(given), HIDDEN_INDEX: value_over(np.array([index]))}
+        assert self._picking is not None
         self._picking.bind(inputs, {PICKED: first[HIDDEN]}, fixed=inputs).run()
         first[TOKEN].update_inplace(np.array([[last]]))
         attended = 0 if self._window is None else max(0, length - self._window - 1)

@@ -111,7 +111,7 @@ class DeviceCache(KeyValueCache):
 
 
 class DeviceTarget(OrtTarget):
-    """As `OrtTarget`, with all rows on the device. Its drafter runs on the CPU, on rows that are picked when a draft begins."""
+    """As `OrtTarget`, with all rows on the device. A drafter on the CPU gets rows that are picked when a draft begins."""
 
     cache: DeviceCache
 

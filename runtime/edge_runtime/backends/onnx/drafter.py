@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels.draft import FLOAT_ROWS, HALF_ROWS, INT8_ROWS, KvSource, NativeDraft, address, can_draft
+from edge_runtime.backends.kernels.loader import build_hash, variant
 from edge_runtime.backends.onnx.device_drafter import DeviceDrafter, timed_places
 from edge_runtime.backends.onnx.device_target import DeviceTarget
 from edge_runtime.backends.onnx.devices import PROCESSOR, library_version
@@ -293,13 +294,14 @@ def _fastest_drafter(path: Path, target: DeviceTarget, session: SessionOptions, 
         made.append(DeviceDrafter(path, target, session, files.layout))
         return made[0]
 
-    facts = (files.identity, device.name, device.hardware, device.driver, library_version(), target.context, session.threads)
+    facts: tuple[object, ...] = (files.identity, device.name, device.hardware, device.driver, library_version(), target.context)
+    facts += (session.threads, type(on_processor).__name__, variant(), build_hash())
     try:
         if timed_places(target, on_device, on_processor, facts).device_is_faster:
             chosen = made[0] if made else on_device()
             on_processor.close()
             return chosen
-    except (BackendError, OtherGraphError):  # it drafts on the CPU then, as on devices that take only the target
+    except (BackendError, OtherGraphError, RequestError):  # it drafts on the CPU then, as on devices that take only the target
         pass
     for drafter in made:
         drafter.close()
