@@ -74,6 +74,8 @@ def _cost(session: Session, kv_type: KvType, texts: Sequence[Text], draft_length
     """Compares a type with the logits of float16, which are in `folder`; of float16 puts them there."""
     counts, kl, same = Counter[str](), list[float](), list[bool]()
     for number, (prompt, tokens) in enumerate(texts):
+        if not tokens:  # it ended at once
+            continue
         rows, ids = _rows(session, prompt, tokens, draft_length, counts), [prompt[-1], *tokens]
         if kv_type == DEFAULT_KV_TYPE:
             write_reference(folder, str(number), ids[:-1], rows)

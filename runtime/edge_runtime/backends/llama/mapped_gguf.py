@@ -60,8 +60,11 @@ class MappedGguf:
         self._places = {info.name: info for info in self.header.tensors}
         try:
             self._mapped = np.memmap(path, np.uint8, "r")
-        except OSError as error:  # also where address space lacks
-            raise BackendError(f"{path} cannot be mapped ({error.strerror or error}); check the file, or free some memory") from error
+        except (OSError, ValueError) as error:  # also where address space lacks; an empty file is no OSError
+            why = getattr(error, "strerror", None) or error
+            raise BackendError(f"{path} cannot be mapped ({why}); check the file, or free some memory") from error
+        if len(self._mapped) < max((info.offset + info.bytes for info in self.header.tensors), default=0):
+            raise BackendError(f"{path} was cut while it was opened; check the file")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns a tensor's shape without trailing dimensions of 1; empty if there is none of that name."""

@@ -117,6 +117,8 @@ class _Step:
         listed = next((node for node in self._body.nodes if node.operator == "Gather" and node.inputs[1] == token), None)
         if listed is not None:
             ids = listed.inputs[0]
+            if makers[ids].operator != "Cast":
+                raise ValueError(ids)
             token = self._add("Gather", makers[ids].inputs[0], token)  # before they are cast to int64, which devices do not gather
             self._add("Identity", ids, name=CANDIDATES.encode())
             results.append(CANDIDATES.encode())

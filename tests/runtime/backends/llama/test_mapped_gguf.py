@@ -11,8 +11,10 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
+from edge_runtime.backends.llama import mapped_gguf
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.mapped_gguf import MappedGguf, MappedTensor
+from edge_runtime.bundle.gguf_gemma4 import check_gguf
 from edge_runtime.errors import BackendError
 from ggml_graph import GgmlContext
 
@@ -96,3 +98,15 @@ def test_a_truncated_or_foreign_file_is_refused(path: Path) -> None:
     path.write_bytes(b"GGUF" + b"\xff" * 64)
     with pytest.raises(BackendError, match=r"corrupt|version"):
         opened(path)
+
+
+@pytest.mark.parametrize(("left", "words"), [(-200, "was cut"), (0, "cannot be mapped")])
+def test_a_file_that_is_cut_behind_its_check_is_refused(path: Path, left: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(path: Path) -> Any:
+        header = check_gguf(path)
+        path.write_bytes(path.read_bytes()[:left])
+        return header
+
+    monkeypatch.setattr(mapped_gguf, "check_gguf", cut)
+    with pytest.raises(BackendError, match=words):
+        MappedGguf(path)

@@ -47,7 +47,7 @@ struct Helper {
 namespace {
 
 // Runs pieces of the job there is; returns whether there was one. What is read before a piece is taken belongs to another job at worst, of
-// which then none is taken.
+// which then none is taken: who sees the number of another job's pieces sees that the job before it is over.
 bool help(Helper& h) {
     uint64_t next = __atomic_load_n(&h.next, __ATOMIC_ACQUIRE);
     bool helped = false;
@@ -55,7 +55,7 @@ bool help(Helper& h) {
         const auto run = read(&h.run);
         const void* const job = read(&h.job);
         const uint64_t piece = next % kPieces;
-        if (piece >= read(&h.pieces)) return helped;
+        if (piece >= __atomic_load_n(&h.pieces, __ATOMIC_ACQUIRE)) return helped;
         if (!__atomic_compare_exchange_n(&h.next, &next, next + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) continue;
         run(job, static_cast<int64_t>(piece));
         helped = true;
@@ -115,7 +115,7 @@ void stop_helper(Helper* h) {
 
 void wake_helper(Helper* h) {
     // Where the helper is on its way to sleep or from it, it sleeps on for this draft: nobody waits for it.
-    if (!h || pthread_mutex_trylock(&h->lock)) return;
+    if (!h || h->process != getpid() || pthread_mutex_trylock(&h->lock)) return;
     write(&h->awake, true);
     pthread_cond_signal(&h->wakes);
     pthread_mutex_unlock(&h->lock);
@@ -131,7 +131,8 @@ void run_pieces(Helper* h, int64_t pieces, void (*run)(const void*, int64_t), co
         return;
     }
     const uint64_t count = static_cast<uint64_t>(pieces), number = read(&h->next) / kPieces + 1;
-    write(&h->run, run), write(&h->job, job), write(&h->pieces, count), write(&h->done, uint64_t{0});
+    write(&h->run, run), write(&h->job, job), write(&h->done, uint64_t{0});
+    __atomic_store_n(&h->pieces, count, __ATOMIC_RELEASE);
     __atomic_store_n(&h->next, number * kPieces, __ATOMIC_RELEASE);
     uint64_t own = 0;
     for (;; own++) {
