@@ -135,7 +135,7 @@ release: setup-all $(TOOLS)/.ready
 
 # What a phone or a board needs, for those who build nothing; each is built whole or not at all, and its own list has every file's hash.
 packages: setup-all
-	mkdir -p dist
+	mkdir -p dist build/release-packages
 	set -e; for platform in $(PLATFORMS); do \
 		$(VENV)/bin/edge-export package $$platform --force --output build/release-packages/$$platform; \
 		tar --create --gzip --owner 0 --group 0 --sort name --directory build/release-packages --file dist/edge-mtp-$$platform.tar.gz $$platform; \
