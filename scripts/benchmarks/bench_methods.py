@@ -1,11 +1,13 @@
-"""Times what brings more tokens out of a verify, by the whole program: block verification, forced text of schemas, the memory of the text.
+"""Times what brings more tokens out of a verify, by the whole program: acceptance methods, forced text of schemas, the memory of the text.
 
     python scripts/benchmarks/bench_methods.py measure BUNDLE -o runs.jsonl --seconds 80
     python scripts/benchmarks/bench_methods.py report runs.jsonl
 
 `measure` appends to the file, so that several quiet minutes add up; cases are numbered and go on where the file ends. Each case runs its
 sides in turn, in random order. Sampled sides have one seed, but their texts differ; the others must write the same text. Traces are texts
-that the target is made to write (bench_sources.py). `report` prints geometric means of the ratios with 95% intervals over cases.
+that the target is made to write: a file with changes after the file, and a tool's result quoted in an answer. A small model would not write
+them, and its drafter does not expect them either, so they show what the memory can bring, not what an edit will take. `report` prints
+geometric means of the ratios with 95% intervals over cases.
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ import json
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench_sources import TraceRule, edits, interval, quotes, random_schema
 from edge_bench.measure.prompts import DOMAINS, prepare, shipped_prompts
+from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_match
+from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import Fixed
@@ -35,8 +39,9 @@ from edge_runtime.session.session import Session
 from edge_runtime.text.constraints import JsonSchema
 
 PARTS = ("sampled", "schemas", "memory")
-TEMPERATURES = (0.7, 1.0)
+TEMPERATURES = (0.3, 0.7, 1.0)
 PLAIN, ALONE = "plain", "drafter alone"
+WORDS = ("name", "path", "query", "limit", "user", "city", "date", "unit", "count", "title", "order", "amount", "state", "kind", "email")
 # Seconds and tokens of a side, and what it wrote.
 Timed = tuple[float, list[int]]
 Case = tuple[str, dict[str, Callable[[], Timed]]]
@@ -47,7 +52,8 @@ class Pair:
 
     def __init__(self, opened: Session, tokens: int) -> None:
         parts = replace(opened._parts, settings=opened.settings, monitor=None, acceptance_cache=None)
-        self.both, self.alone, self.rejection = (Session(parts) for _ in range(3))
+        self.both, self.alone = Session(parts), Session(parts)
+        self.by_method = {method: Session(parts) for method in ACCEPTANCE_METHODS}
         self.bare = Session(replace(parts, drafter=None))
         self.policies = {name: self.both._new_profit(parts.costs) for name in (ALONE, "memory")} if parts.costs else {}
         self.odds = SourceOdds(TEXT_PRIORS)
@@ -74,6 +80,83 @@ class Pair:
         return time.perf_counter() - begin, tokens
 
 
+def random_schema(chance: random.Random, levels: int = 2) -> dict[str, Any]:
+    """Returns an object schema as tools have them: a few typed properties, some nested."""
+
+    def value(levels: int) -> dict[str, Any]:
+        kind = chance.choice(
+            ["string", "integer", "boolean", "enum", "array", "object"] if levels else ["string", "integer", "boolean", "enum"]
+        )
+        if kind == "enum":
+            return {"enum": chance.sample(WORDS, chance.randint(2, 4))}
+        if kind == "string":
+            return {"type": "string", "maxLength": chance.choice([8, 16, 24])}
+        if kind == "integer":
+            return {"type": "integer", "minimum": 0, "maximum": chance.choice([9, 100, 9999])}
+        if kind == "array":
+            return {"type": "array", "items": value(0), "minItems": 1, "maxItems": 3}
+        return random_schema(chance, levels - 1) if kind == "object" else {"type": kind}
+
+    names = chance.sample(WORDS, chance.randint(2, 5))
+    properties = {name: value(levels) for name in names}
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+
+
+class TraceRule(GreedyRule):
+    """The target as if it wrote a given text."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text = text
+        self._at = 0
+
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:  # noqa: ARG002
+        """Accepts the drafts that the text begins with."""
+        result = accept_by_match(drafts, lambda position: self._text[self._at + position])
+        self._at += result.accepted + 1
+        return result
+
+
+def edited(source: str, chance: random.Random) -> str:
+    """Returns a text with one name changed everywhere and a few lines added or left out."""
+    words = [word for word in dict.fromkeys(source.replace("(", " ").replace(")", " ").split()) if word.isidentifier() and len(word) > 3]
+    old = chance.choice(words) if words else ""
+    lines = source.replace(old, old + "_new").splitlines() if old else source.splitlines()
+    for _ in range(max(1, len(lines) // 20)):
+        place = chance.randrange(len(lines))
+        if chance.random() < 0.5:
+            lines.insert(place, " " * (len(lines[place]) - len(lines[place].lstrip())) + "# checked")
+        else:
+            del lines[place]
+    return "\n".join(lines)
+
+
+def edits(session: Session, files: Sequence[Path], chance: random.Random) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields (prompt, text) of an edit: the file and a request; the file with changes."""
+    for path in files:
+        source = "\n".join(path.read_text(encoding="utf-8").splitlines()[20:80]) + "\n"
+        prompt = session.vocabulary.encode(f"{source}\n# The same file, with changes:\n")
+        yield prompt, session.vocabulary.encode(edited(source, chance), add_bos=False)
+
+
+def quotes(session: Session, chance: random.Random, count: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields (prompt, text) of an agent's turn: a tool's JSON result, and an answer that quotes parts of it between other words."""
+    for _ in range(count):
+        rows = [{name: f"{chance.choice(WORDS)}-{chance.randrange(10**6)}" for name in WORDS[:5]} for _ in range(8)]
+        prompt = session.vocabulary.encode("# result:\n" + "\n".join(json.dumps(row) for row in rows) + "\n# answer:\n")
+        parts = []
+        for row in chance.sample(rows, 4):
+            parts.append(f"The {chance.choice(WORDS)} of the {chance.choice(('first', 'last', 'best'))} one is {json.dumps(row)}, as")
+            parts.append(f"its {chance.choice(WORDS)} of {chance.randrange(100)} shows: {chance.choice(list(row.values()))}.\n")
+        yield prompt, session.vocabulary.encode(" ".join(parts), add_bos=False)
+
+
+def interval(ratios: Sequence[float]) -> str:
+    """Returns the geometric mean and its 95% interval by bootstrap."""
+    logs, random_ = np.log(ratios), np.random.default_rng(1)
+    means = np.exp(np.sort([random_.choice(logs, len(logs)).mean() for _ in range(2000)]))
+    return f"{np.exp(logs.mean()):.2f} [{means[50]:.2f}, {means[1949]:.2f}]"
+
+
 def sampled(pair: Pair, chance: random.Random) -> Iterator[Case]:
     """Yields sampled continuations of the shipped prompts."""
     prompts = prepare(shipped_prompts(DOMAINS, 12), pair.both)
@@ -87,8 +170,10 @@ def sampled(pair: Pair, chance: random.Random) -> Iterator[Case]:
                     f"{prompt.domain}, {temperature}",
                     {
                         PLAIN: lambda p=prompt.ids, o=options: pair.run(pair.alone, p, draft_length=0, **o),
-                        "token by token": lambda p=prompt.ids, o=options: pair.run(pair.rejection, p, acceptance="rejection", **o),
-                        "block": lambda p=prompt.ids, o=options: pair.run(pair.both, p, acceptance="block", **o),
+                        **{
+                            method: lambda p=prompt.ids, o=options, m=method, s=session: pair.run(s, p, acceptance=m, **o)
+                            for method, session in pair.by_method.items()
+                        },
                     },
                 )
 

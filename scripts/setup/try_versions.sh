@@ -45,5 +45,5 @@ step "tests of the backend" .venv/bin/python -m pytest -q -p no:randomly -m "not
 step "files equal to the reference, byte for byte" .venv/bin/python -m pytest -q -p no:randomly tests/exporter/gguf tests/exporter/quantization
 step "export of the reference pair" .venv/bin/edge-export reference --format "$format" --output "$work/bundle"
 step "$backend runs it" .venv/bin/edge-run generate "$work/bundle" --backend "$backend" --raw --max-tokens 32 "def area(r):"
-step "drafts change no output" .venv/bin/python scripts/checks/check_lossless.py "$work/bundle" --prompts exporter/edge_export/reference_pair/prompts.code.json
+step "drafts change no output" .venv/bin/edge-run prove "$work/bundle" --backend "$backend"
 exit "$failed"

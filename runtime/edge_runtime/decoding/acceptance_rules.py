@@ -14,7 +14,7 @@ from edge_runtime.decoding.sampling import NothingToDraw, Sampler, SamplingParam
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftSampler, Logits
 
-# The faster one at temperatures 0.3, 0.7 and 1.0 (scripts/benchmarks/bench_sampling.py; README, results).
+# The faster one at temperatures 0.3, 0.7 and 1.0 (scripts/benchmarks/bench_methods.py).
 DEFAULT_ACCEPTANCE = "block"
 
 
