@@ -46,6 +46,7 @@ ONNX_TYPES: tuple[OnnxWeights, ...] = ("f32", "f16", "int8", "int4")
 PAIR_CONTEXT, TEXT_CONTEXT, TOKENS, LENGTHS = 512, 160, 100, (*range(1, 13), None)
 # Logits this near may change places where a row has other bits alone than in a verify.
 NEAR_TIE = 0.1
+_IN_DOUBLE = "EDGE_MTP_CHECKED_DOUBLE"  # says that this process runs with the double
 FIXED = SpeculativeConfig(tuning=TuningConfig(draft_length=3))
 PROMPTS = ("def area(r):", "class Stack:", "import os\n", "for i in range(10):\n", "try:\n", *TEXTS.values())
 
@@ -126,7 +127,7 @@ def main(
 ) -> None:
     """Check a device with random pairs, or compare texts with drafts there with plain ones."""
     name, engine = DOUBLES[double] if double else (device or "gpu", backend)
-    if double and "EDGE_MTP_CACHE" not in os.environ:  # what a driver finds is read when a process starts
+    if double and _IN_DOUBLE not in os.environ:  # what a driver finds is read when a process starts
         sys.exit(_in_a_process_of(double))
     records = pair_records(name, engine, first) if bundle is None else text_records(name, engine, bundle)
     what = f"pairs passed the check of {name}" if bundle is None else f"texts with drafts are those of plain decoding on {name}"
@@ -149,7 +150,7 @@ def main(
 
 def _in_a_process_of(double: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        own = os.environ | {"EDGE_MTP_CACHE": folder}
+        own = os.environ | {"EDGE_MTP_CACHE": folder, _IN_DOUBLE: double}
         if double == "swiftshader":
             return subprocess.run([sys.executable, *sys.argv], env=own | software_gpu.environment(Path(folder)), check=False).returncode
         with remote_gpu.remote_gpu() as environment:

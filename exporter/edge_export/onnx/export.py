@@ -122,7 +122,7 @@ def compare(
         reason = "the reference does not round activations of compressed-tensors checkpoints here"
     if reason is None and not exact:
         free, needed = shutil.disk_usage(folder).free, 4 * reference.parameters
-        reason = f"the float32 graphs need {needed} bytes of disk, {free} are free" if needed > free else None
+        reason = f"the float32 graphs need {byte_text(needed)} of disk, {byte_text(free)} are free" if needed > free else None
     if reason is not None:
         return {"skipped": reason}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:

@@ -56,11 +56,11 @@ Compared = tuple[ComparedModel, ComparedModel]
 
 
 def measure_parity(
-    reference: Reference, models: Compared, notify: Callable[[str], None] = lambda _: None, uncalibrated: Path | None = None
+    reference: Reference, models: Compared, notify: Callable[[str], None] = lambda _: None, uncalibrated: Callable[[], Path] | None = None
 ) -> dict[str, Any]:
     """Compares target and drafter; returns the figures for the manifest, or {"skipped": reason}.
 
-    `uncalibrated` is the target's file as it would be without its calibration.
+    `uncalibrated` makes the target's file as it would be without its calibration; it is called where the comparison can run.
 
     Raises ParityError, naming the figure, the limit and --no-verify, if one is beyond its limit, or if the export does not run.
     """
@@ -83,7 +83,7 @@ def measure_parity(
         calibrates=uncalibrated is None and QUANTIZATIONS[target.quantization].weighed,
     )
     final = None if same else partial(quantized, target.exported)
-    before = None if uncalibrated is None else partial(quantized, uncalibrated)
+    before = None if uncalibrated is None else lambda *what: quantized(uncalibrated(), *what)
     return compare_export(reference, plain, final, judgement, as_llama=True, uncalibrated=before)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.machine.facts import installed_version
-from edge_devices.machine.memory import available_memory_bytes
+from edge_devices.machine.memory import available_memory_bytes, byte_text
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
@@ -137,7 +137,7 @@ def why_no_run(needed: int, what: str) -> str | None:
         return f"transformers {installed} cannot build the Gemma 4 assistant, 5.19 to 5.22.2 can; pip install 'edge-mtp[verify]'"
     free = available_memory_bytes()
     if free is not None and needed > free:
-        return f"{what} needs {needed} bytes of memory, {free} are available"
+        return f"{what} needs {byte_text(needed)} of memory, {byte_text(free)} are available"
     return None
 
 

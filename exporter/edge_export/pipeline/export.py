@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_devices.errors import errors_as
+from edge_devices.machine.memory import byte_text
 from edge_devices.waiting import Progress, ProgressLines
 from edge_export.checkpoint.architecture import SPARSE_HEAD
 from edge_export.checkpoint.published.hub import fetched_checkpoint
@@ -150,7 +151,8 @@ def _check_onnx_space(job: ExportJob, folder: Path) -> None:
     needed, free = _onnx_bytes(job, job.request.onnx), shutil.disk_usage(folder).free
     if needed > free:
         raise ExportError(
-            f"{folder.parent} has {free} bytes free, the ONNX graphs need about {needed}; free some space or choose another disk"
+            f"{folder.parent} has {byte_text(free)} free, the ONNX graphs need about {byte_text(needed)};"
+            " free some space or choose another disk"
         )
 
 

@@ -7,9 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from edge_devices.machine.memory import byte_text
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
@@ -175,8 +177,8 @@ def check_space(files: GgufFiles, sparse_head: bool, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ExportError(
-            f"{folder.parent} has {free} bytes free, the export needs about {needed} (unquantized files and bundle together);"
-            " free some space or choose another disk"
+            f"{folder.parent} has {byte_text(free)} free, the export needs about {byte_text(needed)}"
+            " (unquantized files and bundle together); free some space or choose another disk"
         )
 
 
@@ -244,9 +246,14 @@ def _parity(files: GgufFiles, encoder: BundlePart | None, job: ExportJob, import
     with tempfile.TemporaryDirectory(dir=target.exported.parent) as scratch:
         uncalibrated = None
         if "target" in importance and importance["target"].source.kind == "calibration":
-            uncalibrated = Path(scratch) / target.exported.name
-            quantize_gguf(target.unquantized, uncalibrated, target.quantization, job.request.thread_count)
+            uncalibrated = partial(_quantized, target, Path(scratch) / target.exported.name, job.request.thread_count)
         figures = measure_parity(job.reference, files.models, job.progress.note, uncalibrated)
     if encoder is None or job.media is None or "skipped" in figures:
         return figures
     return figures | {"media": encoder_parity(job.reference, target.exported, encoder.path, encoder.quantization or "", job.media)}
+
+
+def _quantized(target: GgufModel, path: Path, threads: int) -> Path:
+    """Writes the target as it would be without its calibration."""
+    quantize_gguf(target.unquantized, path, target.quantization, threads)
+    return path

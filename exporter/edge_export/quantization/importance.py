@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.machine.memory import byte_text
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.published.grid import lies_on_grid
@@ -76,7 +77,7 @@ class SecondMoments:
         free = shutil.disk_usage(self._folder).free
         if needed > free:
             raise ExportError(
-                f"calibration keeps {needed} bytes of second moments beside the bundle while it is made, {free} are free;"
+                f"calibration keeps {byte_text(needed)} of second moments beside the bundle while it is made, {byte_text(free)} are free;"
                 " free some space, choose another disk, or give an importance matrix (--imatrix), which needs none"
             )
 

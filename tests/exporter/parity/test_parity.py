@@ -183,7 +183,7 @@ def test_what_is_missing_is_the_reason_to_skip(package: str, actual: str | None,
 def test_a_reference_that_does_not_fit_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "installed_version", lambda name: "5.22.2")
     monkeypatch.setattr(reference, "available_memory_bytes", lambda: 4_000_000)
-    assert reference.why_no_reference(1_000_000) == "the float32 reference needs 4800000 bytes of memory, 4000000 are available"
+    assert reference.why_no_reference(1_000_000) == "the float32 reference needs 4.8 MB of memory, 4.0 MB are available"
     assert reference.why_no_reference(500_000) is None
     monkeypatch.setattr(reference, "available_memory_bytes", lambda: None)
     assert reference.why_no_reference(1 << 60) is None

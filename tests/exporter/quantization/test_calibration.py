@@ -25,6 +25,7 @@ from edge_export.onnx.request import OnnxRequest
 from edge_export.parity import comparison, reference
 from edge_export.parity.reference import Reference
 from edge_export.pipeline import export as pipeline
+from edge_export.pipeline import gguf_step
 from edge_export.quantization import calibration, importance_sources
 from edge_export.quantization import importance as quantization_importance
 from edge_export.quantization.calibration import CalibrationRequest, calibrate, read_text
@@ -267,7 +268,7 @@ def test_moments_without_room_are_refused(
 ) -> None:
     moments = {"target": SecondMoments(tmp_path / "target")}
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10}))
-    with pytest.raises(ExportError, match=r"calibration keeps \d+ bytes of second moments .*, 10 are free; free some space"):
+    with pytest.raises(ExportError, match=r"calibration keeps [\d.]+ [kM]?B of second moments .*, 10 B are free; free some space"):
         calibrate(replace(request_for("e2b"), moments=moments))
 
 
@@ -288,7 +289,7 @@ def test_texts_that_cannot_be_used(request_for: Callable[[str], CalibrationReque
         read_text(text)
     monkeypatch.undo()
     monkeypatch.setattr(reference, "available_memory_bytes", lambda: 1)
-    with pytest.raises(ExportError, match=r"but calibration needs \d+ bytes of memory, 1 are available; make an importance matrix"):
+    with pytest.raises(ExportError, match=r"but calibration needs [\d.]+ [kM]?B of memory, 1 B are available; make an importance matrix"):
         calibrate(request_for("e2b"))
 
 
@@ -404,6 +405,10 @@ def test_what_a_calibration_brings_is_measured(
         assert after["quality"]["mean_kl"] != before["quality"]["mean_kl"]
     assert "The calibration brought mean KL from" in parity_sentence(made)
     assert "The calibration brought" not in parity_sentence(plain)
+    # Where there is no room for the reference, nothing is quantized for it a second time.
+    monkeypatch.setattr(reference, "why_no_reference", lambda _: "no room")
+    monkeypatch.setattr(gguf_step, "_quantized", lambda *_: pytest.fail("quantized again"))
+    assert export(**(required | {"onnx": None}), importance=ImportanceSources(calibrate=text)).manifest.parity == {"skipped": "no room"}
 
 
 def test_a_text_of_one_long_line_is_a_text(request_for: Callable[[str], CalibrationRequest], text: Path) -> None:
