@@ -85,13 +85,16 @@ def pair_records(device: str, engine: BackendKind, first: int) -> Iterator[dict[
             yield record
 
 
-def text_records(device: str, engine: BackendKind, bundle: Path) -> Iterator[dict[str, Any]]:
-    """Yields each text with drafts: its length of drafts, and whether it is that of plain decoding on the device."""
+def text_records(device: str, engine: BackendKind, bundle: Path, first: int) -> Iterator[dict[str, Any]]:
+    """Yields each text with drafts from the `first` on: its length of drafts, and whether it is that of plain decoding on the device."""
     with open_session(bundle, backend=engine, device=device, context=TEXT_CONTEXT, threads=2) as session:
-        for prompt in PROMPTS:
+        for index, prompt in enumerate(PROMPTS):
+            lengths = LENGTHS[max(0, first - index * len(LENGTHS)) :]
+            if not lengths:
+                continue
             plain = session.generate(prompt, max_tokens=TOKENS, draft_length=0)
             plain.text()
-            for length in LENGTHS:
+            for length in lengths:
                 generation = session.generate(prompt, max_tokens=TOKENS, draft_length=length)
                 generation.text()
                 stats, equal = generation.stats, list(generation.tokens) == list(plain.tokens)
@@ -109,7 +112,7 @@ def text_records(device: str, engine: BackendKind, bundle: Path) -> Iterator[dic
 @click.option("--device", help="Another device of this machine.")
 @click.option("--backend", type=click.Choice(["llama", "onnx"]), default="onnx", help="The engine of --device.")
 @click.option("--bundle", type=click.Path(path_type=Path), help="Compare texts of this bundle; without it, random pairs are checked.")
-@click.option("--first", default=0, help="Seed of the first pair.")
+@click.option("--first", default=0, help="Seed of the first pair, or number of the first text.")
 @click.option("--pairs", default=200, help="Pairs, or texts, at most.")
 @click.option("--minutes", default=15.0, help="Minutes, at most.")
 @click.option("--output", type=click.Path(path_type=Path), help="Append a JSON line for each here too.")
@@ -129,7 +132,7 @@ def main(
     name, engine = DOUBLES[double] if double else (device or "gpu", backend)
     if double and _IN_DOUBLE not in os.environ:  # what a driver finds is read when a process starts
         sys.exit(_in_a_process_of(double))
-    records = pair_records(name, engine, first) if bundle is None else text_records(name, engine, bundle)
+    records = pair_records(name, engine, first) if bundle is None else text_records(name, engine, bundle, first)
     what = f"pairs passed the check of {name}" if bundle is None else f"texts with drafts are those of plain decoding on {name}"
     end, done, passed, refused = time.monotonic() + 60 * minutes, 0, 0, 0
     for record in records:
