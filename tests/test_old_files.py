@@ -21,7 +21,6 @@ from edge_bench.measure.records import read_records
 from edge_bench.report.figures import figures
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import read_log
-from edge_devices.meters.recorded_system import read_recording
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import RuntimeSettings
 from edge_runtime.config.settings import defaults
@@ -157,14 +156,6 @@ def test_a_device_result_of_schema_1_is_shown(tmp_path: Path) -> None:
     path.write_text(next_schema(path.read_text()))
     with pytest.raises(RequestError, match=UPGRADE):
         read_result(tmp_path)
-
-
-def test_a_recording_of_the_next_schema_asks_for_an_upgrade(tmp_path: Path) -> None:
-    fixture = Path(__file__).parent / "devices" / "meters" / "fixtures" / "rapl-laptop.json"
-    (tmp_path / "later.json").write_text(next_schema(fixture.read_text()))
-    assert read_recording(fixture).platform == "linux"
-    with pytest.raises(Exception, match=UPGRADE):
-        read_recording(tmp_path / "later.json")
 
 
 @pytest.mark.parametrize("schema", [1, 3])

@@ -15,15 +15,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from edge_devices.errors import DeviceError, MeterError
+from edge_devices.errors import MeterError
 from edge_devices.files.atomic_write import write_text
-from edge_devices.files.limited_read import FileTooLarge, read_at_most
 from edge_devices.machine.system import CommandResult, System
 from edge_devices.meters.android.perfetto import COMMAND, only_rails, record_rails
 
 SCHEMA = 1
 NAME = "recording.json"
-LARGEST = 16 << 20
 FILES = (
     "sys/class/powercap/intel-rapl*/name",
     "sys/class/powercap/intel-rapl*/energy_uj",
@@ -187,24 +185,3 @@ def write_recording(folder: Path, recording: Recording) -> Path:
     path = folder / NAME
     write_text(path, [json.dumps(recording.to_json(), indent=1, ensure_ascii=False), "\n"], parents=True)
     return path
-
-
-def read_recording(path: Path) -> Recording:
-    """Reads what `write_recording` wrote; raises DeviceError for anything else."""
-    try:
-        fields = json.loads(read_at_most(path, LARGEST).decode())
-        if fields["schema"] != SCHEMA:
-            raise DeviceError(f"{path} has schema {str(fields['schema'])[:40]}; this version reads {SCHEMA}: upgrade edge-mtp")
-        return Recording(
-            platform=str(fields["platform"]),
-            files={str(k): str(v) for k, v in fields["files"].items()},
-            denied=tuple(map(str, fields["denied"])),
-            commands={str(c["command"]): (int(c["code"]), str(c["output"])) for c in fields["commands"]},
-            traces={str(k): base64.b64decode(v, validate=True) for k, v in fields.get("traces", {}).items()},
-        )
-    except FileTooLarge as error:
-        raise DeviceError(f"{path} has more than {LARGEST} bytes; make a recording with `edge-devices probe --record DIR`") from error
-    except OSError as error:
-        raise DeviceError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise DeviceError(f"{path} is not a recording of a device ({error!r}); make one with `edge-devices probe --record DIR`") from error

@@ -10,34 +10,17 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+from uuid import UUID
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
 
-DEVICE_ENERGY_METER = (0x45BD8344, 0x7ED6, 0x49CF, bytes.fromhex("A440C276C933B053"))
-PRESENT_INTERFACES = 0x12  # DIGCF_PRESENT | DIGCF_DEVICEINTERFACE
+# GUID_DEVICE_ENERGY_METER of emi.h, as it lies in memory.
+DEVICE_ENERGY_METER = UUID("45bd8344-7ed6-49cf-a440-c276c933b053").bytes_le
 GENERIC_READ, SHARE_READ_WRITE, OPEN_EXISTING = 0x80000000, 3, 3
+ONLY_PRESENT = 0  # CM_GET_DEVICE_INTERFACE_LIST_PRESENT of cfgmgr32.h
 MAX_METERS = 64
-LONGEST_PATH = 1024
-
-
-class Guid(ctypes.Structure):
-    """GUID of guiddef.h."""
-
-    _fields_ = (("a", ctypes.c_uint32), ("b", ctypes.c_uint16), ("c", ctypes.c_uint16), ("d", ctypes.c_ubyte * 8))
-
-
-class InterfaceData(ctypes.Structure):
-    """SP_DEVICE_INTERFACE_DATA of setupapi.h."""
-
-    _fields_ = (("size", ctypes.c_uint32), ("guid", Guid), ("flags", ctypes.c_uint32), ("reserved", ctypes.c_void_p))
-
-
-class InterfaceDetail(ctypes.Structure):
-    """SP_DEVICE_INTERFACE_DETAIL_DATA_W of setupapi.h, with room for a path."""
-
-    _fields_ = (("size", ctypes.c_uint32), ("path", ctypes.c_wchar * LONGEST_PATH))
 
 
 class WindowsPort:
@@ -58,27 +41,17 @@ def open_ports() -> list[WindowsPort]:
     """Returns every energy meter this user may open; none on a machine without Windows."""
     if sys.platform != "win32":
         return []
-    kernel, setup = ctypes.WinDLL("kernel32"), ctypes.WinDLL("setupapi")
-    setup.SetupDiGetClassDevsW.restype = ctypes.c_void_p
+    kernel, manager = ctypes.WinDLL("kernel32"), ctypes.WinDLL("cfgmgr32")
     kernel.CreateFileW.restype = ctypes.c_void_p
-    a, b, c, d = DEVICE_ENERGY_METER
-    guid = Guid(a, b, c, (ctypes.c_ubyte * 8)(*d))
-    listed = ctypes.c_void_p(setup.SetupDiGetClassDevsW(ctypes.byref(guid), None, None, PRESENT_INTERFACES))
-    invalid = ctypes.c_void_p(-1).value
-    ports = []
-    for index in range(MAX_METERS):
-        data = InterfaceData(size=ctypes.sizeof(InterfaceData))
-        if not setup.SetupDiEnumDeviceInterfaces(listed, None, ctypes.byref(guid), index, ctypes.byref(data)):
-            break
-        # The field counts the fixed part alone: 8 bytes in a 64-bit process, 6 in a 32-bit one.
-        detail = InterfaceDetail(size=8 if ctypes.sizeof(ctypes.c_void_p) == 8 else 6)
-        if not setup.SetupDiGetDeviceInterfaceDetailW(listed, ctypes.byref(data), ctypes.byref(detail), ctypes.sizeof(detail), None, None):
-            continue
-        handle = kernel.CreateFileW(detail.path, GENERIC_READ, SHARE_READ_WRITE, None, OPEN_EXISTING, 0, None)
-        if handle != invalid:
-            ports.append(WindowsPort(kernel, ctypes.c_void_p(handle)))
-    setup.SetupDiDestroyDeviceInfoList(listed)
-    return ports
+    size = ctypes.c_ulong()
+    if manager.CM_Get_Device_Interface_List_SizeW(ctypes.byref(size), DEVICE_ENERGY_METER, None, ONLY_PRESENT):
+        return []
+    listed = ctypes.create_unicode_buffer(size.value)  # names, each with a zero behind it, and a zero behind all
+    if manager.CM_Get_Device_Interface_ListW(DEVICE_ENERGY_METER, None, listed, size, ONLY_PRESENT):
+        return []
+    paths = [path for path in listed[:].split("\0") if path][:MAX_METERS]
+    handles = [kernel.CreateFileW(path, GENERIC_READ, SHARE_READ_WRITE, None, OPEN_EXISTING, 0, None) for path in paths]
+    return [WindowsPort(kernel, ctypes.c_void_p(handle)) for handle in handles if handle != ctypes.c_void_p(-1).value]
 
 
 NAME = "windows:emi"

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.run_log import read_log
-from edge_devices.errors import DeviceError
+from edge_devices.errors import DeviceError, errors_as
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.state import read_state
 from edge_devices.machine.system import CommandResult
 from edge_devices.meters import windows_emi
 from edge_devices.meters.android.perfetto import parse_rails
 from edge_devices.meters.android.power_stats import parse_channels
-from edge_devices.meters.recorded_system import RecordedSystem, read_recording
+from edge_devices.meters.recorded_system import RecordedSystem, Recording
 from edge_devices.meters.search import find_meters
 from edge_devices.transports.adb import parse_devices
 from edge_devices.transports.base import frame_command, prepare_folder
@@ -24,12 +25,21 @@ from edge_devices.transports.jobs import poll_job
 from fuzzing.readers import PARSED, Read, Reader, from_file
 
 _READS = 2
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 def _recording(path: Path) -> None:
     """Reads everything that the commands read from a machine; a single meter may refuse."""
+    with errors_as(DeviceError, "it is no recording", "make one", *_MALFORMED):
+        fields = json.loads(path.read_bytes().decode())
+        recording = Recording(
+            platform=str(fields["platform"]),
+            files={key: str(text) for key, text in fields["files"].items()},
+            denied=tuple(map(str, fields["denied"])),
+            commands={str(each["command"]): (int(each["code"]), str(each["output"])) for each in fields["commands"]},
+        )
     clock = itertools.count()
-    system = RecordedSystem(read_recording(path), clock=lambda: float(next(clock)), sleep=lambda _: None)
+    system = RecordedSystem(recording, clock=lambda: float(next(clock)), sleep=lambda _: None)
     detect_device(system)
     read_state(system)
     for finding in find_meters(system):

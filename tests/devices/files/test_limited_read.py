@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.errors import DeviceError
 from edge_devices.files.limited_read import FileTooLarge, lines_at_most, read_at_most, read_regular
-from edge_devices.meters.recorded_system import LARGEST, read_recording
 
 ZERO = Path("/dev/zero")
 
@@ -74,11 +72,3 @@ def test_lines_are_cut_and_counted(tmp_path):
         assert list(lines_at_most(file, 3, 3)) == ["abc", "d\n", "ef\n"]
     with path.open() as file, pytest.raises(OSError, match="it has more than 1 lines"):
         list(lines_at_most(file, 10, 1))
-
-
-def test_a_recording_is_not_read_beyond_its_limit(tmp_path):
-    path = tmp_path / "recording.json"
-    with path.open("wb") as file:
-        file.truncate(LARGEST + 1)
-    with pytest.raises(DeviceError, match="has more than"):
-        read_recording(path)

@@ -21,9 +21,9 @@ from edge_devices.meters.android.power_rails import parse_rails
 from edge_devices.meters.base import Kind, MeterFacts, MeterState, Scope, Unwrapped, present, usable
 from edge_devices.meters.linux.raspberry_pi import parse_pmic
 from edge_devices.meters.powermetrics import package_watts, parse_powermetrics
-from edge_devices.meters.recorded_system import RecordedSystem, Recording, read_recording
+from edge_devices.meters.recorded_system import RecordedSystem, Recording
 from edge_devices.meters.search import choose_meter, find_meters, no_meter_reason
-from recordings import FIXTURES, recorded
+from recordings import FIXTURES, read_recording, recorded
 from simulated_session import SimulatedMachine
 
 

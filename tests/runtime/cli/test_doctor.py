@@ -18,15 +18,15 @@ from rich.console import Console
 
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.system import System
-from edge_devices.meters.recorded_system import RecordedSystem, read_recording
+from edge_devices.meters.recorded_system import RecordedSystem
 from edge_runtime.backends.installed import ask_backend
 from edge_runtime.backends.llama import crash_probe as probe
 from edge_runtime.cli import doctor
 from edge_runtime.cli.doctor import Diagnosis, diagnose
 from edge_runtime.cli.run import main
+from recordings import FIXTURES, read_recording
 
 ROOT = Path(__file__).parents[3]
-FIXTURES = ROOT / "tests" / "devices" / "meters" / "fixtures"
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 LLAMA = {"version": "0.3.36", "system_info": "CPU : AVX2 = 1 | AMX_INT8 = 0 | REPACK = 1 | ", "probes": []} | {
     "row_kernels": "avx2",
