@@ -8,9 +8,6 @@ Half of the requests are greedy, half have a seed. Each is sent alone first, the
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +16,9 @@ from typing import Any
 
 import click
 
+from check_neighbours import served
+
 PROMPTS = Path(__file__).parents[2] / "exporter" / "edge_export" / "reference_pair"
-_ADDRESS = re.compile(r"http://\S+")
 _LIMIT_SECONDS = 600
 
 
@@ -50,24 +48,13 @@ def answer(address: str, request: dict[str, Any]) -> str:
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def main(bundle: Path, clients: int, sessions: int, tokens: int, options: tuple[str, ...]) -> None:
     """Serve BUNDLE and print how many of the answers differ, as JSON."""
-    code = "from edge_runtime.cli.run import main; main()"
     several = [] if "--deterministic" in options else ["--sessions", str(sessions)]
-    command = [sys.executable, "-c", code, "serve", str(bundle), "--port", "0", "--waiting", str(clients), *several, *options]
     asked = requests(clients, tokens)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
-        assert server.stdout is not None
-        try:
-            matched = next((match for line in server.stdout if line.startswith("serving") and (match := _ADDRESS.search(line))), None)
-            if matched is None:
-                raise click.ClickException("the server did not start; try the same options with edge-run serve")
-            address = matched.group()
-            alone = [answer(address, request) for request in asked]
-            begin = time.monotonic()
-            with ThreadPoolExecutor(clients) as pool:
-                together = list(pool.map(lambda request: answer(address, request), asked))
-            seconds = time.monotonic() - begin
-        finally:
-            server.terminate()
+    with served(bundle, "--waiting", str(clients), *several, *options) as (address, _), ThreadPoolExecutor(clients) as pool:
+        alone = [answer(address, request) for request in asked]
+        begin = time.monotonic()
+        together = list(pool.map(lambda request: answer(address, request), asked))
+        seconds = time.monotonic() - begin
     different = [number for number, (first, second) in enumerate(zip(alone, together, strict=True)) if first != second]
     click.echo(
         json.dumps(

@@ -197,7 +197,7 @@ def served(bundle: Path, *options: str) -> Iterator[tuple[str, int]]:
         try:
             address = next((match for line in server.stdout if line.startswith("serving") and (match := _ADDRESS.search(line))), None)
             if address is None:
-                raise click.ClickException("the server did not start")
+                raise click.ClickException("the server did not start; try the same options with edge-run serve")
             reader = threading.Thread(target=lambda: [None for _ in server.stdout or ()], daemon=True)
             reader.start()
             yield address.group(), server.pid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -82,6 +83,18 @@ def summary(bundle: Bundle) -> Table:
         table.add_row(entry.path, entry.role, entry.weights, byte_text(entry.bytes))
     table.add_section()
     table.add_row("total", "", "", byte_text(sum(entry.bytes for entry in bundle.manifest.files)))
+    return table
+
+
+def size_table(title: str, column: str, sizes: Sequence[tuple[str, int]]) -> Table:
+    """A table of names with their bytes, and the sum."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(column, overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    for name, size in sizes:
+        table.add_row(Text(name), byte_text(size))  # a name may hold what looks like rich's markup
+    table.add_section()
+    table.add_row("total", byte_text(sum(size for _, size in sizes)))
     return table
 
 

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from edge_devices.command_line import PanelCommand, takes
-from edge_devices.machine.memory import byte_text
+from edge_export.cli.display import size_table
 from edge_export.cli.export import as_json, export_errors
 from edge_export.device_package.build import BACKENDS, PackageRequest, make_package
-from edge_export.device_package.inventory import Inventory
 from edge_export.device_package.platforms import PLATFORMS
 
 
@@ -40,17 +38,6 @@ def package(platform: str, output: Path, request: PackageRequest, as_json: bool)
     if as_json:
         click.echo(json.dumps({"package": str(output), **asdict(inventory)}))
         return
-    Console().print(package_table(output, inventory))
+    sizes = sorted(inventory.sizes.items(), key=lambda item: -item[1])
+    Console().print(size_table(f"{output}: {inventory.platform}, {len(inventory.files)} files", "part", sizes))
     console.print(f"Licences of all {len(inventory.licences)} components are in {output / 'licences'}.", highlight=False, soft_wrap=True)
-
-
-def package_table(folder: Path, inventory: Inventory) -> Table:
-    """A table of the package's parts with their sizes."""
-    table = Table(title=f"{folder}: {inventory.platform}, {len(inventory.files)} files", title_justify="left")
-    table.add_column("part")
-    table.add_column("size", justify="right")
-    for part, size in sorted(inventory.sizes.items(), key=lambda item: -item[1]):
-        table.add_row(part, byte_text(size))
-    table.add_section()
-    table.add_row("total", byte_text(inventory.bytes))
-    return table

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from edge_devices.command_line import PanelCommand, one_sentence_errors
 from edge_devices.errors import one_line
-from edge_devices.machine.memory import byte_text
-from edge_export.pipeline.publish import Publication, publication
+from edge_export.cli.display import size_table
+from edge_export.pipeline.publish import publication
 from edge_runtime.cli.options import BundlePath
 
 
@@ -36,27 +34,15 @@ def publish(bundle: Path, repository: str, figures: tuple[Path, ...], public: bo
     """
     console = Console(stderr=True)
     planned = publication(bundle, repository, figures)
-    console.print(_tree(planned))
+    console.print(size_table(planned.repository, "file", planned.tree()))
     if dry_run:
         click.echo(planned.card)
         return
-    uploaded = planned.upload(private=not public)
-    if uploaded.others:
-        names = one_line(", ".join(uploaded.others[:5])) + (" ..." if len(uploaded.others) > 5 else "")
+    uploaded, others = planned.upload(private=not public)
+    if others:
+        names = one_line(", ".join(others[:5])) + (" ..." if len(others) > 5 else "")
         console.print(f"What was in the repository stays beside the bundle: {names}.", markup=False, highlight=False, soft_wrap=True)
     if uploaded.private == public:
         state = "private" if uploaded.private else "public"
         console.print(f"The repository is {state} as before; the hub's settings change that.", highlight=False, soft_wrap=True)
     click.echo(uploaded.address)
-
-
-def _tree(planned: Publication) -> Table:
-    """The files of the repository with their sizes."""
-    table = Table(title=planned.repository, title_justify="left")
-    table.add_column("file", overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
-    for name, size in planned.tree():
-        table.add_row(Text(name), byte_text(size))  # a name may hold what looks like rich's markup
-    table.add_section()
-    table.add_row("total", byte_text(sum(size for _, size in planned.tree())))
-    return table

@@ -160,7 +160,7 @@ def _bar(progress: Progress) -> type[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """A repository after an upload: its address, whether only its owner can read it, bytes and sha256 (of large ones) of its files."""
+    """A repository after an upload: its address, whether only its owner can read it, and bytes and sha256 (of large ones) of its files."""
 
     address: str
     private: bool
