@@ -7,10 +7,11 @@ keywords of JSON Schema are not enforced. Properties are in alphabetical order, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +23,11 @@ QUOTE = '<|"|>'
 _NAME = re.compile(r"\s*call\s*:\s*([\w.\-]+)\s*")
 _KEY = re.compile(r"([^:{}\[\],\"]+):")
 _BARE = re.compile(r"[^,{}\[\]]+")
-_SPACE = re.compile(r"\s*")
-# Of a call that was cut off: a string to its end or the text's, JSON's string, a key, a mark, another value.
-_PIECES = re.compile(
-    rf"""{re.escape(QUOTE)}(?P<quoted>.*?)(?P<end>{re.escape(QUOTE)}|\Z)|"(?:[^"\\]|\\.)*"?|(?<=[{{,])(?P<key>[^:{{}}\[\],"<]+):"""
-    r"""|[{}\[\],:]|(?P<bare>[^{}\[\],"<]+|<)""",
-    re.DOTALL,
+_SOLID = re.compile(r"\S")
+# A string between Gemma's marks, or one of JSON; the end of one that was cut off is the text's.
+_STRING = re.compile(
+    rf"""{re.escape(QUOTE)}(?P<quoted>.*?)(?:{re.escape(QUOTE)}|(?P<cut>\Z))|"(?:[^"\\]|\\.)*(?:"|(?P<cut_json>\\?\Z))""", re.DOTALL
 )
-_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,23 +48,16 @@ class ToolCall:
         return self.partial if self.arguments is None else json.dumps(self.arguments, ensure_ascii=False)
 
 
-class _Unreadable(ValueError):
-    pass
-
-
 def parse_tool_call(raw: str) -> ToolCall:
     """Parses one call, the text between the two tool-call tokens; arguments may also be JSON. Never raises."""
     named = _NAME.match(raw)
     if named is None:
         return ToolCall(name=None, arguments=None, raw=raw)
-    rest = raw[named.end() :].rstrip()
     try:
-        arguments, end = _object(rest, 0, 0)
-        if end != len(rest):
-            raise _Unreadable
-    except _Unreadable:
-        return ToolCall(name=named[1], arguments=None, raw=raw)
-    return ToolCall(name=named[1], arguments=arguments, raw=raw)
+        arguments = json.loads("".join(_json(raw[named.end() :])))
+    except ValueError:
+        arguments = None
+    return ToolCall(name=named[1], arguments=arguments if isinstance(arguments, dict) else None, raw=raw)
 
 
 def cut_tool_call(raw: str) -> ToolCall:
@@ -77,86 +68,51 @@ def cut_tool_call(raw: str) -> ToolCall:
     named = _NAME.match(raw)
     if named is None or named.end() == len(raw):
         return ToolCall(name=None, arguments=None, raw="")
-    return ToolCall(name=named[1], arguments=None, raw=raw, partial=_partial_json(raw[named.end() :]))
-
-
-def _partial_json(text: str) -> str:
-    """Returns JSON of the beginning of an object in Gemma's notation; a word at its end may go on, and is left out."""
     parts: list[str] = []
-    for piece in _PIECES.finditer(text):
-        if piece["quoted"] is not None:
-            string = json.dumps(piece["quoted"], ensure_ascii=False)
-            parts.append(string if piece["end"] else string[:-1])
-        elif piece["key"] is not None:
-            parts.append(f"{json.dumps(piece['key'].strip(), ensure_ascii=False)}:")
-        elif piece["bare"] is None:
-            parts.append(piece[0])
-        elif piece.end() < len(text) and piece["bare"].strip():
-            parts.append(json.dumps(_scalar(piece["bare"].strip()), ensure_ascii=False))
-    return "".join(parts)
+    with contextlib.suppress(ValueError):
+        parts.extend(_json(raw[named.end() :], cut=True))
+    return ToolCall(name=named[1], arguments=None, raw=raw, partial="".join(parts))
 
 
-def _object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
-    at = _expect(text, at, "{", depth)
-    members: dict[str, Any] = {}
-    while (place := _skip(text, at)) < len(text) and text[place] != "}":
-        if members:
-            place = _skip(text, _expect(text, place, ",", depth))
-        key, place = _key(text, place)
-        members[key], at = _value(text, place, depth)
-    return members, _expect(text, at, "}", depth)
+def _json(text: str, *, cut: bool = False) -> Iterator[str]:
+    """Yields the parts of an object's JSON; with `cut` of its beginning, whose last word may go on, and is left out.
+
+    Raises ValueError for what is none, as far as marks and strings say: the parser of JSON decides on the rest.
+    """
+    inside, follows, at = "", "mark", 0
+    while solid := _SOLID.search(text, at):
+        at, mark = solid.start(), solid[0]
+        if follows in ("key", "value") and (string := _STRING.match(text, at)):
+            yield _string(string, cut=cut)
+            at, follows = string.end(), "mark"
+        elif follows == "key" and (key := _KEY.match(text, at)):
+            yield f"{json.dumps(key[1].strip(), ensure_ascii=False)}:"
+            at, follows = key.end(), "value"
+        elif follows == "value" and (word := _BARE.match(text, at)):
+            if cut and word.end() == len(text):
+                return
+            yield json.dumps(_scalar(word[0].strip()), ensure_ascii=False)
+            at, follows = word.end(), "mark"
+        elif (mark in "}],:" and inside) or (mark in "{[" and len(inside) <= MAX_DEPTH):
+            yield mark
+            inside = inside + mark if mark in "{[" else inside[:-1] if mark in "}]" else inside
+            at, follows = at + 1, "mark" if mark in "}]" else "key" if mark != ":" and inside[-1] == "{" else "value"
+        else:
+            raise ValueError(f"{mark!r} stands where a {follows} belongs")
 
 
-def _array(text: str, at: int, depth: int) -> tuple[list[Any], int]:
-    at = _expect(text, at, "[", depth)
-    items: list[Any] = []
-    while (place := _skip(text, at)) < len(text) and text[place] != "]":
-        if items:
-            place = _expect(text, place, ",", depth)
-        item, at = _value(text, place, depth)
-        items.append(item)
-    return items, _expect(text, at, "]", depth)
-
-
-def _key(text: str, at: int) -> tuple[str, int]:
-    if text.startswith((QUOTE, '"'), at):
-        key, at = _string(text, at)
-        return key, _expect(text, at, ":", 0)
-    bare = _KEY.match(text, at)
-    if bare is None:
-        raise _Unreadable
-    return bare[1].strip(), bare.end()
-
-
-def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    at = _skip(text, at)
-    if text.startswith((QUOTE, '"'), at):
-        return _string(text, at)
-    if text.startswith("{", at):
-        return _object(text, at, depth + 1)
-    if text.startswith("[", at):
-        return _array(text, at, depth + 1)
-    bare = _BARE.match(text, at)
-    if bare is None or not bare[0].strip():
-        raise _Unreadable
-    return _scalar(bare[0].strip()), bare.end()
-
-
-def _string(text: str, at: int) -> tuple[str, int]:
-    if text.startswith(QUOTE, at):
-        end = text.find(QUOTE, at + len(QUOTE))
-        if end < 0:
-            raise _Unreadable
-        return text[at + len(QUOTE) : end], end + len(QUOTE)
-    quoted = _JSON_STRING.match(text, at)
-    if quoted is None:
-        raise _Unreadable
-    try:
-        value = json.loads(quoted[0], strict=False)
-    except ValueError as error:
-        raise _Unreadable from error
-    # Half of a surrogate pair, as \ud800, is no character: no answer could be encoded with it.
-    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), quoted.end()
+def _string(string: re.Match[str], *, cut: bool) -> str:
+    """Returns JSON of a string. Half of a surrogate pair, as \\ud800, is no character: no answer could be encoded with it."""
+    unended = string["cut"] is not None or string["cut_json"] is not None
+    if unended and not cut:
+        raise ValueError("a string does not end")
+    if string["quoted"] is not None:
+        value = string["quoted"]
+    elif unended:
+        return string[0]
+    else:
+        value = json.loads(string[0], strict=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return json.dumps(value, ensure_ascii=False)[: -1 if unended else None]
 
 
 def _scalar(word: str) -> Any:
@@ -170,18 +126,6 @@ def _scalar(word: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return word  # NaN, Infinity and 1e999, which no JSON that clients read can state
     return value if isinstance(value, bool | int | float) else word
-
-
-def _expect(text: str, at: int, mark: str, depth: int) -> int:
-    at = _skip(text, at)
-    if not text.startswith(mark, at) or depth > MAX_DEPTH:
-        raise _Unreadable
-    return at + 1
-
-
-def _skip(text: str, at: int) -> int:
-    space = _SPACE.match(text, at)
-    return space.end() if space else at
 
 
 CALL_BEGINS, CALL_ENDS = "<|tool_call>", "<tool_call|>"
