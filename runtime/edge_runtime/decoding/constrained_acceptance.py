@@ -18,7 +18,7 @@ from edge_runtime.decoding.acceptance_rules import GREEDY, AcceptanceRule
 from edge_runtime.drafting.sources import Guess
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import DraftSampler, Logits
-from edge_runtime.text.constraints import Constraint
+from edge_runtime.text.grammar import Constraint
 
 _NEVER = np.float32(-np.inf)
 

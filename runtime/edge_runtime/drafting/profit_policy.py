@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.acceptance_model import Acceptance, Chances, Forecast
 from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
+from edge_runtime.drafting.time_bound import TimeBound
 from edge_runtime.interfaces import ShouldContinue, StopNumbers
 
 # Share of the sums over earlier rounds that is left after another round: a window of 50 rounds.
@@ -39,31 +39,6 @@ STALE = 6.0
 RATE_MARGIN = 1.1
 # Costs and acceptance change slowly; they are recomputed after so many rounds that drafted.
 REFRESH = 8
-
-
-class Bound(Protocol):
-    """What may set another price of time before each round, such as `time_bound.TimeBound`."""
-
-    def renew(self, known: Forecast, *, rows: int, drafts: int, requests: int, stepwise: bool) -> None:
-        """Takes a new forecast; `rows` and `drafts` are the most of a round."""
-
-    def choose(self) -> bool:
-        """Sets the price of the next round; returns whether the costs changed."""
-
-    @property
-    def rate(self) -> float:
-        """Tokens per unit of cost of rounds at this price."""
-
-    @property
-    def is_plain_fastest(self) -> bool:
-        """Whether drafts are thought to cost time rather than save it."""
-
-    @property
-    def probe_cost(self) -> float:
-        """Of drafting one token, in forwards of one row."""
-
-    def spend(self, tokens: float, drafted: int, row: int, promised: float) -> None:
-        """Takes the tokens that a round brought, its drafts, its rows beside the first, and what drafts promised, 0 of other rounds."""
 
 
 def expected_rate(costs: Costs, model: Acceptance, lengths: Sequence[int]) -> float:
@@ -129,7 +104,7 @@ class Profit:
         longest: int = MAX_DRAFT_LENGTH,
         stepwise: bool = True,
         max_rows: int | None = None,
-        bound: Bound | None = None,
+        bound: TimeBound | None = None,
     ) -> None:
         """`longest` limits a draft, 0 without a drafter; `max_rows` limits what is verified, drafts and other tokens (None: `longest`).
 

@@ -35,7 +35,7 @@ PREDICTED_ROUNDS = 5.0
 
 
 class TimeBound:
-    """Chooses the price of time before each round; implements `profit_policy.Bound`.
+    """Chooses the price of time before each round.
 
     At the slope of the edge of the trade's convex hull that the bound crosses, both ends of the edge are worth the same, and a mix of them
     takes the fewest joules that any mix within the bound does. The balance is the time by which the rounds so far are below the bound as it

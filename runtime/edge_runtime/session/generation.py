@@ -27,7 +27,8 @@ from edge_runtime.session.monitor import RequestMonitor
 from edge_runtime.session.saved.prompt_cache import CachedPrompt
 from edge_runtime.session.stats import DecodeStats, generation_html, shortened
 from edge_runtime.text.channels import OutputText
-from edge_runtime.text.constraints import Constraint, ConstraintSource
+from edge_runtime.text.constraints import ConstraintSource
+from edge_runtime.text.grammar import Constraint
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0)
 # The default batch of llama.cpp, so that prefilling in pieces costs nothing and computes the same rows.

@@ -43,8 +43,8 @@ from edge_runtime.session.row_equality import RowEquality, known_row_equality
 from edge_runtime.session.saved.kv_state_file import load_state, save_state
 from edge_runtime.session.saved.prompt_cache import CachedPrompt, PromptCache
 from edge_runtime.text.chat_template import Message, bundle_template
-from edge_runtime.text.constraints import Constraint, ConstraintSource
-from edge_runtime.text.grammar import grammars_for
+from edge_runtime.text.constraints import ConstraintSource
+from edge_runtime.text.grammar import Constraint, grammars_for
 
 
 @dataclass(frozen=True, kw_only=True)

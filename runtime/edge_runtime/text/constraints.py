@@ -1,13 +1,10 @@
-"""Constraints on the output of a request: a JSON schema, a grammar or a regular expression, and the interface that enforces them."""
+"""Constraints on the output of a request: a JSON schema, a grammar, a regular expression, or tool calls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -47,32 +44,3 @@ class ToolCalls:
 
 
 ConstraintSource = JsonSchema | Gbnf | Regex | ToolCalls
-
-
-class Constraint(Protocol):
-    """The constraint of one request, in the state after its emitted tokens. Queries about drafts (`ahead`) do not change the state.
-
-    A token that ends a generation is allowed exactly where the text is complete, and only such a token where no text can follow.
-    """
-
-    def allowed(self, ahead: Sequence[int]) -> NDArray[np.bool_]:
-        """Returns which tokens may follow the emitted tokens and `ahead`, bool [vocabulary]; later calls do not change the array."""
-
-    def allows(self, ahead: Sequence[int], token: int) -> bool:
-        """Whether `token` may follow `ahead`: the same as in `allowed`, but much faster."""
-
-    def closed(self, ahead: Sequence[int]) -> bool:
-        """Whether no text can follow `ahead`: drafts end there, and so does the request."""
-
-    def valid(self, drafts: Sequence[int]) -> int:
-        """Returns how many of `drafts`, from the first, may follow the emitted tokens."""
-
-    def forced(self, ahead: Sequence[int]) -> list[int]:
-        """Returns the tokens expected after `ahead` because the constraint leaves no choice but blanks; a guess, to be verified."""
-
-    def advance(self, token: int) -> bool:
-        """Adds an emitted token; returns whether no text can follow it."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the emitted text is complete, so that it could end here."""

@@ -18,9 +18,9 @@ from edge_devices.children.forked import Host
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text import matcher as matchers
-from edge_runtime.text.constraints import Constraint, ConstraintSource, Gbnf, JsonSchema, ToolCalls
+from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema, ToolCalls
 from edge_runtime.text.forced_text import BlankStyle, ForcedText
-from edge_runtime.text.grammar_limits import read_grammar, read_pattern, read_schema
+from edge_runtime.text.grammar_limits import check_size, read_grammar, read_schema
 from edge_runtime.text.matcher import Matcher
 from edge_runtime.text.tool_calls import tool_call_grammar
 
@@ -63,7 +63,7 @@ class Grammars:
         blankless = (lambda: self._matcher(_blankless(source))) if isinstance(source, JsonSchema) else None
         vocabulary = self._vocabulary()
         forced = None if vocabulary is None else ForcedText(vocabulary, matcher, blankless, self._style)
-        constraint = _LlguidanceConstraint(matcher, self._eog, self._size, forced)
+        constraint = Constraint(matcher, self._eog, self._size, forced)
         constraint.allowed(())  # fails for a grammar that allows no text
         return constraint
 
@@ -75,11 +75,12 @@ class Grammars:
         if isinstance(source, JsonSchema):
             return f"start: {_json_rule(source)}"
         if isinstance(source, Gbnf):
-            return _lark_from_gbnf(read_grammar(source.text))
+            return matchers.lark_from_gbnf(read_grammar(source.text))
         if isinstance(source, ToolCalls):
             calls = tool_call_grammar(source, self._control)
             return calls if source.answer is None else f"{calls}answer: {_json_rule(source.answer)}\n"
-        return f"start: /{self._library.regex_to_lark(read_pattern(source.pattern), '')}/"
+        check_size("the regular expression", source.pattern)
+        return f"start: /{self._library.regex_to_lark(source.pattern, '')}/"
 
 
 def _json_rule(source: JsonSchema) -> str:
@@ -107,8 +108,12 @@ def _pieces(vocabulary: Vocabulary, size: int) -> list[bytes]:
     return [b"" if token in control else _text(vocabulary.piece(token)) for token in range(size)]
 
 
-class _LlguidanceConstraint:
-    """Implements `constraints.Constraint`. The matcher's state is after the emitted tokens and the drafts in `_path`."""
+class Constraint:
+    """The constraint of one request, in the state after its emitted tokens. Queries about drafts (`ahead`) do not change that state.
+
+    A token that ends a generation is allowed exactly where the text is complete, and only such a token where no text can follow. The
+    matcher's state is after the emitted tokens and the drafts in `_path`.
+    """
 
     def __init__(self, matcher: Matcher, eog: frozenset[int], size: int, forced: ForcedText | None = None) -> None:
         self._matcher = matcher
@@ -121,7 +126,7 @@ class _LlguidanceConstraint:
         self._check()
 
     def allowed(self, ahead: Sequence[int]) -> NDArray[np.bool_]:
-        """Computes one mask per position and round; repeated calls return it."""
+        """Returns which tokens may follow the emitted tokens and `ahead`, bool [vocabulary]; repeated calls return the same array."""
         if self._over(ahead):
             return self._ends_only()
         place = len(ahead)
@@ -134,7 +139,7 @@ class _LlguidanceConstraint:
         return mask
 
     def allows(self, ahead: Sequence[int], token: int) -> bool:
-        """Validates the token alone unless the mask was computed already."""
+        """Whether `token` may follow `ahead`: the same as in `allowed`, but much faster."""
         place = len(ahead)
         if self._over(ahead) or (list(ahead) == self._path[:place] and self._masks[place] is not None):
             return bool(self.allowed(ahead)[token])
@@ -144,21 +149,21 @@ class _LlguidanceConstraint:
         return self._matcher.validate_tokens([token]) == 1
 
     def closed(self, ahead: Sequence[int]) -> bool:
-        """Whether nothing but an end token can follow."""
+        """Whether no text can follow `ahead`: drafts end there, and so does the request."""
         if self._over(ahead):
             return True
         self._go_to(ahead)
         return self._matcher.is_stopped()
 
     def valid(self, drafts: Sequence[int]) -> int:
-        """Validates all tokens in one call."""
+        """Returns how many of `drafts`, from the first, may follow the emitted tokens."""
         if self._ended:
             return 0
         self._go_to(())
         return self._matcher.validate_tokens(list(drafts))
 
     def advance(self, token: int) -> bool:
-        """Keeps the states and masks after the token if the drafts began with it."""
+        """Adds an emitted token; returns whether no text can follow it. Keeps states and masks if the drafts began with it."""
         if self._over((token,)):
             self._ended = True
             return True
@@ -172,7 +177,7 @@ class _LlguidanceConstraint:
         return self._matcher.is_stopped()
 
     def forced(self, ahead: Sequence[int]) -> list[int]:
-        """Asks the library for the forced bytes, and the tokenizer for their tokens."""
+        """Returns the tokens expected after `ahead` because the constraint leaves no choice but blanks; a guess, to be verified."""
         if self._forced is None or self._over(ahead):
             return []
         self._go_to(ahead)
@@ -180,7 +185,7 @@ class _LlguidanceConstraint:
 
     @property
     def complete(self) -> bool:
-        """Whether an end token is allowed here or was emitted."""
+        """Whether the emitted text is complete, so that it could end here."""
         if self._ended:
             return True
         self._go_to(())
@@ -231,15 +236,6 @@ def _blankless(source: JsonSchema) -> str:
     schema = read_schema(source.schema)
     layout = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
     return f"start: %json {json.dumps(({} if schema is True else schema or {'not': {}}) | {'x-guidance': layout})}"
-
-
-def _lark_from_gbnf(text: str) -> str:
-    try:
-        return matchers.lark_from_gbnf(text)
-    except RecursionError:
-        raise RequestError("the grammar is nested too deeply; give its inner parts names") from None
-    except Exception as error:  # noqa: BLE001 - the converter raises plain Exception for a rule that is missing or named twice
-        raise RequestError(f"the grammar is not valid GBNF: {error}") from None
 
 
 def _reason(error: str) -> str:

@@ -28,7 +28,7 @@ def read_schema(schema: Mapping[str, Any] | bool | str) -> dict[str, Any] | bool
     """Returns a JSON schema that is small enough to compile. Raises RequestError for anything else."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        _check_size("the JSON schema", text, MAX_SCHEMA_BYTES)
+        check_size("the JSON schema", text, MAX_SCHEMA_BYTES)
         parsed = json.loads(text)
         if not isinstance(parsed, dict | bool):
             raise RequestError(f"the JSON schema is a {type(parsed).__name__}; give an object, or true for any JSON")
@@ -49,20 +49,15 @@ def read_schema(schema: Mapping[str, Any] | bool | str) -> dict[str, Any] | bool
 
 def read_grammar(text: str) -> str:
     r"""Returns GBNF that is small enough to compile, with characters in place of \u escapes. Raises RequestError."""
-    _check_size("the grammar", text, MAX_GRAMMAR_BYTES)
+    check_size("the grammar", text)
     rules = text.count("::=")
     if rules > MAX_GRAMMAR_RULES:
         raise RequestError(f"the grammar has {rules} rules; at most {MAX_GRAMMAR_RULES} are allowed")
     return _UNICODE_ESCAPE.sub(_character, text)
 
 
-def read_pattern(pattern: str) -> str:
-    """Returns a regular expression that is small enough to compile. Raises RequestError."""
-    _check_size("the regular expression", pattern, MAX_GRAMMAR_BYTES)
-    return pattern
-
-
-def _check_size(what: str, text: str, limit: int) -> None:
+def check_size(what: str, text: str, limit: int = MAX_GRAMMAR_BYTES) -> None:
+    """Raises RequestError for a text that is too large to compile; `what` names it."""
     size = len(text.encode("utf-8", "replace"))
     if size > limit:
         raise RequestError(f"{what} has {size} bytes; at most {limit} are allowed")

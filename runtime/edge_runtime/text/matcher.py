@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from edge_devices.children.forked import Child, ChildError, Host, receive, send
 from edge_devices.children.limited import limit_step
+from edge_runtime.errors import RequestError
 
 Result = TypeVar("Result")
 
@@ -46,10 +47,15 @@ def llguidance_module() -> Any:
 
 
 def lark_from_gbnf(text: str) -> str:
-    """Converts a grammar. Raises RecursionError, or Exception for a rule that is missing or named twice."""
+    """Converts a grammar to the library's dialect of Lark. Raises RequestError."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    return str(gbnf_to_lark(text))
+    try:
+        return str(gbnf_to_lark(text))
+    except RecursionError:
+        raise RequestError("the grammar is nested too deeply; give its inner parts names") from None
+    except Exception as error:  # noqa: BLE001 - the converter raises plain Exception for a rule that is missing or named twice
+        raise RequestError(f"the grammar is not valid GBNF: {error}") from None
 
 
 def packed_setup(pieces: list[bytes], ends: list[int], slices: list[str]) -> bytes:

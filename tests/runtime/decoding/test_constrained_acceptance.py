@@ -16,7 +16,7 @@ from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.text_memory import LookupDrafter
 from edge_runtime.errors import RequestError
 from edge_runtime.text import grammar, matcher
-from edge_runtime.text.constraints import Constraint, Regex
+from edge_runtime.text.constraints import Regex
 from edge_runtime.text.grammar import Grammars
 from enumeration import Choices, distribution_of
 from stochastic import StochasticDrafter, StochasticTarget, chi_square_p, drafters, largest_difference, random_rows, write
@@ -45,9 +45,9 @@ def compiled(pattern: str):
     return matcher.new_matcher(LIBRARY, TOKENIZER, grammar._HEADER + GRAMMARS._lark(Regex(pattern)))
 
 
-def constrain(pattern: str) -> Constraint:
+def constrain(pattern: str) -> grammar.Constraint:
     """A constraint at its beginning, compiled once."""
-    return grammar._LlguidanceConstraint(compiled(pattern).deep_copy(), VOCABULARY.eog_tokens, SIZE)
+    return grammar.Constraint(compiled(pattern).deep_copy(), VOCABULARY.eog_tokens, SIZE)
 
 
 def run(target, drafter, rule, pattern: str, *, length: int, tokens: int = TOKENS) -> tuple[int, ...]:
@@ -177,7 +177,7 @@ def test_drafts_that_violate_the_grammar_never_reach_the_target(drafter, method)
         rule = acceptance_rule(SamplingParams(seed=3), method, PROMPT) if method else GREEDY
         constraint, emitted = constrain(pattern), []
 
-        def is_stop(token: int, constraint: Constraint = constraint, emitted: list[int] = emitted) -> bool:
+        def is_stop(token: int, constraint: grammar.Constraint = constraint, emitted: list[int] = emitted) -> bool:
             emitted.append(token)
             return constraint.advance(token)
 

@@ -12,7 +12,7 @@ from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.server.requests.completions import CompletionRequest
 from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Event
-from edge_runtime.text.constraints import Constraint
+from edge_runtime.text.grammar import Constraint
 
 FinishReason = Literal["stop", "length"]
 
