@@ -20,7 +20,7 @@ from edge_runtime.server.http.guard import CLIENT
 from edge_runtime.server.http.page import page
 from edge_runtime.server.model_card import OLLAMA_VERSION, ModelCard
 from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize
-from edge_runtime.server.requests.ollama import only_loads, read_ollama_chat, read_ollama_generate
+from edge_runtime.server.requests.ollama import read_ollama_chat, read_ollama_generate
 from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.server.responses.ollama import OllamaFormat
 from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
@@ -44,22 +44,20 @@ class Api:
         self.card = card
         self._trimmer = Trimmer()
 
-    async def chat(self, request: Request) -> Response:
-        return await self._respond(request, read_chat, lambda _, read: ChatFormat(self.card.name, read, self.card.fingerprint))
+    def generates(
+        self, read: Callable[[Json], ApiRequest | None], form: Callable[[Json, Any], ResponseFormat], limit: BodyLimit = MEDIA_BODY
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Returns the handler of a path that generates: `read` makes a request of a body, None of one that only loads the model."""
 
-    async def completion(self, request: Request) -> Response:
-        return await self._respond(
-            request, read_completion, lambda _, read: CompletionFormat(self.card.name, read, self.card.fingerprint), TEXT_BODY
-        )
+        def both(body: Json) -> tuple[ApiRequest | None, ResponseFormat]:
+            api_request = read(body)
+            return api_request, form(body, api_request)
 
-    async def responses(self, request: Request) -> Response:
-        return await self._respond(request, read_response, lambda body, _: ResponsesFormat(self.card.name, body))
+        async def handler(request: Request) -> Response:
+            api_request, made = await self._read(request, both, limit)
+            return Json200(made.complete(())) if api_request is None else await self._answer(request, api_request, made)
 
-    async def ollama_chat(self, request: Request) -> Response:
-        return await self._ollama(request, read_ollama_chat, chat=True)
-
-    async def ollama_generate(self, request: Request) -> Response:
-        return await self._ollama(request, read_ollama_generate, chat=False)
+        return handler
 
     async def ollama_show(self, request: Request) -> Response:
         if not self.card.is_called(await self._read(request, lambda body: body.get("model") or body.get("name"), TEXT_BODY)):
@@ -101,28 +99,6 @@ class Api:
     async def page(self, _request: Request) -> Response:
         text, headers = page()
         return HTMLResponse(text, headers=headers)
-
-    async def _respond(
-        self,
-        request: Request,
-        read: Callable[[Json], ApiRequest],
-        make_format: Callable[[Json, ApiRequest], ResponseFormat],
-        limit: BodyLimit = MEDIA_BODY,
-    ) -> Response:
-        def both(body: Json) -> tuple[ApiRequest, ResponseFormat]:
-            api_request = read(body)
-            return api_request, make_format(body, api_request)
-
-        return await self._answer(request, *await self._read(request, both, limit))
-
-    async def _ollama(self, request: Request, read: Callable[[Json], ApiRequest], *, chat: bool) -> Response:
-        form = OllamaFormat(self.card.name, chat=chat)
-
-        def unless_it_only_loads(body: Json) -> ApiRequest | None:
-            return None if only_loads(body, chat=chat) else read(body)
-
-        api_request = await self._read(request, unless_it_only_loads)
-        return Json200(form.loaded()) if api_request is None else await self._answer(request, api_request, form)
 
     async def _read(self, request: Request, read: Callable[[Json], Read], limit: BodyLimit = MEDIA_BODY) -> Read:
         """Returns what `read` makes of the body, which is kept no longer; large ones are parsed in a thread of their own."""
@@ -205,12 +181,19 @@ async def _no_embeddings(request: Request) -> Response:
 
 def make_app(api: Api) -> Starlette:
     """Returns the ASGI application."""
-    card = api.card
+    card, name = api.card, api.card.name
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", api.chat, methods=["POST"]),
-            Route("/v1/completions", api.completion, methods=["POST"]),
-            Route("/v1/responses", api.responses, methods=["POST"]),
+            *(
+                Route(path, api.generates(*how), methods=["POST"])
+                for path, *how in (
+                    ("/v1/chat/completions", read_chat, lambda _, read: ChatFormat(name, read, card.fingerprint)),
+                    ("/v1/completions", read_completion, lambda _, read: CompletionFormat(name, read, card.fingerprint), TEXT_BODY),
+                    ("/v1/responses", read_response, lambda body, _: ResponsesFormat(name, body)),
+                    ("/api/chat", read_ollama_chat, lambda *_: OllamaFormat(name, chat=True)),
+                    ("/api/generate", read_ollama_generate, lambda *_: OllamaFormat(name, chat=False)),
+                )
+            ),
             *(Route(path, _no_embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/api/embed", "/api/embeddings")),
             Route("/v1/models", _facts(lambda: {"object": "list", "data": [card.openai_model()]})),
             Route("/v1/models/{name:path}", api.model),
@@ -220,8 +203,6 @@ def make_app(api: Api) -> Starlette:
             Route("/health", _facts(api.health)),
             Route("/metrics", api.metrics),
             Route("/energy_metrics", api.energy),
-            Route("/api/chat", api.ollama_chat, methods=["POST"]),
-            Route("/api/generate", api.ollama_generate, methods=["POST"]),
             Route("/api/show", api.ollama_show, methods=["POST"]),
             Route("/api/tags", _facts(lambda: {"models": [card.ollama_model()]})),
             Route("/api/ps", _facts(lambda: {"models": [card.ollama_model()]})),

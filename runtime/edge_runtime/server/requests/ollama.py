@@ -22,18 +22,22 @@ _WHOLE_CONTEXT = 1 << 31
 Json = dict[str, Any]
 
 
-def read_ollama_chat(body: Json) -> ApiRequest:
-    """Reads the body of a POST to /api/chat. Raises ApiError."""
+def read_ollama_chat(body: Json) -> ApiRequest | None:
+    """Reads the body of a POST to /api/chat; without messages, for which Ollama loads the model, None. Raises ApiError."""
     fields = Fields(body)
     fields.only(_CHAT)
+    if not body.get("messages"):
+        return None
     chat = _common(fields) | {"tools": fields.get("tools"), "messages": _messages(fields)}
     return _streamed(read_chat(chat), fields)
 
 
-def read_ollama_generate(body: Json) -> ApiRequest:
-    """Reads the body of a POST to /api/generate. Raises ApiError."""
+def read_ollama_generate(body: Json) -> ApiRequest | None:
+    """Reads the body of a POST to /api/generate; without a prompt None. Raises ApiError."""
     fields = Fields(body)
     fields.only(_GENERATE)
+    if not body.get("prompt"):
+        return None
     fields.refuse("context", [], why="it is deprecated; use /api/chat")
     fields.refuse("suffix", "")
     fields.refuse("template", "", why="the bundle's chat template is used")
@@ -46,15 +50,6 @@ def read_ollama_generate(body: Json) -> ApiRequest:
     system = fields.text("system")
     before = [{"role": "system", "content": system}] if system else []
     return _streamed(read_chat(common | {"messages": [*before, {"role": "user", "content": _content(fields, "prompt")}]}), fields)
-
-
-def only_loads(body: Json, *, chat: bool) -> bool:
-    """Whether a request has no messages or no prompt: Ollama loads the model then, which is loaded here already.
-
-    Raises ApiError for unknown fields.
-    """
-    Fields(body).only(_CHAT if chat else _GENERATE)
-    return not body.get("messages" if chat else "prompt")
 
 
 def _common(fields: Fields) -> Json:

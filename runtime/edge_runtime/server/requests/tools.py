@@ -33,45 +33,30 @@ def read_tools(body: Fields) -> tuple[Mapping[str, Any], ...]:
 
 def read_constraint(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> JsonSchema | ToolCalls | None:
     """Returns the constraint of a chat request that declares `tools`. Raises ApiError."""
-    demanded, schema = _tool_calls(fields, tools), _json_schema(fields)
+    declared = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    demanded, schema = _tool_calls(fields, declared), _json_schema(fields)
     if schema is not None and tools and demanded is None:
-        return ToolCalls(_declared(tools), several=fields.flag("parallel_tool_calls", True), answer=schema)
+        return ToolCalls(tuple(declared.items()), several=fields.flag("parallel_tool_calls", True), answer=schema)
     return demanded or schema
 
 
-def _declared(tools: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[str, Any] | None], ...]:
-    return tuple({tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}.items())
-
-
-def read_tool_choice(fields: Fields) -> str:
-    """Returns auto, none, required, or name:FUNCTION. Raises ApiError."""
+def _tool_calls(fields: Fields, declared: Mapping[str, Mapping[str, Any] | None]) -> ToolCalls | None:
     choice = fields.get("tool_choice")
-    if choice is None or choice in ("auto", "none", "required"):
-        return choice or "auto"
-    if isinstance(choice, dict):
-        chosen = Fields(choice, "tool_choice")
-        if chosen.text("type") == "function":
-            name = chosen.inner("function").text("name")
-            if name:
-                return f"name:{name}"
-    raise fields.wrong("tool_choice", "must be 'auto', 'none', 'required' or a function: {'type': 'function', 'function': {'name': NAME}}")
-
-
-def _tool_calls(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> ToolCalls | None:
-    choice = read_tool_choice(fields)
-    if choice in ("auto", "none"):
+    if choice in (None, "auto", "none"):
         return None
-    declared = dict(_declared(tools))
+    chosen = Fields(choice, "tool_choice") if isinstance(choice, dict) else Fields({})
+    name = chosen.inner("function").text("name") if chosen.text("type") == "function" else None
+    if choice != "required" and not name:
+        form = "{'type': 'function', 'function': {'name': NAME}}"
+        raise fields.wrong("tool_choice", f"must be 'auto', 'none', 'required' or a function: {form}")
     if not declared:
         raise fields.wrong("tool_choice", "demands a call, but there are no tools; declare the function")
-    if choice == "required":
-        _require_library(fields, "tool_choice")
-        return ToolCalls(_declared(tools), several=fields.flag("parallel_tool_calls", True))
-    name = choice.removeprefix("name:")
-    if name not in declared:
+    if name is not None and name not in declared:
         raise fields.wrong("tool_choice", f"names {name[:60]!r}, which is not among the tools; declare it")
     _require_library(fields, "tool_choice")
-    return ToolCalls(((name, declared[name]),))
+    if name is not None:
+        return ToolCalls(((name, declared[name]),))
+    return ToolCalls(tuple(declared.items()), several=fields.flag("parallel_tool_calls", True))
 
 
 def _json_schema(fields: Fields) -> JsonSchema | None:

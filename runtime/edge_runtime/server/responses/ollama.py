@@ -35,11 +35,9 @@ class OllamaFormat(ResponseFormat):
         return [encoded({"error": str(error)}) + b"\n"]
 
     def complete(self, answers: Sequence[ChoiceAnswer]) -> Json:
-        answer = answers[0]
-        return self._stem() | self._body(answer.events, answer.logprobs) | _end(answer.finished)
-
-    def loaded(self) -> Json:
-        """Returns the response to a request that only loads the model."""
+        """Without an answer, the response to a request that only loads the model."""
+        for answer in answers:
+            return self._stem() | self._body(answer.events, answer.logprobs) | _end(answer.finished)
         return self._stem() | self._body(()) | {"done": True, "done_reason": "load"}
 
     def _body(self, events: Sequence[Event], logprobs: Logprobs | None = None) -> Json:

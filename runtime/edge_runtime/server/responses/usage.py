@@ -42,26 +42,22 @@ class UsageCount:
         )
 
     def to_json(self) -> Json:
-        """Returns the `usage` object of the OpenAI API."""
-        return usage(self.stats, self._energy)
+        """Returns the `usage` object of the OpenAI API: its counts, then our additions.
 
-
-def usage(stats: DecodeStats, energy: RunEnergy | None = None) -> Json:
-    """Returns the `usage` object: the API's counts, then our additions.
-
-    Drafts are reported as the API's predicted tokens, except that rejected drafts do not count as completion tokens.
-    """
-    counts = {
-        "prompt_tokens": stats.prompt_tokens,
-        "completion_tokens": stats.tokens,
-        "total_tokens": stats.prompt_tokens + stats.tokens,
-        "prompt_tokens_details": {"cached_tokens": stats.reused_tokens},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": stats.accepted,
-            "rejected_prediction_tokens": stats.drafted - stats.accepted,
-        },
-    }
-    return counts | _additions(stats, energy)
+        Drafts are reported as the API's predicted tokens, except that rejected drafts do not count as completion tokens.
+        """
+        stats = self.stats
+        counts = {
+            "prompt_tokens": stats.prompt_tokens,
+            "completion_tokens": stats.tokens,
+            "total_tokens": stats.prompt_tokens + stats.tokens,
+            "prompt_tokens_details": {"cached_tokens": stats.reused_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": stats.accepted,
+                "rejected_prediction_tokens": stats.drafted - stats.accepted,
+            },
+        }
+        return counts | _additions(stats, self._energy)
 
 
 def _additions(stats: DecodeStats, energy: RunEnergy | None) -> Json:
