@@ -71,7 +71,7 @@ class Models:
     def config(self) -> SpeculativeConfig:
         """Returns the configuration file over the preset. Raises ConfigError."""
         config = SpeculativeConfig() if self.config_path is None else expanded(read_config(self.config_path))
-        return config if self.preset is None else config.over(preset_of(self.preset).config)
+        return config if self.preset is None else config.over(preset_of(self.preset))
 
     def names(self, config: SpeculativeConfig, target: str | None, drafter: str | None, *, planning: bool = False) -> tuple[str, str]:
         """Returns target and drafter, as given or from `config`. Raises ExportError, or a usage error if there are none.

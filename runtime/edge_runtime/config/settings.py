@@ -13,34 +13,22 @@ from edge_devices.errors import errors_as
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, RuntimeSettings
 from edge_runtime.config.schema import CacheConfig, SpeculativeConfig, StreamingConfig, TuningConfig, bytes_of
-from edge_runtime.config.yaml_file import CONFIG_NAME, read_bundle_config, read_config
+from edge_runtime.config.yaml_file import CONFIG_NAME, read_config
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.policies import DEFAULT_POLICY, WINDOW_ROUNDS, DraftLengthPolicy, PolicyOptions, policy_kind
 from edge_runtime.errors import BundleError, ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """A named configuration; `four_bit_target` is whether it is for a 4-bit target, which edge-export then makes."""
-
-    config: SpeculativeConfig
-    four_bit_target: bool = False
 
 
 def _range(start: int, shortest: int, longest: int) -> SpeculativeConfig:
     return SpeculativeConfig(tuning=TuningConfig(policy="rolling", draft_length=start, min_horizon=shortest, max_horizon=longest))
 
 
-PRESETS = {
-    "code": Preset(config=_range(3, 2, 3)),
-    "chat": Preset(config=_range(6, 5, 8)),
-    "edge": Preset(config=_range(3, 2, 4), four_bit_target=True),
-    "batch": Preset(config=_range(8, 8, 10)),
-}
+PRESETS = {"code": _range(3, 2, 3), "chat": _range(6, 5, 8), "edge": _range(3, 2, 4), "batch": _range(8, 8, 10)}
+_FOR_FOUR_BITS = ("edge",)
 
 
-def preset_of(name: str) -> Preset:
-    """Returns the preset with this name. Raises ConfigError if there is none."""
+def preset_of(name: str) -> SpeculativeConfig:
+    """Returns the configuration of the preset with this name. Raises ConfigError if there is none."""
     if name not in PRESETS:
         raise ConfigError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
@@ -49,7 +37,7 @@ def preset_of(name: str) -> Preset:
 def expanded(config: SpeculativeConfig) -> SpeculativeConfig:
     """Returns the configuration over the preset that it names, if any."""
     name = config.tuning.preset
-    return config if name is None else config.over(PRESETS[name].config)
+    return config if name is None else config.over(PRESETS[name])
 
 
 T = TypeVar("T")
@@ -140,13 +128,12 @@ def load_settings(
     if config is not None:
         layers.append(config if isinstance(config, SpeculativeConfig) else read_config(config))
     if preset is not None:
-        chosen = preset_of(preset)
-        layers.append(chosen.config)
+        layers.append(preset_of(preset))
         made = bundle.file("target").quantization or "of unknown precision"
-        if chosen.four_bit_target and not made.startswith("q4"):
+        if preset in _FOR_FOUR_BITS and not made.startswith("q4"):
             notify(f"preset {preset} is meant for a 4-bit target, this one is {made}; edge-export pair --preset {preset} makes one")
     if os.path.lexists(bundle.folder / CONFIG_NAME):
-        layers.append(read_bundle_config(bundle.folder / CONFIG_NAME))
+        layers.append(read_config(bundle.folder / CONFIG_NAME, of_bundle=True))
     return resolve_settings(layers, bundle)
 
 

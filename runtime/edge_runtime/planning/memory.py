@@ -8,6 +8,7 @@ activations, estimated from the towers' sizes as measured (docs/media.md), stay 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -253,24 +254,20 @@ def check_memory(
         for file in _models(_files(manifest.files, request.drafter)):
             if _known_mix(file) is None:
                 notify(f"{file.path} is of the unknown type {file.quantization!r}: a repacked copy is planned as large as the file.")
-    if room.address_space is not None:
-        fits = room.address_space + plan.process  # which is mapped already
-        if plan.total > fits:
-            where = f"{byte_text(fits)} of address space are left for it (ulimit -v)"
-            raise RequestError(_refusal(manifest, request, lambda plan: plan.total, fits, where))
-    if room.limit is not None:
-        if plan.total > room.limit:
-            where = f"the limit is {byte_text(room.limit)}"
-            raise RequestError(_refusal(manifest, request, lambda plan: plan.total, room.limit, where))
-    elif room.available is not None:
-        if plan.reserved > room.available:
-            where = f"{byte_text(room.available)} are available"
-            raise RequestError(_refusal(manifest, request, lambda plan: plan.reserved, room.available, where))
-        if plan.total > room.available:
-            notify(
-                f"The bundle takes {byte_text(plan.total)}, but {byte_text(room.available)} are available: weights will be "
-                "read from disk again and again."
-            )
+    available = room.available if room.limit is None else None
+    address_space = None if room.address_space is None else room.address_space + plan.process  # which is mapped already
+    for fits, size, where in (
+        (address_space, "total", "{} of address space are left for it (ulimit -v)"),
+        (room.limit, "total", "the limit is {}"),
+        (available, "reserved", "{} are available"),
+    ):
+        if fits is not None and getattr(plan, size) > fits:
+            raise RequestError(_refusal(manifest, request, operator.attrgetter(size), fits, where.format(byte_text(fits))))
+    if available is not None and plan.total > available:
+        notify(
+            f"The bundle takes {byte_text(plan.total)}, but {byte_text(available)} are available: weights will be read from disk again"
+            " and again."
+        )
     return plan
 
 
@@ -283,22 +280,19 @@ def check_memory_without_copies(
     """
     try:
         check_memory(manifest, request, room, notify)
-    except RequestError:
-        plain = replace(request, repack=False)
-        if not request.repack or room.limit is not None or not _fits(manifest, plain, room):
+    except RequestError as refusal:
+        if not request.repack or room.limit is not None:
             raise
+        plain, notes = replace(request, repack=False), list[str]()
+        try:
+            check_memory(manifest, plain, room, notes.append)
+        except RequestError:
+            raise refusal from None
         notify("There is no memory for repacked copies of the weights, which are quicker; the mapped files are used.")
-        check_memory(manifest, plain, room, notify)
+        for note in notes:
+            notify(note)
         return False
     return request.repack
-
-
-def _fits(manifest: Manifest, request: MemoryRequest, room: MemoryRoom) -> bool:
-    try:
-        check_memory(manifest, request, room)
-    except RequestError:
-        return False
-    return True
 
 
 def _cells(layout: CacheLayout, request: MemoryRequest) -> tuple[int, int]:

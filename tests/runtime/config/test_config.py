@@ -208,11 +208,11 @@ def test_files_are_bounded_text_files(tmp_path: Path):
     big, odd, good = (tmp_path / name for name in ("big.yaml", "odd.yaml", "good.yaml"))
     big.write_bytes(b"#" * (MAX_CONFIG_BYTES + 1))
     odd.write_bytes(b"\xff\xfe")
-    good.write_text("\ufeff" + config_text(preset_of("code").config), encoding="utf-8")
+    good.write_text("\ufeff" + config_text(preset_of("code")), encoding="utf-8")
     for path, words in ((big, "too many"), (odd, "not UTF-8"), (tmp_path / "none", "not a file"), (tmp_path, "not a file")):
         with pytest.raises(ConfigError, match=words):
             read_config(path)
-    assert read_config(good) == PRESETS["code"].config
+    assert read_config(good) == PRESETS["code"]
 
 
 @pytest.mark.parametrize(
