@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from edge_devices.errors import errors_as
-from edge_devices.files.limited_read import FileTooLarge, read_regular
+from edge_devices.files.limited_read import read_regular
 from edge_devices.files.typed_json import StructureError, from_json
 from edge_runtime.bundle.integrity import CheckMode, is_intact
 from edge_runtime.bundle.manifest import (
@@ -148,7 +148,10 @@ def open_bundle(folder: Path | str, *, check: CheckMode = "fast", public_key: Pa
 
 def _read_manifest(folder: Path, public_key: Path | None) -> Manifest:
     path = folder / MANIFEST_NAME
-    raw = _manifest_bytes(folder, path)
+    if not os.path.lexists(path):
+        raise BundleError(f"{folder} is not a bundle: {advice(folder, MANIFEST_NAME)}")
+    with errors_as(BundleError, f"{path} cannot be read", "check the disk, or copy the bundle again, or export it again"):
+        raw = read_regular(path, MAX_MANIFEST_BYTES)
     if public_key is not None:
         check_signature(folder, raw, public_key)
     with errors_as(BundleError, f"{path} is not JSON", "export the bundle again", ValueError, RecursionError):
@@ -157,8 +160,8 @@ def _read_manifest(folder: Path, public_key: Path | None) -> Manifest:
     if type(version) is not int:
         raise BundleError(f"{path} has no schema_version; it is not an edge-mtp manifest")
     if version != SCHEMA_VERSION:
-        advice = "upgrade edge-mtp" if version > SCHEMA_VERSION else "export the bundle again"
-        raise BundleError(f"{path} has schema version {str(version)[:20]}, this reader supports {SCHEMA_VERSION}; {advice}")
+        remedy = "upgrade edge-mtp" if version > SCHEMA_VERSION else "export the bundle again"
+        raise BundleError(f"{path} has schema version {str(version)[:20]}, this reader supports {SCHEMA_VERSION}; {remedy}")
     if not has_own_hash(raw):
         raise BundleError(f"{path} does not match the sha256 in its last line; copy the bundle again or export it again")
     try:
@@ -167,17 +170,6 @@ def _read_manifest(folder: Path, public_key: Path | None) -> Manifest:
     except StructureError as error:
         raise BundleError(f"{path}: {error}; export the bundle again") from error
     return manifest
-
-
-def _manifest_bytes(folder: Path, path: Path) -> bytes:
-    if not os.path.lexists(path):
-        raise BundleError(f"{folder} is not a bundle: {advice(folder, MANIFEST_NAME)}")
-    try:
-        return read_regular(path, MAX_MANIFEST_BYTES)
-    except FileTooLarge as error:
-        raise BundleError(f"{path} has more than {MAX_MANIFEST_BYTES} bytes, the most for a manifest; export the bundle again") from error
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read ({error.strerror or error}); check the disk, or copy the bundle again") from error
 
 
 def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture) -> None:

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Literal, get_args
 
-from edge_devices.files.limited_read import FileTooLarge, read_at_most, sha256_of
+from edge_devices.errors import errors_as
+from edge_devices.files.limited_read import read_at_most, sha256_of
 from edge_devices.files.user_cache import cache_folder, cache_put, read_entries
 from edge_runtime.errors import BundleError
 
@@ -27,12 +28,8 @@ _SETTLED_NS = 2_000_000_000
 
 def read_part(path: Path, limit: int, kind: str) -> bytes:
     """Returns the bytes of a file of a bundle. Raises BundleError for one that has more than any such `kind`, or cannot be read."""
-    try:
+    with errors_as(BundleError, f"{path} cannot be read as a {kind}", "copy the bundle again, or export it again"):
         return read_at_most(path, limit)
-    except FileTooLarge as error:
-        raise BundleError(f"{path} has more than {limit} bytes, more than any {kind}; copy the bundle again, or export it again") from error
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read ({error.strerror or error}); copy the bundle again") from error
 
 
 def is_intact(path: Path, sha256: str, mode: CheckMode) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from edge_devices.errors import errors_as
 from edge_devices.files.atomic_write import atomic_write
-from edge_devices.files.limited_read import FileTooLarge, read_regular
+from edge_devices.files.limited_read import read_regular
 from edge_runtime.errors import BackendError, BundleError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ SIGNATURE_NAME = "manifest.json" + SIGNATURE_SUFFIX
 INSTALL = "pip install 'edge-mtp[sign]'"
 _MAX_KEY_BYTES = 16 << 10
 _MAX_SIGNATURE_FILE_BYTES = 4 << 10
-_SIGNATURE_BYTES = 64
 
 
 def check_signature(folder: Path, manifest: bytes, public_key: Path) -> None:
@@ -51,10 +50,7 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
     try:
-        with path.open("rb") as file:
-            key = load_pem_private_key(file.read(_MAX_KEY_BYTES), password=None)
-    except OSError as error:
-        raise BundleError(f"the key {path} cannot be read ({error.strerror or error}); check the path") from error
+        key = load_pem_private_key(_read_key(path, "private"), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise BundleError(
             f"{path} is no private key in PEM without a password; make one: openssl genpkey -algorithm ed25519 -out KEY"
@@ -70,40 +66,24 @@ def _check(path: Path, data: bytes, public_key: Path, what: str, thing: str) -> 
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
     try:
-        key = load_pem_public_key(_read_key(public_key))
+        key = load_pem_public_key(_read_key(public_key, "public"))
     except (ValueError, UnsupportedAlgorithm) as error:
         raise BundleError(
             f"{public_key} is not a public key in PEM format; make one with: openssl pkey -in KEY -pubout -out {public_key}"
         ) from error
     if not isinstance(key, Ed25519PublicKey):
         raise BundleError(f"{public_key} is not an Ed25519 key; make a pair with: openssl genpkey -algorithm ed25519 -out KEY")
+    unsigned = f"{thing} is not signed, so do not trust it, or ask its maker for a signed one"
+    with errors_as(BundleError, f"the signature {path} cannot be read", unsigned):
+        text = read_regular(path, _MAX_SIGNATURE_FILE_BYTES)
     try:
-        key.verify(_decoded(_read_signature(path, thing)), data)
+        key.verify(base64.b64decode(text.strip(), validate=True), data)
     except (InvalidSignature, binascii.Error, ValueError) as error:
         raise BundleError(f"{path} is not a signature of {what} by the owner of {public_key}; do not use {thing}") from error
 
 
-def _read_key(path: Path) -> bytes:
+def _read_key(path: Path, kind: str) -> bytes:
     """Reads at most _MAX_KEY_BYTES of the user's key file, which may be a symbolic link or a pipe."""
-    unreadable = errors_as(BundleError, f"the public key {path} cannot be read", "give the PEM file of an Ed25519 public key")
+    unreadable = errors_as(BundleError, f"the {kind} key {path} cannot be read", f"give the PEM file of an Ed25519 {kind} key")
     with unreadable, path.open("rb") as file:
         return file.read(_MAX_KEY_BYTES)
-
-
-def _read_signature(path: Path, thing: str) -> bytes:
-    try:
-        return read_regular(path, _MAX_SIGNATURE_FILE_BYTES)
-    except FileTooLarge as error:
-        raise ValueError(f"more than {_MAX_SIGNATURE_FILE_BYTES} bytes") from error
-    except OSError as error:
-        raise BundleError(
-            f"the signature {path} cannot be read ({error.strerror or error}); {thing} is not signed, so do not trust it, or ask its"
-            " maker for a signed one"
-        ) from error
-
-
-def _decoded(text: bytes) -> bytes:
-    signature = base64.b64decode(text.strip(), validate=True)
-    if len(signature) != _SIGNATURE_BYTES:
-        raise ValueError(f"{len(signature)} bytes")
-    return signature

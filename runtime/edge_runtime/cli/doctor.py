@@ -68,18 +68,9 @@ class Extra:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheFile:
-    """A file in the cache: its path, bytes and number of entries."""
-
-    path: str
-    bytes: int
-    entries: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """The findings. `backends`: what `ask_backend` returned, None if the library is not installed; `build_tools`: path or None; `choices`:
-    which backend is faster for bundles of both formats; `cache_refused`: files in the cache that are not used."""
+    which backend is faster for bundles of both formats; `cache_files`: path, bytes, entries; `cache_refused`: files that are not used."""
 
     version: str
     python: str
@@ -92,7 +83,7 @@ class Diagnosis:
     meters: tuple[Finding, ...]
     cache: str
     cache_variable: str
-    cache_files: tuple[CacheFile, ...]
+    cache_files: tuple[dict[str, Any], ...]
     cache_refused: tuple[str, ...]
 
     @property
@@ -123,7 +114,7 @@ class Diagnosis:
             "cache": {
                 "folder": self.cache,
                 "variable": self.cache_variable,
-                "files": [asdict(file) for file in self.cache_files],
+                "files": list(self.cache_files),
                 "refused": list(self.cache_refused),
             },
             "install": self.install,
@@ -149,7 +140,7 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
         meters=tuple(find_meters(system)),
         cache=str(folder),
         cache_variable=CACHE_VARIABLE,
-        cache_files=(CacheFile(path=str(file), bytes=file.stat().st_size, entries=len(read_entries(file))),) if file.is_file() else (),
+        cache_files=({"path": str(file), "bytes": file.stat().st_size, "entries": len(read_entries(file))},) if file.is_file() else (),
         cache_refused=tuple(path.name for path in sorted(folder.glob("*.json")) if path.is_file() and not only_ours(path.stat())),
     )
 
@@ -268,7 +259,7 @@ def _meter_rows(diagnosis: Diagnosis) -> Iterator[Row]:
 
 
 def _cache_rows(diagnosis: Diagnosis) -> Iterator[Row]:
-    files = [f"{Path(file.path).name}: {file.entries} entries ({byte_text(file.bytes)})" for file in diagnosis.cache_files]
+    files = [f"{Path(file['path']).name}: {file['entries']} entries ({byte_text(file['bytes'])})" for file in diagnosis.cache_files]
     yield "cache", "", f"{diagnosis.cache} (${diagnosis.cache_variable}): {'; '.join(files) or 'empty'}"
     for name in diagnosis.cache_refused:
         yield "cache", "denied", f"{name}: {NOT_OURS}; remove it, or set {diagnosis.cache_variable} to a folder that only you can write"

@@ -44,10 +44,6 @@ class MessageOptions:
         if self.raw and (self.system is not None or self.thinking):
             raise click.UsageError("--raw sends no message, so --system and --thinking have no effect; leave --raw or them out")
 
-    def system_message(self) -> list[dict[str, str]]:
-        """Returns the system message as a list of none or one."""
-        return [] if self.system is None else [{"role": "system", "content": self.system}]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MediaFiles:
@@ -114,7 +110,8 @@ def sent_prompt(session: Session, prompt: str, options: MessageOptions, *, bare:
     if media and not session.bundle.has(ROLE):
         return SentPrompt(sent=session.media_prompt(prompt, media), template=None)
     template = bundle_template(session.bundle, session.vocabulary)
-    messages, _ = without_media([*options.system_message(), user_message(prompt, media)])
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    messages, _ = without_media([*system, user_message(prompt, media)])
     ids = template.encode(messages, thinking=options.thinking)
     return SentPrompt(sent=session.media_prompt(ids, media) if media else ids, template=template)
 

@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 from edge_devices.command_line import Decorated, given_options, takes
 from edge_devices.energy.live import EnergyWatch, RunEnergy, SharedWatch
 from edge_devices.energy.virtual_meters import ESTIMATE, VIRTUAL, requested_meter, virtual_meter
-from edge_devices.errors import EdgeError, MeterError
+from edge_devices.errors import EdgeError, MeterError, errors_as
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters, no_meter_reason
@@ -300,9 +300,6 @@ class TextLimits:
 
 
 def _read(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_SCHEMA_BYTES + 1).decode()  # the constraint's parser refuses texts above MAX_SCHEMA_BYTES
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise RequestError(f"{path} cannot be read ({reason}); check the path") from None
+    unreadable = errors_as(RequestError, f"{path} cannot be read as text", "check the path", OSError, UnicodeDecodeError)
+    with unreadable, path.open("rb") as file:
+        return file.read(MAX_SCHEMA_BYTES + 1).decode()  # the constraint's parser refuses texts above MAX_SCHEMA_BYTES

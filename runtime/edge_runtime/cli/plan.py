@@ -7,7 +7,6 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -89,7 +88,12 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
         drafter=load.drafter or settings.drafter,
         power=power if isinstance(power, PhasePower) else None,
     )
-    show_plan(predicted, measured, as_json=options.as_json)
+    if options.as_json:
+        record = {"plan": predicted.to_json()} | ({} if measured is None else {"measured": asdict(measured)})
+        click.echo(json.dumps(record, ensure_ascii=False))
+        return
+    for line in plan_lines(predicted, measured):
+        click.echo(line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,20 +158,8 @@ def _image_seconds(session: Session) -> tuple[float, float] | None:
         return None
     timings = [time_image(session, square(DEFAULT_BUDGET, seed)) for seed in range(MEASURE_REPEATS + 1)]
     later = timings[1:]  # the first loads the encoder
-    scale = DEFAULT_BUDGET / later[0].rows
-    return scale * statistics.median(t.encode_seconds for t in later), scale * statistics.median(t.prefill_seconds for t in later)
-
-
-def show_plan(plan: SpeedPlan, measured: Measured | None, *, as_json: bool) -> None:
-    """Prints the plan and, if there is one, the measurement."""
-    if as_json:
-        record: dict[str, Any] = {"plan": plan.to_json()}
-        if measured is not None:
-            record["measured"] = asdict(measured)
-        click.echo(json.dumps(record, ensure_ascii=False))
-        return
-    for line in plan_lines(plan, measured):
-        click.echo(line)
+    scale, encode = DEFAULT_BUDGET / later[0].media_rows, statistics.median(stats.encode_seconds for stats in later)
+    return scale * encode, scale * statistics.median(stats.prefill_seconds - stats.encode_seconds for stats in later)
 
 
 def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:

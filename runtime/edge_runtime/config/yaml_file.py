@@ -4,48 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from edge_devices.files.limited_read import FileTooLarge, read_at_most, read_regular
+from edge_devices.errors import errors_as
+from edge_devices.files.limited_read import read_at_most, read_regular
 from edge_runtime.config.schema import BLOCK, OLD_KEYS, SECTIONS, Section, SpeculativeConfig, shown
 from edge_runtime.errors import ConfigError
 
 CONFIG_NAME = "config.yaml"
 MAX_CONFIG_BYTES = 64 << 10
-# The block has three levels.
-_MAX_DEPTH = 8
+# The block has three levels, and values.
+_MAX_DEPTH = 9
 _TITLE = (
     "# Run settings of this bundle; edit them freely. Remove a key, or write null, for the default.\n"
     "# The command line and --config override this file. Every key: docs/configuration.md of edge-mtp.\n"
 )
 
 
-def read_config(path: Path | str) -> SpeculativeConfig:
-    """Reads a file with a `speculative_decoding:` block. Raises ConfigError with the file, the place, the value and what to do."""
+def read_config(path: Path | str, *, of_bundle: bool = False) -> SpeculativeConfig:
+    """Reads a file with a `speculative_decoding:` block. Raises ConfigError with the file, the place, the value and what to do.
+
+    No symbolic link is followed where it is a file `of_bundle`: an untrusted bundle must not get another file read and quoted.
+    """
     path = Path(path)
-    if not path.is_file():
+    if not of_bundle and not path.is_file():
         raise ConfigError(f"{path} is not a file; give a YAML file with a {BLOCK} block")
-    return _read(path, read_at_most)
-
-
-def read_bundle_config(path: Path) -> SpeculativeConfig:
-    """Reads the file as `read_config` does, but follows no symbolic link: an untrusted bundle must not get another file read and quoted."""
-    return _read(path, read_regular)
-
-
-def _read(path: Path, read: Callable[[Path, int], bytes]) -> SpeculativeConfig:
-    try:
-        return parse_config(read(path, MAX_CONFIG_BYTES).decode("utf-8-sig"), str(path))
-    except FileTooLarge as error:
-        raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes, too many for a configuration; give another file") from error
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); check the file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from error
+    with errors_as(ConfigError, f"{path} cannot be read", "check the file, or save it as UTF-8", OSError, UnicodeDecodeError):
+        text = (read_regular if of_bundle else read_at_most)(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
+    return parse_config(text, str(path))
 
 
 def parse_config(text: str, where: str) -> SpeculativeConfig:
@@ -120,51 +109,49 @@ def _name(key: Any) -> str:
     return key[:40] if isinstance(key, str) and key.isprintable() else shown(key)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses what a configuration does not need: aliases, which make a small file huge, tags, deep nesting, merged and repeated keys."""
+
+    def __init__(self, text: str, where: str) -> None:
+        super().__init__(text)
+        self._where, self._depth = where, 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        place = f"{self._where} line {event.start_mark.line + 1}"
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            raise ConfigError(f"{place}: anchors and aliases (& and *) are not allowed; write the value out")
+        if event.tag is not None:
+            raise ConfigError(f"{place}: the tag {event.tag[:40]} is not allowed; write a plain value")
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise ConfigError(f"{place}: this is nested deeper than any configuration; correct it")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                raise ConfigError(f"{self._where} line {line}: a key must be a plain word; correct it")
+            if key.value in lines:
+                first = lines[key.value]
+                raise ConfigError(f"{self._where}: {key.value[:40]} stands in line {first} and again in line {line}; remove one")
+            lines[key.value] = line
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
 def _load(text: str, where: str) -> Any:
     try:
-        _check_events(text, where)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        if node is not None:
-            _check_repeats(node, where)
-        return yaml.safe_load(text)
+        return _Loader(text, where).get_single_data()
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not YAML ({' '.join(str(error).split())[:200]}); correct it") from error
     except (ValueError, OverflowError, RecursionError) as error:
         # An integer of thousands of digits, or an impossible date.
         raise ConfigError(f"{where} has a value that cannot be read ({str(error)[:80]}); correct it") from error
-
-
-def _check_events(text: str, where: str) -> None:
-    """Rejects what a configuration does not need: aliases, which can make a small file huge, tags, and deep nesting."""
-    depth = 0
-    event: Any
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        line = event.start_mark.line + 1
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise ConfigError(f"{where} line {line}: anchors and aliases (& and *) are not allowed; write the value out")
-        if getattr(event, "tag", None) is not None:
-            raise ConfigError(f"{where} line {line}: the tag {event.tag[:40]} is not allowed; write a plain value")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            raise ConfigError(f"{where} line {line}: this is nested deeper than any configuration; correct it")
-
-
-def _check_repeats(node: Any, where: str) -> None:
-    """Rejects a key that occurs twice in a mapping (YAML would silently use the last one), and `<<`, which merges mappings."""
-    if isinstance(node, yaml.SequenceNode):
-        for child in node.value:
-            _check_repeats(child, where)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    lines: dict[str, int] = {}
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
-            raise ConfigError(f"{where} line {line}: a key must be a plain word; correct it")
-        if key.value in lines:
-            raise ConfigError(f"{where}: {key.value[:40]} stands in line {lines[key.value]} and again in line {line}; remove one")
-        lines[key.value] = line
-        _check_repeats(value, where)
 
 
 def _scalar(value: Any) -> str:

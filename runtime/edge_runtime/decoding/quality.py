@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.errors import errors_as
 from edge_runtime.bundle.exported_quality import Quality
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Logits, Target
@@ -119,16 +120,12 @@ class ReferenceText:
 
 def write_reference(folder: Path, kind: str, tokens: Sequence[int], rows: Iterable[Logits]) -> None:
     """Writes a text for `read_reference`, its logits in pieces of rows. Raises RequestError where the disk has no room."""
-    try:
+    advice = "choose another temporary folder with TMPDIR, or fewer tokens"
+    with errors_as(RequestError, f"the reference's logits cannot be kept in {folder}", advice):
         with (folder / f"{kind}.f32").open("wb") as file:
             for piece in rows:
                 file.write(np.asarray(piece, np.float32).tobytes())
         (folder / f"{kind}.json").write_text(json.dumps(list(tokens)))
-    except OSError as error:
-        raise RequestError(
-            f"the reference's logits cannot be kept in {folder} ({error.strerror or error}); choose another temporary folder with TMPDIR,"
-            " or fewer tokens"
-        ) from error
 
 
 def read_reference(folder: Path, kind: str) -> ReferenceText:

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from edge_devices.files.limited_read import FileTooLarge, read_regular
-from edge_devices.files.temp_files import clear_stale, lock_open
+from edge_devices.errors import errors_as
+from edge_devices.files.limited_read import read_regular
+from edge_devices.files.temp_files import lock_open
 from edge_devices.files.user_cache import is_own
 from edge_runtime.drafting.sources import Guess
 from edge_runtime.drafting.text_memory import BORDER, LEAD, SHORTEST_MATCH, TEXT_PRIORS, Place, SuffixAutomaton, evidence
@@ -63,8 +64,6 @@ class DraftStore:
         self._texts: list[str] = []
         self._stamp: tuple[int, ...] | None = ()  # of no file
         self._refresh()
-        if self.usable:
-            clear_stale(path)  # earlier versions wrote copies, which killed processes left
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -185,12 +184,8 @@ def read_store(path: Path) -> list[str]:
         raise RequestError(f"the draft store {path} belongs to another user (number {state.st_uid}); name a file of your own")
     if os.name == "posix" and mode & 0o077:
         raise RequestError(f"the draft store {path} may be read by others (mode {mode:o}); chmod 600 it if it is yours")
-    try:
+    with errors_as(RequestError, f"the draft store {path} cannot be read", "name another file"):
         data = read_regular(path, 2 * MAX_STORE_BYTES)
-    except FileTooLarge as error:
-        raise RequestError(f"{path} is no draft store of edge-mtp ({error})") from error
-    except OSError as error:
-        raise RequestError(f"the draft store {path} cannot be read ({error.strerror or error})") from error
     if not data.startswith(_START[: len(data)]):
         raise RequestError(f"{path} is no draft store of edge-mtp (its first line is not {HEADER!r})")
     texts = [text for line in data[len(_START) :].split(b"\n") if (text := _text_of(line)) is not None]

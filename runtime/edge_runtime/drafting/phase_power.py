@@ -51,16 +51,11 @@ def read_phase_power(path: Path) -> PhasePower:
         data = json.loads(read_at_most(path, MAX_FILE_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); write watts per phase, such as {_EXAMPLE}") from error
-    return power_of(data, str(path))
-
-
-def power_of(data: Any, name: str) -> PhasePower:
-    """Returns the watts in a JSON value; `name` is its source, for errors. Raises ConfigError."""
     if isinstance(data, dict) and data.get("estimate") is True:
-        raise ConfigError(f"{name} is an estimate, nothing in it was measured; calibrate with a meter (docs/energy.md)")
+        raise ConfigError(f"{path} is an estimate, nothing in it was measured; calibrate with a meter (docs/energy.md)")
     watts = data.get("phase_watts", data) if isinstance(data, dict) else None
     if not isinstance(watts, dict) or not {"draft", "verify"} <= set(watts):
-        raise ConfigError(f"{name} has no watts for draft and verify; write them such as {_EXAMPLE}")
+        raise ConfigError(f"{path} has no watts for draft and verify; write them such as {_EXAMPLE}")
     return PhasePower(draft=watts["draft"], verify=watts["verify"], plain=watts.get("plain"))
 
 

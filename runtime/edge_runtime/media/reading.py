@@ -43,10 +43,8 @@ def read_media(source: Path | str | bytes, budget: int = DEFAULT_BUDGET, childre
         raise RequestError(f"{name} has {len(data)} bytes, at most {MAX_FILE_BYTES} are allowed; reduce it")
     try:
         return _decoded(data, budget, children or ChildBudget())
-    except RequestError as error:
-        raise RequestError(f"{name}: {error}") from error
-    except BackendError as error:
-        raise BackendError(f"{name}: {error}") from error
+    except (RequestError, BackendError) as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def read_image(source: Path | str | bytes, budget: int = DEFAULT_BUDGET, children: ChildBudget | None = None) -> Image:

@@ -14,6 +14,7 @@ from typing import Any
 
 from edge_devices.errors import errors_as
 from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.integrity import read_part
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text.template.renderer import Renderer, TemplateError
@@ -61,17 +62,15 @@ class ChatTemplate:
         with errors_as(BundleError, f"{name} does not compile", "export the bundle again with a template that does", TemplateError):
             self._renderer = Renderer(source)
 
-    def render(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, prompt_answer: bool = True
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False) -> str:
         """Returns the conversation as text, with control tokens as text and `MARK` where foreign text must not become one.
 
-        `prompt_answer` ends it where an answer begins. Raises RequestError if the template refuses the messages or exceeds a limit.
+        It ends where an answer begins. Raises RequestError if the template refuses the messages or exceeds a limit.
         """
         variables = {
             "messages": self._foreign.guard(list(messages)),
             "tools": self._foreign.guard(list(tools)) or None,
-            "add_generation_prompt": prompt_answer,
+            "add_generation_prompt": True,
             "enable_thinking": thinking,
             "bos_token": self._text_of(self._vocabulary.bos),
             "eos_token": self._text_of(self._vocabulary.eos),
@@ -81,11 +80,9 @@ class ChatTemplate:
         except TemplateError as error:
             raise RequestError(f"{self.name} refuses this conversation: {error}") from error
 
-    def encode(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False, prompt_answer: bool = True
-    ) -> list[int]:
+    def encode(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False) -> list[int]:
         """Returns the conversation's token ids, beginning with the beginning-of-sequence token. See `render` for the arguments."""
-        return self.encode_rendered(self.render(messages, tools=tools, thinking=thinking, prompt_answer=prompt_answer))
+        return self.encode_rendered(self.render(messages, tools=tools, thinking=thinking))
 
     def encode_rendered(self, text: str) -> list[int]:
         """Returns the token ids of what `render` returned."""
@@ -162,9 +159,5 @@ def bundle_template(bundle: Bundle, vocabulary: Vocabulary) -> ChatTemplate:
             return ChatTemplate(TURNS_TEMPLATE, vocabulary, name="the built-in template of turns")
         return ChatTemplate(PLAIN_TEMPLATE, vocabulary, name="the built-in plain template", stop=PLAIN_STOPS)
     path = bundle.path(ROLE)
-    if path.stat().st_size > MAX_TEMPLATE_BYTES:
-        raise BundleError(
-            f"{path} has {path.stat().st_size} bytes, more than the {MAX_TEMPLATE_BYTES} of a chat template; do not use this bundle"
-        )
     with errors_as(BundleError, f"{path} is not UTF-8 text", "export the bundle again", UnicodeDecodeError):
-        return ChatTemplate(path.read_text(encoding="utf-8"), vocabulary, name=str(path))
+        return ChatTemplate(read_part(path, MAX_TEMPLATE_BYTES, "chat template").decode(), vocabulary, name=str(path))

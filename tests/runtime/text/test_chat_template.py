@@ -33,7 +33,6 @@ def test_a_conversation_as_gemma_4_wants_it():
         "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nhi<turn|>\n<|turn>model\nHello.<turn|>\n<|turn>user\nbye<turn|>\n<|turn>model\n"
     )
     assert spelt(GEMMA_LIKE, [SYSTEM, *TALK]) == spelt(TURNS_TEMPLATE, [SYSTEM, *TALK]) == expected
-    assert spelt(GEMMA_LIKE, TALK, prompt_answer=False).endswith("bye<turn|>\n")
     # The built-in one has a turn of its own for the thinking token too.
     thinking = "<bos><|turn>system\n<|think|>\nBe brief.<turn|>\n<|turn>user\nhi<turn|>\n<|turn>model\n"
     assert spelt(GEMMA_LIKE, [SYSTEM, TALK[0]], thinking=True) == spelt(TURNS_TEMPLATE, [SYSTEM, TALK[0]], thinking=True) == thinking

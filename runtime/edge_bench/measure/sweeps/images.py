@@ -25,10 +25,9 @@ def check_sizes(session: Session, budgets: Sequence[int]) -> None:
 
 def measure_image(session: Session, budget: int, repeat: int) -> ImageCost:
     """Runs one request with an image that was not encoded before, up to its first token."""
-    timing = time_image(session, square(budget, repeat))
-    return ImageCost(
-        budget=budget, repeat=repeat, rows=timing.rows, encode_seconds=timing.encode_seconds, prefill_seconds=timing.prefill_seconds
-    )
+    stats = time_image(session, square(budget, repeat))
+    prefill = stats.prefill_seconds - stats.encode_seconds
+    return ImageCost(budget=budget, repeat=repeat, rows=stats.media_rows, encode_seconds=stats.encode_seconds, prefill_seconds=prefill)
 
 
 def image_workloads(session: Session, budgets: Sequence[int]) -> dict[str, Workload]:
@@ -39,8 +38,9 @@ def image_workloads(session: Session, budgets: Sequence[int]) -> dict[str, Workl
 
 def _requests(session: Session, budget: int, seeds: Iterator[int]) -> Workload:
     def work() -> Work:
-        timing = time_image(session, square(budget, next(seeds)))
-        phases = {ENCODE: timing.encode_seconds, PREFILL: timing.prefill_seconds, "plain": timing.decode_seconds}
-        return Work(emitted_tokens=timing.tokens, prompt_tokens=timing.prompt_tokens, phases=phases)
+        stats = time_image(session, square(budget, next(seeds)))
+        prefill = stats.prefill_seconds - stats.encode_seconds
+        phases = {ENCODE: stats.encode_seconds, PREFILL: prefill, "plain": stats.decode_seconds}
+        return Work(emitted_tokens=stats.tokens, prompt_tokens=stats.prompt_tokens, phases=phases)
 
     return work

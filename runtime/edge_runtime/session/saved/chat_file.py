@@ -35,20 +35,17 @@ def save(path: Path, settings: Any, messages: Sequence[dict[str, Any]]) -> None:
 
 def load(path: Path, settings_type: type[Settings]) -> tuple[Settings, list[dict[str, Any]]]:
     """Reads settings and messages. Raises RequestError, with the place of the first fault, for a file that `save` did not write."""
-    try:
+    causes = OSError, ValueError, RecursionError, StructureError
+    with errors_as(RequestError, f"{path} cannot be read as a conversation", "choose a file that /save wrote", *causes):
         record = json.loads(read_at_most(path, MAX_BYTES).decode())
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read ({error.strerror or error}); choose a file that /save wrote") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path} is not JSON ({error}); choose a file that /save wrote") from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise RequestError(f"{path} is not a saved conversation; choose a file that /save wrote")
-    if record.get("version") != VERSION:
-        raise RequestError(f"{path} has version {record.get('version')!r}, this reader supports {VERSION}; upgrade edge-mtp")
-    try:
-        return _settings(settings_type, record.get("settings")), [_message(m, f"messages[{i}]") for i, m in enumerate(_list(record))]
-    except StructureError as error:
-        raise RequestError(f"{path}: {error}; choose a file that /save wrote") from error
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise StructureError("it is not a saved conversation")
+        if record.get("version") != VERSION:
+            raise RequestError(f"{path} has version {record.get('version')!r}, this reader supports {VERSION}; upgrade edge-mtp")
+        messages = record.get("messages")
+        if not isinstance(messages, list):
+            raise StructureError("messages is not a list")
+        return _settings(settings_type, record.get("settings")), [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
 
 
 def _settings(settings_type: type[Settings], data: Any) -> Settings:
@@ -63,13 +60,6 @@ def _settings(settings_type: type[Settings], data: Any) -> Settings:
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise StructureError(f"settings.sampling.logit_bias is {str(bias)[:40]!r}, not ids with numbers") from error
     return replace(settings, sampling=replace(settings.sampling, logit_bias=biases))
-
-
-def _list(record: dict[str, Any]) -> list[Any]:
-    messages = record.get("messages")
-    if not isinstance(messages, list):
-        raise StructureError("messages is not a list")
-    return messages
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
