@@ -109,7 +109,7 @@ def _name(key: Any) -> str:
     return key[:40] if isinstance(key, str) and key.isprintable() else shown(key)
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Refuses what a configuration does not need: aliases, which make a small file huge, tags, deep nesting, merged and repeated keys."""
 
     def __init__(self, text: str, where: str) -> None:

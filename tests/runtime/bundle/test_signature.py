@@ -83,9 +83,8 @@ def test_blanks_around_a_signature_do_not_matter(key: Ed25519PrivateKey, tmp_pat
 @pytest.mark.parametrize("length", [0, 63, 65])
 def test_a_signature_has_64_bytes(key: Ed25519PrivateKey, tmp_path: Path, length: int) -> None:
     (tmp_path / "record.sig").write_bytes(base64.b64encode((key.sign(DATA) * 2)[:length]))
-    with pytest.raises(BundleError, match="not a signature of record") as caught:
+    with pytest.raises(BundleError, match="not a signature of record"):
         check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
-    assert f"{length} bytes" in str(caught.value.__cause__)
 
 
 def test_letters_that_are_no_base64_are_not_skipped(key: Ed25519PrivateKey, tmp_path: Path) -> None:
@@ -101,9 +100,8 @@ def test_a_signature_file_may_be_4_kB_and_no_more(key: Ed25519PrivateKey, tmp_pa
     path.write_bytes(text.ljust(4096))
     check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
     path.write_bytes(text.ljust(4097))
-    with pytest.raises(BundleError, match="not a signature of record") as caught:
+    with pytest.raises(BundleError, match=r"cannot be read \(it has more than 4096 bytes\)"):
         check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
-    assert "more than 4096 bytes" in str(caught.value.__cause__)
     path.unlink()
     with pytest.raises(BundleError, match=r"the signature .*record\.sig cannot be read .*this file is not signed"):
         check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
@@ -135,7 +133,7 @@ def test_wrong_private_keys_are_named(key: Ed25519PrivateKey, tmp_path: Path) ->
         other.write_bytes(content)
         with pytest.raises(BundleError, match=output):
             read_signing_key(other)
-    with pytest.raises(BundleError, match=r"the key .*none cannot be read \(No such file"):
+    with pytest.raises(BundleError, match=r"the private key .*none cannot be read \(No such file"):
         read_signing_key(tmp_path / "none")
 
 

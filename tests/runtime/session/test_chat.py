@@ -331,7 +331,7 @@ def test_missing_binary_and_huge_files(tmp_path, monkeypatch):
     with pytest.raises(RequestError, match="cannot be read"):
         chat.load(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\x00")
-    with pytest.raises(RequestError, match="is not JSON"):
+    with pytest.raises(RequestError, match="cannot be read as a conversation"):
         chat.load(tmp_path / "binary")
     monkeypatch.setattr(chat_file, "MAX_BYTES", 10)
     with pytest.raises(RequestError, match="has more than"):
