@@ -209,7 +209,7 @@ def test_files_are_bounded_text_files(tmp_path: Path):
     big.write_bytes(b"#" * (MAX_CONFIG_BYTES + 1))
     odd.write_bytes(b"\xff\xfe")
     good.write_text("\ufeff" + config_text(preset_of("code")), encoding="utf-8")
-    for path, words in ((big, "too many"), (odd, "not UTF-8"), (tmp_path / "none", "not a file"), (tmp_path, "not a file")):
+    for path, words in ((big, "has more than"), (odd, "save it as UTF-8"), (tmp_path / "none", "not a file"), (tmp_path, "not a file")):
         with pytest.raises(ConfigError, match=words):
             read_config(path)
     assert read_config(good) == PRESETS["code"]

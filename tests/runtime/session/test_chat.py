@@ -296,8 +296,8 @@ def test_a_failed_save_leaves_what_was_there(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda _: "[", "is not JSON"),
-        (lambda _: "[" * 100_000, "is not JSON"),
+        (lambda _: "[", "cannot be read as a conversation"),
+        (lambda _: "[" * 100_000, "cannot be read as a conversation"),
         (lambda _: "[]", "not a saved conversation"),
         (lambda r: r | {"format": "other"}, "not a saved conversation"),
         (lambda r: r | {"version": 2}, "version 2"),
