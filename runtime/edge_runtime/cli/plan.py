@@ -88,12 +88,7 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
         drafter=load.drafter or settings.drafter,
         power=power if isinstance(power, PhasePower) else None,
     )
-    if options.as_json:
-        record = {"plan": predicted.to_json()} | ({} if measured is None else {"measured": asdict(measured)})
-        click.echo(json.dumps(record, ensure_ascii=False))
-        return
-    for line in plan_lines(predicted, measured):
-        click.echo(line)
+    show_plan(predicted, measured, as_json=options.as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +155,16 @@ def _image_seconds(session: Session) -> tuple[float, float] | None:
     later = timings[1:]  # the first loads the encoder
     scale, encode = DEFAULT_BUDGET / later[0].media_rows, statistics.median(stats.encode_seconds for stats in later)
     return scale * encode, scale * statistics.median(stats.prefill_seconds - stats.encode_seconds for stats in later)
+
+
+def show_plan(plan: SpeedPlan, measured: Measured | None, *, as_json: bool) -> None:
+    """Prints the plan and, if there is one, the measurement."""
+    if as_json:
+        record = {"plan": plan.to_json()} | ({} if measured is None else {"measured": asdict(measured)})
+        click.echo(json.dumps(record, ensure_ascii=False))
+        return
+    for line in plan_lines(plan, measured):
+        click.echo(line)
 
 
 def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
