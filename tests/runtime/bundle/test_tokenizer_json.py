@@ -138,5 +138,5 @@ def test_files_that_are_missing_or_too_long_are_refused(tmp_path: Path, monkeypa
     with pytest.raises(BundleError, match="cannot be read"):
         TokenizerVocabulary(tmp_path / "none", GRAPHS, 4096)
     monkeypatch.setattr(tokenizer_file, "MAX_TOKENIZER_BYTES", 1000)
-    with pytest.raises(BundleError, match="cannot be read as a tokenizer .it has more than"):
+    with pytest.raises(BundleError, match=r"cannot be read as a tokenizer .it has more than"):
         TokenizerVocabulary(PAIR, GRAPHS, 4096)
