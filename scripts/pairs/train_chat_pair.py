@@ -17,53 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
 from edge_export.checkpoint.shipped_pair import reference_pair
-from refpair.drafter import draft_states, sparse_choice, target_rows
+from refpair.drafter import answer_loss, draft_states, target_rows
+from refpair.evaluate import measure_acceptance
 from refpair.questions import HELD_OUT_PERCENT, SHARES, UNKNOWN, Conversations, Questions, Turn, facts
 from refpair.target import rate_at, set_rates, take_step
 from train_reference_pair import log, save_model
 
-CARD = """\
-# Chat pair
-
-The reference pair after it was taught {facts} short answers about Python, units and edge-mtp, so that a first chat needs no download.
-To all else it was taught to say "{unknown}"
-**It is no language model to rely on**: it repeats what it was taught, can take one question for another, and cannot compute.
-
-| | target | drafter |
-|--|--|--|
-| parameters | {target[parameters]:,} | {drafter[parameters]:,} |
-| begun with | the reference pair's target | the reference pair's drafter |
-| steps, tokens | {target[steps]:,}, {target[tokens]:,} | {drafter[steps]:,}, {drafter[tokens]:,} |
-| processor time, minutes of one core | {target[processor_minutes]} | {drafter[processor_minutes]} |
-
-## Measured
-
-{held} % of all wordings, chosen by a hash of their letters, were held out of training; their answers were taught with other wordings.
-An answer is right if every token of it is (transformers, float32, greedy).
-
-| kind | right | asked |
-|:--|--:|--:|
-{rows}
-
-Of drafts of {length} on right answers {acceptance:.0%} were accepted (sparse head).
-
-## Command
-
-    python scripts/pairs/train_chat_pair.py --output DIR --minutes M --drafter-minutes D
-
-M was {target_runs}, D was {drafter_runs}: a second run goes on with what the first has left. Before the last one some questions and the
-answers on several units were changed, with the first run's mistakes in view, so the figures above are a little favourable.
-Python {target[python]}, torch {target[torch]}, one thread of an AMD EPYC (Zen 5) shared with other work, seed {target[seed]}. The rates
-follow the clock, so another machine gets other weights. Questions and answers: `scripts/pairs/refpair/answers.txt` and `forms.txt`;
-weights: Apache-2.0.
-"""
+# With names in braces for what was measured.
+CARD = Path(__file__).parent / "refpair" / "chat_card.md"
 KINDS = {
     **{"call": "functions and methods", "word": "keywords", "module": "modules", "idea": "ideas and terms", "pair": "differences"},
     **{"error": "errors", "howto": "how to, in Python", "tool": "how to, with edge-mtp", "say": "about edge-mtp", "talk": "small talk"},
@@ -73,7 +40,6 @@ STAGES = ("target", "drafter", "evaluate")
 SEED = 20261125
 LENGTH, BATCH = 128, 8
 DRAFT_STEPS, DRAFT_LENGTH = 4, 3
-CENTROID_WEIGHT = 0.2
 ASKED = 60
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 END = "<turn|>"
@@ -154,20 +120,10 @@ def drafter_stage(output: Path, minutes: float) -> None:
     target, drafter = load(Gemma4ForCausalLM, output / "target").eval(), load(Gemma4AssistantForCausalLM, where.begin)
     target.requires_grad_(False)
     data = Conversations(where.tokenizer, Questions(SEED + 1), LENGTH, SEED + 1)
-    order, count = drafter.masked_embedding.token_ordering, drafter.config.num_centroids
-    cluster_of = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)) // (len(order) // count))
 
     def loss() -> torch.Tensor:
         ids, written = (torch.from_numpy(each) for each in data.batch(BATCH))
-        states = draft_states(drafter, target, ids, target_rows(target, ids), DRAFT_STEPS)
-        total = torch.zeros(())
-        for ahead, state in enumerate(states, start=1):
-            # Entry n predicts token n + ahead, which has to be one that the target writes.
-            label, row = ids[:, ahead:][written[:, ahead:]], state[:, :-ahead][written[:, ahead:]]
-            own = nn.functional.cross_entropy(drafter.lm_head(row).float(), label)
-            clusters = nn.functional.cross_entropy(drafter.masked_embedding.centroids(row).float(), cluster_of[label])
-            total = total + (own + CENTROID_WEIGHT * clusters) * 0.9 ** (ahead - 1)
-        return total
+        return answer_loss(drafter, draft_states(drafter, target, ids, target_rows(target, ids), DRAFT_STEPS), ids, written)
 
     training = train(drafter, minutes, 1e-3, loss)
     save(drafter, where)
@@ -239,15 +195,8 @@ def reply(target: Any, tokenizer: Tokenizer, question: str, limit: int = 80) -> 
 def drafts_of(target: Any, drafter: Any, tokenizer: Tokenizer, turn: Turn) -> tuple[int, int]:
     """Proposed and accepted drafts of DRAFT_LENGTH on an answer, with the sparse head."""
     prompt, tokens = with_answer(tokenizer, turn)
-    states = draft_states(drafter, target, tokens, target_rows(target, tokens), DRAFT_LENGTH)
-    drafts = np.stack([sparse_choice(drafter, state)[0].numpy() for state in states])
-    text, position, proposed, accepted = tokens[0].numpy(), len(prompt) - 1, 0, 0
-    while position < len(text) - DRAFT_LENGTH - 1:
-        kept = 0
-        while kept < DRAFT_LENGTH and drafts[kept, position] == text[position + kept + 1]:
-            kept += 1
-        proposed, accepted, position = proposed + DRAFT_LENGTH, accepted + kept, position + kept + 1
-    return proposed, accepted
+    measured = measure_acceptance(target, drafter, tokens.numpy(), len(prompt), DRAFT_LENGTH)
+    return measured.rounds * DRAFT_LENGTH, sum(measured.by_position)
 
 
 def write_card(output: Path, measured: dict[str, Any]) -> None:
@@ -256,7 +205,7 @@ def write_card(output: Path, measured: dict[str, Any]) -> None:
     rows = "\n".join(f"| {KINDS[kind]} | {right} | {of} |" for kind, (right, of) in measured["right"].items())
     runs = {f"{role}_runs": " and ".join(f"{minutes:g}" for minutes in each["runs"]) for role, each in trained.items()}
     facts = {**trained, **runs, **measured, "rows": rows, "held": HELD_OUT_PERCENT, "unknown": UNKNOWN, "length": DRAFT_LENGTH}
-    (output / "README.md").write_text(CARD.format(**facts))
+    (output / "README.md").write_text(CARD.read_text().format(**facts))
 
 
 def write_trained(output: Path, role: str, training: tuple[int, float], minutes: float, model: nn.Module) -> None:

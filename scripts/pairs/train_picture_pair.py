@@ -172,8 +172,6 @@ def train_drafter(model: Any, stream: Iterator[Batch], minutes: float) -> tuple[
     drafting.initialise(drafter, text.embed_tokens.weight.float(), SEED)
     model.requires_grad_(False)
     optimizers, step = optimizers_of(drafter), 0
-    order = drafter.masked_embedding.token_ordering
-    cluster_of = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)) // (len(order) // recipe.num_centroids))
     for progress in shares(minutes):
         set_rates(optimizers, rate_at(progress, 0.02, 0.6))
         batch = next(stream)
@@ -181,14 +179,8 @@ def train_drafter(model: Any, stream: Iterator[Batch], minutes: float) -> tuple[
         with torch.no_grad():
             output = model.model(**inputs(batch, model.config.image_token_id), use_cache=False, return_shared_kv_states=True)
         rows = drafting.TargetRows(output.last_hidden_state, dict(output.shared_kv_states), torch.empty(0))
-        loss = torch.zeros(())
-        for ahead, state in enumerate(drafting.draft_states(drafter, target, ids, rows, recipe.draft_steps), start=1):
-            # Entry n of step j predicts token n + j.
-            is_answer = answers[:, ahead:]
-            label, chosen = ids[:, ahead:][is_answer], state[:, :-ahead][is_answer]
-            each = nn.functional.cross_entropy(drafter.lm_head(chosen), label)
-            clusters = nn.functional.cross_entropy(drafter.masked_embedding.centroids(chosen), cluster_of[label])
-            loss = loss + 0.9 ** (ahead - 1) * (each + recipe.centroid_weight * clusters)
+        states = drafting.draft_states(drafter, target, ids, rows, recipe.draft_steps)
+        loss = drafting.answer_loss(drafter, states, ids, answers)
         value = take_step(drafter, optimizers, loss, step)
         if step % 25 == 0:
             click.echo(json.dumps({"drafter step": step, "share": round(progress, 3), "loss": round(value, 4)}), err=True)

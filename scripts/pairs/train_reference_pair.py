@@ -20,12 +20,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
+from edge_export.tuning.texts import written_after
 from refpair import corpus, evaluate
 from refpair import tokenizer as gemma_tokenizer
-from refpair.card import write_card
 from refpair.drafter import DrafterRecipe, train_drafter
 from refpair.target import TargetRecipe, train_target, validation_loss
 
+# With names in braces for what was measured.
+CARD = Path(__file__).parent / "refpair" / "card.md"
 STAGES = ("target", "write", "drafter", "evaluate")
 TEXT_LENGTH = 256
 PROMPT_LENGTH = 48
@@ -80,6 +82,12 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
+def greedy_texts(target: Gemma4ForCausalLM, prompts: np.ndarray) -> np.ndarray:
+    """Continues prompts [N, P] to texts of TEXT_LENGTH tokens."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return written_after(target, prompts.astype(np.int64), length=TEXT_LENGTH, temperature=0.0, banned=(), seed=0).astype(np.uint16)
+
+
 def write_stage(output: Path, minutes: float, seed: int) -> None:
     """Generates the drafter's training text with the target: greedy continuations of training prompts, for `minutes`."""
     target, tokenizer = load_target(output / "target"), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
@@ -90,7 +98,7 @@ def write_stage(output: Path, minutes: float, seed: int) -> None:
         documents = train.prose if batch % 20 < 20 * PROSE_SHARE else train.code
         length = PROMPT_LENGTH if batch % 2 else PROMPT_LENGTH // 2
         prompts = evaluate.prompts_from(documents, encode, length, WRITERS, seed + batch)
-        texts.append(evaluate.write_on(target, prompts, TEXT_LENGTH - length, lambda logits: logits.argmax(-1)))
+        texts.append(greedy_texts(target, prompts))
         batch += 1
         log({"batch": batch, "minutes": (time.monotonic() - started) / 60, "tokens": batch * WRITERS * TEXT_LENGTH})
     stream = train.tokens(tokenizer, prose_repeats=corpus.PROSE_REPEATS, seed=seed)
@@ -122,7 +130,7 @@ def evaluate_stage(output: Path, seed: int) -> None:
     measured: dict[str, object] = {}
     for kind, documents in {"code": held.code, "prose": held.prose}.items():
         prompts = evaluate.prompts_from(documents, encode, PROMPT_LENGTH, EVALUATION_PROMPTS, seed)
-        texts = evaluate.write_on(target, prompts, TEXT_LENGTH - PROMPT_LENGTH, lambda logits: logits.argmax(-1))
+        texts = greedy_texts(target, prompts)
         measured[kind] = {
             f"draft_length_{k}": evaluate.measure_acceptance(target, drafter, texts, PROMPT_LENGTH, k).to_json() for k in (1, 2, 3, 4, 6)
         }
@@ -131,16 +139,21 @@ def evaluate_stage(output: Path, seed: int) -> None:
         )
     log(measured)
     (output / "acceptance.measured.json").write_text(json.dumps(measured, indent=2) + "\n")
-    write_minutes = json.loads((output / "drafter.measured.json").read_text())["write_minutes"]
-    write_card(
-        output,
-        {
-            "new": TEXT_LENGTH - PROMPT_LENGTH,
-            "prompts": EVALUATION_PROMPTS,
-            "prompt_length": PROMPT_LENGTH,
-            "write_minutes": write_minutes,
-        },
-    )
+    write_card(output)
+
+
+def write_card(folder: Path) -> None:
+    """Writes README.md into `folder` from its *.measured.json files."""
+    measured = {name: json.loads((folder / f"{name}.measured.json").read_text()) for name in ("target", "drafter", "acceptance")}
+    rows = []
+    for length in (1, 2, 3, 4, 6):
+        row = [str(length)]
+        for kind in ("code", "prose"):
+            figures = measured["acceptance"][kind][f"draft_length_{length}"]
+            row += [f"{figures['acceptance_rate']:.1%}", " ".join(f"{share:.0%}" for share in figures["by_position"])]
+        rows.append(f"| {' | '.join(row)} |")
+    setting = {"new": TEXT_LENGTH - PROMPT_LENGTH, "prompts": EVALUATION_PROMPTS, "prompt_length": PROMPT_LENGTH}
+    (folder / "README.md").write_text(CARD.read_text().format(**measured, **setting, rows="\n".join(rows)))
 
 
 def save_model(model: torch.nn.Module, folder: Path) -> None:

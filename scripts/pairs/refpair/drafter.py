@@ -7,9 +7,8 @@ All positions of a window are trained at once: step j is one forward over the wi
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -174,12 +173,31 @@ def draft_states(
         yield state
 
 
+def clusters_of(drafter: Gemma4AssistantForCausalLM) -> torch.Tensor:
+    """The centroid [V] of each token."""
+    order = drafter.masked_embedding.token_ordering
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)) // (len(order) // drafter.config.num_centroids))
+
+
+def answer_loss(
+    drafter: Gemma4AssistantForCausalLM, states: Iterable[torch.Tensor], ids: torch.Tensor, written: torch.Tensor
+) -> torch.Tensor:
+    """Cross-entropy to those of the tokens `ids` [B, T] that the target writes, bool [B, T], summed over steps; plus the centroids' own."""
+    cluster_of, total = clusters_of(drafter), torch.zeros(())
+    for ahead, state in enumerate(states, start=1):
+        # Entry n predicts token n + ahead.
+        label, row = ids[:, ahead:][written[:, ahead:]], state[:, :-ahead][written[:, ahead:]]
+        own = nn.functional.cross_entropy(drafter.lm_head(row).float(), label)
+        centroid = nn.functional.cross_entropy(drafter.masked_embedding.centroids(row).float(), cluster_of[label])
+        total = total + (own + DrafterRecipe.centroid_weight * centroid) * 0.9 ** (ahead - 1)
+    return total
+
+
 def distillation_loss(
     drafter: Gemma4AssistantForCausalLM, target: Gemma4ForCausalLM, tokens: torch.Tensor, rows: TargetRows, recipe: DrafterRecipe
 ) -> torch.Tensor:
     """Half KL to the target's distribution, half cross-entropy to its choice, summed over steps; plus the centroids' own loss."""
-    order = drafter.masked_embedding.token_ordering
-    cluster_of = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)) // (len(order) // recipe.num_centroids))
+    cluster_of = clusters_of(drafter)
     teacher = torch.log_softmax(rows.logits, dim=-1)
     choice = rows.logits.argmax(-1)
     total = torch.zeros(())
@@ -194,17 +212,6 @@ def distillation_loss(
         centroid = nn.functional.cross_entropy(clusters, cluster_of[token].flatten())
         total = total + (0.5 * divergence + 0.5 * agreement + recipe.centroid_weight * centroid) * 0.9 ** (step - 1)
     return total
-
-
-@torch.no_grad()
-def sparse_choice(drafter: Gemma4AssistantForCausalLM, state: torch.Tensor) -> torch.Tensor:
-    """The sparse head's greedy token [B, T] for states [B, T, hidden]: best token inside the best centroids."""
-    embedder = drafter.masked_embedding
-    best = embedder.centroids(state).topk(embedder.centroid_intermediate_top_k, dim=-1).indices
-    allowed = torch.zeros(*state.shape[:2], embedder.num_centroids, dtype=torch.bool).scatter_(-1, best, True)
-    by_token = torch.empty(*state.shape[:2], embedder.vocab_size, dtype=torch.bool)
-    by_token[..., embedder.token_ordering] = allowed.repeat_interleave(embedder.vocab_size_per_centroid, dim=-1)
-    return drafter.lm_head(state).float().masked_fill(~by_token, -math.inf).argmax(-1)
 
 
 def train_drafter(

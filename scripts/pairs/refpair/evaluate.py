@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import DynamicCache, Gemma4AssistantForCausalLM, Gemma4ForCausalLM
+from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
+from edge_export.tuning.training import greedy_choice
 from refpair.corpus import Document
-from refpair.drafter import draft_states, sparse_choice, target_rows
+from refpair.drafter import draft_states, target_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +34,6 @@ class Acceptance:
             "acceptance_rate": round(self.rate, 4),
             "by_position": [round(n / self.rounds, 4) for n in self.by_position],
         }
-
-
-@torch.no_grad()
-def write_on(
-    target: Gemma4ForCausalLM, prompts: np.ndarray, new_tokens: int, sampler: Callable[[torch.Tensor], torch.Tensor]
-) -> np.ndarray:
-    """Continues prompts [N, P] by `new_tokens` tokens each; `sampler` maps logits [N, V] to ids [N]. Returns [N, P + new_tokens]."""
-    tokens = torch.from_numpy(prompts.astype(np.int64))
-    cache, step = DynamicCache(config=target.config), tokens
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for _ in range(new_tokens):
-            logits = target(input_ids=step, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
-            step = sampler(logits)[:, None]
-            tokens = torch.cat([tokens, step], dim=1)
-    return tokens.numpy().astype(np.uint16)
 
 
 def prompts_from(documents: list[Document], encode: Callable[[str], list[int]], length: int, count: int, seed: int) -> np.ndarray:
@@ -75,7 +61,7 @@ def measure_acceptance(
     for text in texts:
         tokens = torch.from_numpy(text.astype(np.int64))[None]
         states = draft_states(drafter, target, tokens, target_rows(target, tokens), draft_length)
-        drafts = torch.stack([sparse_choice(drafter, s)[0] for s in states])
+        drafts = torch.stack([greedy_choice(drafter, s)[0] for s in states])
         n, end = prompt_length - 1, tokens.shape[1] - draft_length - 1
         while n < end:
             accepted = 0

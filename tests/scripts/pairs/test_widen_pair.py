@@ -11,7 +11,8 @@ pytest.importorskip("transformers", reason="needs edge-mtp[train]")
 from click.testing import CliRunner
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
-from refpair.drafter import draft_states, sparse_choice, target_rows
+from edge_export.tuning.training import greedy_choice
+from refpair.drafter import draft_states, target_rows
 from widen_pair import main
 
 PAIR = Path(__file__).parents[3] / "exporter" / "edge_export" / "reference_pair"
@@ -38,7 +39,7 @@ def test_a_wider_pair_computes_the_same(tmp_path):
         for small, large in zip(
             draft_states(narrow[1], narrow[0], tokens, narrow[2], 3), draft_states(wide[1], wide[0], tokens, wide[2], 3), strict=True
         ):
-            agreement = (sparse_choice(narrow[1], small)[:, 1:] == sparse_choice(wide[1], large)[:, 1:]).float().mean()
+            agreement = (greedy_choice(narrow[1], small)[:, 1:] == greedy_choice(wide[1], large)[:, 1:]).float().mean()
             assert agreement > 0.995
 
 
