@@ -22,40 +22,19 @@ from edge_devices.meters.android.perfetto import COMMAND, only_rails, record_rai
 
 SCHEMA = 1
 NAME = "recording.json"
-FILES = (
-    "sys/class/powercap/intel-rapl*/name",
-    "sys/class/powercap/intel-rapl*/energy_uj",
-    "sys/class/powercap/intel-rapl*/max_energy_range_uj",
-    "sys/class/power_supply/*/uevent",
-    "sys/class/power_supply/*/type",
-    "sys/class/power_supply/*/status",
-    "sys/class/power_supply/*/online",
-    "sys/class/power_supply/*/*_now",
-    "sys/class/power_supply/*/charge_counter",
-    "sys/bus/iio/devices/iio:device*/energy_value",
-    "sys/bus/iio/devices/iio:device*/enabled_rails",
-    "sys/bus/iio/devices/iio:device*/sampling_rate",
-    "sys/class/hwmon/hwmon*/name",
-    "sys/class/hwmon/hwmon*/*_input",
-    "sys/class/hwmon/hwmon*/*_average",
-    "sys/class/hwmon/hwmon*/*_average_interval",
-    "sys/class/hwmon/hwmon*/*_label",
-    "sys/class/hwmon/hwmon*/update_interval",
-    "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*/*_input",
-    "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*/*_label",
-    "sys/bus/i2c/drivers/ina238/*/hwmon/hwmon*/*_input",
-    "sys/bus/i2c/drivers/ina238/*/hwmon/hwmon*/*_label",
-    "sys/bus/i2c/drivers/ina3221x/*/iio:device*/rail_name_*",
-    "sys/bus/i2c/drivers/ina3221x/*/iio:device*/in_power*_input",
-    "sys/devices/system/cpu/cpufreq/policy*/*_max_freq",
-    "sys/devices/system/cpu/cpufreq/policy*/scaling_governor",
-    "sys/devices/system/cpu/cpufreq/policy*/related_cpus",
-    "sys/class/thermal/thermal_zone*/type",
-    "sys/class/thermal/thermal_zone*/temp",
-    "proc/device-tree/model",
-    "proc/cpuinfo",
-    "proc/meminfo",
-)
+_NAMES = {
+    "sys/class/powercap/intel-rapl*": "name energy_uj max_energy_range_uj",
+    "sys/class/power_supply/*": "uevent type status online *_now charge_counter",
+    "sys/bus/iio/devices/iio:device*": "energy_value enabled_rails sampling_rate",
+    "sys/class/hwmon/hwmon*": "name *_input *_average *_average_interval *_label update_interval",
+    "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*": "*_input *_label",
+    "sys/bus/i2c/drivers/ina238/*/hwmon/hwmon*": "*_input *_label",
+    "sys/bus/i2c/drivers/ina3221x/*/iio:device*": "rail_name_* in_power*_input",
+    "sys/devices/system/cpu/cpufreq/policy*": "*_max_freq scaling_governor related_cpus",
+    "sys/class/thermal/thermal_zone*": "type temp",
+    "proc": "device-tree/model cpuinfo meminfo",
+}
+FILES = tuple(f"{folder}/{name}" for folder, names in _NAMES.items() for name in names.split())
 COMMANDS = {
     "android": (
         ("dumpsys", "battery"),

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.files.limited_read import sha256_of
@@ -26,6 +27,7 @@ from edge_devices.machine.system import CommandResult
 from edge_devices.transports.base import Transport, last_line, parse_integer, shell
 from edge_devices.waiting import Report, no_report
 
+Outcome = TypeVar("Outcome")
 CHUNK_BYTES = 32 << 20
 LARGE_BYTES = ARCHIVE_BYTES = 64 << 20  # a model is compressed already; of an archive, before it is compressed
 MAX_PULL_BYTES = 1 << 30  # the longest, the energy log, has 100 bytes a reading: this is 12 days of ten a second
@@ -210,13 +212,13 @@ def _push_archive(transport: Transport, files: list[LocalFile], target: str) -> 
                 with file.source.open("rb") as data:
                     tar.addfile(entry, data)
         push_file(transport, pack, posixpath.join(target, pack.name))
-        _retry(lambda: shell(transport, UNPACK, target, pack.name, seconds=HASHING_SECONDS))
+        retried(lambda: shell(transport, UNPACK, target, pack.name, seconds=HASHING_SECONDS))
 
 
 def _push_large(transport: Transport, file: LocalFile, folder: str, progress: Callable[[int], None]) -> None:
     target = posixpath.join(folder, file.path)
     partial, incoming = target + PARTIAL, posixpath.join(folder, INCOMING)
-    _retry(lambda: _push_chunks(transport, file, partial, incoming, progress))
+    retried(lambda: _push_chunks(transport, file, partial, incoming, progress))
     script = 'test -e "$1" || : > "$1"; chmod "$3" "$1" && mv "$1" "$2"'
     shell(transport, script, partial, target, "755" if file.executable else "644")
     if shell(transport, HASH, target, seconds=HASHING_SECONDS).strip() != file.sha256:
@@ -268,14 +270,13 @@ def _pull_slices(transport: Transport, source: str, target: Path, size: int) -> 
             file.write(done.output[:length])
 
 
-def _retry(attempt: Callable[[], object]) -> None:
-    """Calls `attempt` until the link holds, three times at most."""
+def retried(attempt: Callable[[], Outcome], pause_s: float | None = None) -> Outcome:
+    """Returns what `attempt` does once the link holds; called three times at most."""
     for _ in range(ATTEMPTS - 1):
         with suppress(LinkError):
-            attempt()
-            return
-        time.sleep(PAUSE_SECONDS)
-    attempt()
+            return attempt()
+        time.sleep(PAUSE_SECONDS if pause_s is None else pause_s)
+    return attempt()
 
 
 def _verify(transport: Transport, target: str, files: list[LocalFile]) -> None:

@@ -23,7 +23,7 @@ from edge_devices.remote.incidents import JobHistory, find_incidents, read_job_h
 from edge_devices.remote.job_monitor import MAX_WAIT_SECONDS, STILL_CHARGING
 from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, preflight_warnings, take_snapshot
 from edge_devices.transports.base import Transport, prepare_folder
-from edge_devices.transports.file_sync import pull_file, push_file, push_tree
+from edge_devices.transports.file_sync import pull_file, push_file, push_tree, retried
 from edge_devices.transports.jobs import JobState, JobStatus, busy, poll_job, remove, running_job, start_job, stop_job
 from edge_devices.waiting import Report
 from edge_runtime.bundle.bundle import open_bundle
@@ -78,8 +78,6 @@ def read_package(folder: Path) -> DevicePackage:
 
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 POLL_SECONDS, WATCH_SECONDS = 5.0, 5.0
-# A device that has just restarted may leave once more.
-COLLECT_TRIES = 3
 BATTERY_METERS = ("battery", "android:battery", "android:battery-sysfs")
 Log = Callable[[str], None]
 
@@ -159,7 +157,8 @@ def bench_on(transport: Transport, request: RemoteRequest, results: Path, log: L
     else:
         log(f"run {request.name} already exists: following it")
     status = _follow(transport, job, request, log)
-    result = _collect_in_tries(transport, job, request, home, status)
+    # A device that has just restarted may leave once more.
+    result = retried(lambda: _collect(transport, job, request, home, status), POLL_SECONDS)
     if request.clean:
         try:
             clean(transport, log)
@@ -275,15 +274,6 @@ def _follow(transport: Transport, job: str, request: RemoteRequest, log: Log) ->
             log(now)
             reported = now
         time.sleep(POLL_SECONDS)
-
-
-def _collect_in_tries(transport: Transport, job: str, request: RemoteRequest, folder: Path, status: JobStatus) -> DeviceResult:
-    for _ in range(COLLECT_TRIES - 1):
-        try:
-            return _collect(transport, job, request, folder, status)
-        except LinkError:
-            time.sleep(POLL_SECONDS)
-    return _collect(transport, job, request, folder, status)
 
 
 def _collect(transport: Transport, job: str, request: RemoteRequest, folder: Path, status: JobStatus) -> DeviceResult:

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
+from edge_bench.measure.request import threads_option
 from edge_devices.children.commands import import_paths, limited_command
 from edge_devices.children.running import run_child
-from edge_devices.machine.cpu_affinity import MAX_THREADS
 from edge_devices.machine.facts import installed_version
 from edge_devices.option_fields import option
 from edge_devices.waiting import Report
@@ -65,13 +65,7 @@ class QualityRequest:
     backend: BackendKind | None = option(
         "-b", choices=BACKENDS, panel="Backend", help="Engine to run on.  [default: each that a bundle has files for]"
     )
-    threads: int | None = option(
-        "-t",
-        low=1,
-        high=MAX_THREADS,
-        panel="Backend",
-        help="CPU threads, at most one a processor.  [default: all that this process may use]",
-    )
+    threads: int | None = threads_option()
 
     def __post_init__(self) -> None:
         """Raises a usage error unless there is one reference."""

@@ -78,6 +78,12 @@ def _tools_folder(text: str) -> Path:
     return Path(path)
 
 
+def threads_option() -> Any:
+    """Returns the field of the option --threads."""
+    about = "CPU threads, at most one a processor.  [default: all that this process may use]"
+    return option("-t", low=1, high=MAX_THREADS, panel="Backend", help=about)
+
+
 # What --thorough sets in place of the defaults.
 THOROUGH = {"lengths": "1-8", "policies": ",".join(CHOOSING_POLICIES), "contexts": "128,512,2048,8192", "repeats": 6, "tokens": 96}
 
@@ -137,13 +143,7 @@ class BenchRequest:
         panel="Measure",
         help="Measure for longer, with other defaults: --lengths 1-8, all --policies, --contexts to 8192, --repeats 6, --max-tokens 96.",
     )
-    threads: int | None = option(
-        "-t",
-        low=1,
-        high=MAX_THREADS,
-        panel="Backend",
-        help="CPU threads, at most one a processor.  [default: all that this process may use]",
-    )
+    threads: int | None = threads_option()
 
     def prompts(self) -> tuple[Prompt, ...]:
         """Returns the shipped prompts of the domains and the user's own. Raises RequestError for none, or for two sets of one name."""

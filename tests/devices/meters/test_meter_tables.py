@@ -1,7 +1,8 @@
-"""Tables as meters write them. Headers and layouts are those of the named sources; the figures are made up: 5 W."""
+"""Tables as meters write them (fixtures/tables.toml), and those that cannot be right."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,86 +11,7 @@ from edge_devices.energy.external.table import import_csv, parse_choice
 from edge_devices.errors import MeterError
 from edge_devices.meters.base import Kind
 
-UM25C = (
-    "Date;Voltage (V);Intensity (A);Power (W);Resistance (Ohm);USB D+ (V);USB D- (V);Charging Mode;Temperature (°C);Model;Recording;"
-    "Record duration (sec);Record intensity (A);Record capacity (Ah);Record energy (Wh);Capacity (Ah);Energy (Wh)\n"
-)
-MONSOON = "Time (s),Main Avg Current (mA),Main Avg Voltage (V),Main Avg Power (mW),USB Avg Power (mW)\n"
-# name, source, text, --columns, watts
-TABLES = [
-    (
-        "UM25C",
-        "valletw/pyummeter, pyummeter/export_csv.py",
-        UM25C
-        + "".join(
-            f"2026-11-22 10:00:0{i}.123456;5.0;1.0;5.0;5.0;2.7;2.7;DCP1;25;UM25C;0;0;0.1;0.0;0.0;0.001;0.00{i}\n" for i in range(1, 4)
-        ),
-        "",
-        5.0,
-    ),
-    ("nRF PPK2", "NordicSemiconductor/pc-nrfconnect-ppk", "Timestamp(ms),Current(uA),D0-D7\n0,1000000,0\n1,1000000,0\n", "volts=5", 5.0),
-    ("PPK2, mA", "the same, chart in mA", "Timestamp(ms),Current(mA)\n0,1000\n1,1000\n", "volts=5", 5.0),
-    (
-        "Monsoon",
-        "scripts that read PowerTool's columns 'Time (s)' and 'Main Avg Power (mW)'",
-        MONSOON + "0,1000,5,5000,0\n0.1,1000,5,5000,0\n",
-        "",
-        5.0,
-    ),
-    ("Joulescope, no header", "current, voltage and power after the time", "0,1.0,5.0,5.0\n0.5,0.8,5.0,4.0\n1,1.2,5.0,6.0\n", "", 5.0),
-    (
-        "Otii, as exported",
-        "a reader of its CSV: timestamp_s,datetime,current_A",
-        "timestamp_s,datetime,current_A\n0.0,2026-04-13 10:00:00.000,1.0\n0.5,2026-04-13 10:00:00.500,1.0\n",
-        "volts=5",
-        5.0,
-    ),
-    (
-        "Otii, amperes and volts",
-        "Otii 3's names: Timestamp, Arc Main Current (A), Arc Main Voltage (V)",
-        "Timestamp,Arc Main Current (A),Arc Main Voltage (V)\n0.0,1.0,5.0\n0.5,1.0,5.0\n",
-        "",
-        5.0,
-    ),
-    ("WITRN", "WITRN Meter: hh:mm:ss.mmm;V;A", "23:59:59.500;5,00;1,0\n23:59:59.900;5,00;1,0\n00:00:00.300;5,00;1,0\n", "", 5.0),
-    ("CurrentRanger", "vitormhenrique/CurrentRangerApp, Workspaces", "timestamp,amps,voltage_v\n1700000000,1,5\n1700000001,1,5\n", "", 5.0),
-    (
-        "Home Assistant",
-        "history export: entity_id,state,last_changed",
-        "entity_id,state,last_changed\nsensor.plug_power,4.0,2026-04-24T10:00:00.000Z\nsensor.plug_power,unavailable,2026-04-24T10:00:05.000Z\n"
-        "sensor.plug_power,6.0,2026-04-24T10:00:10.000Z\n",
-        "",
-        5.0,
-    ),
-    (
-        "R&S NGM",
-        "a logger of NGM20x supplies: UnixTime,StringTime,Ah,Wh,VAvg,IAvg,WAvg",
-        "UnixTime,StringTime,Ah,Wh,VAvg,IAvg,WAvg,NSamplesBlock\n1700000000.0,2023-11-14 22:13:20,0,0,5,1,5,10\n"
-        "1700000001.0,2023-11-14 22:13:21,0,0.001,5,1,5,10\n",
-        "",
-        5.0,
-    ),
-    (
-        "FNIRSI",
-        "baryluk/fnirsi-usb-power-data-logger",
-        "timestamp voltage_V current_A energy_Ws\n0.0 5.0 1.0 0.0\n1.0 5.0 1.0 5.0\n",
-        "",
-        5.0,
-    ),
-    ("date and time apart", "bench meters", "Date,Time,Voltage(V),Current(A)\n22.11.2026,10:00:00,5,1\n22.11.2026,10:00:01,5,1\n", "", 5.0),
-    ("decimal commas", "German locale", "Zeit;Time (s);Power (W)\nx;0,0;4,5\nx;1,0;5,5\n", "", 5.0),
-    ("epoch in microseconds", "loggers", "timestamp,power_W\n1700000000000000,5\n1700000001000000,5\n", "", 5.0),
-    ("header repeated", "loggers that restart", "time,W\n0,5\n1,5\ntime,W\n2,5\n3,5\n", "", 5.0),
-    ("kWh", "smart plugs", "time,Energy (kWh)\n0,1.000\n3600,1.005\n", "", 5.0),
-    ("a preamble", "loggers", "Exported by X\nSerial: 1\n\nTime [s],Power [mW]\n0,5000\n1,5000\n", "", 5.0),
-    ("named columns", "any", "zeit,strom,spannung\n0,1000,5\n1,1000,5\n", "time=zeit,current=strom,voltage=spannung,unit=mA", 5.0),
-    ("time and units in names", "any", "time_s,voltage_V,current_A\n0,5,1\n1,5,1\n", "", 5.0),
-    ("milliseconds", "any", "Timestamp (ms);Power (mW)\n0;4000\n1000;6000\n", "", 5.0),
-    ("a note first", "any", "# a note\nt\tW\n0\t4\n1\t6\n", "", 5.0),
-    ("Wh of a counter", "any", "time,energy_Wh\n0,0\n1,0.01\n", "", 36.0),
-    ("a decimal comma late", "any", "time;W\n0;1\n1;1,5\n", "", 1.25),
-    ("numbered columns", "any", "0,5,1000\n1,5,1000\n", "time=1,voltage=2,current=3,unit=mA", 5.0),
-]
+TABLES = tomllib.loads((Path(__file__).parent / "fixtures" / "tables.toml").read_text(encoding="utf-8"))["table"]
 
 
 def read(tmp_path: Path, text: str, columns: str = ""):
@@ -98,9 +20,9 @@ def read(tmp_path: Path, text: str, columns: str = ""):
     return import_csv(path, parse_choice(columns))
 
 
-@pytest.mark.parametrize(("text", "columns", "watts"), [row[2:] for row in TABLES], ids=[row[0] for row in TABLES])
-def test_tables_of_real_meters(tmp_path, text, columns, watts):
-    trace = read(tmp_path, text, columns)
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table["name"])
+def test_tables_of_real_meters(tmp_path, table):
+    trace, watts = read(tmp_path, table["text"], table.get("columns", "")), table.get("watts", 5.0)
     span = trace.times[-1] - trace.times[0]
     assert span > 0
     if trace.facts.kind is Kind.COUNTER:

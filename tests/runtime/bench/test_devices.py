@@ -23,6 +23,7 @@ from edge_bench.devices import remote_run as remote
 from edge_bench.measure.records import read_records
 from edge_devices.errors import LinkError
 from edge_devices.transports.adb import AdbTransport
+from edge_devices.transports.file_sync import retried
 from fake_adbd import FakeAdbd
 from fake_phone import PI, FakePhone
 from phones import Desk
@@ -149,19 +150,16 @@ def test_a_restart_keeps_what_was_measured(
 
 
 @pytest.mark.parametrize(("breaks", "collected"), [(0, True), (2, True), (3, False)])
-def test_collecting_bears_a_link_that_breaks_again(breaks: int, collected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collecting_bears_a_link_that_breaks_again(breaks: int, collected: bool) -> None:
     left = [LinkError("the link broke")] * breaks
 
-    def collect(*_: Any) -> str:
+    def collect() -> str:
         if left:
             raise left.pop()
         return "result"
 
-    monkeypatch.setattr(remote, "_collect", collect)
-    monkeypatch.setattr(remote, "POLL_SECONDS", 0.0)
-    unused: Any = None
     with nullcontext() if collected else pytest.raises(LinkError, match="the link broke"):
-        assert remote._collect_in_tries(unused, "job", unused, unused, unused) == "result"
+        assert retried(collect, 0.0) == "result"
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write.
 
 A header line names the columns, anywhere in the first lines, and may be repeated. Without a header, columns are recognised where one is the
-product of two others, or by `--columns`. Formats and their sources: tests/devices/meters/test_meter_tables.py.
+product of two others, or by `--columns`. Formats and their sources: tests/devices/meters/fixtures/tables.toml.
 """
 
 from __future__ import annotations
