@@ -34,8 +34,9 @@ _UNKNOWN_LIMIT = 0.005
 # Where rows choose experts, at near ties others, which changes a row by up to 0.23: of a verify's rows beyond the eighth, and of others.
 # Of five such pairs the largest means were 0.021 and 0.12, the smallest of a fault in them 0.117 and 0.39.
 _TILE, _ROUTED_BEYOND_LIMIT, _ROUTED_LIMIT = 8, 0.07, 0.2
-# Near ties change few rows, rows that are not read or stale change all behind them: of so many rows the middle one.
-_FEWEST_ROWS, _ROUTED_MEDIAN_LIMIT = 4, 0.03
+# Near ties change few rows, unless they change one of the prompt's; rows that are not read or stale change all behind them. So the middle
+# row of so many has a limit of its own: of 40 pairs the largest was 0.048. Of four rows it was 0.09.
+_FEWEST_ROWS, _ROUTED_MEDIAN_LIMIT = 8, 0.08
 # Drafts follow from rows that differ a little: so many of them must be the CPU's, or nearly as likely there, in nats; also of those at one
 # place, where this many are compared. A wrong one costs time, and never changes the text.
 _SAME_DRAFTS, _TIE, _FEWEST_DRAFTS = 0.2, 1.0, 4
@@ -214,10 +215,10 @@ def _rows(target: Target, longest: int, draft: Callable[[int], None]) -> Iterato
     target.verify(other[:longest])
     target.rollback(_PROMPT + 1)
     target.rollback(_PROMPT)
-    yield "the rows after a rollback", _checked(target.verify(text[_PROMPT : _PROMPT + min(4, longest)]))
+    yield "the rows after a rollback", _checked(target.verify(text[_PROMPT : _PROMPT + longest]))
     target.rollback(0)
     target.prefill(other[:_PROMPT])
-    yield "the rows after another prompt", _checked(target.verify(text[_PROMPT : _PROMPT + min(4, longest)]))
+    yield "the rows after another prompt", _checked(target.verify(text[_PROMPT : _PROMPT + longest]))
     target.rollback(0)
     long = [token for part in range(3, 40) for token in _text(part)][: max(1, min(_LONG, target.context - longest - 1))]
     target.prefill(long)
@@ -256,7 +257,7 @@ def _same_drafts(reference: Answers, given: list[list[int]]) -> float:
 
 
 def _verified(width: int) -> str:
-    return f"{_VERIFY}, {width} of them,"
+    return f"{_VERIFY} ({width} of them)"
 
 
 def _finite_rows(target: Target, width: int, count: int) -> int:
