@@ -21,9 +21,21 @@ class TokenRange(Vocabulary, Protocol):
     """A vocabulary of the ids 0 to `size` - 1."""
 
     size: int
+    kept: dict[tuple[int, bool], bytes]  # of tokens that were asked for: a library takes longer behind a forward
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Returns the bytes of one token, which may be a part of a character; control tokens are empty unless `special`."""
+        piece = self.kept.get((token, special))
+        if piece is None:
+            self.check(token)
+            piece = self.kept[token, special] = self._bytes_of(token, special=special)
+        return piece
+
+    def _bytes_of(self, token: int, *, special: bool) -> bytes:
+        """Asks the library for the bytes of a token of the vocabulary."""
 
     def check(self, token: int) -> None:
-        """Raises RequestError for an id that is not in the vocabulary."""
+        """Raises RequestError for an id that is not in the vocabulary, for which a library may end the process."""
         if not 0 <= token < self.size:
             raise RequestError(f"token id {token} is not in the vocabulary of {self.size} tokens; check where it came from")
 

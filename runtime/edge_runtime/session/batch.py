@@ -20,7 +20,7 @@ from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import SequenceBatch
 from edge_runtime.session.cache_claim import PairLock
 from edge_runtime.session.generation import PREFILL_ROWS, Generation
-from edge_runtime.session.row_equality import RowEquality, known_row_equality
+from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.session.session import Session
 
 # A piece of another request's prompt may take so long in a round, or as long as the others' round where that is longer: a prompt beside
@@ -263,8 +263,7 @@ class Sessions:
             self._lock.require_idle()
             for session in self.sessions:
                 session.claim.release()
-            longest, stock_attention = first.settings.longest_draft + 1, first.stock_attention
-            return known_row_equality(first.fingerprint, self._together, longest, notify, waiting, stock_attention=stock_attention)
+            return first.row_equality(notify, waiting, together=self._together)
 
     def close(self) -> None:
         """Saves the acceptance models, frees the pair and ends all sessions. Can be called twice."""

@@ -26,7 +26,7 @@ from edge_runtime.session.cache_claim import SUPERSEDED, CacheClaim
 from edge_runtime.session.monitor import RequestMonitor
 from edge_runtime.session.saved.prompt_cache import CachedPrompt
 from edge_runtime.session.stats import DecodeStats, generation_html, shortened
-from edge_runtime.text.channels import OutputText
+from edge_runtime.text.channels import ChannelParser, Event, Text
 from edge_runtime.text.constraints import ConstraintSource
 from edge_runtime.text.grammar import Constraint
 
@@ -115,11 +115,11 @@ class _Detokenizer:
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], constraint: Constraint | None, end_tokens: Sequence[int] = ()) -> None:
         self._ends = vocabulary.eog_tokens | frozenset(end_tokens)
-        self.text = OutputText(stop)
+        self.parser = ChannelParser(vocabulary, stop, channels=False)
         self.constraint = constraint
-        self._vocabulary = vocabulary
         self._stops = bool(stop)
         self._fed = 0
+        self._ready: list[Event] = []
 
     def feed_rest(self, tokens: Sequence[int]) -> None:
         """Detokenizes the tokens that were not fed yet."""
@@ -136,7 +136,19 @@ class _Detokenizer:
 
     def _feed(self, token: int) -> bool:
         self._fed += 1
-        return self.text.feed(self._vocabulary.piece(token))
+        self._ready += self.parser.feed(token)
+        return self.parser.stopped_by is not None
+
+    def take(self) -> str:
+        """Returns the text that became final since the last call."""
+        text = "".join(event.text for event in self._ready if isinstance(event, Text))
+        self._ready.clear()
+        return text
+
+    def finish(self) -> str:
+        """Returns the rest after the last token, including text held back, unless a stop string ended it."""
+        self._ready += self.parser.finish()
+        return self.take()
 
 
 class Generation:
@@ -208,7 +220,7 @@ class Generation:
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the text, if one did."""
-        return self._detokenizer.text.stopped_by
+        return self._detokenizer.parser.stopped_by
 
     @property
     def complete(self) -> bool:
@@ -405,7 +417,7 @@ class Generation:
                 elif not self._advance():
                     self._text_ended = True
                     self._detokenizer.feed_rest(self.tokens)
-                    if text := self._detokenizer.text.finish():
+                    if text := self._detokenizer.finish():
                         self._pieces.append(text)
             return self._pieces[number] if number < len(self._pieces) else None
 
@@ -414,7 +426,7 @@ class Generation:
         if len(self.tokens) - self._chunk_start < self.options.chunk_size:
             return ""
         self._detokenizer.feed_rest(self.tokens)
-        if text := self._detokenizer.text.take():
+        if text := self._detokenizer.take():
             self._chunk_start = len(self.tokens)
         return text
 

@@ -91,7 +91,7 @@ class MonitorOptions:
 
 
 class RequestMonitor:
-    """Latencies and events of one request, which are also counted by the session's monitor."""
+    """Latencies and events of one request, which are also counted by the session's monitor; `settings` go into its record in the log."""
 
     def __init__(self, monitor: Monitor, settings: Mapping[str, Any]) -> None:
         self.events: list[Event] = []
@@ -130,10 +130,6 @@ class Monitor:
         self._lock = threading.Lock()
         if options.log is not None:
             _append(options.log, b"")
-
-    def start_request(self, settings: Mapping[str, Any]) -> RequestMonitor:
-        """Returns the monitor of a new request; `settings` go into its record in the log."""
-        return RequestMonitor(self, settings)
 
     def record_round(self, round_done: Round, seconds: float) -> Event | None:
         """Counts a round; returns the warning that it caused, after `on_event` was called with it."""

@@ -34,11 +34,11 @@ from edge_runtime.drafting.sources import Source, SourceOdds, Sources
 from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory, predicted_tokens
 from edge_runtime.drafting.time_bound import TimeBound
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import MediaTarget, SavableTarget
+from edge_runtime.interfaces import MediaTarget, SavableTarget, SequenceBatch
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair, sampled
 from edge_runtime.session.load_options import with_keywords
-from edge_runtime.session.monitor import Monitor, MonitorOptions
+from edge_runtime.session.monitor import Monitor, MonitorOptions, RequestMonitor
 from edge_runtime.session.row_equality import RowEquality, known_row_equality
 from edge_runtime.session.saved.kv_state_file import load_state, save_state
 from edge_runtime.session.saved.prompt_cache import CachedPrompt, PromptCache
@@ -155,7 +155,7 @@ class Session:
             if sampling.logit_bias and max(sampling.logit_bias) >= vocabulary_size:
                 raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
             enforced = self.compile_constraint(constraint) if compiled is None else compiled
-            monitor, sources = self.monitor.start_request(self._log_settings(options, draft_length, policy)), None
+            monitor, sources = RequestMonitor(self.monitor, self._log_settings(options, draft_length, policy)), None
             if policy is None and draft_length is None:
                 # Profit knows what drafts cost; the safety net does not, and would only interfere.
                 if self._weighs:
@@ -323,13 +323,17 @@ class Session:
         with self._open():
             return rate_with(self.costs(), self.bundle, self.settings, drafts=self.drafter is not None)
 
-    def row_equality(self, notify: Callable[[str], None] = lambda _: None, waiting: Waiting = silent_wait) -> RowEquality:
-        """Returns whether rows have the same bits alone and in a verify, compared on first use and kept; comparing empties the cache."""
+    def row_equality(
+        self, notify: Callable[[str], None] = lambda _: None, waiting: Waiting = silent_wait, *, together: SequenceBatch | None = None
+    ) -> RowEquality:
+        """Returns whether rows have the same bits alone and in a verify, compared on first use and kept; comparing empties the cache.
+
+        `together` are all sequences of its context, None for this one alone.
+        """
         with self._open():
             self.claim.release()
-            sequence = SingleSequence(self.target, self.drafter)
-            longest, stock_attention = self.settings.longest_draft + 1, self.stock_attention
-            return known_row_equality(self.fingerprint, sequence, longest, notify, waiting, stock_attention=stock_attention)
+            batch, longest = together or SingleSequence(self.target, self.drafter), self.settings.longest_draft + 1
+            return known_row_equality(self.fingerprint, batch, longest, notify, waiting, stock_attention=self.stock_attention)
 
     def with_policy(self, name: str) -> Session:
         """Returns a session on the same loaded pair that drafts by another policy, with its own safety net and monitor."""

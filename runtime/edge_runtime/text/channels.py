@@ -16,21 +16,8 @@ from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text.tool_calls import ToolCall, cut_tool_call, parse_tool_call
 
 MAX_STOP_LENGTH = 1000
-
-
-class TextStream:
-    """Decodes token pieces (bytes) to text without splitting a character."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def feed(self, piece: bytes) -> str:
-        """Returns the complete characters; bytes of an unfinished one are kept for the next piece."""
-        return self._decoder.decode(piece)
-
-    def finish(self) -> str:
-        """Returns the rest; an unfinished character becomes U+FFFD."""
-        return self._decoder.decode(b"", final=True)
+# Splits no character: bytes of an unfinished one are kept for the next token.
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class StopStrings:
@@ -73,36 +60,6 @@ class StopStrings:
 def _begun(text: str, stop: str) -> int:
     """Returns how many characters at the end of `text` may be the beginning of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-class OutputText:
-    """The text of one request: `feed` takes token pieces one by one, `take` returns the text that is final."""
-
-    def __init__(self, stop: Sequence[str] = ()) -> None:
-        self._characters = TextStream()
-        self._stops = StopStrings(stop)
-        self._ready: list[str] = []
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that was found, if any."""
-        return self._stops.stopped_by
-
-    def feed(self, piece: bytes) -> bool:
-        """Takes the bytes of one token; returns whether a stop string is complete, which ends the request."""
-        self._ready.append(self._stops.feed(self._characters.feed(piece)))
-        return self._stops.stopped_by is not None
-
-    def take(self) -> str:
-        """Returns the text that became final since the last call."""
-        text = "".join(self._ready)
-        self._ready.clear()
-        return text
-
-    def finish(self) -> str:
-        """Returns the rest after the last token, including text held back, unless a stop string ended it."""
-        self._ready += [self._stops.feed(self._characters.finish()), self._stops.finish()]
-        return self.take()
 
 
 MAX_CHANNEL_NAME = 32
@@ -151,7 +108,7 @@ class ChannelParser:
         }
         self._stops = StopStrings(stop)
         self._place: Place = "answer"
-        self._characters = TextStream()
+        self._characters = _UTF8(errors="replace")
         self._held = ""
 
     @property
@@ -173,7 +130,7 @@ class ChannelParser:
             events = self._close()
             self._place = "name" if mark == "channel" else "call" if mark == "call" else "answer"
             return events
-        return self._take(self._characters.feed(self._vocabulary.piece(token, special=self._place == "call")))
+        return self._take(self._characters.decode(self._vocabulary.piece(token, special=self._place == "call")))
 
     def finish(self) -> list[Event]:
         """Returns the remaining events after the last token. A call that was cut off has partial arguments."""
@@ -181,8 +138,8 @@ class ChannelParser:
 
     def _close(self, parse: Callable[[str], ToolCall] = parse_tool_call) -> list[Event]:
         """Ends the current part; an unfinished character becomes U+FFFD."""
-        events = self._take(self._characters.finish())
-        self._characters = TextStream()
+        events = self._take(self._characters.decode(b"", final=True))
+        self._characters.reset()
         held, self._held = self._held, ""
         if self._place == "call":
             events.append(parse(held))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.acceptance_window import AcceptanceWindow, Event, RejectionAlarm
 from edge_runtime.errors import RequestError
-from edge_runtime.session.monitor import Metric, Monitor, MonitorOptions, Point, exposition
+from edge_runtime.session.monitor import Metric, Monitor, MonitorOptions, Point, RequestMonitor, exposition
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats, Latencies
 from scripted import make_session, next_token
@@ -103,7 +103,7 @@ def test_a_request_is_told_in_one_line(tmp_path: Path):
 
 
 def test_latency_is_the_rounds_own_time():
-    watch = Monitor().start_request({})
+    watch = RequestMonitor(Monitor(), {})
     stats = DecodeStats()
     for seconds, tokens in ((0.5, (1,)), (0.9, (1, 2, 3))):
         stats.decode_seconds += seconds

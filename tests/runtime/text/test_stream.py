@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_runtime.errors import RequestError
-from edge_runtime.text.channels import OutputText, StopStrings, TextStream
+from edge_runtime.text.channels import ChannelParser, Event, StopStrings, Text
 
 
-@given(st.text(), st.integers(1, 5))
-def test_any_split_gives_the_same_text(text, size):
-    data, stream = text.encode("utf-8", "surrogatepass"), TextStream()
-    whole = data.decode("utf-8", "replace")
-    pieces = [stream.feed(data[i : i + size]) for i in range(0, len(data), size)]
-    assert "".join(pieces) + stream.finish() == whole
+class Pieces:
+    """A vocabulary whose tokens are pieces of a text's bytes."""
+
+    control_tokens: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, data: bytes, size: int) -> None:
+        self.pieces = [data[i : i + size] for i in range(0, len(data), size)]
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        return self.pieces[token]
 
 
-def test_half_a_character_waits():
-    stream = TextStream()
-    assert stream.feed(b"caf\xc3") == "caf"
-    assert stream.feed(b"\xa9") == "é"
-    assert stream.finish() == ""
+def spelt(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Text))
 
 
-def test_unfinished_character_is_marked():
-    stream = TextStream()
-    stream.feed(b"\xe4\xb8")
-    assert stream.finish() == "\ufffd"
+def test_half_a_character_waits_and_an_unfinished_one_is_marked():
+    parser = ChannelParser(Pieces("caf\xe9\u4e16".encode()[:-1], 4), channels=False)
+    assert [spelt(parser.feed(token)) for token in (0, 1)] == ["caf", "\xe9"]
+    assert spelt(parser.finish()) == "\ufffd"
 
 
 def cut(text: str, stops: list[str]) -> str:
@@ -60,11 +63,11 @@ def test_any_split_cuts_where_the_whole_text_is_cut(text, stops, data):
 @given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=3), max_size=3), st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
 def test_bytes_of_any_text_are_cut_alike(text, stops, size):
-    data, output = text.encode("utf-8", "surrogatepass"), OutputText(stops)
-    expected = cut(data.decode("utf-8", "replace"), stops)
-    pieces = [output.feed(data[i : i + size]) for i in range(0, len(data), size)]
-    assert pieces == sorted(pieces), "once stopped, always stopped"
-    assert output.take() + output.finish() == expected
+    data = text.encode("utf-8", "surrogatepass")
+    vocabulary = Pieces(data, size)
+    parser = ChannelParser(vocabulary, stops, channels=False)
+    texts = [spelt(parser.feed(token)) for token in range(len(vocabulary.pieces))]
+    assert "".join(texts) + spelt(parser.finish()) == cut(data.decode("utf-8", "replace"), stops)
 
 
 def test_only_what_may_begin_a_stop_string_is_held_back():

@@ -74,9 +74,7 @@ class LlamaDrafter(LlamaModel):
 
         Returns none if the target has no hidden row (see `rollback`).
         """
-        return self.draft_all(
-            [DraftRequest(sequence=0, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue)]
-        )[0]
+        return self.draft_all([DraftRequest(0, last, draft_length, sampler, should_continue)])[0]
 
     def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Returns the drafts of each request; their sequences are all different.
@@ -88,14 +86,11 @@ class LlamaDrafter(LlamaModel):
         drafts: list[list[int]] = [[] for _ in requests]
         carries: dict[int, Row] = {}
         for i, request in enumerate(requests):
-            if request.draft_length > self._max_draft_length:
-                raise RequestError(
-                    f"a draft of {request.draft_length} tokens is longer than the {self._max_draft_length} this pair was opened for"
-                )
+            check_length(request, self._max_draft_length)
             hidden = self._sequence(request).hidden_row
             if hidden is not None and request.draft_length > 0:
                 self._target.vocabulary.check(request.last)
-                carries[i] = self._first_carry(hidden, request.sequence)
+                carries[i] = hidden
         while carries:
             steps = [(requests[i], drafts[i][-1] if drafts[i] else requests[i].last, carries[i]) for i in carries]
             for i, (token, confidence, carry) in zip(list(carries), self._step(steps), strict=True):
@@ -109,16 +104,20 @@ class LlamaDrafter(LlamaModel):
     def _sequence(self, request: DraftRequest) -> LlamaSequence:
         return self._target.shared.sequences[request.sequence]
 
-    def _first_carry(self, hidden: Row, number: int) -> Row:  # noqa: ARG002
-        """Returns the carry of the first step, from the target's hidden row: with a dense drafter the row itself."""
-        return hidden
-
     def _step(self, steps: Sequence[tuple[DraftRequest, int, Row]]) -> list[Step]:
         """Computes one draft step of each sequence from the newest token and the carry of the step before.
 
         Returns the likeliest or sampled token, its confidence if `should_continue` needs it, and the next carry: the drafter's hidden row.
         """
-        following = self._forward(steps)
+        self._batch.clear()
+        for request, token, embedding in steps:
+            self._batch.add_step(token, embedding, self._sequence(request).length, request.sequence)
+        self._library.log.clear()
+        code: int = self._api.llama_decode(self._pointer, self._batch.structure)
+        if code != 0:
+            raise decode_error(self._library, "drafter", code, len(steps))
+        hidden = self._library.staging.llama_get_embeddings_nextn(self._pointer)
+        following = floats(hidden, len(steps), self._target.hidden_size)  # views until the next forward
         logits = floats(self._api.llama_get_logits(self._pointer), len(steps), self._target.vocabulary.size)
         return [
             (
@@ -129,36 +128,23 @@ class LlamaDrafter(LlamaModel):
             for (request, _, _), row, carry in zip(steps, logits, following, strict=True)
         ]
 
-    def _forward(self, steps: Sequence[tuple[DraftRequest, int, Row]]) -> NDArray[np.float32]:
-        """As `_decode` does; returns the hidden rows, a view until the next forward."""
-        self._decode(steps)
-        pointer = self._library.staging.llama_get_embeddings_nextn(self._pointer)
-        return floats(pointer, len(steps), self._target.hidden_size)
-
-    def _decode(self, steps: Sequence[tuple[DraftRequest, int, Row]]) -> None:
-        """Runs one forward with a token and an embedding [target's hidden_size] for each."""
-        self._batch.clear()
-        for request, token, embedding in steps:
-            self._batch.add_step(token, embedding, self._sequence(request).length, request.sequence)
-        self._library.log.clear()
-        code: int = self._api.llama_decode(self._pointer, self._batch.structure)
-        if code != 0:
-            raise decode_error(self._library, "drafter", code, len(steps))
-
     def _check_fit(self, path: Path) -> None:
         """Raises BackendError if the drafter is not one of this target: llama.cpp itself would abort the process."""
         self._compare("target hidden size", self._api.llama_model_n_embd_out(self._model), self._target.hidden_size, path)
-        self._check_vocabulary(path)
+        vocabulary: int = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        self._compare("vocabulary size", vocabulary, self._target.vocabulary.size, path)
         self._compare("K/V rows (heads, width) of its layers", *rows_read(self.header, self._target.shared.header), path)
-
-    def _check_vocabulary(self, path: Path) -> None:
-        own: int = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
-        self._compare("vocabulary size", own, self._target.vocabulary.size, path)
 
     @staticmethod
     def _compare(name: str, own: object, expected: object, path: Path) -> None:
         if own != expected:
             raise BackendError(f"{path.name} is not a drafter of this target: {name} {own} against {expected}; export the pair again")
+
+
+def check_length(request: DraftRequest, longest: int) -> None:
+    """Raises RequestError for a draft that the pair was not opened for."""
+    if request.draft_length > longest:
+        raise RequestError(f"a draft of {request.draft_length} tokens is longer than the {longest} this pair was opened for")
 
 
 def top_probability(logits: Row) -> float:

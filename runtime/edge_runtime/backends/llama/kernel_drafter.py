@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edge_runtime.backends.kernels.draft import DraftLayer, DraftWeights, GgufMatrix, NativeDraft, SparseHeadWeights, address, can_draft
 from edge_runtime.backends.kernels.ggml import CellWatch, is_switched_on
 from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.drafter import check_length
 from edge_runtime.backends.llama.head_file import HeadWeights, read_head
 from edge_runtime.backends.llama.loader import LlamaLibrary, llama_library
 from edge_runtime.backends.llama.mapped_gguf import MappedGguf, MappedTensor
@@ -73,19 +74,14 @@ class LlamaKernelDrafter:
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
     ) -> list[int]:
         """As `LlamaDrafter.draft` does."""
-        return self.draft_all(
-            [DraftRequest(sequence=0, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue)]
-        )[0]
+        return self.draft_all([DraftRequest(0, last, draft_length, sampler, should_continue)])[0]
 
     def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Returns the drafts of each request; their sequences are all different."""
         if self._draft is None:
             raise RequestError("the drafter is closed; open the bundle again")
         for request in requests:
-            if request.draft_length > self._max_draft_length:
-                raise RequestError(
-                    f"a draft of {request.draft_length} tokens is longer than the {self._max_draft_length} this pair was opened for"
-                )
+            check_length(request, self._max_draft_length)
         return [self._drafts(self._draft, request) for request in requests]
 
     def _drafts(self, draft: NativeDraft, request: DraftRequest) -> list[int]:

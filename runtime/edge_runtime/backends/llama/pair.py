@@ -33,10 +33,7 @@ class SequenceDrafter:
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
     ) -> list[int]:
         """Returns `draft_length` tokens after `last`, or none if the sequence has no hidden row."""
-        request = DraftRequest(
-            sequence=self._number, last=last, draft_length=draft_length, sampler=sampler, should_continue=should_continue
-        )
-        return self._drafter.draft_all([request])[0]
+        return self._drafter.draft_all([DraftRequest(self._number, last, draft_length, sampler, should_continue)])[0]
 
     def close(self) -> None:
         """Does nothing: the target closes the drafter."""

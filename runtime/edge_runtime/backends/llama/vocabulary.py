@@ -27,7 +27,7 @@ class LlamaVocabulary(TokenRange):
 
     def __init__(self, library: LlamaLibrary, model: Any) -> None:
         self._api = library.api
-        self._pieces: dict[tuple[int, bool], bytes] = {}  # of tokens that were asked for
+        self.kept = {}
         self._open_vocab: Any = self._api.llama_model_get_vocab(model)
         self.size: int = self._api.llama_vocab_n_tokens(self._vocab)
         vocab, ends = self._vocab, self._api.llama_vocab_is_eog  # looked up once, not for each of 262,144 tokens
@@ -44,7 +44,7 @@ class LlamaVocabulary(TokenRange):
     def close(self) -> None:
         """Forgets the vocabulary, which the model frees. Can be called twice."""
         self._open_vocab = None
-        self._pieces.clear()
+        self.kept.clear()
 
     @cached_property
     def control_tokens(self) -> Mapping[str, int]:
@@ -70,15 +70,7 @@ class LlamaVocabulary(TokenRange):
         tokens = self._tokenize(data, parse_special)
         return [self.bos, *tokens] if add_bos and self.bos != _NO_TOKEN else tokens
 
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        """Returns the bytes of one token, which may be a part of a character; control tokens are empty unless `special`."""
-        piece = self._pieces.get((token, special))
-        if piece is None:
-            piece = self._pieces[token, special] = self._bytes_of(token, special=special)
-        return piece
-
     def _bytes_of(self, token: int, *, special: bool) -> bytes:
-        self.check(token)  # llama.cpp throws through C for an unknown id, which would end the process
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -86,10 +78,6 @@ class LlamaVocabulary(TokenRange):
             if written >= 0:
                 return buffer.raw[:written]
             size = -written
-
-    def eog(self, token: int) -> bool:
-        """Tells whether `token` ends a generation (<eos>, end of turn, ...)."""
-        return token in self.eog_tokens
 
     def _tokenize(self, data: bytes, parse_special: bool) -> list[int]:
         # One token per byte is the most that byte fallback can give.

@@ -51,7 +51,7 @@ class TokenizerVocabulary(TokenRange):
         # Special tokens are found here: the tokenizer takes them by a state of its own, for which a short prompt would wait for a long one.
         self._tokenizer.encode_special_tokens = True
         self.size = size
-        self._pieces: dict[tuple[int, bool], bytes] = {}  # of tokens that were asked for: the tokenizer takes longer behind a forward
+        self.kept = {}
         self.eog_tokens = frozenset(graphs.eog_tokens)
         self.bos = _NO_TOKEN if graphs.bos_token is None else graphs.bos_token
         self.eos = _NO_TOKEN if graphs.eos_token is None else graphs.eos_token
@@ -84,14 +84,6 @@ class TokenizerVocabulary(TokenRange):
         with _panics_as(BackendError, "the tokenizer failed", "copy the bundle again"):
             tokens: list[int] = self._tokenizer.encode(part, add_special_tokens=False).ids
         return tokens
-
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        """Returns the bytes of one token, which may be a part of a character; control tokens are empty unless `special`."""
-        piece = self._pieces.get((token, special))
-        if piece is None:
-            self.check(token)
-            piece = self._pieces[token, special] = self._bytes_of(token, special=special)
-        return piece
 
     def _bytes_of(self, token: int, *, special: bool) -> bytes:
         text: str | None = self._tokenizer.id_to_token(token)

@@ -233,12 +233,9 @@ class Worker:
 
     def _compile(self, job: Job) -> None:
         """Compiles a job's constraint, in a thread of its own: that may take seconds, in which other requests go on."""
-        try:
-            if not (self._stopping or job.cancelled):
+        with self._or_fail([job]):
+            if self._goes_on([job]):
                 job.constraint = self._sessions[0].compile_constraint(job.request.constraint)
-        except Exception as error:  # noqa: BLE001 - no failure of one request may end the thread
-            self._fail(job, error)
-        else:
             self._inbox.put(job)
 
     def _drop_cancelled(self) -> None:

@@ -108,7 +108,7 @@ class SegmentFile:
     def __init__(self, path: Path, facts: Mapping[str, str], row_bytes: tuple[int, int]) -> None:
         """Raises RequestError for a file that is not a state, damaged, or of something else; OSError if it cannot be read."""
         self._path, self._row_bytes = path, row_bytes
-        self._file: BinaryIO = os.fdopen(os.open(path, _FLAGS), "rb", buffering=0)
+        self._file: BinaryIO = os.fdopen(os.open(path, _FLAGS), "rb")
         try:
             state = os.fstat(self._file.fileno())
             self.owner_only = is_own(state) and (os.name != "posix" or not state.st_mode & 0o077)
@@ -133,7 +133,9 @@ class SegmentFile:
     def _fill(self, place: int, arrays: Iterable[NDArray[Any]], sha256: str) -> None:
         self._file.seek(place)
         for array in arrays:
-            _read_into(self._file, array)
+            view = array.data.cast("B") if array.size else memoryview(b"")
+            if self._file.readinto(view) != len(view):  # type: ignore[attr-defined]
+                raise RequestError("the state became shorter while it was read; save it again")
         if _digest(*arrays) != sha256:
             raise RequestError(f"the state {self._path} does not have the sha256 of its header; it is damaged, save it again")
 
@@ -207,15 +209,6 @@ def _check_facts(path: Path, facts: Mapping[str, str], own: Mapping[str, str]) -
         if facts.get(name) != value:
             stored = str(facts.get(name))[:20]
             raise RequestError(f"the state {path} is of {FACTS[name].format(value=stored, own=value)}")
-
-
-def _read_into(file: BinaryIO, array: NDArray[Any]) -> None:
-    view, place = array.data.cast("B") if array.size else memoryview(b""), 0
-    while place < len(view):
-        count = file.readinto(view[place:])  # type: ignore[attr-defined]
-        if not count:
-            raise RequestError("the state became shorter while it was read; save it again")
-        place += count
 
 
 def _digest(*arrays: NDArray[Any]) -> str:

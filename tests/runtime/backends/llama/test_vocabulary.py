@@ -92,15 +92,13 @@ def test_bos_comes_once_and_first(vocabulary: LlamaVocabulary) -> None:
 def test_ends_of_generation(vocabulary: LlamaVocabulary) -> None:
     (end_of_turn,) = vocabulary.encode("<turn|>", add_bos=False, parse_special=True)
     assert {vocabulary.eos, end_of_turn} <= vocabulary.eog_tokens
-    assert vocabulary.eog(vocabulary.eos)
-    assert not vocabulary.eog(vocabulary.bos)
+    assert vocabulary.bos not in vocabulary.eog_tokens
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 20])
 def test_unknown_ids_are_refused(vocabulary: LlamaVocabulary, token: int) -> None:
     with pytest.raises(RequestError, match=f"token id {token} is not in the vocabulary of {vocabulary.size} tokens"):
         vocabulary.piece(token)
-    assert not vocabulary.eog(token)
 
 
 def test_control_tokens_are_all_that_a_conversation_is_made_of(vocabulary: LlamaVocabulary) -> None:
