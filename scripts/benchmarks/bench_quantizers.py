@@ -44,7 +44,7 @@ from edge_export.quantization import calibration
 from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance, SecondMoments, fitted, matrix_kind
 from edge_export.quantization.importance_sources import CALIBRATION_TEXT
-from edge_export.quantization.llama_quantize import quantize_gguf
+from edge_export.quantization.llama_quantize import importance_matrix, quantize_gguf
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.decoding.quality import SKIPPED_ROWS, TIE
 
@@ -188,13 +188,8 @@ def llama_quantize(source: Path, destination: Path, kind: str, threads: int, imp
     api.llama_log_set(silent, ctypes.c_void_p(0))
     parameters = api.llama_model_quantize_default_params()
     parameters.ftype, parameters.nthread = QUANTIZATIONS[kind].file_type, threads
-    entries = importance.values if importance else {}
-    # Ends with an entry without a name. It points into `entries`.
-    matrix = (api.llama_model_imatrix_data * (len(entries) + 1))()
-    for index, (name, values) in enumerate(entries.items()):
-        data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        matrix[index] = api.llama_model_imatrix_data(name=name.encode(), data=data, size=values.size)
-    if entries:
+    if importance is not None:
+        matrix = importance_matrix(api, importance.values)
         parameters.imatrix = ctypes.cast(matrix, ctypes.POINTER(api.llama_model_imatrix_data))
     if api.llama_model_quantize(bytes(source), bytes(destination), ctypes.byref(parameters)):
         raise click.ClickException(f"llama.cpp could not quantize to {kind}")

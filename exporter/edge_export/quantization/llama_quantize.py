@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -124,12 +124,12 @@ def _quantize_here(source: str, destination: str, quantization: str, threads: in
     if importance is not None:
         with np.load(importance, allow_pickle=False) as file:
             arrays = {name: np.ascontiguousarray(file[name], np.float32) for name in file.files}
-        matrix = _imatrix(api, arrays)
+        matrix = importance_matrix(api, arrays)
         parameters.imatrix = ctypes.cast(matrix, ctypes.POINTER(api.llama_model_imatrix_data))
     return 1 if api.llama_model_quantize(os.fsencode(source), os.fsencode(destination), ctypes.byref(parameters)) else 0
 
 
-def _imatrix(api: Any, arrays: dict[str, NDArray[np.float32]]) -> Any:
+def importance_matrix(api: Any, arrays: Mapping[str, NDArray[np.float32]]) -> Any:
     """Importance for llama.cpp: an array of structures, the last without a name. It points into `arrays`, which must outlive it."""
     import ctypes
 

@@ -15,16 +15,16 @@ import math
 import tempfile
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from edge_bench.measure.energy import energy_figures
 from edge_bench.measure.variants import PLAIN
 from edge_devices.energy.report import EnergyReport, VariantEnergy
 from edge_devices.energy.run_log import RunLog, read_log
-from edge_devices.errors import DeviceError, errors_as
+from edge_devices.errors import EdgeError, errors_as
 from edge_devices.files.atomic_write import write_text
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.files.typed_json import from_json, to_json
@@ -34,6 +34,7 @@ from edge_runtime.errors import RequestError
 KIND, SCHEMA = "edge-mtp energy record", 1
 # Three hours of ten readings a second, with a kilobyte of raw text each, as the longest have; usual are 27 minutes.
 MAX_BYTES, MAX_LOG_BYTES, MAX_LOG_LINES = 64 << 20, 128 << 20, 120_000
+Part = TypeVar("Part")
 TOLERANCE = 1e-6  # relative; the same arithmetic on another machine may round differently
 
 
@@ -172,17 +173,25 @@ def inflated(path: Path, text: str, sha256: str) -> bytes:
     return data
 
 
+def read_part(path: Path, data: bytes, read: Callable[[Path], Part], wrong: str, name: str) -> Part:
+    """Returns what `read` makes of a file with a part of the record at `path`. Raises RequestError: what is `wrong`, and why."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "part.jsonl"
+        file.write_bytes(data)
+        try:
+            return read(file)
+        except EdgeError as error:
+            raise RequestError(f"{path}: {wrong} ({str(error).replace(str(file), name)})") from error
+
+
 def check_record(path: Path, record: EnergyRecord) -> CheckedRecord:
     """Computes the joules of the record at `path` from its own readings. Raises RequestError where anything does not follow from them."""
-    log_bytes = inflated(path, record.log, record.log_sha256)
-    with tempfile.TemporaryDirectory() as folder:
-        log_path = Path(folder) / "energy.jsonl"
-        log_path.write_bytes(log_bytes)
-        try:
-            log = read_log(log_path, MAX_LOG_LINES)
-            report = energy_figures(log)
-        except DeviceError as error:
-            raise RequestError(f"{path}: its log yields no figures ({str(error).replace(str(log_path), 'the log')})") from error
+
+    def figures_of(file: Path) -> tuple[RunLog, EnergyReport]:
+        log = read_log(file, MAX_LOG_LINES)
+        return log, energy_figures(log)
+
+    log, report = read_part(path, inflated(path, record.log, record.log_sha256), figures_of, "its log yields no figures", "the log")
     claimed, computed = record.figures, _claims(report)
     if claimed.keys() != computed.keys() or not all(_close(claimed[name], computed[name]) for name in computed):
         raise RequestError(f"{path}: its figures do not follow from its readings; do not use it")

@@ -6,13 +6,12 @@ It is the raw records of a benchmark, one JSON line each, without any text; ever
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_bench.contribution.energy_records import EnergyRecord, inflated
+from edge_bench.contribution.energy_records import EnergyRecord, inflated, read_part
 from edge_bench.measure.records import read_records
 from edge_bench.measure.variants import PLAIN
 from edge_bench.report.figures import Figures, Row, figures
@@ -77,13 +76,7 @@ def check_speeds(path: Path, record: EnergyRecord) -> CheckedSpeeds:
     data = inflated(path, record.runs, record.runs_sha256)
     if data.count(b"\n") > 2 * MAX_RUNS:  # before they are parsed
         raise RequestError(f"{path}: its benchmark has more than {2 * MAX_RUNS} lines; no benchmark writes so many")
-    with tempfile.TemporaryDirectory() as folder:
-        lines = Path(folder) / "runs.jsonl"
-        lines.write_bytes(data)
-        try:
-            records = read_records(lines)
-        except RequestError as error:
-            raise RequestError(f"{path}: its benchmark is not valid ({str(error).replace(str(lines), 'the records')})") from error
+    records = read_part(path, data, read_records, "its benchmark is not valid", "the records")
     if len(records.runs) > MAX_RUNS or len({run.variant for run in records.runs}) > MAX_VARIANTS:
         raise RequestError(f"{path}: its benchmark has more than {MAX_RUNS} runs or {MAX_VARIANTS} variants; no benchmark makes so many")
     measured = sorted((file.role, file.quantization or "", file.bytes) for file in records.header.files)
