@@ -6,6 +6,7 @@ google/gemma-4-SIZE-it and of its -assistant.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Any
@@ -30,18 +31,8 @@ _METHODS = {
     "fbgemm_fp8": "FP8 weights",
 }
 SIZES = {(35, 1536): "E2B", (42, 2560): "E4B", (48, 3840): "12B", (30, 2816): "26B-A4B", (60, 5376): "31B"}
-_VOCABULARY = 262_144
-_SMALL = {"sliding_window": 512, "max_position_embeddings": 131_072}
-_LARGE = {"sliding_window": 1024, "max_position_embeddings": 262_144, "attention_k_eq_v": True}
-# Feed-forward width, heads, K/V heads, K/V heads of full layers, K/V-shared layers, every how many layers a full one.
-_NUMBERS = {
-    "E2B": (6144, 8, 1, None, 20, 5),
-    "E4B": (10_240, 8, 2, None, 18, 6),
-    "12B": (15_360, 16, 8, 1, 0, 6),
-    "26B-A4B": (2112, 16, 8, 2, 0, 6),
-    "31B": (21_504, 32, 16, 4, 0, 6),
-}
-_EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+# What matters here of config.json of each size's target and assistant.
+_CONFIGS = Path(__file__).with_name("configs.json")
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -145,44 +136,8 @@ def size_of(config: dict[str, Any]) -> str | None:
 
 def published_config(size: str, *, assistant: bool) -> dict[str, Any] | None:
     """Returns what matters here of the config.json of this size's target or assistant; None for an unknown size."""
-    shape = next((key for key, name in SIZES.items() if name.lower() == size.lower()), None)
-    if shape is None:
+    name = next((name for name in SIZES.values() if name.lower() == size.lower()), None)
+    if name is None:
         return None
-    (layers, hidden), name = shape, SIZES[shape]
-    feed_forward, heads, kv_heads, full_kv_heads, shared, step = _NUMBERS[name]
-    small = name.startswith("E")
-    common: dict[str, Any] = (_SMALL if small else _LARGE) | {
-        "vocab_size": _VOCABULARY,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "num_key_value_heads": kv_heads,
-        "num_global_key_value_heads": full_kv_heads,
-    }
-    if assistant:
-        text = common | {
-            "hidden_size": 256 if small else 1024,
-            "intermediate_size": 2048 if small else 8192,
-            "num_attention_heads": 4 if small else heads,
-            "num_hidden_layers": 4,
-            "layer_types": _layer_types(4, 4),
-            "num_kv_shared_layers": 4,
-            "hidden_size_per_layer_input": 0,
-        }
-        outer = {"model_type": "gemma4_assistant", "backbone_hidden_size": hidden, "use_ordered_embeddings": small}
-        return outer | {"text_config": text}
-    text = common | {
-        "hidden_size": hidden,
-        "intermediate_size": feed_forward,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "layer_types": _layer_types(layers, step),
-        "num_kv_shared_layers": shared,
-        "use_double_wide_mlp": name == "E2B",
-        "hidden_size_per_layer_input": 256 if small else 0,
-        "final_logit_softcapping": 30.0,
-    }
-    return {"model_type": "gemma4", "text_config": text | (_EXPERTS if name == "26B-A4B" else {})}
-
-
-def _layer_types(layers: int, step: int) -> list[str]:
-    return ["sliding_attention" if (layer + 1) % step else "full_attention" for layer in range(layers)]
+    config: dict[str, Any] = json.loads(_CONFIGS.read_text(encoding="utf-8"))[name]["assistant" if assistant else "target"]
+    return config
