@@ -17,7 +17,7 @@ from edge_devices.energy.report import figure_text
 from edge_devices.energy.windows import MIN_UPDATES, fresh_values, measure_window, sampling_error
 from edge_devices.errors import DeviceError, MeasurementError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Kind, Meter, MeterFacts, Trace
+from edge_devices.meters.base import Kind, Meter, MeterFacts, Trace, scope_words
 from edge_devices.meters.search import NO_METER
 
 MIN_REFRESHES = 50
@@ -67,7 +67,7 @@ class RunEnergy:
         if self.joules_per_token is None:
             return f"no energy figure from {self.facts.name}: {self.reason}"
         label = "ESTIMATE, nothing was measured: " if self.facts.is_estimate else ""
-        return f"{label}{self.figure()} J/token, scope {self.facts.scope}, idle power included ({self.facts.name})"
+        return f"{label}{self.figure()} J/token, scope {scope_words(self.facts.scope)}, idle power included ({self.facts.name})"
 
     def figure(self) -> str:
         """Returns joules per token with the interval and what it is of; empty without a figure."""

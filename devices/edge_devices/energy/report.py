@@ -18,7 +18,7 @@ from edge_devices.energy.windows import MIN_UPDATES, WindowEnergy, change_within
 from edge_devices.errors import MeasurementError, printable
 from edge_devices.files.typed_json import finite_json
 from edge_devices.machine.state import disturbances
-from edge_devices.meters.base import Finding, Kind, MeterState, Scope
+from edge_devices.meters.base import Finding, Kind, MeterState, Scope, scope_words
 from edge_devices.meters.search import NO_METER
 
 CALIBRATION = "calibrate:"  # prefix of the variants that run one phase alone
@@ -430,7 +430,8 @@ def head_lines(report: EnergyReport) -> list[str]:
     """Returns the meter with its scope, and the idle power, as text."""
     mark = "ESTIMATE, nothing was measured: " if report.estimate else ""
     lines = [
-        f"{mark}meter {report.meter}, scope {report.scope}, new every {report.refresh_s:.3g} s; not in the intervals: {report.systematic}"
+        f"{mark}meter {report.meter}, scope {scope_words(report.scope)}, new every {report.refresh_s:.3g} s;"
+        f" not in the intervals: {report.systematic}"
     ]
     if report.idle:
         lines.append(f"idle {report.idle.watts:.3g} W ± {2 * report.idle.error:.1g}, drift {report.idle.drift_watts:+.2g} W")

@@ -29,6 +29,11 @@ class Scope(StrEnum):
     ESTIMATE = "estimate"  # no measurement: a power model
 
 
+def scope_words(scope: str) -> str:
+    """Returns a scope as readers of figures see it: a board's joules leave out what feeds it."""
+    return f"{scope} (the GPU's board, not the whole machine)" if scope == Scope.GPU else str(scope)
+
+
 class Kind(StrEnum):
     """A counter returns cumulative joules; a sampler returns watts to integrate."""
 

@@ -36,6 +36,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import default_threads, faster_backend, open_session, open_sessions
+from edge_runtime.session.session import Session
 
 Counted = TypeVar("Counted")
 # The distributions of the backends' engines.
@@ -91,8 +92,7 @@ class Benchmark:
             }
             first = next(iter(edge_runners.values()))
             check_sizes(first.session, request.image_sizes)
-            if self._load.device not in (None, first.session.device):
-                yield Note(text=f"asked for the device {self._load.device}; it ran on {first.session.device}")
+            yield from self._places(first.session)
             yield first.session.row_equality(self._load.notify, self._load.waiting)
             prompts = prepare(request.prompts(), first.session)
             yield from self._compare(edge_runners, prompts, lengths)
@@ -106,6 +106,13 @@ class Benchmark:
                 text=f"the time of day moved by {moved:+.0f} s while this ran (it was set, or the machine slept):"
                 " seconds here are of another clock, but times in other logs may not fit"
             )
+
+    def _places(self, session: Session) -> Iterator[Note]:
+        """Yields on which device it ran, if another was asked for, and where drafts were made beside it."""
+        if self._load.device not in (None, session.device):
+            yield Note(text=f"asked for the device {self._load.device}; it ran on {session.device}")
+        if session.draft_place:
+            yield Note(text=session.draft_place)
 
     def _default_drafter(self) -> DrafterKind:
         with open_session(self._folder, self._load) as session:

@@ -12,6 +12,7 @@ from edge_bench.report.plots import Plot, all_plots, energy_plots
 from edge_bench.report.tables import TextTable, all_tables, energy_tables, machine_line, meter_table, notes, verdict
 from edge_devices.energy.report import EnergyReport, head_lines
 from edge_devices.energy.run_log import RunLog
+from edge_devices.meters.base import scope_words
 
 # The plots shown before each table.
 PLOT_OF_TABLE = {
@@ -40,7 +41,7 @@ def energy_page(report: EnergyReport, log: RunLog) -> str:
     where = f"{processor}, {machine.get('processors', '?')} processors; {machine.get('platform', '?')}"
     head = [where, *head_lines(report)]
     return _document(
-        f"Energy: {report.meter}, scope {report.scope}",
+        f"Energy: {report.meter}, scope {scope_words(report.scope)}",
         head,
         report.warnings,
         [*energy_tables(report), meter_table(log)],

@@ -14,7 +14,7 @@ from edge_devices.energy.report import EnergyReport, VariantEnergy, figure_text,
 from edge_devices.energy.report import ratio_text as energy_ratio_text
 from edge_devices.energy.run_log import RunLog
 from edge_devices.errors import markdown_text, printable
-from edge_devices.meters.base import Kind
+from edge_devices.meters.base import Kind, scope_words
 from edge_runtime.bundle.manifest import FIGURES_OF, files_key
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 
@@ -136,7 +136,7 @@ def scope_tables(
 
 def scope_title(title: str, scope: str, *, estimate: bool) -> str:
     """Returns a title that names the meter's scope."""
-    return f"{title}, scope {scope}" + (" (ESTIMATE, nothing was measured)" if estimate else "")
+    return f"{title}, scope {scope_words(scope)}" + (" (ESTIMATE, nothing was measured)" if estimate else "")
 
 
 def all_tables(figures: Figures) -> list[TextTable]:

@@ -15,6 +15,7 @@ from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
 from edge_devices.machine.load import LoadWatch, MachineLoad, load_now
 from edge_devices.machine.memory import peak_memory_bytes
+from edge_devices.meters.base import Scope, scope_words
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
 from edge_runtime.backends.selection import CARDS
@@ -180,12 +181,15 @@ class RunsInTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(PairedRuns, Conditions):
-    """The runs of one prompt. `drafting` describes the draft lengths; `draft_length` is None if a policy chose them."""
+    """The runs of one prompt. `drafting` describes the draft lengths; `draft_length` is None if a policy chose them. `draft_place` says
+    where drafts are made beside a device.
+    """
 
     drafting: str
     draft_length: int | None
     rows: RowEquality
     peak_memory: int
+    draft_place: str = ""
 
     @property
     def follows_from_medians(self) -> bool:
@@ -201,11 +205,13 @@ class Comparison(PairedRuns, Conditions):
     def remarks(self) -> list[str]:
         """Returns what the figures mean: whether drafts can change text, and why they may mean little: nothing was drafted, joules are
         estimated or missing, or the machine was busy."""
-        sentences = [*([] if self.drafted_tokens else [NOTHING_DRAFTED]), self.rows.sentence()]
+        sentences = [*([] if self.drafted_tokens else [NOTHING_DRAFTED]), self.rows.sentence(), *filter(None, [self.draft_place])]
         if not self.follows_from_medians:
             sentences.append("the speed-up is the median of the ratios of neighbouring runs: the machine's speed changed between runs")
         if self.drafted_energy.kind == "estimate" and not self.energy_is_comparable:
             sentences.append("energy: nothing was measured, and the ranges of the estimate overlap, so it is not shown")
+        elif self.drafted_energy.facts and self.drafted_energy.facts.scope is Scope.GPU:
+            sentences.append(f"energy: scope {scope_words(Scope.GPU)}, idle power included")
         elif self.drafted_energy.kind == "estimate" and self.drafted_energy.facts:
             sentences.append(f"energy: nothing was measured; {self.drafted_energy.facts.source}, with the range of these watts")
         missing = [": ".join(energy.row()) for energy in (self.plain_energy, self.drafted_energy) if energy.kind == "none"][:1]
@@ -223,6 +229,7 @@ class Comparison(PairedRuns, Conditions):
             "drafted_tokens": self.drafted_tokens,
             "drafting": self.drafting,
             "draft_length": self.draft_length,
+            "draft_place": self.draft_place or None,
             "rows": self.rows.to_json(),
             "peak_memory_bytes": self.peak_memory,
         }
@@ -264,6 +271,7 @@ def compare_runs(
         **vars(runs.conditions()),
         drafting=drafting,
         draft_length=draft_length,
+        draft_place=session.draft_place,
         rows=rows,
         peak_memory=peak_memory_bytes(),
     )

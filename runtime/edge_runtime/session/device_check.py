@@ -149,9 +149,7 @@ def compared(
 
     `rounded` is what `is_rounded` says. Empties the caches.
     """
-    quality = exported_quality(parity)
-    unmeasured = _UNKNOWN_LIMIT if rounded else _FLOAT_LIMIT
-    limit = unmeasured if quality is None else _limit(quality.mean_kl)
+    limit = allowed_loss(parity, rounded=rounded)
     try:
         device_answers = answers(target, drafter, longest, scored=False)
         _check_choices(target, device_answers, min(longest, _FOLLOWING))
@@ -197,9 +195,12 @@ def is_rounded(manifest: Manifest, format: str) -> bool:
     return bits < _FLOAT_BITS or any(buffer.dtype != "f32" for buffer in manifest.cache_layout.buffers)
 
 
-def _limit(loss: float) -> float:
-    """The mean KL that is allowed beside the CPU's answers, by what the weights lose."""
-    return _FLOAT_LIMIT if loss < _FLOAT_LIMIT else max(_ROUNDED_LIMIT, _SHARE * loss)
+def allowed_loss(parity: object, *, rounded: bool) -> float:
+    """Returns the mean KL, in nats, that rows may have beside the CPU's, by what the weights lose; without experts."""
+    quality = exported_quality(parity)
+    if quality is None:
+        return _UNKNOWN_LIMIT if rounded else _FLOAT_LIMIT
+    return _FLOAT_LIMIT if quality.mean_kl < _FLOAT_LIMIT else max(_ROUNDED_LIMIT, _SHARE * quality.mean_kl)
 
 
 def _rows(target: Target, longest: int, draft: Callable[[int], None]) -> Iterator[tuple[str, NDArray[np.float32]]]:

@@ -220,6 +220,13 @@ def test_an_accelerator_is_checked_before_the_child_that_measures_memory(exporte
     assert order == first
 
 
+def test_records_say_where_drafts_were_made(exported_pair):
+    measuring = benchmark.Benchmark(exported_pair, BenchRequest(), LoadOptions(backend="llama", check="none"))
+    measuring._load = replace(measuring._load, device="gpu")
+    ran = SimpleNamespace(device="webgpu", draft_place="drafts are made on the CPU: a draft of 3 takes less there")
+    assert [note.text for note in measuring._places(ran)] == ["asked for the device gpu; it ran on webgpu", ran.draft_place]
+
+
 def test_a_real_pair_is_measured_on_the_devices_that_are_named(exported_pair, probe_memory, tmp_path):
     what = "--domains code --lengths 3 --policies none --drafters dense --repeats 1 --max-tokens 4 --contexts none --warm-up 0"
     result = bench("run", exported_pair, *what.split(), "--threads", "1", "--devices", "cpu", "--runs", tmp_path)

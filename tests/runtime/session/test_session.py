@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from edge_devices.meters.base import Kind, MeterFacts, Scope
 from edge_runtime.cli.compare import compare_runs, comparison_table
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
@@ -109,6 +112,15 @@ def test_comparison_runs_both_sides_in_turn():
         compare_runs(session, "abc", max_tokens=4, draft_length=2, repeats=1, show=shown.append, shown_prompt="abc").drafting
         == "drafts of 2"
     )
+
+
+def test_a_comparison_on_a_device_says_where_drafts_are_made_and_what_its_joules_are_of():
+    comparison = compare_runs(make_session(), "abc", max_tokens=4, draft_length=2, repeats=1, show=lambda _: None, shown_prompt="abc")
+    facts = MeterFacts(name="nvml:0", kind=Kind.COUNTER, scope=Scope.GPU, source="", refresh_s=0.1, resolution=0.001, poll_s=0.1)
+    place = "drafts are made on the CPU: a draft of 3 takes less there"
+    remarks = replace(comparison, draft_place=place, drafted_energy=replace(comparison.drafted_energy, facts=facts)).remarks()
+    assert place in remarks
+    assert "energy: scope gpu_board (the GPU's board, not the whole machine), idle power included" in remarks
 
 
 def test_stop_token_ends_text():

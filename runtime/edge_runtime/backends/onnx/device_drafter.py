@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.files.user_cache import entry_key
 from edge_runtime.backends.onnx.device_draft_graph import (
     CANDIDATES,
     FIRST,
@@ -173,30 +172,59 @@ def _float(value: int) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftPlaces:
-    """Seconds of a short draft on the device and on the CPU."""
+    """Seconds of a short draft on the device and on the CPU, or why the drafter does not run on the device."""
 
-    on_device: float
-    on_processor: float
+    on_device: float = 0.0
+    on_processor: float = 0.0
+    failure: str = ""
 
     @property
     def device_is_faster(self) -> bool:
         """Whether the drafter belongs on the device."""
-        return self.on_device < self.on_processor
+        return not self.failure and self.on_device < self.on_processor
+
+    def sentence(self, device: str) -> str:
+        """Where drafts are made beside a target on `device`, and why."""
+        if self.failure:
+            return f"drafts are made on the CPU, since the drafter does not run on {device}: {self.failure}"
+        times = f"a draft of {_DRAFT} takes {1e3 * self.on_device:.2f} ms on {device} and {1e3 * self.on_processor:.2f} ms on the CPU"
+        return f"drafts are made on {device if self.device_is_faster else 'the CPU'}: {times}"
 
 
-PLACES = MeasuredValue(kind="draft-place", value_class=DraftPlaces, doing="timing drafts on the device and on the CPU", times=1)
+PLACES = MeasuredValue(
+    kind="draft-place",
+    value_class=DraftPlaces,
+    doing="timing drafts on the device and on the CPU",
+    times=1,
+    disturbed_by_load=lambda places: not places.failure,
+)
 
 
-def timed_places(target: DeviceTarget, on_device: Callable[[], Drafter], on_processor: Drafter, facts: tuple[object, ...]) -> DraftPlaces:
-    """Times a draft on both, or returns what is known. Empties the cache."""
+def timed_places(target: DeviceTarget, on_device: Callable[[], Drafter], on_processor: Callable[[], Drafter], key: str) -> DraftPlaces:
+    """Times a draft on both, or returns what is known of `key`, and then opens neither. Empties the cache."""
 
     def measure(*_: object) -> DraftPlaces:
         try:
-            return DraftPlaces(on_device=_seconds(target, on_device()), on_processor=_seconds(target, on_processor))
+            seconds = _seconds(target, on_device())
+        except FAILURES as error:
+            return failed(error)
+        finally:
+            target.rollback(0)
+        try:
+            return DraftPlaces(on_device=seconds, on_processor=_seconds(target, on_processor()))
         finally:
             target.rollback(0)
 
-    return PLACES.known_or_measured(entry_key([*map(str, facts)]), measure, lambda _: None)
+    return PLACES.known_or_measured(key, measure, lambda _: None)
+
+
+# What a drafter raises that does not run on a device.
+FAILURES = (BackendError, OtherGraphError, RequestError)
+
+
+def failed(error: Exception) -> DraftPlaces:
+    """What is kept of a drafter that does not run on the device, so that no later start tries it again."""
+    return DraftPlaces(failure=str(error) or "its graph has parts that were not tried there")
 
 
 def _seconds(target: DeviceTarget, drafter: Drafter) -> float:

@@ -93,20 +93,20 @@ class _Change:
         return self.last_rows[key]
 
 
-def device_graph(model: bytes) -> DeviceGraph | None:
+def device_graph(model: bytes, graph: OnnxGraph) -> DeviceGraph | None:
     """Returns the model of a target changed for such a device; None if it has attention that is none of the patterns.
 
-    `model` has passed `check_onnx`, which says nothing of its patterns.
+    `model` has passed `check_onnx`, which says nothing of its patterns. `graph` is what `read_graph` says of it, and is changed.
     """
     try:
-        return _changed(model)
+        return _changed(model, graph)
     except (LookupError, ValueError):  # a node that a pattern ends in is missing, or has other inputs
         return None
 
 
-def _changed(model: bytes) -> DeviceGraph | None:
-    change = _Change(read_graph(model))
-    graph, makers, constants = change.graph, change.makers, change.graph.constants
+def _changed(model: bytes, graph: OnnxGraph) -> DeviceGraph | None:
+    change = _Change(graph)
+    makers, constants = change.makers, graph.constants
     for node in graph.nodes:
         on_rows = attention_on_rows(node, constants)
         without_padding = attention_of_last_rows(node, constants)
@@ -127,9 +127,9 @@ def _changed(model: bytes) -> DeviceGraph | None:
     return DeviceGraph(model=with_graph(model, graph, None), written=change.written)
 
 
-def has_branches(model: bytes) -> bool:
+def has_branches(graph: OnnxGraph) -> bool:
     """Whether parts of the graph run only where they are needed, as experts do."""
-    return any(node.operator == "If" for node in read_graph(model).nodes)
+    return any(node.operator == "If" for node in graph.nodes)
 
 
 # What is picked of the hidden rows [1, n, hidden size], and at which rows; buffers and the positions read of them.

@@ -28,7 +28,7 @@ from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value
 from edge_runtime.backends.onnx.target import Bindings, OrtOptions, OrtTarget, PairFiles, shared_inputs
 from edge_runtime.bundle.integrity import read_part
 from edge_runtime.bundle.manifest import CacheLayout
-from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES
+from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES, read_graph
 from edge_runtime.errors import BackendError, BundleError, RequestError
 from edge_runtime.interfaces import KvRows
 
@@ -116,6 +116,7 @@ class DeviceTarget(OrtTarget):
     cache: DeviceCache
 
     def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
+        self.draft_place = ""  # where drafts are made, and why, in one sentence
         self._hidden_values: dict[int, Any] = {}
         self._newest = 0, 0  # the length behind the newest forward, and how many hidden rows it gave
         super().__init__(files, options, session)
@@ -130,10 +131,10 @@ class DeviceTarget(OrtTarget):
         """Opens the changed graph. Raises RequestError if it has attention or K/V rows that the device does not keep."""
         changed, model = None, read_part(files.target, MAX_GRAPH_BYTES, "graph")
         # onnxruntime-ep-webgpu 0.4.0 takes values of the CPU inside of an If for its own, and fails.
-        if has_branches(model):
+        if has_branches(graph := read_graph(model)):
             raise RequestError(f"{session.device.name} does not run {files.target}, whose experts are branches; leave --device out")
         if floats := all(buffer.dtype == "f32" for buffer in files.layout.buffers):
-            changed = device_graph(model)
+            changed = device_graph(model, graph)
         if changed is None or set(changed.written.values()) != set(self.cache.names):
             again = "with this version" if floats else "with --onnx-kv f32"
             raise RequestError(f"{session.device.name} cannot run {files.target} as it was exported; export it again {again}")

@@ -11,9 +11,12 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.files.user_cache import entry_key
+from edge_devices.machine.facts import installed_version
+from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.kernels.draft import FLOAT_ROWS, HALF_ROWS, INT8_ROWS, KvSource, NativeDraft, address, can_draft
 from edge_runtime.backends.kernels.loader import build_hash, variant
-from edge_runtime.backends.onnx.device_drafter import DeviceDrafter, timed_places
+from edge_runtime.backends.onnx.device_drafter import FAILURES, PLACES, DeviceDrafter, failed, timed_places
 from edge_runtime.backends.onnx.device_target import DeviceTarget
 from edge_runtime.backends.onnx.devices import PROCESSOR, library_version
 from edge_runtime.backends.onnx.drafter_weights import OtherGraphError, channel_scales, read_weights, sources_of
@@ -283,26 +286,36 @@ def _drafter_on_processor(
 def _fastest_drafter(path: Path, target: DeviceTarget, session: SessionOptions, files: PairFiles) -> AnyOrtDrafter:
     """The drafter on the device or on the CPU, to which a `DeviceTarget` gives the rows that it reads: whichever drafts faster.
 
-    That is not tried where a processor computes in the device's place.
+    That is not tried where a processor computes in the device's place. What is not chosen is opened to be timed only.
     """
-    device, made = session.device, list[DeviceDrafter]()
-    on_processor = _drafter_on_processor(path, target, replace(session, device=PROCESSOR), files, may_use_kernels=True)
+    device, made = session.device, dict[str, AnyOrtDrafter]()
+
+    def on_processor() -> AnyOrtDrafter:
+        if CPU not in made:
+            made[CPU] = _drafter_on_processor(path, target, replace(session, device=PROCESSOR), files, may_use_kernels=True)
+        return made[CPU]
+
+    def on_device() -> AnyOrtDrafter:
+        if device.name not in made:
+            made[device.name] = DeviceDrafter(path, target, session, files.layout)
+        return made[device.name]
+
     if device.software:
-        return on_processor
-
-    def on_device() -> DeviceDrafter:
-        made.append(DeviceDrafter(path, target, session, files.layout))
-        return made[0]
-
+        return on_processor()
     facts: tuple[object, ...] = (files.identity, device.name, device.hardware, device.driver, library_version(), target.context)
-    facts += (session.threads, type(on_processor).__name__, variant(), build_hash())
+    facts += (session.threads, variant(), build_hash(), installed_version("edge-mtp"))
+    key = entry_key([*map(str, facts)])
+    places = timed_places(target, on_device, on_processor, key)
     try:
-        if timed_places(target, on_device, on_processor, facts).device_is_faster:
-            chosen = made[0] if made else on_device()
-            on_processor.close()
-            return chosen
-    except (BackendError, OtherGraphError, RequestError):  # it drafts on the CPU then, as on devices that take only the target
-        pass
-    for drafter in made:
-        drafter.close()
-    return on_processor
+        chosen = on_device() if places.device_is_faster else on_processor()
+    except FAILURES as error:
+        if not places.device_is_faster:
+            raise
+        places = failed(error)
+        PLACES.keep(key, places, lambda _: None)
+        chosen = on_processor()
+    for drafter in made.values():
+        if drafter is not chosen:
+            drafter.close()
+    target.draft_place = places.sentence(device.name)
+    return chosen

@@ -36,7 +36,7 @@ class Graph:
     def __init__(self, path: Path, options: SessionOptions, model: bytes | None = None) -> None:
         """`model` stands in the place of the file at `path`, beside which its weights lie."""
         self._session, self.row_kernels = _open_fastest(path, options) if model is None else (_open_model(path, options, model), 0)
-        self.name, self._device = path.name, options.device
+        self.name, self.device = path.name, options.device
         try:
             self.inputs = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
             self.outputs = {value.name: tuple(value.shape) for value in self._session.get_outputs()}
@@ -49,7 +49,7 @@ class Graph:
         What the inputs `fixed` hold never changes, or is changed by the device alone.
         """
         call = Call(self._session, self.name, inputs, outputs)
-        if not self._device.is_cpu:
+        if not self.device.is_cpu:
             call.copied = {name: value for name, value in inputs.items() if name not in fixed}
         return call
 

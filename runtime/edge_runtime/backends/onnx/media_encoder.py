@@ -2,48 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_runtime.backends.onnx.encoder_place import device_encoder, runs_on_device
 from edge_runtime.backends.onnx.loader import Graph, SessionOptions, value_over
 from edge_runtime.bundle.onnx_graph import check_onnx
-from edge_runtime.errors import BundleError, RequestError
+from edge_runtime.errors import BackendError, BundleError, RequestError
 from edge_runtime.media.image import PATCH, POOLING, Image
 from edge_runtime.media.sound import MELS, Sound
 
 # The rows of a block of the audio tower's attention, the distance that it sees, and the score of what it does not.
 _BLOCK, _REACH, _MASKED = 12, 12, -1e9
 _INPUTS = {"image": {"patches", "x", "y"}, "sound": {"mels", "filler", "mask"}}
+# What is encoded to compare a device with the CPU: an image of the usual 256 rows, ten seconds of sound.
+_SAMPLES: dict[str, Callable[[], Image | Sound]] = {
+    "image": lambda: Image(np.random.default_rng(1).integers(0, 256, (768, 768, 3), np.uint8)),
+    "sound": lambda: Sound(np.random.default_rng(1).uniform(-0.5, 0.5, 160_000).astype(np.float32)),
+}
 
 
 class OrtMediaEncoder:
-    """The encoders of a bundle. Implements `media.soft_rows.Encoder`."""
+    """The encoders of a bundle, on a device where that is right and faster. Implements `media.soft_rows.Encoder`."""
 
-    def __init__(self, image: Path, sound: Path | None, options: SessionOptions, width: int) -> None:
-        """`width` is the hidden size of the target. Opens nothing."""
+    def __init__(
+        self,
+        image: Path,
+        sound: Path | None,
+        options: SessionOptions,
+        width: int,
+        *,
+        identity: str = "",
+        notify: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`width` is the hidden size of the target, `identity` stands for the files. Opens nothing."""
         self._paths, self._options, self._width = {"image": image, "sound": sound}, options, width
+        self._identity, self._notify = identity, notify
         self._graphs: dict[str, Graph] = {}
 
     def encode(self, media: Image | Sound) -> NDArray[np.float32]:
         """Returns the soft rows [rows, hidden size]. Raises RequestError for sound without an audio tower, BackendError if it fails."""
-        return self._image(media) if isinstance(media, Image) else self._sound(media)
+        kind = "image" if isinstance(media, Image) else "sound"
+        graph = self._graph(kind)
+        try:
+            return self._rows(media, graph)
+        except BackendError as error:
+            if graph.device.is_cpu:
+                raise
+            self._notify(f"The encoder of {kind} failed on {graph.device.name} and runs on the CPU from now on: {error}.")
+        self._graphs[kind] = self._opened(kind, self._path(kind), SessionOptions(threads=self._options.threads))
+        return self._rows(media, self._graphs[kind])
 
     def close(self) -> None:
         """Frees the graphs. Can be called twice."""
         self._graphs.clear()
 
-    def _image(self, image: Image) -> NDArray[np.float32]:
-        graph = self._graph("image")
+    def _rows(self, media: Image | Sound, graph: Graph) -> NDArray[np.float32]:
+        return self._image(media, graph) if isinstance(media, Image) else self._sound(media, graph)
+
+    def _image(self, image: Image, graph: Graph) -> NDArray[np.float32]:
         order = grouped(image)
         x, y = image.positions()[order].T
         return self._run(graph, {"patches": image.patches()[order][None], "x": x, "y": y})
 
-    def _sound(self, sound: Sound) -> NDArray[np.float32]:
-        graph = self._graph("sound")
+    def _sound(self, sound: Sound, graph: Graph) -> NDArray[np.float32]:
         # At least one row of filler: onnxruntime copies empty arrays.
         blocks, size = sound.rows // _BLOCK + 1, graph.inputs["filler"][-1]
         if type(size) is not int or not 0 < size <= 1 << 16:
@@ -57,22 +84,40 @@ class OrtMediaEncoder:
 
     def _graph(self, kind: str) -> Graph:
         if kind not in self._graphs:
-            path = self._paths[kind]
-            if path is None:
-                raise RequestError("this bundle's encoder takes images only; leave the sound out")
+            path, options = self._path(kind), self._options
             check_onnx(path)
-            graph = Graph(path, self._options)
-            mels = graph.inputs.get("mels", (MELS,))[-1:]
-            if set(graph.inputs) != _INPUTS[kind] or mels != (MELS,) or graph.outputs.get("rows", ())[-1:] != (self._width,):
-                raise BundleError(f"{path} is no encoder of this target; export the bundle again")
-            self._graphs[kind] = graph
+            if not options.device.is_cpu:
+                taken, sentence = runs_on_device(path, self._identity, options, kind, partial(self._sample_rows, kind, path))
+                if sentence:
+                    self._notify(sentence)
+                options = options if taken else SessionOptions(threads=options.threads)
+            self._graphs[kind] = self._opened(kind, path, options)
         return self._graphs[kind]
+
+    def _path(self, kind: str) -> Path:
+        path = self._paths[kind]
+        if path is None:
+            raise RequestError("this bundle's encoder takes images only; leave the sound out")
+        return path
+
+    def _opened(self, kind: str, path: Path, options: SessionOptions) -> Graph:
+        graph = Graph(path, options) if options.device.is_cpu else device_encoder(path, options)
+        mels = graph.inputs.get("mels", (MELS,))[-1:]
+        if set(graph.inputs) != _INPUTS[kind] or mels != (MELS,) or graph.outputs.get("rows", ())[-1:] != (self._width,):
+            raise BundleError(f"{path} is no encoder of this target; export the bundle again")
+        return graph
+
+    def _sample_rows(self, kind: str, path: Path, options: SessionOptions) -> Callable[[], NDArray[np.float32]]:
+        graph = self._opened(kind, path, options)
+        return lambda: self._rows(_SAMPLES[kind](), graph)
 
     def _run(self, graph: Graph, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
         kept = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
         call = graph.bind({name: value_over(array) for name, array in kept.items()}, {"rows": None})
         call.run()
         rows: NDArray[np.float32] = call.outputs()[0][0].copy()
+        if not graph.device.is_cpu and not np.isfinite(rows).all():
+            raise BackendError("rows hold NaN")
         return rows
 
 

@@ -99,8 +99,9 @@ class OrtBackend:
             row_kernels=variant() if target.row_kernels else None,
             # Of float16 and int8 rows: the kernels read float32 ones.
             stock_attention=any(buffer.dtype != "f32" for buffer in manifest.cache_layout.buffers),
+            draft_place=target.draft_place if isinstance(target, DeviceTarget) else "",
             accelerator=None if options.device.is_cpu else Accelerator(name=options.device.name, driver=_identity(options.device)),
-            encoder=None if whole_images else lazy_encoder(bundle, "onnx", lambda: media_encoder(bundle, options), room),
+            encoder=None if whole_images else lazy_encoder(bundle, "onnx", lambda: media_encoder(bundle, options, request.notify), room),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -164,11 +165,13 @@ def open_onnx(
     return target, drafter, kind
 
 
-def media_encoder(bundle: Bundle, options: OrtOptions) -> OrtMediaEncoder:
+def media_encoder(bundle: Bundle, options: OrtOptions, notify: Callable[[str], None]) -> OrtMediaEncoder:
     """Returns the encoders of a bundle that has graphs of them; each is opened at its first use."""
-    sound = bundle.path(AUDIO_ENCODER, "onnx") if bundle.has(AUDIO_ENCODER, "onnx") else None
-    session = SessionOptions(threads=options.threads)  # an accelerator's encoders are not checked
-    return OrtMediaEncoder(bundle.path(VISION_ENCODER, "onnx"), sound, session, bundle.manifest.architecture.hidden_size)
+    image, sound = bundle.path(VISION_ENCODER, "onnx"), bundle.path(AUDIO_ENCODER, "onnx") if bundle.has(AUDIO_ENCODER, "onnx") else None
+    tried = keeps_rows(options.device) and not options.device.software  # a processor would compute in its place
+    session = SessionOptions(threads=options.threads, device=options.device if tried else PROCESSOR)
+    identity = " ".join(file.sha256 for file in bundle.manifest.files)
+    return OrtMediaEncoder(image, sound, session, bundle.manifest.architecture.hidden_size, identity=identity, notify=notify)
 
 
 def open_pair(files: PairFiles, options: OrtOptions) -> tuple[GraphTarget, AnyOrtDrafter | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +19,10 @@ pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 import onnxruntime as ort
 
 from edge_runtime.backends.onnx import drafter as drafter_module
-from edge_runtime.backends.onnx.device_draft_graph import draft_step_graph
+from edge_runtime.backends.onnx.device_draft_graph import RECENT, draft_step_graph
 from edge_runtime.backends.onnx.device_drafter import DeviceDrafter, DraftPlaces, timed_places
 from edge_runtime.backends.onnx.devices import PROCESSOR
+from edge_runtime.backends.onnx.drafter_weights import OtherGraphError
 from edge_runtime.backends.onnx.loader import SessionOptions, value_over
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
 from edge_runtime.bundle.bundle import open_bundle
@@ -145,49 +147,130 @@ class Stub:
     """A drafter, or the target that it belongs to."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.closed, self.context = name, False, 100
+        self.name, self.closed, self.context, self.draft_place = name, False, 100, ""
 
     def close(self) -> None:
         self.closed = True
 
+    def draft(self, *_: Any) -> list[int]:
+        time.sleep(0.002 * (self.name == "cpu"))
+        return []
+
+    def prefill(self, *_: Any) -> None:
+        """As a target's."""
+
+    verify = rollback = prefill
+
+
+SOONER, LATER = DraftPlaces(on_device=0.1, on_processor=0.2), DraftPlaces(on_device=0.3, on_processor=0.2)
+FAILED = DraftPlaces(failure="lost")
+
 
 @pytest.mark.parametrize(
-    ("on_device", "software", "expected"),
-    [(0.1, False, "gpu"), (0.3, False, "cpu"), (0.1, True, "cpu"), (BackendError("lost"), False, "cpu")],
+    ("places", "measured", "software", "opened", "chosen"),
+    [
+        (SOONER, True, False, ["gpu", "cpu"], "gpu"),
+        (LATER, True, False, ["gpu", "cpu"], "cpu"),
+        (SOONER, False, False, ["gpu"], "gpu"),  # as the next starts know
+        (LATER, False, False, ["cpu"], "cpu"),
+        (FAILED, False, False, ["cpu"], "cpu"),
+        (SOONER, True, True, ["cpu"], "cpu"),
+    ],
 )
-def test_it_drafts_where_that_is_faster(monkeypatch: pytest.MonkeyPatch, on_device: Any, software: bool, expected: str) -> None:
+def test_it_drafts_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, places: DraftPlaces, *, measured: bool, software: bool, opened: list[str], chosen: str
+) -> None:
+    """What is known opens no other place."""
+    there, target = placed(monkeypatch), Stub("target")
+
+    def timed(_target: Any, *openers: Callable[[], Any]) -> DraftPlaces:
+        for opener in openers[:2] if measured else ():
+            opener()
+        return places
+
+    monkeypatch.setattr(drafter_module, "timed_places", timed)
+    assert fastest(target, software=software).name == chosen
+    assert list(there) == opened
+    assert [stub.name for stub in there.values() if not stub.closed] == [chosen]
+    assert target.draft_place == ("" if software else places.sentence("webgpu"))
+
+
+def test_a_drafter_that_does_not_run_on_the_device_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def lost(*_: Any) -> None:
+        tried.append("gpu")
+        raise BackendError("it is lost")
+
+    placed(monkeypatch)
+    monkeypatch.setattr(drafter_module, "DeviceDrafter", lost)
+    targets = [Stub("target") for _ in range(2)]
+    assert [fastest(target).name for target in targets] == ["cpu", "cpu"]
+    assert tried == ["gpu"]
+    assert {target.draft_place for target in targets} == {
+        "drafts are made on the CPU, since the drafter does not run on webgpu: it is lost"
+    }
+
+
+def test_one_that_no_longer_runs_there_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that was faster when it was measured may fail to open later, as where memory is missing."""
+    placed(monkeypatch)
+    assert fastest(Stub("target"), "later").name == "gpu"
+    fails = [OtherGraphError()]
+
+    def lost(*_: Any) -> None:
+        raise fails.pop()
+
+    monkeypatch.setattr(drafter_module, "DeviceDrafter", lost)
+    assert [fastest(Stub("target"), "later").name for _ in range(2)] == ["cpu", "cpu"]
+    assert not fails
+
+
+def placed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Stub]:
+    """Stubs of both places, which appear when they are opened; the device's drafts take less time."""
     there: dict[str, Stub] = {}
 
     def made(name: str) -> Callable[..., Stub]:
         return lambda *_, **__: there.setdefault(name, Stub(name))
 
-    def timed(_target: Any, open_on_device: Callable[[], Any], *_: Any) -> DraftPlaces:
-        open_on_device()
-        if isinstance(on_device, Exception):
-            raise on_device
-        return DraftPlaces(on_device=on_device, on_processor=0.2)
-
     monkeypatch.setattr(drafter_module, "DeviceDrafter", made("gpu"))
     monkeypatch.setattr(drafter_module, "_drafter_on_processor", made("cpu"))
-    monkeypatch.setattr(drafter_module, "timed_places", timed)
-    files: Any = SimpleNamespace(identity="abc", layout=None)
-    target: Any = Stub("target")
+    return there
+
+
+def fastest(target: Any, identity: str = "abc", *, software: bool = False) -> Any:
+    files: Any = SimpleNamespace(identity=identity, layout=None)
     session = SessionOptions(threads=1, device=replace(GPU, software=software))
-    chosen: Any = drafter_module._fastest_drafter(Path("drafter.onnx"), target, session, files)
-    assert chosen.name == expected
-    assert [stub.name for stub in there.values() if not stub.closed] == [expected]
+    return drafter_module._fastest_drafter(Path("drafter.onnx"), target, session, files)
 
 
 def test_both_places_are_timed_once() -> None:
     target: Any = SimpleNamespace(**dict.fromkeys(("rollback", "prefill", "verify"), lambda *_: None))
-    opened: list[Any] = []
+    opened: list[str] = []
 
-    def on_device() -> Any:
-        opened.append(SimpleNamespace(draft=lambda *_: time.sleep(0.002)))
-        return opened[-1]
+    def place(name: str, seconds: float) -> Callable[[], Any]:
+        def opener() -> Any:
+            opened.append(name)
+            return SimpleNamespace(draft=lambda *_: time.sleep(seconds))
 
-    on_processor: Any = SimpleNamespace(draft=lambda *_: [])
-    places = [timed_places(target, on_device, on_processor, ("a pair", "a device", 3)) for _ in range(2)]
+        return opener
+
+    places = [timed_places(target, place("gpu", 0.002), place("cpu", 0), "a pair on a device") for _ in range(2)]
     assert places[0] == places[1]
     assert not places[0].device_is_faster
-    assert len(opened) == 1
+    assert opened == ["gpu", "cpu"]
+    assert re.fullmatch(
+        r"drafts are made on the CPU: a draft of 3 takes [2-9]\.\d\d ms on npu and 0\.\d\d ms on the CPU", places[0].sentence("npu")
+    )
+
+
+@pytest.mark.parametrize("token", [np.nan, np.inf, -1.0, 100.0])
+def test_tokens_that_there_are_none_of_are_refused(token: float) -> None:
+    recent = np.zeros((2, 12), np.float32)
+    recent[0, -2] = token
+    drafter = object.__new__(DeviceDrafter)
+    drafter._places = [{RECENT: value_over(recent)}] * 2
+    drafter._target = SimpleNamespace(vocabulary=SimpleNamespace(size=100))
+    assert drafter._recent(4, 1) == [(0, 0.0)]
+    with pytest.raises(BackendError, match="tokens that there are none of"):
+        drafter._recent(4, 2)

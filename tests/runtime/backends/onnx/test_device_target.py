@@ -14,7 +14,7 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
 import software_gpu
-from edge_runtime.backends.onnx.device_graph import device_graph, has_branches, head_with_choices
+from edge_runtime.backends.onnx.device_graph import DeviceGraph, device_graph, has_branches, head_with_choices
 from edge_runtime.backends.onnx.loader import Call
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.onnx_file import read_graph, with_graph
@@ -22,6 +22,11 @@ from random_pairs import write_random_pair
 
 Bundles = Callable[..., Path]
 needs_webgpu = pytest.mark.skipif(bool(software_gpu.lacking()), reason=software_gpu.lacking() or "it is there")
+
+
+def changed_graph(model: bytes) -> DeviceGraph | None:
+    return device_graph(model, read_graph(model))
+
 
 _TARGET = """
 import json, sys
@@ -217,7 +222,7 @@ def router_graph(folder: Path) -> bytes:
 def test_a_router_of_experts_is_not_rewritten(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     model = router_graph(tmp_path)
-    changed = device_graph(model)
+    changed = changed_graph(model)
     assert changed is not None
     operators = [node.operator for node in read_graph(changed.model).nodes]
     assert (operators.count("Gemm"), operators.count("FusedMatMul")) == (1, 1)
@@ -230,8 +235,8 @@ def test_a_router_of_experts_is_not_rewritten(tmp_path: Path) -> None:
 
 def test_experts_are_branches(onnx_pair: Bundles, tmp_path: Path) -> None:
     """What a device refuses, with a sentence of its own."""
-    assert has_branches(router_graph(tmp_path))
-    assert not has_branches(open_bundle(onnx_pair("f32")).path("target", "onnx").read_bytes())
+    assert has_branches(read_graph(router_graph(tmp_path)))
+    assert not has_branches(read_graph(open_bundle(onnx_pair("f32")).path("target", "onnx").read_bytes()))
 
 
 @pytest.mark.parametrize("parts", [7, 8, 35, 60])
@@ -243,7 +248,7 @@ def test_a_split_has_no_more_parts_than_a_shader_has_buffers(parts: int, tmp_pat
     pieces = graph.equal_parts(graph.input("rows", "f32", (1, "n", 2 * parts)), parts, 2)
     graph.output(graph.op("Concat", *reversed(pieces), axis=-1), "f32", (1, "n", 2 * parts))
     graph.save(tmp_path / "parts.onnx")
-    changed = device_graph((tmp_path / "parts.onnx").read_bytes())
+    changed = changed_graph((tmp_path / "parts.onnx").read_bytes())
     assert changed is not None
     assert all(len(node.outputs) <= 7 for node in read_graph(changed.model).nodes if node.operator == "Split")
     rows = np.arange(3 * 2 * parts, dtype=np.float32).reshape(1, 3, 2 * parts)
@@ -283,7 +288,7 @@ def test_a_head_chooses_as_its_logits_say(onnx_pair: Bundles) -> None:
 
 def test_all_attention_becomes_an_operator_on_whole_buffers(onnx_pair: Bundles) -> None:
     bundle = open_bundle(onnx_pair("int4"))
-    changed = device_graph(bundle.path("target", "onnx").read_bytes())
+    changed = changed_graph(bundle.path("target", "onnx").read_bytes())
     assert changed is not None
     nodes = read_graph(changed.model).nodes
     attention = [node for node in nodes if node.operator == "GroupQueryAttention"]
@@ -302,10 +307,10 @@ def test_a_strangers_attention_is_left_to_the_cpu(onnx_pair: Bundles, place: int
     for node in graph.nodes:
         if node.operator in ("GroupQueryAttention", "FusedMatMul"):
             node.inputs[:] = node.inputs[:place] + ([] if name is None else [name])
-    assert device_graph(with_graph(model, graph, None)) is None
+    assert changed_graph(with_graph(model, graph, None)) is None
 
 
 def test_rows_of_other_types_are_left_to_the_cpu(onnx_pair: Bundles) -> None:
     for kv in ("f16", "int8"):
         bundle = open_bundle(onnx_pair("int4", kv=kv))
-        assert device_graph(bundle.path("target", "onnx").read_bytes()) is None
+        assert changed_graph(bundle.path("target", "onnx").read_bytes()) is None
