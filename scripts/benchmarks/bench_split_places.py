@@ -2,7 +2,8 @@
 
     python scripts/benchmarks/bench_split_places.py my-bundle --device webgpu --prompt 512 --prompt 2048 --json split.json
 
-Both pairs are opened, as a session that moves its rows would. The exit code is 1 where logits behind moved rows are further from the CPU's
+Both pairs are opened, as a session that moves its rows would. A device may go on computing when a prefill returns, so the move waits for it:
+what compares is the time to the first token. The exit code is 1 where logits behind moved rows are further from the CPU's
 than the check of a device allows.
 """
 
