@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/bench_split_places.py my-bundle --device webgpu --prompt 512 --prompt 2048 --json split.json
 
-Both pairs are opened, as a session that moves its rows would. A device may go on computing when a prefill returns, so the move waits for it:
-what compares is the time to the first token. The exit code is 1 where logits behind moved rows are further from the CPU's
-than the check of a device allows.
+Both pairs are opened, as a session that moves its rows would. A device computes on when a prefill returns, and the move waits for it: what
+compares is the time to the first token. The exit code is 1 where logits behind moved rows are further from the CPU's than the check of a
+device allows.
 """
 
 from __future__ import annotations
