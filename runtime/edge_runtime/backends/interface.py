@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from edge_devices.waiting import Waiting
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER
+from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import Settings
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.interfaces import Drafter, DraftRequest, Logits, SequenceBatch, Target, Vocabulary
@@ -17,13 +18,6 @@ from edge_runtime.media.soft_rows import Encoder, LazyEncoder, Room
 # The kinds of devices, by which one may be asked for.
 CPU, GPU, NPU = "cpu", "gpu", "npu"
 _ENCODERS = (MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER)
-
-
-class SetThreads(Protocol):
-    """Sets how many threads each phase runs on."""
-
-    def __call__(self, prefill: int, verify: int, draft: int) -> None:
-        """Takes effect with the next forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +84,7 @@ class OpenedPair:
     accelerator: Accelerator | None = None
     draft_place: str = ""
     encoder: LazyEncoder | None = None
-    set_threads: SetThreads | None = None
+    set_threads: Callable[[ThreadCounts], None] | None = None
 
 
 class Backend(Protocol):

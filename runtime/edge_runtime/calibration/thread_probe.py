@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -47,9 +47,6 @@ class ThreadCounts:
     @property
     def largest(self) -> int:
         return max(self.prefill, self.verify, self.draft)
-
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

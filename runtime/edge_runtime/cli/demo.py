@@ -24,7 +24,7 @@ from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 from edge_runtime.text.channels import ChannelParser, Event, Text
-from edge_runtime.text.chat_template import bundle_template, is_instruction_tuned
+from edge_runtime.text.chat_template import answering_template, is_instruction_tuned
 
 # Continued by a model of plain text.
 TEXTS = {
@@ -135,9 +135,7 @@ class Demo:
     ) -> None:
         self._session, self._max_tokens, self._repeats = session, max_tokens, repeats
         self._write, self._watch, self._waiting = write, watch, waiting
-        self._template = (
-            bundle_template(session.bundle, session.vocabulary) if is_instruction_tuned(session.bundle, session.vocabulary) else None
-        )
+        self._template = answering_template(session.bundle, session.vocabulary)
 
     def run(self) -> DemoResult:
         """Streams each kind once with drafts, then measures it without and with drafts in turn."""

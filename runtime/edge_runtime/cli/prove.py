@@ -23,7 +23,7 @@ from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.session.session import Session
 from edge_runtime.session.trials import LosslessReport, check_lossless
-from edge_runtime.text.chat_template import bundle_template, is_instruction_tuned
+from edge_runtime.text.chat_template import answering_template
 
 # Tokens between two comparisons; each is drafted with another length.
 _PIECE = 50
@@ -84,7 +84,7 @@ class Proof:
 def proof(session: Session, tokens: int, waiting: Waiting = silent_wait) -> Proof:
     """Lets five kinds of text grow by turns with drafts of all lengths, each piece compared with plain decoding of the same piece."""
     begin, rows = time.perf_counter(), session.row_equality(waiting=waiting)
-    template = bundle_template(session.bundle, session.vocabulary) if is_instruction_tuned(session.bundle, session.vocabulary) else None
+    template = answering_template(session.bundle, session.vocabulary)
     if template is None:
         texts = [session.vocabulary.encode(text) for text in TEXTS.values()]
     else:

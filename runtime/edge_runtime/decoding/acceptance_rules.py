@@ -28,27 +28,25 @@ class AcceptanceRule(Protocol):
         """Picks a draft from the drafter's logits; None: the likeliest token."""
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """Returns the drafts before the first that cannot be accepted, as a constraint forbids it."""
+        """Returns the drafts before the first that cannot be accepted, as a constraint forbids it: without one all."""
+        return drafts
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
         """Returns which drafts are accepted, from the target's logits, float32 [len(drafts) + 1, vocabulary]; keeps the emitted tokens."""
 
 
-class GreedyRule:
+class GreedyRule(AcceptanceRule):
     """Always the target's likeliest token. Needs no distribution and keeps no tokens."""
 
     any_prefix = True
     sampler = None
-
-    def cut(self, drafts: list[int]) -> list[int]:
-        return drafts
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
         """Accepts the longest prefix that the target would have chosen itself."""
         return accept_greedy(drafts, logits)
 
 
-class _SampledRule:
+class _SampledRule(AcceptanceRule):
     """State of both sampled rules: the last tokens, which the penalties need, and the sampled drafts of this round."""
 
     def __init__(self, sampler: Sampler, past: Sequence[int], random: Callable[[], float]) -> None:
@@ -57,9 +55,6 @@ class _SampledRule:
         self._past: list[int] = []
         self._drawn: list[int] = []
         self._remember(past)
-
-    def cut(self, drafts: list[int]) -> list[int]:
-        return drafts
 
     def _recent(self, drafts: Sequence[int]) -> Sequence[int]:
         return [*self._past, *drafts] if self._sampler.window else ()

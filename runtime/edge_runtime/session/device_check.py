@@ -54,11 +54,11 @@ class DeviceCheck:
 
     device: str
     limit: float
-    worst: str
-    mean_kl: float
-    same_drafts: float
-    rows: int
-    rows_differ: bool
+    worst: str = ""
+    mean_kl: float = 0.0
+    same_drafts: float = 0.0
+    rows: int = 0
+    rows_differ: bool = False
     failure: str = ""
 
     @property
@@ -156,9 +156,7 @@ def compared(
         rows = sum(len(rows) for rows in device_answers.rows.values())
         rows += _finite_rows(target, min(longest, _FOLLOWING), _ROWS - rows)
     except (EdgeRuntimeError, FloatingPointError) as error:
-        return DeviceCheck(
-            device=device, limit=limit, worst="", mean_kl=0.0, same_drafts=0.0, rows=0, rows_differ=False, failure=str(error)
-        )
+        return DeviceCheck(device=device, limit=limit, failure=str(error))
     of_rows = {part: _losses(rows, device_answers.rows[part]) for part, rows in reference.rows.items()}
     losses = {part: float(each.mean()) for part, each in of_rows.items()}
     limits = dict.fromkeys(losses, limit if not routed else max(limit, _ROUTED_LIMIT))

@@ -255,13 +255,8 @@ class _PairLoader:
             return pair
         if self.options.threads is not None:
             return replace(pair, facts=(*pair.facts, ThreadCounts.same(self.threads)))
-        set_phases = opened.set_threads
-
-        def set_threads(counts: ThreadCounts) -> None:
-            set_phases(**counts.to_json())
-
         options = self.options
-        return on_best_threads(pair, set_threads, options.power, options.notify, measure=options.measure, waiting=options.waiting)
+        return on_best_threads(pair, opened.set_threads, options.power, options.notify, measure=options.measure, waiting=options.waiting)
 
     def _opened_draft_store(self, vocabulary: Vocabulary) -> DraftStore | None:
         options = self.options

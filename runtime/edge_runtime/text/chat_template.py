@@ -149,6 +149,11 @@ def is_instruction_tuned(bundle: Bundle, vocabulary: Vocabulary) -> bool:
     return bundle.has(ROLE) and (manifest.architecture.family != _UNKNOWN_FAMILY or ends_turns)
 
 
+def answering_template(bundle: Bundle, vocabulary: Vocabulary) -> ChatTemplate | None:
+    """Returns the bundle's chat template if its model answers messages."""
+    return bundle_template(bundle, vocabulary) if is_instruction_tuned(bundle, vocabulary) else None
+
+
 def bundle_template(bundle: Bundle, vocabulary: Vocabulary) -> ChatTemplate:
     """Returns the bundle's chat template; without one, Gemma 4's turns if the vocabulary has their tokens, else plain "User:" turns.
 

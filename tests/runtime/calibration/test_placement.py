@@ -209,9 +209,7 @@ def test_a_session_runs_on_what_takes_the_fewest_joules(exported_pair: Path, pro
     from edge_runtime.backends.llama.pair import LlamaSequenceBatch
 
     real = LlamaSequenceBatch.set_threads
-    monkeypatch.setattr(
-        LlamaSequenceBatch, "set_threads", lambda self, prefill, verify, draft: (used.append(verify), real(self, prefill, verify, draft))[1]
-    )
+    monkeypatch.setattr(LlamaSequenceBatch, "set_threads", lambda self, counts: (used.append(counts.verify), real(self, counts))[1])
     config = SpeculativeConfig(tuning=TuningConfig(objective="energy"))
     with open_session(exported_pair, config=config, power=Meter(PHONE, 1)) as session:
         assert "".join(session.generate("def area(r):", max_tokens=8))

@@ -12,6 +12,7 @@ from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter, kerne
 from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.text_memory import LookupDrafter
 from edge_runtime.errors import BackendError, BundleError
@@ -71,11 +72,11 @@ class LlamaSequenceBatch:
         """Opens the encoder of images and sound; the target closes it."""
         return self._shared.open_encoder(path)
 
-    def set_threads(self, prefill: int, verify: int, draft: int) -> None:
+    def set_threads(self, counts: ThreadCounts) -> None:
         """Sets how many threads each phase runs on."""
-        self._shared.set_threads(prefill, verify)
+        self._shared.set_threads(counts.prefill, counts.verify)
         if self._drafter is not None:
-            self._drafter.set_threads(draft)
+            self._drafter.set_threads(counts.draft)
 
     def close(self) -> None:
         self._shared.close()
