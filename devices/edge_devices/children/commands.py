@@ -1,11 +1,14 @@
-"""How a child process of this Python is started, so that nothing in the current folder is taken for a module."""
+"""How a child process of this Python is started, so that nothing in the current folder is taken for a module, and how it answers."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+
+from edge_devices.errors import EdgeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,16 @@ def module_command(name: str, *arguments: str) -> tuple[str, ...]:
 def limited_command(name: str, *arguments: str, limits: Limits | None = None) -> tuple[str, ...]:
     """Returns the command that runs a module within limits. On Linux the child also ends with the process that started it."""
     return module_command("edge_devices.children.limited", json.dumps(asdict(limits or Limits())), name, *arguments)
+
+
+def print_answer(work: Callable[[], Mapping[str, object]]) -> None:
+    """In a child: prints what `work` returns, as `ChildEnd.answer` reads it; of an error {"error": a sentence}, with exit code 1."""
+    try:
+        answer = work()
+    except (EdgeError, MemoryError) as error:
+        print(json.dumps({"error": str(error) if isinstance(error, EdgeError) else "there is not enough memory"}))
+        raise SystemExit(1) from error
+    print(json.dumps(answer))
 
 
 def import_paths() -> dict[str, str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-import click
-
-from edge_devices.children.commands import limited_command
+from edge_devices.children.commands import limited_command, print_answer
 from edge_devices.children.running import run_child
-from edge_runtime.backends.selection import BACKENDS, BackendKind, load_backend
-from edge_runtime.errors import BackendError, EdgeRuntimeError
+from edge_runtime.backends.selection import BackendKind, load_backend
+from edge_runtime.errors import BackendError
 
 CHILD_COMMAND = limited_command("edge_runtime.backends.installed")
 TIMEOUT_SECONDS = 60.0
@@ -32,16 +30,5 @@ def ask_backend(
     return child.answer
 
 
-@click.command()
-@click.argument("kind", type=click.Choice(BACKENDS))
-def main(kind: BackendKind) -> None:
-    """Loads the library of one backend and prints its version and features, or {"error": "..."} with exit code 1."""
-    try:
-        click.echo(json.dumps(load_backend(kind).describe()))
-    except EdgeRuntimeError as error:
-        click.echo(json.dumps({"error": str(error)}))
-        raise SystemExit(1) from error
-
-
 if __name__ == "__main__":
-    main()
+    print_answer(lambda: load_backend(sys.argv[1]).describe())

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
-from edge_devices.children.commands import limited_command
+from edge_devices.children.commands import limited_command, print_answer
 from edge_devices.children.running import run_child
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.facts import cpu_identity, usable_processors
@@ -27,7 +26,7 @@ from edge_runtime.backends.llama.loader import library_version, llama_library, s
 from edge_runtime.bundle.gguf_gemma4 import check_gguf
 from edge_runtime.bundle.gguf_types import TENSOR_TYPES
 from edge_runtime.calibration.measured import MeasuredValue
-from edge_runtime.errors import BackendError, EdgeRuntimeError
+from edge_runtime.errors import BackendError
 
 TIMEOUT_SECONDS = 120.0
 CHILD_COMMAND = limited_command("edge_runtime.backends.llama.crash_probe")
@@ -86,17 +85,15 @@ def probe_load_options(
     if hashes and (known := PROBES.known(contents)) is not None:
         return known.value
     types = tuple(weight_types(path) for path in (target_path, drafter_path) if path is not None)
-    command = [*child_command, "--target", str(target_path.resolve())]
-    if drafter_path is not None:
-        command += ["--drafter", str(drafter_path.resolve())]
+    setup = _setup(target_path, drafter_path)
 
     def measure(_: Report, __: object) -> ProbeAnswer:
         notify(f"First use with {' and '.join(dict.fromkeys(quantizations))} on this machine: trying llama.cpp in a child process.")
         watch = LoadWatch()
-        death, late = _run(command, timeout_seconds)
+        death, late = _run(child_command, setup, timeout_seconds)
         reason = "the child decoded with all of llama.cpp's kernels"
         if death is not None:
-            second, second_late = _run([*command, "--no-extra-bufts"], timeout_seconds)
+            second, second_late = _run(child_command, setup | {"use_extra_bufts": False}, timeout_seconds)
             late = late or second_late
             if second is not None:
                 load = watch.load()
@@ -146,13 +143,10 @@ def try_device(
     Raises BackendError if it died, or with its sentence: a driver's crash would end this process.
     """
     files = [path for path in (target_path, drafter_path) if path is not None]
-    command = [*child_command, "--target", str(target_path.resolve()), "--device", options.device]
-    command += ["--layers", str(options.device_layers)]
-    if drafter_path is not None:
-        command += ["--drafter", str(drafter_path.resolve())]
+    setup = _setup(target_path, drafter_path) | {"device": options.device, "layers": options.device_layers}
 
     def measure(_: Report, __: object) -> DeviceTrial:
-        death, _late = _run(command, timeout_seconds)
+        death, _late = _run(child_command, setup, timeout_seconds)
         if death is not None:
             raise BackendError(f"llama.cpp does not work on {options.device}: its child process {death}; leave --device out")
         return DeviceTrial(device=options.device)
@@ -178,11 +172,17 @@ def machine_key(files: Sequence[str]) -> str:
     return entry_key(facts)
 
 
-def _run(command: Sequence[str], timeout_seconds: float) -> tuple[str | None, bool]:
-    """Runs a child process. Returns how it ended, None if it succeeded, and whether it was too late; raises BackendError with the child's
-    sentence, if any.
+def _setup(target_path: Path, drafter_path: Path | None) -> dict[str, object]:
+    """Returns the files as the arguments of `decode_few_rows`."""
+    return {"target": str(target_path.resolve()), "drafter": None if drafter_path is None else str(drafter_path.resolve())}
+
+
+def _run(command: Sequence[str], setup: Mapping[str, object], timeout_seconds: float) -> tuple[str | None, bool]:
+    """Runs a child process with the arguments of `decode_few_rows`. Returns how it ended, None if it succeeded, and whether it was late.
+
+    Raises BackendError with the child's sentence, if any.
     """
-    child = run_child(command, seconds=timeout_seconds, failure=BackendError)
+    child = run_child([*command, json.dumps(setup)], seconds=timeout_seconds, failure=BackendError)
     sentence = child.answer.get("error")
     if isinstance(sentence, str):
         raise BackendError(sentence)
@@ -198,7 +198,9 @@ def workaround(version: str) -> str:
     return f'build llama-cpp-python without the CPU extensions that crash here: CMAKE_ARGS="{flags}" {build}'
 
 
-def decode_few_rows(target_path: Path, drafter_path: Path | None, *, use_extra_bufts: bool, device: str = CPU, layers: int = -1) -> None:
+def decode_few_rows(
+    target: str, drafter: str | None, *, use_extra_bufts: bool = True, device: str = CPU, layers: int = -1
+) -> dict[str, object]:
     """Runs in the child: loads the files, decodes one row, then eight, then one draft step. Raises BackendError or dies."""
     from edge_runtime.backends.llama.pair import open_pair
 
@@ -210,30 +212,15 @@ def decode_few_rows(target_path: Path, drafter_path: Path | None, *, use_extra_b
         device=device,
         device_layers=layers,
     )
-    target, drafter = open_pair(target_path, drafter_path, options)
-    with target:
-        first = max(target.vocabulary.bos, 0)
-        target.verify([first])
-        target.verify([first] * _ROWS)
-        if drafter is not None:
-            drafter.draft(first, 1)
-
-
-@click.command()
-@click.option("--target", "target_path", required=True, type=click.Path(path_type=Path))
-@click.option("--drafter", "drafter_path", type=click.Path(path_type=Path))
-@click.option("--no-extra-bufts", is_flag=True, help="Load without weight repacking.")
-@click.option("--device", default=CPU, help="Where the layers run.")
-@click.option("--layers", default=-1, help="How many of them, -1 for all.")
-def main(target_path: Path, drafter_path: Path | None, no_extra_bufts: bool, device: str, layers: int) -> None:
-    """Decodes a few rows and prints {"alive": true}, or {"error": "..."} with exit code 1."""
-    try:
-        decode_few_rows(target_path, drafter_path, use_extra_bufts=not no_extra_bufts, device=device, layers=layers)
-    except EdgeRuntimeError as error:
-        click.echo(json.dumps({"error": str(error)}))
-        raise SystemExit(1) from error
-    click.echo(json.dumps({"alive": True}))
+    opened, drafts = open_pair(Path(target), None if drafter is None else Path(drafter), options)
+    with opened:
+        first = max(opened.vocabulary.bos, 0)
+        opened.verify([first])
+        opened.verify([first] * _ROWS)
+        if drafts is not None:
+            drafts.draft(first, 1)
+    return {"alive": True}
 
 
 if __name__ == "__main__":
-    main()
+    print_answer(lambda: decode_few_rows(**json.loads(sys.argv[1])))

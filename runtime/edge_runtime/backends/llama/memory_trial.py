@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from edge_devices.children.commands import Limits, limited_command
+from edge_devices.children.commands import Limits, limited_command, print_answer
 from edge_devices.children.limited import limit_process
 from edge_devices.children.running import run_child
 from edge_devices.machine.memory import byte_text, mapped_bytes, share_one_arena
@@ -21,7 +21,7 @@ from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.pair import open_with_drafter
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.drafting.drafter_kinds import DrafterKind
-from edge_runtime.errors import BackendError, EdgeRuntimeError
+from edge_runtime.errors import BackendError
 
 TIMEOUT_SECONDS = 300.0
 CHILD_COMMAND = limited_command("edge_runtime.backends.llama.memory_trial")
@@ -58,22 +58,16 @@ def open_and_compute(bundle: Bundle, options: LlamaOptions, drafter_kind: Drafte
             drafter.draft(first, 1)
 
 
-def main() -> None:
-    """Prints {"alive": true}, or {"error": "..."}."""
-    answer: dict[str, object] = {"alive": True}
-    try:
-        setup: dict[str, Any] = json.loads(sys.argv[1])
-        share_one_arena()
-        llama_library()  # its mapping is not counted, as it is not in the process that asks
-        limit_process(Limits(memory_bytes=(mapped_bytes() or 0) + setup["bytes"]))
-        bundle = open_bundle(setup["folder"], check="none")
-        open_and_compute(bundle, LlamaOptions(**setup["options"]), cast("DrafterKind | None", setup["drafter"]))
-    except MemoryError:
-        answer = {"error": "there is not enough memory"}
-    except EdgeRuntimeError as error:
-        answer = {"error": str(error)}
-    print(json.dumps(answer))
+def main() -> dict[str, object]:
+    """Runs in the child: opens the bundle of the setup in its argument within as much memory, and computes."""
+    setup: dict[str, Any] = json.loads(sys.argv[1])
+    share_one_arena()
+    llama_library()  # its mapping is not counted, as it is not in the process that asks
+    limit_process(Limits(memory_bytes=(mapped_bytes() or 0) + setup["bytes"]))
+    bundle = open_bundle(setup["folder"], check="none")
+    open_and_compute(bundle, LlamaOptions(**setup["options"]), cast("DrafterKind | None", setup["drafter"]))
+    return {"alive": True}
 
 
 if __name__ == "__main__":
-    main()
+    print_answer(main)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import struct
@@ -22,7 +23,8 @@ Q4_0, Q8_0, Q5_K = 2, 8, 13  # numbers of ggml
 # Children that record that they ran and then do to themselves what a bad build would do.
 RECORD = "import os, signal, sys, time; open(sys.argv[1], 'a').write('ran ' + ' '.join(sys.argv[2:]) + '\\n');"
 ALIVE = RECORD + "print('{\"alive\": true}')"
-DIES_WITH_REPACKING = RECORD + "'--no-extra-bufts' in sys.argv or os.kill(os.getpid(), signal.SIGSEGV); print('{\"alive\": true}')"
+REFUSES_REPACKING = "'\"use_extra_bufts\": false' in sys.argv[-1] or os.kill(os.getpid(), signal.SIGSEGV);"
+DIES_WITH_REPACKING = f"{RECORD}{REFUSES_REPACKING} print('{{\"alive\": true}}')"
 DIES = RECORD + "os.kill(os.getpid(), signal.SIGILL)"
 HANGS = RECORD + "time.sleep(60)"
 REFUSES = RECORD + 'print(\'{"error": "the file is damaged"}\'); sys.exit(1)'
@@ -74,7 +76,7 @@ def test_a_living_child_is_asked_once(machine: Machine) -> None:
     second = machine.ask(ALIVE)
     assert second == first
     assert len(machine.notes) == 1
-    assert machine.children == ["ran --target {} --drafter {}".format(*machine.files)]
+    assert machine.children == [f"ran {json.dumps(dict(zip(('target', 'drafter'), map(str, machine.files), strict=True)))}"]
 
 
 def test_a_crash_leads_to_safer_options_which_are_cached(machine: Machine) -> None:
@@ -84,7 +86,7 @@ def test_a_crash_leads_to_safer_options_which_are_cached(machine: Machine) -> No
     assert len(machine.notes) == 2
     assert "SIGSEGV" in machine.notes[1]
     assert "CMAKE_ARGS" in machine.notes[1]
-    assert [line.endswith("--no-extra-bufts") for line in machine.children] == [False, True]
+    assert ["use_extra_bufts" in line for line in machine.children] == [False, True]
     assert not machine.ask(ALIVE).use_extra_bufts
     assert len(machine.children) == 2
 
