@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from math import prod
 from typing import Any
 
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
@@ -40,17 +39,13 @@ from edge_runtime.backends.onnx.target import (
     pair_of,
 )
 from edge_runtime.bundle.bundle import Bundle
-from edge_runtime.bundle.integrity import read_part
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
-from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES, Node, OnnxGraph, Tensor, read_graph
 from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.text_memory import LookupDrafter
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Drafter
 from edge_runtime.planning.memory import EncoderMemory
 
-# How many times fewer multiplications of a prompt are worth a sentence: 12B and larger members, without shared K/V, gain 1.02 times.
-_WORTH_EXPORTING = 1.1
 # What is described of a device.
 _SHOWN = {"name", "kind", "hardware", "driver", "software"}
 __all__ = ["OrtOptions", "PairFiles", "StaticParts", "fallbacks", "open_onnx", "open_pair"]
@@ -153,10 +148,9 @@ def open_onnx(
     files = pair_of(bundle, drafter=kind == own)
     check_pair_memory(files, options.context)
     target, drafter = open_pair(files, options)
-    if not target.skips_unread_rows and (times := needless_work(files)) >= _WORTH_EXPORTING:
+    if not target.skips_unread_rows:
         notify(
-            f"The graphs of {bundle.folder.name} compute each token of a prompt in all layers; export the bundle again:"
-            f" its prompts need {times:.1f} times fewer multiplications."
+            f"The graphs of {bundle.folder.name} compute each token of a prompt in all layers; export the bundle again: that takes less."
         )
     if kind == "lookup":
         return target, LookupDrafter(target), kind
@@ -219,40 +213,6 @@ def check_pair_memory(files: PairFiles, context: int) -> int:
     if files.drafter is not None:
         needed.append(check_graph_memory(files.drafter, _shared(files, context, context)))
     return max(needed)
-
-
-def needless_work(files: PairFiles) -> float:
-    """Returns how many times the multiplications that K and V need the graph does for each token of a prompt, by its weights' shapes."""
-    path = files.target if files.static is None else files.static.prefill
-    graph = read_graph(read_part(path, MAX_GRAPH_BYTES, "graph"))
-    makers = {name: node for node in graph.nodes for name in node.outputs}
-    rows = [name for name in graph.outputs if name not in (b"hidden", b"logits")]
-    return _work(graph, [*rows, b"hidden"], makers) / max(1, _work(graph, rows, makers))
-
-
-def _work(graph: OnnxGraph, outputs: Sequence[bytes], makers: Mapping[bytes, Node]) -> int:
-    """How many weights each row is multiplied with on the way to these outputs."""
-    counted, left, weights = set[int](), [makers[name] for name in outputs if name in makers], 0
-    while left:
-        node = left.pop()
-        if id(node) not in counted:
-            counted.add(id(node))
-            weights += _weights_of(node, graph.constants, makers)
-            left += [makers[name] for name in (*node.inputs, *node.names_within) if name in makers]
-    return weights
-
-
-def _weights_of(node: Node, constants: Mapping[bytes, Tensor], makers: Mapping[bytes, Node]) -> int:
-    """How many weights a product multiplies each row with; those of products in graphs inside included."""
-    inner = sum(_weights_of(each, {**constants, **graph.constants}, makers) for graph in node.graphs.values() for each in graph.nodes)
-    if node.operator == "MatMulNBits":
-        return inner + node.integer(b"K", 0) * node.integer(b"N", 0)
-    if node.operator not in ("FusedMatMul", "MatMul") or len(node.inputs) < 2:
-        return inner
-    name = node.inputs[1]
-    while name in makers and makers[name].operator in ("Cast", "DequantizeLinear"):
-        name = makers[name].inputs[0]
-    return inner + (prod(constants[name].shape) if name in constants else 0)
 
 
 def _target(files: PairFiles, context: int, rows: int, length: int) -> dict[str, Shape]:

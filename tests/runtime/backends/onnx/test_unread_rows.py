@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -212,8 +211,7 @@ def test_older_bundles_answer_the_same_and_say_once_what_exporting_again_brings(
     before = opened(older(folder, tmp_path / "older"))
     with before.target:
         assert not before.target.skips_unread_rows
-        times = [re.search(r"need ([\d.]+) times fewer multiplications", sentence) for sentence in before.notes]
-        assert [match and 2 < float(match[1]) < 4 for match in times] == [True], before.notes
+        assert ["export the bundle again" in sentence for sentence in before.notes] == [True]
         whole = []
         for target, drafter, _ in (before, opened(folder)):
             target.prefill(random_tokens(400))
@@ -244,7 +242,7 @@ def test_a_prompt_in_graphs_of_fixed_shapes_gives_keys_and_values_only(tmp_path:
     monkeypatch.setattr(static_export, "write_target_graph", lambda *passed, prefill: write(*passed, prefill=False))
     before, tokens = export("before"), random_tokens(500)
     assert [now.target.skips_unread_rows, before.target.skips_unread_rows] == [True, False]
-    assert re.search(r"need [23]\.\d times fewer", *notes)
+    assert ["export the bundle again" in sentence for sentence in notes] == [True]
     with now.target, before.target:
         for count in (1, 2, 3, 5, 63, 64, 65, 66, 128, 300):
             for target, _, _ in (now, before):
