@@ -300,19 +300,20 @@ def _energy_row(comparison: Comparison) -> tuple[str, str, str]:
     return f"energy, J/token{scope}", plain, drafted
 
 
+def _median(runs: tuple[DecodeStats, ...], figure: Callable[[DecodeStats], float]) -> float:
+    return statistics.median(map(figure, runs))
+
+
 def comparison_table(comparison: Comparison) -> Table:
     """Returns a table of medians: one column without drafts, one with."""
     from rich.table import Table
-
-    def median(runs: tuple[DecodeStats, ...], figure: Callable[[DecodeStats], float]) -> float:
-        return statistics.median(figure(s) for s in runs)
 
     table = Table(title=f"medians of {runs} runs each, in turn" if (runs := len(comparison.plain)) > 1 else "one run each")
     table.add_column("")
     table.add_column("plain", justify="right")
     table.add_column(comparison.drafting, justify="right")
     plain, drafted = comparison.plain, comparison.drafted
-    table.add_row("tok/s", *(f"{median(r, lambda s: s.tokens_per_second):.1f}" for r in (plain, drafted)))
+    table.add_row("tok/s", *(f"{_median(r, lambda s: s.tokens_per_second):.1f}" for r in (plain, drafted)))
     ratios = comparison.ratios
     ratio = f"{comparison.speed_up:.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if comparison.drafted_tokens else "nothing drafted"
     table.add_row("speed-up over plain", "1.00", ratio)
@@ -320,10 +321,10 @@ def comparison_table(comparison: Comparison) -> Table:
         table.add_row(f"accepted at draft {position}", "-", f"{share:.1%}")
     if (rate := drafted[0].acceptance_rate) is not None:
         table.add_row("acceptance rate", "-", f"{rate:.1%}")
-    table.add_row("mean acceptance length", *(f"{median(r, lambda s: s.mean_acceptance_length):.2f}" for r in (plain, drafted)))
-    table.add_row("prompt tokens", *(f"{median(r, lambda s: s.prompt_tokens):g}" for r in (plain, drafted)))
-    table.add_row("time to first token, ms", *(f"{median(r, lambda s: 1000 * s.first_token_seconds):.1f}" for r in (plain, drafted)))
-    table.add_row("prompt tok/s", *(f"{median(r, lambda s: s.prompt_tokens / s.first_token_seconds):.0f}" for r in (plain, drafted)))
+    table.add_row("mean acceptance length", *(f"{_median(r, lambda s: s.mean_acceptance_length):.2f}" for r in (plain, drafted)))
+    table.add_row("prompt tokens", *(f"{_median(r, lambda s: s.prompt_tokens):g}" for r in (plain, drafted)))
+    table.add_row("time to first token, ms", *(f"{_median(r, lambda s: 1000 * s.first_token_seconds):.1f}" for r in (plain, drafted)))
+    table.add_row("prompt tok/s", *(f"{_median(r, lambda s: s.prompt_tokens / s.first_token_seconds):.0f}" for r in (plain, drafted)))
     table.add_row("tokens", str(plain[0].tokens), str(drafted[0].tokens))
     table.add_row(*_energy_row(comparison))
     table.add_row(*_prompt_energy_row(comparison))
@@ -336,9 +337,6 @@ def devices_table(comparisons: dict[str, Comparison]) -> Table:
     """Returns a table of medians with a column for each device. They ran one after the other, not in turn."""
     from rich.table import Table
 
-    def median(runs: tuple[DecodeStats, ...], figure: Callable[[DecodeStats], float]) -> float:
-        return statistics.median(figure(stats) for stats in runs)
-
     def row(name: str, cell: Callable[[Comparison], str]) -> None:
         table.add_row(name, *(cell(each) for each in comparisons.values()))
 
@@ -350,11 +348,11 @@ def devices_table(comparisons: dict[str, Comparison]) -> Table:
     for heading in ("", *comparisons):
         table.add_column(heading, justify="right" if heading else "left")
     first = next(iter(comparisons.values()))
-    row("tok/s, plain", lambda each: f"{median(each.plain, lambda stats: stats.tokens_per_second):.1f}")
-    row(f"tok/s, {first.drafting}", lambda each: f"{median(each.drafted, lambda stats: stats.tokens_per_second):.1f}")
+    row("tok/s, plain", lambda each: f"{_median(each.plain, lambda stats: stats.tokens_per_second):.1f}")
+    row(f"tok/s, {first.drafting}", lambda each: f"{_median(each.drafted, lambda stats: stats.tokens_per_second):.1f}")
     row("speed-up by drafts", lambda each: f"{each.speed_up:.2f}" if each.drafted_tokens else "nothing drafted")
     row("acceptance rate", acceptance)
-    row("time to first token, ms", lambda each: f"{median(each.drafted, lambda stats: 1000 * stats.first_token_seconds):.1f}")
+    row("time to first token, ms", lambda each: f"{_median(each.drafted, lambda stats: 1000 * stats.first_token_seconds):.1f}")
     row("plain, J/token", lambda each: _energy_row(each)[1])
     row("with drafts, J/token", lambda each: _energy_row(each)[2])
     row("drafts left the text as it was", lambda each: "yes" if each.same_tokens else "no")

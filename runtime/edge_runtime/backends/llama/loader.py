@@ -1,7 +1,7 @@
 """The door to llama.cpp: the only module of the runtime that imports llama-cpp-python.
 
-The MTP interface is a staging one (src/llama-ext.h in llama.cpp) and changes between releases, so the version range is checked here
-and the symbols that are needed are looked for here. The library's log is kept in a ring instead of being printed.
+The MTP interface is a staging one (src/llama-ext.h in llama.cpp) and changes between releases, so the version range is checked here;
+its module does not import where a symbol is missing. The library's log is kept in a ring instead of being printed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,6 @@ PACKAGE = "llama_cpp"
 INSTALL = "pip install 'edge-mtp[llama]'"
 FIRST_VERSION = (0, 3, 36)
 END_VERSION = (0, 3, 37)
-STAGING_SYMBOLS = (
-    "llama_set_embeddings_nextn",
-    "llama_get_embeddings_nextn",
-    "llama_get_embeddings_nextn_ith",
-    "llama_get_ctx_other",
-)
 # enum ggml_log_level in ggml/include/ggml.h
 _LOG_ERROR, _LOG_CONTINUED = 4, 5
 _LOG_LINES = 200
@@ -109,7 +103,6 @@ def llama_library() -> LlamaLibrary:
         staging = _bindings("llama_cpp_ext")
     except (ImportError, AttributeError) as error:
         raise BackendError(f"llama-cpp-python {version} has no MTP interface ({error}); run: {INSTALL}") from error
-    check_symbols(staging, version)
     log, base = LogRing(), opened_beside(api, "ggml-base")
     callback = _route_log(api, log)
     _route_aborts(api._lib, base)
@@ -193,13 +186,6 @@ def check_version(version: str) -> None:
     if not FIRST_VERSION <= numbers < END_VERSION:
         first = ".".join(map(str, FIRST_VERSION))
         raise BackendError(f"llama-cpp-python is {version}, but the MTP interface is supported for {first} only; run: {INSTALL}")
-
-
-def check_symbols(staging: Any, version: str) -> None:
-    """Raises BackendError naming the staging functions that `staging` lacks."""
-    missing = [name for name in STAGING_SYMBOLS if not hasattr(staging, name)]
-    if missing:
-        raise BackendError(f"llama-cpp-python {version} lacks {', '.join(missing)}; run: {INSTALL}")
 
 
 def library_version() -> str:

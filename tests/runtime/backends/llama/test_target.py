@@ -224,10 +224,24 @@ def test_other_library_versions_are_refused(version: str) -> None:
         loader.check_version(version)
 
 
-def test_missing_symbols_are_named() -> None:
-    staging = SimpleNamespace(**dict.fromkeys(loader.STAGING_SYMBOLS[:3]))
-    with pytest.raises(BackendError, match="lacks llama_get_ctx_other; run"):
-        loader.check_symbols(staging, "0.3.36")
+def test_missing_symbols_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, opened = loader.llama_library().api._lib, loader._bindings
+    monkeypatch.delitem(sys.modules, "llama_cpp.llama_cpp_ext")
+
+    class Without:
+        def __getattr__(self, name: str) -> object:
+            if "llama_get_ctx_other" in name:
+                raise AttributeError(name)
+            return getattr(library, name)
+
+    def bindings(name: str) -> object:
+        if name == "llama_cpp_ext":
+            monkeypatch.setattr(sys.modules["llama_cpp.llama_cpp"], "_lib", Without())
+        return opened(name)
+
+    monkeypatch.setattr(loader, "_bindings", bindings)
+    with pytest.raises(BackendError, match=r"no MTP interface .*llama_get_ctx_other.*; run"):
+        loader.llama_library.__wrapped__()
 
 
 def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
