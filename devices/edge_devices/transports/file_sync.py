@@ -23,7 +23,6 @@ from typing import TypeVar
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.files.limited_read import sha256_of
 from edge_devices.machine.memory import byte_text
-from edge_devices.machine.system import CommandResult
 from edge_devices.transports.base import Transport, last_line, parse_integer, shell
 from edge_devices.waiting import Report, no_report
 
@@ -85,10 +84,10 @@ def push_tree(
     changed = [file for file in files if present.get(file.path) != file.sha256]
     kept = {file.path for file in files} | {file.path + PARTIAL for file in files}
     stale = sorted(present.keys() - kept)
-    _require_space(transport, target, sum(f.bytes for f in changed), ARCHIVE_BYTES if changed else 0)
-    _remove(transport, target, stale)
-    _make_folders(transport, target, changed)
-    total, done = sum(f.bytes for f in changed), 0
+    total, done = sum(file.bytes for file in changed), 0
+    _require_space(transport, target, total, ARCHIVE_BYTES if changed else 0)
+    _with_paths(transport, "rm -f", target, stale)
+    _with_paths(transport, "mkdir -p", target, sorted({posixpath.dirname(file.path) or "." for file in changed}))
     step = f"sending {byte_text(total)}"
     small = [file for file in changed if file.bytes < LARGE_BYTES]
     for group in _groups(small):
@@ -179,15 +178,9 @@ def _require_space(transport: Transport, target: str, need: int, meanwhile: int)
         )
 
 
-def _remove(transport: Transport, target: str, paths: list[str]) -> None:
+def _with_paths(transport: Transport, command: str, target: str, paths: list[str]) -> None:
     for start in range(0, len(paths), 200):  # the length of a command line is limited
-        shell(transport, 'cd "$1" && shift && rm -f -- "$@"', target, *paths[start : start + 200])
-
-
-def _make_folders(transport: Transport, target: str, files: list[LocalFile]) -> None:
-    folders = sorted({posixpath.dirname(file.path) or "." for file in files})
-    for start in range(0, len(folders), 200):
-        shell(transport, 'cd "$1" && shift && mkdir -p -- "$@"', target, *folders[start : start + 200])
+        shell(transport, f'cd "$1" && shift && {command} -- "$@"', target, *paths[start : start + 200])
 
 
 def _groups(files: list[LocalFile]) -> Iterator[list[LocalFile]]:
@@ -236,17 +229,12 @@ def _push_chunks(transport: Transport, file: LocalFile, partial: str, incoming: 
             chunk.write_bytes(data.read(CHUNK_BYTES))
             transport.put(chunk, incoming)
             done = transport.run(["sh", "-c", APPEND, "sh", incoming, partial, sha256_of(chunk)], seconds=HASHING_SECONDS)
-            _raise_for(transport, done, partial)
+            if done.code != 0:
+                shell(transport, 'rm -f "$1"', partial)
+                reason = "a chunk arrived damaged" if done.code == 9 else last_line(done)
+                raise TransportError(f"{transport.name}: {reason}; {partial} was removed")
             sent += chunk.stat().st_size
             progress(sent)
-
-
-def _raise_for(transport: Transport, done: CommandResult, partial: str) -> None:
-    if done.code == 0:
-        return
-    shell(transport, 'rm -f "$1"', partial)
-    reason = "a chunk arrived damaged" if done.code == 9 else last_line(done)
-    raise TransportError(f"{transport.name}: {reason}; {partial} was removed")
 
 
 def _resume_at(transport: Transport, file: LocalFile, partial: str) -> int:

@@ -164,8 +164,11 @@ def parsed_record(path: Path, data: bytes) -> EnergyRecord:
 
 def inflated(path: Path, text: str, sha256: str) -> bytes:
     """Returns what a deflated part of a record holds. Raises RequestError if it is damaged, too large or has another hash."""
+    unpack = zlib.decompressobj()
     try:
-        data = _inflated(text)
+        data = unpack.decompress(base64.b64decode(text, validate=True), MAX_LOG_BYTES)
+        if not unpack.eof:
+            raise ValueError(f"its log is incomplete, or larger than {MAX_LOG_BYTES >> 20} MiB")
     except (ValueError, binascii.Error, zlib.error) as error:
         raise RequestError(f"{path} is no energy record ({error}); give a file that edge-bench contribute wrote") from error
     if hashlib.sha256(data).hexdigest() != sha256:
@@ -214,14 +217,6 @@ def _close(claimed: Sequence[float], computed: Sequence[float]) -> bool:
 
 def _deflated(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode() if data else ""
-
-
-def _inflated(text: str) -> bytes:
-    unpack = zlib.decompressobj()
-    data = unpack.decompress(base64.b64decode(text, validate=True), MAX_LOG_BYTES)
-    if not unpack.eof:
-        raise ValueError(f"its log is incomplete, or larger than {MAX_LOG_BYTES >> 20} MiB")
-    return data
 
 
 SUFFIX = ".json"
