@@ -1,9 +1,12 @@
-"""Waiting for what another thread or process does: no test rests on how long that takes."""
+"""Waiting for what another thread or process does: no test rests on how long that takes. And processes that run, or have ended."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -15,3 +18,18 @@ def wait(condition: Callable[[], Any], seconds: float = 120) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def dead_process() -> int:
+    """The number of a process that has ended."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def is_running(pid: int | str) -> bool:
+    """Whether a process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -14,7 +14,7 @@ import pytest
 from edge_devices.children import forked
 from edge_devices.children.forked import ChildError, Host
 from edge_devices.errors import DeviceError
-from polling import wait
+from polling import is_running, wait
 
 pytestmark = pytest.mark.skipif(not forked.AVAILABLE or sys.platform != "linux", reason="needs Linux")
 
@@ -22,14 +22,6 @@ pytestmark = pytest.mark.skipif(not forked.AVAILABLE or sys.platform != "linux",
 @pytest.fixture
 def host() -> Host:
     return Host("limited_work", b"shared ")
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process exists and has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_children_share_what_was_prepared_and_nothing_else(host):
@@ -48,7 +40,7 @@ def test_a_job_beyond_its_limits_ends_alone(host, work):
         job.ask(work)
     with pytest.raises(ChildError):
         job.ask(b"again")
-    assert wait(lambda: not is_alive(pid))
+    assert wait(lambda: not is_running(pid))
     assert beside.ask(b"x").startswith(b"shared x")
     assert host.new_child().ask(b"y").startswith(b"shared y")
 
@@ -69,20 +61,20 @@ def test_a_child_ends_with_its_object_and_all_with_the_host(host):
     pids = [int(child.ask(b"")[7:]) for child in (dropped, kept)]
     del dropped
     gc.collect()
-    assert wait(lambda: not is_alive(pids[0]))
-    assert is_alive(pids[1])
+    assert wait(lambda: not is_running(pids[0]))
+    assert is_running(pids[1])
     parent = parent_of(pids[1])
     host._end()
     kept.close()
-    assert wait(lambda: not is_alive(pids[1]))
-    assert wait(lambda: not is_alive(parent))
+    assert wait(lambda: not is_running(pids[1]))
+    assert wait(lambda: not is_running(parent))
 
 
 def test_a_host_that_died_is_started_again(host):
     child = host.new_child()
     parent = parent_of(int(child.ask(b"")[7:]))
     os.kill(parent, signal.SIGKILL)
-    assert wait(lambda: not is_alive(parent))
+    assert wait(lambda: not is_running(parent))
     assert host.new_child().ask(b"z").startswith(b"shared z")
     assert child.ask(b"a").startswith(b"shared a")
 

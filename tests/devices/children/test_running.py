@@ -15,7 +15,7 @@ from edge_devices.children import running
 from edge_devices.children.commands import Limits, import_paths, limited_command
 from edge_devices.children.running import ChildBudget, run_child
 from edge_devices.errors import DeviceError
-from polling import wait
+from polling import is_running, wait
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits")
 
@@ -90,15 +90,7 @@ def test_children_of_a_limited_child_end_with_it(tmp_path: Path) -> None:
 
     with pytest.raises(InterruptedError):
         run_child(limited_command("outer"), environment=paths(tmp_path), each_poll=interrupt)
-    status = Path(f"/proc/{noted.read_text()}/stat")
-
-    def ended() -> bool:
-        try:
-            return status.read_text().rpartition(")")[2].split()[0] == "Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-
-    assert wait(ended), "the grandchild still runs"
+    assert wait(lambda: not is_running(noted.read_text())), "the grandchild still runs"
 
 
 def test_calls_share_a_budget_of_processor_time() -> None:
@@ -171,5 +163,4 @@ def test_a_child_is_ended_with_its_children(stubborn: bool, tmp_path: Path, monk
 
     with pytest.raises(SystemExit):
         run_child(child, with_children=True, each_poll=stop)
-    number = begun.read_text()
-    assert wait(lambda: not Path(f"/proc/{number}").exists() or "Z" in Path(f"/proc/{number}/stat").read_text().split()[2])
+    assert wait(lambda: not is_running(begun.read_text()))

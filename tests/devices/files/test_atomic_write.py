@@ -20,12 +20,7 @@ from edge_devices.files import temp_files
 from edge_devices.files.atomic_write import atomic_write, write_text
 from edge_devices.files.temp_files import lock_open, locked, stale_of, temporary_of, unforeseen_temporary_of
 from edge_devices.files.user_cache import cache_put, read_entries
-
-
-def dead_process() -> int:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    return child.pid
+from polling import dead_process
 
 
 def test_the_file_is_its_owner_s_and_nothing_else_is_left(tmp_path: Path) -> None:

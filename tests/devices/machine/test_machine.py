@@ -141,10 +141,6 @@ def test_available_memory_heeds_the_control_groups(group: str, files: dict[str, 
     assert available_memory_bytes(machine_root) == available
 
 
-def test_available_memory_is_not_known_without_proc(tmp_path: Path) -> None:
-    assert available_memory_bytes(tmp_path) is None
-
-
 ARENAS = """
 import sys, threading
 from edge_devices.machine.memory import mapped_bytes, share_one_arena

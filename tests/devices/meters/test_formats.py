@@ -20,6 +20,7 @@ from edge_devices.meters.android.perfetto import parse_rails
 from edge_devices.meters.android.power_stats import parse_channels
 from edge_devices.meters.base import Kind, MeterState, Sample, Trace
 from edge_devices.meters.recorded_system import RecordedSystem, record, write_recording
+from protobuf_messages import message
 from recordings import read_recording
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -53,22 +54,6 @@ def test_clocks_that_fit_twice_or_not_at_all_are_refused(tmp_path):
         clock_offset(steps_trace(tmp_path, [], 0.0), even[:2], search=(-5.0, 5.0))
     with pytest.raises(MeasurementError, match="1 load steps"):
         clock_offset(steps_trace(tmp_path, even, 0.0), even[:1], search=(-5.0, 5.0))
-
-
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def message(*fields: tuple[int, int | bytes]) -> bytes:
-    parts = []
-    for number, value in fields:
-        wire = 0 if isinstance(value, int) else 2
-        parts.append(varint(number << 3 | wire) + (varint(value) if isinstance(value, int) else varint(len(value)) + value))
-    return b"".join(parts)
 
 
 def rails_trace() -> bytes:

@@ -103,9 +103,10 @@ def test_a_line_that_changes_its_direction_stops_the_meter(before: int) -> None:
 
 
 def test_a_phone_that_sleeps_is_not_taken_for_one_of_milliamperes() -> None:
-    with pytest.raises(MeterError, match="no idle power"):
-        current_unit(-1200, 4.1)
-    assert (current_unit(305, 3.9), current_unit(-123_000, 3.9), current_unit(-1_200_000, 4.1)) == ("mA", "µA", "µA")
+    for current, volts in ((-1200, 4.1), (5, 3.9)):
+        with pytest.raises(MeterError, match="no idle power"):
+            current_unit(current, volts)
+    assert [current_unit(*each) for each in ((305, 3.9), (-26_000, 3.9), (-1_200_000, 4.1))] == ["mA", "µA", "µA"]
 
 
 @pytest.mark.parametrize(

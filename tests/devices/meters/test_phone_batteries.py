@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from edge_devices.errors import MeterError
-from edge_devices.files.protobuf_wire import bytes_field
 from edge_devices.meters.android.perfetto import COMMAND, last_current
 from edge_devices.meters.android.phone_battery import voltage_notes, volts_of
 from edge_devices.meters.recorded_system import RecordedSystem, Recording
 from edge_devices.meters.search import find_meters
+from protobuf_messages import message
 
 SAMSUNG = """Current Battery Service state:
   AC powered: false
@@ -28,17 +28,8 @@ OLD = "\n".join(line for line in SAMSUNG.splitlines() if "current now" not in li
 TOO_OLD = {"cmd battery get -f current_now": (255, "Unknown get option: -f\n")}
 
 
-def varint(number: int) -> bytes:
-    number &= (1 << 64) - 1
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
-
-
 def trace(*currents: int) -> bytes:
-    return b"".join(bytes_field(1, bytes_field(38, b"\x18" + varint(current))) for current in currents)
+    return message(*((1, message((38, message((3, current))))) for current in currents))
 
 
 def phone(text: str, *, traces: dict[str, bytes] | None = None, maker: str = "samsung"):
@@ -71,7 +62,7 @@ def test_voltages_by_maker(text, volts):
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "12000", "99", "x"])
 def test_what_is_no_voltage(text):
-    with pytest.raises(MeterError):
+    with pytest.raises(MeterError, match=r"not a voltage|no phone's battery"):
         volts_of(text)
 
 

@@ -22,7 +22,7 @@ from edge_devices.transports.file_sync import free_bytes
 from edge_devices.transports.jobs import JobState, poll_job, start_job, stop_job
 from edge_devices.transports.ssh import PREFIX, _clear_old_sockets
 from local_transport import LocalTransport
-from polling import wait
+from polling import dead_process, wait
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07Pixel\x9b1m"
 
@@ -109,9 +109,7 @@ def test_no_escape_sequence_reaches_the_terminal(capsys: pytest.CaptureFixture[s
 
 def test_folders_of_killed_ssh_masters_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-    old, own = tmp_path / f"{PREFIX}{ended.pid}-x", tmp_path / f"{PREFIX}{os.getpid()}-x"
+    old, own = tmp_path / f"{PREFIX}{dead_process()}-x", tmp_path / f"{PREFIX}{os.getpid()}-x"
     for folder in (old, own):
         folder.mkdir()
     _clear_old_sockets()
