@@ -24,7 +24,7 @@ VERSION = 0x01000001
 HEADER = struct.Struct("<4sIIIII")
 IN, OUT, ERR, EXIT, CLOSE = range(5)  # kinds of a frame of shell_v2
 NO_SUCH_FILE = 2
-ALL_FEATURES = "shell_v2,cmd,stat_v2,ls_v2,fixed_push_mkdir,apex"
+ALL_FEATURES = "shell_v2,cmd,stat_v2,fixed_push_mkdir,apex"
 
 
 @dataclass
@@ -258,7 +258,7 @@ class FakeAdbd:
 
 
 class SyncService:
-    """Answers the requests of one sync stream: files to the phone, versions 1 and 2 of stat and list, as the client asks."""
+    """Answers the requests of one sync stream: files to the phone, and the second version of stat. Folders are not listed."""
 
     def __init__(self, stream: Stream, phone: FakePhone, faults: Faults) -> None:
         self._stream, self._phone, self._faults = stream, phone, faults
@@ -270,22 +270,12 @@ class SyncService:
             if kind == b"QUIT":
                 return
             name = self._stream.exactly(length).decode()
-            if kind in (b"STAT", b"STA2", b"LST2"):
+            if kind in (b"STA2", b"LST2"):
                 self._stream.write(_status(kind, self._phone.path(name)))
-            elif kind in (b"LIST", b"LIS2"):
-                self._list(self._phone.path(name), 2 if kind == b"LIS2" else 1)
             elif kind == b"SEND":
                 self._take(name)
             else:
                 self._fail(f"unknown request {kind!r}")
-
-    def _list(self, folder: Path, version: int) -> None:
-        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            name = path.name.encode()
-            entry = _status(b"DNT2" if version == 2 else b"DENT", path)
-            self._stream.write(entry + struct.pack("<I", len(name)) + name)
-        size = 72 if version == 2 else 16
-        self._stream.write(b"DONE" + bytes(size))
 
     def _take(self, request: str) -> None:
         name, _, mode = request.rpartition(",")
@@ -318,9 +308,7 @@ def _status(kind: bytes, path: Path) -> bytes:
     try:
         result = path.stat() if kind == b"STA2" else path.lstat()
     except OSError:
-        return struct.pack("<4s3I", kind, 0, 0, 0) if kind in (b"STAT", b"DENT") else struct.pack("<4sI", kind, NO_SUCH_FILE) + bytes(64)
-    if kind in (b"STAT", b"DENT"):
-        return struct.pack("<4s3I", kind, result.st_mode, result.st_size & 0xFFFFFFFF, int(result.st_mtime))
+        return struct.pack("<4sI", kind, NO_SUCH_FILE) + bytes(64)
     times = [int(t) for t in (result.st_atime, result.st_mtime, result.st_ctime)]
     mode = result.st_mode if stat.S_IFMT(result.st_mode) else 0
     return struct.pack(
