@@ -7,14 +7,13 @@ The weights are scaled so that a random model's logits are no chaos: an export i
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiny_members import FULL, NO_PER_LAYER, SLIDING, VOCABULARY, write_tokenizer
+from tiny_members import FULL, NO_PER_LAYER, SLIDING, VOCABULARY, built_model, publish_config, write_tokenizer
 
 FAMILIES = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 # Of all published members; their V has matrices of its own here, which the published ones share with K in full layers.
@@ -136,30 +135,16 @@ def write_random_pair(
 ) -> tuple[RandomPair, Path, Path]:
     """Draws a pair and writes it, with these values in both configs, and in the drafter's; returns it with the folders of both."""
     import torch
-    import transformers
 
     pair = draw(seed)
     pair = replace(pair, target=pair.target | dict(both or {}), drafter=pair.drafter | dict(both or {}) | dict(drafter or {}))
-    prefix = "Gemma4Unified" if pair.unified else "Gemma4"
-    text = getattr(transformers, f"{prefix}TextConfig")
-    target_config, name = text(**pair.target), f"{prefix}ForCausalLM"
-    if pair.multimodal:
-        target_config = getattr(transformers, f"{prefix}Config")(text_config=target_config, vision_config=None, audio_config=None)
-        name = f"{prefix}ForConditionalGeneration"
-    assistant = getattr(transformers, f"{prefix}AssistantConfig")(
-        text_config=text(**pair.drafter),
-        backbone_hidden_size=pair.target["hidden_size"],
-        use_ordered_embeddings=pair.ordered,
-        num_centroids=32,
-        centroid_intermediate_top_k=4,
-    )
-    torch.manual_seed(seed)
-    for half, config, made in (("target", target_config, name), ("drafter", assistant, f"{prefix}AssistantForCausalLM")):
-        model = getattr(transformers, made)(config)
+    backbone = {"backbone": pair.target["hidden_size"], "ordered": pair.ordered}
+    for half, text, kind in (("target", pair.target, {"multimodal": pair.multimodal}), ("drafter", pair.drafter, backbone)):
+        model = built_model(text, unified=pair.unified, **kind)
         _fill(model, seed, scales)
         model.to(getattr(torch, pair.dtype)).save_pretrained(folder / half)
         if pair.published:
-            _publish(folder / half / "config.json", pair.target if half == "target" else pair.drafter)
+            publish_config(folder / half, text)
         (folder / half / "generation_config.json").unlink(missing_ok=True)
         write_tokenizer(folder / half)
     return pair, folder / "target", folder / "drafter"
@@ -181,13 +166,3 @@ def _fill(model: Any, seed: int, scales: Scales) -> None:
         else:
             scale = 0.5 * scales.tables if "embed_tokens" in name else scales.matrices * tensor.shape[-1] ** -0.5
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale)
-
-
-def _publish(path: Path, text: dict[str, Any]) -> None:
-    """Turns config.json into the published form: global_head_dim and num_global_key_value_heads instead of per_layer_config."""
-    config = json.loads(path.read_text())
-    inner = config.get("text_config", config)
-    inner.pop("per_layer_config", None)
-    inner["global_head_dim"] = text["global_head_dim"]
-    inner["num_global_key_value_heads"] = text.get("num_global_key_value_heads")
-    path.write_text(json.dumps(config, indent=2))

@@ -144,14 +144,20 @@ TARGETS = [name for name, member in MEMBERS.items() if not member.assistant]
 
 def write_member(name: str, folder: Path, **text_overrides: Any) -> Path:
     """Writes the named member's checkpoint and tokenizer into `folder` (created if missing) and returns it."""
+    import torch
+
     member = MEMBERS[name]
     folder.mkdir(parents=True, exist_ok=True)
-    model = _model(member, member.text | text_overrides)
+    values = member.text | text_overrides
+    backbone = {"backbone": member.backbone, "ordered": member.ordered} if member.assistant else {}
+    model = built_model(values, unified=member.unified, multimodal=member.multimodal, **backbone)
+    _fill(model)
+    model.to(getattr(torch, member.dtype))
     model.save_pretrained(folder, max_shard_size=member.shard_size)
     if member.multimodal:
         _add_towers(folder, name)
     if member.published_config:
-        _publish_config(folder, member.text | text_overrides)
+        publish_config(folder, values)
     _generation_config(folder, member)
     write_tokenizer(folder)
     if member.legacy_tokenizer:
@@ -161,35 +167,38 @@ def write_member(name: str, folder: Path, **text_overrides: Any) -> Path:
     return folder
 
 
-def _model(member: Member, text: dict[str, Any]) -> Any:
-    import torch
+def built_model(
+    text: dict[str, Any], *, unified: bool = False, multimodal: bool = False, backbone: int | None = None, ordered: bool = False
+) -> Any:
+    """A model of transformers' classes with this text config; an assistant with a `backbone`'s width. `unified`: 12B's classes."""
     import transformers
 
-    family = "Gemma4Unified" if member.unified else "Gemma4"
+    family = "Gemma4Unified" if unified else "Gemma4"
     text_config = getattr(transformers, f"{family}TextConfig")(**text)
-    if member.assistant:
+    if backbone is not None:
         config = getattr(transformers, f"{family}AssistantConfig")(
             text_config=text_config,
-            backbone_hidden_size=member.backbone,
-            use_ordered_embeddings=member.ordered,
+            backbone_hidden_size=backbone,
+            use_ordered_embeddings=ordered,
             num_centroids=32,
             centroid_intermediate_top_k=4,
         )
-        made = getattr(transformers, f"{family}AssistantForCausalLM")
-    elif member.multimodal:
+        return getattr(transformers, f"{family}AssistantForCausalLM")(config)
+    if multimodal:
         config = getattr(transformers, f"{family}Config")(text_config=text_config, vision_config=None, audio_config=None)
-        made = getattr(transformers, f"{family}ForConditionalGeneration")
-    else:
-        config, made = text_config, getattr(transformers, f"{family}ForCausalLM")
-    torch.manual_seed(7)
-    model = made(config)
+        return getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    return getattr(transformers, f"{family}ForCausalLM")(text_config)
+
+
+def _fill(model: Any) -> None:
+    import torch
+
     generator = torch.Generator().manual_seed(11)
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
         else:
             tensor.copy_(torch.randperm(tensor.numel(), generator=generator).view(tensor.shape))
-    return model.to(getattr(torch, member.dtype))
 
 
 def _add_towers(folder: Path, name: str) -> None:
@@ -226,12 +235,12 @@ def _shared_key_values() -> dict[str, Any]:
     }
 
 
-def _publish_config(folder: Path, text: dict[str, Any]) -> None:
+def publish_config(folder: Path, text: dict[str, Any]) -> None:
     """Turns config.json into the published form: global_head_dim and num_global_key_value_heads instead of per_layer_config."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     inner = config.get("text_config", config)
-    del inner["per_layer_config"]
+    inner.pop("per_layer_config", None)
     inner["global_head_dim"] = text["global_head_dim"]
     inner["num_global_key_value_heads"] = text.get("num_global_key_value_heads")
     inner.setdefault("moe_intermediate_size", None)

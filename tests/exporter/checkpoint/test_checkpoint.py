@@ -14,21 +14,19 @@ import numpy as np
 import pytest
 
 from edge_export.checkpoint.checkpoint import check_pair, open_checkpoint
-from edge_export.checkpoint.safetensors import StoredTensor, read_values
+from edge_export.checkpoint.safetensors import INDEX_NAME, StoredTensor, read_values
 from edge_export.checkpoint.sources import resolve_pair
 from edge_export.errors import CheckpointError
 from edge_export.pipeline.bundle_files import architecture, cache_layout
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from kept import PAIR
+from published_formats import edit_json
 
 Folders = Callable[[str], Path]
 
 
 def edit_config(folder: Path, *, text: bool = False, **changes: Any) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    (config["text_config"] if text and "text_config" in config else config).update(changes)
-    path.write_text(json.dumps(config))
+    edit_json(folder / "config.json", lambda config: (config["text_config"] if text else config).update(changes))
 
 
 def rewrite_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -132,20 +130,15 @@ def test_a_value_that_is_no_number_is_named(dtype: str, bits: str, sign: int, tm
 @pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "a\\b.safetensors", "config.json", ""])
 def test_shard_paths_stay_in_the_folder(shard: str, copy: Folders) -> None:
     folder = copy("e2b")
-    index = folder / "model.safetensors.index.json"
-    data = json.loads(index.read_text())
-    data["weight_map"][next(iter(data["weight_map"]))] = shard
-    index.write_text(json.dumps(data))
+    edit_json(folder / INDEX_NAME, lambda index: index["weight_map"].update({next(iter(index["weight_map"])): shard}))
     with pytest.raises(CheckpointError, match="not a safetensors file of this folder"):
         open_checkpoint(folder)
 
 
 def test_index_and_shards_must_agree(copy: Folders) -> None:
     folder = copy("e2b")
-    index = folder / "model.safetensors.index.json"
-    data = json.loads(index.read_text())
-    data["weight_map"]["model.language_model.ghost.weight"] = "model-00001-of-00009.safetensors"
-    index.write_text(json.dumps(data))
+    ghost = {"model.language_model.ghost.weight": "model-00001-of-00009.safetensors"}
+    edit_json(folder / INDEX_NAME, lambda index: index["weight_map"].update(ghost))
     with pytest.raises(CheckpointError, match=r"lacks the tensor 'model\.language_model\.ghost\.weight'"):
         open_checkpoint(folder)
 
@@ -294,8 +287,6 @@ def test_context_must_fit(member_folder: Folders) -> None:
         ("12b", "e2b-assistant", "K/V heads"),
         ("e4b", "e2b-assistant", "K/V heads is 1, the target's K/V heads is 2"),
         ("26b-a4b", "31b-assistant", "full_attention K/V heads is 1, the target's K/V heads is 2"),
-        ("e2b", "e4b", "not an assistant"),
-        ("e2b-assistant", "e2b-assistant", "is an assistant"),
     ],
 )
 def test_mismatched_pairs(target: str, drafter: str, message: str, member_folder: Folders) -> None:
@@ -317,8 +308,6 @@ def test_mismatched_sizes_and_tokenizers(member_folder: Folders, tmp_path: Path)
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text().replace('"<|think|>"', '"<|thunk|>"'))
     with pytest.raises(CheckpointError, match="their tokenizers differ, first in the piece '<|think|>'".replace("|", r"\|")):
         resolve_pair(str(member_folder("12b")), str(other))
-    (other / "tokenizer.json").unlink()
-    resolve_pair(str(member_folder("12b")), str(other))
 
 
 @pytest.mark.parametrize("window", [16, 64])

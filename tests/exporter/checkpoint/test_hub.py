@@ -20,36 +20,35 @@ from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_export.gguf.writer import plan_gguf
 from fake_hub import FakeHub, point_client_at, serving
+from progress_log import ProgressLog
 
 Folders = Callable[[str], Path]
 TARGET, DRAFTER = "gemma-4-E2B-it-qat-UD-Q4_K_XL.gguf", "MTP/mtp-gemma-4-E2B-it.gguf"
 
 
-class Log:
-    """Records what a download reports."""
+@pytest.fixture(scope="module")
+def files(member_folder: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a repository of GGUF files; to be left as they are."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "MTP").mkdir()
+    for member, name in (("e2b", TARGET), ("e2b-assistant", DRAFTER)):
+        checkpoint = open_checkpoint(member_folder(member))
+        plan_gguf(checkpoint, "bf16", read_vocabulary(checkpoint.folder)).write(folder / name, lambda _: None)
+    (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    (folder / "config.json").write_text("{}")
+    return folder
 
-    def __init__(self) -> None:
-        self.steps: list[tuple[str, int | None]] = []
-        self.bytes = 0
 
-    def step(self, title: str, total_bytes: int | None) -> None:
-        self.steps.append((title, total_bytes))
-
-    def advance(self, done_bytes: int) -> None:
-        self.bytes += done_bytes
+@pytest.fixture(scope="module")
+def old(member_folder: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An earlier revision of a checkpoint."""
+    folder = Path(shutil.copytree(member_folder("e2b"), tmp_path_factory.mktemp("old"), dirs_exist_ok=True))
+    (folder / "chat_template.jinja").write_text("old template")
+    return folder
 
 
 @pytest.fixture
-def hub(member_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    files = tmp_path / "files"
-    (files / "MTP").mkdir(parents=True)
-    for member, name in (("e2b", TARGET), ("e2b-assistant", DRAFTER)):
-        checkpoint = open_checkpoint(member_folder(member))
-        plan_gguf(checkpoint, "bf16", read_vocabulary(checkpoint.folder)).write(files / name, lambda _: None)
-    (files / "mmproj-F16.gguf").write_bytes(b"GGUF")
-    (files / "config.json").write_text("{}")
-    old = Path(shutil.copytree(member_folder("e2b"), tmp_path / "old"))
-    (old / "chat_template.jinja").write_text("old template")
+def hub(member_folder: Folders, files: Path, old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     repositories = {
         "google/gemma-4-E2B-it": {"main": member_folder("e2b"), "refs/pr/1": old},
         "google/gemma-4-E2B-it-assistant": {"main": member_folder("e2b-assistant")},
@@ -85,11 +84,11 @@ def test_a_revision_joins_a_name_without_one() -> None:
 
 
 def test_a_pair_is_fetched_once_and_found_again_without_the_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    names, log = ("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant"), Log()
+    names, log = ("google/gemma-4-E2B-it", "google/gemma-4-E2B-it-assistant"), ProgressLog()
     target, drafter = resolve_pair(*names, log)
     assert (target.origin, drafter.origin) == names
     assert [title for title, _ in log.steps] == [f"Fetch {name}" for name in names]
-    assert log.bytes == sum(total or 0 for _, total in log.steps) > 0
+    assert log.done == [total for _, total in log.steps]
     assert hub.listed == [*names]
     asked = len(hub.ranges)
     assert resolve_pair(*names)[0].path == target.path
@@ -108,20 +107,20 @@ def test_a_revision_is_another_snapshot(hub: FakeHub) -> None:
 
 
 def test_a_cut_connection_is_resumed(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, log = HubName("unsloth/gemma-4-E2B-it-GGUF", None, TARGET), Log()
+    name, log = HubName("unsloth/gemma-4-E2B-it-GGUF", None, TARGET), ProgressLog()
     # Bytes count once a whole chunk of them is there; the client's are 10 MB.
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 50_000)
     hub.cut_after[TARGET] = 100_000
     path = fetch(name, "target", log)
     assert hub.ranges == [(TARGET, None), (TARGET, "bytes=100000-")]
     assert path.read_bytes() == (hub.repositories[name.repository]["main"] / TARGET).read_bytes()
-    assert (log.steps, log.bytes) == ([(f"Fetch {name}", path.stat().st_size)], path.stat().st_size)
+    assert (log.steps, log.done) == ([(f"Fetch {name}", path.stat().st_size)], [path.stat().st_size])
 
 
 def test_a_download_that_was_ended_leaves_nothing_wrong(hub: FakeHub, tmp_path: Path) -> None:
     name = HubName("unsloth/gemma-4-E2B-it-GGUF", None, TARGET)
 
-    class Ended(Log):
+    class Ended(ProgressLog):
         def advance(self, done_bytes: int) -> None:
             raise KeyboardInterrupt
 
@@ -141,9 +140,10 @@ def test_a_pair_of_published_gguf_files(hub: FakeHub) -> None:
     assert [source.path for source in named] == [target.path, drafter.path]
 
 
-def test_a_tag_names_a_quantization(hub: FakeHub, tmp_path: Path) -> None:
-    shutil.copy(tmp_path / "files" / TARGET, tmp_path / "files/gemma-4-E2B-it-Q8_0.gguf")
-    repository = "unsloth/gemma-4-E2B-it-GGUF"
+def test_a_tag_names_a_quantization(hub: FakeHub, files: Path, tmp_path: Path) -> None:
+    repository, more = "unsloth/gemma-4-E2B-it-GGUF", Path(shutil.copytree(files, tmp_path / "files"))
+    shutil.copy(files / TARGET, more / "gemma-4-E2B-it-Q8_0.gguf")
+    hub.repositories[repository]["main"] = more
     assert fetch(HubName(repository), "target").name == "gemma-4-E2B-it-Q8_0.gguf"
     assert fetch(HubName(repository, tag="q4_k_xl"), "target").name == TARGET
     with pytest.raises(CheckpointError, match=r"holds no GGUF file of Q5_0 for a target \(MTP/mtp-.*; name one, such as .*:FILE\.gguf"):
@@ -192,7 +192,7 @@ def test_a_hostile_hub_writes_nothing(hub: FakeHub, tmp_path: Path, headers: dic
     before = set(tmp_path.rglob("*"))
     hub.headers, hub.answers = headers, {kind: json.dumps(answer).encode() for kind, answer in answers.items()}
     with pytest.raises(CheckpointError, match=r"^the hub http://127\.0\.0\.1:\d+ sent .* is no name inside the cache"):
-        fetch(HubName("google/gemma-4-E2B-it"), "target", Log())
+        fetch(HubName("google/gemma-4-E2B-it"), "target", ProgressLog())
     outside = set(tmp_path.rglob("*")) - before - set((tmp_path / "cache").rglob("*"))
     assert outside <= {tmp_path / "cache"}
     assert not list((tmp_path / "cache").rglob("blobs/*"))
@@ -201,24 +201,12 @@ def test_a_hostile_hub_writes_nothing(hub: FakeHub, tmp_path: Path, headers: dic
 @pytest.mark.parametrize("kind", ["revision", "tree"])
 @pytest.mark.parametrize(
     "answer",
-    [
-        b"",
-        b"{",
-        b"5",
-        b"null",
-        b'"x"',
-        b"[5]",
-        b"[" * 100_000,
-        b'{"siblings": 5}',
-        b'{"id": "a/b", "sha": 5}',
-        b'[{"path": 5}]',
-        b'[{"lfs": 5}]',
-    ],
+    [b"{", b"5", b"null", b"[5]", b"[" * 100_000, b'{"siblings": 5}', b'{"id": "a/b", "sha": 5}', b'[{"path": 5}]', b'[{"lfs": 5}]'],
 )
 def test_a_malformed_answer_is_one_sentence(hub: FakeHub, kind: str, answer: bytes) -> None:
     hub.answers = {kind: answer}
     with pytest.raises(CheckpointError, match=r"HF_ENDPOINT|could not be fetched from the Hugging Face hub") as caught:
-        fetch(HubName("google/gemma-4-E2B-it"), "target", Log())
+        fetch(HubName("google/gemma-4-E2B-it"), "target", ProgressLog())
     assert "\n" not in str(caught.value)
 
 
@@ -260,8 +248,8 @@ def test_the_drafter_of_a_gguf_repository_lies_in_it(target: str, drafter: str) 
     assert own_drafter(target) == drafter
 
 
-def test_a_folder_of_gguf_files_is_a_pair(tmp_path: Path, hub: FakeHub) -> None:
-    folder = Path(shutil.copytree(tmp_path / "files", tmp_path / "downloaded"))
+def test_a_folder_of_gguf_files_is_a_pair(files: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(files, tmp_path / "downloaded"))
     assert own_drafter(str(folder)) == str(folder)
     assert own_drafter(str(folder / TARGET)) == str(folder / DRAFTER)
     target, drafter = resolve_pair(str(folder), str(folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_export.gguf.writer import ExactReport, matrices, plan_exact, trained_for_q4
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
-from published_formats import to_w4a16
+from published_formats import edit_json, to_w4a16
 
 Folders = Callable[[str], Path]
 
@@ -60,11 +59,11 @@ def test_weights_are_read_bit_for_bit(packed: tuple[Path, dict[str, np.ndarray]]
     ],
 )
 def test_other_packed_weights_are_named(part: str, change: dict[str, Any], unread: str, packed: tuple[Path, dict[str, np.ndarray]]) -> None:
-    path = packed[0] / "config.json"
-    config = json.loads(path.read_text())
-    group = config["quantization_config"]["config_groups"]["group_0"]
-    group[part] = (group.get(part) or {}) | change
-    path.write_text(json.dumps(config))
+    def changed(config: dict[str, Any]) -> None:
+        group = config["quantization_config"]["config_groups"]["group_0"]
+        group[part] = (group.get(part) or {}) | change
+
+    edit_json(packed[0] / "config.json", changed)
     with pytest.raises(CheckpointError, match=rf"weights of the format 'pack-quantized' with {unread}, which are not read; give"):
         open_checkpoint(packed[0])
 

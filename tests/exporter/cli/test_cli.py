@@ -99,11 +99,12 @@ def test_refusals_are_one_sentence_and_exit_1(pair: list[Path], tmp_path: Path) 
     (tmp_path / "there").mkdir()
     (tmp_path / "empty").mkdir()
     cases = {
-        ("/nowhere", pair[1], "-o", tmp_path / "out"): "does not exist",
+        ("/nowhere", pair[1], "-o", tmp_path / "out"): "the target /nowhere does not exist",
+        (*pair, "-o", "/nowhere/at/all"): "/nowhere/at is not a folder",
         (pair[0], pair[0], "-o", tmp_path / "out"): "not an MTP assistant",
         (tmp_path / "empty", pair[1], "-o", tmp_path / "out"): "config.json is missing",
         (*pair, "-o", tmp_path / "there"): "exists already",
-        (*pair, "-o", tmp_path / "out", "--context", 99999): "context 99999",
+        (*pair, "-o", tmp_path / "out", "--context", 99999): "context 99999 is not in 1..1024",
     }
     for arguments, words in cases.items():
         result = invoke(*arguments, "--no-verify")

@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 RUN = "from edge_export.cli.start import main; main()"
 
 
@@ -25,8 +23,3 @@ def test_a_missing_package_is_one_sentence():
 
 def test_our_own_mistake_is_not_hidden():
     assert "Traceback" in start(f"import sys; sys.modules['edge_export.cli.command'] = None; {RUN}").stderr
-
-
-def test_with_them_it_is_the_command():
-    pytest.importorskip("gguf", reason="needs edge-mtp[export]")
-    assert start(RUN).returncode == 0

@@ -32,7 +32,6 @@ from edge_export.device_package.own_code import add_own_code, write_launchers
 from edge_export.device_package.platforms import PLATFORMS, SITE
 from edge_export.errors import ExportError, PackageError
 from edge_export.output.atomic_folder import check_output
-from stub_package import made_package
 
 LINUX = PLATFORMS["linux-arm64"]
 
@@ -380,17 +379,6 @@ def test_what_wheels_import_stays_in_the_standard_library() -> None:
     """llama-cpp-python's cache on disk is diskcache, whose first module imports pickletools."""
     assert "diskcache" in wheels._THEIR_NEEDS["llama"]
     assert not debian._LEFT_OUT.search("pickletools.py")
-
-
-def test_only_failures_of_the_network_skip_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for reason in ("Debian's signature is wrong", "https://deb.debian.org/InRelease cannot be fetched", "python pip download failed"):
-
-        def fail(*_: object, reason: str = reason) -> None:
-            raise PackageError(reason)
-
-        monkeypatch.setattr(making, "add_python", fail)
-        with pytest.raises(PackageError if "signature" in reason else pytest.skip.Exception, match=reason):
-            made_package("linux-arm64", tmp_path / "package")
 
 
 def test_an_unreachable_mirror_is_one_sentence_and_leaves_nothing(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from converter import convert
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.errors import CheckpointError
 from edge_export.gguf.media_encoder import ENCODER_TYPES, USE_GELU, EncoderType, media_architecture, plan_encoder
+from published_formats import edit_json
 from tiny_media import MEDIA_IDS, write_media_member
 
 WEIGHT_TYPES = ENCODER_TYPES
@@ -92,18 +92,14 @@ def test_tokens_and_towers_are_read(folders):
     ],
 )
 def test_another_tower_is_refused(part, key, value, message, folders, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(folders["both"], folder)
-    config = json.loads((folder / "config.json").read_text())
-    (config if part is None else config[part])[key] = value
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = Path(shutil.copytree(folders["both"], tmp_path / "copy"))
+    edit_json(folder / "config.json", lambda config: (config if part is None else config[part]).update({key: value}))
     with pytest.raises(CheckpointError, match=message):
         plan_encoder(open_checkpoint(folder), "f16")
 
 
 def test_another_normalization_is_refused(folders, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(folders["both"], folder)
+    folder = Path(shutil.copytree(folders["both"], tmp_path / "copy"))
     (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
     with pytest.raises(CheckpointError, match=r"image_mean is \[0.5, 0.5, 0.5\]"):
         plan_encoder(open_checkpoint(folder), "f16")

@@ -118,12 +118,6 @@ def test_a_card_says_why_nothing_was_compared(bundle: Path) -> None:
         assert "This pair is an example." in text
 
 
-def test_force_replaces_a_bundle_with_its_companions(bundle: Path) -> None:
-    from edge_export.output.atomic_folder import check_output
-
-    check_output(bundle, force=True)
-
-
 def llama_cpp(name: str) -> str:
     """The path of one of llama.cpp's own programs."""
     program = shutil.which(name, path=os.environ.get("EDGE_MTP_LLAMA_CPP_BIN", ""))

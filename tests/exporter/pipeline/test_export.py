@@ -24,6 +24,8 @@ from edge_export.pipeline import bundle_files, gguf_step
 from edge_export.pipeline import export as pipeline
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME
+from polling import dead_process
+from progress_log import ProgressLog
 
 Export = Callable[..., Bundle]
 STEPS = [
@@ -42,25 +44,6 @@ STEPS = [
     (pipeline, "architecture"),
     (pipeline, "open_bundle"),
 ]
-
-
-class ProgressLog:
-    """A Progress that records everything."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[str, int | None]] = []
-        self.done: list[int] = []
-        self.messages: list[str] = []
-
-    def step(self, title: str, total_bytes: int | None) -> None:
-        self.steps.append((title, total_bytes))
-        self.done.append(0)
-
-    def advance(self, done_bytes: int) -> None:
-        self.done[-1] += done_bytes
-
-    def note(self, sentence: str) -> None:
-        self.messages.append(sentence)
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -237,12 +220,6 @@ def test_a_bundle_that_appears_meanwhile_is_not_replaced(export: Export, tmp_pat
     assert snapshot(tmp_path) == {"out": b""}
 
 
-def dead_process() -> int:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    return child.pid
-
-
 def test_leftovers_of_killed_exports_go_and_those_of_running_ones_stay(export: Export, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
         for process in (dead_process(), running.pid):
@@ -267,19 +244,4 @@ def test_no_space_is_refused_with_both_numbers(export: Export, tmp_path: Path, m
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1234))
     with pytest.raises(ExportError, match=rf"{tmp_path} has 1.2 kB free, the export needs about [\d.]+ MB .*another disk"):
         export()
-    assert snapshot(tmp_path) == {}
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"target_quantization": "q3_x"}, "quantization 'q3_x' is unknown; choose one of q4_0"),
-        ({"context": 5000}, "context 5000 is not in 1..1024"),
-        ({"output": Path("/nowhere/at/all")}, "/nowhere/at is not a folder"),
-        ({"target": "/nowhere"}, "the target /nowhere does not exist"),
-    ],
-)
-def test_refusals(changes: dict[str, Any], sentence: str, export: Export, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=sentence):
-        export(**changes)
     assert snapshot(tmp_path) == {}

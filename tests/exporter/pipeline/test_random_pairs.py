@@ -24,14 +24,14 @@ from edge_export.pipeline.request import ExportRequest
 from random_pairs import FAMILIES, WIDE_HEADS, Scales, write_random_pair
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_drafts")]
-# Rounding to f16 chooses another expert: in one row, so that logits move by 1.4; in an early row, so that mean KL is 0.007 and 71% of the
-# drafts are equal; where drafts begin (92%); in rows of which 92% keep their greedy token. As many K/V heads in full layers as in others.
-SINGULAR = (1223, 1013, 1018, 2068, 2044)
+# Rounding to f16 chooses another expert in an early row, so that mean KL is 0.007 and 71% of the drafts are equal (what it did to others
+# is in parity/test_parity.py). As many K/V heads in full layers as in others.
+SINGULAR = (1013, 2044)
 # What the converter cannot take of what transformers saves: text-only 12B, no key of experts, equal heads in all layers.
 CONVERTER_FAULTS = ("Gemma4UnifiedForCausalLM is not supported", "'expert_intermediate_size'", "assert head_dim_full is not None")
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *SINGULAR])  # whose families are the other two
+@pytest.mark.parametrize("seed", [2, *SINGULAR])  # 12b, 26b-a4b, 31b; the others are below
 def test_a_random_pair_equals_both_oracles(seed: int, tmp_path: Path) -> None:
     _check_pair(write_random_pair(seed, tmp_path)[1:], tmp_path)
 
