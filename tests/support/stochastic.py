@@ -1,12 +1,7 @@
-"""Scripted models with whole distributions, the exact distribution of what they write, and a chi-square test.
-
-SciPy is not needed: the tail of chi-square is approximated as Wilson and Hilferty did (PNAS 17, 1931, p. 684).
-"""
+"""Scripted models with whole distributions, and the exact distribution of what they write."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -131,30 +126,3 @@ def exact(row: Row, params: SamplingParams, prompt: Sequence[int], tokens: int) 
 def largest_difference(item: dict[tuple[int, ...], float], other: dict[tuple[int, ...], float]) -> float:
     """The largest difference of an outcome's probabilities."""
     return max(abs(item.get(outcome, 0.0) - other.get(outcome, 0.0)) for outcome in {*item, *other})
-
-
-def chi_square_p(observed: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Returns how likely counts at least this far from `expected` (probabilities) are; 0 if an impossible outcome came.
-
-    Outcomes expected fewer than 5 times are taken together, as the approximation by chi-square asks, and so are outcomes that
-    `expected` does not list where it sums to less than 1.
-    """
-    total = sum(observed.values())
-    if set(observed) - set(expected) and sum(expected.values()) > 1 - 1e-9:
-        return 0.0
-    common = [outcome for outcome, share in expected.items() if share * total >= 5]
-    cells = [(observed[outcome], expected[outcome] * total) for outcome in common]
-    rest = (total - sum(count for count, _ in cells), total - sum(share for _, share in cells))
-    if rest[1] < 5:  # too few for a cell of their own, too many to forget
-        last = cells.pop()
-        rest = (rest[0] + last[0], rest[1] + last[1])
-    cells.append(rest)
-    assert len(cells) > 2, "too few outcomes to compare"
-    statistic = sum((count - share) ** 2 / share for count, share in cells)
-    return chi_square_tail(statistic, len(cells) - 1)
-
-
-def chi_square_tail(statistic: float, degrees: int) -> float:
-    """Probability that chi-square with `degrees` degrees of freedom exceeds `statistic`."""
-    spread = 2 / (9 * degrees)
-    return 0.5 * math.erfc(((statistic / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(2 * spread))

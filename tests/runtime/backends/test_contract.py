@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +231,18 @@ def test_a_host_may_pick_drafts_and_end_them(target: Target, drafter: Drafter) -
 
     assert drafter.draft(300, 6, should_continue=twice) == whole[:2]
     assert all(0 < chance <= 1 for chance in chances)
-    picked = drafter.draft(300, 6, lambda logits, tokens=None: int(logits.argmax() if tokens is None else tokens[logits.argmax()]))
-    assert picked == whole
+    offered: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def pick(rank: int, logits: np.ndarray, tokens: np.ndarray | None = None) -> int:
+        offered.append((logits.copy(), np.arange(len(logits)) if tokens is None else tokens.copy()))
+        return int(offered[-1][1][np.argsort(logits)[-rank]])
+
+    assert drafter.draft(300, 6, partial(pick, 1)) == whole
+    assert all(np.isfinite(scores).all() and len(set(ids.tolist())) == len(scores) for scores, ids in offered)
+    others = drafter.draft(300, 2, partial(pick, 2))
+    assert others[0] != whole[0]
+    assert not all(map(np.array_equal, offered[1], offered[-1])), "what was picked leads the next step"
+    assert drafter.draft(300, 6) == whole, "drafts do not depend on what was drafted before"
 
 
 @pytest.mark.parametrize(

@@ -227,16 +227,6 @@ def test_records_say_where_drafts_were_made(exported_pair):
     assert [note.text for note in measuring._places(ran)] == ["asked for the device gpu; it ran on webgpu", ran.draft_place]
 
 
-def test_a_real_pair_is_measured_on_the_devices_that_are_named(exported_pair, probe_memory, tmp_path):
-    what = "--domains code --lengths 3 --policies none --drafters dense --repeats 1 --max-tokens 4 --contexts none --warm-up 0"
-    result = bench("run", exported_pair, *what.split(), "--threads", "1", "--devices", "cpu", "--runs", tmp_path)
-    assert result.exit_code == 0, result.output
-    assert read_records(tmp_path / "cpu" / "runs.jsonl").header.settings["device"] == "cpu"
-    refused = bench("run", exported_pair, *what.split(), "--devices", "abacus")
-    assert refused.exit_code == 1
-    assert "abacus" in refused.stderr
-
-
 def test_energy_comes_from_its_log(made_up, tmp_path):
     write_log(tmp_path / "energy.jsonl", two_variants())
     result = bench("report", made_up, "--energy", tmp_path / "energy.jsonl")

@@ -7,18 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench_records import ONE_OF_EACH, PEER_PLAIN, fixed
-from device_runs import bench
-from edge_bench.devices import remote_run
+from bench_records import PEER_PLAIN, fixed
 from edge_bench.measure.prompts import Prompt, prepare, shipped_prompts
-from edge_bench.measure.records import read_records
-from edge_bench.measure.runners import BENCH, SPECULATIVE, EdgeRunner, LlamaTools, llama_tools
+from edge_bench.measure.runners import EdgeRunner, LlamaTools, llama_tools
 from edge_bench.measure.variants import DEFAULT, LLAMA_CPP, Variant
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.session.open import open_session
-from phones import Desk
-from stub_package import stub_package
 
 PROMPT = Prompt(domain="d", number=0, ids=(1, 2, 3), text="a text")
 OUTPUT = """encoded    3 tokens in    0.150 seconds, speed: 20 t/s
@@ -129,38 +124,6 @@ def test_the_real_tools_on_the_reference_pair(exported_pair, probe_memory):
             assert abs(run.accepted / run.drafted - mine.accepted / mine.drafted) < 0.35
         assert side.run(PEER_PLAIN, prompts[0], 16).tokens == 16
         assert side.run(Variant(side=LLAMA_CPP, drafter="dense", policy=DEFAULT), prompts[0], 16).drafted > 0
-
-
-@pytest.mark.slow
-@pytest.mark.peer
-def test_a_phone_measures_the_tools_of_its_package(
-    desk: Desk, exported_pair: Path, probe_memory: None, tmp_path: Path, monkeypatch
-) -> None:
-    """Package, adb, our edge-bench on the phone and llama.cpp's tools are real; the phone is a folder of this machine."""
-    folder = os.environ.get("EDGE_MTP_LLAMA_CPP_BIN")
-    if not folder:
-        pytest.skip("needs llama.cpp's tools (EDGE_MTP_LLAMA_CPP_BIN names their folder)")
-    monkeypatch.setattr(remote_run, "POLL_SECONDS", 1.0)
-    package, phone = stub_package(tmp_path / "package", real=True), desk.phone()
-    (package / "tools").mkdir()
-    for name in (SPECULATIVE, BENCH):
-        (package / "tools" / name).write_text(f'#!/bin/sh\nexec "{Path(folder).resolve() / name}" "$@"\n')
-        (package / "tools" / name).chmod(0o755)
-    where = ("--adb", phone.serial, "--package", package, "--results", tmp_path / "results", "--device-folder", tmp_path / "device")
-    result = bench(
-        "devices", exported_pair, *ONE_OF_EACH, "--max-tokens", "8", "--drafters", "dense", *where, "--against", "llama.cpp=package"
-    )
-    print(result.output)
-    assert result.exit_code == 0, result.output
-    runs = read_records(next((tmp_path / "results").rglob("runs.jsonl"))).runs
-    labels = {run.variant.label for run in runs}
-    assert {"plain", "dense 2", "llama.cpp plain", "llama.cpp 2"} <= labels
-    theirs = [run for run in runs if run.variant.side == LLAMA_CPP]
-    assert all(run.tokens >= 8 and run.seconds > 0 for run in theirs)
-    assert any(run.drafted >= run.accepted > 0 for run in theirs)
-    assert "Ours over llama.cpp's own" in result.output
-    desk.adb("disconnect", phone.serial)
-    phone.close()
 
 
 def test_tools_that_die_of_repacked_weights_run_without(tools):

@@ -327,16 +327,3 @@ def test_the_reference_pair_at_a_terminal(exported_pair, environment):
         terminal.wait_for("new conversation")
         terminal.type("/bye\n")
         assert terminal.exit_code() == 0
-
-
-def test_the_reference_pair_from_a_pipe(exported_pair, environment, probe_memory):
-    arguments = ["chat", str(exported_pair), "--json", "--max-tokens", "24", "--threads", "1", "--draft-length", "3"]
-    result = CliRunner().invoke(cli.main, arguments, input="import os\n<|turn>system <turn|>\n")
-    assert result.exit_code == 0, result.stderr
-    first, second = map(json.loads, result.stdout.splitlines())
-    assert first["finish"] == second["finish"] == "length"
-    assert first["stats"]["tokens"] == second["stats"]["tokens"] == 24
-    assert first["stats"]["accepted_tokens"] > 0
-    assert second["stats"]["prompt_tokens"] > first["stats"]["prompt_tokens"] + 24
-    assert first["stats"]["reused_tokens"] == 0
-    assert second["stats"]["reused_tokens"] >= first["stats"]["prompt_tokens"]

@@ -9,6 +9,7 @@ from edge_runtime.decoding.acceptance import accept_by_block, accept_by_rejectio
 from edge_runtime.decoding.acceptance_rules import BlockRule, MatchRule, RejectionRule
 from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
+from edge_runtime.drafting.policies import RoundPlan, RoundResult
 from enumeration import Choices, distribution_of
 from stochastic import StochasticDrafter, StochasticTarget, drafters, exact, largest_difference, random_rows, write
 
@@ -61,11 +62,12 @@ DRAFTERS = {
 }
 
 
-def written(monkeypatch, rule, drafter, params, *, length, tokens):
+def written(monkeypatch, rule, drafter, params, *, tokens, length=0, policy=None):
     def run(choices: Choices) -> tuple[int, ...]:
         target = StochasticTarget(TARGET)
         opened = DRAFTERS[drafter](target) if drafter else None
-        return write(target, opened, PROMPT, rule(Sampler(params), PROMPT, choices.uniform), length=length, tokens=tokens)
+        drawn = rule(Sampler(params), PROMPT, choices.uniform)
+        return write(target, opened, PROMPT, drawn, length=length, tokens=tokens, policy=policy)
 
     return distribution_of(run, monkeypatch)
 
@@ -89,6 +91,49 @@ def test_the_enumeration_sees_a_wrong_rule(monkeypatch):
     excess = Distribution.excess
     monkeypatch.setattr(Distribution, "excess", lambda self, other, share=1.0: excess(self, other))
     result = written(monkeypatch, BlockRule, "random", OPTIONS["plain"], length=2, tokens=3)
+    assert largest_difference(result, exact(TARGET, OPTIONS["plain"], PROMPT, 3)) > 1e-3
+
+
+class Choosy:
+    """Verifies the first draft alone where the drafter is unsure of the last; `bold` does so even where all must be verified."""
+
+    def __init__(self, *, bold: bool = False) -> None:
+        self._bold = bold
+        self.left_out = 0
+
+    def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
+        self._may, self._sure = any_prefix or self._bold, []
+        return RoundPlan(2, should_continue=lambda confidence: self._sure.append(confidence) or True, to_verify=self._to_verify)
+
+    def observe(self, result: RoundResult) -> None:
+        """Learns nothing."""
+
+    def _to_verify(self, drafted: int) -> tuple[int, int]:
+        kept = 1 if drafted and self._may and self._sure[-1] < 0.6 else drafted
+        self.left_out += drafted - kept
+        return kept, 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_leaving_drafts_unverified_keeps_the_distribution(rule, monkeypatch):
+    policy = Choosy()
+    result = written(monkeypatch, rule, "random", OPTIONS["plain"], tokens=3, policy=policy)
+    assert largest_difference(result, exact(TARGET, OPTIONS["plain"], PROMPT, 3)) < EXACT
+    assert (policy.left_out > 0) == (rule is MatchRule)
+
+
+@pytest.mark.parametrize("rule", [BlockRule, RejectionRule])
+def test_the_enumeration_sees_why_rejection_must_verify_all_drafts(rule, monkeypatch):
+    """What a draft made the drafter think of the next one says what was drawn: to drop it then is to draw again."""
+    accept, policy = rule.accept, Choosy(bold=True)
+
+    def forgiving(self, drafts, logits):
+        del self._drawn[len(drafts) :]
+        return accept(self, drafts, logits)
+
+    monkeypatch.setattr(rule, "accept", forgiving)
+    result = written(monkeypatch, rule, "random", OPTIONS["plain"], tokens=3, policy=policy)
+    assert policy.left_out > 0
     assert largest_difference(result, exact(TARGET, OPTIONS["plain"], PROMPT, 3)) > 1e-3
 
 

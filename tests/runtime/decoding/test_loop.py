@@ -41,21 +41,6 @@ def test_right_drafter_accepts_everything_and_saves_forwards():
     assert len(emitted) == 40
 
 
-def test_wrong_drafter_still_moves_one_token_a_round():
-    target, _, rounds, _ = run([1, 2, 3], wrong, 3, 10)
-    assert [r.accepted for r in rounds] == [0] * 10
-    assert [len(r.tokens) for r in rounds] == [1] * 10
-    # The last rounds draft less: drafts never reach past max_tokens.
-    assert target.rows == [4] * 7 + [3, 2, 1]
-
-
-def test_length_zero_never_calls_the_drafter():
-    target, drafter, rounds, _ = run([1, 2], right, 0, 12)
-    assert drafter.lengths == []
-    assert target.rows == [1] * 12
-    assert all(r.drafted == 0 for r in rounds)
-
-
 @given(seed=st.integers(0, 10**6), length=st.integers(0, 12), max_tokens=st.integers(1, 60), share=st.floats(0, 1))
 @settings(max_examples=150, deadline=None)
 def test_any_drafter_gives_the_plain_output(seed, length, max_tokens, share):
@@ -85,13 +70,6 @@ def test_fills_the_context_and_ends_there(length):
     target, _, _, emitted = run([1, 2, 3], right, length, 100, context=20)
     assert target.length == 20
     assert emitted == plain_greedy([1, 2, 3], 18)
-
-
-def test_drafts_stay_inside_the_rewind_slack():
-    target = ScriptedTarget(rewind_slack=2)
-    drafter = ScriptedDrafter(target, wrong)
-    list(decode(target, drafter, Decoding(target, 1, Fixed(8), max_tokens=10)))
-    assert max(drafter.lengths) == 2
 
 
 class Choosing(ScriptedTarget):

@@ -26,7 +26,7 @@ from edge_runtime.drafting.time_bound import MARGIN, TimeBound
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.session.open import open_session
 from scripted import TimedDrafter, TimedTarget
-from simulated_joules import Case, Spent, best_mix, regret
+from simulated_joules import Case, regret
 from simulated_rounds import CURVES, FLAT, LINEAR, ExactCosts, played, rate
 
 
@@ -61,14 +61,6 @@ def test_a_draft_never_gets_longer_as_drafting_takes_more_watts(
 ) -> None:
     lengths = [planned(step, PhasePower(draft=w, verify=verify), prior=prior, curve=CURVES[curve]) for w in (low, low * factor)]
     assert lengths[0] >= lengths[1]
-
-
-@given(scale=st.floats(0.01, 100), draft=st.floats(0.1, 50), verify=st.floats(0.1, 50), prior=st.floats(0.05, 0.97))
-def test_only_the_ratio_of_the_watts_matters(scale: float, draft: float, verify: float, prior: float) -> None:
-    def costs(factor: float) -> EnergyCosts:
-        return EnergyCosts(ExactCosts(LINEAR, 2.0), PhasePower(draft=draft * factor, verify=verify * factor))
-
-    assert costs(scale).draft(1) / costs(scale).verify(3) == pytest.approx(costs(1).draft(1) / costs(1).verify(3))
 
 
 @pytest.mark.parametrize("power", [PhasePower(draft=1.0, verify=9.0), PhasePower(draft=9.0, verify=6.0, plain=3.0)])
@@ -265,40 +257,6 @@ def test_the_time_that_is_allowed_is_spent_on_joules(case: Case, joules_below: f
     assert mixed.joules < joules_below
     assert mixed.regret < 0.1
     assert not mixed.is_worse_in_both
-
-
-def test_the_same_text_brings_two_policies_the_same_luck() -> None:
-    """Drafts are accepted by their place: rounds of 2 and of 3 drafts verify tokens of the same chances."""
-
-    class Chances:
-        def __init__(self, length: int) -> None:
-            self.length, self.places = length, dict[int, float]()
-            self.emitted = self.drafted = 0
-
-        def plan(self) -> RoundPlan:
-            self.drafted = 0
-            return RoundPlan(self.length, False, self.take, lambda drafted: (drafted, 0))
-
-        def take(self, confidence: float) -> bool:
-            self.places[self.emitted + self.drafted] = confidence
-            self.drafted += 1
-            return True
-
-        def observe(self, result: RoundResult) -> None:
-            self.emitted += result.accepted + 1
-
-    short, long = Chances(2), Chances(3)
-    for policy in (short, long):
-        played(ExactCosts(LINEAR, 1.0), policy, lambda _: 0.6, 200, 1, same_text=True)
-    both = short.places.keys() & long.places.keys()
-    assert len(both) > 100
-    assert all(short.places[place] == long.places[place] for place in both)
-
-
-def test_a_mix_of_two_lengths_is_on_the_line_between_them() -> None:
-    points = [Spent(seconds=10, joules=8), Spent(seconds=12, joules=4), Spent(seconds=11, joules=7)]
-    assert best_mix(points, 10.5) == pytest.approx(7)
-    assert best_mix(points, 9) == float("inf")
 
 
 def test_the_trade_is_that_of_the_best_lengths_where_drafts_have_no_confidence() -> None:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
-from edge_runtime.drafting.policies import Fixed, RoundResult
+from edge_runtime.drafting.policies import RoundResult
 from edge_runtime.drafting.profit_policy import Profit
-from scripted import make_session, next_token, plain_greedy
 from simulated_rounds import CURVES, FLAT, LINEAR, NOT_REPACKED, REPACKED, STEEP, ExactCosts, rate
 
 TOKENS, SEEDS = 300, 5
@@ -25,13 +24,6 @@ def static_rates(curve: str, step: float, acceptance: float) -> list[float]:
     """Rate of each fixed length, 0 first, in the long run: a round of n drafts emits 1 + p + ... + p^n tokens (Leviathan et al. 2023)."""
     verify = CURVES[curve]
     return [sum(acceptance**i for i in range(n + 1)) / (n * step + verify[n]) for n in range(13)]
-
-
-def test_the_simulation_agrees_with_the_formula() -> None:
-    costs = ExactCosts(REPACKED, 1.0)
-    for n in (0, 3, 7):
-        simulated = statistics.mean(rate(costs, Fixed(n), lambda _: 0.7, 20_000, seed) for seed in range(2))
-        assert simulated == pytest.approx(static_rates("repacked", 1.0, 0.7)[n], rel=0.02)
 
 
 @cache
@@ -203,19 +195,6 @@ def test_whatever_happens_lengths_and_rows_stay_legal(verify, step, longest, out
         assert verified + 1 <= verified + 1 + padding <= longest + 1
         policy.observe(RoundResult(verified, verified if right else 0, right if plan.shadow else None))
         assert policy.last is not None
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([REPACKED, LINEAR, FLAT, STEEP]), st.floats(0, 1))
-def test_output_with_profit_is_plain_decoding_s_own(seed: int, verify: tuple[float, ...], wrong: float) -> None:
-    import random
-
-    dice = random.Random(seed)
-    session = make_session(lambda context, _: next_token(context) if dice.random() >= wrong else 0)
-    policy = Profit(ExactCosts(verify, 1.0), PositionModel(), stepwise=False)
-    generation = session.generate([1, 2, 3], max_tokens=50, policy=policy)
-    list(generation.rounds())
-    assert generation.tokens == plain_greedy([1, 2, 3], 50)
 
 
 def test_shadow_drafts_pay_the_fixed_overhead() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_runtime.decoding.loop import Decoding, decode
-from edge_runtime.drafting.policies import Fixed
 from edge_runtime.drafting.text_memory import SHORTEST_MATCH, LookupDrafter
-from scripted import VOCABULARY, ScriptedTarget, one_hot
+from scripted import ScriptedTarget
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -35,17 +33,3 @@ def slow_draft(text: list[int], length: int) -> list[int]:
 @given(text=TEXTS, length=st.integers(1, 12))
 def test_drafts_are_those_of_the_definition(text, length):
     assert draft(text, length) == slow_draft(text, length)
-
-
-def test_a_text_that_repeats_itself_saves_forwards():
-    class Looping(ScriptedTarget):
-        """Says 0, 1, 2, 3, 4, 0, ... whatever the text."""
-
-        def row(self, context):
-            return one_hot((context[-1] + 1) % 5, VOCABULARY)
-
-    target = Looping()
-    rounds = list(decode(target, LookupDrafter(target), Decoding(target, 0, Fixed(4), max_tokens=40)))
-    assert sum(len(item.tokens) for item in rounds) == 40
-    assert len(rounds) < 20
-    assert sum(item.accepted for item in rounds) == sum(item.drafted for item in rounds)

@@ -121,6 +121,8 @@ def test_text_and_its_places(hello):
     assert client_of(hello).models.retrieve("scripted").created > 0
     with pytest.raises(openai.NotFoundError, match="no such model"):
         client_of(hello).models.retrieve("other")
+    with pytest.raises(openai.BadRequestError, match="not trained to make embeddings"):
+        client_of(hello).embeddings.create(model="any", input="hi")
     assert send(hello, "GET", "/v2/none")[2]["error"]["type"] == "invalid_request_error"
     assert send(hello, "GET", "/v1/completions")[0] == 405
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -73,6 +72,18 @@ def test_a_demanded_call_is_made(stream: bool) -> None:
             assert type(arguments["exact"]) is bool
 
 
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+def test_an_answer_is_the_json_that_was_asked_for(kind: str) -> None:
+    """The script wants to chat; beside tools a call would do, too. llama.cpp's server takes a schema beside json_object."""
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    schema = {"type": "object", "properties": {"ok": {"const": True}}, "required": ["ok"], "additionalProperties": False}
+    asked = {"schema": schema} if kind == "json_object" else {"json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    with scripted_server("I would rather chat.") as server:
+        for tools in ({}, {"tools": [{"type": "function", "function": {"name": "now"}}]}):
+            choice = ask(client_of(server), max_tokens=100, response_format={"type": kind, **asked}, **tools).choices[0]
+            assert choice.message.tool_calls or json.loads(choice.message.content) == {"ok": True}
+
+
 def test_several_prompts_have_an_answer_each(several: str) -> None:
     client = client_of(several)
     prompts = ["def add(a, b):", "class Stack:"]
@@ -90,14 +101,3 @@ def test_several_prompts_have_an_answer_each(several: str) -> None:
     assert streamed == alone
     sampled = client.completions.create(model="any", prompt="#", max_tokens=12, temperature=1, seed=5, n=3)
     assert len({choice.text for choice in sampled.choices}) > 1, "each choice has a seed of its own"
-
-
-def test_log_probabilities_of_the_pair(several: str) -> None:
-    client = client_of(several)
-    choice = client.completions.create(model="any", prompt="def add(a, b):", max_tokens=20, temperature=0, logprobs=5).choices[0]
-    logprobs = choice.logprobs
-    assert "".join(logprobs.tokens) == choice.text
-    assert [choice.text[at : at + len(token)] for at, token in zip(logprobs.text_offset, logprobs.tokens, strict=True)] == logprobs.tokens
-    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert logprob == max(top.values()) == top[token], "greedy takes the likeliest"
-        assert sum(math.exp(value) for value in top.values()) <= 1 + 1e-6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import threading
@@ -81,30 +80,6 @@ def test_a_chat_goes_on_from_its_cache(several: str) -> None:
     assert streamed[-1].usage.completion_tokens == first.usage.completion_tokens
 
 
-def test_four_clients_at_once_get_what_each_gets_alone(several: str) -> None:
-    client = client_of(several)
-    alone = [complete(client, prompt).choices[0].text for prompt in PROMPTS]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(3):
-            together = list(pool.map(lambda prompt: complete(client, prompt).choices[0].text, PROMPTS))
-            assert together == alone
-
-
-def test_a_seed_repeats_itself_whatever_else_is_asked(single: str) -> None:
-    client = client_of(single)
-
-    def drawn(seed: int) -> str:
-        text: str = complete(client, PROMPTS[1], temperature=0.9, top_p=0.95, seed=seed).choices[0].text
-        return text
-
-    first = {seed: drawn(seed) for seed in (-1, 7, 8, 9)}
-    assert len(set(first.values())) > 1
-    with ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(complete, client, prompt, temperature=1.0) for prompt in PROMPTS * 2]
-        assert {seed: drawn(seed) for seed in first} == first
-        assert all(other.result().usage.completion_tokens > 0 for other in others)
-
-
 @pytest.mark.parametrize("server", ["deterministic", "exact"])
 def test_deterministic_answers_depend_on_their_request_alone(server: str, request: pytest.FixtureRequest) -> None:
     client = client_of(request.getfixturevalue(server))
@@ -121,45 +96,6 @@ def test_deterministic_answers_depend_on_their_request_alone(server: str, reques
     assert together == [alone[number] for number in order]
     for _ in range(2):  # nor does what is reported reveal what others sent
         assert chat(client, "def area(r):", max_tokens=2).usage.prompt_tokens_details.cached_tokens == 0
-
-
-def test_an_answer_is_the_json_that_was_asked_for(several: str) -> None:
-    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
-    client = client_of(several)
-    schema = {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["name", "ok"],
-        "properties": {"name": {"type": "string", "maxLength": 12}, "ok": {"type": "boolean"}},
-    }
-    for drawing in ({"temperature": 0}, {"temperature": 1, "seed": 3}):
-        named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-        answer = chat(client, "def add(a, b):", max_tokens=100, response_format=named, **drawing)
-        value = json.loads(answer.choices[0].message.content)
-        assert set(value) == {"name", "ok"}
-        assert type(value["ok"]) is bool
-        assert len(value["name"]) <= 12
-        assert answer.choices[0].finish_reason == "stop"
-    with pytest.raises(openai.BadRequestError):
-        chat(client, "hi", response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}})
-    tools: Any = [{"type": "function", "function": {"name": "now"}}]
-    beside: Any = {"type": "json_object", "schema": schema}  # as llama.cpp's server takes it
-    for passed in ({"response_format": named, "tools": tools}, {"response_format": beside}):
-        message = chat(client, "def add(a, b):", max_tokens=100, temperature=1, seed=3, **passed).choices[0].message
-        assert message.tool_calls or set(json.loads(message.content)) == {"name", "ok"}
-    with pytest.raises(openai.BadRequestError, match="not trained to make embeddings"):
-        client.embeddings.create(model="any", input="hi")
-
-
-def test_a_call_that_the_limit_cuts_off_is_partial_json(several: str) -> None:
-    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
-    parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-    tools: Any = [{"type": "function", "function": {"name": "note", "parameters": parameters}}]
-    choice = chat(client_of(several), "hi", max_tokens=20, temperature=0, tools=tools, tool_choice="required").choices[0]
-    assert choice.message.content is None
-    assert choice.message.tool_calls[0].function.name == "note"
-    if choice.finish_reason == "length":
-        assert choice.message.tool_calls[0].function.arguments.startswith('{"text":"')
 
 
 def test_metrics_are_prometheus_text(several: str) -> None:

@@ -80,16 +80,6 @@ def test_requests_at_once_have_the_machines_joules_and_say_so(watch) -> None:
         assert "not split" in energy["reason"]
 
 
-def test_without_a_meter_usage_and_metrics_give_the_reason() -> None:
-    watch = SharedWatch(System(), None, "no energy meter here")
-    with scripted_server("hello", watch=watch) as server:
-        energy = ask(client_of(server)).usage.energy
-        scraped = urllib.request.urlopen(server.url + "/metrics").read().decode()
-    watch.close()
-    assert (energy["joules"], energy["reason"]) == (None, "no energy meter here")
-    assert 'edge_mtp_energy_info{kind="none",reason="no energy meter here"} 1' in scraped
-
-
 def energy_of(url: str) -> tuple[int, dict[str, Any]]:
     """The status and body of /energy_metrics."""
     try:
@@ -99,36 +89,34 @@ def energy_of(url: str) -> tuple[int, dict[str, Any]]:
         return error.code, json.load(error)
 
 
-def test_energy_metrics_are_joules_to_subtract(watch) -> None:
+def test_metrics_have_the_joules_of_all_requests(watch) -> None:
     with scripted_server("a long answer " * 4, watch=watch) as server:
         server.together.before_forward = lambda: time.sleep(0.002)
         before = energy_of(server.url)
         joules = sum(ask(client_of(server)).usage.energy["joules"] for _ in range(2))
         status, after = energy_of(server.url)
+        scraped = urllib.request.urlopen(server.url + "/metrics").read().decode()
     assert (before[0], before[1]["total_energy_j"], status) == (200, 0.0, 200)
     assert after["total_energy_j"] == pytest.approx(joules, rel=0.05)
     assert after["query_time"] > before[1]["query_time"]
     assert (after["meter"], after["scope"], after["estimate"]) == ("steady", "package", False)
     low, high = after["joules_interval"]
     assert low <= after["total_energy_j"] <= high
-
-
-def test_energy_metrics_without_a_meter_are_the_reason() -> None:
-    none = SharedWatch(System(), None, "no energy meter here")
-    with scripted_server("hello", watch=none) as server:
-        assert energy_of(server.url) == (503, {"error": "no energy meter here"})
-    none.close()
-    with scripted_server("hello") as server:
-        status, body = energy_of(server.url)
-    assert (status, "reads no energy meter" in body["error"]) == (503, True)
-
-
-def test_metrics_have_the_joules_of_all_requests(watch) -> None:
-    with scripted_server("a long answer " * 4, watch=watch) as server:
-        server.together.before_forward = lambda: time.sleep(0.002)
-        joules = sum(ask(client_of(server)).usage.energy["joules"] for _ in range(2))
-        scraped = urllib.request.urlopen(server.url + "/metrics").read().decode()
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in scraped.splitlines() if not line.startswith("#")}
     labels = 'meter="steady",scope="package",bound="value"'
     assert values[f"edge_mtp_energy_joules{{{labels}}}"] == pytest.approx(joules, rel=0.05)
     assert values[f"edge_mtp_energy_joules_per_token{{{labels}}}"] > 0
+
+
+def test_without_a_meter_all_give_the_reason() -> None:
+    watch = SharedWatch(System(), None, "no energy meter here")
+    with scripted_server("hello", watch=watch) as server:
+        energy = ask(client_of(server)).usage.energy
+        scraped = urllib.request.urlopen(server.url + "/metrics").read().decode()
+        assert energy_of(server.url) == (503, {"error": "no energy meter here"})
+    watch.close()
+    assert (energy["joules"], energy["reason"]) == (None, "no energy meter here")
+    assert 'edge_mtp_energy_info{kind="none",reason="no energy meter here"} 1' in scraped
+    with scripted_server("hello") as server:
+        status, body = energy_of(server.url)
+    assert (status, "reads no energy meter" in body["error"]) == (503, True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from edge_runtime.backends.kernels import loader
-from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import RequestError
 from edge_runtime.session import batch
-from edge_runtime.session.batch import PrefillPace, Sessions
+from edge_runtime.session.batch import PrefillPace
 from edge_runtime.session.generation import PREFILL_ROWS
 from edge_runtime.session.open import open_session, open_sessions
 from edge_runtime.session.row_equality import compare_rows
@@ -153,27 +152,6 @@ def test_after_a_failure_of_all_nothing_is_left_in_the_caches() -> None:
     assert [session.target.length for session in sessions.sessions] == [0, 0]
 
 
-def test_onnxruntime_runs_one_at_a_time(onnx_pair: Callable[[str], Path]) -> None:
-    bundle = onnx_pair("f32")
-    with open_session(bundle, context=256, backend="onnx") as alone:
-        generation = alone.generate(PROMPTS[0], max_tokens=30, draft_length=3)
-        generation.text()
-    with open_sessions(bundle, 1, context=256, backend="onnx") as sessions:
-        stepped = sessions.sessions[0].generate(PROMPTS[0], max_tokens=30, draft_length=3)
-        list(sessions.run([stepped]))
-    assert (stepped.tokens, stepped.stats.accepted) == (generation.tokens, generation.stats.accepted)
-    assert stepped.stats.accepted > 0
-    with pytest.raises(RequestError, match="2 sessions at once are more than the 1 that ONNX Runtime runs"):
-        open_sessions(bundle, 2, backend="onnx")
-
-
-@pytest.fixture(scope="module")
-def several(exported_pair: Path, probe_memory: Path) -> Sessions:
-    pytest.importorskip("llama_cpp")
-    with open_sessions(exported_pair, 3, context=512, drafter="dense") as sessions:
-        yield sessions
-
-
 @pytest.mark.parametrize("drafter", ["dense", "split", "lookup", "none"])
 def test_llama_sequences_equal_single_sessions(exported_pair: Path, probe_memory: Path, drafter) -> None:
     pytest.importorskip("llama_cpp")
@@ -187,29 +165,6 @@ def test_llama_sequences_equal_single_sessions(exported_pair: Path, probe_memory
         started = [sessions.sessions[i % 3].generate(prompt, max_tokens=60, draft_length=3) for i, prompt in enumerate(PROMPTS)]
         list(sessions.run(started))
     assert [(g.tokens, g.stats.accepted) for g in started] == expected
-
-
-def test_a_seed_repeats_itself_beside_others(several: Sessions) -> None:
-    params = SamplingParams(temperature=0.8, seed=5)
-    outputs = []
-    for beside in (False, True):
-        expected = several.sessions[0].generate(PROMPTS[0], max_tokens=30, sampling=params, draft_length=3, acceptance="match")
-        others = [several.sessions[i].generate(PROMPTS[i], max_tokens=20) for i in (1, 2)] if beside else []
-        list(several.run([expected, *others]))
-        outputs.append(expected.tokens)
-    assert outputs[0] == outputs[1]
-
-
-def test_long_texts_beside_each_other_slide_their_windows(several: Sessions) -> None:
-    prompts = [[2, *range(100 + i, 400 + i)] for i in range(3)]
-    alone = []
-    for session, prompt in zip(several.sessions, prompts, strict=True):
-        generation = session.generate(prompt, max_tokens=150, draft_length=4)
-        list(generation.rounds())
-        alone.append(generation.tokens)
-    together = [s.generate(p, max_tokens=150, draft_length=4) for s, p in zip(several.sessions, prompts, strict=True)]
-    list(several.run(together))
-    assert [g.tokens for g in together] == alone
 
 
 @pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")

@@ -228,7 +228,7 @@ def test_threads_that_ask_for_whole_texts_wait_for_each_other(opened: Opened) ->
 MOVES = st.lists(
     st.tuples(
         st.integers(0, 2),
-        st.sampled_from(("generate", "round", "round", "text", "run", "add", "step", "remove", "close-session", "close")),
+        st.sampled_from(("generate", "round", "round", "text", "run", "add", "join", "step", "step", "remove", "close-session", "close")),
         st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
         st.integers(1, 25),
         st.integers(0, 6),
@@ -243,6 +243,7 @@ ON_ONE: dict[str, Callable[[Sessions, Generation], object]] = {
     "text": lambda _, item: item.text(),
     "run": lambda sessions, item: list(sessions.run([item])),
     "add": lambda sessions, item: sessions.decoder.add(item),
+    "join": lambda sessions, item: sessions.decoder.join(item),
     "remove": lambda sessions, item: sessions.decoder.remove(item),
 }
 
@@ -268,6 +269,10 @@ def test_scripted_calls_in_any_order(moves) -> None:
                     sessions.decoder.step()
                 case _ if item:
                     ON_ONE[move](sessions, item)
+        for running in sessions.decoder.running:
+            if running.tokens:  # before, the rows may still be those of the request before
+                text = [*running.prompt, *running.tokens]
+                assert running.target.tokens.tolist() == text[: running.target.length], "rows of another's tokens"
     for generation, prompt, maximum in begun:
         alone = plain_greedy(prompt, maximum)
         assert generation.tokens == alone[: len(generation.tokens)]

@@ -3,16 +3,14 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from edge_runtime.bundle.kv_types import KvType
 from edge_runtime.errors import RequestError
-from edge_runtime.session.batch import Sessions
-from edge_runtime.session.open import open_session, open_sessions
+from edge_runtime.session.open import open_session
 from edge_runtime.session.saved.kv_state_file import MAGIC
 from edge_runtime.session.session import Session
 from scripted import make_session
@@ -108,56 +106,6 @@ def test_within_the_window_a_restored_state_can_be_rewound_to_any_length(session
     assert other.target.rollback_floor <= 1
     _, reused, _ = write(other, text(40)[:20], 5, reuse=True)
     assert reused == 19
-
-
-@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
-def test_states_of_quantized_caches(exported_pair: Path, probe_memory: None, tmp_path: Path, kv_type: KvType) -> None:
-    with open_session(exported_pair, threads=1, drafter="dense", kv_type=kv_type) as quantized:
-        begun, _, _ = write(quantized, text(300), 6)
-        quantized.save_state(tmp_path / "state")
-        longer = [*text(300), *begun]
-        expected, _, _ = write(quantized, longer, 30, reuse=True)
-        quantized.load_state(tmp_path / "state")
-        got, reused, _ = write(quantized, longer, 30, reuse=True)
-        assert (got, reused) == (expected, len(longer) - 1)
-    with (
-        open_session(exported_pair, threads=1, drafter="none") as session,
-        pytest.raises(RequestError, match=f"K/V type {kv_type}, this session has f16; open with --kv-type {kv_type}"),
-    ):
-        session.load_state(tmp_path / "state")
-
-
-def test_states_of_the_types_that_graphs_are_exported_with(onnx_pair: Callable[..., Path], probe_memory: None, tmp_path: Path) -> None:
-    for kv in ("f32", "f16", "int8"):
-        with open_session(onnx_pair("int4", kv=kv), threads=1) as session:
-            begun, _, _ = write(session, text(300), 6)
-            session.save_state(tmp_path / kv)
-            expected, _, _ = write(session, [*text(300), *begun], 30, reuse=True)
-            session.load_state(tmp_path / kv)
-            got, reused, _ = write(session, [*text(300), *begun], 30, reuse=True)
-            assert (got, reused) == (expected, 305)
-            assert session.target.kv_type == kv.replace("int8", "i8")
-
-
-def test_sequences_save_and_load_without_touching_each_other(exported_pair: Path, probe_memory: None, tmp_path: Path) -> None:
-    def finish(sessions: Sessions, number: int, prompt: list[int]) -> tuple[list[int], int]:
-        generation = sessions.sessions[number].generate(prompt, max_tokens=20, draft_length=3, reuse_prefix=True)
-        for _ in sessions.run([generation]):
-            pass
-        return generation.tokens, generation.stats.reused_tokens
-
-    with open_sessions(exported_pair, 3, threads=1, drafter="dense") as sessions:
-        first, second = text(300), text(200)[::-1]
-        begun, _ = finish(sessions, 0, first)
-        also, _ = finish(sessions, 1, second)
-        sessions.sessions[0].save_state(tmp_path / "first")
-        sessions.sessions[2].load_state(tmp_path / "first")
-        expected, _ = finish(sessions, 0, [*first, *begun])
-        undisturbed, reused = finish(sessions, 1, [*second, *also])
-        assert reused == len(second) + len(also) - 1
-        assert finish(sessions, 2, [*first, *begun]) == (expected, len(first) + len(begun) - 1)
-    with open_sessions(exported_pair, 2, threads=1, drafter="dense") as sessions:
-        assert finish(sessions, 1, [*second, *also])[0] == undisturbed
 
 
 def test_a_state_is_written_whole_or_not_at_all(session: Session, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

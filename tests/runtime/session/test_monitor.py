@@ -50,14 +50,6 @@ def test_an_alarm_speaks_once_per_rise(outcomes, size):
             reported -= {limit for limit in (0.2, 0.3) if rejection <= limit - 0.05}
 
 
-def test_an_alarm_waits_for_a_full_window():
-    window, alarm = AcceptanceWindow(4), RejectionAlarm((0.2,))
-    window.add(3, 0)
-    assert alarm.event(window) is None
-    window.add(1, 0)
-    assert alarm.event(window) == Event(kind="rejection", rejection=1.0, limit=0.2, drafted=4)
-
-
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5)), min_size=1, max_size=30), st.integers(1, 100))
 def test_percentiles_are_nearest_rank_over_tokens(measured, percent):
     latencies = Latencies()

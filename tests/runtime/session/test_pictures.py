@@ -88,14 +88,6 @@ def test_drafts_behind_a_picture_are_as_good_as_behind_text(session):
     assert min(rates.values()) > 0.5
 
 
-def test_both_backends_say_the_same(bundle, probe_memory):
-    texts = []
-    for backend in ("llama", "onnx"):
-        with open_session(bundle, backend=backend, threads=1) as session:
-            texts.append([answer(session, QUESTION, media=[read_image(photo(scene), 70)]).text for scene in SCENES])
-    assert texts[0] == texts[1]
-
-
 def test_a_conversation_keeps_its_pictures(session):
     chat = Chat(session, max_tokens=48)
     assert colours(chat.say("What colour is it?", [read_image(photo(SCENES[0]), 70)]).read()) == ["red", "white"]

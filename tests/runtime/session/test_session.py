@@ -10,20 +10,10 @@ from edge_devices.meters.base import Kind, MeterFacts, Scope
 from edge_runtime.cli.compare import compare_runs, comparison_table
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
-from edge_runtime.drafting.policies import Fixed, PolicyOptions, Stepped
+from edge_runtime.drafting.policies import PolicyOptions, Stepped
 from edge_runtime.errors import RequestError
 from edge_runtime.session.trials import check_lossless
-from scripted import LetterVocabulary, make_session, plain_greedy
-
-
-def test_pieces_arrive_round_by_round_and_make_the_whole_text():
-    session = make_session()
-    generation = session.generate([1, 2, 3], max_tokens=9)
-    pieces = list(generation)
-    assert len(pieces) <= 3 + 1
-    assert generation.tokens == plain_greedy([1, 2, 3], 9)
-    vocabulary = LetterVocabulary()
-    assert "".join(pieces) == b"".join(vocabulary.piece(t) for t in generation.tokens).decode(errors="replace")
+from scripted import make_session
 
 
 def test_stats_count_what_happened():
@@ -46,17 +36,6 @@ def test_time_the_consumer_takes_is_not_decode_time(monkeypatch):
     for _ in generation.rounds():
         clock[0] += 100.0
     assert generation.stats.decode_seconds == 0.0
-
-
-def test_one_session_serves_request_after_request():
-    session = make_session()
-    first = session.generate([4, 5], max_tokens=7)
-    first.text()
-    for _ in session.generate([9, 9, 9], max_tokens=3).rounds():
-        break  # abandoned in the middle
-    again = session.generate([4, 5], max_tokens=7)
-    again.text()
-    assert again.tokens == first.tokens
 
 
 @pytest.mark.parametrize(
@@ -121,14 +100,6 @@ def test_a_comparison_on_a_device_says_where_drafts_are_made_and_what_its_joules
     remarks = replace(comparison, draft_place=place, drafted_energy=replace(comparison.drafted_energy, facts=facts)).remarks()
     assert place in remarks
     assert "energy: scope gpu_board (the GPU's board, not the whole machine), idle power included" in remarks
-
-
-def test_stop_token_ends_text():
-    stop = plain_greedy([3, 1], 30)[4]
-    session = make_session(eog=frozenset({stop}))
-    generation = session.generate([3, 1], max_tokens=30, policy=Fixed(6))
-    generation.text()
-    assert generation.tokens == plain_greedy([3, 1], 30, frozenset({stop}))
 
 
 def test_close_frees_drafter_and_target():

@@ -183,19 +183,6 @@ def test_a_file_without_a_key_is_left_to_llama_cpp(reference_pair: Any, tmp_path
                 LlamaKernelDrafter(tmp_path / "odd.gguf", None, target, reference_pair.target)
 
 
-def test_a_rollback_leaves_the_rows_that_the_kept_token_attends_to(reference_pair: Any) -> None:
-    with LlamaTarget(reference_pair.target, options()) as target:
-        drafter, tokens = kernel_drafter(reference_pair, target), text(target, 40)
-        target.prefill(tokens[:30])
-        target.verify(tokens[30:32])
-        drafts = drafter.draft(tokens[32], 5)
-        target.rollback(30)
-        assert drafter.draft(tokens[30], 5) == [], "there is no hidden row"
-        target.verify([*tokens[30:32], 7, 8, 9])
-        target.rollback(32)
-        assert drafter.draft(tokens[32], 5) == drafts
-
-
 def test_sequences_that_share_a_memory_draft_as_alone(reference_pair: Any) -> None:
     alone = []
     with LlamaTarget(reference_pair.target, options()) as target:
@@ -246,12 +233,3 @@ def test_fewer_candidates_take_fewer_clusters(reference_pair: Any) -> None:
         pytest.raises(RequestError, match="max_candidates is 63"),
     ):
         kernel_drafter(reference_pair, target, sparse=True)
-
-
-def test_a_closed_drafter_says_so(reference_pair: Any) -> None:
-    with LlamaTarget(reference_pair.target, options()) as target:
-        drafter = kernel_drafter(reference_pair, target)
-        with pytest.raises(RequestError, match="longer than the 12"):
-            drafter.draft(300, 13)
-    with pytest.raises(RequestError, match="the drafter is closed"):
-        drafter.draft(300, 1)

@@ -68,23 +68,6 @@ def test_rows_equal_transformers(media, session, model):
     session.free_encoder()
 
 
-def test_rows_need_the_right_activation(folders, session, model, monkeypatch, tmp_path):
-    from edge_export.checkpoint.checkpoint import open_checkpoint
-    from edge_export.gguf.media_encoder import plan_encoder
-    from edge_runtime.backends.llama import media_encoder
-    from edge_runtime.bundle.gguf_media import EncoderFacts
-
-    path = tmp_path / "quick.gguf"
-    plan_encoder(open_checkpoint(folders["target"]), "f32", use_gelu=False).write(path, lambda _: None)
-    monkeypatch.setattr(media_encoder, "check_encoder", lambda *_: EncoderFacts(has_audio=True, mel_frames=True, longest=2048))
-    image = picture(96, 144, 1)
-    expected = reference_rows(model, image)
-    session.free_encoder()
-    ours = session.target.shared.open_encoder(path).encode(image)
-    session.target.shared.close_encoder()
-    assert np.linalg.norm(ours - expected) / np.linalg.norm(expected) > ROWS[Image]
-
-
 def test_a_build_that_takes_sound_otherwise_is_refused(session, monkeypatch):
     from edge_runtime.backends.llama import media_encoder
 
@@ -136,19 +119,6 @@ def test_a_span_that_is_cut_goes_on(session):
     list(rest)
     assert rest.stats.reused_tokens == 9
     assert rest.tokens == whole.tokens
-
-
-def test_a_saved_state_keeps_its_picture(session, tmp_path):
-    image = picture(96, 144, 8)
-    ids = placed(image, before=TEXT[:3], after=TEXT[3:])
-    first = session.generate(session.media_prompt(ids, [image]), max_tokens=6, draft_length=0)
-    list(first)
-    session.save_state(tmp_path / "state")
-    session.target.rollback(0)
-    session.load_state(tmp_path / "state")
-    again = session.generate(session.media_prompt([*ids, *first.tokens[:-1], 40], [image]), max_tokens=2, draft_length=0, reuse_prefix=True)
-    list(again)
-    assert again.stats.reused_tokens == len(first.prompt) + 5
 
 
 def test_lookup_copies_no_soft_rows(folders, probe_memory):

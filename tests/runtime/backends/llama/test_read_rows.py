@@ -19,7 +19,6 @@ pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 from edge_runtime.backends.kernels import ggml
 from edge_runtime.backends.llama.context import Batch, LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
-from edge_runtime.backends.llama.pair import open_pair
 from edge_runtime.backends.llama.target import LlamaSequence, LlamaTarget, Rows
 from edge_runtime.bundle.kv_types import KvType
 from edge_runtime.interfaces import KvRows
@@ -96,15 +95,6 @@ def test_the_count_of_rows_left_out_is_exact(path: Path) -> None:
     assert grown == [149 * PRODUCTS]
 
 
-def test_a_piece_before_others_is_read_nowhere(path: Path) -> None:
-    with LlamaTarget(path, options()) as target:
-        text = tokens_of(target, 150)
-        with left_out() as grown:
-            target.prefill(text[:100], rows_read=0)
-            target.prefill(text[100:])
-        assert grown == [149 * PRODUCTS]
-
-
 @pytest.mark.parametrize(
     ("quantization", "seed"), [("q4_0", 0), ("q4_0", 1), ("q4_0", 2), ("q4_0", 3), ("q4_0", 4), ("q4_0", 5), ("bf16", 0), ("bf16", 3)]
 )
@@ -131,36 +121,6 @@ def test_random_members_leave_what_all_rows_leave(seed: int, quantization: str, 
         assert grown[0] >= 299 * 2
         assert_same_rows(target.state(), state)
         assert np.array_equal(target.verify(text[300:305]), logits)
-
-
-@pytest.mark.parametrize("kept", [1, 30, CHUNK, 99])
-def test_rollback_into_a_prompt_and_a_prefix_used_again(path: Path, kept: int) -> None:
-    with LlamaTarget(path, options()) as target:
-        text, other = tokens_of(target, 100), tokens_of(target, 90, seed=1)
-        whole = [*text[:kept], *other]
-        append_all(target, whole)
-        state, logits = target.state(), target.verify(text[:3]).copy()
-        target.rollback(0)
-        target.prefill(text)
-        target.rollback(kept)
-        target.prefill(other)
-        assert_same_rows(target.state(), state)
-        assert np.array_equal(target.verify(text[:3]), logits)
-
-
-def test_drafts_before_the_first_verify_are_the_same(path: Path) -> None:
-    drafter_path = next(path.parent.glob("mtp-*.gguf"))
-    target, drafter = open_pair(path, drafter_path, options())
-    assert drafter is not None
-    with target:
-        text = tokens_of(target, 200)
-        append_all(target, text)
-        expected = drafter.draft(500, 8)
-        target.rollback(0)
-        target.prefill(text)
-        with left_out() as grown:
-            assert drafter.draft(500, 8) == expected
-        assert grown == [0]
 
 
 def test_rows_are_named_for_each_batch_of_several_requests(path: Path) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import platform
 import random
@@ -19,7 +18,6 @@ from edge_runtime.backends.llama.context import LlamaOptions, load_model
 from edge_runtime.backends.llama.drafter import LlamaDrafter
 from edge_runtime.backends.llama.pair import open_pair
 from edge_runtime.backends.llama.target import LlamaTarget
-from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import BackendError, RequestError
 
 # Kernels differ by the number of rows and caches are float16; logits of the pair reach about 10.
@@ -34,10 +32,6 @@ def options(**changes: Any) -> LlamaOptions:
 def random_tokens(seed: int, count: int) -> list[int]:
     generator = random.Random(seed)
     return [generator.randrange(300, 4096) for _ in range(count)]
-
-
-def window(pair: Any) -> int:
-    return int(json.loads((pair.target_checkpoint / "config.json").read_text())["sliding_window"])
 
 
 @pytest.fixture(scope="module")
@@ -67,27 +61,6 @@ def assert_same_logits(item: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) 
     assert clear.any()
 
 
-@pytest.mark.parametrize("batch", [32, 128])
-def test_rewinds_within_the_slack_are_right_beyond_the_window(reference_pair: Any, batch: int) -> None:
-    generator = random.Random(batch)
-    with LlamaTarget(reference_pair.target, options(batch=batch, draft=False)) as target:
-        assert MAX_DRAFT_LENGTH <= target.rewind_slack < target.context
-        kept: list[int] = []
-        greatest, backs = 0, [0] * 6 + [2, 12, target.rewind_slack]
-        while greatest < 4 * window(reference_pair):
-            tokens = random_tokens(generator.random(), generator.choice([1, 4, 13]))
-            target.verify(tokens)
-            kept += tokens
-            greatest = max(greatest, len(kept))
-            lowest = max(1, greatest - target.rewind_slack, len(kept) - generator.choice(backs))
-            kept = kept[:lowest]
-            target.rollback(lowest)
-        rewound = target.verify(random_tokens(4, 13)).copy()
-        target.rollback(0)
-        target.prefill(kept)
-        assert_same_logits(target.verify(random_tokens(4, 13)), rewound)
-
-
 def test_the_drafter_reads_the_target_s_memory(target: LlamaTarget, drafter: LlamaDrafter) -> None:
     library = loader.llama_library()
     assert library.staging.llama_get_ctx_other(drafter._pointer) == target.shared._pointer
@@ -98,33 +71,6 @@ def test_the_drafter_reads_the_target_s_memory(target: LlamaTarget, drafter: Lla
         assert library.api.llama_memory_seq_pos_max(own_view, 0) == length - 1
         drafter.draft(500, 4)
         assert library.api.llama_memory_seq_pos_max(own_view, 0) == length - 1
-
-
-@pytest.mark.parametrize("count", [5, 60, 200, 300])
-def test_drafts_equal_the_reference_with_the_dense_head(reference_pair: Any, opened: Any, target: LlamaTarget, count: int) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    load = {"dtype": torch.float32, "local_files_only": True}
-    model = transformers.AutoModelForCausalLM.from_pretrained(reference_pair.target_checkpoint, **load).eval()
-    assistant = transformers.Gemma4AssistantForCausalLM.from_pretrained(reference_pair.drafter_checkpoint, **load).eval()
-    assistant.config.use_ordered_embeddings = False
-    tokens = random_tokens(count, count + 1)
-    target.prefill(tokens[:count])
-    drafts = opened[1].draft(tokens[count], 5)
-    with torch.no_grad():
-        output = model(torch.tensor([tokens[:count]]), output_hidden_states=True, return_shared_kv_states=True)
-        shared, hidden, last = output.shared_kv_states, output.hidden_states[-1][:, -1:], tokens[count]
-        # llama.cpp's window ends at the drafter's own position, which has no row: one row less than transformers takes.
-        rows = window(reference_pair) - 1
-        shared = {**shared, "sliding_attention": tuple(part[:, :, -rows:] for part in shared["sliding_attention"])}
-        for draft in drafts:
-            embeddings = torch.cat([model.get_input_embeddings()(torch.tensor([[last]])), hidden], dim=-1)
-            step = assistant(inputs_embeds=embeddings, shared_kv_states=shared, position_ids=torch.tensor([[count]]))
-            logits, hidden = step.logits[0, -1], step.last_hidden_state
-            last = int(logits.argmax())
-            if draft != last:
-                assert float(logits[last] - logits[draft]) < NEAR_TIE
-                break
 
 
 def test_a_failed_decode_leaves_the_cache_as_it_was(target: LlamaTarget, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
@@ -17,7 +16,6 @@ from edge_runtime.backends.onnx.loader import SessionOptions
 from edge_runtime.backends.onnx.open import OrtOptions, open_pair
 from edge_runtime.backends.onnx.target import OrtTarget, pair_of
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.errors import RequestError
 
 if variant() is None:
     pytest.skip("the row kernels were not built: pip install -e . builds them", allow_module_level=True)
@@ -60,34 +58,8 @@ def test_drafts_are_the_graphs(onnx_pair: Bundles, weights: str, kv: Any) -> Non
         assert equal > 0.98 * drafted
 
 
-def test_a_closed_drafter_and_a_draft_beyond_the_rows_of_a_verify_are_refused(onnx_pair: Bundles) -> None:
-    target, drafter, _ = both(onnx_pair("int8"))
-    with target:
-        assert drafter.draft(300, 3) == [], "no hidden row yet"
-        target.prefill([300, 301])
-        with pytest.raises(RequestError, match="longer than"):
-            drafter.draft(302, 13)
-        with pytest.raises(RequestError):
-            drafter.draft(1 << 20, 3)
-    with pytest.raises(RequestError, match="the drafter is closed"):
-        drafter.draft(302, 3)
-
-
 def test_where_kernels_do_not_run_the_graph_drafts(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "none")
     target, drafter = open_pair(pair_of(open_bundle(onnx_pair("int8")), drafter=True), OPTIONS)
     with target:
         assert isinstance(drafter, OrtDrafter)
-
-
-def test_rows_that_are_rolled_back_are_never_read(onnx_pair: Bundles) -> None:
-    target, drafter, _ = both(onnx_pair("int8"))
-    with target:
-        target.prefill(text(target, 50))
-        target.verify([300, 301])
-        drafts = drafter.draft(302, 4)
-        target.rollback(50)
-        for name in target.cache.names:
-            target.cache.array(name)[:, :, 50:] = np.nan
-        target.verify([300, 301])
-        assert drafter.draft(302, 4) == drafts

@@ -83,17 +83,6 @@ def test_logits_and_drafts_are_those_of_open_shapes_beyond_the_window_and_after_
         assert np.abs(static[0].hidden_row - dynamic[0].hidden_row).max() < TOLERANCE
 
 
-def test_prefills_of_any_length_fill_the_same_rows(static: tuple[Any, Any], dynamic: tuple[Any, Any]) -> None:
-    tokens = random_tokens(2, 400)
-    for cuts in ([], [1, 2, 67, 300], [64, 128, 399]):
-        static[0].rollback(0)
-        for first, last in zip([0, *cuts], [*cuts, 399], strict=True):
-            static[0].prefill(tokens[first:last])
-        dynamic[0].rollback(0)
-        dynamic[0].prefill(tokens[:399])
-        assert np.abs(static[0].verify(tokens[399:]) - dynamic[0].verify(tokens[399:])).max() < TOLERANCE
-
-
 @pytest.mark.parametrize("weights", ["f32", "f16", "int8", "int4"])
 def test_drafts_leave_greedy_output_as_it_is(weights: str, static_pair: Bundles) -> None:
     with open_session(static_pair(weights), threads=1) as session:
@@ -102,34 +91,6 @@ def test_drafts_leave_greedy_output_as_it_is(weights: str, static_pair: Bundles)
         assert plain.tokens == drafted.tokens
         assert drafted.stats.acceptance_rate is not None
         assert drafted.stats.acceptance_rate > 0.3
-
-
-def test_a_host_may_choose_and_stop(static: tuple[Any, Any], dynamic: tuple[Any, Any]) -> None:
-    tokens = random_tokens(6, 60)
-    result = []
-    for target, drafter in (static, dynamic):
-        target.prefill(tokens)
-        observed: list[tuple[int, ...]] = []
-
-        def second(logits: Any, candidates: Any = None, observed: list[tuple[int, ...]] = observed) -> int:
-            observed.append(tuple(sorted(candidates)))
-            return int(candidates[np.argsort(logits)[-2]])
-
-        shares: list[float] = []
-        chosen = drafter.draft(7, 3, sampler=second)
-        stopped = drafter.draft(7, 4, should_continue=lambda share, shares=shares: shares.append(share) or len(shares) < 2)
-        result.append((chosen, observed, stopped, np.round(shares, 4).tolist()))
-    assert result[0] == result[1]
-    assert len(result[0][2]) == 2
-
-
-def test_the_drafter_reads_the_targets_own_rows(static: tuple[Any, Any]) -> None:
-    target, drafter = static
-    target.prefill(random_tokens(8, 80))
-    before = drafter.draft(500, 4)
-    for array in target.rows.arrays.values():
-        array *= -1
-    assert drafter.draft(500, 4) != before
 
 
 def test_every_node_runs_on_the_cpu_and_the_report_says_so(static: tuple[Any, Any]) -> None:
