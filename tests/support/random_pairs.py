@@ -150,6 +150,16 @@ def write_random_pair(
     return pair, folder / "target", folder / "drafter"
 
 
+def random_bundle(seed: int, folder: Path, *, both: Mapping[str, Any] | None = None, **request: Any) -> tuple[RandomPair, Path]:
+    """Draws a pair, writes it and exports it, not compared with transformers; returns it with the bundle's folder."""
+    from edge_export.pipeline.export import export_pair
+    from edge_export.pipeline.request import ExportRequest
+
+    pair, target, drafter = write_random_pair(seed, folder, both=both)
+    values = {"target": str(target), "drafter": str(drafter), "output": folder / "bundle", "context": 1024, "verify": False, **request}
+    return pair, export_pair(ExportRequest(**values)).folder
+
+
 def _fill(model: Any, seed: int, scales: Scales) -> None:
     import torch
 

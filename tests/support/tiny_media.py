@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from edge_export.gguf.media_encoder import EncoderType
+from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.media.image import Image
@@ -103,14 +104,28 @@ def _model(member: str, text: dict[str, Any], *, audio: bool) -> Any:
     return transformers.Gemma4ForConditionalGeneration(config)
 
 
-def export_media_pair(root: Path, *, member: str = "e2b", dtype: str = "float16", media: EncoderType = "f32", context: int = 768) -> Path:
-    """Writes a pair of this member in `root`/target and `root`/drafter, and its bundle in `root`/bundle, which it returns."""
+def export_media_pair(
+    root: Path,
+    *,
+    target: Path | None = None,
+    member: str = "e2b",
+    dtype: str = "float16",
+    media: EncoderType | None = "f32",
+    context: int = 768,
+    onnx: OnnxRequest | None = None,
+) -> Path:
+    """Writes a pair of this member in `root`/target and `root`/drafter, and its bundle in `root`/bundle, which it returns.
+
+    The bundle has GGUF files, or graphs if `onnx` is given. A `target` that is there is taken as it is.
+    """
     request = ExportRequest(
-        target=str(write_media_member(root / "target", member=member, dtype=dtype)),
+        target=str(target or write_media_member(root / "target", member=member, dtype=dtype)),
         drafter=str(write_media_assistant(root / "drafter", member)),
         output=root / "bundle",
         target_quantization="f16",
         drafter_quantization="f16",
+        gguf=onnx is None,
+        onnx=onnx,
         context=context,
         verify=False,
         media=media,

@@ -15,25 +15,13 @@ pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
 
 from edge_export.onnx.request import OnnxRequest
-from edge_export.pipeline.export import export_pair
-from edge_export.pipeline.request import ExportRequest
 from edge_runtime.media.image import Image
 from edge_runtime.session.open import open_session
 from edge_runtime.session.saved import prompt_cache
 from edge_runtime.session.session import Session
-from tiny_media import MEDIA_IDS, export_media_pair, noise, picture, write_media_assistant, write_media_member
+from tiny_media import MEDIA_IDS, export_media_pair, noise, picture
 
 TEXT = [2, 40, 41, 42, 300, 310, 320]
-
-
-def onnx_media_pair(root: Path, device: str | None) -> Path:
-    target, drafter = write_media_member(root / "target"), write_media_assistant(root / "drafter")
-    onnx = OnnxRequest(target="f32", drafter="f32", device=device)
-    request = ExportRequest(
-        target=str(target), drafter=str(drafter), output=root / "bundle", gguf=False, onnx=onnx, context=768, verify=False, media="f32"
-    )
-    export_pair(request)
-    return root / "bundle"
 
 
 @pytest.fixture(scope="module", params=["llama", "onnx", "onnx-static"])
@@ -44,7 +32,8 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         bundle = export_media_pair(root)
     else:
         pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
-        bundle = onnx_media_pair(root, "static" if request.param == "onnx-static" else None)
+        device = "static" if request.param == "onnx-static" else None
+        bundle = export_media_pair(root, dtype="bfloat16", onnx=OnnxRequest(target="f32", drafter="f32", device=device))
     with open_session(bundle, drafter="dense" if request.param == "llama" else None, threads=1) as session:
         yield session
 

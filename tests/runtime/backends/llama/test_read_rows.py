@@ -104,14 +104,10 @@ def test_random_members_leave_what_all_rows_leave(seed: int, quantization: str, 
     Weights of float16 would lie in a buffer of llama.cpp's own kernels on a processor with AMX.
     """
     pytest.importorskip("torch", reason="needs edge-mtp[verify]")
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
-    from random_pairs import write_random_pair
+    from random_pairs import random_bundle
 
-    _, *halves = write_random_pair(seed, tmp_path)
-    folders = dict(zip(("target", "drafter"), map(str, halves), strict=True))
-    export_pair(ExportRequest(**folders, output=tmp_path / "bundle", target_quantization=quantization, context=1024, verify=False))
-    with LlamaTarget(next((tmp_path / "bundle").glob("target-*.gguf")), options()) as target:
+    _, bundle = random_bundle(seed, tmp_path, target_quantization=quantization)
+    with LlamaTarget(next(bundle.glob("target-*.gguf")), options()) as target:
         text = tokens_of(target, 400)
         append_all(target, text[:300])
         state, logits = target.state(), target.verify(text[300:305]).copy()

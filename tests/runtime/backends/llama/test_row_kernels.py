@@ -91,15 +91,11 @@ def test_a_row_of_a_mixture_of_experts_has_the_same_bits_alone(quantization: str
     The widths are no multiples of 256: mixes fall back to q5_0, q5_1 and q8_0.
     """
     pytest.importorskip("torch", reason="needs edge-mtp[verify]")
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
-    from random_pairs import write_random_pair
+    from random_pairs import random_bundle
 
-    pair, target, drafter = write_random_pair(3, tmp_path)
+    pair, bundle = random_bundle(3, tmp_path, target_quantization=quantization)
     assert pair.target["enable_moe_block"]
-    folders = {"target": str(target), "drafter": str(drafter), "output": tmp_path / "bundle"}
-    export_pair(ExportRequest(**folders, target_quantization=quantization, context=1024, verify=False))
-    all_rows, *batches = logits(next((tmp_path / "bundle").glob("target-*.gguf")), (13, 1, 2, 3, 5, 8, 12), kernels=True)
+    all_rows, *batches = logits(next(bundle.glob("target-*.gguf")), (13, 1, 2, 3, 5, 8, 12), kernels=True)
     for batch in batches:
         assert np.array_equal(batch, all_rows[: len(batch)]), len(batch)
 

@@ -18,7 +18,7 @@ from edge_runtime.backends.onnx.device_graph import DeviceGraph, device_graph, h
 from edge_runtime.backends.onnx.loader import Call
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.onnx_file import read_graph, with_graph
-from random_pairs import write_random_pair
+from random_pairs import random_bundle
 
 Bundles = Callable[..., Path]
 needs_webgpu = pytest.mark.skipif(bool(software_gpu.lacking()), reason=software_gpu.lacking() or "it is there")
@@ -117,23 +117,12 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("torch", reason="random pairs are made with torch")
     from edge_export.onnx import export
     from edge_export.onnx.request import OnnxRequest
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
 
-    folder = tmp_path_factory.mktemp("device")
-    _, target, drafter = write_random_pair(140, folder, both={"num_attention_heads": 2, "num_key_value_heads": 1})
-    request = ExportRequest(
-        target=str(target),
-        drafter=str(drafter),
-        output=folder / "bundle",
-        gguf=False,
-        onnx=OnnxRequest(target="f32", drafter="f32"),
-        verify=False,
-    )
+    folder, one_head = tmp_path_factory.mktemp("device"), {"num_attention_heads": 2, "num_key_value_heads": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "SPARE_ROWS", 32)
-        export_pair(request)
-    return software_gpu.run_on_it(_TARGET + _LOOP, str(folder / "bundle"), folder=folder)
+        _, bundle = random_bundle(140, folder, both=one_head, gguf=False, onnx=OnnxRequest(target="f32", drafter="f32"))
+    return software_gpu.run_on_it(_TARGET + _LOOP, str(bundle), folder=folder)
 
 
 @pytest.mark.slow(15)

@@ -14,16 +14,15 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 
+from edge_export.gguf.media_encoder import EncoderType
 from edge_export.onnx.request import OnnxRequest
-from edge_export.pipeline.export import export_pair
-from edge_export.pipeline.request import ExportRequest
 from edge_runtime.backends.onnx.target import OrtTarget
 from edge_runtime.errors import BackendError
 from edge_runtime.media.image import Image
 from edge_runtime.media.sound import Sound
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from tiny_media import MEDIA_IDS, noise, picture, reference_rows, write_media_assistant, write_media_member
+from tiny_media import MEDIA_IDS, export_media_pair, noise, picture, reference_rows, write_media_member
 
 # Of the rows' norm. The checkpoint is bfloat16, so float16 holds nearly all of its weights exactly.
 ROWS = {"f32": 1e-5, "f16": 1e-5, "int8": 0.1}
@@ -41,20 +40,8 @@ def model(target) -> Any:
     return transformers.Gemma4ForConditionalGeneration.from_pretrained(target, dtype=torch.float32).eval()
 
 
-def export(target: Path, output: Path, media: str, **onnx: Any) -> Path:
-    drafter = write_media_assistant(output / "drafter")
-    request = ExportRequest(
-        target=str(target),
-        drafter=str(drafter),
-        output=output / "bundle",
-        gguf=False,
-        onnx=OnnxRequest(target="f32", drafter="f32", **onnx),
-        context=768,
-        verify=False,
-        media=media,
-    )
-    export_pair(request)
-    return output / "bundle"
+def export(target: Path, folder: Path, media: EncoderType | None, **onnx: Any) -> Path:
+    return export_media_pair(folder, target=target, media=media, onnx=OnnxRequest(target="f32", drafter="f32", **onnx))
 
 
 @pytest.fixture(scope="module", params=["dynamic", "static"])

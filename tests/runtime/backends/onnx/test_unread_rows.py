@@ -30,7 +30,7 @@ from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 from kept import PAIR, kept
 from published_formats import to_mobile
-from random_pairs import write_random_pair
+from random_pairs import random_bundle
 from tiny_members import write_member
 
 Bundles = Callable[..., Path]
@@ -134,14 +134,9 @@ def test_pairs_of_every_shape_compute_the_same(seed: int, family: str, weights: 
     pytest.importorskip("transformers")
 
     def export(output: Path) -> None:
-        pair, target, drafter = write_random_pair(seed, tmp_path)
-        assert pair.family == family
         onnx_request = OnnxRequest(target=weights, drafter=weights, block=32)
-        export_pair(
-            ExportRequest(
-                target=str(target), drafter=str(drafter), output=output, context=1024, gguf=False, onnx=onnx_request, verify=False
-            )
-        )
+        pair, _ = random_bundle(seed, tmp_path, output=output, gguf=False, onnx=onnx_request)
+        assert pair.family == family
 
     pair = opened(kept("random-onnx", {"seed": seed, "weights": weights}, export))
     with pair.target:
