@@ -105,27 +105,6 @@ def test_one_of_two_phones_fails(desk: Desk, daemon: FakeAdbd, package: Path, bu
     desk.adb("disconnect", hot.serial)
 
 
-@pytest.mark.slow
-def test_heat_and_a_charger_in_the_middle_are_named(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
-    held = hold(daemon)
-
-    def disturb() -> None:
-        daemon.phone.says("dumpsys thermalservice", "Thermal Status: 3\n")
-        daemon.phone.battery(usb=True, celsius=41)
-        daemon.phone.write("/sys/class/thermal/thermal_zone0/temp", "88000\n")
-        wait_for(daemon, '"temperature_c": 88.0')
-        held.unlink()
-
-    thread = when_running(daemon, disturb)
-    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
-    thread.join()
-    assert result.exit_code == 0, result.output
-    assert "Android throttled because of heat (thermal status severe)" in result.stdout
-    assert "the power source changed from battery to USB" in result.stdout
-    assert json.loads(next(tmp_path.rglob("device.json")).read_text())["hottest_c"] == 88.0
-    assert "3 records; domains: 3 of 9" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("level", "words"), [pytest.param(60, "the device restarted", marks=pytest.mark.slow), (2, "the battery ran empty: 2 %")]
 )

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels import loader
-from row_calls import GGUF_BLOCKS, HALVES, Q4_K, Q5_1, Q5_K, Q6_K, gguf_multiplication, gguf_weights, multiplication, static_multiplication
+from row_calls import (
+    GGUF_BLOCKS,
+    HALVES,
+    Q4_K,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Call,
+    gguf_multiplication,
+    gguf_weights,
+    multiplication,
+    static_multiplication,
+)
 
 KERNELS = loader.load_library()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the row kernels were not built: pip install -e . builds them")
@@ -143,40 +156,29 @@ def test_largest_levels_and_activations_do_not_overflow(kind: int) -> None:
         assert np.allclose(gguf_multiplication(kind, data, values).here(variant), expected, rtol=1e-6), variant
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-def test_what_is_no_number_reaches_the_results_of_its_row_alone(value: float) -> None:
+def static(values: NDArray[np.float32]) -> Call:
+    (levels, scales), _ = drawn(0, 33, 512, 4, 32, np.float32)
+    return static_multiplication(levels, scales[:, :1].repeat(16, axis=1), 4, 32, np.array([0.1, 0.5], np.float32), values)
+
+
+def of_type(kind: int, values: NDArray[np.float32]) -> Call:
+    return gguf_multiplication(kind, gguf_weights(np.random.default_rng(0), kind, 33, 512), values)
+
+
+# Static scales clip what is infinite; Q5_1 has minimums, the K types super blocks.
+NO_NUMBERS = [(product, value) for product in ("blocks", Q5_1, Q4_K, Q5_K, Q6_K) for value in (np.nan, -np.nan, np.inf, -np.inf)]
+
+
+@pytest.mark.parametrize(("product", "value"), [*NO_NUMBERS, ("static", np.nan)])
+def test_what_is_no_number_reaches_the_results_of_its_row_alone(product: str | int, value: float) -> None:
     """A broken model is recognised by NaN in its logits."""
-    matrix, _ = drawn(0, 33, 3 * 32, 4, 32, np.float16)
-    values = np.random.default_rng(0).standard_normal((13, 3 * 32)).astype(np.float32)
-    clean = multiply(VARIANTS[0], matrix, 4, 32, values)
-    values[5, 40] = value
-    for variant in VARIANTS:
-        actual = multiply(variant, matrix, 4, 32, values)
-        assert np.isnan(actual[5]).all(), variant
-        assert np.array_equal(np.delete(actual, 5, axis=0), np.delete(clean, 5, axis=0)), variant
-
-
-def test_what_is_no_number_reaches_the_static_products_of_its_row_alone() -> None:
-    (levels, scales), _ = drawn(0, 33, 160, 4, 32, np.float32)
-    scales, steps = scales[:, :1].repeat(5, axis=1), np.array([0.1, 0.5], np.float32)
-    values = np.random.default_rng(0).standard_normal((13, 160)).astype(np.float32)
-    clean = static_multiplication(levels, scales, 4, 32, steps, values).here(VARIANTS[0])
-    values[5, 140] = np.nan
-    for variant in VARIANTS:
-        actual = static_multiplication(levels, scales, 4, 32, steps, values).here(variant)
-        assert np.isnan(actual[5]).all(), variant
-        assert np.array_equal(np.delete(actual, 5, axis=0), np.delete(clean, 5, axis=0)), variant
-
-
-@pytest.mark.parametrize("kind", [Q5_1, Q4_K, Q5_K, Q6_K])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_no_number_stays_in_its_row_with_minimums_and_super_blocks(kind: int, value: float) -> None:
-    random = np.random.default_rng(0)
-    data, values = gguf_weights(random, kind, 33, 512), random.standard_normal((13, 512)).astype(np.float32)
-    clean = gguf_multiplication(kind, data, values).here(VARIANTS[0])
+    calls = {"blocks": lambda values: multiplication(*drawn(0, 33, 512, 4, 32, np.float16)[0], 4, 32, values), "static": static}
+    call = calls.get(product, partial(of_type, product))
+    values = np.random.default_rng(0).standard_normal((13, 512)).astype(np.float32)
+    clean = call(values).here(VARIANTS[0])
     values[5, 300] = value
     for variant in VARIANTS:
-        actual = gguf_multiplication(kind, data, values).here(variant)
+        actual = call(values).here(variant)
         assert np.isnan(actual[5]).all(), variant
         assert np.array_equal(np.delete(actual, 5, axis=0), np.delete(clean, 5, axis=0)), variant
 
