@@ -75,11 +75,6 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(repeats, domains):
     assert 0.90 <= held <= 1.0
 
 
-def test_the_same_records_give_the_same_figures():
-    records = collect(whole_benchmark())
-    assert figures(records).to_json() == figures(records).to_json()
-
-
 def test_rows_say_what_the_records_say():
     result = figures(collect(whole_benchmark()))
     rows = {row.variant: row for row in result.overall}

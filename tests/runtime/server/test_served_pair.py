@@ -17,7 +17,6 @@ import pytest
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
 from chat_server import Child, client_of
-from edge_runtime.server.requests.completions import read_chat
 from edge_runtime.session.open import open_session
 
 PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]
@@ -35,16 +34,6 @@ def chat(client: Any, text: str, **fields: Any) -> Any:
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=60) as response:
         return response.read().decode()
-
-
-def test_a_prediction_changes_the_speed_alone(several: str) -> None:
-    client, text = client_of(several), "class Stack:"
-    expected = chat(client, text).choices[0].message.content
-    for content in (expected, [{"type": "text", "text": expected[:20]}, {"type": "text", "text": expected[20:]}]):
-        answer = chat(client, text, prediction={"type": "content", "content": content})
-        assert answer.choices[0].message.content == expected
-    body = {"messages": [{"role": "user", "content": text}], "prediction": {"type": "content", "content": content}}
-    assert read_chat(body).choices[0].prediction == expected
 
 
 def test_completions_are_what_a_session_says(several: str, exported_pair: Path) -> None:
@@ -65,19 +54,6 @@ def test_completions_are_what_a_session_says(several: str, exported_pair: Path) 
     stop = expected[10:13]
     stopped = complete(client_of(several), PROMPTS[0], stop=stop)
     assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (expected[: expected.index(stop)], "stop")
-
-
-def test_a_chat_goes_on_from_its_cache(several: str) -> None:
-    client = client_of(several)
-    first = chat(client, "def area(r):", max_tokens=60)
-    messages: Any = [{"role": "user", "content": "def area(r):"}, {"role": "assistant", "content": first.choices[0].message.content}]
-    second = client.chat.completions.create(
-        model="any", messages=[*messages, {"role": "user", "content": "more"}], max_tokens=8, temperature=0
-    )
-    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 1
-    streamed = list(chat(client, "def area(r):", max_tokens=60, stream=True, stream_options={"include_usage": True}))
-    assert "".join(c.choices[0].delta.content or "" for c in streamed if c.choices) == first.choices[0].message.content
-    assert streamed[-1].usage.completion_tokens == first.usage.completion_tokens
 
 
 @pytest.mark.parametrize("server", ["deterministic", "exact"])

@@ -41,6 +41,10 @@ def pair(request: pytest.FixtureRequest, probe_memory: None) -> Path:
     return Path(request.getfixturevalue("onnx_pair")("int4"))
 
 
+# What is a matter of files alone needs no second backend.
+one_backend = pytest.mark.parametrize("pair", ["onnx"], indirect=True)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "prompts"
@@ -152,6 +156,7 @@ def test_what_is_gone_from_sliding_layers_is_not_read(opened: Callable[..., Sess
         assert answer(session, [*text(100), *tokens, 5])[1] == 99 + len(tokens)
 
 
+@one_backend
 def test_each_client_has_its_own(opened: Callable[..., Session]) -> None:
     first, second = client_names(["a", "b"])
     assert len({first, second, *client_names([]), ""}) == 4
@@ -178,6 +183,7 @@ def test_several_requests_at_once_read_and_keep(exported_pair: Path, folder: Pat
             assert all(generation.stats.reused_tokens == len(generation.prompt) - 1 for generation in generations) or not reused
 
 
+@one_backend
 def test_reading_that_does_not_pay_is_given_up(opened: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> None:
     with opened() as session:
         tokens = answer(session, text(700))
@@ -186,6 +192,7 @@ def test_reading_that_does_not_pay_is_given_up(opened: Callable[..., Session], m
         assert answer(session, text(700)) == (tokens[0], 0)
 
 
+@one_backend
 def test_what_would_not_pay_is_not_kept(opened: Callable[..., Session], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_cache, "SPEEDUP", 1e12)
     with opened() as session:
@@ -199,6 +206,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
+@one_backend
 @pytest.mark.parametrize(
     ("harm", "sentence"),
     [
@@ -224,6 +232,7 @@ def test_a_file_that_cannot_be_used_is_refused_in_a_sentence_and_replaced(
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+@one_backend
 def test_a_link_is_not_followed(opened: Callable[..., Session], folder: Path, tmp_path: Path) -> None:
     with opened() as session:
         tokens, _ = answer(session, text(300))
@@ -235,6 +244,7 @@ def test_a_link_is_not_followed(opened: Callable[..., Session], folder: Path, tm
     assert (tmp_path / "elsewhere").exists()
 
 
+@one_backend
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
 def test_files_and_folders_of_other_users_are_left_alone(opened: Callable[..., Session], folder: Path, notes: list[str]) -> None:
     with opened() as session:
@@ -250,6 +260,7 @@ def test_files_and_folders_of_other_users_are_left_alone(opened: Callable[..., S
     assert "belongs to another user (number 12345); this run goes on without it" in notes[-1]
 
 
+@one_backend
 def test_a_folder_that_others_may_write_or_that_is_none_is_not_used(opened: Callable[..., Session], folder: Path, notes: list[str]) -> None:
     folder.mkdir(mode=0o700)
     folder.chmod(0o777)
@@ -267,6 +278,7 @@ def test_a_folder_that_others_may_write_or_that_is_none_is_not_used(opened: Call
     assert "is not a folder; this run goes on without it" in notes[-1]
 
 
+@one_backend
 @pytest.mark.parametrize("reason", ["No space left on device", "Read-only file system"])
 def test_a_full_or_read_only_disk_is_said_once_and_the_run_goes_on(
     opened: Callable[..., Session], folder: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch, reason: str
@@ -288,6 +300,7 @@ def test_a_full_or_read_only_disk_is_said_once_and_the_run_goes_on(
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@one_backend
 def test_what_a_killed_process_left_is_removed(opened: Callable[..., Session], folder: Path) -> None:
     folder.mkdir(mode=0o700)
     ended = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
@@ -136,26 +135,6 @@ def test_drafts_are_those_of_the_reference_s_sparse_head(reference_pair: Any, ra
     assert others <= 0.01 * steps
     assert same >= 0.98 * steps
     assert top > 1 or sparse_matters > 0.02 * steps, "a dense head would have passed too"
-
-
-def test_a_sampler_gets_the_candidates_and_its_choice_leads_the_next_step(reference_pair: Any) -> None:
-    scored: list[Any] = []
-
-    def always(token: int) -> Any:
-        scored.clear()
-        return lambda logits, tokens=None: [token, scored.append((tokens.copy(), logits.copy()))][0]
-
-    with LlamaTarget(reference_pair.target, options()) as target:
-        drafter, tokens = kernel_drafter(reference_pair, target, sparse=True), text(target, 51)
-        target.prefill(tokens[:50])
-        greedy = drafter.draft(tokens[50], 4)
-        assert drafter.draft(tokens[50], 4, lambda logits, tokens=None: int(tokens[logits.argmax()])) == greedy
-        assert drafter.draft(tokens[50], 2, always(300)) == [300, 300]
-        assert all(len(set(tokens.tolist())) == len(tokens) == len(logits) == 8 * 64 for tokens, logits in scored)
-        after_one = scored[1]
-        assert drafter.draft(tokens[50], 2, always(301)) == [301, 301]
-        assert not np.array_equal(after_one[1], scored[1][1])
-        assert drafter.draft(tokens[50], 4) == greedy, "drafts do not depend on what was drafted before"
 
 
 def test_files_that_do_not_fit_are_refused(reference_pair: Any, tmp_path: Path) -> None:

@@ -16,9 +16,7 @@ ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 from onnx import TensorProto, helper
 
 from edge_runtime.backends.kernels import loader
-from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
 from edge_runtime.backends.onnx.row_kernels import DOMAIN, NORM, READER, STOCK_ATTENTION, WRITER, with_row_kernels
-from edge_runtime.bundle.bundle import open_bundle
 
 Bundles = Callable[[str], Path]
 Arrays = dict[str, NDArray[Any]]
@@ -185,22 +183,3 @@ def test_attention_on_rows_with_other_attributes_stays(onnx_pair: Bundles, opera
             if node.op_type == operator and item.name == attribute:
                 item.i = value
     assert b"AttendRows" not in with_row_kernels(graph.SerializeToString())[0]
-
-
-@pytest.mark.parametrize("weights", ["int4", "int8"])
-def test_a_rows_logits_are_bit_equal_in_every_verify_and_behind_every_prefill(onnx_pair: Bundles, weights: str) -> None:
-    tokens = np.random.default_rng(0).integers(300, 4096, 330).tolist()
-    target, _, _ = open_onnx(open_bundle(onnx_pair(weights)), OrtOptions(context=512, threads=2), "none")
-    with target:
-        # Beyond the window of 128 rows, and behind a move of the sliding rows.
-        for depth in (0, 1, 125, 300):
-            target.rollback(0)
-            target.prefill(tokens[:depth])
-            alone = np.concatenate([np.array(target.verify([token])) for token in tokens[depth : depth + 13]])
-            for count in (2, 3, 5, 8, 12, 13):
-                target.rollback(depth)
-                assert np.array_equal(target.verify(tokens[depth : depth + count]), alone[:count]), (depth, count)
-        target.rollback(0)
-        for token in tokens[:300]:
-            target.verify([token])
-        assert np.array_equal(target.verify(tokens[300:301]), alone[:1])
