@@ -103,7 +103,7 @@ class Choosy:
 
     def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
         self._may, self._sure = any_prefix or self._bold, []
-        return RoundPlan(2, should_continue=lambda confidence: self._sure.append(confidence) or True, to_verify=self._to_verify)
+        return RoundPlan(3, should_continue=lambda confidence: self._sure.append(confidence) or True, to_verify=self._to_verify)
 
     def observe(self, result: RoundResult) -> None:
         """Learns nothing."""
@@ -117,8 +117,8 @@ class Choosy:
 @pytest.mark.parametrize("rule", RULES)
 def test_leaving_drafts_unverified_keeps_the_distribution(rule, monkeypatch):
     policy = Choosy()
-    result = written(monkeypatch, rule, "random", OPTIONS["plain"], tokens=3, policy=policy)
-    assert largest_difference(result, exact(TARGET, OPTIONS["plain"], PROMPT, 3)) < EXACT
+    result = written(monkeypatch, rule, "random", OPTIONS["plain"], tokens=4, policy=policy)
+    assert largest_difference(result, exact(TARGET, OPTIONS["plain"], PROMPT, 4)) < EXACT
     assert (policy.left_out > 0) == (rule is MatchRule)
 
 
@@ -132,9 +132,9 @@ def test_the_enumeration_sees_why_rejection_must_verify_all_drafts(rule, monkeyp
         return accept(self, drafts, logits)
 
     monkeypatch.setattr(rule, "accept", forgiving)
-    result = written(monkeypatch, rule, "random", OPTIONS["plain"], tokens=3, policy=policy)
+    result = written(monkeypatch, rule, "random", OPTIONS["plain"], tokens=4, policy=policy)
     assert policy.left_out > 0
-    assert largest_difference(result, exact(TARGET, OPTIONS["plain"], PROMPT, 3)) > 1e-3
+    assert largest_difference(result, exact(TARGET, OPTIONS["plain"], PROMPT, 4)) > 1e-3
 
 
 def accepted_on_average(monkeypatch, accept, p, q, length) -> float:

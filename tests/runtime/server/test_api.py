@@ -25,6 +25,18 @@ from polling import wait
 TOOLS: Any = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
 
 
+PART = "messages[0].content[0]"
+SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "ogg"}}
+
+
+def user(part: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [part]}]
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def refused(server: Scripted, value: Any, path: str = "/v1/chat/completions") -> dict[str, Any]:
     status, _, body = send(server, "POST", path, value)
     assert status == 400, body
@@ -158,7 +170,12 @@ def test_text_and_its_places(hello):
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"messages": []}, "messages", "at least one"),
         ({"messages": [{"role": "cat", "content": ""}]}, "messages[0].role", "one of system"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url.url", "fetches nothing"),
+        ({"messages": user({"type": "image_url"})}, f"{PART}.image_url.url", "fetches nothing"),
+        ({"messages": user(image("https://example.com/a.png"))}, f"{PART}.image_url.url", "fetches nothing"),
+        ({"messages": user(image("file:///etc/passwd"))}, f"{PART}.image_url.url", "fetches nothing"),
+        ({"messages": user(image("data:image/png;base64,%%%"))}, f"{PART}.image_url.url", "is not base64"),
+        ({"messages": user(SOUND)}, f"{PART}.input_audio.format", "one of wav, mp3, flac"),
+        ({"messages": user({"type": "video_url"})}, f"{PART}.type", "one of text, image_url, input_audio"),
         ({"messages": [{"role": "tool", "content": "", "tool_call_id": "x"}]}, "messages[0].tool_call_id", "earlier"),
         ({"messages": [HI[0]] * (MAX_MESSAGES + 1)}, "messages", "at most"),
         ({"tools": [{"type": "x"}]}, "tools[0].type", "function"),

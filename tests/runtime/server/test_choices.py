@@ -76,7 +76,8 @@ def test_a_demanded_call_is_made(stream: bool) -> None:
 def test_an_answer_is_the_json_that_was_asked_for(kind: str) -> None:
     """The script wants to chat; beside tools a call would do, too. llama.cpp's server takes a schema beside json_object."""
     pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
-    schema = {"type": "object", "properties": {"ok": {"const": True}}, "required": ["ok"], "additionalProperties": False}
+    schema: Any = {"type": "object", "properties": {"ok": {"const": True}}, "required": ["ok"], "additionalProperties": False}
+    schema |= {"x-guidance": {"whitespace_flexible": False}}  # else the script goes on with blanks
     asked = {"schema": schema} if kind == "json_object" else {"json_schema": {"name": "answer", "schema": schema, "strict": True}}
     with scripted_server("I would rather chat.") as server:
         for tools in ({}, {"tools": [{"type": "function", "function": {"name": "now"}}]}):
