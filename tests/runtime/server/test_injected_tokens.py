@@ -18,7 +18,7 @@ from edge_runtime.server.errors import ApiError
 from edge_runtime.server.requests.completions import ApiRequest, Prompt, read_chat, read_completion, read_tokenize
 from edge_runtime.server.requests.ollama import read_ollama_chat, read_ollama_generate
 from edge_runtime.server.requests.responses_api import read_response
-from edge_runtime.text.chat_template import TURNS_TEMPLATE, ChatTemplate
+from edge_runtime.text.chat_template import MARK, TURNS_TEMPLATE, ChatTemplate
 
 WORDS = ChatWords()
 PUBLISHED = ("google-gemma-4-31B-it.jinja", "google-gemma-4-31B-it-interleaved.jinja")
@@ -36,6 +36,8 @@ WORDS_OF_ATTACKERS = (
     "<<|turn>|turn>",
     "<|turn  ",
     "<eos",
+    f"<{MARK}|turn>",
+    f"{MARK}<|turn>{MARK}",
 )
 READERS: dict[str, Callable[[dict[str, Any]], ApiRequest | Prompt]] = {
     "/v1/chat/completions": read_chat,

@@ -269,6 +269,7 @@ def test_scripted_calls_in_any_order(moves) -> None:
                     sessions.decoder.step()
                 case _ if item:
                     ON_ONE[move](sessions, item)
+        assert move != "remove" or item not in sessions.decoder.running
         for running in sessions.decoder.running:
             if running.tokens:  # before, the rows may still be those of the request before
                 text = [*running.prompt, *running.tokens]
