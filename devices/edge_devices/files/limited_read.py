@@ -62,6 +62,11 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
         return _read(file, max_bytes)
 
 
+def parse_integer(text: str) -> int | None:
+    """Returns the integer of at most 18 decimal digits; None for any other text."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
 def lines_at_most(file: TextIO, max_characters: int, max_lines: int) -> Iterator[str]:
     """Yields the lines of an open file, cut after `max_characters` characters. Raises FileTooLarge for more than `max_lines` lines."""
     for _ in range(max_lines):

@@ -7,6 +7,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from edge_devices.files.limited_read import parse_integer
 from edge_devices.machine.facts import Machine, installed_version, read_machine
 from edge_devices.machine.graphics import driver_facts
 from edge_devices.machine.profiles import Profile, profiles
@@ -123,10 +124,11 @@ def read_clusters(system: System) -> tuple[Cluster, ...]:
     """Returns the clusters of cpufreq, fastest first; none where the kernel lists none."""
     clusters = []
     for policy in system.paths("sys/devices/system/cpu/cpufreq/policy*"):
-        processors = system.text_or(f"{policy}/related_cpus").split()
-        khz = system.text_or(f"{policy}/cpuinfo_max_freq")
-        if processors and all(map(_is_number, (khz, *processors))) and all(int(p) < MAX_PROCESSORS for p in processors):
-            clusters.append(Cluster(processors=tuple(map(int, processors)), max_mhz=int(khz) / 1000))
+        numbers = [parse_integer(text) for text in system.text_or(f"{policy}/related_cpus").split()]
+        processors = tuple(number for number in numbers if number is not None and number < MAX_PROCESSORS)
+        khz = parse_integer(system.text_or(f"{policy}/cpuinfo_max_freq"))
+        if processors and khz is not None and len(processors) == len(numbers):
+            clusters.append(Cluster(processors=processors, max_mhz=khz / 1000))
     return tuple(sorted(clusters, key=lambda c: (-c.max_mhz, c.processors)))
 
 
@@ -136,8 +138,3 @@ def big_processors(clusters: tuple[Cluster, ...], usable: int) -> int:
         return usable
     big = sum(len(c.processors) for c in clusters if c.max_mhz >= BIG_SHARE * clusters[0].max_mhz)
     return max(1, min(big, usable))
-
-
-def _is_number(text: str) -> bool:
-    """Returns whether `text` is a decimal number of at most 18 digits."""
-    return text.isdecimal() and len(text) <= 18

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from edge_devices.files.limited_read import parse_integer
+
 BLOCK = 64 << 20  # per thread; larger than the caches of the machines this is for
 # Reads of the block per round, so that some milliseconds between the threads' starts do not matter.
 PASSES = 3
@@ -57,7 +59,6 @@ def _round_seconds(search: Any, blocks: list[ctypes.Array[ctypes.c_char]]) -> fl
     return max(time.perf_counter() - begin, 1e-9)
 
 
-_NO_LIMIT = 1 << 60
 _M_ARENA_MAX = -8  # mallopt(3), malloc.h
 # Control groups' mounts, and their files: limits, use, what of it are files (Linux, admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst).
 _GROUPS = (
@@ -108,9 +109,9 @@ def mem_available(meminfo: str) -> int | None:
     """Returns MemAvailable of the text of /proc/meminfo in bytes, or None if it is missing."""
     for line in meminfo.splitlines():
         name, _, value = line.partition(":")
-        words = value.split()
-        if name == "MemAvailable" and words and words[0].isdecimal() and words[0].isascii():
-            return int(words[0]) * 1024
+        if name == "MemAvailable":
+            kilobytes = parse_integer(value.strip().removesuffix(" kB"))
+            return None if kilobytes is None else kilobytes * 1024
     return None
 
 
@@ -147,11 +148,11 @@ def _groups_available(root: Path) -> Iterator[int]:
         # In a container the path may be the host's, of which only the mount itself is there; the limits of all groups above hold as well.
         for path in () if group is None else (group, *group.parents):
             folder = root / mount / path
-            used = _number(folder / use)
-            reached = [limit for limit in (_number(folder / name) for name in limits) if limit is not None and limit < _NO_LIMIT]
+            used, *highest = (parse_integer(" ".join(_lines(folder / name))) for name in (use, *limits))
+            reached = [limit for limit in highest if limit is not None]  # "max", or nearly 2**63, is no limit
             if used is not None and reached:
                 stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
-                droppable = sum(int(stat[name]) for name in files if stat.get(name, "").isdecimal())
+                droppable = sum(parse_integer(stat.get(name, "")) or 0 for name in files)
                 yield max(0, min(reached) - used + droppable)
 
 
@@ -165,11 +166,6 @@ def _own_groups(root: Path) -> Iterator[tuple[str, PurePosixPath]]:
             yield _GROUPS[0][0], group
         elif "memory" in controllers.split(","):
             yield _GROUPS[1][0], group
-
-
-def _number(path: Path) -> int | None:
-    text = " ".join(_lines(path))
-    return int(text) if text.isdecimal() and text.isascii() and len(text) <= 20 else None
 
 
 def _lines(path: Path) -> list[str]:

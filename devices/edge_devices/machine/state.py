@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from edge_devices.files.limited_read import parse_integer
 from edge_devices.machine.android import MODERATE, read_phone, thermal_name
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.power_supply import batteries, external_power
@@ -13,7 +14,6 @@ from edge_devices.machine.system import System
 
 THROTTLED_NOW, THROTTLED_EVER = 0xF, 0xF0000  # bits 0-3 and 16-19 of `vcgencmd get_throttled`
 CHARGE_LIMITS = (30, 95)  # percent: below, the voltage sags; above, charging circuits interfere
-_MAX_DIGITS = 18  # more than any real file has
 HOTTEST = 120_000  # thousandths of a degree; some thermal zones report no temperature
 
 
@@ -42,7 +42,7 @@ def read_state(system: System) -> DeviceState:
     except PermissionError:
         supplies, charger = [], None
     policies = system.paths("sys/devices/system/cpu/cpufreq/policy*")
-    caps = [system.text_or(f"{p}/scaling_max_freq") for p in policies]
+    caps = [parse_integer(system.text_or(f"{p}/scaling_max_freq")) for p in policies]
     return DeviceState(
         throttled=_throttled(system),
         charger=charger or (phone.charger if phone else None),
@@ -52,7 +52,7 @@ def read_state(system: System) -> DeviceState:
         thermal_status=phone.thermal_status if phone else None,
         swap_used=_swap_used(system),
         governors=tuple(sorted({g for p in policies if (g := system.text_or(f"{p}/scaling_governor"))})),
-        frequency_caps=tuple(int(c) for c in caps if c.isdecimal() and len(c) <= _MAX_DIGITS),
+        frequency_caps=tuple(cap for cap in caps if cap is not None),
         temperature_c=max((t for t in (_temperature(system), phone.battery_c if phone else None) if t is not None), default=None),
     )
 

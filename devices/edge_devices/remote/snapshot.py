@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edge_devices.errors import one_line
+from edge_devices.files.limited_read import parse_integer
 from edge_devices.machine.android import read_phone, thermal_name
 from edge_devices.machine.memory import byte_text, mem_available
 from edge_devices.machine.state import DeviceState, read_state, refusals, warnings
 from edge_devices.meters.recorded_system import COMMANDS, FILES, RecordedSystem, Recording
-from edge_devices.transports.base import Transport, parse_integer, shell
+from edge_devices.transports.base import Transport, shell
 from edge_devices.transports.file_sync import free_bytes
 
 QUERIES = (
@@ -99,7 +100,7 @@ def _parse(text: str) -> tuple[Recording, str | None]:
             denied.append(name)
         elif kind == "command":
             code, _, command = name.partition(" ")
-            commands[command] = (parse_integer(code) or 0 if code.isascii() and code.isdigit() else 1, body)
+            commands[command] = (1 if (number := parse_integer(code)) is None else number, body)
         elif kind == "screen" and "=" in body:
             screen = body.strip().partition("=")[2]
     return Recording(platform="linux", files=files, denied=tuple(denied), commands=commands), screen

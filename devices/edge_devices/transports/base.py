@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from edge_devices.errors import TransportError
+from edge_devices.files.limited_read import parse_integer
 from edge_devices.machine.system import CommandResult
 
 COMMAND_SECONDS = 60.0
@@ -41,11 +42,6 @@ def shell(transport: Transport, script: str, *arguments: str, seconds: float = C
     if done.code != 0:
         raise TransportError(f"{transport.name}: {last_line(done)}")
     return done.text
-
-
-def parse_integer(text: str) -> int | None:
-    """Returns the integer of at most 18 decimal digits; None for any other text."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def prepare_folder(transport: Transport) -> str:

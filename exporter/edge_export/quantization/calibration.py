@@ -226,8 +226,9 @@ def _run_drafter(request: CalibrationRequest, chunks: list[list[int]], target: L
     drafter = request.reference.load_drafter()
     # The dense head has the same input row as the sparse one.
     drafter.config.use_ordered_embeddings = False
+    tied = drafter.lm_head.weight is drafter.get_input_embeddings().weight
     sums, window = _Sums(request.moments.get("drafter")), request.reference.architecture.window - 1
-    with _collecting(drafter, sums, "", head=_HEAD if _tied(drafter) else None):
+    with _collecting(drafter, sums, "", head=_HEAD if tied else None):
         for index, tokens in enumerate(chunks):
             here = slice(index, index + 1)
             shared = {kind: (keys[here], values[here]) for kind, (keys, values) in last.shared.items()}
@@ -403,7 +404,3 @@ def _add_inputs_experts(sums: _Sums, names: tuple[str, ...], module: Any, inputs
 def _text_name(name: str) -> str:
     """The name that a weight of transformers' model has in a text-only one."""
     return text_name(name, multimodal=False) or name
-
-
-def _tied(model: Any) -> bool:
-    return bool(model.lm_head.weight is model.get_input_embeddings().weight)

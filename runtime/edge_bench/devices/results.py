@@ -177,15 +177,11 @@ def _energy(results: Sequence[DeviceResult]) -> list[TextTable]:
     return scope_tables("energy", "Energy", columns, rows, note)
 
 
-def _remarks(result: DeviceResult) -> tuple[str, ...]:
-    return (*(f"before the run: {text}" for text in result.warnings), *result.happenings)
-
-
 def _incidents(results: Sequence[DeviceResult]) -> TextTable:
     """Each device's doubts, remarks and notes, which `read_result` adds the remarks to."""
-    rows = [
-        (result.label, result.run, text)
-        for result in results
-        for text in dict.fromkeys((*result.figures.doubts, *_remarks(result), *result.figures.records.notes))
-    ]
+    rows = []
+    for result in results:
+        warnings = [f"before the run: {text}" for text in result.warnings]
+        texts = (*result.figures.doubts, *warnings, *result.happenings, *result.figures.records.notes)
+        rows += [(result.label, result.run, text) for text in dict.fromkeys(texts)]
     return TextTable(name="happened", title="Doubts, warnings and incidents", columns=("", "run", ""), rows=tuple(rows))

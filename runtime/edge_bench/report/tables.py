@@ -36,7 +36,8 @@ def verdict(figures: Figures) -> str:
     others = len(defaults or rows)
     chosen = "" if others == 1 else f", the fastest of {others} measured,"
     doubts = f"Nothing follows from these figures. They are {'; '.join(figures.doubts)}. " if figures.doubts else ""
-    speed = _doubtful_speed(judged) if doubts else _speed(judged)
+    unclaimed = f"has {ratio_text(judged.speed_up)} times the speed of plain decoding in what was measured"
+    speed = unclaimed if doubts else _speed(judged)
     return f"{doubts}{judged.variant.label}{chosen} {speed}{_output(judged)}{_joules(judged, figures.energy)}."
 
 
@@ -54,11 +55,6 @@ def _speed(row: Row) -> str:
         return f"is neither faster nor slower than plain decoding in these runs: {ratio.value:.2f} times as fast, 95% {interval}"
     slower = " (slower)" if ratio.verdict == "slower" else ""
     return f"is {ratio.value:.2f} times as fast as plain decoding{slower}, 95% {interval}"
-
-
-def _doubtful_speed(row: Row) -> str:
-    """Returns the ratio without a claim."""
-    return f"has {ratio_text(row.speed_up)} times the speed of plain decoding in what was measured"
 
 
 def _output(row: Row) -> str:

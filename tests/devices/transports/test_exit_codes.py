@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_devices.errors import LinkError, TransportError
+from edge_devices.files.limited_read import parse_integer
 from edge_devices.machine.system import CommandResult
-from edge_devices.transports.base import FramedCommand, frame_command, last_line, parse_integer, prepare_folder, shell
+from edge_devices.transports.base import FramedCommand, frame_command, last_line, prepare_folder, shell
 
 FRAMED = FramedCommand("true", b"[mark]")
 
