@@ -31,6 +31,9 @@ class ExactCosts:
             known.append(extrapolated(known))
         return known[rows - 1]
 
+    def share(self, rows: int, requests: int) -> float:
+        return self.verify(rows * requests) / requests
+
     def draft(self, steps: int, requests: int = 1) -> float:
         return steps * self._step
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.policies import Timing
@@ -30,6 +31,8 @@ MIN_SECONDS = 1e-9
 _MAX_SECONDS = 3600.0
 # Of provisional costs the newest so many timings of a number of rows count, and so many settle it.
 WINDOW, SETTLED = 9, 3
+# Of shared verifies: what is left of a round's weight after another, and the rounds that each other figure counts as.
+SHARED_DECAY, SEED_ROUNDS = 0.995, 0.3
 _GROUP = 4
 _MAX_UNLEARNED = 32
 
@@ -42,7 +45,10 @@ class Costs(Protocol):
         """Whether they are computed or learned from rounds, not measured."""
 
     def verify(self, rows: int) -> float:
-        """Cost of one target forward of `rows` rows, of one or several requests, at the current length of their texts."""
+        """Cost of one target forward of `rows` rows at the current length of their texts."""
+
+    def share(self, rows: int, requests: int) -> float:
+        """What a request's `rows` rows of a verify cost it, where `requests` requests share the verify."""
 
     def draft(self, steps: int, requests: int = 1) -> float:
         """Cost of drafting `steps` tokens, for one of `requests` requests that draft together; 0 for no tokens."""
@@ -90,10 +96,48 @@ class MeasuredCosts:
         return min(self, other, key=lambda costs: sum(costs.verify))
 
 
+class SharedLine:
+    """Seconds of verifies that several requests share, as a line over all of their rows, fitted to the newest rounds.
+
+    So a row costs what it adds near the rows that rounds have, whatever the others bring. Single timings of each number of rows would not
+    do: there are many, the cheapest of which looks so by chance.
+    """
+
+    def __init__(self, requests: int, verify: Callable[[int], float]) -> None:
+        """`verify` returns what a verify of so many rows costs by all that is known beside; it counts as a part of a round."""
+        self._requests, self._verify = requests, verify
+        self._sums = np.zeros(5)  # of the weights, and with them of rows, seconds, rows squared, rows times seconds
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Takes the timing of a round."""
+        start, each = self._fitted()
+        known = start + each * rows
+        self._sums = SHARED_DECAY * self._sums + _weighted(rows, known * _bounded(seconds / known), 1.0, known)
+
+    def share(self, rows: int) -> float:
+        """Seconds that a request's `rows` rows cost it: its part of a verify of one row for each, and what its drafts add."""
+        start, each = self._fitted()
+        return start / self._requests + each * rows
+
+    def _fitted(self) -> tuple[float, float]:
+        """The seconds of no rows, and of each."""
+        sums = self._sums
+        for rows in (self._requests, 2 * self._requests):
+            sums = sums + _weighted(rows, self._verify(rows), SEED_ROUNDS, self._verify(rows))
+        weight, of_rows, of_seconds, squares, products = sums.tolist()
+        each = max((weight * products - of_rows * of_seconds) / (weight * squares - of_rows**2), 0.0)
+        return max((of_seconds - each * of_rows) / weight, 0.0), each
+
+
+def _weighted(rows: int, seconds: float, rounds: float, known: float) -> NDArray[np.float64]:
+    # Deviations are in proportion to the seconds.
+    return np.array([1, rows, seconds, rows**2, rows * seconds]) * (rounds / known**2)
+
+
 class CostCurve:
     """Costs, corrected by the timings of real rounds: per number of rows, per bucket of text length, and per draft.
 
-    Batches of several requests are not measured: they are extrapolated, and the first real round of a size corrects them most.
+    Batches of several requests are not measured: they are extrapolated, and corrected by their own rounds (`SharedLine`).
     Provisional costs, which no probe measured, follow the rounds: a number of rows takes the median of its timings as far as there are
     many, and one without timings keeps its proportion to its neighbours.
     """
@@ -109,9 +153,10 @@ class CostCurve:
             self._timed = _seeded(kept)
             self._verify = _in_proportion(self._start, self._timed)
             self._drafts[1] = _drafts_in_proportion(start, kept, self._verify[0] / self._start[0])
+        self._shared: dict[int, SharedLine] = {}  # by requests
         self._learned = False
         self._stale = False  # timings were added since `_verify` was computed
-        self._timings: dict[tuple[str, int], int] = {}
+        self._draft_timings: dict[int, int] = {}  # by requests
         self._buckets = {0: 1.0}
         self._bucket = 0
         self._unlearned: list[Timing] = []  # of the newest rounds, until somebody reads
@@ -119,9 +164,20 @@ class CostCurve:
     def verify(self, rows: int) -> float:
         """Seconds of one target forward of `rows` rows at the current length."""
         self._bring_up_to_date()
-        while rows > len(self._verify):
-            self._verify.append(extrapolated(self._verify))
-        return self._verify[rows - 1] * self._buckets[self._bucket]
+        known = self._verify if rows <= MAX_ROWS else list(self._verify)
+        while rows > len(known):
+            known.append(extrapolated(known))
+        return known[rows - 1] * self._buckets[self._bucket]
+
+    def share(self, rows: int, requests: int) -> float:
+        """Seconds that a request's `rows` rows cost it, where `requests` requests share the verify."""
+        return self._line(requests).share(rows) if requests > 1 else self.verify(rows)
+
+    def _line(self, requests: int) -> SharedLine:
+        self._bring_up_to_date()
+        if requests not in self._shared:
+            self._shared[requests] = SharedLine(requests, self.verify)
+        return self._shared[requests]
 
     def draft(self, steps: int, requests: int = 1) -> float:
         """Seconds of drafting `steps` tokens where `requests` requests draft together; until observed, the same as for one."""
@@ -137,16 +193,15 @@ class CostCurve:
 
     def _learn(self, timing: Timing) -> None:
         self._enter(timing.length)
-        if timing.rows >= 1 and timing.verify_seconds > 0:
-            if self._timed is not None and timing.rows <= MAX_ROWS:
+        if timing.requests > 1 and timing.verify_seconds > 0:
+            self._line(timing.requests).add(timing.rows, timing.verify_seconds)
+        if 1 <= timing.rows <= MAX_ROWS and timing.verify_seconds > 0:
+            if self._timed is not None:
                 self._time_rows(self._timed, timing.rows, timing.verify_seconds)
-                off = 1.0
             else:
                 off = _bounded(timing.verify_seconds / self.verify(timing.rows))
-            share = self._share("rows", timing.rows, ROWS_SHARE, measured=timing.rows <= MAX_ROWS)
-            if timing.rows <= MAX_ROWS:  # an extrapolated figure tells nothing about the length
                 self._buckets[self._bucket] *= off**BUCKET_SHARE
-            self._verify[timing.rows - 1] *= off**share
+                self._verify[timing.rows - 1] *= off**ROWS_SHARE
         if timing.steps and timing.draft_seconds > 0:
             self._learn_draft(timing.requests, timing.steps, timing.draft_seconds)
 
@@ -170,7 +225,7 @@ class CostCurve:
             return None
         overhead, step = self._drafts[1]
         counts = tuple(len(self._timed.get(rows, ())) for rows in range(1, MAX_ROWS + 1))
-        return MeasuredCosts(verify=tuple(self._verify[:MAX_ROWS]), step=step, overhead=overhead, timings=counts)
+        return MeasuredCosts(verify=tuple(self._verify), step=step, overhead=overhead, timings=counts)
 
     def _time_rows(self, timed: dict[int, deque[float]], rows: int, seconds: float) -> None:
         """Adds a timing; the speed of the machine at the moment, which all numbers of rows share, is taken out of it."""
@@ -189,25 +244,20 @@ class CostCurve:
         if self._timed is None or not self._stale:
             return
         self._stale = False
-        single = _in_proportion(self._start, self._timed)
-        factor = single[-1] / self._verify[MAX_ROWS - 1]
-        self._verify = [*single, *(several * factor for several in self._verify[MAX_ROWS:])]
+        self._verify = _in_proportion(self._start, self._timed)
 
     def _learn_draft(self, requests: int, steps: int, seconds: float) -> None:
         """Corrects overhead and step by the time of a draft, each by its part in it (normalised least mean squares)."""
         overhead, step = self._drafts.get(requests, self._drafts[1])
         extrapolated = requests * overhead + steps * step
-        share = self._share("draft", requests, DRAFT_SHARE, measured=requests == 1 and self._timed is None)
+        count = self._draft_timings[requests] = self._draft_timings.get(requests, 0) + 1
+        share = DRAFT_SHARE if requests == 1 and self._timed is None else max(DRAFT_SHARE, 1 / count)
         error = extrapolated * (_bounded(seconds / extrapolated) ** share - 1)
         weight = OVERHEAD_VARIANCE * requests**2 + steps**2
         self._drafts[requests] = (
             max(overhead + error * OVERHEAD_VARIANCE * requests / weight, 0.0),
             max(step + error * steps / weight, MIN_SECONDS),
         )
-
-    def _share(self, kind: str, number: int, minimum: float, *, measured: bool) -> float:
-        count = self._timings[kind, number] = self._timings.get((kind, number), 0) + 1
-        return minimum if measured else max(minimum, 1 / count)
 
     def _enter(self, length: int) -> None:
         bucket = max(0, math.ceil(math.log2(max(length, 1) / FIRST_BUCKET)))

@@ -77,6 +77,10 @@ class EnergyCosts:
         """Joules of one target forward of `rows` rows at the current length, with the price of its time."""
         return self.seconds.verify(rows) * self._priced(self._power.forward(rows))
 
+    def share(self, rows: int, requests: int) -> float:
+        """Joules of a request's part of a verify that `requests` requests share, with the price of its time."""
+        return self.seconds.share(rows, requests) * self._priced(self._power.forward(rows * requests))
+
     def draft(self, steps: int, requests: int = 1) -> float:
         """Joules of drafting `steps` tokens, for one of `requests` requests that draft together, with the price of its time."""
         return self.seconds.draft(steps, requests) * self._priced(self._power.draft)
@@ -86,7 +90,7 @@ class EnergyCosts:
 
     def table(self, rows: int, drafts: int, requests: int) -> tuple[RoundCosts, RoundCosts]:
         """Seconds and joules, without a price, of verifying up to `rows` - 1 drafts and of up to `drafts` drafts, a request's share."""
-        verify = np.array([self.seconds.verify(n * requests) / requests for n in range(1, rows + 1)])
+        verify = np.array([self.seconds.share(n, requests) for n in range(1, rows + 1)])
         draft = np.array([self.seconds.draft(n, requests) for n in range(drafts + 1)])
         watts = [self._power.forward(n * requests) for n in range(1, rows + 1)]
         return RoundCosts(verify, draft), RoundCosts(verify * watts, draft * self._power.draft)

@@ -5,7 +5,7 @@ worth E[tokens] - r E[cost], and whatever adds to that pays (Ross, Applied Proba
 rate of the newest rounds, but at least that of plain decoding. Before each draft step the policy computes, for each confidence bin that the
 next draft may fall into, the best of stopping there and of any further length. After the last step, the most valuable prefix is verified.
 
-Where N requests share their forwards, each counts an Nth of a verify of N times its rows, as if the others did the same.
+Where several requests share their forwards, each counts its part of a plain verify, and what each row of its drafts adds to a round.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class Profit:
         self._rate = max(self._plain_rate, reached)
 
     def _update_row_costs(self) -> None:
-        costs = np.array([self._verify(rows) for rows in range(1, self._max_rows + 2)])
+        costs = np.array([self._costs.share(rows, self._requests) for rows in range(1, self._max_rows + 2)])
         if self._cost_reached and self._requests == self._priced:
             # Sums of earlier rounds at what a plain round is known to cost now.
             self._cost_reached *= float(costs.min()) / self._row_list[0]
@@ -443,7 +443,3 @@ class Profit:
             best_rate=self._rate,
             confidences=tuple(self._confidences),
         )
-
-    def _verify(self, rows: int) -> float:
-        """Returns this request's share of a verify, as if each request brought so many rows: their own numbers are not known yet."""
-        return self._costs.verify(rows * self._requests) / self._requests

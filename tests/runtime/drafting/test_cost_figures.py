@@ -96,16 +96,27 @@ def test_rounds_without_a_figure_teach_nothing(nothing: Timing) -> None:
     assert curve.draft(3) == 3.5
 
 
-def test_an_extrapolated_number_of_rows_is_corrected_by_its_mean() -> None:
+def test_a_row_of_several_requests_costs_what_it_adds_near_the_rows_that_rounds_have() -> None:
     curve = CostCurve(COSTS)
-    first = curve.verify(20)
-    expected = math.log(first)
-    for recorded, off in enumerate([1.5, 0.8, 1.2, 1.7] + [1.1] * 12, start=1):
-        curve.learn(took(rows=20, verify=off * math.exp(expected)))
-        expected += math.log(off) * max(0.1, 1 / recorded)
-        assert curve.verify(20) == pytest.approx(math.exp(expected))
-    assert [curve.verify(n) for n in EVERY_ROW] == list(LINEAR), "it says nothing about the length of the text"
-    assert curve.verify(21) != first
+    assert curve.share(2, 1) == curve.verify(2)
+    assert 4 * curve.share(1, 4) == pytest.approx(curve.verify(4))
+    assert 4 * curve.share(2, 4) == pytest.approx(curve.verify(8)), "until a round was timed, as if the others did the same"
+    for rows in [*range(4, 21)] * 5:
+        curve.learn(took(rows=rows, verify=12 + 3 * rows, requests=4))
+    assert curve.share(1, 4) == pytest.approx(6, rel=0.05)
+    row = curve.share(3, 4) - curve.share(2, 4)
+    assert row == pytest.approx(3, rel=0.05)
+    curve.learn(took(rows=20, verify=20.0, requests=4))
+    assert curve.share(3, 4) - curve.share(2, 4) == pytest.approx(row, rel=0.1), "one lucky timing makes no number of rows cheap"
+    for _ in range(5):
+        curve.learn(took(rows=4, verify=1e-6, requests=4))
+    assert 0 < curve.share(1, 4) < curve.share(9, 4)
+
+
+def test_rows_of_batches_say_nothing_about_the_length_of_the_text() -> None:
+    curve = CostCurve(COSTS)
+    curve.learn(took(rows=20, verify=500.0, requests=4))
+    assert [curve.verify(n) for n in EVERY_ROW] == list(LINEAR)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from functools import cache
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
-from edge_runtime.drafting.policies import RoundResult
+from edge_runtime.drafting.policies import RoundResult, Timing
 from edge_runtime.drafting.profit_policy import Profit
 from simulated_rounds import CURVES, FLAT, LINEAR, NOT_REPACKED, REPACKED, STEEP, ExactCosts, rate
 
@@ -224,6 +225,37 @@ def test_requests_that_share_a_forward_draft_no_further_than_the_batch_of_all_pa
     assert min(planned(free_rows, 1), planned(free_rows, 4)) >= 4
     assert planned(dear_beyond_eight, 1) >= 4 > planned(dear_beyond_eight, 4) >= 1
     assert [planned(ExactCosts(STEEP, 4.0), n) for n in (1, 2, 4)][-1] == 0
+
+
+@pytest.mark.parametrize("requests", [4, 8])
+def test_requests_that_share_a_forward_lose_nothing_where_rows_are_arithmetic(requests: int) -> None:
+    """A row costs as much as it can bring, and what was known before says less; timings scatter, so some number of rows looks cheap."""
+    dice, rows_known = random.Random(1), tuple(15.0 + 3 * rows for rows in range(13))
+    costs = CostCurve(MeasuredCosts(verify=rows_known, step=0.1, timings=(0,) * 13))
+    policies = [Profit(costs, AcceptanceModel(), longest=8) for _ in range(requests)]
+    plain, emitted, spent = 5.0 * requests, 0, 0.0
+    for number in range(400):
+        drafts = []
+        for policy in policies:
+            plan, confidences = policy.plan(requests), list[float]()
+            while len(confidences) < plan.draft_length:
+                confidences.append(dice.choice((0.5, 0.8, 0.97)))
+                if plan.should_continue is None or not plan.should_continue(confidences[-1]):
+                    break
+            verified, padding = plan.to_verify(0 if plan.shadow else len(confidences))
+            right = next((place for place, sure in enumerate(confidences) if dice.random() > sure), len(confidences))
+            drafts.append((plan.shadow, verified, padding, right, len(confidences)))
+        rows = sum(1 + verified + padding for _, verified, padding, _, _ in drafts)
+        seconds = plain + 5.0 * (rows - requests)
+        spent += seconds + 0.1 * sum(draft[-1] for draft in drafts)
+        timing = Timing(100, sum(draft[-1] for draft in drafts), 0.1, rows, seconds * math.exp(dice.gauss(0, 0.2)), requests)
+        for policy, (shadow, verified, _, right, _) in zip(policies, drafts, strict=True):
+            shadow_right = bool(right) if shadow else None
+            policy.observe(RoundResult(verified, min(verified, right), shadow_right, timing if policy is policies[0] else None))
+            emitted += min(verified, right) + 1
+        if number == 99:
+            emitted, spent = 0, 0.0
+    assert emitted / spent * plain / requests > 0.97
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9])
