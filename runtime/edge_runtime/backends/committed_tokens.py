@@ -15,6 +15,7 @@ from edge_runtime.interfaces import KvRows, Vocabulary, inside_image
 # So many forwards are written together: a page that a forward of the target drove out of the caches is dear to reach.
 _MAX_UNWRITTEN = 32
 _NO_ROWS = np.empty((0, 0), dtype=np.float32)
+Tokens = Sequence[int] | NDArray[np.int64]
 
 
 class TokenRange(Vocabulary, Protocol):
@@ -54,7 +55,7 @@ class CommittedText(ABC):
         self.vocabulary = vocabulary
         self.length = 0
         self._tokens = np.zeros(context, np.int32)
-        self._unwritten: list[tuple[int, NDArray[np.int64]]] = []  # where tokens of forwards go, until somebody reads them
+        self._unwritten: list[tuple[int, Tokens]] = []  # where tokens of forwards go, until somebody reads them
         self.forget_hidden()
 
     @property
@@ -70,8 +71,8 @@ class CommittedText(ABC):
         index = self.length - 1 - self._hidden_start
         return self._hidden[index] if 0 <= index < len(self._hidden) else None
 
-    def checked(self, tokens: Sequence[int]) -> NDArray[np.int64]:
-        """Returns the ids as an array; raises RequestError unless they fit the context and the vocabulary."""
+    def check(self, tokens: Sequence[int]) -> None:
+        """Raises RequestError unless the tokens fit the context and the vocabulary."""
         self.require_open()
         if not tokens:
             raise RequestError("there is no token to decode; give at least one")
@@ -80,6 +81,10 @@ class CommittedText(ABC):
         low, high = min(tokens), max(tokens)
         if low < 0 or high >= self.vocabulary.size:
             self.vocabulary.check(low if low < 0 else high)
+
+    def checked(self, tokens: Sequence[int]) -> NDArray[np.int64]:
+        """Returns the ids as an array. Raises as `check` does."""
+        self.check(tokens)
         return np.asarray(tokens, dtype=np.int64)
 
     def checked_soft(self, ids: Sequence[int], rows: NDArray[np.float32]) -> NDArray[np.int64]:
@@ -119,7 +124,7 @@ class CommittedText(ABC):
         if sizes != (length, full, sliding) or not min(length, self.sliding_rows) <= len(rows.sliding) <= length:
             raise RequestError(f"the KV state has {sizes} rows and bytes, {len(rows.sliding)} sliding; it is damaged, save it again")
 
-    def append(self, ids: NDArray[np.int64]) -> None:
+    def append(self, ids: Tokens) -> None:
         """Records tokens whose rows are in the cache."""
         self._unwritten.append((self.length, ids))
         self.length += len(ids)

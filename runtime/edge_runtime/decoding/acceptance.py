@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.errors import BackendError
@@ -19,8 +18,7 @@ class LogitRows(Protocol):
         """Returns float32 [vocabulary]."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerifyResult:
+class VerifyResult(NamedTuple):
     """`accepted` is the number of accepted drafts, from the first on; `next_token` is the target's own token after them."""
 
     accepted: int

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from edge_runtime.drafting.sources import MODEL, NO_PROPOSAL, Proposal, Sources
 from edge_runtime.interfaces import ChoosingTarget, Drafter, DraftRequest, Logits, Target
 
 
-@dataclass(frozen=True, kw_only=True)
-class Round:
+class Round(NamedTuple):
     """What one round did. `tokens` are the emitted tokens: the accepted drafts and the target's own token.
 
     `drafted` counts the drafts that were verified; `sources` names where each accepted one came from
@@ -121,7 +120,9 @@ class Decoding:
         if not guess.tokens:
             return NO_PROPOSAL
         allowed = len(self.rule.cut([*drafts, *guess.tokens])) - len(drafts)
-        return Proposal(guess._replace(tokens=guess.tokens[:allowed]), chances[:allowed])
+        if allowed < len(guess.tokens):
+            return Proposal(guess._replace(tokens=guess.tokens[:allowed]), chances[:allowed])
+        return Proposal(guess, chances)
 
     def _extension(self, drafts: list[int]) -> list[int]:
         if self._sources is None or self._plan.extend is None:

@@ -61,7 +61,7 @@ class AcceptanceWindow:
 
     def add(self, drafted: int, accepted: int) -> None:
         """Counts one round, whose first `accepted` drafts were accepted."""
-        self._rejected.extend(i >= accepted for i in range(drafted))
+        self._rejected.extend((False,) * accepted + (True,) * (drafted - accepted))
 
     def clear(self) -> None:
         self._rejected.clear()

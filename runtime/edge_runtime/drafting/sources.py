@@ -86,7 +86,8 @@ class Sources:
             if guess.tokens:
                 self._pending.append((tuple(ahead), guess))
                 proposal = Proposal(guess, tuple(self._odds.chance(index) for index in guess.bins))
-                best = max(best, proposal, key=lambda candidate: candidate.expected)
+                if best is NO_PROPOSAL or proposal.expected > best.expected:
+                    best = proposal
         return best
 
     def observe(self, emitted: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ _REPR_CHARACTERS = 40
 
 @dataclass
 class DecodeStats:
-    """Counts of one request. `accepted_at[i]` rounds accepted draft i, `drafted_at[i]` rounds drafted it (i from 0).
+    """Counts of one request. `lengths` counts rounds by their verified and accepted drafts.
 
     `reused_tokens` of the prompt were already in the cache. Times are in seconds: `prefill_seconds` until the prompt is in the cache,
     `first_token_seconds` from the request until the first emitted token, `decode_seconds` from the end of the prefill until the last
@@ -28,8 +28,7 @@ class DecodeStats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
+    lengths: dict[tuple[int, int], int] = field(default_factory=dict)
     media_rows: int = 0
     encode_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -41,17 +40,24 @@ class DecodeStats:
 
     def count_round(self, drafted: int, accepted: int, emitted: int, sources: Sequence[str] = ()) -> None:
         """Adds one round; `sources` names where each accepted draft came from."""
-        self.accepted_from.update(sources)
+        for source in sources:
+            self.accepted_from[source] += 1
         self.rounds += 1
         self.tokens += emitted
         self.drafted += drafted
         self.accepted += accepted
-        while len(self.drafted_at) < drafted:
-            self.drafted_at.append(0)
-            self.accepted_at.append(0)
-        for i in range(drafted):
-            self.drafted_at[i] += 1
-            self.accepted_at[i] += i < accepted
+        self.lengths[drafted, accepted] = self.lengths.get((drafted, accepted), 0) + 1
+
+    @property
+    def drafted_at(self) -> list[int]:
+        """For each position the rounds that drafted it."""
+        longest = max((drafted for drafted, _ in self.lengths), default=0)
+        return [sum(rounds for (drafted, _), rounds in self.lengths.items() if drafted > i) for i in range(longest)]
+
+    @property
+    def accepted_at(self) -> list[int]:
+        """For each position that was drafted the rounds that accepted it."""
+        return [sum(rounds for (_, accepted), rounds in self.lengths.items() if accepted > i) for i in range(len(self.drafted_at))]
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -190,7 +190,9 @@ class NativeDraft:
         self._tokens, self._probabilities = np.zeros(longest, np.int64), np.zeros(longest, np.float32)
         self._call = _Call(sources=ctypes.addressof(self.sources), tokens=address(self._tokens), probabilities=address(self._probabilities))
         self._reference = ctypes.byref(self._call)
+        self._least, self._asked = 0.0, False  # as in `_call`
         self._rule = _Rule()
+        self._rule_address = ctypes.addressof(self._rule)
         self._numbers: tuple[NDArray[np.float64], ...] = ()
         self._choose, self._likeliest = _CHOOSE(self._chosen), _CHOOSE()
         self._scores, self._candidates = self._views()
@@ -224,15 +226,19 @@ class NativeDraft:
         """
         call = self._call
         call.token, call.steps, call.hidden = last, draft_length, address(hidden)
-        call.min_probability = min_probability if sampler is None and should_continue is None else 0.0
+        least = min_probability if sampler is None and should_continue is None else 0.0
+        if least != self._least:
+            self._least = call.min_probability = least
         if should_continue is not self._rule_source:
             self._rule_source = should_continue
             self._stop_rule = should_continue if isinstance(should_continue, StopRule) else None
         rule = self._stop_rule if sampler is None else None
         call.rule = None if rule is None else self._handed_over(rule.numbers())
         asked = sampler is not None or (should_continue is not None and rule is None)
-        call.choose = self._choose if asked else self._likeliest
-        self._sampler, self._should_continue = sampler, should_continue
+        if asked is not self._asked:
+            self._asked, call.choose = asked, self._choose if asked else self._likeliest
+        if asked:
+            self._sampler, self._should_continue = sampler, should_continue
         wrong = self._library.edge_draft_run(self._model, self._reference)
         if asked:
             self._sampler = self._should_continue = None
@@ -255,7 +261,7 @@ class NativeDraft:
                 setattr(rule, name, address(table))
             rule.bins, rule.longest = len(numbers.tables[3]), len(numbers.tables[2]) - 1
         rule.rate, rule.any_prefix = numbers.rate, numbers.any_prefix
-        return ctypes.addressof(rule)
+        return self._rule_address
 
     def _chosen(self, number: int, likeliest: int) -> int:
         """What DraftCall::choose returns. An error ends the draft: it cannot pass through C."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_runtime.backends.committed_tokens import Tokens
 from edge_runtime.backends.onnx.device_graph import (
     CHOICE,
     HIDDEN,
@@ -188,7 +189,7 @@ class DeviceTarget(OrtTarget):
             self._hidden_values[rows] = self.cache.placed(np.zeros((1, rows, self.hidden_size), np.float32))
         return self._hidden_values[rows]
 
-    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None, rows_read: int) -> None:
+    def _forward(self, ids: Tokens, soft: NDArray[np.float32] | None, rows_read: int) -> None:
         super()._forward(ids, soft, rows_read)
         self._newest = self.length, max(rows_read, self._fewest_rows) if self.skips_unread_rows else len(ids)
 

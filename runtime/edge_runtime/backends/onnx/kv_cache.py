@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.onnx.loader import Call, PlacedRows, scalar, value_over
+from edge_runtime.backends.onnx.loader import Call, PlacedRows, value_over
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, Rotation
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import KvRows
@@ -24,17 +25,15 @@ MAX_ROWS = MAX_DRAFT_LENGTH + 1
 _MAX_HEADS, _MAX_HEAD_DIM = 1024, 8192
 
 
-class RowCount:
-    """How many rows a kind of layer's buffers hold, as values bound to the graphs."""
+class RowCount(NamedTuple):
+    """Values that say how many rows a kind of layer's buffers hold, those about to be written included, and which is the last."""
 
-    def __init__(self) -> None:
-        self._last_array, self.last = scalar(np.int32, 1)
-        self._rows_array, self.rows = scalar(np.int32)
+    last: Any
+    rows: Any
 
-    def set(self, rows: int) -> None:
-        """Counts `rows`, those about to be written included."""
-        self._last_array[0] = rows - 1
-        self._rows_array[...] = rows
+
+# The numbers behind the counts of both kinds, written at once.
+_COUNTS = struct.Struct("=4i")
 
 
 class LayerBuffers(ABC):
@@ -113,10 +112,15 @@ class KeyValueCache(LayerBuffers):
         sliding = next((buffer.rows for buffer in buffers if buffer.kind == SLIDING), 0)
         self.capacity = {FULL: spare, SLIDING: min(sliding, spare) if self.moves else spare}
         self.first = 0
-        self.counts = {FULL: RowCount(), SLIDING: RowCount()}
+        numbers = np.zeros(4, np.int32)
+        self._numbers = numbers.data
+        self.counts = {
+            kind: RowCount(value_over(numbers[at : at + 1]), value_over(numbers[at + 1 : at + 2].reshape(())))
+            for at, kind in ((0, FULL), (2, SLIDING))
+        }
         self._arrays: dict[str, NDArray[Any]] = {}
         self.values: dict[str, Any] = {}
-        self.read_by_rows: list[str] = []
+        self.read_by_rows: dict[str, str] = {}  # with the outputs of their new rows
         self._rows: dict[str, PlacedRows] = {}  # of those that target or drafter read by rows
         self._drafter_by_rows: dict[str, str] = {}
         for buffer in buffers:
@@ -126,7 +130,7 @@ class KeyValueCache(LayerBuffers):
                 if ROWS in (buffer.read, buffer.drafter_read):
                     self._rows[name] = PlacedRows.of(self._arrays[name])
                 if buffer.read == ROWS:
-                    self.read_by_rows.append(name)
+                    self.read_by_rows[name] = f"new_{name}"
                 else:
                     self.values[name] = value_over(self._arrays[name])
                 if buffer.drafter_read == ROWS:
@@ -135,9 +139,10 @@ class KeyValueCache(LayerBuffers):
 
     def place_rows(self, call: Call, length: int, new: int) -> None:
         """Gives the target's call the first `length` rows of buffers that it reads by rows, and the place of `new` ones behind them."""
-        for name in self.read_by_rows:
-            call.place_input(name, self._rows[name], 0, length)
-            call.place_output(f"new_{name}", self._rows[name], length, new)
+        for name, output in self.read_by_rows.items():
+            rows = self._rows[name]
+            call.place_input(name, rows, 0, length)
+            call.place_output(output, rows, length, new)
 
     def place_drafter_rows(self, call: Call, names: Container[str], length: int) -> None:
         """Gives the drafter's call, of the buffers among `names` that it reads by rows, those that it sees behind `length` rows."""
@@ -175,8 +180,8 @@ class KeyValueCache(LayerBuffers):
 
     def set_counts(self, length: int) -> None:
         """Tells the graphs that `length` rows are there."""
-        self.counts[FULL].set(length)
-        self.counts[SLIDING].set(length - self.first)
+        sliding = length - self.first
+        _COUNTS.pack_into(self._numbers, 0, length - 1, length, sliding - 1, sliding)
 
     def restart(self) -> None:
         """Forgets everything."""

@@ -152,8 +152,9 @@ class Call:
     def __init__(self, session: Any, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         self._session, self._name = session, name
         self._binding = session.io_binding()
-        # What the binding's own methods call, which make a device anew each time.
+        # What the methods of the binding and the session call, which make a device anew each time: behind a run all code is dear to reach.
         self._bound, self._device = self._binding._iobinding, onnxruntime_module().OrtDevice.make("cpu", 0)._get_c_device()
+        self._run = session._sess.run_with_iobinding
         for key, value in inputs.items():
             self._binding.bind_ortvalue_input(key, value)
         # Inputs that binding copies to another device, as they are then.
@@ -180,7 +181,7 @@ class Call:
         for key in self._allocated:
             self._binding.bind_output(key, "cpu")  # otherwise the last run's array would be used again, whose size may differ
         try:
-            self._session.run_with_iobinding(self._binding)
+            self._run(self._bound, None)
         except Exception as error:
             raise BackendError(f"onnxruntime failed in {self._name}: {first_line(error)}") from error
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.errors import first_line
+from edge_runtime.backends.committed_tokens import Tokens
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, rotary_tables
 from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.onnx.static_cache import StaticRows
@@ -84,7 +85,8 @@ class StaticOrtTarget(GraphTarget):
         self._static.clear()
         super().close()
 
-    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None, rows_read: int) -> None:
+    def _forward(self, ids: Tokens, soft: NDArray[np.float32] | None, rows_read: int) -> None:
+        ids = np.asarray(ids, np.int64)
         forward = self._run(ids, list(self._static), soft)
         if rows_read:
             self.hidden_rows[0, 0] = self._last_hidden(ids[-1:]) if "hidden" not in forward.outputs else forward.hidden[0, len(ids) - 1]
@@ -100,8 +102,9 @@ class StaticOrtTarget(GraphTarget):
         row: NDArray[np.float32] = forward.hidden[0, 0]
         return row
 
-    def _verify(self, ids: NDArray[np.int64]) -> None:
+    def _verify(self, tokens: Sequence[int]) -> None:
         """In forwards of the verify graph's rows."""
+        ids = np.asarray(tokens, np.int64)
         max_rows = self._verify_rows[-1]
         for first in range(0, len(ids), max_rows):
             piece = ids[first : first + max_rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.committed_tokens import CommittedText
+from edge_runtime.backends.committed_tokens import CommittedText, Tokens
 from edge_runtime.backends.onnx.devices import PROCESSOR, OrtDevice
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations
 from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over, without_flash
@@ -88,18 +89,20 @@ class GraphTarget(CommittedText):
         self.kv_type = "-".join(sorted({buffer.dtype for buffer in files.layout.buffers}))
         self._drafts = files.drafter is not None
         self._logits = np.zeros((1, MAX_ROWS, files.vocab_size), np.float32)
+        # What a verify of so many rows gives.
+        self._given = [(self.hidden_rows[0, :rows], self._logits[0, :rows]) for rows in range(MAX_ROWS + 1)]
         self._graphs: list[Graph] = []
         self.closers: list[Any] = []
 
     @abstractmethod
-    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None, rows_read: int) -> None:
+    def _forward(self, ids: Tokens, soft: NDArray[np.float32] | None, rows_read: int) -> None:
         """Appends tokens, or soft rows, and puts the hidden rows of the last `rows_read` into the first of `hidden_rows`.
 
         Of a prefill that is at most one.
         """
 
     @abstractmethod
-    def _verify(self, ids: NDArray[np.int64]) -> None:
+    def _verify(self, tokens: Sequence[int]) -> None:
         """As `_forward`, with their logits into the first of `_logits`."""
 
     def prefill(self, tokens: Sequence[int], *, rows_read: int = 1) -> None:
@@ -127,12 +130,17 @@ class GraphTarget(CommittedText):
 
         The next verify overwrites it. Raises as `prefill` does.
         """
-        ids = self.checked(tokens)
-        self.check_rows(len(ids), self.max_rows)
-        with self._appending():
-            self._verify(ids)
-        self.take_hidden(self.hidden_rows[0, : len(ids)])
-        logits: Logits = self._logits[0, : len(ids)]
+        self.check(tokens)
+        rows, start = len(tokens), self.length
+        self.check_rows(rows, self.max_rows)
+        self.forget_hidden()
+        try:
+            self._verify(tuple(tokens))
+        except BaseException:
+            self.length = start
+            raise
+        hidden, logits = self._given[rows]
+        self.take_hidden(hidden)
         return logits
 
     @contextmanager
@@ -241,6 +249,7 @@ class OrtTarget(GraphTarget):
         # A drafter is at the position behind the text.
         halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
         self.rotations = Rotations(files.graphs.rotations, options.context + 1, halved=halved)
+        self._skips_unread_rows = SKIPPED_ROWS in graph.inputs
         self._forwards: dict[tuple[int, int, bool], Forward] = {}
         self._heads: dict[int, Call] = {}
         # The CPU's operators take tensors without rows; others were not tried.
@@ -253,7 +262,7 @@ class OrtTarget(GraphTarget):
         """Opens the graph of the layers, and checks that it gives all rows."""
         graph = Graph(files.target, session)
         new = {name.removeprefix("new_") for name in graph.outputs if name.startswith("new_")}
-        if set(buffer_outputs(graph).values()) != set(self.cache.values) or new != set(self.cache.read_by_rows):
+        if set(buffer_outputs(graph).values()) != set(self.cache.values) or new != self.cache.read_by_rows.keys():
             raise BundleError(f"{files.target} does not give the rows that the manifest's buffers hold; export the bundle again")
         return graph
 
@@ -271,7 +280,7 @@ class OrtTarget(GraphTarget):
 
     @property
     def skips_unread_rows(self) -> bool:
-        return SKIPPED_ROWS in self._graphs[0].inputs
+        return self._skips_unread_rows
 
     def close(self) -> None:
         self._forwards.clear()
@@ -282,26 +291,27 @@ class OrtTarget(GraphTarget):
         """Scores of a full layer, rows times context for each head, take memory."""
         return max(MAX_ROWS, min(self._chunk, PREFILL_SCORES // (self.length + self._chunk)))
 
-    def _forward(self, ids: NDArray[np.int64], soft: NDArray[np.float32] | None, rows_read: int) -> None:
-        rows, rows_read = len(ids), max(rows_read, self._fewest_rows)
+    def _forward(self, ids: Tokens, soft: NDArray[np.float32] | None, rows_read: int) -> None:
+        rows, rows_read, start = len(ids), max(rows_read, self._fewest_rows), self.length
         key = rows, rows_read, soft is not None
         forward = self._forwards.get(key)
         if forward is None:
             forward = Forward(self._graphs[0], self, rows, rows_read, soft=soft is not None)
             if rows <= MAX_ROWS or rows == self._chunk:
                 self._forwards[key] = forward
-        self.cache.make_room(self.length, rows)
-        forward.run(ids, self.length, soft)
-        if not self.skips_unread_rows:
-            self.hidden_rows[0, :rows_read] = self.hidden_rows[0, rows - rows_read : rows]
+        self.cache.make_room(start, rows)
+        # Before the run: behind it, with cold caches, all that is done is dear.
         self.append(ids)
+        forward.run(ids, start, soft)
+        if rows_read < rows and not self.skips_unread_rows:
+            self.hidden_rows[0, :rows_read] = self.hidden_rows[0, rows - rows_read : rows]
 
-    def _verify(self, ids: NDArray[np.int64]) -> None:
-        self._forward(ids, None, len(ids))
-        rows = len(ids)
-        if rows not in self._heads:
-            self._heads[rows] = self.bind_head(rows, {"logits": value_over(self._logits[:, :rows])})
-        self._heads[rows].run()
+    def _verify(self, tokens: Sequence[int]) -> None:
+        rows = len(tokens)
+        if (head := self._heads.get(rows)) is None:
+            head = self._heads[rows] = self.bind_head(rows, {"logits": value_over(self._logits[:, :rows])})
+        self._forward(tokens, None, rows)
+        head.run()
 
     def bind_head(self, rows: int, outputs: Mapping[str, Any]) -> Call:
         """Prepares a call of the head on the first hidden rows."""
@@ -325,10 +335,13 @@ class Forward:
             raise RequestError("the target's graph takes text only; export the bundle again with --media f16")
         # Graphs for text only have neither.
         self._soft, self._is_soft = np.zeros((1, rows if soft else 1, target.hidden_size), np.float32), np.full((1, 1, 1), soft)
-        self._ids, self._positions = np.zeros((1, rows), np.int64), np.zeros((1, rows), np.int64)
+        self._rows = rows
+        # Token ids and positions, written at once.
+        numbers = np.zeros((2, rows), np.int64)
+        self._numbers, self._layout = numbers.data, struct.Struct(f"={2 * rows}q")
         self._cache = target.cache
         bindings = target.bindings(graph)
-        inputs = {"input_ids": value_over(self._ids), "position_ids": value_over(self._positions), **bindings.read}
+        inputs = {"input_ids": value_over(numbers[:1]), "position_ids": value_over(numbers[1:]), **bindings.read}
         inputs |= {"soft_rows": value_over(self._soft), "is_soft": value_over(self._is_soft)}
         given = rows_read if target.skips_unread_rows else rows
         self._skipped = np.array([rows - given], np.int64)
@@ -338,15 +351,12 @@ class Forward:
             {"hidden": target.hidden_value(given) if given else None, **bindings.written},
             fixed=bindings.fixed,
         )
-        self._offsets = np.arange(rows)
 
-    def run(self, ids: NDArray[np.int64], start: int, soft: NDArray[np.float32] | None = None) -> None:
-        if soft is None:
-            self._ids[0] = ids
-        else:
-            self._soft[0] = soft
-        self._cache.place_rows(self._call, start, len(ids))
-        np.add(self._offsets, start, out=self._positions[0])
+    def run(self, ids: Tokens, start: int, soft: NDArray[np.float32] | None = None) -> None:
+        if soft is not None:
+            self._soft[0], ids = soft, (0,) * self._rows
+        self._cache.place_rows(self._call, start, self._rows)
+        self._layout.pack_into(self._numbers, 0, *ids, *range(start, start + self._rows))
         self._call.run()
 
 
