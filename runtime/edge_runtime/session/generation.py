@@ -123,9 +123,8 @@ class _Detokenizer:
 
     def feed_rest(self, tokens: Sequence[int]) -> None:
         """Detokenizes the tokens that were not fed yet."""
-        if rest := tokens[self._fed :]:
-            self._fed = len(tokens)
-            self.text.feed(b"".join(map(self._vocabulary.piece, rest)))
+        for token in tokens[self._fed :]:
+            self._feed(token)
 
     def is_stop(self, token: int) -> bool:
         """Returns whether the newest token is the last."""
