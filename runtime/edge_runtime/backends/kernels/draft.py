@@ -190,7 +190,7 @@ class NativeDraft:
         self._tokens, self._probabilities = np.zeros(longest, np.int64), np.zeros(longest, np.float32)
         self._call = _Call(sources=ctypes.addressof(self.sources), tokens=address(self._tokens), probabilities=address(self._probabilities))
         self._reference = ctypes.byref(self._call)
-        self._least, self._asked = 0.0, False  # as in `_call`
+        self._threshold, self._asked = 0.0, False  # as in `_call`
         self._rule = _Rule()
         self._rule_address = ctypes.addressof(self._rule)
         self._numbers: tuple[NDArray[np.float64], ...] = ()
@@ -226,9 +226,9 @@ class NativeDraft:
         """
         call = self._call
         call.token, call.steps, call.hidden = last, draft_length, address(hidden)
-        least = min_probability if sampler is None and should_continue is None else 0.0
-        if least != self._least:
-            self._least = call.min_probability = least
+        threshold = min_probability if sampler is None and should_continue is None else 0.0
+        if threshold != self._threshold:
+            self._threshold = call.min_probability = threshold
         if should_continue is not self._rule_source:
             self._rule_source = should_continue
             self._stop_rule = should_continue if isinstance(should_continue, StopRule) else None

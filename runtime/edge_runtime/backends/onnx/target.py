@@ -90,7 +90,7 @@ class GraphTarget(CommittedText):
         self._drafts = files.drafter is not None
         self._logits = np.zeros((1, MAX_ROWS, files.vocab_size), np.float32)
         # What a verify of so many rows gives.
-        self._given = [(self.hidden_rows[0, :rows], self._logits[0, :rows]) for rows in range(MAX_ROWS + 1)]
+        self._results_by_rows = [(self.hidden_rows[0, :rows], self._logits[0, :rows]) for rows in range(MAX_ROWS + 1)]
         self._graphs: list[Graph] = []
         self.closers: list[Any] = []
 
@@ -139,7 +139,7 @@ class GraphTarget(CommittedText):
         except BaseException:
             self.length = start
             raise
-        hidden, logits = self._given[rows]
+        hidden, logits = self._results_by_rows[rows]
         self.take_hidden(hidden)
         return logits
 
