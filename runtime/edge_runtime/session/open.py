@@ -200,7 +200,7 @@ class _PairLoader:
             cpu = backend.open(replace(on_cpu, drafter=opened.drafter_kind))
             reference = answers(cpu.together.targets[0], cpu.drafters[0], rows)
             cpu.together.close()
-            opened = backend.open(replace(request, notify=lambda _: None))
+            opened = backend.open(request)
             pair = opened.together.targets[0], opened.drafters[0]
             manifest, parity = self.bundle.manifest, opened.exported_parity
             routed, rounded = bool(manifest.architecture.experts), is_rounded(manifest, CARDS[kind].format)

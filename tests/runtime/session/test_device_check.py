@@ -264,9 +264,12 @@ class FakeDevices:
 
     def __init__(self, fault: type[Faulty]) -> None:
         self.fault, self.driver, self.real, self.opened = fault, "1", onnx_backend.OrtBackend.open, list[str | None]()
+        self.notify: Callable[[str], None] | None = None
 
     def open(self, backend: Any, request: OpenRequest) -> Any:
         self.opened.append(request.device)
+        self.notify = request.notify
+        request.notify("1 of 3 nodes runs elsewhere.")
         pair = self.real(backend, replace(request, device=None))
         if request.device is None:
             return pair
@@ -296,8 +299,10 @@ def test_what_passed_is_kept_until_the_driver_changes(
         devices.driver, devices.opened = driver, []
         with open_session(onnx_pair("f32"), device="gpu", context=256, threads=1, notify=sentences.append) as session:
             assert session.device == "fake"
+            devices.notify(f"An encoder was tried with driver {driver}.")  # what is opened after the comparison has a say later
         assert devices.opened == opened
     assert sum("fake computes what the CPU does" in sentence for sentence in sentences) == 1 + 1
+    assert [sentences.count(said) for said in ("1 of 3 nodes runs elsewhere.", "An encoder was tried with driver 2.")] == [3, 1]
 
 
 def test_a_faulty_kind_falls_to_the_cpu_and_a_faulty_name_ends(fake: Callable[..., FakeDevices], onnx_pair: Bundles) -> None:
