@@ -79,7 +79,7 @@ class _Call(ctypes.Structure):
         ("rule", _POINTER),
         ("choose", _CHOOSE),
         *((name, _POINTER) for name in ("tokens", "probabilities")),
-        ("drafted", _NUMBER),
+        *((name, _NUMBER) for name in ("drafted", "helped")),
     )
 
 

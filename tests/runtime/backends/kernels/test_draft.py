@@ -24,6 +24,8 @@ from edge_runtime.drafting.profit_policy import Profit
 from fuzzing.random_drafter import MATRICES, ROW_UNITS, RandomDrafters, Rows, Sizes
 
 DENSE = Sizes(centroids=0)
+# Matrices, rows of sources and centroids' tokens are cut into pieces that two threads share.
+CUT = Sizes(hidden=256, feed=1024, dims=(64, 128), per_centroid=32)
 STEPS = 5
 Array = np.ndarray[Any, Any]
 
@@ -146,7 +148,12 @@ def helped(kind: str, sizes: Sizes, rows: int) -> tuple[list[NativeDraft], list[
     return drafts, sources, hidden
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("f16", DENSE), ("int8", Sizes(hidden=256, feed=1024, dims=(64, 128), per_centroid=32))])
+def helped_pieces(draft: NativeDraft) -> int:
+    """How many pieces the second thread has run."""
+    return int(draft._call.helped)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("f16", DENSE), ("int8", CUT)])
 def test_a_second_thread_changes_no_number(kind: str, sizes: Sizes) -> None:
     """Over more spans of rows than are kept at once; the caller's choice takes longer than the thread stays awake."""
     drafts, sources, hidden = helped(kind, sizes, 2300)
@@ -167,21 +174,27 @@ def test_a_second_thread_changes_no_number(kind: str, sizes: Sizes) -> None:
             draft.run(token, 8, hidden, None, goes_on)
         draft.run(3, 2, hidden, slowly)
         results.append(list(shares))
-        draft.close()
     assert results[0] == results[1]
+    alone, shared = drafts
+    started = time.monotonic()
+    while not helped_pieces(shared) and time.monotonic() - started < 20:  # on one processor or a busy one it takes none at once
+        shared.run(3, 8, hidden)
+    assert helped_pieces(shared) > helped_pieces(alone) == 0
+    for draft in drafts:
+        draft.close()
     assert len(sources) == len(sizes.dims)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_fork_drafts_without_the_second_thread() -> None:
-    drafts, sources, hidden = helped("int8", Sizes(), 300)
-    expected = drafts[1].run(3, 3, hidden)
+    drafts, sources, hidden = helped("int8", CUT, 300)
+    expected, before = drafts[1].run(3, 3, hidden), helped_pieces(drafts[1])
     if (child := os.fork()) == 0:
         signal.alarm(20)  # which ends it, should it wait for a thread that it does not have
         code = 1
         try:
-            same = drafts[1].run(3, 3, hidden) == expected
+            same = drafts[1].run(3, 3, hidden) == expected and helped_pieces(drafts[1]) == before
             drafts[1].close()
             code = int(not same)
         finally:
@@ -190,7 +203,7 @@ def test_a_fork_drafts_without_the_second_thread() -> None:
     assert drafts[0].run(3, 3, hidden) == drafts[1].run(3, 3, hidden) == expected
     for draft in drafts:
         draft.close()
-    assert len(sources) == len(Sizes().dims)
+    assert len(sources) == len(CUT.dims)
 
 
 def test_a_rotation_of_stored_rows_is_undone() -> None:

@@ -42,6 +42,7 @@ struct Helper {
     pthread_cond_t wakes;
     pthread_t thread;
     pid_t process;  // a fork has no such thread
+    uint64_t helped;  // pieces of all jobs that are over
 };
 
 namespace {
@@ -125,6 +126,8 @@ void rest_helper(Helper* h) {
     if (h) write(&h->awake, false);
 }
 
+int64_t helped_pieces(const Helper* h) { return h ? static_cast<int64_t>(h->helped) : 0; }
+
 void run_pieces(Helper* h, int64_t pieces, void (*run)(const void*, int64_t), const void* job) {
     if (!h || pieces < 2) {
         for (int64_t piece = 0; piece < pieces; piece++) run(job, piece);
@@ -145,6 +148,7 @@ void run_pieces(Helper* h, int64_t pieces, void (*run)(const void*, int64_t), co
         if (looks % kLooks == kLooks - 1) sched_yield();
         pause_briefly();
     }
+    h->helped += count - own;
 }
 
 }  // namespace edge

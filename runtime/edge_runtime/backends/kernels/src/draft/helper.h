@@ -12,6 +12,8 @@ void stop_helper(Helper* helper);
 // Between the two it looks for pieces all the time, otherwise it sleeps.
 void wake_helper(Helper* helper);
 void rest_helper(Helper* helper);
+// How many pieces it has run since it started. For whoever calls run_pieces.
+int64_t helped_pieces(const Helper* helper);
 // Runs all pieces; in this thread alone without a helper.
 void run_pieces(Helper* helper, int64_t pieces, void (*run)(const void* job, int64_t piece), const void* job);
 

@@ -370,6 +370,7 @@ const char* run_draft(DraftModel& m, DraftCall& call) {
     wake_helper(m.helper);
     const char* wrong = draft(m, call);
     rest_helper(m.helper);
+    call.helped = helped_pieces(m.helper);
     return wrong;
 }
 

@@ -70,6 +70,7 @@ struct DraftCall {
     int64_t* tokens;             // [steps]
     float* probabilities;        // [steps], of the likeliest token
     int64_t drafted;
+    int64_t helped;              // pieces of all drafts of this model that the second thread has run
 };
 
 struct DraftModel;
