@@ -113,9 +113,9 @@ def test_products_without_such_a_rounding_stay(change: dict[str, float]) -> None
 
 
 def gated(
-    sizes: tuple[int, ...] = (64, 64), *, n: int = 128, approximate: str = "tanh", swapped: bool = False, block: int = 32
+    sizes: tuple[int, ...] = (64, 64), *, n: int = 128, approximate: str = "tanh", swapped: bool = False, block: int = 32, outputs: int = 40
 ) -> onnx.GraphProto:
-    """y = gelu(gates) * values by a matrix, from a product with both; `sizes` are those of the split, `block` is the second product's."""
+    """y = gelu(gates) * values by a matrix, from a product with both; `sizes`: of the split; `block`, `outputs`: the second one's."""
     random = np.random.default_rng(1)
     weights = [onnx.numpy_helper.from_array(np.array(sizes), "sizes")]
 
@@ -131,7 +131,7 @@ def gated(
         helper.make_node("Split", ["both", "sizes"], ["gates", "values"], axis=-1),
         helper.make_node("Gelu", ["gates"], ["gelu"], approximate=approximate),
         helper.make_node("Mul", ["values", "gelu"] if swapped else ["gelu", "values"], ["hidden"]),
-        matrix(["hidden", "c", "t", "y"], n // 2, 40, block),
+        matrix(["hidden", "c", "t", "y"], n // 2, outputs, block),
     ]
     rows, result = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in (("x", ["r", 64]), ("y", None)))
     return helper.make_graph(nodes, "g", [rows], [result], weights)
@@ -186,11 +186,15 @@ def by_parts(graph: onnx.GraphProto, block: int, rows: NDArray[np.float32]) -> N
 
 
 @built
-@pytest.mark.parametrize(("width", "block"), [(64, 32), (320, 64), (384, 128)])
+@pytest.mark.parametrize(
+    ("width", "block", "outputs"),
+    # Of the last two, a thread's last piece of the gates or of the second product is smaller than the others.
+    [(64, 32, 40), (320, 64, 40), (384, 128, 40), (8384, 32, 40), (64, 32, 6200)],
+)
 def test_feed_forwards_have_stock_numbers_and_a_rows_bits_in_every_batch_and_on_every_variant(
-    width: int, block: int, monkeypatch: pytest.MonkeyPatch
+    width: int, block: int, outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = gated((width, width), n=2 * width, block=block)
+    graph = gated((width, width), n=2 * width, block=block, outputs=outputs)
     model = encoded(graph)
     rows = np.random.default_rng(2).standard_normal((300, 64)).astype(np.float32)
     options = ort.SessionOptions()

@@ -33,7 +33,7 @@ namespace edge {
 
 constexpr int64_t kTile = 16;
 constexpr int64_t kLine = 64;
-constexpr int64_t kTilesAtOnce = 4;  // the most that a kernel takes; matrices are filled up to whole groups with tiles of zeros
+constexpr int64_t kTilesAtOnce = 4;  // twice the most that a kernel takes; matrices are filled up to whole groups with tiles of zeros
 constexpr int64_t kOctet = 8;  // inputs of a row that lie together once they are rounded: an octet
 constexpr int64_t kSuper = 256;  // inputs of a super-block
 constexpr int64_t kMaxPart = 128;  // inputs of a row that are rounded together by a static scale

@@ -6,7 +6,7 @@
 namespace edge::ggml {
 namespace {
 
-constexpr int64_t kChunk = 4;  // tiles of a piece of work, at least
+constexpr int64_t kChunk = 4 * kTile;  // outputs of a piece of floats
 constexpr int64_t kShares = 16;  // pieces for each thread
 constexpr int64_t kMaxBatchRows = int64_t{1} << 20;
 
@@ -52,7 +52,7 @@ bool multiply(const Functions& ggml, const Variant& variant, const Work& work, c
     if (!rounded) round_part(variant, work, *op.src[1], 0, m, rows);
     if (work.thread == 0) ggml.set_chunk(work.pool, work.threads);
     ggml.barrier(work.pool);
-    const int64_t tiles = m.tiles(), step = parts_of_piece(work, tiles, kChunk);
+    const int64_t tiles = m.tiles(), step = parts_of_piece(work, tiles, kTilesAtOnce / 2);
     for (Pieces pieces(ggml, work, (tiles + step - 1) / step); pieces.left(); pieces.next()) {
         const int64_t first = pieces.current * step, last = first + step < tiles ? first + step : tiles;
         variant.multiply(m, rows, first, last, {m, static_cast<float*>(op.data)});
@@ -75,7 +75,7 @@ void multiply_floats(const Functions& ggml, const Variant& variant, const Work& 
                                   values.nb[1], rows_of(op),                            static_cast<float*>(op.data), weights.ne[1]};
     if (work.thread == 0) ggml.set_chunk(work.pool, work.threads);
     ggml.barrier(work.pool);
-    const int64_t outputs = weights.ne[1], step = kChunk * kTile;
+    const int64_t outputs = weights.ne[1], step = kChunk;
     for (Pieces pieces(ggml, work, (outputs + step - 1) / step); pieces.left(); pieces.next()) {
         const int64_t first = pieces.current * step, last = first + step < outputs ? first + step : outputs;
         variant.multiply_floats(product, first, last);

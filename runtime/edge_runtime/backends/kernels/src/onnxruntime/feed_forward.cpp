@@ -7,6 +7,7 @@
 #include "onnxruntime/memory.h"
 #include "onnxruntime/product.h"
 #include "pack.h"
+#include "pieces.h"
 
 namespace edge {
 namespace {
@@ -19,6 +20,9 @@ struct FeedForward {
     Weights gated, second;
 
     int64_t width() const { return gated_width(second.matrix.block); }
+    int64_t chunks() const { return second.matrix.inputs / width(); }
+    // Of a piece.
+    int64_t chunks_at_once() const { return parts_of_piece(chunks(), 2 * width() / kTile * gated.matrix.tile_bytes()); }
 };
 
 struct Gating {
@@ -27,14 +31,17 @@ struct Gating {
 };
 
 // Some outputs of both halves, rounded.
-void gate_chunk(void* data, size_t chunk) {
+void gate_piece(void* data, size_t piece) {
     const Gating& job = *static_cast<Gating*>(data);
     const PackedMatrix &m = job.layer.gated.matrix, &next = job.layer.second.matrix;
     const Variant& variant = *job.layer.gated.variant;
-    const int64_t width = job.layer.width(), first = static_cast<int64_t>(chunk) * width / kTile;
-    each_gated_panel(variant, {m, m, next.inputs / kTile}, job.rows, first, width, [&](int64_t p, const float* gated) {
-        round_gated(variant, gated, first, width, next, job.hidden.panel(next, p));
-    });
+    const int64_t width = job.layer.width(), step = job.layer.chunks_at_once(), begin = static_cast<int64_t>(piece) * step;
+    for (int64_t chunk = begin; chunk < begin + step && chunk < job.layer.chunks(); chunk++) {
+        const int64_t first = chunk * width / kTile;
+        each_gated_panel(variant, {m, m, next.inputs / kTile}, job.rows, first, width, [&](int64_t p, const float* gated) {
+            round_gated(variant, gated, first, width, next, job.hidden.panel(next, p));
+        });
+    }
 }
 
 void destroy(void* kernel) {
@@ -74,7 +81,8 @@ Status* compute(void* kernel, KernelContext* context) {
     const Product gated = {layer.gated, {m, input.rows, memory}, nullptr}, second = {layer.second, {next, input.rows, memory + bytes}, input.out};
     Gating job = {layer, gated.rows, second.rows};
     Status* status = round_all(gated, input.values, context);
-    if (!status) status = parallel_for(api, context, gate_chunk, static_cast<size_t>(next.inputs / layer.width()), 0, &job);
+    const int64_t step = layer.chunks_at_once(), pieces = (layer.chunks() + step - 1) / step;
+    if (!status) status = parallel_for(api, context, gate_piece, static_cast<size_t>(pieces), 0, &job);
     if (!status) status = multiply_all(second, context);
     give_back_scratch(memory);
     return status;

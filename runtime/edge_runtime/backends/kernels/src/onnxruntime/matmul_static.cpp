@@ -5,6 +5,7 @@
 #include "onnxruntime/memory.h"
 #include "onnxruntime/product.h"
 #include "pack.h"
+#include "pieces.h"
 #include "static_rows.h"
 
 namespace edge {
@@ -23,11 +24,12 @@ struct StaticProduct {
     float* out;
 };
 
-void multiply_chunk(void* data, size_t chunk) {
+void multiply_piece(void* data, size_t piece) {
     const StaticProduct& job = *static_cast<StaticProduct*>(data);
     const Weights& weights = job.node.weights;
-    const int64_t first = static_cast<int64_t>(chunk) * kTilesAtOnce;
-    multiply_static(*weights.variant, weights.matrix, job.rows, first, first + kTilesAtOnce, {weights.matrix, job.out}, job.node.output_scale);
+    const PackedMatrix& m = weights.matrix;
+    const int64_t tiles = tiles_of_piece(m), first = static_cast<int64_t>(piece) * tiles, last = first + tiles < m.tiles() ? first + tiles : m.tiles();
+    multiply_static(*weights.variant, m, job.rows, first, last, {m, job.out}, job.node.output_scale);
 }
 
 void destroy(void* kernel) {
@@ -66,7 +68,8 @@ Status* compute(void* kernel, KernelContext* context) {
     Status* status = round_all({in_parts, job.rows.parts, nullptr}, input.values, context);
     if (!status) {
         job.rows.join(m);
-        status = parallel_for(api, context, multiply_chunk, static_cast<size_t>(m.tiles() / kTilesAtOnce), 0, &job);
+        const int64_t tiles = tiles_of_piece(m), pieces = (m.tiles() + tiles - 1) / tiles;
+        status = parallel_for(api, context, multiply_piece, static_cast<size_t>(pieces), 0, &job);
     }
     give_back_scratch(memory);
     return status;

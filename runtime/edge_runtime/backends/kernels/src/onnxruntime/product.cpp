@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "pack.h"
+#include "pieces.h"
 
 namespace edge::ort {
 namespace {
@@ -71,13 +72,13 @@ void round_piece(void* data, size_t piece) {
     job.product.weights.variant->round_rows(m, first, last, job.product.rows, [&](int64_t row) { return job.values + row * m.inputs; });
 }
 
-void multiply_chunk(void* data, size_t chunk) {
+void multiply_piece(void* data, size_t piece) {
     const Product& product = *static_cast<Product*>(data);
     const PackedMatrix& m = product.weights.matrix;
-    const int64_t first = static_cast<int64_t>(chunk) * kTilesAtOnce;
-    product.weights.variant->multiply(m, product.rows, first, first + kTilesAtOnce, {m, product.out});
+    const int64_t tiles = tiles_of_piece(m), first = static_cast<int64_t>(piece) * tiles, last = first + tiles < m.tiles() ? first + tiles : m.tiles();
+    product.weights.variant->multiply(m, product.rows, first, last, {m, product.out});
     const float cap = product.weights.cap;
-    const int64_t end = (first + kTilesAtOnce) * kTile, count = (end < m.outputs ? end : m.outputs) - first * kTile;
+    const int64_t end = last * kTile, count = (end < m.outputs ? end : m.outputs) - first * kTile;
     for (int64_t row = 0; row < product.rows.rows && cap > 0; row++) {  // while they are in the nearest cache
         float* results = product.out + row * m.outputs + first * kTile;
         product.weights.variant->tanh(results, results, count);
@@ -132,8 +133,8 @@ Status* round_all(const Product& product, const float* values, KernelContext* co
 }
 
 Status* multiply_all(const Product& product, KernelContext* context) {
-    const int64_t chunks = product.weights.matrix.tiles() / kTilesAtOnce;
-    return parallel_for(product.weights.api, context, multiply_chunk, static_cast<size_t>(chunks), 0, const_cast<Product*>(&product));
+    const int64_t tiles = tiles_of_piece(product.weights.matrix), pieces = (product.weights.matrix.tiles() + tiles - 1) / tiles;
+    return parallel_for(product.weights.api, context, multiply_piece, static_cast<size_t>(pieces), 0, const_cast<Product*>(&product));
 }
 
 }  // namespace edge::ort
