@@ -12,6 +12,9 @@
 #endif
 
 namespace edge {
+
+int64_t bytes_ahead = kAhead;
+
 namespace {
 
 constexpr int kMaxVariants = 4;
@@ -24,7 +27,14 @@ unsigned saved_state() {
     return low;
 }
 
+bool is_zen5() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx || !__get_cpuid(1, &a, &b, &c, &d)) return false;
+    return (a >> 8 & 15) + (a >> 20 & 255) == 0x1a;
+}
+
 void list_usable(const Variant** end) {
+    if (is_zen5()) bytes_ahead = kFarAhead;
     unsigned a, b, c, d, ebx7 = 0, ecx7 = 0, eax71 = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return;
     const bool xsave = c & 1u << 27, fma = c & 1u << 12, f16c = c & 1u << 29;

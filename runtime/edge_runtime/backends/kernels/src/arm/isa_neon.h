@@ -39,6 +39,8 @@ struct NeonBase {
     using Floats = float32x4_t;
     // One or two rows wait for memory anyway, which the processor fetches ahead by itself.
     static constexpr bool fetches_ahead(int rows) { return rows > 2; }
+    static constexpr bool kFetchesScales = false;
+    static constexpr int64_t ahead() { return kAhead; }
     // 32 registers; a line is 4 of them wide.
     static constexpr int rows(bool) { return kMaxRows; }
     static constexpr int vectors(int rows, bool) { return rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }

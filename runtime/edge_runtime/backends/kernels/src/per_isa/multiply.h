@@ -72,7 +72,7 @@ template <class Isa, int kBits, int kRows, int kVectors>
             w[v].load(line);
             if constexpr (Isa::fetches_ahead(kRows))
                 for (int l = 0; l < Each::lines; l++) {
-                    __builtin_prefetch(line + l * kLine + kAhead, 0, 3);
+                    __builtin_prefetch(line + l * kLine + Isa::ahead(), 0, 3);
                     __builtin_prefetch(line + l * kLine + kFarAhead, 0, 2);
                 }
         }
@@ -198,6 +198,8 @@ template <class Isa, int kBits, int kRows, int kVectors>
         for (int v = 0; v < kVectors; v++) {
             for (int r = 0; r < kRows; r++) at.result[r][v] = Isa::fma(total[r][v], Isa::splat(a.scales[entry + r]), at.result[r][v]);
             at.scales[v] += scale_bytes;
+            if constexpr (Isa::kFetchesScales)
+                for (int64_t line = 0; line < scale_bytes; line += kLine) __builtin_prefetch(at.scales[v] + kAheadScales + line, 0, 3);
         }
     }
     at.store(m, kRows, row, vector, out);

@@ -13,6 +13,8 @@ struct Avx2Base {
     using Ints = __m256i;
     using Floats = __m256;
     static constexpr bool fetches_ahead(int) { return true; }
+    static constexpr bool kFetchesScales = false;
+    static constexpr int64_t ahead() { return kAhead; }
     // 16 registers hold sums and results of few rows. Sums in 16 bits leave no room for results, which lie in the nearest cache meanwhile.
     static constexpr int rows(bool adds_short) { return adds_short ? 8 : 6; }
     static constexpr int vectors(int rows, bool adds_short) { return rows <= 1 ? 4 : rows <= (adds_short ? 5 : 2) ? 2 : 1; }

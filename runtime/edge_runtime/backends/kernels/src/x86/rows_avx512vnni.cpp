@@ -14,10 +14,11 @@ namespace {
 
 struct Avx512Vnni {
     static constexpr int width = 16;
-    static constexpr bool kSigned8 = false, kByPart = true;
+    static constexpr bool kSigned8 = false, kByPart = true, kFetchesScales = true;
     using Ints = __m512i;
     using Floats = __m512;
     static constexpr bool fetches_ahead(int) { return true; }
+    static int64_t ahead() { return bytes_ahead; }
     // For a row or two one tile at a time: one stream of memory, which the processor fetches ahead by itself too. For 3 to 5 rows two tiles,
     // so that dot products of twice as many sums wait for each other less; more rows have enough sums.
     static constexpr int rows(bool) { return kMaxRows; }
