@@ -65,16 +65,16 @@ def runs_on_device(
 
     `rows_on` opens it, and returns what encodes a sample.
     """
-    device, said = options.device, list[str]()
+    device, sentences = options.device, list[str]()
 
     def measure(*_: object) -> EncoderPlace:
         place = _compared(rows_on, options)
-        said.append(place.sentence(kind, device.name))
+        sentences.append(place.sentence(kind, device.name))
         return place
 
     facts = (identity, path.name, device.name, device.hardware, device.driver, library_version(), installed_version("edge-mtp"))
     place = PLACES.known_or_measured(entry_key([*map(str, facts), str(options.threads)]), measure, lambda _: None)
-    return place.is_right and place.on_device < place.on_processor, "".join(said)
+    return place.is_right and place.on_device < place.on_processor, "".join(sentences)
 
 
 def _compared(rows_on: Callable[[SessionOptions], Callable[[], Rows]], options: SessionOptions) -> EncoderPlace:

@@ -87,10 +87,10 @@ class OrtMediaEncoder:
             path, options = self._path(kind), self._options
             check_onnx(path)
             if not options.device.is_cpu:
-                taken, sentence = runs_on_device(path, self._identity, options, kind, partial(self._sample_rows, kind, path))
+                on_device, sentence = runs_on_device(path, self._identity, options, kind, partial(self._sample_rows, kind, path))
                 if sentence:
                     self._notify(sentence)
-                options = options if taken else SessionOptions(threads=options.threads)
+                options = options if on_device else SessionOptions(threads=options.threads)
             self._graphs[kind] = self._opened(kind, path, options)
         return self._graphs[kind]
 

@@ -27,7 +27,7 @@ NAN = np.full((3, 4), np.nan, np.float32)
 
 
 @pytest.mark.parametrize(
-    ("rows", "seconds", "taken", "says"),
+    ("rows", "seconds", "chosen", "says"),
     [
         (1.0005 * ROWS, 0.001, True, "tried on webgpu: 0.001 s there, 0.005 s on the CPU, 0.0005 apart"),
         (1.002 * ROWS, 0.001, False, "runs on the CPU: rows of webgpu are 0.002 off, at most 0.001 is allowed"),
@@ -37,7 +37,7 @@ NAN = np.full((3, 4), np.nan, np.float32)
     ],
 )
 def test_a_device_is_taken_if_its_rows_are_right_and_sooner(
-    monkeypatch: pytest.MonkeyPatch, rows: Any, seconds: float, *, taken: bool, says: str
+    monkeypatch: pytest.MonkeyPatch, rows: Any, seconds: float, *, chosen: bool, says: str
 ) -> None:
     """That is measured once, a failure too."""
     device = replace(PROCESSOR, name="webgpu", provider="WebGpuExecutionProvider", kind="gpu")
@@ -57,8 +57,8 @@ def test_a_device_is_taken_if_its_rows_are_right_and_sooner(
         return encode
 
     options = SessionOptions(threads=1, device=device)
-    answers = [runs_on_device(Path("vision.onnx"), f"{says} {taken}", options, "image", rows_on) for _ in range(2)]
-    assert [answer[0] for answer in answers] == [taken, taken]
+    answers = [runs_on_device(Path("vision.onnx"), f"{says} {chosen}", options, "image", rows_on) for _ in range(2)]
+    assert [answer[0] for answer in answers] == [chosen, chosen]
     assert says in answers[0][1]
     assert answers[1][1] == ""
     assert opened == ["cpu", "webgpu"]
