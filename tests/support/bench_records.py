@@ -10,9 +10,9 @@ from edge_bench.measure.records import SCHEMA, Concurrency, CostRecord, Header, 
 from edge_bench.measure.variants import BASELINE, FIXED, LLAMA_CPP, OURS, PLAIN, Variant
 from edge_runtime.session.row_equality import RowEquality
 
-# Options of edge-bench for a run of seconds: one domain, one draft length, each request once; tests add their own --max-tokens.
+# Options of edge-bench for a run of seconds: one domain, one drafter, one draft length, each request once; tests add their --max-tokens.
 ONE_OF_EACH = (
-    *("--domains", "code", "--lengths", "2", "--policies", "none", "--repeats", "1", "--contexts", "none"),
+    *("--domains", "code", "--drafters", "dense", "--lengths", "2", "--policies", "none", "--repeats", "1", "--contexts", "none"),
     *("--warm-up", "0", "--threads", "1"),
 )
 PEER_PLAIN = Variant(side=LLAMA_CPP, drafter="none", policy=PLAIN)

@@ -61,7 +61,7 @@ def test_a_whole_bundle_opens_on_the_device(device: LocalTransport, package: Pat
 def test_a_package_measures_without_what_makes_reports(exported_pair: Path, probe_memory: None, tmp_path: Path) -> None:
     package, runs = stub_package(tmp_path / "package", real=True), tmp_path / "runs.jsonl"
     assert [path.name for path in (package / "lib" / "edge_bench").iterdir()] == ["measure"]
-    command = [package / "bin" / "edge-bench", "run", exported_pair, *ONE_OF_EACH, "--drafters", "dense", "--max-tokens", "8"]
+    command = [package / "bin" / "edge-bench", "run", exported_pair, *ONE_OF_EACH, "--max-tokens", "8"]
     done = subprocess.run([*command, "--runs", runs], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {run.variant.label for run in read_records(runs).runs} == {"plain", "dense 2"}

@@ -64,7 +64,7 @@ def test_without_pairs_there_is_no_ratio():
     assert ratio_of([run(BASELINE, repeat=0), run(fixed(3), repeat=1)]) is None
 
 
-@pytest.mark.parametrize(("repeats", "domains"), [(2, 5), (3, 1), (4, 2), (6, 1), (6, 5)])
+@pytest.mark.parametrize(("repeats", "domains"), [(2, 5), (3, 1), (6, 5)])
 def test_intervals_hold_the_truth_about_as_often_as_they_say(repeats, domains):
     truths = {f"d{n}": 0.8 + 0.2 * n for n in range(domains)}
     mean = 1.0
