@@ -29,8 +29,7 @@ def test_the_installed_command_begins_there(command):
     assert project["project"]["scripts"][command] == f"edge_devices.entry_points:{command.replace('-', '_')}"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("command", "unbuffered"), [*((command, "") for command in COMMANDS), ("edge-devices", "1")])
 def test_a_full_output_is_one_sentence(command, unbuffered):
     if not FULL.exists():
         pytest.skip("needs /dev/full")

@@ -25,8 +25,7 @@ def watcher(tmp_path_factory: pytest.TempPathFactory) -> Watcher:
     return Watcher(tmp_path_factory.mktemp("watch"))
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("before", [None, "", "0"])
+@pytest.mark.parametrize(("package", "before"), [*((package, "0") for package in PACKAGES), (PACKAGES[0], None), (PACKAGES[0], "")])
 def test_importing_a_package_switches_telemetry_off_whatever_was_set(package, before):
     env = {key: value for key, value in os.environ.items() if key not in SWITCHES} | {"PYTHONPATH": os.pathsep.join(sys.path)}
     code = f"import os, {package}; print([os.environ[name] for name in {list(SWITCHES)}])"

@@ -22,7 +22,8 @@ SCRIPTS = sorted(
 # One process imports what takes seconds, and forks for each script.
 RUN_ALL = """
 import contextlib, json, os, runpy, sys, tempfile
-import gguf, numpy, torch, edge_bench.cli.main, edge_export.pipeline.export, edge_runtime.session.open
+import gguf, numpy, safetensors.torch, tokenizers, torch, edge_bench.cli.main, edge_export.pipeline.export, edge_runtime.session.open
+from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 answers = {}
 for script in sys.argv[1:]:
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -47,8 +48,8 @@ print(json.dumps(answers))
 @pytest.fixture(scope="module")
 def answers() -> dict[str, tuple[int, str, str]]:
     """The exit status, output and errors of each script."""
-    pytest.importorskip("torch", reason="some scripts import torch")
-    pytest.importorskip("gguf", reason="some scripts import gguf")
+    for library in ("torch", "transformers", "gguf"):
+        pytest.importorskip(library, reason=f"some scripts import {library}")
     done = subprocess.run([sys.executable, "-c", RUN_ALL, *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
@@ -117,13 +118,6 @@ def started(folder: Path, name: str, log: Path) -> PeerProcess:
     return PeerProcess(name, [sys.executable, "-c", code], log)
 
 
-@pytest.fixture
-def stub(tmp_path: Path):
-    process = started(tmp_path, "stub", tmp_path / "log")
-    yield process
-    process.close()
-
-
 def test_all_sides_are_measured_in_turn_and_leave_their_logs_last_words(tmp_path, monkeypatch):
     def side(every: Peers, name: str, *variants: Variant) -> Side:
         process = started(tmp_path, name, every.log(name))
@@ -136,18 +130,8 @@ def test_all_sides_are_measured_in_turn_and_leave_their_logs_last_words(tmp_path
     monkeypatch.setattr(Peers, "others", lambda every, _: [side(every, "LiteRT-LM int4", THEIR_PLAIN, THEIR_DEFAULT)])
     monkeypatch.setattr(bench_peers, "open_bundle", lambda *_, **__: SimpleNamespace(folder=tmp_path, manifest=SimpleNamespace(files=())))
     monkeypatch.setattr(bench_peers, "tools_folder", lambda tools: tools)
-    arguments = [
-        str(tmp_path),
-        "--peers",
-        str(tmp_path),
-        "--runs",
-        str(tmp_path / "runs.jsonl"),
-        "--prompt-lengths",
-        "64",
-        "--repeats",
-        "2",
-    ]
-    result = CliRunner().invoke(bench_peers.main, arguments)
+    folders = [str(tmp_path), "--peers", str(tmp_path), "--runs", str(tmp_path / "runs.jsonl")]
+    result = CliRunner().invoke(bench_peers.main, [*folders, "--prompt-lengths", "64", "--repeats", "2"])
     assert result.exit_code == 0, result.output
     records = read_records(tmp_path / "runs.jsonl")
     order = [run.variant.side for run in records.runs if (run.part, run.repeat) == ("domains", 0)]
@@ -157,22 +141,16 @@ def test_all_sides_are_measured_in_turn_and_leave_their_logs_last_words(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["runs.jsonl", "stub_engine.py"]
 
 
-def test_a_worker_says_what_it_is_and_answers(stub: PeerProcess):
-    assert stub.about == {"version": "stub 1", "flags": "none"}
-    run = stub.run(THEIR_PLAIN, PROMPT, 20, repeat=4)
-    assert (run.variant, run.domain, run.repeat, run.tokens, run.first_token_seconds) == (THEIR_PLAIN, "code", 4, 20, 0.1)
-
-
-def test_a_request_that_fails_is_no_end(stub: PeerProcess):
-    with pytest.raises(BackendError, match="stub: ValueError: too few tokens"):
-        stub.run(THEIR_PLAIN, PROMPT, 1)
-    assert stub.run(THEIR_PLAIN, PROMPT, 20).tokens == 20
-
-
-def test_a_worker_that_ends_leaves_its_last_words(stub: PeerProcess):
-    for _ in range(2):
-        with pytest.raises(BackendError, match="stub: it ended with exit code 3: the last words"):
-            stub.run(THEIR_PLAIN, PROMPT, 3)
+def test_a_worker_answers_goes_on_after_a_request_that_fails_and_leaves_its_last_words(tmp_path):
+    with contextlib.closing(started(tmp_path, "stub", tmp_path / "log")) as stub:
+        assert stub.about == {"version": "stub 1", "flags": "none"}
+        with pytest.raises(BackendError, match="stub: ValueError: too few tokens"):
+            stub.run(THEIR_PLAIN, PROMPT, 1)
+        run = stub.run(THEIR_PLAIN, PROMPT, 20, repeat=4)
+        assert (run.variant, run.domain, run.repeat, run.tokens, run.first_token_seconds) == (THEIR_PLAIN, "code", 4, 20, 0.1)
+        for _ in range(2):
+            with pytest.raises(BackendError, match="stub: it ended with exit code 3: the last words"):
+                stub.run(THEIR_PLAIN, PROMPT, 3)
 
 
 def test_a_worker_that_does_not_start_says_why(tmp_path):
