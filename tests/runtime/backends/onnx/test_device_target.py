@@ -121,7 +121,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder, one_head = tmp_path_factory.mktemp("device"), {"num_attention_heads": 2, "num_key_value_heads": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "SPARE_ROWS", 32)
-        _, bundle = random_bundle(140, folder, both=one_head, gguf=False, onnx=OnnxRequest(target="f32", drafter="f32"))
+        graphs = OnnxRequest(target="f32", drafter="f32")
+        _, bundle = random_bundle(140, folder, both=one_head, context=None, gguf=False, onnx=graphs)
     return software_gpu.run_on_it(_TARGET + _LOOP, str(bundle), folder=folder)
 
 
