@@ -28,7 +28,7 @@ if shutil.which("qemu-aarch64-static") is None:
 
 pytestmark = pytest.mark.slow(90)
 # Of this prompt's first tokens none is a near tie, which operators of onnxruntime's own decide otherwise on ARM: 1.1 nats at least.
-WHAT = (*ONE_OF_EACH, "--domains", "repetitive", "--max-tokens", "6", "--backend", "onnx", "--context", "256")
+WHAT = (*ONE_OF_EACH, "--drafters", "split", "--domains", "repetitive", "--max-tokens", "6", "--backend", "onnx", "--context", "256")
 
 
 @pytest.fixture

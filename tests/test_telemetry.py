@@ -88,7 +88,7 @@ def test_the_commands_leave_files_in_our_cache_only_and_connect_to_nobody(watche
         ["edge_export", "reference", "--output", bundle, "--format", "both", "--context", "512"],
         ["edge_run", bundle, "--backend", "onnx", "--max-tokens", "16", "def f():"],
         ["edge_run", bundle, "--backend", "llama", "--max-tokens", "16", "def f():"],
-        ["edge_bench", "run", bundle, "--backend", "onnx", *ONE_OF_EACH, "--max-tokens", "16", "--html", page],
+        ["edge_bench", "run", bundle, "--backend", "onnx", *ONE_OF_EACH, "--drafters", "split", "--max-tokens", "16", "--html", page],
         ["edge_run", "doctor"],
         ["edge_devices", "profiles"],
     ]

@@ -302,7 +302,7 @@ def test_what_passed_is_kept_until_the_driver_changes(
             devices.notify(f"An encoder was tried with driver {driver}.")  # what is opened after the comparison has a say later
         assert devices.opened == opened
     assert sum("fake computes what the CPU does" in sentence for sentence in sentences) == 1 + 1
-    assert [sentences.count(said) for said in ("1 of 3 nodes runs elsewhere.", "An encoder was tried with driver 2.")] == [3, 1]
+    assert [sentences.count(each) for each in ("1 of 3 nodes runs elsewhere.", "An encoder was tried with driver 2.")] == [3, 1]
 
 
 def test_a_faulty_kind_falls_to_the_cpu_and_a_faulty_name_ends(fake: Callable[..., FakeDevices], onnx_pair: Bundles) -> None:

@@ -41,7 +41,7 @@ def test_a_tie_is_no_alarm(gap: float | None, passed: bool, monkeypatch: pytest.
     report = SimpleNamespace(logit_gap=gap, sentence=lambda: "first divergence")
     monkeypatch.setattr(check_device, "open_session", lambda *_, **__: nullcontext(session))
     monkeypatch.setattr(check_device, "check_lossless", lambda *_: report)
-    assert next(check_device.text_records("gpu", "onnx", Path("bundle")))["passed"] is passed
+    assert next(check_device.text_records("gpu", "onnx", Path("bundle"), 0))["passed"] is passed
 
 
 @pytest.mark.parametrize(("runs", "code", "counted"), [(1, 0, "1 of 1 pairs"), (0, 1, "0 of 0 pairs")])
