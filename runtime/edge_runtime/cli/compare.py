@@ -210,7 +210,7 @@ class Comparison(PairedRuns, Conditions):
             sentences.append("the speed-up is the median of the ratios of neighbouring runs: the machine's speed changed between runs")
         if self.drafted_energy.kind == "estimate" and not self.energy_is_comparable:
             sentences.append("energy: nothing was measured, and the ranges of the estimate overlap, so it is not shown")
-        elif self.drafted_energy.facts and self.drafted_energy.facts.scope is Scope.GPU:
+        elif self.drafted_energy.kind == "measured" and self.drafted_energy.facts and self.drafted_energy.facts.scope is Scope.GPU:
             sentences.append(f"energy: scope {scope_words(Scope.GPU)}, idle power included")
         elif self.drafted_energy.kind == "estimate" and self.drafted_energy.facts:
             sentences.append(f"energy: nothing was measured; {self.drafted_energy.facts.source}, with the range of these watts")

@@ -257,13 +257,13 @@ class Sessions:
 
     def row_equality(self, notify: Notify = lambda _: None, waiting: Waiting = silent_wait) -> RowEquality:
         """As `Session.row_equality`, for rows of all sessions in one verify; ends all requests if they are compared now."""
-        first = self.sessions[0]
         with self._lock.held():
             self._lock.require_open()
             self._lock.require_idle()
             for session in self.sessions:
                 session.claim.release()
-            return first.row_equality(notify, waiting, together=self._together)
+            still_open = next((session for session in self.sessions if not session.claim.closed), self.sessions[0])
+            return still_open.row_equality(notify, waiting, together=self._together)
 
     def close(self) -> None:
         """Saves the acceptance models, frees the pair and ends all sessions. Can be called twice."""

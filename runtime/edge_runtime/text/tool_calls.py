@@ -79,12 +79,12 @@ def _json(text: str, *, cut: bool = False) -> Iterator[str]:
 
     Raises ValueError for what is none, as far as marks and strings say: the parser of JSON decides on the rest.
     """
-    inside, follows, at = "", "mark", 0
+    inside, follows, at = "", "object", 0
     while solid := _SOLID.search(text, at):
         at, mark = solid.start(), solid[0]
         if follows in ("key", "value") and (string := _STRING.match(text, at)):
             yield _string(string, cut=cut)
-            at, follows = string.end(), "mark"
+            at, follows = string.end(), "colon" if follows == "key" else "mark"
         elif follows == "key" and (key := _KEY.match(text, at)):
             yield f"{json.dumps(key[1].strip(), ensure_ascii=False)}:"
             at, follows = key.end(), "value"
@@ -93,7 +93,11 @@ def _json(text: str, *, cut: bool = False) -> Iterator[str]:
                 return
             yield json.dumps(_scalar(word[0].strip()), ensure_ascii=False)
             at, follows = word.end(), "mark"
-        elif (mark in "}],:" and inside) or (mark in "{[" and len(inside) <= MAX_DEPTH):
+        elif (
+            (mark == ":" and follows == "colon")
+            or (mark in "}]," and inside)
+            or (mark in "{[" and follows in ("object", "value") and len(inside) <= MAX_DEPTH)
+        ):
             yield mark
             inside = inside + mark if mark in "{[" else inside[:-1] if mark in "}]" else inside
             at, follows = at + 1, "mark" if mark in "}]" else "key" if mark != ":" and inside[-1] == "{" else "value"

@@ -189,3 +189,4 @@ def test_a_call_that_was_cut_off_has_the_beginning_of_its_arguments():
     assert cut_tool_call("".join(tokens)).arguments_json == json.dumps(json.loads(whole))
     assert parse("so <|tool_call>call:ge") == [Text("so "), ToolCall(name=None, arguments=None, raw="")]
     assert parse("<|tool_call>call:f{a:1")[0].partial == '{"a":'
+    assert [cut_tool_call(f"call:f{{a:{text}").partial for text in ("x{b", '<|"|>x<|"|>:', "[x{")] == ['{"a":"x"', '{"a":"x"', '{"a":["x"']

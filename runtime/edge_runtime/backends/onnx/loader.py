@@ -150,7 +150,7 @@ class Call:
     """A graph with its inputs and outputs bound."""
 
     def __init__(self, session: Any, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-        self._session, self._name = session, name
+        self._name = name
         self._binding = session.io_binding()
         # What the methods of the binding and the session call, which make a device anew each time: behind a run all code is dear to reach.
         self._bound, self._device = self._binding._iobinding, onnxruntime_module().OrtDevice.make("cpu", 0)._get_c_device()

@@ -10,14 +10,14 @@ constexpr int64_t kMaxPieceBytes = int64_t{1} << 17;  // some us of reading: tak
 // but none smaller than it has to be.
 inline int64_t parts_of_piece(int64_t count, int64_t bytes) {
     constexpr int64_t kPieces = 64;
-    const int64_t most = kMaxPieceBytes / bytes, share = count / kPieces < most ? count / kPieces : most;
+    const int64_t limit = kMaxPieceBytes / bytes, share = count / kPieces < limit ? count / kPieces : limit;
     return share > 1 ? share : 1;
 }
 
 // The same in tiles, of which a kernel takes half a group at least.
 inline int64_t tiles_of_piece(const PackedMatrix& m) {
-    constexpr int64_t kLeast = kTilesAtOnce / 2;
-    return kLeast * parts_of_piece(m.tiles() / kLeast, kLeast * m.tile_bytes());
+    constexpr int64_t kHalf = kTilesAtOnce / 2;
+    return kHalf * parts_of_piece(m.tiles() / kHalf, kHalf * m.tile_bytes());
 }
 
 }  // namespace edge

@@ -77,6 +77,7 @@ void multiply_piece(void* data, size_t piece) {
     const PackedMatrix& m = product.weights.matrix;
     const int64_t tiles = tiles_of_piece(m), first = static_cast<int64_t>(piece) * tiles, last = first + tiles < m.tiles() ? first + tiles : m.tiles();
     product.weights.variant->multiply(m, product.rows, first, last, {m, product.out});
+    if (first * kTile >= m.outputs) return;  // padding alone
     const float cap = product.weights.cap;
     const int64_t end = last * kTile, count = (end < m.outputs ? end : m.outputs) - first * kTile;
     for (int64_t row = 0; row < product.rows.rows && cap > 0; row++) {  // while they are in the nearest cache
