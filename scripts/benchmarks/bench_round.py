@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -63,8 +64,11 @@ def watch_calls(outside: Outside, backend: str | None) -> None:
     def draft(self: Any, *arguments: Any, **options: Any) -> None:
         drafting(self, *arguments, **options)
         library = self._library
-        self._library = type("Library", (), {"edge_draft_run": staticmethod(outside.native(library.edge_draft_run))})()
-        self._library.edge_draft_free = library.edge_draft_free
+        self._library = SimpleNamespace(
+            edge_draft_run=outside.native(library.edge_draft_run),
+            edge_draft_scores=library.edge_draft_scores,
+            edge_draft_free=library.edge_draft_free,
+        )
 
     Call.__init__, NativeDraft.__init__ = call, draft  # type: ignore[assignment, method-assign]
     if backend == "llama":

@@ -60,10 +60,6 @@ class Inventory:
     licences: tuple[Component, ...]
     schema: int = SCHEMA
 
-    @property
-    def bytes(self) -> int:
-        return sum(file.bytes for file in self.files)
-
 
 def keep_licence(folder: Path, name: str, text: bytes) -> str:
     """Writes a licence text and returns its path from the package's root."""

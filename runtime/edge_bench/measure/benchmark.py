@@ -92,7 +92,7 @@ class Benchmark:
             }
             first = next(iter(edge_runners.values()))
             check_sizes(first.session, request.image_sizes)
-            yield from self._places(first.session)
+            yield from self._places({kind: runner.session for kind, runner in edge_runners.items()})
             yield first.session.row_equality(self._load.notify, self._load.waiting)
             prompts = prepare(request.prompts(), first.session)
             yield from self._compare(edge_runners, prompts, lengths)
@@ -107,12 +107,14 @@ class Benchmark:
                 " seconds here are of another clock, but times in other logs may not fit"
             )
 
-    def _places(self, session: Session) -> Iterator[Note]:
+    def _places(self, sessions: Mapping[DrafterKind, Session]) -> Iterator[Note]:
         """Yields on which device it ran, if another was asked for, and where drafts were made beside it."""
-        if self._load.device not in (None, session.device):
-            yield Note(text=f"asked for the device {self._load.device}; it ran on {session.device}")
-        if session.draft_place:
-            yield Note(text=session.draft_place)
+        ran = next(iter(sessions.values())).device
+        if self._load.device not in (None, ran):
+            yield Note(text=f"asked for the device {self._load.device}; it ran on {ran}")
+        for kind, session in sessions.items():
+            if session.draft_place:
+                yield Note(text=f"{kind}: {session.draft_place}")
 
     def _default_drafter(self) -> DrafterKind:
         with open_session(self._folder, self._load) as session:

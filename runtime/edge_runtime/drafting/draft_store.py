@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import read_regular
-from edge_devices.files.temp_files import lock_open
+from edge_devices.files.temp_files import clear_stale, lock_open
 from edge_devices.files.user_cache import is_own
 from edge_runtime.drafting.sources import Guess
 from edge_runtime.drafting.text_memory import BORDER, LEAD, SHORTEST_MATCH, TEXT_PRIORS, Place, SuffixAutomaton, evidence
@@ -64,6 +64,8 @@ class DraftStore:
         self._texts: list[str] = []
         self._stamp: tuple[int, ...] | None = ()  # of no file
         self._refresh()
+        if self.usable:
+            clear_stale(path)  # earlier versions wrote copies, which killed processes left
 
     def __len__(self) -> int:
         return len(self._texts)

@@ -221,7 +221,10 @@ def test_records_say_where_drafts_were_made(exported_pair):
     measuring = benchmark.Benchmark(exported_pair, BenchRequest(), LoadOptions(backend="llama", check="none"))
     measuring._load = replace(measuring._load, device="gpu")
     ran = SimpleNamespace(device="webgpu", draft_place="drafts are made on the CPU: a draft of 3 takes less there")
-    assert [note.text for note in measuring._places(ran)] == ["asked for the device gpu; it ran on webgpu", ran.draft_place]
+    assert [note.text for note in measuring._places({"split": ran})] == [
+        "asked for the device gpu; it ran on webgpu",
+        f"split: {ran.draft_place}",
+    ]
 
 
 def test_energy_comes_from_its_log(made_up, tmp_path):

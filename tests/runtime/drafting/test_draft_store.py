@@ -141,6 +141,14 @@ def test_a_file_of_another_user_is_not_used(tmp_path, monkeypatch):
 
 
 @posix
+def test_copies_that_killed_writers_of_earlier_versions_left_go(tmp_path):
+    copy = tmp_path / f".memory.partial-{2**22 + 1}-{'0' * 16}"
+    copy.write_text("secret words")
+    store_at(tmp_path / "memory")[0].remember("text")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["memory"]
+
+
+@posix
 def test_a_writer_that_was_stopped_does_not_hold_up_the_others(tmp_path, monkeypatch):
     """The first text waits for it, those after it do not; texts are remembered again when it lets go."""
     path = tmp_path / "memory"
