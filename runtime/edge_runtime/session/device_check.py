@@ -35,7 +35,8 @@ _UNKNOWN_LIMIT = 0.005
 # Of five such pairs the largest means were 0.021 and 0.12, the smallest of a fault in them 0.117 and 0.39.
 _TILE, _ROUTED_BEYOND_LIMIT, _ROUTED_LIMIT = 8, 0.07, 0.2
 # Near ties change few rows, unless they change one of the prompt's; rows that are not read or stale change all behind them. So the middle
-# row of so many has a limit of its own: of 40 pairs the largest was 0.048. Of four rows it was 0.09.
+# row of so many has a limit of its own: of 40 pairs the largest was 0.048. Of four rows it was 0.09. Where a pair is opened for at most 7
+# rows, the mean alone judges.
 _FEWEST_ROWS, _ROUTED_MEDIAN_LIMIT = 8, 0.08
 # Drafts follow from rows that differ a little: so many of them must be the CPU's, or nearly as likely there, in nats; also of those at one
 # place, where this many are compared. A wrong one costs time, and never changes the text.
