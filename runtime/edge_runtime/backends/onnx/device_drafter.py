@@ -45,6 +45,7 @@ _LONGEST = MAX_ROWS - 1
 _TOGETHER = 4
 # What is timed: drafts of so many tokens behind a verify of so many, after a prompt; and how often, the fastest counts.
 _DRAFT, _VERIFY, _PROMPT, _TIMES = 3, 4, 40, 5
+_TOKENS = list(range(4, 4 + _PROMPT + _VERIFY))
 
 
 class DeviceDrafter:
@@ -172,11 +173,12 @@ def _float(value: int) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftPlaces:
-    """Seconds of a short draft on the device and on the CPU, or why the drafter does not run on the device."""
+    """Seconds of a short draft on the device and on the CPU, or why the drafter does not run on the device, and if that may pass."""
 
     on_device: float = 0.0
     on_processor: float = 0.0
     failure: str = ""
+    passing: bool = False
 
     @property
     def device_is_faster(self) -> bool:
@@ -197,16 +199,25 @@ PLACES = MeasuredValue(
     doing="timing drafts on the device and on the CPU",
     times=1,
     disturbed_by_load=lambda places: not places.failure,
+    passing=lambda places: places.passing,
 )
 
 
 def timed_places(target: DeviceTarget, on_device: Callable[[], Drafter], on_processor: Callable[[], Drafter], key: str) -> DraftPlaces:
-    """Times a draft on both, or returns what is known of `key`, and then opens neither. Empties the cache."""
+    """Times a draft on both, or returns what is known of `key`, and then opens neither. Empties the cache.
+
+    Raises BackendError where the target fails by itself.
+    """
 
     def measure(*_: object) -> DraftPlaces:
+        alone = True
         try:
+            _verify_prompt(target)  # before a drafter takes memory
+            alone = False
             seconds = _seconds(target, on_device())
         except FAILURES as error:
+            if alone and isinstance(error, BackendError):
+                raise
             return failed(error)
         finally:
             target.rollback(0)
@@ -223,18 +234,23 @@ FAILURES = (BackendError, OtherGraphError, RequestError)
 
 
 def failed(error: Exception) -> DraftPlaces:
-    """What is kept of a drafter that does not run on the device, so that no later start tries it again."""
-    return DraftPlaces(failure=str(error) or "its graph has parts that were not tried there")
+    """What is kept of a drafter that does not run on the device: for good where that follows from the graph; memory may be free later."""
+    return DraftPlaces(failure=str(error) or "its graph has parts that were not tried there", passing=isinstance(error, BackendError))
+
+
+def _verify_prompt(target: DeviceTarget) -> None:
+    target.rollback(0)
+    target.prefill(_TOKENS[:_PROMPT])
+    target.verify(_TOKENS[_PROMPT:])
 
 
 def _seconds(target: DeviceTarget, drafter: Drafter) -> float:
-    tokens, best = list(range(4, 4 + _PROMPT + _VERIFY)), np.inf
-    target.rollback(0)
-    target.prefill(tokens[:_PROMPT])
+    best = np.inf
+    _verify_prompt(target)
     for _ in range(_TIMES):
         target.rollback(_PROMPT)
-        target.verify(tokens[_PROMPT:])
+        target.verify(_TOKENS[_PROMPT:])
         start = time.perf_counter()
-        drafter.draft(tokens[0], _DRAFT)
+        drafter.draft(_TOKENS[0], _DRAFT)
         best = min(best, time.perf_counter() - start)
     return float(best)

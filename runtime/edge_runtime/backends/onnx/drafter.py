@@ -312,7 +312,7 @@ def _fastest_drafter(path: Path, target: DeviceTarget, session: SessionOptions, 
         if not places.device_is_faster:
             raise
         places = failed(error)
-        PLACES.keep(key, places, lambda _: None)
+        PLACES.keep(key, places, lambda _: None, provisional=places.passing)
         chosen = on_processor()
     for drafter in made.values():
         if drafter is not chosen:

@@ -26,6 +26,7 @@ from edge_runtime.backends.onnx.drafter_weights import OtherGraphError
 from edge_runtime.backends.onnx.loader import SessionOptions, value_over
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
 from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.calibration import measured
 from edge_runtime.errors import BackendError, RequestError
 
 Bundles = Callable[..., Path]
@@ -224,6 +225,46 @@ def test_one_that_no_longer_runs_there_is_remembered(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(drafter_module, "DeviceDrafter", lost)
     assert [fastest(Stub("target"), "later").name for _ in range(2)] == ["cpu", "cpu"]
     assert not fails
+
+
+@pytest.mark.parametrize(
+    ("error", "known", "later"), [(BackendError, False, "gpu"), (BackendError, True, "gpu"), (OtherGraphError, True, "cpu")]
+)
+def test_a_device_without_memory_is_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], *, known: bool, later: str
+) -> None:
+    """What follows from the graph is kept for good."""
+    now, name, quiet = [1e9], f"{error.__name__} {known}", SimpleNamespace(is_busy=False)
+    monkeypatch.setattr(measured, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(measured, "load_now", lambda: quiet)
+    monkeypatch.setattr(measured, "LoadWatch", lambda: SimpleNamespace(load=lambda: quiet))
+    placed(monkeypatch)
+    if known:
+        assert fastest(Stub("target"), name).name == "gpu"
+
+    def lost(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter_module, "DeviceDrafter", lost)
+        assert fastest(Stub("target"), name).name == "cpu"
+    assert fastest(Stub("target"), name).name == "cpu"
+    now[0] += 1.1 * measured.RETRY_SECONDS
+    assert fastest(Stub("target"), name).name == later
+
+
+def test_a_target_that_fails_by_itself_says_nothing_of_the_drafter() -> None:
+    """But a context that is shorter than what is timed does."""
+    errors: list[Exception] = [BackendError("the device is lost"), RequestError("context 32 is full")]
+
+    def verify(*_: Any) -> None:
+        raise errors.pop(0)
+
+    target: Any = SimpleNamespace(**dict.fromkeys(("rollback", "prefill"), lambda *_: None), verify=verify)
+    openers = (pytest.fail, pytest.fail)
+    with pytest.raises(BackendError, match="the device is lost"):
+        timed_places(target, *openers, "a target that fails")
+    assert timed_places(target, *openers, "a target that fails") == DraftPlaces(failure="context 32 is full")
 
 
 def placed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Stub]:
