@@ -39,10 +39,14 @@ class OrtMediaEncoder:
         *,
         identity: str = "",
         notify: Callable[[str], None] = lambda _: None,
+        admit: Callable[[Image | Sound], None] = lambda _: None,
     ) -> None:
-        """`width` is the hidden size of the target, `identity` stands for the files. Opens nothing."""
+        """`width` is the hidden size of the target, `identity` stands for the files. Opens nothing.
+
+        `admit` raises RequestError if the CPU has no memory to encode a sample.
+        """
         self._paths, self._options, self._width = {"image": image, "sound": sound}, options, width
-        self._identity, self._notify = identity, notify
+        self._identity, self._notify, self._admit = identity, notify, admit
         self._graphs: dict[str, Graph] = {}
 
     def encode(self, media: Image | Sound) -> NDArray[np.float32]:
@@ -54,8 +58,7 @@ class OrtMediaEncoder:
         except BackendError as error:
             if graph.device.is_cpu:
                 raise
-            self._notify(f"The encoder of {kind} failed on {graph.device.name} and runs on the CPU from now on: {error}.")
-        self._graphs[kind] = self._opened(kind, self._path(kind), SessionOptions(threads=self._options.threads))
+            self._graphs[kind] = self._opened_instead(kind, error)
         return self._rows(media, self._graphs[kind])
 
     def close(self) -> None:
@@ -84,15 +87,32 @@ class OrtMediaEncoder:
 
     def _graph(self, kind: str) -> Graph:
         if kind not in self._graphs:
-            path, options = self._path(kind), self._options
+            path = self._path(kind)
             check_onnx(path)
-            if not options.device.is_cpu:
-                on_device, sentence = runs_on_device(path, self._identity, options, kind, partial(self._sample_rows, kind, path))
-                if sentence:
-                    self._notify(sentence)
-                options = options if on_device else SessionOptions(threads=options.threads)
-            self._graphs[kind] = self._opened(kind, path, options)
+            options = self._options if self._belongs_on_device(kind, path) else SessionOptions(threads=self._options.threads)
+            try:
+                self._graphs[kind] = self._opened(kind, path, options)
+            except BackendError as error:
+                if options.device.is_cpu:
+                    raise
+                self._graphs[kind] = self._opened_instead(kind, error)
         return self._graphs[kind]
+
+    def _belongs_on_device(self, kind: str, path: Path) -> bool:
+        if self._options.device.is_cpu:
+            return False
+        try:
+            on_device, sentence = runs_on_device(path, self._identity, self._options, kind, partial(self._sample_rows, kind, path))
+        except RequestError:  # no memory for the sample, which is compared when there is
+            return False
+        if sentence:
+            self._notify(sentence)
+        return on_device
+
+    def _opened_instead(self, kind: str, error: BackendError) -> Graph:
+        """Opens an encoder on the CPU that failed on the device."""
+        self._notify(f"The encoder of {kind} failed on {self._options.device.name} and runs on the CPU from now on: {error}.")
+        return self._opened(kind, self._path(kind), SessionOptions(threads=self._options.threads))
 
     def _path(self, kind: str) -> Path:
         path = self._paths[kind]
@@ -108,8 +128,11 @@ class OrtMediaEncoder:
         return graph
 
     def _sample_rows(self, kind: str, path: Path, options: SessionOptions) -> Callable[[], NDArray[np.float32]]:
+        sample = _SAMPLES[kind]()
+        if options.device.is_cpu:
+            self._admit(sample)
         graph = self._opened(kind, path, options)
-        return lambda: self._rows(_SAMPLES[kind](), graph)
+        return lambda: self._rows(sample, graph)
 
     def _run(self, graph: Graph, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
         kept = {name: np.ascontiguousarray(array) for name, array in inputs.items()}

@@ -44,6 +44,7 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.text_memory import LookupDrafter
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Drafter
+from edge_runtime.media.soft_rows import Media
 from edge_runtime.planning.memory import EncoderMemory
 
 # What is described of a device.
@@ -166,7 +167,12 @@ def media_encoder(bundle: Bundle, options: OrtOptions, notify: Callable[[str], N
     tried = keeps_rows(options.device) and not options.device.software  # a processor would compute in its place
     session = SessionOptions(threads=options.threads, device=options.device if tried else PROCESSOR)
     identity = " ".join(file.sha256 for file in bundle.manifest.files)
-    return OrtMediaEncoder(image, sound, session, bundle.manifest.architecture.hidden_size, identity=identity, notify=notify)
+    width = bundle.manifest.architecture.hidden_size
+
+    def admit(sample: Media) -> None:  # a room of its own, since its memory is free again afterwards
+        EncoderMemory(bundle.manifest, available_memory_bytes, one_file=False).admit(sample)
+
+    return OrtMediaEncoder(image, sound, session, width, identity=identity, notify=notify, admit=admit)
 
 
 def open_pair(files: PairFiles, options: OrtOptions) -> tuple[GraphTarget, AnyOrtDrafter | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +15,21 @@ import pytest
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 import software_gpu
-from edge_runtime.backends.onnx import encoder_place
+from edge_runtime.backends.onnx import encoder_place, media_encoder
+from edge_runtime.backends.onnx import open as open_module
 from edge_runtime.backends.onnx.devices import PROCESSOR
-from edge_runtime.backends.onnx.encoder_place import runs_on_device
+from edge_runtime.backends.onnx.encoder_place import device_encoder, runs_on_device
 from edge_runtime.backends.onnx.loader import SessionOptions
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
+from edge_runtime.backends.onnx.open import OrtOptions
+from edge_runtime.bundle.onnx_file import Node
+from edge_runtime.calibration import measured
 from edge_runtime.errors import BackendError
 from tiny_media import picture
 
 ROWS = np.ones((3, 4), np.float32)
 NAN = np.full((3, 4), np.nan, np.float32)
+GPU = replace(PROCESSOR, name="webgpu", provider="WebGpuExecutionProvider", kind="gpu")
 
 
 @pytest.mark.parametrize(
@@ -39,8 +45,7 @@ NAN = np.full((3, 4), np.nan, np.float32)
 def test_a_device_is_taken_if_its_rows_are_right_and_sooner(
     monkeypatch: pytest.MonkeyPatch, rows: Any, seconds: float, *, chosen: bool, says: str
 ) -> None:
-    """That is measured once, a failure too."""
-    device = replace(PROCESSOR, name="webgpu", provider="WebGpuExecutionProvider", kind="gpu")
+    """That is measured once, a failure too; the first run on each takes longer, and does not count."""
     opened, clock = list[str](), [0.0]
     monkeypatch.setattr(encoder_place, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
@@ -50,13 +55,15 @@ def test_a_device_is_taken_if_its_rows_are_right_and_sooner(
         if isinstance(given, Exception):
             raise given
 
+        runs = count()
+
         def encode() -> Any:
-            clock[0] += took
+            clock[0] += took if next(runs) else 1.0
             return given
 
         return encode
 
-    options = SessionOptions(threads=1, device=device)
+    options = SessionOptions(threads=1, device=GPU)
     answers = [runs_on_device(Path("vision.onnx"), f"{says} {chosen}", options, "image", rows_on) for _ in range(2)]
     assert [answer[0] for answer in answers] == [chosen, chosen]
     assert says in answers[0][1]
@@ -64,23 +71,77 @@ def test_a_device_is_taken_if_its_rows_are_right_and_sooner(
     assert opened == ["cpu", "webgpu"]
 
 
-def test_a_device_that_fails_later_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a larger image does not fit into its memory."""
-    device = replace(PROCESSOR, name="webgpu", provider="WebGpuExecutionProvider", kind="gpu")
-    sentences: list[str] = []
-    encoder = OrtMediaEncoder(Path("vision.onnx"), None, SessionOptions(threads=1, device=device), 4, notify=sentences.append)
+@pytest.mark.parametrize(("error", "tries"), [(BackendError("no memory"), 2), (None, 1)])
+def test_a_device_without_memory_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, error: BackendError | None, tries: int) -> None:
+    now, opened = [1e9], list[str]()
+    monkeypatch.setattr(measured, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(measured, "load_now", lambda: SimpleNamespace(is_busy=False))
+
+    def rows_on(options: SessionOptions) -> Callable[[], Any]:
+        opened.append(options.device.name)
+        if error is not None and not options.device.is_cpu:
+            raise error
+        return lambda: ROWS if options.device.is_cpu else NAN
+
+    for _ in range(4):
+        runs_on_device(Path("vision.onnx"), f"tried {tries}", SessionOptions(threads=1, device=GPU), "image", rows_on)
+        now[0] += 0.51 * measured.RETRY_SECONDS
+    assert opened.count("webgpu") == tries
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, encoder: OrtMediaEncoder, *, opening: bool) -> None:
+    """Has the encoder's device fail, when its graph is opened or later."""
 
     def rows(_media: Any, graph: Any) -> Any:
-        if graph.device is device:
+        if graph.device is GPU:
             raise BackendError("no memory")
         return ROWS
 
+    def opened(_kind: str, _path: Path, options: SessionOptions) -> Any:
+        if opening and options.device is GPU:
+            raise BackendError("no memory")
+        return SimpleNamespace(device=options.device)
+
     monkeypatch.setattr(encoder, "_rows", rows)
-    monkeypatch.setattr(encoder, "_opened", lambda _kind, _path, options: SimpleNamespace(device=options.device))
-    monkeypatch.setitem(encoder._graphs, "image", SimpleNamespace(device=device))
+    monkeypatch.setattr(encoder, "_opened", opened)
+    monkeypatch.setattr(media_encoder, "check_onnx", lambda _: None)
+
+
+@pytest.mark.parametrize("opening", [True, False])
+def test_a_device_that_fails_later_is_left(monkeypatch: pytest.MonkeyPatch, *, opening: bool) -> None:
+    """As where its memory is taken by others, or a larger image does not fit into it."""
+    sentences: list[str] = []
+    encoder = OrtMediaEncoder(Path("vision.onnx"), None, SessionOptions(threads=1, device=GPU), 4, notify=sentences.append)
+    failing(monkeypatch, encoder, opening=opening)
+    monkeypatch.setattr(media_encoder, "runs_on_device", lambda *_: (True, ""))
     for _ in range(2):
         assert encoder.encode(picture(48, 48, 1)) is ROWS
     assert sentences == ["The encoder of image failed on webgpu and runs on the CPU from now on: no memory."]
+
+
+def test_a_sample_without_memory_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's image is smaller, and encoded on the CPU."""
+    sentences: list[str] = []
+    file = SimpleNamespace(sha256="unadmitted", role="vision_encoder", bytes=1000, quantization=None)
+    manifest = SimpleNamespace(files=[file], architecture=SimpleNamespace(hidden_size=4), media=SimpleNamespace(vision=None))
+    bundle: Any = SimpleNamespace(manifest=manifest, path=lambda *_: Path("vision.onnx"), has=lambda *_: False)
+    monkeypatch.setattr(open_module, "available_memory_bytes", lambda: 999)
+    encoder = open_module.media_encoder(bundle, OrtOptions(context=64, threads=1, device=GPU), sentences.append)
+    failing(monkeypatch, encoder, opening=True)
+    assert encoder.encode(picture(48, 48, 1)) is ROWS
+    assert sentences == []
+    monkeypatch.setattr(open_module, "available_memory_bytes", lambda: 1000)
+    encoder.close()
+    encoder.encode(picture(48, 48, 1))
+    assert sentences == ["The encoder of image runs on the CPU, since it does not run on webgpu: no memory."]
+
+
+def test_a_product_of_a_stranger_is_refused_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = SimpleNamespace(nodes=[Node("FusedMatMul", [b"x"], [b"y"])], constants={}, added=[])
+    monkeypatch.setattr(encoder_place, "read_part", lambda *_: b"")
+    monkeypatch.setattr(encoder_place, "read_graph", lambda _: graph)
+    with pytest.raises(BackendError, match=r"vision\.onnx has products with other inputs"):
+        device_encoder(Path("vision.onnx"), SessionOptions(threads=1, device=GPU))
 
 
 _ENCODED = """
