@@ -168,6 +168,9 @@ def test_a_device_package_of_another_schema_is_built_again(tmp_path: Path, schem
         read_package(tmp_path)
     path.write_text(path.read_text().replace(f'"schema": {schema}', '"schema": 2'))
     assert (read_package(tmp_path).platform, read_package(tmp_path).bytes) == ("linux-x64", 20)
+    path.write_text(path.read_text().replace('"bytes": 10', '"bytes": 1e999'))
+    with pytest.raises(RequestError, match=r"cannot be read .*infinity"):
+        read_package(tmp_path)
 
 
 def test_a_memory_of_version_1_is_read_and_one_of_the_next_left_alone(tmp_path: Path) -> None:

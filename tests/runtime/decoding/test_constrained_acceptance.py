@@ -1,4 +1,4 @@
-"""Constrained output with drafts equals constrained plain decoding: token for token when greedy, by chi-square when sampled."""
+"""Constrained output with drafts equals constrained plain decoding: token for token when greedy, by enumeration when sampled."""
 
 from __future__ import annotations
 

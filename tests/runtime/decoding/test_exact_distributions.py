@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from edge_runtime.decoding.acceptance import accept_by_block, accept_by_rejection
-from edge_runtime.decoding.acceptance_rules import BlockRule, MatchRule, RejectionRule
+from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, BlockRule, MatchRule, RejectionRule, acceptance_rule
 from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
@@ -84,6 +88,19 @@ def test_every_option_keeps_the_distribution(name, rule, monkeypatch):
 def test_every_drafter_keeps_the_distribution(drafter, rule, monkeypatch):
     result = written(monkeypatch, rule, drafter, OPTIONS["all"], length=3, tokens=4)
     assert largest_difference(result, exact(TARGET, OPTIONS["all"], PROMPT, 4)) < EXACT
+
+
+@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
+def test_drawn_numbers_keep_the_distribution(method):
+    """The enumeration has choices in place of numbers, and would not see that a number is used twice."""
+    runs, params = 1500, OPTIONS["temperature 1.7"]
+    target, rule = StochasticTarget(TARGET), functools.partial(acceptance_rule, method=method, past=PROMPT)
+    drafter = DRAFTERS["random"](target)
+    counts = Counter(write(target, drafter, PROMPT, rule(replace(params, seed=seed)), length=2, tokens=3) for seed in range(runs))
+    expected = exact(TARGET, params, PROMPT, 3)
+    assert {*counts} <= {*expected}
+    # Chi-square of 26 degrees of freedom: above 60 in one of 6,000 seeds.
+    assert sum((counts[outcome] - runs * share) ** 2 / (runs * share) for outcome, share in expected.items()) < 60
 
 
 def test_the_enumeration_sees_a_wrong_rule(monkeypatch):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from chat_server import CHAT, Held, scripted_server, send
+from chat_server import CHAT, Held, asked, scripted_server, send
 from edge_runtime.server import app, json_text, streaming
 from edge_runtime.server.engine.jobs import Finished, OutputLogprob
 from edge_runtime.server.engine.prompts import MAX_CHARACTERS
@@ -99,6 +99,22 @@ def test_ids_beyond_the_context_are_refused() -> None:
         server.worker._sessions[0].vocabulary.piece = lambda *_, **__: pytest.fail("it was decoded")  # type: ignore[method-assign]
         status, _, body = send(server, "POST", "/detokenize", {"tokens": [2] * 2049})
         assert (status, body["error"]["message"]) == (400, "tokens has 2049 items; at most 2048 are allowed")
+
+
+def test_ids_of_a_client_that_left_are_not_decoded() -> None:
+    with scripted_server("Hello.") as server:
+        encoded, decoded = Held(server.worker._prompts, "encode"), Held(server.worker._prompts, "decode", lambda _: False)
+        first = threading.Thread(target=lambda: send(server, "POST", "/tokenize", {"content": "a"}))
+        first.start()
+        assert encoded.begun.wait(30)
+        gone = asked(server, {"tokens": [2]}, "/detokenize")
+        assert wait(lambda: server.worker.load() == (0, 2))
+        gone.close()
+        assert wait(lambda: server.worker.load() == (0, 1))
+        encoded.going.set()
+        first.join()
+        assert send(server, "POST", "/detokenize", {"tokens": [3]})[0] == 200
+        assert decoded.arguments == [[3]]
 
 
 def test_texts_of_tools_are_counted_before_they_are_copied_for_the_template(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,6 +312,9 @@ def test_a_failed_save_leaves_what_was_there(tmp_path):
         (lambda r: r | {"settings": r["settings"] | {"sampling": {"temperature": -1}}}, "temperature is -1"),
         (lambda r: r | {"settings": r["settings"] | {"sampling": {"logit_bias": {"x": 1}}}}, "logit_bias"),
         (lambda r: r | {"settings": r["settings"] | {"sampling": {"logit_bias": []}}}, "logit_bias"),
+        (lambda r: r | {"settings": r["settings"] | {"sampling": {"logit_bias": {"1": 10**400}}}}, "logit_bias"),
+        (lambda r: r | {"settings": r["settings"] | {"sampling": {"temperature": 10**400}}}, "temperature"),
+        (lambda r: r | {"settings": r["settings"] | {"sampling": {"seed": -(10**400)}}}, "seed"),
     ],
 )
 def test_files_from_outside_are_checked(tmp_path, change, message):

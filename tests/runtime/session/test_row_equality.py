@@ -13,7 +13,7 @@ pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from edge_devices.files.user_cache import CACHE_VARIABLE
-from edge_export.onnx.request import KvKind, OnnxRequest
+from edge_export.onnx.request import KvKind, OnnxRequest, OnnxWeights
 from edge_runtime.errors import RequestError
 from edge_runtime.session import row_equality
 from edge_runtime.session.open import open_session, open_sessions
@@ -128,10 +128,10 @@ def test_a_damaged_result_is_refused() -> None:
             RowEquality(compared=values[0], different=values[1], largest=values[2])
 
 
-@pytest.mark.parametrize("kind", ["f32", "f16", "int8"])
-def test_rows_that_stock_attention_reads_are_not_exact_whatever_few_rows_say(kind: KvKind) -> None:
+@pytest.mark.parametrize(("kind", "weights"), [("f32", "int4"), ("f32", "int8"), ("f16", "int4"), ("int8", "int4")])
+def test_rows_that_stock_attention_reads_are_not_exact_whatever_few_rows_say(kind: KvKind, weights: OnnxWeights) -> None:
     """Of 1,000 rows of the shipped pair on float16 K/V 42 differ, in stretches, so that a few show none."""
-    bundle = shipped_bundle(gguf=False, onnx=OnnxRequest(kv=kind))
+    bundle = shipped_bundle(gguf=False, onnx=OnnxRequest(kv=kind, target=weights))
     with open_sessions(bundle, 1, threads=1) as sessions:
         for equality in (sessions.row_equality(), sessions.sessions[0].row_equality()):
             assert equality.stock_attention == (kind != "f32")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
@@ -63,3 +64,16 @@ def test_where_kernels_do_not_run_the_graph_drafts(onnx_pair: Bundles, monkeypat
     target, drafter = open_pair(pair_of(open_bundle(onnx_pair("int8")), drafter=True), OPTIONS)
     with target:
         assert isinstance(drafter, OrtDrafter)
+
+
+def test_rows_that_are_rolled_back_are_never_read(onnx_pair: Bundles) -> None:
+    target, drafter, _ = both(onnx_pair("int8"))
+    with target:
+        target.prefill(text(target, 50))
+        target.verify([300, 301])
+        drafts = drafter.draft(302, 4)
+        target.rollback(50)
+        for name in target.cache.names:
+            target.cache.array(name)[:, :, 50:] = np.nan
+        target.verify([300, 301])
+        assert drafter.draft(302, 4) == drafts
