@@ -97,9 +97,12 @@ def test_a_comparison_on_a_device_says_where_drafts_are_made_and_what_its_joules
     comparison = compare_runs(make_session(), "abc", max_tokens=4, draft_length=2, repeats=1, show=lambda _: None, shown_prompt="abc")
     facts = MeterFacts(name="nvml:0", kind=Kind.COUNTER, scope=Scope.GPU, source="", refresh_s=0.1, resolution=0.001, poll_s=0.1)
     place = "drafts are made on the CPU: a draft of 3 takes less there"
-    remarks = replace(comparison, draft_place=place, drafted_energy=replace(comparison.drafted_energy, facts=facts)).remarks()
-    assert place in remarks
-    assert "energy: scope gpu_board (the GPU's board, not the whole machine), idle power included" in remarks
+    scope = "energy: scope gpu_board (the GPU's board, not the whole machine), idle power included"
+    for kind in ("measured", "none"):
+        energy = replace(comparison.drafted_energy, kind=kind, facts=facts)
+        remarks = replace(comparison, draft_place=place, drafted_energy=energy).remarks()
+        assert place in remarks
+        assert (scope in remarks) == (kind == "measured")
 
 
 def test_close_frees_drafter_and_target():

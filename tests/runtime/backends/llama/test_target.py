@@ -171,6 +171,7 @@ def test_other_library_versions_are_refused(version: str) -> None:
 
 
 def test_missing_symbols_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
     library, opened = loader.llama_library().api._lib, loader._bindings
     monkeypatch.delitem(sys.modules, "llama_cpp.llama_cpp_ext")
 
