@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from edge_devices.energy.intervals import of_error
 from edge_devices.meters.base import Kind, MeterFacts, Scope
 from edge_runtime.cli.compare import compare_runs, comparison_table
 from edge_runtime.decoding.loop import Round
@@ -98,11 +99,11 @@ def test_a_comparison_on_a_device_says_where_drafts_are_made_and_what_its_joules
     facts = MeterFacts(name="nvml:0", kind=Kind.COUNTER, scope=Scope.GPU, source="", refresh_s=0.1, resolution=0.001, poll_s=0.1)
     place = "drafts are made on the CPU: a draft of 3 takes less there"
     scope = "energy: scope gpu_board (the GPU's board, not the whole machine), idle power included"
-    for kind in ("measured", "none"):
-        energy = replace(comparison.drafted_energy, kind=kind, facts=facts)
+    for figure in (of_error(1.0, 0.05, freedom=4, n=5), None):
+        energy = replace(comparison.drafted_energy, facts=facts, joules_per_token=figure)
         remarks = replace(comparison, draft_place=place, drafted_energy=energy).remarks()
         assert place in remarks
-        assert (scope in remarks) == (kind == "measured")
+        assert (scope in remarks) == (figure is not None)
 
 
 def test_close_frees_drafter_and_target():
