@@ -7,13 +7,17 @@
 #   sources  unpacks the archive: build/llama.cpp/source is llama.cpp
 # VENV has pip, cmake, ninja and scikit-build-core (requirements/ci.txt). CMAKE_ARGS reaches the build.
 set -eu
-cd "$(dirname "$0")/../.."
 venv=$1
+cd "$(dirname "$0")/../.."
 lock=requirements/ci.txt
 version=$(sed -n 's/^llama-cpp-python==\([0-9.]*\).*/\1/p' $lock)
 build=$PWD/build/llama.cpp
 unpacked=$build/llama_cpp_python-$version
-PATH="$PWD/$venv/bin:$PATH"
+case $venv in
+/*) ;;
+*) venv=$PWD/$venv ;;
+esac
+PATH="$venv/bin:$PATH"
 mkdir -p "$build"
 
 run() { # LOG COMMAND...
