@@ -39,7 +39,8 @@ class SamplingParams:
     probability (1: all), `min_p` those at least that many times as likely as the likeliest (0: all). The penalties apply to the last
     `penalty_window` tokens of prompt and output: `repetition_penalty` divides a positive logit and multiplies another one (1: off),
     `frequency_penalty` is subtracted once per occurrence, `presence_penalty` once. `logit_bias` is added to the logits of its token ids;
-    -inf bans a token. With a `seed` a run can be repeated; None draws differently each time.
+    -inf bans a token. With a `seed` a run can be repeated; None, or -1 as in llama.cpp, draws differently each time. A negative `top_k` is
+    0, and a `top_p` of 0 keeps the likeliest token alone, as in llama.cpp.
     """
 
     temperature: float = option(
@@ -60,12 +61,16 @@ class SamplingParams:
     presence_penalty: float = 0.0
     penalty_window: int = PENALTY_WINDOW
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = option(help="Random seed; repeats a run with the same --drafter.  [default: random]")
+    seed: int | None = option(help="Random seed; repeats a run with the same --drafter; -1 is random.  [default: random]")
 
     def __post_init__(self) -> None:
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+        if type(self.top_k) is int and self.top_k < 0:
+            object.__setattr__(self, "top_k", 0)
         _require(_number(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
         _require(_whole(self.top_k), "top_k", self.top_k, "a whole number, 0 to keep all tokens")
-        _require(_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1, 1 to keep all tokens")
+        _require(_number(self.top_p) and 0 <= self.top_p <= 1, "top_p", self.top_p, "0 to 1, 1 to keep all tokens")
         _require(_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1, 0 to keep all tokens")
         penalty = self.repetition_penalty
         _require(
@@ -78,7 +83,7 @@ class SamplingParams:
             value = getattr(self, name)
             _require(_number(value) and abs(value) <= MAX_PENALTY, name, value, f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}, 0 for none")
         _require(_whole(self.penalty_window, minimum=1), "penalty_window", self.penalty_window, "a whole number of tokens, at least 1")
-        _require(self.seed is None or _whole(self.seed), "seed", self.seed, "a whole number, at least 0, or None")
+        _require(self.seed is None or _whole(self.seed), "seed", self.seed, "a whole number, at least 0, or None or -1 for none")
         self._check_bias()
 
     def _check_bias(self) -> None:

@@ -131,9 +131,8 @@ def test_a_nucleus_is_that_of_sorting_all_tokens(scale):
         ({"temperature": math.inf}, "temperature is inf"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"temperature": True}, "temperature is True"),
-        ({"top_k": -1}, "top_k is -1"),
         ({"top_k": 2.5}, "top_k is 2.5"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": -0.1}, "top_p is -0.1"),
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"min_p": -0.5}, "min_p is -0.5"),
         ({"min_p": 2}, "min_p is 2"),
@@ -153,6 +152,15 @@ def test_a_nucleus_is_that_of_sorting_all_tokens(scale):
 def test_nonsense_is_refused_with_its_value(options, words):
     with pytest.raises(RequestError, match=words):
         SamplingParams(**options)
+
+
+def test_values_that_mean_none_are_those_of_llama_cpp():
+    params = SamplingParams(seed=-1, top_k=-1)
+    assert (params.seed, params.top_k) == (None, 0)
+    assert SamplingParams(seed=0).seed == 0, "a seed like any other"
+    row = np.array([0.5, -1.0, 4.0, 0.25], dtype=np.float32)
+    assert Sampler(params)(row).tokens.tolist() == [0, 1, 2, 3]
+    assert Sampler(SamplingParams(top_p=0, temperature=5))(row).tokens.tolist() == [2], "the likeliest alone"
 
 
 @pytest.mark.parametrize("penalty", [1e6, -1e6])
@@ -177,7 +185,7 @@ def test_what_passes_the_door_can_be_drawn_from(temperature, top_k, top_p, min_p
     try:
         params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     except RequestError:
-        assert not (temperature >= 0 and math.isfinite(temperature) and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1)
+        assert not (temperature >= 0 and math.isfinite(temperature) and 0 <= top_p <= 1 and 0 <= min_p <= 1)
         return
     got = Sampler(params)(np.array([0.5, -1.0, 4.0, 0.25], dtype=np.float32))
     assert got.probabilities.sum() == pytest.approx(1)
