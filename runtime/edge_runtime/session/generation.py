@@ -40,7 +40,7 @@ FinishReason = Literal["stop", "length", "context"]
 class GenerationOptions:
     """The options of a request. Raises RequestError for a limit below 1 and for values of other types.
 
-    `stop` strings end the text before them. `chunk_size` is the least number of tokens per piece of text, except for the last piece.
+    Before `min_tokens` tokens no end token comes, unless a `constraint` is met. `stop` strings end the text before them. `chunk_size` is the least number of tokens per piece of text, except for the last piece.
     `on_round` is called after each round, before its text is yielded. `reuse_prefix` keeps the cache's rows as far as the prompt begins
     with their tokens: fast in a chat, but on stock kernels rows that another request computed in batches of other sizes may differ in
     their last bits.
@@ -48,6 +48,7 @@ class GenerationOptions:
     """
 
     max_tokens: int = 128
+    min_tokens: int = 0
     sampling: SamplingParams = GREEDY_PARAMS
     acceptance: str = DEFAULT_ACCEPTANCE
     stop: Sequence[str] = ()
@@ -58,12 +59,12 @@ class GenerationOptions:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "chunk_size"):
+        for name, least in (("max_tokens", 1), ("min_tokens", 0), ("chunk_size", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise RequestError(f"{name} is {value!r}, not a whole number; give an int")
-            if value < 1:
-                raise RequestError(f"{name} is {value}; ask for at least 1")
+            if value < least:
+                raise RequestError(f"{name} is {value}; ask for at least {least}")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if not isinstance(self.stop, Sequence) or not all(isinstance(text, str) for text in self.stop):
@@ -114,7 +115,7 @@ class _Detokenizer:
     """
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], constraint: Constraint | None, end_tokens: Sequence[int] = ()) -> None:
-        self._ends = vocabulary.eog_tokens | frozenset(end_tokens)
+        self.ends = vocabulary.eog_tokens | frozenset(end_tokens)
         self.parser = ChannelParser(vocabulary, stop, channels=False)
         self.constraint = constraint
         self._stops = bool(stop)
@@ -132,7 +133,7 @@ class _Detokenizer:
         # Without them the loop detokenizes nothing, and its seconds contain no text work.
         stopped = self._stops and self._feed(token)
         closed = self.constraint is not None and self.constraint.advance(token)
-        return stopped or closed or token in self._ends
+        return stopped or closed or token in self.ends
 
     def _feed(self, token: int) -> bool:
         self._fed += 1
@@ -208,6 +209,8 @@ class Generation:
             rule=rule,
             is_stop=self._detokenizer.is_stop,
             suppressed=defaults.suppress_tokens,
+            held_back=() if constraint is not None else sorted(self._detokenizer.ends),
+            min_tokens=options.min_tokens,
             sources=sources,
         )
         self._decode = decode(pair.target, pair.drafter, self.decoding)

@@ -112,6 +112,7 @@ class Session:
         prompt: str | Sequence[int] | MediaPrompt,
         *,
         max_tokens: int = 128,
+        min_tokens: int = 0,
         draft_length: int | None = None,
         policy: DraftLengthPolicy | None = None,
         sampling: SamplingParams = GREEDY_PARAMS,
@@ -142,6 +143,7 @@ class Session:
         sampling = sampled(sampling, keywords)
         options = GenerationOptions(
             max_tokens=max_tokens,
+            min_tokens=min_tokens,
             sampling=sampling,
             acceptance=acceptance,
             stop=stop,

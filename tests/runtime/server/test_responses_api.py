@@ -70,8 +70,9 @@ def test_json_is_demanded_as_text_format() -> None:
     [
         ({"previous_response_id": "resp_1"}, "keeps no conversations"),
         ({"background": True}, "not supported"),
-        ({"tools": [{"type": "web_search"}]}, "no tools of its own"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "takes messages"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "stores no items"),
+        ({"input": [{"type": "mcp_call", "id": "x"}]}, "takes messages"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "fetches nothing"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "earlier message"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "schema is missing"),

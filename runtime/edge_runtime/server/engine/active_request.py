@@ -44,6 +44,7 @@ class ActiveRequest:
         self.generation: Generation = session.generate(
             job.prompt,
             max_tokens=request.max_tokens or session.target.context,
+            min_tokens=request.min_tokens,
             sampling=over_defaults(
                 request.sampling, request.sampling_fields, default_sampling(session.bundle.manifest.generation, MODEL_SAMPLING)
             ),

@@ -75,6 +75,17 @@ def timings(stats: DecodeStats) -> Json:
     }
 
 
+def usage_line(stats: DecodeStats) -> str:
+    """Returns the figures of a request for the operator's line about it; nothing for one that did not begin."""
+    if not stats.prompt_tokens:
+        return ""
+    cached = f" ({stats.reused_tokens} cached)" if stats.reused_tokens else ""
+    parts = [f"{stats.prompt_tokens} prompt tokens{cached}", f"{stats.tokens} generated", f"{stats.tokens_per_second:.1f} tok/s"]
+    if stats.acceptance_rate is not None:
+        parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafts accepted")
+    return ", ".join(parts)
+
+
 def responses_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy | None = None) -> Json:
     """Returns the `usage` object of /v1/responses."""
     counts = {
