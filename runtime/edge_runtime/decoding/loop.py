@@ -75,6 +75,11 @@ class Decoding:
         self._from: list[str] = []
 
     @property
+    def learns_costs(self) -> bool:
+        """Whether the policy weighs drafts by what they cost, and so learns from the timings of rounds."""
+        return self._offer is not None
+
+    @property
     def done(self) -> bool:
         """Whether `max_tokens` tokens were emitted, `is_stop` returned True, or the context is full."""
         return self.stopped or self._left <= 0 or self._target.length >= self._target.context

@@ -40,10 +40,10 @@ FinishReason = Literal["stop", "length", "context"]
 class GenerationOptions:
     """The options of a request. Raises RequestError for a limit below 1 and for values of other types.
 
-    Before `min_tokens` tokens no end token comes, unless a `constraint` is met. `stop` strings end the text before them. `chunk_size` is the least number of tokens per piece of text, except for the last piece.
-    `on_round` is called after each round, before its text is yielded. `reuse_prefix` keeps the cache's rows as far as the prompt begins
-    with their tokens: fast in a chat, but on stock kernels rows that another request computed in batches of other sizes may differ in
-    their last bits.
+    Before `min_tokens` tokens no end token comes, unless a `constraint` is met. `stop` strings end the text before them. `chunk_size` is
+    the least number of tokens per piece of text, except for the last piece. `on_round` is called after each round, before its text is
+    yielded. `reuse_prefix` keeps the cache's rows as far as the prompt begins with their tokens: fast in a chat, but on stock kernels rows
+    that another request computed in batches of other sizes may differ in their last bits.
     `constraint` describes the valid texts. `logprobs` records each token's log probability and those of that many likeliest tokens.
     """
 

@@ -37,7 +37,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import MediaTarget, SavableTarget, SequenceBatch
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair, sampled
-from edge_runtime.session.load_options import with_keywords
+from edge_runtime.session.load_options import OPENING, with_keywords
 from edge_runtime.session.monitor import Monitor, MonitorOptions, RequestMonitor
 from edge_runtime.session.row_equality import RowEquality, known_row_equality
 from edge_runtime.session.saved.kv_state_file import load_state, save_state
@@ -106,7 +106,7 @@ class Session:
         self._profit: Profit | None = None
         self._odds = SourceOdds(GRAMMAR_PRIORS | TEXT_PRIORS | STORE_PRIORS)
 
-    @with_keywords(SamplingParams, GREEDY_PARAMS)
+    @with_keywords(SamplingParams, GREEDY_PARAMS, elsewhere=OPENING)
     def generate(
         self,
         prompt: str | Sequence[int] | MediaPrompt,
@@ -217,7 +217,10 @@ class Session:
         if not ids:
             raise RequestError("the prompt has no tokens; give at least one (a beginning-of-sequence token is enough)")
         if len(ids) >= self.target.context:
-            raise RequestError(f"the prompt has {len(ids)} tokens, the context {self.target.context}; shorten it or raise --context")
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, the context {self.target.context}; shorten it,"
+                " or open the bundle with a larger context (--context)"
+            )
         return ids
 
     def compile_constraint(self, constraint: ConstraintSource | None) -> Constraint | None:
