@@ -12,6 +12,7 @@ import click
 
 from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import RunEnergy
+from edge_devices.meters.search import NO_METER
 from edge_devices.option_fields import option
 from edge_devices.waiting import terminal_wait
 from edge_runtime.cli.compare import NOTHING_DRAFTED
@@ -196,7 +197,8 @@ def print_figures(session: Session, generation: Generation, energy: RunEnergy, l
     for sentence in remarks(generation, loaded=loaded):
         note(sentence)
     note(summary(generation.stats, session.drafter_kind))
-    note(": ".join(energy.row()))
+    if energy.facts is not None or energy.reason != NO_METER:  # of a machine without a meter there is nothing to say each time
+        note(": ".join(energy.row()))
     if not generation.complete:
         note("the text ended before the grammar was complete; raise --max-tokens, or leave --stop out")
     if lossless:

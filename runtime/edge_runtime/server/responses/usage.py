@@ -61,7 +61,8 @@ class UsageCount:
 
 
 def _additions(stats: DecodeStats, energy: RunEnergy | None) -> Json:
-    return timings(stats) | ({} if energy is None else {"energy": energy_usage(energy)})
+    """Without a meter there is no `energy`: /metrics and /energy_metrics state why, once for all responses."""
+    return timings(stats) | ({"energy": energy_usage(energy)} if energy is not None and energy.facts is not None else {})
 
 
 def timings(stats: DecodeStats) -> Json:
