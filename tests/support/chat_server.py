@@ -125,6 +125,7 @@ def scripted_server(
         context=2048,
         sessions=1,
         drafter="none",
+        kernels=None,
         files_format="gguf",
         template="",
         manifest=replace(worker._sessions[0].bundle.manifest, description=description),

@@ -21,16 +21,16 @@ from edge_runtime.server.http.guard import CLIENT
 from edge_runtime.server.http.page import page
 from edge_runtime.server.http.paths import nearest
 from edge_runtime.server.model_card import OLLAMA_VERSION, ModelCard
-from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize
+from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize, wants_special
 from edge_runtime.server.requests.ollama import read_ollama_chat, read_ollama_generate
 from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.server.responses.ollama import OllamaFormat
 from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
 from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded
 from edge_runtime.server.responses.responses_api import ResponsesFormat
-from edge_runtime.server.responses.usage import energy_metrics, energy_totals, usage_line
+from edge_runtime.server.responses.usage import energy_metrics, energy_totals, timings, usage_line
 from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, check_logprobs, result_of, unless_disconnected
-from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition
+from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition, gauge
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
 _OLLAMA = "/api/"
@@ -82,8 +82,20 @@ class Api:
             raise self._no_such_model()
         return Json200(self.card.ollama_details())
 
+    def counts(self, read: Callable[[Json], ApiRequest]) -> Callable[[Request], Awaitable[Response]]:
+        """Returns the handler of a path that counts the tokens of a request's prompt."""
+
+        async def handler(request: Request) -> Response:
+            api_request = await self._read(request, read)
+            counting = self._worker.count(api_request.choices[0].prompt, request.scope[CLIENT])
+            count = await unless_disconnected(request.receive, result_of(counting))
+            return Json200({"object": "response.input_tokens", "input_tokens": count})
+
+        return handler
+
     async def tokenize(self, request: Request) -> Response:
-        encoding = self._worker.encode(await self._read(request, read_tokenize), request.scope[CLIENT])
+        prompt, special = await self._read(request, lambda body: (read_tokenize(body), wants_special(body)))
+        encoding = self._worker.encode(prompt, request.scope[CLIENT], special=special)
         tokens = await unless_disconnected(request.receive, result_of(encoding))
         return Json200({"tokens": tokens, "count": len(tokens), "max_model_len": self.card.context})
 
@@ -98,6 +110,23 @@ class Api:
             raise self._no_such_model()
         return Json200(self.card.openai_model())
 
+    async def slots(self, request: Request) -> Response:
+        """Answers with what each session does, without its texts; with 503 where none is free and the query asks for that."""
+        running = self._worker.slots()
+        state = [
+            {
+                "id": number,
+                "n_ctx": self.card.context,
+                "speculative": self.card.drafter != "none",
+                "is_processing": stats is not None,
+                **({} if stats is None else {"n_prompt_tokens": stats.prompt_tokens, "n_decoded": stats.tokens, "timings": timings(stats)}),
+            }
+            for number, stats in enumerate(running)
+        ]
+        if "fail_on_no_slot" in request.query_params and None not in running:
+            raise ApiError(503, "no session is free; try again soon", code="no_slot")
+        return Json200(state)
+
     def health(self) -> Json:
         """Returns how many requests run and wait."""
         running, waiting = self._worker.load()
@@ -105,8 +134,13 @@ class Api:
 
     async def metrics(self, _request: Request) -> Response:
         watch = self._worker.watch
-        joules = exposition(energy_metrics(watch.total())) if watch else ""
-        return PlainTextResponse(self._monitor.prometheus_text() + joules, headers={"content-type": CONTENT_TYPE})
+        running, waiting = self._worker.load()
+        further = [
+            gauge("edge_mtp_requests_running", "Requests that sessions run.", running),
+            gauge("edge_mtp_requests_waiting", "Requests that wait for a session.", waiting),
+            *(energy_metrics(watch.total()) if watch else ()),
+        ]
+        return PlainTextResponse(self._monitor.prometheus_text() + exposition(further), headers={"content-type": CONTENT_TYPE})
 
     async def energy(self, _request: Request) -> Response:
         """Answers with the joules so far, or with 503 and the reason why there are none."""
@@ -227,12 +261,15 @@ def make_app(api: Api) -> Starlette:
                     ("/api/generate", read_ollama_generate, lambda *_: OllamaFormat(name, chat=False)),
                 )
             ),
+            Route("/v1/chat/completions/input_tokens", api.counts(read_chat), methods=["POST"]),
+            Route("/v1/responses/input_tokens", api.counts(read_response), methods=["POST"]),
             *(Route(path, _no_embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/api/embed", "/api/embeddings")),
             Route("/v1/models", _facts(lambda: {"object": "list", "data": [card.openai_model()]})),
             Route("/v1/models/{name:path}", api.model),
             Route("/tokenize", api.tokenize, methods=["POST"]),
             Route("/detokenize", api.detokenize, methods=["POST"]),
             Route("/props", _facts(card.props)),
+            Route("/slots", api.slots),
             Route("/health", _facts(api.health)),
             Route("/metrics", api.metrics),
             Route("/energy_metrics", api.energy),

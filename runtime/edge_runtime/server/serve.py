@@ -115,6 +115,7 @@ def _model_card(folder: Path, session: Session, options: ServeOptions, rows: Row
         context=session.target.context,
         sessions=options.sessions,
         drafter=session.drafter_kind,
+        kernels=session.row_kernels,
         files_format=formats[0].format if formats else "",
         template=bundle.path(ROLE).read_text(encoding="utf-8") if bundle.has(ROLE) else "",
         manifest=bundle.manifest,

@@ -96,7 +96,7 @@ def test_half_a_surrogate_in_a_message_is_replaced(server: Scripted) -> None:
 
 def test_tokens_and_model_details() -> None:
     with scripted_server("Hello.") as server:
-        _, _, body = send(server, "POST", "/tokenize", {"content": "hé"})
+        _, _, body = send(server, "POST", "/tokenize", {"content": "hé", "add_special": True})
         assert body == {"tokens": [2, *(100 + byte for byte in "hé".encode())], "count": 4, "max_model_len": 2048}
         assert send(server, "POST", "/detokenize", {"tokens": body["tokens"]})[2]["content"] == "<bos>hé"
         chat = send(server, "POST", "/tokenize", {"messages": HI["messages"]})[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -41,7 +42,12 @@ def lines_of(server: Scripted, send_it: Any, count: int = 1) -> list[str]:
     ],
 )
 def test_a_line_has_tokens_and_speed_and_no_text(server: Scripted, path: str, body: Any, stream: bool) -> None:
-    (line,) = lines_of(server, lambda: asked(server, {**body, "stream": stream}, path).getresponse().read())
+
+    def read() -> None:
+        with contextlib.closing(asked(server, {**body, "stream": stream}, path)) as connection:
+            connection.getresponse().read()
+
+    (line,) = lines_of(server, read)
     pattern = rf"POST {path} 200 in \d+\.\d\d s: \d+ prompt tokens( \(\d+ cached\))?, 15 generated, \d+\.\d tok/s"
     assert re.fullmatch(pattern, line), line
 

@@ -27,6 +27,7 @@ from edge_runtime.server.requests.completions import CompletionRequest, Prompt
 from edge_runtime.server.requests.messages import SentMedia
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation, reusable_prefix
+from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.chat_template import ChatTemplate
 
 Result = TypeVar("Result")
@@ -108,13 +109,26 @@ class Worker:
         running = len(self._active)
         return running, max(0, self._places.total() - running)
 
+    def slots(self) -> list[DecodeStats | None]:
+        """Returns the figures of the request that each session runs; None where it runs none."""
+        running = {active.slot: active.generation.stats for active in list(self._active.values())}
+        return [running.get(number) for number in range(len(self._sessions))]
+
     def read(self, work: Callable[[], Result], client: int) -> Future[Result]:
         """Queues the parsing of a large body, as `decode` the text of ids: it would stop the event loop."""
         return self._beside(work, self._readers, client)
 
-    def encode(self, prompt: Prompt, client: int) -> Future[list[int]]:
+    def encode(self, prompt: Prompt, client: int, *, special: bool = True) -> Future[list[int]]:
         """Returns the token ids of a prompt, as `decode` the text of ids."""
-        return self._beside(functools.partial(self._prompts.encode, prompt), self._encoder_of(prompt), client)
+        return self._beside(functools.partial(self._prompts.encode, prompt, special=special), self._encoder_of(prompt), client)
+
+    def count(self, prompt: Prompt, client: int) -> Future[int]:
+        """Returns how many tokens a prompt has, as `decode` the text of ids."""
+        pool = self._decoders if media_of(prompt) else self._encoder_of(prompt)
+        children = ChildBudget(DECODING_SECONDS)
+        with self._lock:
+            self._children.add(children)
+        return self._beside(lambda: self._prompts.count(prompt, client, children), pool, client)
 
     def decode(self, tokens: Sequence[int], client: int) -> Future[str]:
         """Returns the text of tokens, control tokens included, from the thread for prompts; cancelled before its turn, nothing is computed.

@@ -5,7 +5,7 @@ POST /tokenize and /detokenize too, with the field names of llama-server and of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from edge_runtime.drafting.text_memory import MAX_TOKENS, PREDICTED_CHARACTERS
 from edge_runtime.server.errors import invalid
 from edge_runtime.server.requests.fields import Fields
 from edge_runtime.server.requests.foreign import FOREIGN
-from edge_runtime.server.requests.messages import Conversation, read_messages
+from edge_runtime.server.requests.messages import CONVERSATION_FIELDS, Conversation, read_conversation
 from edge_runtime.server.requests.sampling import SAMPLING_FIELDS, SEEDS, read_limit, read_minimum, read_sampling, read_stops
 from edge_runtime.server.requests.tools import CONSTRAINT_FIELDS, read_constraint, read_text_constraint, read_tools
 from edge_runtime.text.constraints import ConstraintSource
@@ -46,25 +46,25 @@ _SHARED = (
 _CHAT = (
     IGNORED_FIELDS
     | _SHARED
+    | CONVERSATION_FIELDS
     | {
         "audio",
-        "chat_template_kwargs",
         "function_call",
         "functions",
         "max_completion_tokens",
-        "messages",
         "modalities",
         "parallel_tool_calls",
         "prediction",
         "reasoning_effort",
         "tool_choice",
-        "tools",
         "top_logprobs",
         "verbosity",
         "web_search_options",
     }
 )
 _COMPLETION = IGNORED_FIELDS | _SHARED | {"best_of", "echo", "prompt", "suffix", "verbosity"}
+# What llama-server and vLLM have beside: control tokens in a text stay text, and pieces come from /detokenize.
+_TOKENIZING: Mapping[str, Sequence[Any]] = {"parse_special": (False,), "return_token_strs": (False,), "with_pieces": (False,)}
 Prompt = str | tuple[int, ...] | Conversation
 
 
@@ -123,7 +123,7 @@ def read_chat(body: dict[str, Any]) -> ApiRequest:
     tools = read_tools(fields)
     constraint = read_constraint(fields, tools)
     thinking = _thinking(fields) and constraint is None  # a constrained answer has no place for thoughts
-    conversation = Conversation(messages=read_messages(fields), tools=tools, thinking=thinking)
+    conversation = read_conversation(fields, tools, thinking=thinking)
     limit, logprobs = read_limit(fields, "max_completion_tokens", "n_predict", "max_tokens"), _chat_logprobs(fields)
     return _request(fields, (conversation,), limit, constraint=constraint, logprobs=logprobs, prediction=prediction)
 
@@ -143,13 +143,24 @@ def read_completion(body: dict[str, Any]) -> ApiRequest:
 def read_tokenize(body: dict[str, Any]) -> Prompt:
     """Reads a text (`content` or `prompt`), or `messages` to which the chat template is applied. Raises ApiError."""
     fields = Fields(body)
-    fields.only({"add_special", "content", "messages", "model", "prompt", "tools"})
+    fields.only({"add_special", "add_special_tokens", "content", "model", "prompt", *CONVERSATION_FIELDS}, _TOKENIZING)
     if "messages" in fields:
-        return Conversation(messages=read_messages(fields), tools=read_tools(fields))
+        return read_conversation(fields, read_tools(fields), thinking=_thinking(fields))
     text = fields.text("content" if "content" in fields else "prompt")
     if text is None:
         raise invalid("content is missing; send a text as content, or messages", "content")
     return text
+
+
+def wants_special(body: dict[str, Any]) -> bool:
+    """Whether the ids of a text begin with the beginning-of-sequence token: in llama-server only if asked, in vLLM unless told otherwise.
+
+    A conversation begins with it in any case: its template writes it. Raises ApiError.
+    """
+    fields = Fields(body)
+    if "messages" in fields:
+        return True
+    return fields.flag("add_special", fields.flag("add_special_tokens", "content" not in fields))
 
 
 def read_detokenize(body: dict[str, Any], limit: int) -> list[int]:

@@ -81,11 +81,39 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """The input of a chat template."""
+    """The input of a chat template. If it `continues`, the last message is the beginning of the answer."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     thinking: bool = False
+    continues: bool = False
+    generation_prompt: bool = True
+
+
+CONVERSATION_FIELDS = frozenset({"add_generation_prompt", "chat_template_kwargs", "continue_final_message", "messages", "tools"})
+
+
+def read_conversation(body: Fields, tools: tuple[Mapping[str, Any], ...], *, thinking: bool) -> Conversation:
+    """Returns the conversation of a request. Raises ApiError.
+
+    An assistant's message at the end is the beginning of the answer, as in llama-server, unless `continue_final_message` is false or
+    `add_generation_prompt` is there, which vLLM has. What is begun has no place for thoughts.
+    """
+    messages = read_messages(body)
+    last, prompt = messages[-1], body.flag("add_generation_prompt", True)
+    begun = last["role"] == "assistant" and "tool_calls" not in last
+    continues = body.flag("continue_final_message", begun and "add_generation_prompt" not in body)
+    if continues and not begun:
+        raise body.wrong("continue_final_message", "is true, but the last message is no text of the assistant; send one, or leave it out")
+    if continues and prompt and "add_generation_prompt" in body:
+        raise body.wrong("continue_final_message", "cannot be true together with add_generation_prompt; set one of them")
+    return Conversation(
+        messages=messages,
+        tools=tools,
+        thinking=thinking and not continues,
+        continues=continues,
+        generation_prompt=prompt or continues,
+    )
 
 
 class _Calls:

@@ -62,10 +62,29 @@ class UsageCount:
 
 def _additions(stats: DecodeStats, energy: RunEnergy | None) -> Json:
     """Without a meter there is no `energy`: /metrics and /energy_metrics state why, once for all responses."""
-    return timings(stats) | ({"energy": energy_usage(energy)} if energy is not None and energy.facts is not None else {})
+    return figures(stats) | ({"energy": energy_usage(energy)} if energy is not None and energy.facts is not None else {})
 
 
 def timings(stats: DecodeStats) -> Json:
+    """Returns llama-server's `timings`: times in milliseconds, and counts; the prompt's are of what was not cached."""
+    prompt, prompt_ms = stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds * 1000
+    answer, answer_ms = stats.tokens, stats.decode_seconds * 1000
+    return {
+        "cache_n": stats.reused_tokens,
+        "prompt_n": prompt,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / prompt if prompt else 0.0,
+        "prompt_per_second": prompt / prompt_ms * 1000 if prompt_ms else 0.0,
+        "predicted_n": answer,
+        "predicted_ms": answer_ms,
+        "predicted_per_token_ms": answer_ms / answer if answer else 0.0,
+        "predicted_per_second": stats.tokens_per_second,
+        "draft_n": stats.drafted,
+        "draft_n_accepted": stats.accepted,
+    }
+
+
+def figures(stats: DecodeStats) -> Json:
     """Returns drafts and times, which no API has."""
     return {
         "drafted_tokens": stats.drafted,
