@@ -131,7 +131,7 @@ def read_chat(body: dict[str, Any]) -> ApiRequest:
 def read_completion(body: dict[str, Any]) -> ApiRequest:
     """Reads the body of a POST to /v1/completions. Raises ApiError."""
     fields = Fields(body)
-    fields.only(_COMPLETION, FOREIGN | {"add_special_tokens": (True,)})
+    fields.only(_COMPLETION, {**FOREIGN, "add_special_tokens": (True,)})
     fields.refuse("best_of", 1, fields.get("n"), why="it must be n")
     fields.refuse("echo", False)
     fields.refuse("suffix", "")

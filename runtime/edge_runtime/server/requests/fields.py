@@ -115,7 +115,7 @@ class Fields:
         """Returns the error about a field, for the caller to raise."""
         return invalid(f"{self.place(name)} {message}", self.place(name), code=code)
 
-    def _inner_of(self, value: object, name: str) -> Fields:
+    def _inner_of(self, value: Any, name: str) -> Fields:
         if not isinstance(value, dict):
             raise self.wrong(name, f"is {_shown(value)}; it must be an object")
         return Fields(value, self.place(name), self.remarks)

@@ -5,7 +5,7 @@ Sources: llama-server's README, vLLM's ChatCompletionRequest and CompletionReque
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 # How a request is scheduled, cached, drafted or reported: whatever its value, the answer is the same.
@@ -22,7 +22,7 @@ _HARMLESS = (
     *("mirostat_eta", "mirostat_tau", "xtc_threshold"),
 )
 # Fields that would change the answer, with the values that do not.
-_OFF: Mapping[str, Sequence[Any]] = {
+_OFF: dict[str, Sequence[Any] | None] = {
     "adaptive_target": (-1,),
     "add_special_tokens": (False,),
     "allowed_token_ids": ([],),
@@ -63,9 +63,9 @@ _OFF: Mapping[str, Sequence[Any]] = {
     "xtc_probability": (0,),
 }
 # By name, the values that are ignored; None is any.
-FOREIGN: Mapping[str, Sequence[Any] | None] = {**dict.fromkeys(_HARMLESS), **_OFF}
+FOREIGN: dict[str, Sequence[Any] | None] = {**dict.fromkeys(_HARMLESS), **_OFF}
 # What Ollama's options say about loading and computing a model, which this server's own options do.
-OLLAMA_LOADING: Mapping[str, Sequence[Any] | None] = dict.fromkeys(
+OLLAMA_LOADING: dict[str, Sequence[Any] | None] = dict.fromkeys(
     (
         *("embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_gqa", "num_keep"),
         *("num_thread", "numa", "rope_frequency_base", "rope_frequency_scale", "use_mlock", "use_mmap", "vocab_only"),

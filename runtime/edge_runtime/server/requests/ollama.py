@@ -112,7 +112,7 @@ class _Unanswered:
 
     def take(self, name: str | None, number: str | None) -> str | None:
         """Removes the call with that id, else the first of that name, of any if it is None, and returns its id; None if there is none."""
-        if number in self._names:
+        if number is not None and number in self._names:
             name = self._names.pop(number)
             self._ids[name].remove(number)
             return number

@@ -33,11 +33,11 @@ def read_tools(body: Fields) -> Tools:
             "description": function.text("description", ""),
             "parameters": function.object("parameters"),
         }
-        tools.append({"type": "function", "function": {key: value for key, value in declared.items() if value is not None}})
+        tools.append({key: value for key, value in declared.items() if value is not None})
     if body.get("tool_choice") == "none":
         return ()
     allowed = _allowed(body)
-    return tuple(tool for tool in tools if allowed is None or tool["function"]["name"] in allowed)
+    return tuple({"type": "function", "function": tool} for tool in tools if allowed is None or tool["name"] in allowed)
 
 
 def left_out(tool: Fields, kind: str | None) -> None:
