@@ -104,6 +104,14 @@ OPTIONAL = (
 )
 
 
+def test_empty_values_ask_for_nothing(server: Scripted) -> None:
+    empty = {"stream_options": {}, "response_format": {}, "tools": [], "logit_bias": {}, "metadata": {}, "functions": [], "grammar": ""}
+    assert text_of(server, **empty) == LONG
+    off = {"stream_options": {"include_usage": False}, "top_logprobs": 0, "logprobs": False, "tool_choice": "none", "logit_bias": []}
+    assert text_of(server, **off) == LONG
+    assert answered(server, "/v1/responses", input="hi", tools=[], include=[], text={}, reasoning={}, metadata={})["status"] == "completed"
+
+
 def test_null_is_a_field_that_is_not_there(server: Scripted) -> None:
     assert text_of(server, **dict.fromkeys(OPTIONAL)) == LONG
     response = dict.fromkeys(

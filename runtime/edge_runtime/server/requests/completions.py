@@ -65,6 +65,7 @@ _CHAT = (
 _COMPLETION = IGNORED_FIELDS | _SHARED | {"best_of", "echo", "prompt", "suffix", "verbosity"}
 # What llama-server and vLLM have beside: control tokens in a text stay text, and pieces come from /detokenize.
 _TOKENIZING: Mapping[str, Sequence[Any]] = {"parse_special": (False,), "return_token_strs": (False,), "with_pieces": (False,)}
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "draft_spans")
 Prompt = str | tuple[int, ...] | Conversation
 
 
@@ -200,9 +201,9 @@ def _request(
         raise fields.wrong("n", f"is {n}, with {len(prompts)} prompts {n * len(prompts)} answers; at most {MAX_CHOICES} are allowed")
     stream = fields.flag("stream")
     options = fields.inner("stream_options")
-    if "stream_options" in fields and not stream:
+    options.only({*_STREAM_OPTIONS, "include_obfuscation"})
+    if not stream and any(options.flag(name) for name in _STREAM_OPTIONS):
         raise fields.wrong("stream_options", "requires stream to be true; set it, or leave stream_options out")
-    options.only({"include_usage", "continuous_usage_stats", "draft_spans", "include_obfuscation"})
     draft_length = fields.integer("draft_length", 0, MAX_DRAFT_LENGTH)
     sampling, named = read_sampling(fields)
     stop, minimum = read_stops(fields), read_minimum(fields, max_tokens)
