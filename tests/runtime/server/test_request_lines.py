@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 import openai
 
 from chat_server import CHAT, HI, Scripted, ask, asked, client_of, clients, scripted_server, send
+from edge_runtime.server.http.access_log import AccessLog
 from polling import wait
 
 SAID = "Hello, friend."
@@ -78,6 +80,22 @@ def test_a_client_that_leaves_is_in_its_line() -> None:
         (line,) = lines_of(server, leaving.close)
         assert line.startswith(f"POST {CHAT} 200 in ")
         assert line.endswith(", the client left")
+
+
+def test_a_terminal_that_is_gone_ends_no_request() -> None:
+    sent: list[Any] = []
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    def gone(_line: str) -> None:
+        raise BrokenPipeError
+
+    asyncio.run(AccessLog(app, gone)({"type": "http", "method": "GET", "path": "/", "headers": []}, None, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == 200
 
 
 def test_a_response_has_an_id(server: Scripted) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import time
@@ -46,4 +47,5 @@ class AccessLog:
         finally:
             path = repr(scope["path"][:_SHOWN])[1:-1]  # without control characters, which a terminal would obey
             line = f"{scope['method']} {path} {status} in {time.perf_counter() - begin:.2f} s"
-            self._write(": ".join([line, ", ".join(remarks)] if remarks else [line]))
+            with contextlib.suppress(OSError, ValueError):  # the terminal is gone, which ends no request
+                self._write(": ".join([line, ", ".join(remarks)] if remarks else [line]))

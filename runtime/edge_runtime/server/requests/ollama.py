@@ -12,13 +12,12 @@ from edge_runtime.server.requests.completions import ApiRequest, read_chat, read
 from edge_runtime.server.requests.fields import Fields
 from edge_runtime.server.requests.foreign import FOREIGN, OLLAMA_LOADING
 from edge_runtime.server.requests.messages import MAX_CALLS, MAX_MEDIA, MAX_MESSAGES
-from edge_runtime.server.requests.sampling import SAMPLING_FIELDS
+from edge_runtime.server.requests.sampling import NO_END, SAMPLING_FIELDS
 
 _COMMON = {"format", "logprobs", "model", "options", "stream", "think", "top_logprobs"}
 _OPTIONS = SAMPLING_FIELDS - {"ignore_eos", "logit_bias", "min_tokens", "repetition_penalty"}
 _CHAT = _COMMON | {"messages", "tools"}
 _GENERATE = _COMMON | {"context", "images", "prompt", "raw", "suffix", "system", "template"}
-_WHOLE_CONTEXT = 1 << 31
 Json = dict[str, Any]
 
 
@@ -46,7 +45,7 @@ def read_ollama_generate(body: Json) -> ApiRequest | None:
         fields.refuse("images", [], why="a raw prompt is text; leave raw out")
         for name in ("format", "logprobs", "system", "think", "top_logprobs"):
             fields.refuse(name, "", False, 0, why="raw prompts have none; leave it out, or raw")
-        return _streamed(read_completion(common | {"prompt": prompt, "max_tokens": common.get("max_tokens", _WHOLE_CONTEXT)}), fields)
+        return _streamed(read_completion(common | {"prompt": prompt, "max_tokens": common.get("max_tokens", -1)}), fields)
     system = fields.text("system")
     before = [{"role": "system", "content": system}] if system else []
     return _streamed(read_chat(common | {"messages": [*before, {"role": "user", "content": _content(fields, "prompt")}]}), fields)
@@ -56,7 +55,7 @@ def _common(fields: Fields) -> Json:
     options = fields.inner("options")
     options.only(_OPTIONS | {"num_predict"}, FOREIGN | OLLAMA_LOADING)
     chat = {name: options.get(name) for name in _OPTIONS if name in options}
-    limit = options.integer("num_predict", -2, _WHOLE_CONTEXT)
+    limit = options.integer("num_predict", -2, NO_END)
     if limit is not None and limit > 0:
         chat["max_tokens"] = limit
     thinking = fields.get("think")
