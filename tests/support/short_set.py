@@ -173,8 +173,9 @@ def _reasons(skipped: Iterable[Any]) -> list[str]:
 
 
 def _examples(failed: Iterable[Any]) -> list[str]:
-    """The decorators that keep the drawn examples that failed."""
-    drawn = ((report.nodeid, _FALSIFYING.search(re.sub(r"^E   ?", "", str(report.longrepr), flags=re.MULTILINE))) for report in failed)
+    """The decorators that keep the drawn examples that failed, without Hypothesis' comments."""
+    plain = ((report.nodeid, re.sub(r"^E   ?|  # .*$", "", str(report.longrepr), flags=re.MULTILINE)) for report in failed)
+    drawn = ((test, _FALSIFYING.search(text)) for test, text in plain)
     return [f"add to {test}: @example({' '.join(example[1].split()).rstrip(',')})" for test, example in drawn if example]
 
 
