@@ -86,7 +86,7 @@ def test_greedy_output_is_valid_and_that_of_plain_decoding(session: Session, nam
 @pytest.mark.parametrize("place", range(len(CASES)))
 def test_sampled_output_is_valid(session: Session, place: int) -> None:
     """A Latin square: each two of kinds of drafters, rules of acceptance and constraints meet once."""
-    acceptance: Any = ("block", "rejection", "match")[place]
+    acceptance: Any = ("block", "rejection", "coupled")[place]
     constraint, check = list(CASES.values())[(place + KINDS.index(str(session.drafter_kind))) % len(CASES)]
     for seed in range(4):
         options = SamplingParams(temperature=1.2, seed=seed)

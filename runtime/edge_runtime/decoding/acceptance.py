@@ -53,8 +53,8 @@ def likeliest(row: Logits) -> int:
 def accept_by_match(drafts: Sequence[int], sampler: Callable[[int], int]) -> VerifyResult:
     """Accepts drafts as long as they equal the target's choices; `sampler(i)` is called once per position, in order.
 
-    All emitted tokens are the target's own choices: drafts change only how many of them one forward yields, so the same random numbers
-    give the same output with any drafter. `sampler` is not called after the first mismatch.
+    All emitted tokens are the target's own choices: drafts change only how many of them one forward yields. `sampler` is not called after
+    the first mismatch.
     """
     for position, draft in enumerate(drafts):
         choice = sampler(position)

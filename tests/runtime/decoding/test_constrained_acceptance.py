@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
 
-from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, BlockRule, MatchRule, RejectionRule, acceptance_rule
+from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, BlockRule, CoupledRule, RejectionRule, acceptance_rule
 from edge_runtime.decoding.constrained_acceptance import constrained
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.text_memory import LookupDrafter
@@ -17,7 +17,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.text import grammar, matcher
 from edge_runtime.text.constraints import Regex
 from edge_runtime.text.grammar import Grammars
-from enumeration import Choices, distribution_of
+from enumeration import Choices, distribution_of, enumerated_rule
 from stochastic import StochasticDrafter, StochasticTarget, drafters, largest_difference, random_rows, write
 from tables import TableVocabulary
 
@@ -26,7 +26,7 @@ VOCABULARY = TableVocabulary([b"a", b"b", b"c", b"ab", b"ca", b"", b"<eos>"], fr
 GRAMMARS = Grammars(VOCABULARY, VOCABULARY.size)
 END, SIZE, PROMPT, TOKENS = 6, VOCABULARY.size, [1, 2], 4
 TARGET = random_rows(1, SIZE)
-RULES = (BlockRule, RejectionRule, MatchRule)
+RULES = (BlockRule, RejectionRule, CoupledRule)
 PARAMS = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.4)
 # The first is whole at many places, the second closes by itself, the third forces most tokens.
 PATTERNS = ["(ab|c)*", "[ab]{2,4}c", "a(bca)*b?"]
@@ -104,7 +104,7 @@ def test_every_drafter_keeps_the_distribution(pattern, drafter, rule, monkeypatc
     def once(choices: Choices) -> tuple[int, ...]:
         target = StochasticTarget(TARGET)
         opened = DRAFTERS[drafter](target) if drafter else None
-        return run(target, opened, rule(Sampler(PARAMS), PROMPT, choices.uniform), pattern, length=2)
+        return run(target, opened, enumerated_rule(rule, Sampler(PARAMS), PROMPT, choices), pattern, length=2)
 
     assert largest_difference(distribution_of(once, monkeypatch), exact(PARAMS, pattern)) < 1e-12
 
@@ -160,7 +160,11 @@ def kept(rows: list[int], emitted: list[int], at: int) -> int:
 
 def test_a_drafter_without_a_valid_candidate_ends_its_draft():
     constraint = constrain("ab")
-    for rule in (GREEDY, acceptance_rule(SamplingParams(seed=1), "rejection", PROMPT), acceptance_rule(SamplingParams(), "match", PROMPT)):
+    for rule in (
+        GREEDY,
+        acceptance_rule(SamplingParams(seed=1), "rejection", PROMPT),
+        acceptance_rule(SamplingParams(seed=1), "coupled", PROMPT),
+    ):
         sampler = constrained(rule, constraint).sampler
         assert sampler is not None
         logits = np.array([3.0, 2.0], dtype=np.float32)

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from edge_runtime.decoding.acceptance import accept_by_block, accept_by_rejection
-from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, BlockRule, MatchRule, RejectionRule, acceptance_rule
+from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, BlockRule, CoupledRule, RejectionRule, acceptance_rule
 from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
-from enumeration import Choices, distribution_of
+from enumeration import Choices, distribution_of, enumerated_rule
 from stochastic import StochasticDrafter, StochasticTarget, drafters, exact, largest_difference, random_rows, write
 
 SIZE, PROMPT = 3, [1, 2]
 TARGET = random_rows(1, SIZE)
 EXACT = 1e-12
-RULES = (BlockRule, RejectionRule, MatchRule)
+RULES = (BlockRule, RejectionRule, CoupledRule)
 
 OPTIONS = {
     "plain": SamplingParams(),
@@ -70,7 +70,7 @@ def written(monkeypatch, rule, drafter, params, *, tokens, length=0, policy=None
     def run(choices: Choices) -> tuple[int, ...]:
         target = StochasticTarget(TARGET)
         opened = DRAFTERS[drafter](target) if drafter else None
-        drawn = rule(Sampler(params), PROMPT, choices.uniform)
+        drawn = enumerated_rule(rule, Sampler(params), PROMPT, choices)
         return write(target, opened, PROMPT, drawn, length=length, tokens=tokens, policy=policy)
 
     return distribution_of(run, monkeypatch)
@@ -136,7 +136,7 @@ def test_leaving_drafts_unverified_keeps_the_distribution(rule, monkeypatch):
     policy = Choosy()
     result = written(monkeypatch, rule, "random", OPTIONS["plain"], tokens=4, policy=policy)
     assert largest_difference(result, exact(TARGET, OPTIONS["plain"], PROMPT, 4)) < EXACT
-    assert (policy.left_out > 0) == (rule is MatchRule)
+    assert (policy.left_out > 0) == (rule is CoupledRule)
 
 
 @pytest.mark.parametrize("rule", [BlockRule, RejectionRule])
