@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_runtime.decoding.acceptance_rules import BlockRule, CoupledRule, RejectionRule
+from edge_runtime.decoding.acceptance_rules import BlockRule, CoupledRule
 from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.decoding.sampling import Sampler
 from edge_runtime.decoding.shared_noise import SharedNoise
@@ -90,7 +90,7 @@ class EnumeratedNoise:
         return self.choose(np.arange(len(logits)), np.exp((logits.astype(np.float64) - logits.max()) / temperature))
 
 
-def enumerated_rule(rule: type[BlockRule | RejectionRule | CoupledRule], sampler: Sampler, past: Sequence[int], choices: Choices) -> Any:
+def enumerated_rule(rule: type[BlockRule | CoupledRule], sampler: Sampler, past: Sequence[int], choices: Choices) -> Any:
     """The rule of a request whose random choices are enumerated."""
     if issubclass(rule, CoupledRule):
         return rule(sampler, past, cast(SharedNoise, EnumeratedNoise(choices)), len(past))

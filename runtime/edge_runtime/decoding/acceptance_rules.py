@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_block, accept_by_match, accept_by_rejection, accept_greedy
+from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_block, accept_by_match, accept_greedy
 from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.decoding.sampling import NothingToDraw, Sampler, SamplingParams
 from edge_runtime.decoding.shared_noise import SharedNoise
@@ -102,8 +102,8 @@ class CoupledRule(_SampledRule):
         return self._drawn[-1]
 
 
-class RejectionRule(_SampledRule):
-    """Draws drafts from the drafter's distribution, with the same options as for the target, and accepts them by rejection sampling."""
+class BlockRule(_SampledRule):
+    """Draws drafts from the drafter's distribution, with the same options as for the target, and accepts them by block verification."""
 
     # A draft that is verified only because of later drafts no longer has the distribution that it was drawn from.
     any_prefix = False
@@ -126,13 +126,14 @@ class RejectionRule(_SampledRule):
         if self._drawn != list(drafts[: len(self._drawn)]):
             raise BackendError(f"the drafter drew {self._drawn} but returned {list(drafts)}; it must return all tokens it drew, in order")
         proposed = [*self._proposed, *(Distribution.certain(draft) for draft in drafts[len(self._drawn) :])]
-        result = self._verdict(drafts, proposed, lambda position: self._sampler(logits[position], self._recent(drafts[:position])))
+
+        def target(position: int) -> Distribution:
+            return self._sampler(logits[position], self._recent(drafts[:position]))
+
+        result = accept_by_block(drafts, proposed, target, self._random)
         self._proposed.clear()
         self._remember([*drafts[: result.accepted], result.next_token])
         return result
-
-    def _verdict(self, drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution]) -> VerifyResult:
-        return accept_by_rejection(drafts, proposed, target, self._random)
 
     def _choose(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
         try:
@@ -144,15 +145,7 @@ class RejectionRule(_SampledRule):
         return self._drawn[-1]
 
 
-class BlockRule(RejectionRule):
-    """Drafts as `RejectionRule`, and accepts them by block verification, which keeps more of them."""
-
-    def _verdict(self, drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution]) -> VerifyResult:
-        return accept_by_block(drafts, proposed, target, self._random)
-
-
-_DRAWN_RULES: dict[str, type[BlockRule | RejectionRule]] = {"block": BlockRule, "rejection": RejectionRule}
-ACCEPTANCE_METHODS = ("coupled", *_DRAWN_RULES)
+ACCEPTANCE_METHODS = ("coupled", "block")
 GREEDY = GreedyRule()
 
 
@@ -171,7 +164,7 @@ def acceptance_rule(params: SamplingParams, method: str | None, past: Sequence[i
         # Nothing is drawn at temperature 0.
         seed = params.seed if params.seed is not None else 0 if params.temperature == 0 else secrets.randbits(64)
         return CoupledRule(sampler, past, SharedNoise(seed), len(past) if place is None else place)
-    return _DRAWN_RULES[method or "block"](sampler, past, np.random.default_rng(params.seed).random)
+    return BlockRule(sampler, past, np.random.default_rng(params.seed).random)
 
 
 def keeps_text(params: SamplingParams, method: str | None) -> bool:

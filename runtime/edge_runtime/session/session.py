@@ -130,8 +130,8 @@ class Session:
 
         Sampling is given as keywords (`temperature=0.7, seed=1`), as `SamplingParams`, or both; keywords win.
         `draft_length` 0 is plain decoding; a `policy` replaces it. With neither, the session's settings decide, with a safety net.
-        `acceptance` is "coupled", "block" or "rejection": all keep the target's distribution, and with a seed the
-        first, which is then the default, keeps the text too. `chunk_size` None takes the settings' value.
+        `acceptance` is "coupled", the default with a seed, which keeps the text as it is without drafts, or "block",
+        the default without one, which keeps its distribution. `chunk_size` None takes the settings' value.
         With a `constraint` (a JsonSchema, Gbnf, Regex or ToolCalls) the text is always valid, with drafts as without. Other options:
         `GenerationOptions`. `compiled` is what `compile_constraint` made of the `constraint`, for this request alone.
         `prediction` is a text, or its tokens, that the output is expected to repeat, whole or in parts; it changes the speed alone.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, BlockRule, CoupledRule, RejectionRule, acceptance_rule
+from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, BlockRule, CoupledRule, acceptance_rule
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import BackendError, RequestError
 from stochastic import CertainDrafter, StochasticDrafter, StochasticTarget, random_rows, write
@@ -24,7 +24,7 @@ def written(params: SamplingParams, method: str, *, drafter_seed: int | None = N
 
 
 def test_an_unknown_method_is_named_with_those_there_are() -> None:
-    with pytest.raises(RequestError, match="method 'lucky' is not known; choose one of coupled, block, rejection"):
+    with pytest.raises(RequestError, match="method 'lucky' is not known; choose one of coupled, block"):
         acceptance_rule(SamplingParams(temperature=0), "lucky", PROMPT)
 
 
@@ -42,7 +42,7 @@ def test_temperature_zero_is_greedy_unless_something_changes_the_likeliest_token
 
 def test_each_method_has_its_rule() -> None:
     result = [type(acceptance_rule(SamplingParams(), method, PROMPT)) for method in ACCEPTANCE_METHODS]
-    assert result == [CoupledRule, BlockRule, RejectionRule]
+    assert result == [CoupledRule, BlockRule]
 
 
 def test_without_a_method_a_seed_decides() -> None:
@@ -99,7 +99,6 @@ def test_which_drafts_may_be_left_unverified() -> None:
     assert {m: acceptance_rule(SamplingParams(), m, PROMPT).any_prefix for m in ACCEPTANCE_METHODS} == {
         "coupled": True,
         "block": False,
-        "rejection": False,
     }
 
 
@@ -122,10 +121,9 @@ def test_a_round_leaves_no_drafts_to_the_next(method: str) -> None:
     assert rule.accept([], row).accepted == 0
 
 
-@pytest.mark.parametrize("method", ["block", "rejection"])
-def test_a_drafter_that_hides_what_it_drew_is_refused(method: str) -> None:
+def test_a_drafter_that_hides_what_it_drew_is_refused() -> None:
     for hide in (lambda drafts: [], lambda drafts: drafts[::-1], lambda drafts: drafts[1:], lambda drafts: drafts[:-1]):
-        rule = acceptance_rule(SamplingParams(temperature=0.01, presence_penalty=1.0, seed=1), method, PROMPT)
+        rule = acceptance_rule(SamplingParams(temperature=0.01, presence_penalty=1.0, seed=1), "block", PROMPT)
         assert rule.sampler is not None
         first = rule.sampler(np.array([0.0, 1.0, 2.0, 9.0, 0.0, 0.0], np.float32))
         second = rule.sampler(np.array([9.0, 1.0, 2.0, 0.0, 0.0, 0.0], np.float32))
@@ -134,19 +132,17 @@ def test_a_drafter_that_hides_what_it_drew_is_refused(method: str) -> None:
             rule.accept(hide([3, 0]), np.zeros((3, SIZE), np.float32))
 
 
-@pytest.mark.parametrize("method", ["block", "rejection"])
-def test_drafts_that_were_not_drawn_are_certain(method: str) -> None:
+def test_drafts_that_were_not_drawn_are_certain() -> None:
     """A certain draft stands with the target's own probability, whatever comes after it."""
     target = StochasticTarget(TARGET)
     drafter = CertainDrafter(target, TARGET)
-    rule = acceptance_rule(SamplingParams(temperature=0.05, seed=2), method, PROMPT)
+    rule = acceptance_rule(SamplingParams(temperature=0.05, seed=2), "block", PROMPT)
     assert len(write(target, drafter, PROMPT, rule, length=3, tokens=40)) == 40
     assert len(target.rows) < 30, "a target this sure accepts its own likeliest tokens"
 
 
-@pytest.mark.parametrize("method", ["block", "rejection"])
-def test_a_drafter_whose_every_candidate_is_banned_ends_its_draft(method: str) -> None:
-    rule = acceptance_rule(SamplingParams(logit_bias={3: -np.inf}), method, PROMPT)
+def test_a_drafter_whose_every_candidate_is_banned_ends_its_draft() -> None:
+    rule = acceptance_rule(SamplingParams(logit_bias={3: -np.inf}), "block", PROMPT)
     assert rule.sampler is not None
     assert rule.sampler(np.zeros(1, np.float32), np.array([3])) is None
 

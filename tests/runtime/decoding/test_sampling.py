@@ -239,12 +239,6 @@ def test_what_is_left_of_a_distribution_is_that_of_dense_rows(own, other, share)
     np.testing.assert_allclose(left, np.maximum(share * dense(on(own)) - dense(on(other)), 0)[own], atol=1e-15)
 
 
-def test_equal_distributions_leave_the_distribution_itself():
-    whole = Distribution.proportional(np.arange(3), np.array([1.0, 2.0, 3.0]))
-    assert whole.less(whole) is whole
-    assert whole.less(Distribution.certain(1)).tokens.tolist() == [0, 2]
-
-
 @pytest.mark.parametrize("k", [1, 3, 40])
 def test_top_k_of_a_large_vocabulary_is_that_of_a_sort(k):
     random = np.random.default_rng(k)

@@ -172,6 +172,6 @@ def test_losslessness_of_a_seeded_match_is_checked_token_by_token():
     generation = session.generate([1, 2], max_tokens=20, sampling=SamplingParams(seed=3), acceptance="coupled")
     generation.text()
     assert check_lossless(session, generation).equal
-    other = session.generate([1, 2], max_tokens=20, sampling=SamplingParams(seed=3), acceptance="rejection")
+    other = session.generate([1, 2], max_tokens=20, sampling=SamplingParams(seed=3), acceptance="block")
     with pytest.raises(RequestError, match="differ from run to run"):
         check_lossless(session, other)

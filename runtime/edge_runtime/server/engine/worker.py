@@ -275,8 +275,8 @@ class Worker:
             active.begin()
 
     def _may_reuse(self, job: Job) -> bool:
-        """Whether the answer stays the same with rows that another request computed. With a seed it must."""
-        return self._exact or not (self._deterministic or job.request.repeatable)
+        """Whether a request may use rows that another one computed. With a seed that must not change the answer."""
+        return not self._deterministic and (self._exact or not job.request.repeatable)
 
     def _of_next_client(self) -> list[Job]:
         """Returns the waiting requests, of which there are some, of the client whose turn was longest ago."""
