@@ -66,14 +66,14 @@ def accept_by_match(drafts: Sequence[int], sampler: Callable[[int], int]) -> Ver
 def accept_by_block(
     drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution], random: Callable[[], float]
 ) -> VerifyResult:
-    """Speculative sampling that judges a draft as a whole: its tokens have the target's distribution if draft i was drawn from `proposed[i]`.
+    """Speculative sampling that judges a draft as a whole. Draft i must have been drawn from `proposed[i]`.
 
     `target(i)` is the target's distribution at draft i, and is read at all places; `random` returns uniform numbers in [0, 1). On average
     at least as many drafts are accepted as by judging them one by one (arXiv 2211.17192, algorithm 1), because a likely token after an
     unlikely one saves both. What counts for the first i drafts is s_i = min(1, s_{i-1} p_i(x_i) / q_i(x_i)). The longest prefix that passes
-    is accepted, the last one with probability s_n, a shorter one of i drafts with probability w_i / (w_i + 1 - s_i), where w_i is the sum of
-    max(s_i p_{i+1} - q_{i+1}, 0), from which the next token is drawn. The length may depend on the drafts themselves. Source: Sun et al.
-    2024 (arXiv 2403.10444), algorithm 2.
+    is accepted, the last one with probability s_n, a shorter one of i drafts with probability w_i / (w_i + 1 - s_i). There w_i is the sum
+    of max(s_i p_{i+1} - q_{i+1}, 0), from which the next token is drawn. The length may depend on the drafts themselves. Source: Sun et
+    al. 2024 (arXiv 2403.10444), algorithm 2.
     """
     rows, shares = [], [1.0]
     for position, draft in enumerate(drafts):
