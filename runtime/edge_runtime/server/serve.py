@@ -63,6 +63,7 @@ def serve(
             watch=watch,
             deterministic=options.deterministic,
             alone=alone,
+            exact=rows.exact,
             clients=client_names(options.api_key),
         )
         api = Api(worker, first.monitor, _model_card(folder, first, options, rows), announce)
