@@ -103,7 +103,7 @@ def _group_count(vocabulary: int) -> int:
 def _group_maxima(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Returns the largest logit of each group, -inf for a group without tokens."""
     rest = len(logits) % _STRETCH
-    whole = logits[: len(logits) - rest].reshape(-1, _MEMBERS, _APART).max(axis=1).ravel()
+    whole: NDArray[np.float32] = logits[: len(logits) - rest].reshape(-1, _MEMBERS, _APART).max(axis=1).ravel()
     if not rest:
         return whole
     padded = np.full(_STRETCH, -np.inf, np.float32)
