@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
+import platform
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from edge_devices.files.limited_read import sha256_of
 # Names a variant ("avx2"), or is "none": then the stock operators run.
 VARIABLE = "EDGE_MTP_KERNELS"
 FOLDER = Path(__file__).parent / "lib"
-NAME = "libedge_rows.dylib" if sys.platform == "darwin" else "libedge_rows.so"
+# A released wheel has the libraries of several systems: each has its system and processor in its name (build.py, `library_name`).
+NAME = f"libedge_rows-{platform.system().lower()}-{platform.machine()}{'.dylib' if platform.system() == 'Darwin' else '.so'}"
 _NAMES_BYTES = 256
 # Kept: C holds its address.
 _LOST_FILE = ctypes.c_char_p(

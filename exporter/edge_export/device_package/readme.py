@@ -1,0 +1,72 @@
+"""A package's README: how it gets onto the device, and the first three things to do there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edge_export.device_package.inventory import write_file
+from edge_export.device_package.platforms import Platform
+
+NAME = "README.md"
+_SECRET = "--api-key CHOOSE-A-KEY"
+_TEXT = """\
+# edge-mtp VERSION for PLATFORM
+
+This folder runs bundles on a device where nothing is installed. A bundle is a folder that `edge-export`
+made of a model and its drafter; it must have FORMATS files. A small one to begin with:
+`edge-export reference --chat --format FORMAT -o my-bundle`.
+
+Copy this folder and a bundle to the device:
+
+    COPY
+
+Then, on the deviceSHELL, chat:
+
+    PACKAGE/bin/edge-run chat my-bundle
+
+Serve on the local network; the page is at http://ADDRESS:8000, the OpenAI API at http://ADDRESS:8000/v1:
+
+    PACKAGE/bin/edge-run serve my-bundle --host 0.0.0.0 SECRET
+
+Measure what drafts bring; `edge-bench report runs.jsonl` shows the records on a computer with edge-mtp:
+
+    PACKAGE/bin/edge-bench run my-bundle --runs runs.jsonl
+
+`PACKAGE/bin/edge-run doctor` says what works on the device. KERNELS
+"""
+_COPY = {
+    "android": "adb push PACKAGE my-bundle /data/local/tmp/",
+    "linux": "scp -r PACKAGE my-bundle pi@raspberrypi:",
+}
+_SHELL = {"android": " (`adb shell`, then `cd /data/local/tmp`)", "linux": ""}
+
+
+def copy_command(platform: Platform, package: str) -> str:
+    """Returns the command that copies a package of that name, and a bundle, to a device."""
+    return _COPY[_system(platform)].replace("PACKAGE", package)
+
+
+def write_readme(folder: Path, platform: Platform, package: str, version: str, backends: tuple[str, ...], kernels: tuple[str, ...]) -> None:
+    """Writes the README of a package that will be a folder of the name `package`."""
+    formats = [format for backend, format in (("onnx", "ONNX"), ("llama", "GGUF")) if backend in backends]
+    text = (
+        _TEXT.replace("COPY", copy_command(platform, package))
+        .replace("PACKAGE", package)
+        .replace("VERSION", version)
+        .replace("PLATFORM", platform.name)
+        .replace("FORMATS", " or ".join(formats))
+        .replace("FORMAT", formats[0].lower())
+        .replace("SHELL", _SHELL[_system(platform)])
+        .replace("SECRET", _SECRET)
+        .replace("KERNELS", f"{kernels_sentence(kernels)}.")
+    )
+    write_file(folder / NAME, text.encode())
+
+
+def kernels_sentence(kernels: tuple[str, ...]) -> str:
+    """Returns which kernels multiply, without a full stop."""
+    return f"Row kernels: {', '.join(kernels)}; the processor decides which runs" if kernels else "No row kernels: standard operators"
+
+
+def _system(platform: Platform) -> str:
+    return platform.name.partition("-")[0]
