@@ -1,8 +1,8 @@
 """The project's build step: compiles the kernels for the machine that builds, and marks the wheel with its platform.
 
-With EDGE_MTP_KERNELS_FOR=all, as `make dist` sets it, a wheel gets the kernels of every platform that has any: it installs anywhere and makes
-device packages without a compiler. Where there is no compiler or no kernel for the machine, the wheel is pure Python and the stock operators
-run.
+With EDGE_MTP_KERNELS_FOR=all, as `make dist` sets it, a wheel gets the kernels of every platform that has any: it installs anywhere and
+makes device packages without a compiler. Where there is no compiler or no kernel for the machine, the wheel is pure Python and the stock
+operators run.
 """
 
 from __future__ import annotations

@@ -35,15 +35,15 @@ Measure what drafts bring; `edge-bench report runs.jsonl` shows the records on a
 `PACKAGE/bin/edge-run doctor` says what works on the device. KERNELS
 """
 _COPY = {
-    "android": "adb push PACKAGE my-bundle /data/local/tmp/",
-    "linux": "scp -r PACKAGE my-bundle pi@raspberrypi:",
+    "android-arm64": "adb push PACKAGE my-bundle /data/local/tmp/",
+    "linux-arm64": "scp -r PACKAGE my-bundle pi@raspberrypi:",
+    "linux-x64": "scp -r PACKAGE my-bundle USER@HOST:",
 }
-_SHELL = {"android": " (`adb shell`, then `cd /data/local/tmp`)", "linux": ""}
 
 
 def copy_command(platform: Platform, package: str) -> str:
     """Returns the command that copies a package of that name, and a bundle, to a device."""
-    return _COPY[_system(platform)].replace("PACKAGE", package)
+    return _COPY[platform.name].replace("PACKAGE", package)
 
 
 def write_readme(folder: Path, platform: Platform, package: str, version: str, backends: tuple[str, ...], kernels: tuple[str, ...]) -> None:
@@ -56,7 +56,7 @@ def write_readme(folder: Path, platform: Platform, package: str, version: str, b
         .replace("PLATFORM", platform.name)
         .replace("FORMATS", " or ".join(formats))
         .replace("FORMAT", formats[0].lower())
-        .replace("SHELL", _SHELL[_system(platform)])
+        .replace("SHELL", " (`adb shell`, then `cd /data/local/tmp`)" if platform.name.startswith("android") else "")
         .replace("SECRET", _SECRET)
         .replace("KERNELS", f"{kernels_sentence(kernels)}.")
     )
@@ -66,7 +66,3 @@ def write_readme(folder: Path, platform: Platform, package: str, version: str, b
 def kernels_sentence(kernels: tuple[str, ...]) -> str:
     """Returns which kernels multiply, without a full stop."""
     return f"Row kernels: {', '.join(kernels)}; the processor decides which runs" if kernels else "No row kernels: standard operators"
-
-
-def _system(platform: Platform) -> str:
-    return platform.name.partition("-")[0]

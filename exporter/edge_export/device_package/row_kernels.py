@@ -11,8 +11,7 @@ from edge_export.device_package.platforms import SITE, Platform
 from edge_export.device_package.subprocesses import Step
 from edge_export.device_package.wheels import own_requirements
 from edge_export.errors import PackageError
-from edge_runtime.backends.kernels.build import TARGETS, build, library_name, variants
-from edge_runtime.backends.kernels.loader import FOLDER
+from edge_runtime.backends.kernels.build import LIBRARIES, TARGETS, build, library_name, variants
 
 IN_PACKAGE = f"{SITE}/edge_runtime/backends/kernels/lib"
 
@@ -42,4 +41,4 @@ def add_kernels(folder: Path, platform: Platform, cache: Path, step: Step) -> tu
 
 def _shipped(platform: Platform) -> Path:
     """Where a wheel has the platform's library, if it has one; for this machine's own platform, the library that runs here."""
-    return FOLDER / library_name(TARGETS["Linux", platform.machine])
+    return LIBRARIES / library_name(TARGETS["Linux", platform.machine])

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
+LIBRARIES = Path(__file__).parent / "lib"
 # What runs on any processor of the architecture, and the files that need more, each with the processor it is compiled for.
 _COMMON = (
     *(
@@ -160,7 +161,7 @@ def main() -> None:
     target = sys.argv[1] if len(sys.argv) > 1 else host_target()
     if target is None:
         sys.exit(f"Error: there are no kernels for {platform.system()} on {platform.machine()}")
-    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parent / "lib"
+    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else LIBRARIES
     print(build(target, folder))
 
 

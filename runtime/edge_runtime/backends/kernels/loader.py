@@ -37,6 +37,21 @@ def variant() -> str | None:
     return usable[0] if usable else None
 
 
+def stock_reason() -> str | None:
+    """Returns why the stock operators run, as a sentence; None where a variant does."""
+    if variant() is not None:
+        return None
+    if os.environ.get(VARIABLE) == "none":
+        return f"${VARIABLE} switches the row kernels off"
+    if not (FOLDER / NAME).is_file():
+        return "there are no row kernels in this installation"
+    if load_library() is None:
+        return f"{NAME} does not load on this system"
+    if not usable_variants():
+        return "no row kernel runs on this processor"
+    return f"${VARIABLE}={os.environ[VARIABLE]} is none of {', '.join(usable_variants())}"
+
+
 def build_hash() -> str:
     """Returns the SHA-256 of the compiled library, "" where there is none."""
     path = kernels_path()
