@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 from edge_export.device_package.inventory import write_file
 from edge_export.device_package.platforms import Platform
 
 NAME = "README.md"
-_SECRET = "--api-key CHOOSE-A-KEY"
 _TEXT = """\
 # edge-mtp VERSION for PLATFORM
 
@@ -26,7 +27,7 @@ Then, on the deviceSHELL, chat:
 
 Serve on the local network; the page is at http://ADDRESS:8000, the OpenAI API at http://ADDRESS:8000/v1:
 
-    PACKAGE/bin/edge-run serve my-bundle --host 0.0.0.0 SECRET
+    PACKAGE/bin/edge-run serve my-bundle --host 0.0.0.0 --api-key CHOOSE-A-KEY
 
 Measure what drafts bring; `edge-bench report runs.jsonl` shows the records on a computer with edge-mtp:
 
@@ -43,24 +44,23 @@ _COPY = {
 
 def copy_command(platform: Platform, package: str) -> str:
     """Returns the command that copies a package of that name, and a bundle, to a device."""
-    return _COPY[platform.name].replace("PACKAGE", package)
+    return _COPY[platform.name].replace("PACKAGE", shlex.quote(package))
 
 
 def write_readme(folder: Path, platform: Platform, package: str, version: str, backends: tuple[str, ...], kernels: tuple[str, ...]) -> None:
     """Writes the README of a package that will be a folder of the name `package`."""
     formats = [format for backend, format in (("onnx", "ONNX"), ("llama", "GGUF")) if backend in backends]
-    text = (
-        _TEXT.replace("COPY", copy_command(platform, package))
-        .replace("PACKAGE", package)
-        .replace("VERSION", version)
-        .replace("PLATFORM", platform.name)
-        .replace("FORMATS", " or ".join(formats))
-        .replace("FORMAT", formats[0].lower())
-        .replace("SHELL", " (`adb shell`, then `cd /data/local/tmp`)" if platform.name.startswith("android") else "")
-        .replace("SECRET", _SECRET)
-        .replace("KERNELS", f"{kernels_sentence(kernels)}.")
-    )
-    write_file(folder / NAME, text.encode())
+    values = {
+        "COPY": copy_command(platform, package),
+        "PACKAGE": shlex.quote(package),
+        "VERSION": version,
+        "PLATFORM": platform.name,
+        "FORMATS": " or ".join(formats),
+        "FORMAT": formats[0].lower(),
+        "SHELL": " (`adb shell`, then `cd /data/local/tmp`)" if platform.name.startswith("android") else "",
+        "KERNELS": f"{kernels_sentence(kernels)}.",
+    }
+    write_file(folder / NAME, re.sub("|".join(values), lambda word: values[word[0]], _TEXT).encode())
 
 
 def kernels_sentence(kernels: tuple[str, ...]) -> str:
