@@ -14,7 +14,7 @@ from pathlib import Path
 from edge_devices.files.limited_read import sha256_of
 from edge_devices.machine.facts import usable_processors
 from edge_devices.waiting import Report
-from edge_export.device_package.inventory import Component, copy_file, keep_licence
+from edge_export.device_package.inventory import Component, copy_file, keep_licence, write_file
 from edge_export.device_package.platforms import SITE, Platform, Processors
 from edge_export.device_package.subprocesses import Step, pip_download, program_path, run
 from edge_export.errors import PackageError
@@ -90,6 +90,8 @@ def add_llama(folder: Path, platform: Platform, toolchain: Toolchain, step: Step
         copy_file(built / "bin" / _CPU_LIBRARY, folder / f"lib/llama-{processors.name}" / _CPU_LIBRARY)
         for name in _LIBRARIES if all_libraries else ():
             copy_file(built / "bin" / name, llama / "lib" / name)
+    about = f"Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: {VERSION}\n"
+    write_file(folder / SITE / f"llama_cpp_python-{VERSION}.dist-info/METADATA", about.encode())
     return _component(folder, toolchain, "llama-cpp-python")
 
 

@@ -461,6 +461,7 @@ def test_llama_cpp_comes_with_its_media_library(tmp_path: Path, monkeypatch: pyt
     folder = tmp_path / "p" / SITE / "llama_cpp"
     assert (folder / "lib/libmtmd.so").read_text() == "mtmd"
     assert (folder / "mtmd_cpp.py").is_file()
+    assert "Version: 0.3.36\n" in (folder.parent / "llama_cpp_python-0.3.36.dist-info/METADATA").read_text()  # by which a doctor finds it
     configured = [command for command in commands if "-S" in command]
     assert all({"-DLLAMA_BUILD_MTMD=ON", "-DMTMD_VIDEO=OFF"} <= set(command) for command in configured)
 
