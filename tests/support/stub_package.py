@@ -13,6 +13,7 @@ import pytest
 from bench_records import whole_benchmark
 from edge_bench.measure.records import line_of
 from edge_devices.energy.run_log import write_log
+from edge_devices.waiting import no_report
 from edge_runtime.bundle.manifest import with_hash
 from simulated_session import two_variants
 
@@ -41,7 +42,7 @@ def made_package(platform: str, folder: Path) -> Path:
     from edge_export.errors import PackageError
 
     try:
-        make_package(PackageRequest(platform=platform, output=folder, backends=("onnx",)), lambda _: None)
+        make_package(PackageRequest(platform=platform, output=folder, backends=("onnx",)), lambda _: no_report)
     except PackageError as error:
         if not re.search("cannot be fetched|pip download failed", str(error)):
             raise

@@ -15,7 +15,7 @@ from edge_bench.measure.energy import energy_workloads
 from edge_bench.measure.memory import measure_memory
 from edge_bench.measure.progress import duration
 from edge_bench.measure.prompts import Prompt, prepare
-from edge_bench.measure.records import SCHEMA, CostRecord, Header, ModelFile, Note, Record, Run
+from edge_bench.measure.records import NO_ROW_KERNELS, SCHEMA, CostRecord, Header, ModelFile, Note, Record, Run
 from edge_bench.measure.request import BenchRequest
 from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedule, context_schedule, llama_tools
 from edge_bench.measure.sweeps.concurrency import alone, run_level
@@ -74,10 +74,10 @@ class Benchmark:
     def records(self) -> Iterator[Record]:
         """Measures and yields each record as soon as it is complete; the first is the header."""
         request, longest = self._request, self._settings.longest_draft
-        drafters = request.drafters or (self._default_drafter(),)
+        drafters, row_kernels = self._drafters_and_kernels()
         lengths = tuple(length for length in request.lengths if length <= longest)
         wall_clock = WallClock()
-        yield self._header(drafters, lengths)
+        yield self._header(drafters, lengths, row_kernels)
         parity = self._bundle.manifest.parity or {}
         quality = exported_quality(parity.get("onnx") if CARDS[self._backend].format == "onnx" else parity)
         if quality is not None:
@@ -116,11 +116,13 @@ class Benchmark:
             if session.draft_place:
                 yield Note(text=f"{kind}: {session.draft_place}")
 
-    def _default_drafter(self) -> DrafterKind:
-        with open_session(self._folder, self._load) as session:
-            return session.drafter_kind
+    def _drafters_and_kernels(self) -> tuple[tuple[DrafterKind, ...], str]:
+        """Returns the kinds of drafters to measure and the row kernels that run, which an open session alone knows."""
+        asked = self._request.drafters
+        with open_session(self._folder, self._load, drafter=asked[0] if asked else None) as session:
+            return asked or (session.drafter_kind,), session.row_kernels or NO_ROW_KERNELS
 
-    def _header(self, drafters: Sequence[DrafterKind], lengths: Sequence[int]) -> Header:
+    def _header(self, drafters: Sequence[DrafterKind], lengths: Sequence[int], row_kernels: str) -> Header:
         request, source = self._request, self._bundle.manifest.sources.get("target")
         return Header(
             schema=SCHEMA,
@@ -147,6 +149,7 @@ class Benchmark:
             },
             engines={name: number for name in ENGINES if (number := installed_version(name))},
             planned=self._planned(drafters, lengths),
+            row_kernels=row_kernels,
         )
 
     def _planned(self, drafters: Sequence[DrafterKind], lengths: Sequence[int]) -> int:
@@ -295,7 +298,7 @@ class Benchmark:
     def energy_workloads(self, stack: ExitStack) -> dict[str, Workload]:
         """Opens the sessions, which `stack` closes, and returns the workloads of the energy protocol."""
         request = self._request
-        drafters = request.drafters or (self._default_drafter(),)
+        drafters, _ = self._drafters_and_kernels()
         edge_runners = {kind: EdgeRunner(stack.enter_context(open_session(self._folder, self._load, drafter=kind))) for kind in drafters}
         session = next(iter(edge_runners.values())).session
         check_sizes(session, request.image_sizes)

@@ -15,6 +15,7 @@ import click
 from edge_bench.measure.request import threads_option
 from edge_devices.children.commands import import_paths, limited_command
 from edge_devices.children.running import run_child
+from edge_devices.machine.device_package import how_to_get
 from edge_devices.machine.facts import installed_version
 from edge_devices.option_fields import option
 from edge_devices.waiting import Report
@@ -151,8 +152,7 @@ def _write_checkpoint(source: str, folder: Path, tokens: int, load: LoadOptions,
     """Lets edge-export write the checkpoint's logits, in a child process. Raises RequestError."""
     if find_spec("edge_export") is None:
         raise RequestError(
-            "a checkpoint is read by edge-export, which is not here; pip install 'edge-mtp[export,verify]',"
-            " or compare with a bundle by --against"
+            f"a checkpoint is read by edge-export, which is not here; {how_to_get('export,verify')}, or compare with a bundle by --against"
         )
 
     shown = -1

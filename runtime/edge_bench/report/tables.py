@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from edge_bench.measure.records import Header, KvTypeCost
+from edge_bench.measure.records import NO_ROW_KERNELS, Header, KvTypeCost
 from edge_bench.measure.variants import OURS, PLAIN
 from edge_bench.report.figures import WIDEST, Figures, ImageRow, Level, Ratio, Row
 from edge_devices.energy.intervals import Interval
@@ -15,6 +15,7 @@ from edge_devices.energy.report import ratio_text as energy_ratio_text
 from edge_devices.energy.run_log import RunLog
 from edge_devices.errors import markdown_text, printable
 from edge_devices.meters.base import Kind, scope_words
+from edge_runtime.backends.interface import NO_KERNELS
 from edge_runtime.bundle.manifest import FIGURES_OF, files_key
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 
@@ -168,8 +169,9 @@ def machine_line(header: Header) -> str:
     files = ", ".join(f"{file.role} {file.quantization or file.format}" for file in header.files if file.role in ("target", "drafter"))
     threads, tokens, repeats = (settings.get(key, "?") for key in ("threads", "tokens", "repeats"))
     versions = ", ".join(f"{name} {number}" for name, number in {"edge-mtp": header.version, **header.engines}.items())
+    kernels = {None: "", NO_ROW_KERNELS: f", {NO_KERNELS}"}.get(header.row_kernels, f", row kernels {header.row_kernels}")
     return (
-        f"{header.bundle} ({files}) on {processor}, {machine.get('usable_processors', '?')} processors, {threads} threads;"
+        f"{header.bundle} ({files}) on {processor}, {machine.get('usable_processors', '?')} processors, {threads} threads{kernels};"
         f" {tokens} tokens, {repeats} repeats; {versions}, {header.created_at}"
     )
 

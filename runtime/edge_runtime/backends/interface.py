@@ -17,6 +17,7 @@ from edge_runtime.media.soft_rows import Encoder, LazyEncoder, Room
 
 # The kinds of devices, by which one may be asked for.
 CPU, GPU, NPU = "cpu", "gpu", "npu"
+NO_KERNELS = "no row kernels: standard operators"
 _ENCODERS = (MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER)
 
 
@@ -143,10 +144,10 @@ class SingleSequence:
         self.targets[0].close()
 
 
-def kernel_finding(row_kernels: str | None, otherwise: str) -> tuple[str, str, str]:
-    """Returns the finding about the project's own kernels; `otherwise` says why stock ones multiply."""
+def kernel_finding(row_kernels: str | None, stock_reason: str | None) -> tuple[str, str, str]:
+    """Returns the finding about the project's own kernels; `stock_reason` says why there are none."""
     if row_kernels is None:
-        return "row kernels", "missing", otherwise
+        return "row kernels", "missing", f"{NO_KERNELS}; {stock_reason}"
     return "row kernels", "ok", f"{row_kernels}: a verify reads weights once for all its rows"
 
 

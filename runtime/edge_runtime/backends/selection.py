@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from edge_devices.files.user_cache import entry_key
+from edge_devices.machine.device_package import how_to_get
 from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_devices.waiting import Report
 from edge_runtime.backends.interface import CPU, Backend, OpenRequest
@@ -90,8 +91,7 @@ def usable_backends(bundle: Bundle, requested: BackendKind | None) -> list[Backe
     usable = [kind for kind in candidates if find_spec(CARDS[kind].library) is not None]
     if usable:
         return usable
-    missing = " or ".join(f"'edge-mtp[{kind}]'" for kind in candidates)
-    raise BackendError(f"no library is installed that runs {bundle.folder}; pip install {missing}")
+    raise BackendError(f"no library is installed that runs {bundle.folder}; {how_to_get(*candidates)}")
 
 
 def check_device(bundle: Bundle, requested: BackendKind | None, name: str) -> None:

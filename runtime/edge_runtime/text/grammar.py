@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.children.forked import Host
+from edge_devices.machine.device_package import how_to_get
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text import matcher as matchers
@@ -24,7 +25,6 @@ from edge_runtime.text.grammar_limits import check_size, read_grammar, read_sche
 from edge_runtime.text.matcher import Matcher
 from edge_runtime.text.tool_calls import tool_call_grammar
 
-INSTALL = "pip install 'edge-mtp[grammar]'"
 # Tokens that begin with this byte are special to llguidance; no UTF-8 text has it.
 _MARKER = b"\xff"
 # All tokens that spell valid text are allowed, not only those that the tokenizer would choose.
@@ -46,7 +46,7 @@ class Grammars:
         try:
             self._library = matchers.llguidance_module()
         except ImportError as error:
-            raise BackendError(f"constrained output needs llguidance, which is not installed; run: {INSTALL}") from error
+            raise BackendError(f"constrained output needs llguidance, which is not installed; {how_to_get('grammar')}") from error
         if not vocabulary.eog_tokens:
             raise RequestError("the vocabulary has no end token, so no grammar could end; leave the constraint out")
         self._eog = vocabulary.eog_tokens

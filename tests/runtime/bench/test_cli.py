@@ -25,6 +25,7 @@ from edge_bench.measure.request import BenchRequest
 from edge_bench.report.figures import ROWS
 from edge_devices.energy.run_log import write_log
 from edge_devices.errors import DeviceError
+from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.llama.open import LlamaBackend
 from edge_runtime.backends.onnx.open import OrtBackend
 from edge_runtime.bundle.exported_quality import Quality
@@ -60,6 +61,7 @@ def test_a_real_pair_is_measured_in_all_respects(measured):
     assert "a text of 4000 tokens is left out" in result.stdout
     records = read_records(folder / "run.jsonl")
     assert records.header.machine["usable_processors"] >= 1
+    assert records.header.row_kernels in (variant(), "none")  # without repacked weights llama.cpp's own multiply
     runs = [run for run in records.runs if run.part == "domains"]
     assert len(runs) == 2 * 2 * 5
     assert {run.domain for run in records.runs if run.part == "contexts"} == {"32"}

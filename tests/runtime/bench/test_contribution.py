@@ -348,7 +348,7 @@ def test_the_protocol_fits_into_its_minutes(refresh_s, lag_s, repeats, loops):
 
 
 def test_devices_measure_the_tools_of_their_package(tmp_path, exported_pair):
-    package = DevicePackage(folder=tmp_path, platform="android-arm64", bytes=0)
+    package = DevicePackage(folder=tmp_path, platform="android-arm64", files={})
     asked = RemoteRequest(bundle=exported_pair, package=package, name="r", options=("--repeats", "1"), against_package=True)
     command = remote_run._command(cast(Any, None), asked, "/data/x")
     assert command[command.index("--against") + 1] == "llama.cpp=/data/x/package/tools"

@@ -35,7 +35,7 @@ LLAMA = {"version": "0.3.36", "system_info": "CPU : AVX2 = 1 | AMX_INT8 = 0 | RE
 }
 CPU = {"name": "cpu", "kind": "cpu", "hardware": "", "driver": "", "software": False}
 GPU = {"name": "webgpu", "kind": "gpu", "hardware": "Radeon", "driver": "onnxruntime-ep-webgpu 0.4.0; amdgpu 6.12", "software": False}
-ONNX = {"version": "1.31.1", "devices": [CPU, GPU], "plug_in_failures": {}, "row_kernels": "avx2"}
+ONNX = {"version": "1.31.1", "devices": [CPU, GPU], "plug_in_failures": {}, "row_kernels": "avx2", "stock_reason": None}
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels.draft import KvSource, address
-from edge_runtime.backends.kernels.loader import VARIABLE, load_library, variant
+from edge_runtime.backends.kernels.loader import load_library, stock_reason
 
 # In the order of struct Functions in src/ggml/facts.h.
 FUNCTIONS = (
@@ -43,18 +43,16 @@ def register(llama: Any) -> str | None:
 
     Must come before the first model is loaded. `llama` is the ctypes library: its dependencies, ggml's libraries, are searched with it.
     """
-    kernels = _kernels()
-    if kernels is None:
-        return "the row kernels were not built for this machine"
-    if variant() is None:
-        return f"no row kernel runs on this processor, or ${VARIABLE} switches them off"
+    kernels, reason = _kernels(), stock_reason()
+    if kernels is None or reason is not None:
+        return reason
     missing = [name for name in (*FUNCTIONS, _NEW) if not hasattr(llama, name)]
     if missing:
         return f"this build of llama.cpp does not export {', '.join(missing)}"
     functions = (ctypes.c_void_p * len(FUNCTIONS))(*(_address(llama, name) for name in FUNCTIONS))
     kernels.edge_ggml_register.restype = ctypes.c_char_p
-    reason = kernels.edge_ggml_register(functions, ctypes.c_void_p(_address(llama, _NEW)))
-    return f"this build of llama.cpp is another than the one supported: {reason.decode('ascii')}" if reason else None
+    refusal = kernels.edge_ggml_register(functions, ctypes.c_void_p(_address(llama, _NEW)))
+    return f"this build of llama.cpp is another than the one supported: {refusal.decode('ascii')}" if refusal else None
 
 
 def switch(enabled: bool) -> None:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from edge_devices.errors import first_line
+from edge_devices.machine.device_package import how_to_get
 from edge_devices.machine.facts import installed_version
 from edge_devices.machine.graphics import board_name, driver_facts
 from edge_devices.machine.system import System
@@ -97,7 +98,7 @@ def onnxruntime_module() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise BackendError(f"onnxruntime is not installed ({error}); pip install 'edge-mtp[onnx]'") from error
+        raise BackendError(f"onnxruntime is not installed ({error}); {how_to_get('onnx')}") from error
     end_on_lost_files()
     onnxruntime.set_default_logger_severity(SEVERITY)
     onnxruntime.disable_telemetry_events()  # for a program that imported onnxruntime before us: then nothing more is collected
@@ -113,7 +114,7 @@ def check_version() -> None:
     """Raises BackendError if this onnxruntime is not one that was tested."""
     version = library_version()
     if not FIRST_VERSION <= tuple(int(part) for part in version.split(".")[:2]) < END_VERSION:
-        raise BackendError(f"onnxruntime {version} was not tested with these graphs, 1.31 and 1.32 were; pip install 'edge-mtp[onnx]'")
+        raise BackendError(f"onnxruntime {version} was not tested with these graphs, 1.31 and 1.32 were; {how_to_get('onnx')}")
 
 
 @cache
@@ -175,8 +176,7 @@ def _missing(name: str, typed: str) -> str:
         if failure is None and not any(device.provider == plug_in.provider for device in devices()):
             return f"{there}; {installed} is installed and finds no device of its own on this machine"
     if meant and all(plug_in_failure(plug_in) == "" for plug_in in meant):
-        extras = [f"'edge-mtp[{plug_in.extra}]'" for plug_in in meant]
-        return f"{there}; pip install {' or '.join(extras)}"
+        return f"{there}; {how_to_get(*(plug_in.extra for plug_in in meant))}"
     return f"{there}; edge-run doctor says which drivers are installed"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
 from edge_runtime.backends.interface import Accelerator, OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
-from edge_runtime.backends.kernels.loader import VARIABLE, build_hash, variant
+from edge_runtime.backends.kernels.loader import build_hash, stock_reason, variant
 from edge_runtime.backends.onnx.device_drafter import DeviceDrafter
 from edge_runtime.backends.onnx.device_target import DeviceTarget, keeps_rows
 from edge_runtime.backends.onnx.devices import (
@@ -101,18 +101,18 @@ class OrtBackend:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Beside what all have: the `devices` it computes on, and why a `plug_in` that is installed gives none."""
+        """Beside what all have: the `devices` it computes on, why a `plug_in` that is installed gives none, and `stock_reason`."""
         check_version()
         there = [{name: value for name, value in asdict(replace(each, handle=None)).items() if name in _SHOWN} for each in devices()]
         failures = {plug_in.package: failure for plug_in in PLUG_INS if (failure := plug_in_failure(plug_in))}
-        return {"version": library_version(), "devices": there, "plug_in_failures": failures, "row_kernels": variant()}
+        kernels = {"row_kernels": variant(), "stock_reason": stock_reason()}
+        return {"version": library_version(), "devices": there, "plug_in_failures": failures, **kernels}
 
     def findings(self, description: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         names = ", ".join(device["name"] for device in description["devices"])
-        stock = f"stock operators multiply: not built for this machine, no variant for its processor, or ${VARIABLE}=none"
         return [
             ("onnxruntime", "ok", f"onnxruntime {description['version']}; devices: {names}"),
-            kernel_finding(description["row_kernels"], stock),
+            kernel_finding(description["row_kernels"], description["stock_reason"]),
             *((f"device {each['name']}", "ok", _device_words(each)) for each in description["devices"] if each["name"] != PROCESSOR.name),
             *((package, "broken", failure) for package, failure in description["plug_in_failures"].items()),
         ]
