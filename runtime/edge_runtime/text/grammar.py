@@ -22,7 +22,7 @@ from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema, To
 from edge_runtime.text.forced_text import BlankStyle, ForcedText
 from edge_runtime.text.grammar_limits import check_size, read_grammar, read_schema
 from edge_runtime.text.matcher import Matcher
-from edge_runtime.text.tool_calls import tool_call_grammar
+from edge_runtime.text.tool_grammar import tool_call_grammar
 
 INSTALL = "pip install 'edge-mtp[grammar]'"
 # Tokens that begin with this byte are special to llguidance; no UTF-8 text has it.

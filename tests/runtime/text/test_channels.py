@@ -126,7 +126,13 @@ def test_what_the_notation_writes_is_read_back(value):
     [
         "call:f{" + "a " * 500_000,
         "call:f{a" + " " * 1_000_000 + "{}",
-        "call:f{" + "a:1," * 250_000 + "}",
+        "call:f{" + "a:1," * 250_000 + "b}",
+        "call:f{a:[" + "x," * 250_000 + QUOTE + "y]}",
+        "call:f{a:[" + "'x," * 250_000 + QUOTE,
+        "call:f{a:[" + "x," * 250_000 + "k:z" + QUOTE,
+        "call:f{a:" + f"{QUOTE},{QUOTE}x" * 100_000,
+        "call:f{a:" + f"{QUOTE}   " * 200_000,
+        "call:f{a:" + "'b\\" * 200_000,
         "call:" + " " * 1_000_000,
         "call:f{a:" + '"\\' * 500_000,
     ],
@@ -139,9 +145,7 @@ def test_long_nonsense_is_read_quickly(raw):
 
 def test_a_call_without_end_does_not_fill_the_memory(monkeypatch):
     monkeypatch.setattr("edge_runtime.text.channels.MAX_CALL_CHARACTERS", 10)
-    first, *rest = parse("<|tool_call>" + "x" * 15)
-    assert first == ToolCall(name=None, arguments=None, raw="x" * 11)
-    assert rest == [Text("xxxx")]
+    assert parse("<|tool_call>" + "x" * 15) == [Text("x" * 15)]
 
 
 def test_stop_strings_end_answers_and_not_thoughts():

@@ -29,7 +29,7 @@ from edge_runtime.text import matcher
 from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema, Regex, ToolCalls
 from edge_runtime.text.grammar import Constraint, Grammars, grammars_for
 from edge_runtime.text.grammar_limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_LEVELS
-from edge_runtime.text.tool_calls import tool_call_grammar
+from edge_runtime.text.tool_grammar import tool_call_grammar
 from scripted import LetterVocabulary
 from tables import byte_vocabulary
 
