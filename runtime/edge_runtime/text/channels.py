@@ -13,6 +13,7 @@ from typing import Literal
 
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Vocabulary
+from edge_runtime.text.constraints import THOUGHTS_BEGIN, THOUGHTS_END, AfterThoughts, ConstraintSource
 from edge_runtime.text.tool_calls import CALL_BEGINS, CALL_ENDS, QUOTE, ToolCall, cut_tool_call, parse_tool_call
 
 MAX_STOP_LENGTH = 1000
@@ -117,8 +118,8 @@ class Thought:
 Event = Text | Thought | ToolCall
 Place = Literal["answer", "name", "thought", "call"]
 _MARKS: Mapping[str, Place] = {
-    "<|channel>": "name",
-    "<channel|>": "answer",
+    THOUGHTS_BEGIN: "name",
+    THOUGHTS_END: "answer",
     CALL_BEGINS: "call",
     CALL_ENDS: "answer",
     "<|tool_response>": "answer",
@@ -235,6 +236,16 @@ class ChannelParser:
 def opens_thoughts(vocabulary: Vocabulary, prompt: Sequence[int]) -> bool:
     """Whether a prompt ends in a thinking channel that it opened."""
     return ChannelParser(vocabulary, prompt=prompt).place in ("name", "thought")
+
+
+def after_thoughts(
+    constraint: ConstraintSource | None, vocabulary: Vocabulary, prompt: Sequence[int], *, thinking: bool
+) -> ConstraintSource | None:
+    """Returns the constraint of an answer to a prompt: it holds behind the thoughts where the model shall think, or the prompt began to."""
+    opened = opens_thoughts(vocabulary, prompt)
+    if constraint is None or isinstance(constraint, AfterThoughts) or not (thinking or opened):
+        return constraint
+    return AfterThoughts(constraint, opened=opened)
 
 
 def merged(events: Iterable[Event]) -> tuple[Event, ...]:

@@ -18,7 +18,7 @@ from edge_devices.children.forked import Host
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text import matcher as matchers
-from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema, ToolCalls
+from edge_runtime.text.constraints import THOUGHTS_BEGIN, THOUGHTS_END, AfterThoughts, ConstraintSource, Gbnf, JsonSchema, ToolCalls
 from edge_runtime.text.forced_text import BlankStyle, ForcedText
 from edge_runtime.text.grammar_limits import check_size, read_grammar, read_schema
 from edge_runtime.text.matcher import Matcher
@@ -72,6 +72,8 @@ class Grammars:
 
     def _lark(self, source: ConstraintSource) -> str:
         """Returns the grammar in the library's dialect of Lark."""
+        if isinstance(source, AfterThoughts):
+            return self._behind_thoughts(self._lark(source.answer), opened=source.opened)
         if isinstance(source, JsonSchema):
             return f"start: {_json_rule(source)}"
         if isinstance(source, Gbnf):
@@ -81,6 +83,15 @@ class Grammars:
             return calls if source.answer is None else f"{calls}answer: {_json_rule(source.answer)}\n"
         check_size("the regular expression", source.pattern)
         return f"start: /{self._library.regex_to_lark(source.pattern, '')}/"
+
+    def _behind_thoughts(self, answer: str, *, opened: bool) -> str:
+        """Returns the grammar of an answer behind thoughts, which may have any tokens but control tokens."""
+        begin, end = (self._control.get(mark) for mark in (THOUGHTS_BEGIN, THOUGHTS_END))
+        if begin is None or end is None:
+            return answer
+        start = "thoughts answer" if opened else f"(<[{begin}]> thoughts)? answer"
+        closed = ",".join(map(str, sorted(self._eog.union(self._control.values()))))
+        return f"start: {start}\nthoughts: <[^{closed}]>* <[{end}]>\nanswer: %lark {{\n{answer}\n}}\n"
 
 
 def _json_rule(source: JsonSchema) -> str:

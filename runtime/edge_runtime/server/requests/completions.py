@@ -79,7 +79,7 @@ class CompletionRequest:
 
     Of the sampling, the request names what is `given`; the bundle's own values count for the rest.
     `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities. `draft_length` None lets
-    the server decide. `prediction` is a text that the answer is expected to repeat.
+    the server decide. `prediction` is a text that the answer is expected to repeat. Without `calls`, those of the model are text.
     """
 
     prompt: Prompt
@@ -91,6 +91,7 @@ class CompletionRequest:
     logprobs: int | None = None
     draft_length: int | None = None
     prediction: str = ""
+    calls: bool = True
 
     @property
     def repeatable(self) -> bool:
@@ -123,10 +124,10 @@ def read_chat(body: dict[str, Any]) -> ApiRequest:
     limit = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     tools = read_tools(fields)
     constraint = read_constraint(fields, tools)
-    thinking = _thinking(fields) and constraint is None  # a constrained answer has no place for thoughts
-    conversation = Conversation(messages=read_messages(fields), tools=tools, thinking=thinking)
+    conversation = Conversation(messages=read_messages(fields), tools=tools, thinking=_thinking(fields))
     tokens, logprobs = fields.integer(limit, 1, 1 << 31), _chat_logprobs(fields)
-    return _request(fields, (conversation,), tokens, constraint=constraint, logprobs=logprobs, prediction=prediction)
+    calls = fields.get("tool_choice") != "none"
+    return _request(fields, (conversation,), tokens, constraint=constraint, logprobs=logprobs, prediction=prediction, calls=calls)
 
 
 def read_completion(body: dict[str, Any]) -> ApiRequest:
@@ -184,6 +185,7 @@ def _request(
     constraint: ConstraintSource | None = None,
     logprobs: int | None = None,
     prediction: str = "",
+    calls: bool = True,
 ) -> ApiRequest:
     n = fields.integer("n", 1, MAX_CHOICES, 1) or 1
     if n * len(prompts) > MAX_CHOICES:
@@ -209,6 +211,7 @@ def _request(
                 logprobs=logprobs,
                 draft_length=draft_length,
                 prediction=prediction,
+                calls=calls,
             )
             for prompt in prompts
             for number in range(n)

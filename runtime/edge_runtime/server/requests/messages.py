@@ -12,10 +12,11 @@ from typing import Any
 from edge_devices.children.running import ChildBudget
 from edge_runtime.media.reading import read_image, read_sound
 from edge_runtime.media.soft_rows import MEDIA, Media
-from edge_runtime.server.errors import invalid
+from edge_runtime.server.errors import ApiError, invalid
 from edge_runtime.server.json_text import MAX_VALUES, count_values, parse_object
 from edge_runtime.server.requests.fields import Fields
 from edge_runtime.text.chat_template import Message
+from edge_runtime.text.tool_calls import begun_arguments
 
 # Of one request. The context has no room for more, and each is decoded in a process of its own.
 MAX_MEDIA = 16
@@ -90,9 +91,19 @@ class _Calls:
         self._values = MAX_VALUES
 
     def arguments(self, function: Fields) -> dict[str, Any]:
-        """Returns the arguments of one more call. Raises ApiError."""
+        """Returns the arguments of one more call, sent as text or as an object; of a text that is none, as of a cut call, what it says.
+
+        A conversation with such a call goes on, as a server or another model wrote it. Raises ApiError for arguments beyond a limit.
+        """
+        if isinstance(function.get("arguments"), dict):
+            return function.object("arguments") or {}
         place, text = function.place("arguments"), function.text("arguments") or "{}"
-        arguments = parse_object(text, place, place, values=self._values)
+        try:
+            arguments = parse_object(text, place, place, values=self._values)
+        except ApiError as error:
+            if error.code != "invalid_json":
+                raise
+            arguments = begun_arguments(text)
         self._values -= count_values(text)
         return arguments
 
@@ -142,7 +153,8 @@ def _content(fields: Fields) -> tuple[str | list[dict[str, str]], tuple[SentMedi
 def _assistant_fields(fields: Fields, earlier: _Calls) -> Message:
     """Returns the tool calls and thoughts of an assistant message, whose calls are then `earlier` ones."""
     besides: Message = {}
-    if thoughts := fields.text("reasoning_content"):
+    reasoning = fields.get("reasoning")  # the name that vLLM gives thoughts
+    if thoughts := fields.text("reasoning_content") or (reasoning if isinstance(reasoning, str) else None):
         besides["reasoning_content"] = thoughts
     calls = []
     for call in fields.objects("tool_calls", MAX_CALLS):

@@ -41,28 +41,31 @@ class OllamaFormat(ResponseFormat):
         return self._stem() | self._body(()) | {"done": True, "done_reason": "load"}
 
     def _body(self, events: Sequence[Event], logprobs: Logprobs | None = None) -> Json:
-        text = "".join(_text_of(event) for event in events)
+        calls = [event for event in events if isinstance(event, ToolCall) and self._is_call(event)]
+        text = "".join(self._text_of(event) for event in events)
         thoughts = "".join(event.text for event in events if isinstance(event, Thought))
-        calls = [event for event in events if isinstance(event, ToolCall) and event.arguments is not None]
         body: Json = {"role": "assistant", "content": text} if self._chat else {"response": text}
         if thoughts:
             body["thinking"] = thoughts
-        if calls and self._chat:
+        if calls:
             body["tool_calls"] = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
         content: Json = {"message": body} if self._chat else body
         return content | {"logprobs": logprobs.to_json()} if logprobs else content
+
+    def _is_call(self, call: ToolCall) -> bool:
+        """Whether a call is sent as one: /api/generate has none, and its arguments are an object, which those of a cut call are not."""
+        return self._chat and call.arguments is not None
+
+    def _text_of(self, event: Event) -> str:
+        if isinstance(event, ToolCall):
+            return "" if self._is_call(event) else event.raw
+        return event.text if isinstance(event, Text) else ""
 
     def _stem(self) -> Json:
         return {"model": self._model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
     def _line(self, body: Json) -> bytes:
         return encoded(self._stem() | body) + b"\n"
-
-
-def _text_of(event: Event) -> str:
-    if isinstance(event, Text):
-        return event.text
-    return event.raw if isinstance(event, ToolCall) and event.arguments_json is None else ""
 
 
 def _end(finished: Finished) -> Json:
