@@ -45,6 +45,30 @@ class Alternatives:
         """Returns the alternatives of a schema; none if nothing fits it. Raises RequestError for too many of them."""
         return list(self._of(schema, ()))
 
+    def options(self, flat: Schema) -> list[Any] | None:
+        """Returns the values that a schema without combining keywords lists, as far as they fit its other keywords; None for any."""
+        rest = {key: value for key, value in flat.items() if key != "enum"}
+        return [value for value in flat["enum"] if self._fits(value, rest)] if "enum" in flat else None
+
+    def _fits(self, value: Any, schema: Any) -> bool:
+        return any(self._fits_flat(value, flat) for flat in self.of(schema))
+
+    def _fits_flat(self, value: Any, flat: Schema) -> bool:
+        if "type" in flat and not any(_is(value, kind) for kind in types_of(flat)):
+            return False
+        if "enum" in flat and not _common([value], flat["enum"]):
+            return False
+        if isinstance(value, Mapping):
+            there = all(name in value for name in required_of(flat))
+            return there and all(self._fits(item, _property(flat, name)) for name, item in value.items())
+        if isinstance(value, list):
+            most = count_of(flat, "maxItems")
+            own = _listed(flat, "prefixItems")[: len(value)]
+            schemas = [*own, *[flat.get("items", True)] * (len(value) - len(own))]
+            counted = (count_of(flat, "minItems") or 0) <= len(value) and (most is None or len(value) <= most)
+            return counted and all(map(self._fits, value, schemas))
+        return True
+
     def _of(self, schema: object, within: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         if schema is False:
             return
@@ -79,17 +103,11 @@ def types_of(schema: Schema) -> list[str]:
     return known or (list(TYPES) if any(isinstance(kind, str) for kind in listed) else [])
 
 
-def options_of(schema: Schema) -> list[Any] | None:
-    """Returns the values of const and enum that fit the type; None if all are allowed."""
-    if "enum" not in schema:
-        return None
-    kinds = types_of(schema) if "type" in schema else list(TYPES)
-    return [value for value in schema["enum"] if any(_is(value, kind) for kind in kinds)]
-
-
 def _flat(schema: Schema) -> dict[str, Any]:
-    """Returns the schema without combining keywords, const written as enum."""
+    """Returns the schema without combining keywords, const written as enum, and required properties declared."""
     flat = {key: value for key, value in schema.items() if key not in COMBINING}
+    if schema.get("additionalProperties") is False:  # forgotten properties, as nothing would fit
+        flat["properties"] = dict.fromkeys(required_of(schema), True) | properties_of(schema)
     listed = flat.pop("enum", None)
     allowed = [flat.pop("const")] if "const" in flat else None
     if isinstance(listed, list):

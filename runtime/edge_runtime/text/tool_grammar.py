@@ -21,7 +21,6 @@ from edge_runtime.text.json_schema import (
     Schema,
     constraining,
     count_of,
-    options_of,
     properties_of,
     required_of,
     types_of,
@@ -143,7 +142,7 @@ class _Parameters:
 
     def _flat(self, schema: Schema) -> str | None:
         """Returns the expression of a schema without combining keywords."""
-        if (options := options_of(schema)) is not None:
+        if (options := self._alternatives.options(schema)) is not None:
             return _choice([self._constant(option) for option in options])
         kinds = types_of(schema)
         return "value" if kinds == list(TYPES) else _choice([self._of_type(kind, schema) for kind in kinds])
@@ -163,7 +162,7 @@ class _Parameters:
                 return _EMPTY_OBJECT if other is None else "object"
             pair = self._rules.add(f'{self._rules.name("a")}: key ":" {other}')
             return f'"{{" ({pair} ("," {pair})*)? "}}"'
-        values = {name: self._value(properties.get(name, others or True)) for name in {**properties, **dict.fromkeys(needed)}}
+        values = {name: self._value(properties.get(name, others)) for name in {**properties, **dict.fromkeys(needed)}}
         if any(values[name] is None for name in needed):
             return None
         names = sorted((name for name, value in values.items() if value is not None), key=str.lower)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,7 +102,8 @@ class _Calls:
         try:
             arguments = parse_object(text, place, place, values=self._values)
         except ApiError as error:
-            if error.code != "invalid_json":
+            stateable = isinstance(error.__cause__, json.JSONDecodeError | None)
+            if error.code != "invalid_json" or not stateable:
                 raise
             arguments = begun_arguments(text)
         self._values -= count_values(text)

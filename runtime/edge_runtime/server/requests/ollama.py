@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict, deque
 from dataclasses import replace
 from typing import Any
@@ -132,7 +131,7 @@ def _content(fields: Fields, name: str) -> str | list[Json]:
 
 def _call(call: Fields) -> Json:
     function = call.inner("function")
-    return {"type": "function", "function": {"name": function.text("name"), "arguments": json.dumps(function.object("arguments") or {})}}
+    return {"type": "function", "function": {"name": function.text("name"), "arguments": function.get("arguments")}}
 
 
 def _streamed(request: ApiRequest, fields: Fields) -> ApiRequest:

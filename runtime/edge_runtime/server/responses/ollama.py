@@ -41,8 +41,8 @@ class OllamaFormat(ResponseFormat):
         return self._stem() | self._body(()) | {"done": True, "done_reason": "load"}
 
     def _body(self, events: Sequence[Event], logprobs: Logprobs | None = None) -> Json:
-        calls = [event for event in events if isinstance(event, ToolCall) and self._is_call(event)]
-        text = "".join(self._text_of(event) for event in events)
+        calls = [event for event in events if isinstance(event, ToolCall) and event.arguments is not None]
+        text = "".join(_text_of(event) for event in events)
         thoughts = "".join(event.text for event in events if isinstance(event, Thought))
         body: Json = {"role": "assistant", "content": text} if self._chat else {"response": text}
         if thoughts:
@@ -52,20 +52,18 @@ class OllamaFormat(ResponseFormat):
         content: Json = {"message": body} if self._chat else body
         return content | {"logprobs": logprobs.to_json()} if logprobs else content
 
-    def _is_call(self, call: ToolCall) -> bool:
-        """Whether a call is sent as one: /api/generate has none, and its arguments are an object, which those of a cut call are not."""
-        return self._chat and call.arguments is not None
-
-    def _text_of(self, event: Event) -> str:
-        if isinstance(event, ToolCall):
-            return "" if self._is_call(event) else event.raw
-        return event.text if isinstance(event, Text) else ""
-
     def _stem(self) -> Json:
         return {"model": self._model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
     def _line(self, body: Json) -> bytes:
         return encoded(self._stem() | body) + b"\n"
+
+
+def _text_of(event: Event) -> str:
+    """Returns an event's part of the answer. That of a cut call is all of it: Ollama's arguments are an object, not its beginning."""
+    if isinstance(event, ToolCall):
+        return event.raw if event.arguments is None else ""
+    return event.text if isinstance(event, Text) else ""
 
 
 def _end(finished: Finished) -> Json:
