@@ -97,6 +97,7 @@ class _StopString:
 
 
 MAX_CHANNEL_NAME = 32
+_TURN = "model\n"
 # A call is kept until it is complete; a longer one is text.
 MAX_CALL_CHARACTERS = 1 << 20
 
@@ -116,7 +117,7 @@ class Thought:
 
 
 Event = Text | Thought | ToolCall
-Place = Literal["answer", "name", "thought", "call"]
+Place = Literal["answer", "name", "thought", "call", "turn"]
 _MARKS: Mapping[str, Place] = {
     THOUGHTS_BEGIN: "name",
     THOUGHTS_END: "answer",
@@ -124,7 +125,7 @@ _MARKS: Mapping[str, Place] = {
     CALL_ENDS: "answer",
     "<|tool_response>": "answer",
     "<tool_response|>": "answer",
-    "<|turn>": "answer",
+    "<|turn>": "turn",
     "<turn|>": "answer",
 }
 
@@ -186,7 +187,7 @@ class ChannelParser:
     def _continue(self, prompt: Sequence[int]) -> None:
         """Takes over what the last mark of the prompt opened."""
         begin = next((place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in self._marks), None) if self._marks else None
-        if begin is not None and self._marks[prompt[begin]] != "answer":
+        if begin is not None and self._marks[prompt[begin]] in ("name", "call"):
             for token in prompt[begin:]:
                 self.feed(token)
 
@@ -216,7 +217,9 @@ class ChannelParser:
             return [Thought(text)]
         self._held += text
         if self._place == "call":
-            return self._overlong_call()
+            return self._answer() if len(self._held) > MAX_CALL_CHARACTERS else []
+        if self._place == "turn":
+            return self._begun_turn()
         name, newline, rest = self._held.partition("\n")
         if not newline and len(name) <= MAX_CHANNEL_NAME:
             return []
@@ -225,9 +228,15 @@ class ChannelParser:
         thought = rest if newline and name.strip() == "thought" else name + newline + rest
         return [Thought(thought)] if thought else []
 
-    def _overlong_call(self) -> list[Event]:
-        if len(self._held) <= MAX_CALL_CHARACTERS:
+    def _begun_turn(self) -> list[Event]:
+        """Drops what begins a turn of the model: it writes that itself behind a prompt that a template left without."""
+        if _TURN.startswith(self._held) and self._held != _TURN:
             return []
+        self._held = self._held.removeprefix(_TURN)
+        return self._answer()
+
+    def _answer(self) -> list[Event]:
+        """Takes what was held back for text of the answer."""
         self._place = "answer"
         text, self._held = self._held, ""
         return self._take(text)

@@ -216,6 +216,16 @@ def test_calls_are_text_where_the_client_wants_none() -> None:
             assert chat(server, tools=TOOLS, tool_choice="none", stream=stream) == Said('call:f{a:1,b:<|"|>x<|"|>}', "", [], "stop")
 
 
+def test_an_answer_ends_behind_its_call_where_the_client_wants_one() -> None:
+    with scripted_server(f"so {CALL}{CALL}<tool_call|>more") as server:
+        expected = Said("so ", "", [("f", {"a": 1, "b": "x"})], "tool_calls")
+        for stream in (False, True):
+            assert chat(server, tools=TOOLS, parallel_tool_calls=False, stream=stream) == expected
+        assert len(chat(server, tools=TOOLS).calls) == 2
+        items = [{"type": "function", **FUNCTION}]
+        assert len(responses(server, tools=items, parallel_tool_calls=False).calls) == 1
+
+
 def test_what_is_no_call_has_the_log_probabilities_of_text() -> None:
     with scripted_server('a<|tool_call>b<|"|>c<tool_call|>d') as server:
         choice = ask(client_of(server), logprobs=True).choices[0]

@@ -179,6 +179,21 @@ def test_blanks_between_json_parts_are_bounded():
     assert own.valid(VOCABULARY.encode("[ 1")) == 1
 
 
+def test_one_of_several_schemas_is_any_of_them():
+    tagged = [{"properties": {"kind": {"const": kind}, "size": {"type": "integer"}}, "required": ["size"]} for kind in "ab"]
+    constraint = GRAMMARS.constrain(JsonSchema({"type": "array", "items": {"oneOf": tagged}}))
+    assert constraint.valid(VOCABULARY.encode('[{"kind":"b","size":1}]')) == len('[{"kind":"b","size":1}]')
+    assert constraint.valid(VOCABULARY.encode('[{"kind":"c"')) == len('[{"kind":"')
+
+
+def test_a_format_that_nobody_knows_is_ignored():
+    schema = {"properties": {"format": {"type": "string", "format": "password"}}}
+    assert GRAMMARS.constrain(JsonSchema(schema | {"const": {"format": "x"}})).valid(VOCABULARY.encode('{"format":"x"}')) == 14
+    known = GRAMMARS.constrain(JsonSchema({"type": "string", "format": "date"}))
+    assert known.valid(VOCABULARY.encode('"2026-01-01"')) == 12
+    assert known.valid(VOCABULARY.encode('"x')) == 1
+
+
 def test_a_schema_may_be_text_or_a_dictionary():
     for schema in (SCHEMA, json.dumps(SCHEMA)):
         assert GRAMMARS.constrain(JsonSchema(schema)).valid(VOCABULARY.encode('{"name":"a')) == 10

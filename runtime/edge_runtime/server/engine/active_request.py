@@ -66,11 +66,11 @@ class ActiveRequest:
             (*request.stop, *(template.stop if is_chat else ())),
             prompt=job.ids,
             channels=is_chat,
-            calls=request.calls,
+            calls=request.max_calls != 0,
         )
         self._chunk_size = session.settings.chunk_size
         self._pending: list[Event] = []
-        self._tokens = self._delivered = self._thoughts = 0
+        self._tokens = self._delivered = self._thoughts = self._calls = 0
         self._spans: list[tuple[int, int]] = []
         self._characters = 0
         self._logprobs = _AnswerLogprobs(session)
@@ -84,8 +84,8 @@ class ActiveRequest:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string ended the answer."""
-        return self._parser.stopped_by is not None
+        """Whether a stop string or the last call that it may have ended the answer."""
+        return self._parser.stopped_by is not None or 0 < self._calls == self.job.request.max_calls
 
     def take(self, newest: Round) -> None:
         """Parses a round's tokens; delivers output once `chunk_size` tokens are pending."""
@@ -120,6 +120,7 @@ class ActiveRequest:
         for event in events:
             self._pending.append(event)
             if isinstance(event, ToolCall):
+                self._calls += 1
                 self._logprobs.drop_call()
             if isinstance(event, Text):
                 begin, self._characters = self._characters, self._characters + len(event.text)

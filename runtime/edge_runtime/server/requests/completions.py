@@ -79,7 +79,8 @@ class CompletionRequest:
 
     Of the sampling, the request names what is `given`; the bundle's own values count for the rest.
     `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities. `draft_length` None lets
-    the server decide. `prediction` is a text that the answer is expected to repeat. Without `calls`, those of the model are text.
+    the server decide. `prediction` is a text that the answer is expected to repeat. The answer ends behind `max_calls`; with 0, calls are
+    text.
     """
 
     prompt: Prompt
@@ -91,7 +92,7 @@ class CompletionRequest:
     logprobs: int | None = None
     draft_length: int | None = None
     prediction: str = ""
-    calls: bool = True
+    max_calls: int | None = None
 
     @property
     def repeatable(self) -> bool:
@@ -126,8 +127,8 @@ def read_chat(body: dict[str, Any]) -> ApiRequest:
     constraint = read_constraint(fields, tools)
     conversation = Conversation(messages=read_messages(fields), tools=tools, thinking=_thinking(fields))
     tokens, logprobs = fields.integer(limit, 1, 1 << 31), _chat_logprobs(fields)
-    calls = fields.get("tool_choice") != "none"
-    return _request(fields, (conversation,), tokens, constraint=constraint, logprobs=logprobs, prediction=prediction, calls=calls)
+    calls = 0 if fields.get("tool_choice") == "none" else None if fields.flag("parallel_tool_calls", True) else 1
+    return _request(fields, (conversation,), tokens, constraint=constraint, logprobs=logprobs, prediction=prediction, max_calls=calls)
 
 
 def read_completion(body: dict[str, Any]) -> ApiRequest:
@@ -185,7 +186,7 @@ def _request(
     constraint: ConstraintSource | None = None,
     logprobs: int | None = None,
     prediction: str = "",
-    calls: bool = True,
+    max_calls: int | None = None,
 ) -> ApiRequest:
     n = fields.integer("n", 1, MAX_CHOICES, 1) or 1
     if n * len(prompts) > MAX_CHOICES:
@@ -211,7 +212,7 @@ def _request(
                 logprobs=logprobs,
                 draft_length=draft_length,
                 prediction=prediction,
-                calls=calls,
+                max_calls=max_calls,
             )
             for prompt in prompts
             for number in range(n)
