@@ -191,7 +191,7 @@ def send(server: Scripted | Child, method: str, path: str, body: Any = None, **h
         connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
         response = connection.getresponse()
         text, fields = response.read(), {name.lower(): value for name, value in response.getheaders()}
-        return response.status, fields, json.loads(text) if "json" in fields.get("content-type", "") else text or None
+        return response.status, fields, json.loads(text) if fields.get("content-type", "").startswith("application/json") else text or None
     finally:
         connection.close()
 

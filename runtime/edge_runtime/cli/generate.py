@@ -130,7 +130,7 @@ def generate(
             reuse_prefix=output.load_state is not None or session.row_kernels is not None,
             on_round=explain_round(session, opening) if output.explain else None,
             sampling=sampling,
-            constraint=constraint,
+            constraint=sent.constraint(session, constraint),
             stop=tuple(limits.stop),
         )
         pieces = []

@@ -24,10 +24,11 @@ from edge_runtime.server.engine.jobs import Failed, Job, StreamEvent
 from edge_runtime.server.engine.prompts import Prompts, is_short, media_of
 from edge_runtime.server.errors import ApiError, to_api_error
 from edge_runtime.server.requests.completions import CompletionRequest, Prompt
-from edge_runtime.server.requests.messages import SentMedia
+from edge_runtime.server.requests.messages import Conversation, SentMedia
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation, reusable_prefix
 from edge_runtime.session.stats import DecodeStats
+from edge_runtime.text.channels import after_thoughts
 from edge_runtime.text.chat_template import ChatTemplate
 
 Result = TypeVar("Result")
@@ -251,7 +252,10 @@ class Worker:
         """Compiles a job's constraint, in a thread of its own: that may take seconds, in which other requests go on."""
         with self._or_fail([job]):
             if self._goes_on([job]):
-                job.constraint = self._sessions[0].compile_constraint(job.request.constraint)
+                session, prompt = self._sessions[0], job.request.prompt
+                thinking = isinstance(prompt, Conversation) and prompt.thinking
+                constraint = after_thoughts(job.request.constraint, session.vocabulary, job.ids, thinking=thinking)
+                job.constraint = session.compile_constraint(constraint)
             self._inbox.put(job)
 
     def _drop_cancelled(self) -> None:

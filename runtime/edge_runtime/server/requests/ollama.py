@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict, deque
 from dataclasses import replace
 from typing import Any
