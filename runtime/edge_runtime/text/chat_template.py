@@ -29,6 +29,10 @@ MARK = "\ufdd0"
 # Characters that are searched at a time: a search holds the interpreter's lock.
 _SLICE = 1 << 13
 TURN_TOKENS = ("<|turn>", "<turn|>")
+# Variables of a template for special tokens that a Gemma tokenizer has, beside bos_token and eos_token.
+_SPECIAL_TOKENS = {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
+# Names for the thoughts of a message, in the order in which they count.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # The family of a model whose size is none of the released ones (exporter's SIZES): whether it was tuned to answer is not known.
 _UNKNOWN_FAMILY = "custom"
 # For bundles without a template. The first writes Gemma 4's turns, the second needs no control token.
@@ -67,9 +71,11 @@ class ChatTemplate:
 
         It ends where an answer begins. Raises RequestError if the template refuses the messages or exceeds a limit.
         """
-        variables = {
-            "messages": self._foreign.guard(list(messages)),
+        control = self._vocabulary.control_tokens
+        variables = {name: text for name, text in _SPECIAL_TOKENS.items() if text in control} | {
+            "messages": self._foreign.guard([_with_thoughts(message) for message in messages]),
             "tools": self._foreign.guard(list(tools)) or None,
+            "documents": None,
             "add_generation_prompt": True,
             "enable_thinking": thinking,
             "bos_token": self._text_of(self._vocabulary.bos),
@@ -92,6 +98,12 @@ class ChatTemplate:
 
     def _text_of(self, token: int) -> str:
         return self._vocabulary.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+
+def _with_thoughts(message: Message) -> Message:
+    """A message with its thoughts under the names that templates read, as transformers gives them."""
+    thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 class _ForeignText:
