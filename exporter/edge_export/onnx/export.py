@@ -30,8 +30,11 @@ from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLay
 
 # Spare rows of a sliding buffer: they hold the longest forward, and the more there are, the more rarely rows move to the front.
 SPARE_ROWS = 256
-# llama.cpp ends a generation at these too (src/llama-vocab.cpp).
-_END_PIECES = ("<eos>", "<turn|>", "<|tool_response>")
+# llama.cpp ends a generation at these too, by their text (src/llama-vocab.cpp).
+_END_PIECES = frozenset(
+    "<eos> <turn|> <|tool_response> <end_of_turn> <|im_end|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|> <|calls|> <|flush|>"
+    " <|endoftext|> <|end_of_text|> <end_of_utterance> <EOT> _<EOT> [EOT] [EOS]".split()
+)
 
 
 def write_onnx(
@@ -161,7 +164,7 @@ def onnx_facts(target: ResolvedSource, contrib_ops: set[str], opset: int) -> Onn
     """Returns the manifest's facts of a pair's graphs."""
     assert target.tokenizer is not None  # resolve_pair rejects a checkpoint without one
     model, vocabulary = target.checkpoint.architecture, target.tokenizer
-    ends = {vocabulary.pieces.index(piece) for piece in _END_PIECES if piece in vocabulary.pieces}
+    ends = {token for token, piece in enumerate(vocabulary.pieces) if piece in _END_PIECES}
     if "eos" in vocabulary.special_ids:
         ends.add(vocabulary.special_ids["eos"])
     return OnnxGraphs(

@@ -52,6 +52,9 @@ _NUMBERS = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 _TOP_K, _SUPPRESSED = "general.sampling.top_k", "tokenizer.ggml.suppress_tokens"
+# What counts only where tokens are sampled; a penalty counts always.
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+_ENDS = "eos_token_id"
 # (least, most): SamplingParams refuses others.
 _RANGES = {"temperature": (0.0, 100.0), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-6, 1e6)}
 
@@ -139,13 +142,16 @@ def _widest_feed_forward(model: TextArchitecture) -> int:
 
 
 def generation_defaults(target: ResolvedSource) -> GenerationDefaults | None:
-    """Returns what the target says; None for nothing. Raises CheckpointError for values that cannot be."""
-    size = target.checkpoint.architecture.vocab_size
+    """Returns what the target says, as transformers reads it; None for nothing. Raises CheckpointError for values that cannot be."""
+    size, ends = target.checkpoint.architecture.vocab_size, ()
     if target.gguf is None:
         path, values = target.path / GENERATION_NAME, dict(read_generation(target.path))
-        if values.get("do_sample") is not True:
-            values = {key: value for key, value in values.items() if key not in (*_NUMBERS, "top_k")}
-            values |= {"temperature": 0.0} if "do_sample" in values else {}
+        if values.get("do_sample") is True:
+            values.setdefault("temperature", 1.0)
+        else:
+            values = {key: value for key, value in values.items() if key not in _SAMPLED}
+            values |= {"temperature": 0.0} if values.get("do_sample") is False else {}
+        ends = _end_tokens(target, values, size)
     else:
         path, keys = target.path, target.gguf.keys
         values = {name: keys.get(key) for name, key in _NUMBERS.items()}
@@ -154,11 +160,21 @@ def generation_defaults(target: ResolvedSource) -> GenerationDefaults | None:
     defaults = GenerationDefaults(
         **{name: _number(values, name, path) for name in _NUMBERS},
         top_k=_top_k(values, path),
-        end_tokens=_tokens(values, "eos_token_id", size, path),
+        end_tokens=ends,
         suppress_tokens=_tokens(values, "suppress_tokens", size, path),
     )
-    plain = (defaults.temperature, defaults.top_k, defaults.suppress_tokens) == (None, None, ()) and len(defaults.end_tokens) <= 1
-    return None if plain else defaults
+    return None if defaults == GenerationDefaults() else defaults
+
+
+def _end_tokens(target: ResolvedSource, generation: dict[str, Any], size: int) -> tuple[int, ...]:
+    """The end tokens of generation_config.json; if it names none, those of config.json, whose text_config counts last."""
+    config = target.checkpoint.config
+    inner = config.get("text_config")
+    places = ((GENERATION_NAME, generation), ("config.json", config), ("config.json", inner if isinstance(inner, dict) else {}))
+    for name, values in places:
+        if values.get(_ENDS) is not None:
+            return _tokens(values, _ENDS, size, target.path / name)
+    return ()
 
 
 def _number(values: dict[str, Any], name: str, path: Path) -> float | None:

@@ -155,9 +155,10 @@ def _anywhere(control: str) -> str:
 
 def is_instruction_tuned(bundle: Bundle, vocabulary: Vocabulary) -> bool:
     """Whether the model answers messages: its checkpoint came with a chat template, and it is a released size or ends its own turns."""
-    manifest = bundle.manifest
+    manifest, control = bundle.manifest, vocabulary.control_tokens
     ends = manifest.generation.end_tokens if manifest.generation else ()
-    ends_turns = vocabulary.control_tokens.get(TURN_TOKENS[1]) in ends
+    # A fine-tune may have another token for it; the end of a text alone tells nothing.
+    ends_turns = control.get(TURN_TOKENS[1]) in ends or bool({*ends} & {*control.values()} - {vocabulary.eos})
     return bundle.has(ROLE) and (manifest.architecture.family != _UNKNOWN_FAMILY or ends_turns)
 
 
