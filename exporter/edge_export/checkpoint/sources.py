@@ -27,7 +27,15 @@ from edge_export.checkpoint.published.hub import (
     local_ggufs,
 )
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
-from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, GgufVocabulary, TokenTable, read_table, read_vocabulary
+from edge_export.checkpoint.tokenizer_vocabulary import (
+    OLD_TEMPLATE_NAME,
+    TEMPLATE_NAME,
+    TOKENIZER_NAME,
+    GgufVocabulary,
+    TokenTable,
+    read_table,
+    read_vocabulary,
+)
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, string_array
 from edge_runtime.bundle.manifest import ModelSource, SourceFile
@@ -39,7 +47,9 @@ _SIDE_FILES = (
     INDEX_NAME,
     TOKENIZER_NAME,
     "tokenizer_config.json",
-    "chat_template.jinja",
+    "special_tokens_map.json",
+    TEMPLATE_NAME,
+    OLD_TEMPLATE_NAME,
     "README.md",
 )
 _QAT = "qat-"

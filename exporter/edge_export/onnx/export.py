@@ -31,10 +31,13 @@ from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLay
 # Spare rows of a sliding buffer: they hold the longest forward, and the more there are, the more rarely rows move to the front.
 SPARE_ROWS = 256
 # llama.cpp ends a generation at these too, by their text (src/llama-vocab.cpp).
-_END_PIECES = frozenset(
-    "<eos> <turn|> <|tool_response> <end_of_turn> <|im_end|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|> <|calls|> <|flush|>"
-    " <|endoftext|> <|end_of_text|> <end_of_utterance> <EOT> _<EOT> [EOT] [EOS]".split()
-)
+# fmt: off
+_END_PIECES = frozenset((
+    "<eos>", "<turn|>", "<|tool_response>", "<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>",
+    "<|call|>", "<|calls|>", "<|flush|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]",
+    "[EOS]",
+))
+# fmt: on
 
 
 def write_onnx(

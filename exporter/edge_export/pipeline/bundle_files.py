@@ -9,13 +9,14 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import sha256_of
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint, check_pair
 from edge_export.checkpoint.published.formats import SIZES
 from edge_export.checkpoint.sources import ResolvedSource, manifest_source, source_files
-from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
+from edge_export.checkpoint.tokenizer_vocabulary import MAX_TEMPLATE_BYTES, TEMPLATE_NAME, TOKENIZER_NAME
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.gguf.keys import GENERATION_NAME, read_generation
 from edge_export.gguf.tensor_names import gguf_name
@@ -34,12 +35,12 @@ from edge_runtime.bundle.manifest import (
 )
 from edge_runtime.config.schema import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
 from edge_runtime.config.settings import defaults, expanded
-from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.errors import BackendError, EdgeRuntimeError
+from edge_runtime.text.template.renderer import Renderer, TemplateError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-_CHAT_TEMPLATE = "chat_template.jinja"
 _PIECE_BYTES = 4 << 20
 CACHE_DTYPE = "f16"
 # llama.cpp rounds its caches up to this many rows (src/llama-kv-cache-iswa.cpp).
@@ -214,21 +215,34 @@ def copy_file(source: Path, destination: Path, progress: Callable[[int], None] =
             progress(len(piece))
 
 
-def copy_texts(target: ResolvedSource, folder: Path, progress: Progress) -> list[BundlePart]:
+def template_of(target: ResolvedSource) -> str | None:
+    """The target's chat template. Raises CheckpointError for one that the runtime would refuse."""
+    if target.gguf is not None:
+        text = target.gguf.keys.get("tokenizer.chat_template")
+        template, advice = text if isinstance(text, str) else None, "give another GGUF, or its checkpoint"
+    else:
+        template, advice = target.tokenizer.chat_template if target.tokenizer is not None else None, f"correct {TEMPLATE_NAME}"
+    if template is None:
+        return None
+    with errors_as(CheckpointError, f"{target.origin} has a chat template that is no Unicode text", advice, UnicodeEncodeError):
+        size = len(template.encode())
+    if size > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"{target.origin} has a chat template of {size} bytes, at most {MAX_TEMPLATE_BYTES} are read; {advice}")
+    with errors_as(CheckpointError, f"{target.origin} has a chat template that does not compile", advice, TemplateError, BackendError):
+        Renderer(template)
+    return template
+
+
+def copy_texts(target: ResolvedSource, template: str | None, folder: Path, progress: Progress) -> list[BundlePart]:
     """Puts the tokenizer and the chat template into the bundle. A GGUF holds its tokenizer itself."""
     progress.step("Copy the tokenizer", None)
     parts: list[BundlePart] = []
-    template: str | None = None
-    if target.gguf is not None:
-        text = target.gguf.keys.get("tokenizer.chat_template")
-        template = text if isinstance(text, str) else None
-    elif target.tokenizer is not None:
+    if target.tokenizer is not None:
         copy_file(target.tokenizer.folder / TOKENIZER_NAME, folder / TOKENIZER_NAME)
         parts.append(BundlePart(role="tokenizer", path=folder / TOKENIZER_NAME, format="json"))
-        template = target.tokenizer.chat_template
     if template is not None:
-        (folder / _CHAT_TEMPLATE).write_text(template, encoding="utf-8", newline="")
-        parts.append(BundlePart(role="chat_template", path=folder / _CHAT_TEMPLATE, format="jinja"))
+        (folder / TEMPLATE_NAME).write_text(template, encoding="utf-8", newline="")
+        parts.append(BundlePart(role="chat_template", path=folder / TEMPLATE_NAME, format="jinja"))
     return parts
 
 

@@ -34,6 +34,7 @@ from edge_export.pipeline.bundle_files import (
     hash_source,
     read_signing_key,
     sign_manifest,
+    template_of,
 )
 from edge_export.pipeline.companions import write_companions
 from edge_export.pipeline.gguf_step import GgufFiles, make_gguf, plan_pair
@@ -76,7 +77,7 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
         importance = _importance(job, gguf)
         onnx, onnx_figures = _make_onnx(job, importance, folder)
         gguf_parts, gguf_figures = make_gguf(gguf, job, importance) if gguf is not None else ([], {})
-        parts = [*gguf_parts, *(onnx.parts if onnx is not None else ()), *copy_texts(job.pair[0], folder, progress)]
+        parts = [*gguf_parts, *(onnx.parts if onnx is not None else ()), *copy_texts(job.pair[0], job.template, folder, progress)]
         weights = {source.role: source.checkpoint.parameters for source in job.pair}
         files = hash_parts(parts, folder, weights, progress)
         manifest = _manifest(job, files, onnx, parity=gguf_figures | onnx_figures, importance=importance)
@@ -141,6 +142,7 @@ def _open_job(request: ExportRequest, progress: Progress) -> ExportJob:
         left_out=tuple((part.role, name) for part in pair for name in part.checkpoint.left_out if not name.startswith(written)),
         media=None if media is None else media_inputs(media),
         generation=generation_defaults(target),
+        template=template_of(target),
     )
 
 

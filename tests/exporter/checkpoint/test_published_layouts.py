@@ -128,6 +128,7 @@ def test_the_first_name_of_the_experts_size_is_read(copy: Folders) -> None:
 
 def test_a_list_of_templates_gives_its_default(copy: Folders) -> None:
     folder = copy("e2b")
+    (folder / "chat_template.jinja").unlink()
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     edit_json(folder / "tokenizer_config.json", lambda config: config.update(chat_template=templates))
     assert read_vocabulary(folder).chat_template == "plain"
