@@ -19,6 +19,7 @@ ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 MAX_LAYERS = 1024
 _LAYER_DIGITS = 9
 Shapes = dict[str, tuple[int, ...]]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SPARSE_HEAD = "masked_embedding"
 CENTROIDS = f"{SPARSE_HEAD}.centroids.weight"
 TOKEN_ORDERING = f"{SPARSE_HEAD}.token_ordering"
@@ -40,7 +41,7 @@ class TextArchitecture:
     """A Gemma 4 decoder. `full_*` are the values of full-attention layers, the others those of sliding layers.
 
     `per_layer_size` is the width of per-layer embeddings per layer (0: none). `kv_shared_layers` counts the last layers, which
-    own no K/V. `window` and `context` are in tokens.
+    own no K/V. `window` and `context` are in tokens. `tied`: the embedding is the head too.
     """
 
     hidden_size: int
@@ -253,18 +254,18 @@ def _rope(text: CheckedValues) -> dict[str, float]:
 
 
 def _check_assistant(text: CheckedValues, fields: dict[str, Any]) -> None:
-    """The rules of transformers' Gemma4AssistantConfig.validate_architecture, and tied embeddings, which llama.cpp assumes."""
-    if fields["per_layer_size"] or fields["experts"] or fields["double_wide"] or not fields["tied"]:
-        raise CheckpointError(f"{text.path}: an assistant has tied embeddings and no per-layer embeddings, experts or double-wide MLP")
+    """The rules of transformers' Gemma4AssistantConfig.validate_architecture."""
+    if fields["per_layer_size"] or fields["experts"] or fields["double_wide"]:
+        raise CheckpointError(f"{text.path}: an assistant has no per-layer embeddings, experts or double-wide MLP")
     if fields["kv_shared_layers"] not in (0, len(fields["layer_types"])):
         raise text.wrong("num_kv_shared_layers", "the number of layers (an assistant owns no K/V)")
 
 
 def needed_shapes(model: TextArchitecture) -> Shapes:
     """Names and shapes [out, in] of the required tensors."""
-    shapes: Shapes = {"model.embed_tokens.weight": (model.vocab_size, model.hidden_size), "model.norm.weight": (model.hidden_size,)}
+    shapes: Shapes = {EMBEDDING: (model.vocab_size, model.hidden_size), "model.norm.weight": (model.hidden_size,)}
     if not model.tied:
-        shapes["lm_head.weight"] = (model.vocab_size, model.hidden_size)
+        shapes[HEAD] = (model.vocab_size, model.hidden_size)
     if model.per_layer_size:
         width = model.layers * model.per_layer_size
         shapes["model.embed_tokens_per_layer.weight"] = (model.per_layer_vocab_size, width)
@@ -283,11 +284,9 @@ def needed_shapes(model: TextArchitecture) -> Shapes:
 
 
 def allowed_shapes(model: TextArchitecture) -> Shapes:
-    """Names and shapes of the optional tensors: a copy of the tied head, and K/V weights of layers that share them."""
-    if isinstance(model, AssistantArchitecture):
-        return {}
-    shapes: Shapes = {"lm_head.weight": (model.vocab_size, model.hidden_size)}
-    for layer in range(model.owning_layers, model.layers):
+    """Names and shapes of the optional tensors: a head of its own, and K/V weights of a target's layers that share them."""
+    shapes: Shapes = {HEAD: (model.vocab_size, model.hidden_size)}
+    for layer in () if isinstance(model, AssistantArchitecture) else range(model.owning_layers, model.layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _key_value(model, layer).items()}
     return shapes
 

@@ -144,7 +144,8 @@ def _widest_feed_forward(model: TextArchitecture) -> int:
 
 def generation_defaults(target: ResolvedSource) -> GenerationDefaults | None:
     """Returns what the target says, as transformers reads it; None for nothing. Raises CheckpointError for values that cannot be."""
-    size, ends = target.checkpoint.architecture.vocab_size, ()
+    size = target.checkpoint.architecture.vocab_size
+    ends: tuple[int, ...] = ()
     if target.gguf is None:
         path, values = target.path / GENERATION_NAME, dict(read_generation(target.path))
         if values.get("do_sample") is True:
