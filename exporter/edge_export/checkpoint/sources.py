@@ -15,7 +15,6 @@ from edge_export.checkpoint.checkpoint import MAX_CONFIG_BYTES, Checkpoint, chec
 from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
 from edge_export.checkpoint.json_file import read_json_object
 from edge_export.checkpoint.published.formats import published_config
-from edge_export.checkpoint.published.gguf_listing import file_of_role
 from edge_export.checkpoint.published.hub import (
     PATTERNS,
     Listings,
@@ -24,6 +23,7 @@ from edge_export.checkpoint.published.hub import (
     fetch,
     fetch_config,
     hub_name,
+    local_gguf,
     local_ggufs,
 )
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
@@ -216,7 +216,7 @@ def _open(role: str, origin: str, progress: Progress | None, listings: Listings 
             )
         path = fetch(name, role, progress, listings)
     if path.is_dir() and (ggufs := local_ggufs(path)):
-        file = file_of_role(ggufs, role, None)
+        file = local_gguf(path, role)
         if file is None:
             raise CheckpointError(
                 f"{origin} holds no GGUF file for a {role} ({', '.join(ggufs[:3])}); name the file, or give its assistant as DRAFTER"
