@@ -28,7 +28,7 @@ from edge_export.checkpoint.architecture import (
     text_name,
 )
 from edge_export.checkpoint.json_file import read_json_object
-from edge_export.checkpoint.published.formats import refuse_adapter, rounds_activations
+from edge_export.checkpoint.published.formats import names_quantization, refuse_adapter, refuse_quantized, rounds_activations
 from edge_export.checkpoint.published.packed_weights import Rounding, is_mobile, with_codes, with_matrices
 from edge_export.checkpoint.safetensors import READABLE, SOURCE_TYPE, StoredTensor, read_values, same_values, stored_tensors, widen
 from edge_export.errors import CheckpointError
@@ -63,12 +63,18 @@ class Checkpoint:
     @property
     def weights(self) -> dict[str, Callable[[], NDArray[Any]]] | None:
         """The values of each tensor by name, float32 or integers; None if transformers reads them from the folder itself."""
-        if rounds_activations(self.config) == "gemma":
+        if self.rounding_method == "gemma":
             return None
         ties_itself = parse_architecture(self.config, self.folder).tied or not self.architecture.tied
-        if ties_itself and all(tensor.scales is None and tensor.name == self._current_name(name) for name, tensor in self.tensors.items()):
+        plain = ties_itself and not names_quantization(self.config)
+        if plain and all(tensor.scales is None and tensor.name == self._current_name(name) for name, tensor in self.tensors.items()):
             return None
         return {name: partial(read_values, tensor) for name, tensor in self.tensors.items()}
+
+    @property
+    def rounding_method(self) -> str | None:
+        """The method of a format that rounds activations, if the weights are in it; see `rounds_activations`."""
+        return rounds_activations(self.config) if self.rounding else None
 
     def _current_name(self, name: str) -> str:
         """The name that transformers saves a tensor of the text model under."""
@@ -98,15 +104,21 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     architecture = parse_architecture(config, config_path)
     _check_shared_layers(architecture, config_path)
     model_type = str(config["model_type"])
-    stored, mobile = stored_tensors(folder), is_mobile(config)
-    tensors, others = _text_tensors(stored if mobile else with_matrices(stored), model_type)
-    tensors, rounding = with_codes(tensors, needed_shapes(architecture) | allowed_shapes(architecture)) if mobile else (tensors, {})
-    tensors = _with_one_head(tensors, rounding, architecture)
-    architecture = replace(architecture, tied=HEAD not in tensors)
+    try:
+        stored, mobile = stored_tensors(folder), is_mobile(config)
+        tensors, others = _text_tensors(stored if mobile else with_matrices(stored), model_type)
+        tensors, rounding = with_codes(tensors, needed_shapes(architecture) | allowed_shapes(architecture)) if mobile else (tensors, {})
+        tensors = _with_one_head(tensors, rounding, architecture)
+        architecture = replace(architecture, tied=HEAD not in tensors)
+        _check_tensors(folder, tensors, needed_shapes(architecture), allowed_shapes(architecture))
+    except CheckpointError:
+        refuse_quantized(config, config_path)  # it tells why
+        raise
+    if any(tensor.scales is not None for tensor in tensors.values()):  # else config.json speaks of what the weights were once
+        refuse_quantized(config, config_path)
     left_out = _groups(others)
     if model_type in ASSISTANT_TYPES:
         left_out += _groups({name: tensors[name] for name in tensors if name.startswith("masked_embedding.")})
-    _check_tensors(folder, tensors, needed_shapes(architecture), allowed_shapes(architecture))
     return Checkpoint(
         folder=folder,
         config=config,
@@ -120,15 +132,26 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
 
 
 def planned_checkpoint(config: dict[str, Any], path: Path) -> Checkpoint:
-    """A checkpoint with the shapes that a parsed config.json asks for and no weights; `path` is for messages. Raises CheckpointError."""
+    """A checkpoint with the shapes that a parsed config.json asks for and no weights; `path` is for messages. Scales are not known.
+
+    Raises CheckpointError.
+    """
     architecture = parse_architecture(config, path)
+    refuse_quantized(config, path)
     _check_shared_layers(architecture, path)
     tensors = {
         name: StoredTensor(name=name, path=path, dtype="BF16", shape=shape, offset=0, bytes=2 * prod(shape))
         for name, shape in needed_shapes(architecture).items()
     }
-    model_type = str(config["model_type"])
-    return Checkpoint(folder=path, config=config, model_type=model_type, architecture=architecture, tensors=tensors, left_out=())
+    return Checkpoint(
+        folder=path,
+        config=config,
+        model_type=str(config["model_type"]),
+        architecture=architecture,
+        tensors=tensors,
+        left_out=(),
+        rounding=dict.fromkeys(tensors, (0.0, 0.0)) if is_mobile(config) else {},
+    )
 
 
 def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:

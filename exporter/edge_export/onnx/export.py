@@ -11,7 +11,6 @@ from typing import Any
 
 from edge_devices.machine.memory import byte_text
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
-from edge_export.checkpoint.published.formats import rounds_activations
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import CONTROL
 from edge_export.onnx.graph_builder import OPSET, PlainGraph
@@ -123,7 +122,7 @@ def compare(
     target = reference.target
     exact = (request.target, request.drafter, request.embedding, request.kv) == ("f32", "f32", None, "f32")
     reason = why_not(reference, "onnxruntime", "onnx")
-    rounded = rounds_activations(target.checkpoint.config)
+    rounded = target.checkpoint.rounding_method
     if rounded == "compressed-tensors":
         reason = "the reference does not round activations of compressed-tensors checkpoints here"
     if reason is None and not exact:

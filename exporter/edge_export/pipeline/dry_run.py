@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from edge_export.checkpoint.published.formats import rounds_activations
 from edge_export.checkpoint.sources import ResolvedSource, planned_pair
 from edge_export.errors import ExportError
 from edge_export.gguf.drafter_head import head_bytes
@@ -27,7 +26,7 @@ def planned_manifest(
     """
     first, second = planned_pair(target, drafter)
     for source in (first, second):
-        if rounds_activations(source.checkpoint.config) is not None:
+        if source.checkpoint.rounding:
             raise ExportError(
                 f"{source.origin} rounds its activations, which GGUF files cannot, and a plan is about GGUF files;"
                 " plan the -it-qat-q4_0-unquantized checkpoint, or export this one with --format onnx"
