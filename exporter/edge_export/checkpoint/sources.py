@@ -18,6 +18,7 @@ from edge_export.checkpoint.published.formats import published_config
 from edge_export.checkpoint.published.hub import (
     PATTERNS,
     Listings,
+    bytes_to_fetch,
     check_links,
     check_pair_exists,
     fetch,
@@ -135,7 +136,19 @@ def planned_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSou
     A name of `published.sizes`, such as E2B, is that size. Raises CheckpointError.
     """
     first, second = _planned("target", target), _planned("drafter", drafter)
-    return (first, second) if first is not None and second is not None else resolve_pair(target, drafter)
+    if first is None and second is None:
+        return resolve_pair(target, drafter)
+    with _readable(f"{target} or {drafter}"):
+        return first or _open("target", target, None), second or _open("drafter", drafter, None)
+
+
+def planned_download(source: ResolvedSource) -> tuple[int, bool]:
+    """Bytes to download for an export of this half, and whether the hub says so; else they follow from its config: the text model alone."""
+    if _local(source.origin).exists():
+        return 0, True
+    name = hub_name(source.origin)
+    listed = None if name is None else bytes_to_fetch(name)
+    return (sum(tensor.bytes for tensor in source.checkpoint.tensors.values()), False) if listed is None else (listed, True)
 
 
 def _local(origin: str) -> Path:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 # What the headers of files say that are at hand: "target", "drafter" or "other", by name.
 Roles = Mapping[str, str]
 _UNKNOWN: Roles = MappingProxyType({})
-_DRAFTER_WORDS = frozenset(("mtp", "assistant", "drafter"))
+_DRAFTER_WORDS = frozenset(("mtp", "assistant", "draft", "drafter"))
 _OTHERS = ("mmproj", "imatrix", "eagle3-", "dflash-", "dspark-")
 # Taken in this order where no tag is given.
 _DEFAULT_TAGS = ("Q4_K_M", "Q8_0")

@@ -230,6 +230,13 @@ def _check_room(name: HubName, needed: int) -> None:
         )
 
 
+def bytes_to_fetch(name: HubName) -> int | None:
+    """Bytes that an export would download, by the hub's listing; None where it cannot be asked. Raises CheckpointError."""
+    with _reading(name):
+        sizes = listing(name.repository, name.revision)
+        return _missing_bytes(name, list(PATTERNS), sizes) if sizes else None
+
+
 def fetch_config(name: HubName) -> Path:
     """Downloads config.json alone and returns its folder; for a plan. Raises CheckpointError."""
     with _reading(name):
