@@ -198,6 +198,32 @@ def test_a_hostile_hub_writes_nothing(hub: FakeHub, tmp_path: Path, headers: dic
     assert not list((tmp_path / "cache").rglob("blobs/*"))
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_answers_are_checked_whatever_the_client_calls_its_parts(known: bool, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release may have no such private name; and the client makes itself anew after an error of the connection."""
+    from huggingface_hub.utils import _http
+
+    made: list[object] = []
+
+    def own() -> object:
+        made.append(_http.default_client_factory())
+        return made[-1]
+
+    huggingface_hub.set_client_factory(own)
+    huggingface_hub.get_session()
+    if not known:
+        monkeypatch.delattr(_http, "_GLOBAL_CLIENT_FACTORY")
+    assert fetch_config(HubName("google/gemma-4-E2B-it")).is_dir()
+    assert known == (huggingface_hub.get_session() in made), "a client that was set up by others is kept, where it can be"
+    hub.headers = {"ETag": f'"{OUT}"'}
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="is no name inside the cache"):
+            fetch(HubName("google/gemma-4-E2B-it"), "target")
+        huggingface_hub.close_session()
+    hub.headers = {}
+    assert fetch_config(HubName("google/gemma-4-E2B-it")).is_dir()
+
+
 @pytest.mark.parametrize("kind", ["revision", "tree"])
 @pytest.mark.parametrize(
     "answer",
