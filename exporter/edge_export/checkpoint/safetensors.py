@@ -259,6 +259,14 @@ def read_values(tensor: StoredTensor) -> NDArray[Any]:
     return values.reshape(tensor.shape)
 
 
+def same_values(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two float matrices hold the same values in the same shape. Reads both, until they differ. Raises CheckpointError."""
+    if first.shape != second.shape or (first.scales is None) != (second.scales is None):
+        return False
+    pieces = zip(read_float_chunks(first, "f32"), read_float_chunks(second, "f32"), strict=True)
+    return all(np.array_equal(one, other) for one, other in pieces)
+
+
 def widen(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     """F32, F16 or BF16 (bits) values as float32, exactly."""
     if dtype == "BF16":

@@ -338,7 +338,7 @@ class RuntimeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """What the target's generation_config.json says; None where it says nothing. `temperature` 0 is greedy.
+    """What the target's generation_config.json and config.json say; None where they say nothing. `temperature` 0 is greedy.
 
     `end_tokens` end a generation, besides the vocabulary's own; `suppress_tokens` are never generated.
     """

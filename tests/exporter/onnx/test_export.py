@@ -200,7 +200,7 @@ def test_a_gguf_is_no_source_of_graphs(exported: Callable[..., Bundle], member_f
 def test_too_small_a_disk_is_told_before_anything_is_written(exported: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    with pytest.raises(ExportError, match="the ONNX graphs need about"):
+    with pytest.raises(ExportError, match="the export needs about"):
         exported()
 
 

@@ -106,7 +106,7 @@ class KeyValueCache(LayerBuffers):
     def __init__(self, layout: CacheLayout, context: int) -> None:
         super().__init__(layout)
         buffers = layout.buffers
-        # The drafter sees `window` + 1 rows (see onnx_blocks), also after a roll back by the slack.
+        # The drafter sees `window` + 1 rows (see the exporter's graphs), also after a roll back by the slack.
         self.kept = 0 if self.window is None else self.window + 1 + layout.rewind_slack
         spare = context + MAX_ROWS
         sliding = next((buffer.rows for buffer in buffers if buffer.kind == SLIDING), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict, deque
 from dataclasses import replace
 from typing import Any
