@@ -30,8 +30,11 @@ _NAMES = {
     "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*": "*_input *_label",
     "sys/bus/i2c/drivers/ina238/*/hwmon/hwmon*": "*_input *_label",
     "sys/bus/i2c/drivers/ina3221x/*/iio:device*": "rail_name_* in_power*_input",
-    "sys/devices/system/cpu/cpufreq/policy*": "*_max_freq scaling_governor related_cpus",
+    "sys/devices/system/cpu/cpufreq/policy*": "*_max_freq scaling_cur_freq scaling_governor related_cpus",
+    "sys/devices/system/cpu/cpu[0-9]*/thermal_throttle": "*_throttle_count",
+    "sys/devices/system/cpu/cpu0/microcode": "version",
     "sys/class/thermal/thermal_zone*": "type temp",
+    "sys/class/thermal/cooling_device*": "type cur_state",
     "proc": "device-tree/model cpuinfo meminfo",
 }
 FILES = tuple(f"{folder}/{name}" for folder, names in _NAMES.items() for name in names.split())

@@ -118,6 +118,11 @@ def devices(
         outputs.write(results[0].figures)
     else:
         outputs.write_devices(results, (reach.results,) if reach.fleet else ())
+        for result in results:  # in a table a command cannot be copied
+            for text in result.remarks:
+                note(f"{result.device}: {text}")
+    if all(result.failed for result in results):  # what was measured before is shown
+        raise RequestError("; ".join(f"{result.device}: {result.happenings[-1]}" for result in results))
 
 
 def remote_request(bundle: Path, reach: FleetOptions, request: BenchRequest, load: LoadOptions, meters: MeterOptions) -> RemoteRequest:

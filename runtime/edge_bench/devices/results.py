@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edge_bench.measure.energy import read_energy
+from edge_bench.measure.energy import awaits_table, energy_figures
 from edge_bench.measure.records import read_records
 from edge_bench.measure.variants import PLAIN
 from edge_bench.report.figures import Figures, Row, figures
@@ -27,7 +27,9 @@ from edge_bench.report.tables import (
     share,
     table_of,
 )
-from edge_devices.errors import errors_as
+from edge_devices.energy.report import EnergyReport
+from edge_devices.energy.run_log import RunLog, read_log
+from edge_devices.errors import EdgeError, errors_as
 from edge_devices.files.atomic_write import write_text
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.files.typed_json import from_json, to_json
@@ -40,7 +42,9 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceDescription:
-    """What device.json holds. `warnings`: from before the run; `happenings`: from during it; `charge_used`: percent."""
+    """What device.json holds. `warnings`: from before the run; `happenings`: from during it; `charge_used`: percent; `failed`: the
+    benchmark ended with an error, which is the last of the happenings.
+    """
 
     schema: int = SCHEMA
     device: str = ""
@@ -49,14 +53,16 @@ class DeviceDescription:
     happenings: tuple[str, ...] = ()
     hottest_c: float | None = None
     charge_used: int | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceResult(DeviceDescription):
-    """One run on one device."""
+    """One run on one device. `remarks`: why there are no joules, although they were measured."""
 
     run: str
     figures: Figures
+    remarks: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -76,11 +82,12 @@ def note_device(folder: Path, *, device: str, model: str, warnings: Sequence[str
 
 
 def complete_result(
-    folder: Path, *, device: str, incidents: Sequence[str], hottest_c: float | None, charge_used: int | None
+    folder: Path, *, device: str, incidents: Sequence[str], hottest_c: float | None, charge_used: int | None, failed: bool
 ) -> DeviceResult:
     """Adds the incidents of the run to device.json and reads `folder` as a result."""
     noted = _description(folder / DEVICE)
-    _write(folder, replace(noted, device=device, happenings=tuple(incidents), hottest_c=hottest_c, charge_used=charge_used))
+    measured = {"hottest_c": hottest_c, "charge_used": charge_used, "failed": failed}
+    _write(folder, replace(noted, device=device, happenings=tuple(incidents), **measured))
     return read_result(folder)
 
 
@@ -91,24 +98,51 @@ def _write(folder: Path, description: DeviceDescription) -> None:
 
 
 def read_result(folder: Path) -> DeviceResult:
-    """Reads a device's folder; without device.json it is a run of this machine. Raises RequestError for anything else."""
+    """Reads a device's folder; without device.json it is a run of this machine. Raises RequestError for anything else.
+
+    Speeds are there whatever became of the joules: what is wrong with those is a note.
+    """
     for path in (folder / RUNS, folder / ENERGY, folder / DEVICE):
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise RequestError(f"{path} is not a regular file; give the --results folder of earlier runs")
     noted = _description(folder / DEVICE)
     records = read_records(folder / RUNS)
-    energy, log = read_energy(folder / ENERGY) if (folder / ENERGY).exists() else (None, None)
-    notes = (*(f"before the run: {text}" for text in noted.warnings), *noted.happenings)
-    all_figures = figures(replace(records, notes=(*records.notes, *notes)), energy, log)
-    return DeviceResult(**vars(noted) | {"device": noted.device or folder.name}, run=folder.parent.name, figures=all_figures)
+    energy, log, remarks = _energy_of(folder / ENERGY)
+    before = [f"before the run: {text}" for text in noted.warnings if text not in records.notes]
+    notes = (*records.notes, *before, *noted.happenings, *remarks)
+    all_figures = figures(replace(records, notes=notes), energy, log)
+    return DeviceResult(
+        **vars(noted) | {"device": noted.device or folder.name}, run=folder.parent.name, figures=all_figures, remarks=tuple(remarks)
+    )
 
 
-def find_results(places: Sequence[Path]) -> list[DeviceResult]:
-    """Reads all results below the folders `places`. Raises RequestError when there are none."""
+def _energy_of(path: Path) -> tuple[EnergyReport | None, RunLog | None, list[str]]:
+    """Returns the joules of a log, or why there are none; neither where there is no log."""
+    if not path.exists():
+        return None, None, []
+    try:
+        log = read_log(path)
+        if awaits_table(log):
+            return None, None, [f"joules need the table of the external meter: edge-bench report {path} --external TABLE"]
+        return energy_figures(log), log, []
+    except EdgeError as error:
+        return None, None, [f"no joules: {error}"]
+
+
+def find_results(places: Sequence[Path]) -> tuple[list[DeviceResult], list[str]]:
+    """Reads all results below the folders `places`; returns also why some could not be read. Raises RequestError where none could."""
     folders = sorted({path.parent for place in places for path in place.rglob(RUNS)})
     if not folders:
         raise RequestError(f"no {RUNS} found below {', '.join(map(str, places))}; give the --results folder of earlier runs")
-    return [read_result(folder) for folder in folders]
+    results, failures = list[DeviceResult](), list[str]()
+    for folder in folders:
+        try:
+            results.append(read_result(folder))
+        except EdgeError as error:
+            failures.append(str(error))
+    if not results:
+        raise RequestError("; ".join(failures))
+    return results, failures
 
 
 def _description(path: Path) -> DeviceDescription:
@@ -178,10 +212,9 @@ def _energy(results: Sequence[DeviceResult]) -> list[TextTable]:
 
 
 def _incidents(results: Sequence[DeviceResult]) -> TextTable:
-    """Each device's doubts, remarks and notes, which `read_result` adds the remarks to."""
+    """Each device's doubts, and its notes, among which `read_result` puts the warnings and incidents."""
     rows = []
     for result in results:
-        warnings = [f"before the run: {text}" for text in result.warnings]
-        texts = (*result.figures.doubts, *warnings, *result.happenings, *result.figures.records.notes)
-        rows += [(result.label, result.run, text) for text in dict.fromkeys(texts)]
+        texts = dict.fromkeys((*result.figures.doubts, *result.figures.records.notes))
+        rows += [(result.label, result.run, text) for text in texts]
     return TextTable(name="happened", title="Doubts, warnings and incidents", columns=("", "run", ""), rows=tuple(rows))

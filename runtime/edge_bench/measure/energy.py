@@ -73,6 +73,11 @@ def is_energy_log(path: Path) -> bool:
     return isinstance(first, dict) and first.get("kind") == "header" and "meter" in first
 
 
+def awaits_table(log: RunLog) -> bool:
+    """Returns whether a log has no readings yet, because they are in the table of an external meter."""
+    return log.facts.name == EXTERNAL and not log.trace.times
+
+
 def read_energy(path: Path, external: Path | None = None, columns: str | None = None) -> tuple[EnergyReport, RunLog]:
     """Computes the figures of a log of `measure_energy`, from the table of an `external` meter if given, with `columns` as
     `--columns` takes them.

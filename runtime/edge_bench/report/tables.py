@@ -430,7 +430,7 @@ def print_report(figures: Figures) -> None:
         console.print(printable(sentence))
     _print_tables(console, all_tables(figures))
     for text in notes(figures):
-        console.print(printable(f"note: {text}"))
+        console.print(printable(f"note: {text}"), soft_wrap=True)  # a command among them is to be copied
 
 
 def markdown(figures: Figures) -> str:
