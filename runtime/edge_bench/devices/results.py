@@ -212,9 +212,9 @@ def _energy(results: Sequence[DeviceResult]) -> list[TextTable]:
 
 
 def _incidents(results: Sequence[DeviceResult]) -> TextTable:
-    """Each device's doubts, and its notes, among which `read_result` puts the warnings and incidents."""
+    """Each device's doubts, incidents and notes; among the notes, `read_result` puts the incidents and warnings too."""
     rows = []
     for result in results:
-        texts = dict.fromkeys((*result.figures.doubts, *result.figures.records.notes))
+        texts = dict.fromkeys((*result.figures.doubts, *result.happenings, *result.figures.records.notes))
         rows += [(result.label, result.run, text) for text in texts]
     return TextTable(name="happened", title="Doubts, warnings and incidents", columns=("", "run", ""), rows=tuple(rows))

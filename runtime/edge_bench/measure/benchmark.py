@@ -17,7 +17,7 @@ from edge_bench.measure.progress import duration
 from edge_bench.measure.prompts import Prompt, prepare
 from edge_bench.measure.records import SCHEMA, CostRecord, Header, ModelFile, Note, Record, Run
 from edge_bench.measure.request import BenchRequest
-from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedule, context_schedule, llama_tools
+from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedule, context_schedule, llama_tools, mixed
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
 from edge_bench.measure.variants import BASELINE, FIXED, OURS, Variant, edge_variants, peer_variants
@@ -252,7 +252,7 @@ class Benchmark:
         if not sizes:
             return
         # Repeat 0 is the warm-up, which loads the encoder.
-        order = _there_and_back(sizes, range(self._request.repeats + 1))
+        order = [(repeat, size) for repeat in range(self._request.repeats + 1) for size in mixed(sizes, repeat)]
         for repeat, budget in self._counted("images", order, len(order)):
             cost = measure_image(runner.session, budget, repeat)
             if repeat:
@@ -267,7 +267,8 @@ class Benchmark:
             expected = alone(session, prompts, request.tokens)
         for clients in request.concurrency:
             with open_sessions(self._folder, clients, self._load, drafter=drafter) as sessions:
-                order = _there_and_back(variants, range(-1, request.repeats))  # repeat -1 is the warm-up
+                turns = range(-1, request.repeats)  # repeat -1 is the warm-up
+                order = [(repeat, variant) for repeat in turns for variant in mixed(variants, repeat + 1)]
                 for repeat, variant in self._counted(f"{clients} at once", order, len(order)):
                     level = run_level(sessions, variant, prompts, expected, request.tokens, repeat=max(repeat, 0))
                     if repeat >= 0:
@@ -305,11 +306,6 @@ class Benchmark:
         images = image_workloads(session, request.image_sizes)
         long = [length for length in request.contexts if length < self._settings.context]
         return images | energy_workloads(dict[str, EdgeRunner](edge_runners.items()), variants, prompts, request.tokens, long)
-
-
-def _there_and_back(items: Sequence[Counted], repeats: Sequence[int]) -> list[tuple[int, Counted]]:
-    """Returns all items in each repeat, in reverse order in every second one, so that slow drift cancels out."""
-    return [(repeat, item) for repeat in repeats for item in (items if repeat % 2 == 0 else list(reversed(items)))]
 
 
 def _middle(lengths: Sequence[int]) -> int:

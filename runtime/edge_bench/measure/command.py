@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +11,22 @@ from pathlib import Path
 import click
 
 from edge_bench.measure.benchmark import Benchmark
+from edge_bench.measure.conditions import ConditionsWatch
 from edge_bench.measure.energy import find_meter, measure_energy
 from edge_bench.measure.progress import BenchScreen, note
-from edge_bench.measure.records import Concurrency, Header, ImageCost, Note, Record, RecordFile, Records, Run, collect
+from edge_bench.measure.records import (
+    Concurrency,
+    CostRecord,
+    Header,
+    ImageCost,
+    KvTypeCost,
+    Note,
+    Record,
+    RecordFile,
+    Records,
+    Run,
+    collect,
+)
 from edge_bench.measure.request import LOADING, BenchRequest, MeterOptions
 from edge_devices.command_line import INTERRUPTED, PanelGroup, takes
 from edge_devices.energy.report import EnergyReport
@@ -95,21 +109,27 @@ def measure_speeds(
         def keep(record: Record) -> None:
             if isinstance(record, Run | Concurrency | ImageCost):
                 record = replace(record, load=watch.next())
+            if isinstance(record, Run | Concurrency | ImageCost | CostRecord | KvTypeCost):
+                record = replace(record, conditions=machine.next())
             records.append(record)
             if file:
                 file.add(record)
 
-        busy, watch = busy_before(screen), LoadWatch()
+        def note_all(texts: Iterable[str]) -> None:
+            for text in filter(None, texts):
+                keep(Note(text=text))
+
+        machine, busy, watch = ConditionsWatch(waiting=screen.wait), busy_before(screen), LoadWatch()
         try:
             for record in Benchmark(bundle, request, screen.shows(load)).records():
                 keep(record)
-                for text in (remark, busy) if isinstance(record, Header) else ():
-                    if text:
-                        keep(Note(text=text))
+                if isinstance(record, Header):
+                    note_all((remark, busy, *machine.remarks))
+            note_all([machine.rested()])
         except KeyboardInterrupt:
             if not records:
                 raise
-            keep(Note(text="stopped by Ctrl-C before the end: some figures have fewer repeats, or are missing"))
+            note_all((machine.rested(), "stopped by Ctrl-C before the end: some figures have fewer repeats, or are missing"))
             return records, True
     return records, False
 

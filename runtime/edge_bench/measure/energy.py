@@ -172,7 +172,10 @@ def session_sentence(plan: Plan, workloads: Mapping[str, Workload], characterist
 def energy_figures(log: RunLog) -> EnergyReport:
     """Computes a log's figures, over plain decoding where it was measured. Raises DeviceError if no repeat counts."""
     variants = {run.variant for run in log.runs}
-    return make_report(log, baseline=PLAIN if PLAIN in variants else None)
+    report = make_report(log, baseline=PLAIN if PLAIN in variants else None)
+    lost = dict.fromkeys(text for run in log.runs for text in (*run.before.unknown, *run.after.unknown))
+    known = log.runs[0].before.unknown if log.runs else ()
+    return replace(report, warnings=[*report.warnings, *(f"no longer known: {text}" for text in lost if text not in known)])
 
 
 def energy_workloads(

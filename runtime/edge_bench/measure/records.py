@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_bench.measure.conditions import Conditions
 from edge_bench.measure.variants import Variant
 from edge_devices.files.atomic_write import GrowingFile
 from edge_devices.files.typed_json import StructureError, from_json, to_json
@@ -69,8 +70,8 @@ class Run:
     """One request. `part` is "domains", or "contexts" if the prompt was lengthened to `domain` tokens.
 
     `seconds` is decoding time; the seconds of a phase are None if the program does not report them. Those that begin with `round` are per
-    round; `output` is a digest of the emitted ids; `accepted_from` counts the accepted drafts of each source. `load` is of the time since
-    the load before; None for runs that were too short to know, which belong to the next.
+    round; `output` is a digest of the emitted ids; `accepted_from` counts the accepted drafts of each source. `load` and `conditions` are
+    of the time since those before; None for runs that were too short to know, which belong to the next.
     """
 
     part: str
@@ -98,6 +99,7 @@ class Run:
     output: str | None = None
     accepted_from: dict[str, int] = field(default_factory=dict)
     load: MachineLoad | None = None
+    conditions: Conditions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,7 @@ class CostRecord:
     length: int
     verify_seconds: tuple[float, ...]
     draft_step_seconds: float | None
+    conditions: Conditions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +139,7 @@ class KvTypeCost:
     kl_mean: float
     kl_max: float
     same_best: float
+    conditions: Conditions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +161,7 @@ class Concurrency:
     equal: int
     compared: int
     load: MachineLoad | None = None
+    conditions: Conditions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +174,7 @@ class ImageCost:
     encode_seconds: float
     prefill_seconds: float
     load: MachineLoad | None = None
+    conditions: Conditions | None = None
 
 
 KINDS: dict[str, type[Any]] = {

@@ -113,7 +113,7 @@ class BenchRequest:
     drafters: tuple[DrafterKind, ...] = _listed(
         _drafters, "as edge-run chooses", about=f"Drafters to measure: any of {', '.join(_DRAFTERS)}."
     )
-    repeats: int = option(default=3, low=1, panel="Measure", help="Number of repeats; every second one runs in reverse order.")
+    repeats: int = option(default=3, low=1, panel="Measure", help="Number of repeats; the order of variants differs in each.")
     tokens: int = option("--max-tokens", "-n", default=64, low=2, panel="Measure", help="Tokens to generate per request.")
     warm_up: int = option(default=1, low=0, panel="Measure", help="Warm-up requests per variant, which are not counted.")
     contexts: tuple[int, ...] = _listed(

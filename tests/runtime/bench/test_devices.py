@@ -414,13 +414,13 @@ def test_a_pipe_among_results_is_not_waited_for(name: str, tmp_path: Path) -> No
 def test_a_real_benchmark_on_a_pi_drafts_what_this_machine_drafts(
     exported_pair: Path, probe_memory: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over ssh, while the board's supply sags."""
+    """Over ssh, while the board's supply sags for four seconds."""
     pi, shell = FakePhone(tmp_path / "pi", pi=PI), Path(phones.__file__).with_name("pi_shell.py")
     host = ssh_host.SshHost(tmp_path / "ssh", command=f"{sys.executable} {shell} {tmp_path / 'pi'}")
     start = remote.start_job
 
     def sagging(*arguments: Any) -> None:
-        pi.vary("/system/says/vcgencmd get_throttled", ["throttled=0x0\n", "throttled=0x50005\n"], 0.5)
+        pi.vary("/system/says/vcgencmd get_throttled", ["throttled=0x0\n", *["throttled=0x50005\n"] * 8, "throttled=0x50000\n"], 0.5)
         start(*arguments)
 
     monkeypatch.setattr(remote, "start_job", sagging)
