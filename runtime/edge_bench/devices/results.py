@@ -86,8 +86,8 @@ def complete_result(
 ) -> DeviceResult:
     """Adds the incidents of the run to device.json and reads `folder` as a result."""
     noted = _description(folder / DEVICE)
-    measured = {"hottest_c": hottest_c, "charge_used": charge_used, "failed": failed}
-    _write(folder, replace(noted, device=device, happenings=tuple(incidents), **measured))
+    known = replace(noted, device=device, happenings=tuple(incidents), hottest_c=hottest_c, charge_used=charge_used, failed=failed)
+    _write(folder, known)
     return read_result(folder)
 
 

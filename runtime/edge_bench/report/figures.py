@@ -263,7 +263,7 @@ def _counted(records: Records) -> tuple[Records, list[str], list[str]]:
     levels, why_levels = undisturbed(records.concurrency)
     images, why_images = undisturbed(records.images)
     reasons = Counter(why) + Counter(why_levels) + Counter(why_images)
-    measured = [*records.runs, *records.concurrency, *records.images]
+    measured: list[Run | Concurrency | ImageCost] = [*records.runs, *records.concurrency, *records.images]
     lost = dict.fromkeys(text for each in measured if each.conditions for text in each.conditions.unknown)
     remarks = [f"no longer known: {text}" for text in lost]
     words = "; ".join(f"{count} of {len(measured)} measurements: {reason}" for reason, count in reasons.items())

@@ -181,8 +181,8 @@ def test_a_local_run_says_what_it_cannot_know(tmp_path, monkeypatch):
 
 def test_joules_say_what_was_no_longer_known():
     log = two_variants()
-    missing = DeviceState(unknown=("the temperature", "whether the board throttles"))
-    log.runs[0] = replace(log.runs[0], before=replace(missing, unknown=("the temperature",)))
+    usual, missing = (DeviceState(unknown=("the temperature", *more)) for more in ((), ("whether the board throttles",)))
+    log.runs = [replace(each, before=usual, after=usual) for each in log.runs]
     log.runs[1] = replace(log.runs[1], after=missing)
     warnings = energy_figures(log).warnings
     assert [text for text in warnings if text.startswith("no longer known")] == ["no longer known: whether the board throttles"]
