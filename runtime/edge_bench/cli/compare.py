@@ -14,7 +14,7 @@ from edge_devices.command_line import PanelCommand, takes
 
 @click.command(cls=PanelCommand)
 @click.argument("folders", metavar="FOLDER...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@takes("outputs", Outputs, only=["json_path", "csv_path", "html"])
+@takes("outputs", Outputs, only=["json_path", "csv_path", "html", "wide"])
 def compare(folders: tuple[Path, ...], outputs: Outputs) -> None:
     """Compare the results of devices below the FOLDERs."""
     results, failures = find_results(folders)

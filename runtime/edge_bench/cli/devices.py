@@ -86,7 +86,7 @@ class FleetOptions(ReachOptions):
 @takes("request", BenchRequest)
 @takes("load", LoadOptions, only=LOADING)
 @takes("meters", MeterOptions)
-@takes("outputs", Outputs, only=["json_path", "csv_path", "html"])
+@takes("outputs", Outputs, only=["json_path", "csv_path", "html", "wide"])
 @one_sentence_errors(stopped=STOPPED)
 def devices(
     bundle: Path | None, reach: FleetOptions, request: BenchRequest, load: LoadOptions, meters: MeterOptions, outputs: Outputs

@@ -13,20 +13,10 @@ from typing import Any
 from edge_bench.measure.energy import awaits_table, energy_figures
 from edge_bench.measure.records import read_records
 from edge_bench.measure.variants import PLAIN
+from edge_bench.report.energy_tables import COMPARED, PROMPT_JOULES, comparison_cells, joules, scope_tables
 from edge_bench.report.figures import Figures, Row, figures
-from edge_bench.report.tables import (
-    NONE,
-    PROMPT_JOULES,
-    PROMPTS,
-    Columns,
-    TextTable,
-    joules,
-    megabytes,
-    ratio_text,
-    scope_tables,
-    share,
-    table_of,
-)
+from edge_bench.report.tables import PROMPTS, megabytes, ratio_text, share
+from edge_bench.report.text_table import NONE, Columns, TextTable, table_of
 from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog, read_log
 from edge_devices.errors import EdgeError, errors_as
@@ -117,16 +107,25 @@ def read_result(folder: Path) -> DeviceResult:
 
 
 def _energy_of(path: Path) -> tuple[EnergyReport | None, RunLog | None, list[str]]:
-    """Returns the joules of a log, or why there are none; neither where there is no log."""
+    """Returns the joules of a log with the log, or why there are none; neither where there is no log."""
     if not path.exists():
         return None, None, []
     try:
         log = read_log(path)
-        if awaits_table(log):
-            return None, None, [f"joules need the table of the external meter: edge-bench report {path} --external TABLE"]
-        return energy_figures(log), log, []
     except EdgeError as error:
         return None, None, [f"no joules: {error}"]
+    energy, remarks = joules_of(path, log)
+    return energy, log if energy else None, remarks
+
+
+def joules_of(path: Path, log: RunLog) -> tuple[EnergyReport | None, list[str]]:
+    """Returns the joules of the log that was read from `path`, or why there are none."""
+    if awaits_table(log):
+        return None, [f"joules need the table of the external meter: edge-bench report {path} --external TABLE"]
+    try:
+        return energy_figures(log), []
+    except EdgeError as error:
+        return None, [f"no joules: {error}"]
 
 
 def find_results(places: Sequence[Path]) -> tuple[list[DeviceResult], list[str]]:
@@ -155,14 +154,14 @@ def _description(path: Path) -> DeviceDescription:
     return description
 
 
-def comparison_tables(results: Sequence[DeviceResult]) -> list[TextTable]:
-    """Returns the tables that have rows: speed, energy per scope, warnings and incidents."""
+def comparison_tables(results: Sequence[DeviceResult], *, wide: bool = False) -> list[TextTable]:
+    """Returns the tables that have rows: speed, energy per scope, warnings and incidents; of joules all figures only if `wide`."""
     speeds = [(result, row) for result in results for row in result.figures.overall]
     prompts = [(result, row) for result in results for row in result.figures.by_context if row.variant.policy == PLAIN]
     tables = [
         table_of("devices", "Devices", speeds, _SPEEDS),
         table_of("first-token", "First token by prompt length", prompts, (*_SPEEDS[:4], *_of_row(PROMPTS))),
-        *_energy(results),
+        *_energy(results, wide=wide),
         _incidents(results),
     ]
     return [table for table in tables if table.rows]
@@ -184,7 +183,7 @@ def _of_row(columns: Columns[Row]) -> Columns[tuple[DeviceResult, Row]]:
 _SPEEDS: Columns[tuple[DeviceResult, Row]] = (
     ("", lambda pair: pair[0].label),
     ("run", lambda pair: pair[0].run),
-    ("bundle", lambda pair: pair[0].figures.records.header.bundle),
+    ("bundle", lambda pair: f"{(header := pair[0].figures.records.header).bundle} {header.weights}".strip()),
     ("", lambda pair: pair[1].variant.label),
     ("tok/s", lambda pair: f"{pair[1].tokens_per_second:.1f}"),
     ("over plain [95%]", lambda pair: ratio_text(pair[1].speed_up)),
@@ -196,19 +195,24 @@ _SPEEDS: Columns[tuple[DeviceResult, Row]] = (
 )
 
 
-def _energy(results: Sequence[DeviceResult]) -> list[TextTable]:
-    rows = []
+def _energy(results: Sequence[DeviceResult], *, wide: bool) -> list[TextTable]:
+    first, others = list[tuple[str, bool, tuple[str, ...]]](), list[tuple[str, bool, tuple[str, ...]]]()
     for result in results:
         report = result.figures.energy
-        for variant in report.variants if report else ():
-            assert report is not None
+        if report is None:
+            continue
+        scope = str(report.scope), report.estimate
+        first += [(*scope, (result.label, result.run, *cells)) for cells in comparison_cells(report)]
+        for variant in report.variants:
             figures = variant.joules_per_output_token, variant.net_joules_per_output_token, variant.watts
             prompt = [cell(variant) for _, cell in PROMPT_JOULES]
-            cells = result.label, result.run, variant.name, report.meter, *map(joules, figures), *prompt
-            rows.append((str(report.scope), report.estimate, cells))
-    columns = ("", "run", "", "meter", "J/output token", "above idle", "W", *(heading for heading, _ in PROMPT_JOULES))
+            others.append((*scope, (result.label, result.run, variant.name, report.meter, *map(joules, figures), *prompt)))
     note = "Joules of different scopes do not compare; each scope has its own table."
-    return scope_tables("energy", "Energy", columns, rows, note)
+    tables = scope_tables("energy", "Joules per output token", ("", "run", *COMPARED), first, note)
+    if wide:
+        columns = ("", "run", "", "meter", "J/output token", "above idle", "W", *(heading for heading, _ in PROMPT_JOULES))
+        tables += scope_tables("energy-all", "Energy, all figures", columns, others)
+    return tables
 
 
 def _incidents(results: Sequence[DeviceResult]) -> TextTable:

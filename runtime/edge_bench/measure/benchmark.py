@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import secrets
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,8 +23,9 @@ from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
 from edge_bench.measure.variants import BASELINE, FIXED, OURS, Variant, edge_variants, peer_variants
 from edge_devices.energy.protocol import Workload
-from edge_devices.machine.facts import installed_version, read_machine
-from edge_devices.machine.system import WallClock
+from edge_devices.machine.detection import detect_device
+from edge_devices.machine.facts import installed_version
+from edge_devices.machine.system import System, WallClock
 from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.selection import CARDS, has_options, usable_backends
 from edge_runtime.bundle.bundle import open_bundle
@@ -121,7 +123,7 @@ class Benchmark:
             return session.drafter_kind
 
     def _header(self, drafters: Sequence[DrafterKind], lengths: Sequence[int]) -> Header:
-        request, source = self._request, self._bundle.manifest.sources.get("target")
+        request, source, device = self._request, self._bundle.manifest.sources.get("target"), detect_device(System())
         return Header(
             schema=SCHEMA,
             version=version("edge-mtp"),
@@ -129,10 +131,10 @@ class Benchmark:
             bundle=self._folder.resolve().name,
             target=PurePath(source.origin).name if source else "",
             files=tuple(
-                ModelFile(role=file.role, format=file.format, quantization=file.quantization, bytes=file.bytes)
+                ModelFile(role=file.role, format=file.format, quantization=file.quantization, bytes=file.bytes, sha256=file.sha256)
                 for file in self._bundle.manifest.files
             ),
-            machine=asdict(read_machine()),
+            machine=asdict(device.machine) | {"model": device.model, "soc": device.soc},
             settings={
                 "threads": self._threads,
                 "tokens": request.tokens,
@@ -147,6 +149,7 @@ class Benchmark:
             },
             engines={name: number for name in ENGINES if (number := installed_version(name))},
             planned=self._planned(drafters, lengths),
+            run=secrets.token_hex(8),
         )
 
     def _planned(self, drafters: Sequence[DrafterKind], lengths: Sequence[int]) -> int:

@@ -5,6 +5,7 @@ The first line is the header; each other line names its kind. Seconds are wall t
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -31,19 +32,21 @@ DISTURBED_SHARE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFile:
-    """One file of the bundle."""
+    """One file of the bundle; `sha256` is empty in files of earlier versions."""
 
     role: str
     format: str
     quantization: str | None
     bytes: int
+    sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
     """Machine, time, bundle and settings of the benchmark. `machine` and `settings` are plain values; `engines` are versions by name.
 
-    `planned` is the number of measurements that a whole benchmark has (`Records.measured`); None in files of earlier versions.
+    `planned` is the number of measurements that a whole benchmark has (`Records.measured`); None in files of earlier versions. `run` is a
+    random name of this run, which its energy log has too; empty in files of earlier versions.
     """
 
     schema: int
@@ -56,6 +59,13 @@ class Header:
     settings: dict[str, Any]
     engines: dict[str, str] = field(default_factory=dict)
     planned: int | None = None
+    run: str = ""
+
+    @property
+    def weights(self) -> str:
+        """A short hash of the bundle's model files: records of equal ones compare. Empty where theirs are unknown."""
+        hashes = sorted(file.sha256 for file in self.files)
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()[:8] if all(hashes) and hashes else ""
 
 
 @dataclass(frozen=True, kw_only=True)

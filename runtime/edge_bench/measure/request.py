@@ -179,9 +179,10 @@ class MeterOptions:
         "  [default: the first usable meter]",
     )
     minutes: int | None = option(
-        low=5,
+        low=1,
         panel="Energy",
-        help="Fit the energy protocol into about this many minutes, with fewer repeats and without loops of single phases.",
+        help="Fit the energy protocol into about this many minutes, with fewer repeats and without loops of single phases; a line says what"
+        " that does to the intervals.",
     )
 
 
