@@ -20,7 +20,7 @@ USES = {
     "devices/edge_devices/machine/system.py": "notices jumps",
     "exporter/edge_export/pipeline/export.py": "label of a manifest",
     "runtime/edge_bench/cli/devices.py": "name of a run",
-    "runtime/edge_bench/measure/benchmark.py": "label of a record, whose note states jumps",
+    "runtime/edge_bench/measure/header.py": "label of a record, whose note states jumps",
     "runtime/edge_runtime/bundle/integrity.py": "a file from the future is hashed again",
     "runtime/edge_runtime/calibration/measured.py": "a provisional value is measured again after ten minutes, whichever way they went",
     "runtime/edge_runtime/server/responses/ollama.py": "label of an answer",

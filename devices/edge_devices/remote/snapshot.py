@@ -13,13 +13,35 @@ from edge_devices.machine.android import read_phone, thermal_name
 from edge_devices.machine.memory import byte_text, mem_available
 from edge_devices.machine.state import DeviceState, read_state, refusals, warnings
 from edge_devices.machine.throttling import VCGENCMD
-from edge_devices.meters.recorded_system import COMMANDS, FILES, RecordedSystem, Recording
+from edge_devices.meters.recorded_system import RecordedSystem, Recording
 from edge_devices.transports.base import Transport, shell
 from edge_devices.transports.file_sync import free_bytes
 
+# The files that meters and the state of a machine are read from, by folder.
+_NAMES = {
+    "sys/class/powercap/intel-rapl*": "name energy_uj max_energy_range_uj",
+    "sys/class/power_supply/*": "uevent type status online *_now charge_counter",
+    "sys/bus/iio/devices/iio:device*": "energy_value enabled_rails sampling_rate",
+    "sys/class/hwmon/hwmon*": "name *_input *_average *_average_interval *_label update_interval",
+    "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*": "*_input *_label",
+    "sys/bus/i2c/drivers/ina238/*/hwmon/hwmon*": "*_input *_label",
+    "sys/bus/i2c/drivers/ina3221x/*/iio:device*": "rail_name_* in_power*_input",
+    "sys/devices/system/cpu/cpufreq/policy*": "*_max_freq scaling_cur_freq scaling_governor related_cpus",
+    "sys/devices/system/cpu/cpu[0-9]*/thermal_throttle": "*_throttle_count",
+    "sys/devices/system/cpu/cpu0/microcode": "version",
+    "sys/class/thermal/thermal_zone*": "type temp",
+    "sys/class/thermal/cooling_device*": "type cur_state",
+    "proc": "device-tree/model cpuinfo meminfo",
+}
+FILES = tuple(f"{folder}/{name}" for folder, names in _NAMES.items() for name in names.split())
 QUERIES = (
-    *COMMANDS["android"],
-    *COMMANDS["raspberry"],
+    ("dumpsys", "battery"),
+    ("cmd", "battery", "get", "-f", "current_now"),
+    ("dumpsys", "powerstats"),
+    ("getprop", "ro.soc.model"),
+    ("getprop", "ro.product.manufacturer"),
+    ("vcgencmd", "pmic_read_adc"),
+    ("vcgencmd", "get_throttled"),
     *((command, "get_throttled") for command in VCGENCMD[1:]),
     ("dumpsys", "thermalservice"),
     ("getprop", "ro.product.model"),

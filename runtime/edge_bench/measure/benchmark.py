@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import datetime
-import secrets
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from importlib.metadata import version
-from pathlib import Path, PurePath
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from edge_bench.measure.energy import energy_workloads
+from edge_bench.measure.header import new_header
 from edge_bench.measure.memory import measure_memory
 from edge_bench.measure.progress import duration
 from edge_bench.measure.prompts import Prompt, prepare
-from edge_bench.measure.records import SCHEMA, CostRecord, Header, ModelFile, Note, Record, Run
+from edge_bench.measure.records import CostRecord, Header, Note, Record, Run
 from edge_bench.measure.request import BenchRequest
 from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedule, context_schedule, llama_tools, mixed
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
 from edge_bench.measure.variants import BASELINE, FIXED, OURS, Variant, edge_variants, peer_variants
 from edge_devices.energy.protocol import Workload
-from edge_devices.machine.detection import detect_device
-from edge_devices.machine.facts import installed_version
-from edge_devices.machine.system import System, WallClock
+from edge_devices.machine.system import WallClock
 from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.selection import CARDS, has_options, usable_backends
 from edge_runtime.bundle.bundle import open_bundle
@@ -41,8 +37,6 @@ from edge_runtime.session.open import default_threads, faster_backend, open_sess
 from edge_runtime.session.session import Session
 
 Counted = TypeVar("Counted")
-# The distributions of the backends' engines.
-ENGINES = ("llama-cpp-python", "onnxruntime")
 LONG_SECONDS = 300
 
 
@@ -123,34 +117,20 @@ class Benchmark:
             return session.drafter_kind
 
     def _header(self, drafters: Sequence[DrafterKind], lengths: Sequence[int]) -> Header:
-        request, source, device = self._request, self._bundle.manifest.sources.get("target"), detect_device(System())
-        return Header(
-            schema=SCHEMA,
-            version=version("edge-mtp"),
-            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            bundle=self._folder.resolve().name,
-            target=PurePath(source.origin).name if source else "",
-            files=tuple(
-                ModelFile(role=file.role, format=file.format, quantization=file.quantization, bytes=file.bytes, sha256=file.sha256)
-                for file in self._bundle.manifest.files
-            ),
-            machine=asdict(device.machine) | {"model": device.model, "soc": device.soc},
-            settings={
-                "threads": self._threads,
-                "tokens": request.tokens,
-                "repeats": request.repeats,
-                "warm_up": request.warm_up,
-                "backend": self._backend,
-                "device": self._load.device,
-                "drafters": list(drafters),
-                "lengths": list(lengths),
-                "policies": list(request.policies),
-                "session": self._settings.to_json(),
-            },
-            engines={name: number for name in ENGINES if (number := installed_version(name))},
-            planned=self._planned(drafters, lengths),
-            run=secrets.token_hex(8),
-        )
+        request = self._request
+        settings = {
+            "threads": self._threads,
+            "tokens": request.tokens,
+            "repeats": request.repeats,
+            "warm_up": request.warm_up,
+            "backend": self._backend,
+            "device": self._load.device,
+            "drafters": list(drafters),
+            "lengths": list(lengths),
+            "policies": list(request.policies),
+            "session": self._settings.to_json(),
+        }
+        return new_header(self._bundle, settings, planned=self._planned(drafters, lengths))
 
     def _planned(self, drafters: Sequence[DrafterKind], lengths: Sequence[int]) -> int:
         """Returns how many measurements are planned, as `Records.measured` counts them."""
