@@ -16,7 +16,7 @@ REST_STEP_SECONDS, LONGEST_REST_SECONDS, ALL_REST_SECONDS = 5.0, 120.0, 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conditions:
+class MachineConditions:
     """After a measurement: clock of the fastest processor and highest temperature, None where unknown.
 
     `bad` is why the measurement does not count, empty if it does; `unknown` what was known before and is no longer.
@@ -32,7 +32,7 @@ class Timed(Protocol):
     """A measurement; `conditions` are None where it was too short for them: those of the next are its own."""
 
     @property
-    def conditions(self) -> Conditions | None: ...
+    def conditions(self) -> MachineConditions | None: ...
 
 
 Measured = TypeVar("Measured", bound=Timed)
@@ -65,7 +65,7 @@ class ConditionsWatch:
         if self._state.is_warm:
             self._rest()
 
-    def next(self) -> Conditions | None:
+    def next(self) -> MachineConditions | None:
         """Returns the conditions since the last call that returned some; None for too short a time. A warm machine has rested then."""
         if self._system.clock() - self._read_s < SHORTEST_SECONDS:
             return None
@@ -76,7 +76,7 @@ class ConditionsWatch:
         self._state, self._read_s = state, self._system.clock()
         if throttled:
             self._rest()
-        return Conditions(clock_mhz=state.clock_mhz, temperature_c=state.temperature_c, bad=tuple(bad), unknown=lost)
+        return MachineConditions(clock_mhz=state.clock_mhz, temperature_c=state.temperature_c, bad=tuple(bad), unknown=lost)
 
     def rested(self) -> str:
         """Returns a sentence on the rests until now; an empty one without any."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_bench.measure.conditions import Conditions
+from edge_bench.measure.conditions import MachineConditions
 from edge_bench.measure.variants import Variant
 from edge_devices.files.atomic_write import GrowingFile
 from edge_devices.files.typed_json import StructureError, from_json, to_json
@@ -109,7 +109,7 @@ class Run:
     output: str | None = None
     accepted_from: dict[str, int] = field(default_factory=dict)
     load: MachineLoad | None = None
-    conditions: Conditions | None = None
+    conditions: MachineConditions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class CostRecord:
     length: int
     verify_seconds: tuple[float, ...]
     draft_step_seconds: float | None
-    conditions: Conditions | None = None
+    conditions: MachineConditions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class KvTypeCost:
     kl_mean: float
     kl_max: float
     same_best: float
-    conditions: Conditions | None = None
+    conditions: MachineConditions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class Concurrency:
     equal: int
     compared: int
     load: MachineLoad | None = None
-    conditions: Conditions | None = None
+    conditions: MachineConditions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ class ImageCost:
     encode_seconds: float
     prefill_seconds: float
     load: MachineLoad | None = None
-    conditions: Conditions | None = None
+    conditions: MachineConditions | None = None
 
 
 KINDS: dict[str, type[Any]] = {
@@ -310,6 +310,8 @@ def _record(data: Any, *, first: bool) -> Record:
 
 def _check_numbers(value: Any, where: str) -> None:
     """Raises StructureError for negative numbers, and for runs without tokens or time or with more accepted than drafted tokens."""
+    if isinstance(value, MachineConditions):
+        return  # a temperature may be below zero
     if is_dataclass(value):
         for field in fields(value):
             _check_numbers(getattr(value, field.name), f"{where}.{field.name}")

@@ -11,15 +11,15 @@ import pytest
 from bench_records import BASELINE, fixed, header, noisy_runs, run
 from device_runs import bench
 from edge_bench.measure import command, conditions
-from edge_bench.measure.conditions import Conditions, ConditionsWatch, undisturbed
+from edge_bench.measure.conditions import ConditionsWatch, MachineConditions, undisturbed
 from edge_bench.measure.energy import energy_figures
-from edge_bench.measure.records import Record, collect, read_records
+from edge_bench.measure.records import Record, collect, line_of, read_records
 from edge_bench.report.figures import figures
 from edge_devices.machine.state import DeviceState
 from edge_devices.machine.system import CommandResult, System
 from simulated_session import two_variants
 
-FINE, HOT = Conditions(temperature_c=50.0), Conditions(temperature_c=90.0, bad=("the processor throttled",))
+FINE, HOT = MachineConditions(temperature_c=50.0), MachineConditions(temperature_c=90.0, bad=("the processor throttled",))
 
 
 class Board:
@@ -69,7 +69,7 @@ def test_a_calm_machine_writes_its_clock_and_temperature(tmp_path):
     watch = ConditionsWatch(board.system)
     assert watch.remarks == []
     board.work(3.0)
-    assert watch.next() == Conditions(clock_mhz=2400.0, temperature_c=43.0)
+    assert watch.next() == MachineConditions(clock_mhz=2400.0, temperature_c=43.0)
     assert watch.next() is None, "nothing passed since"
     assert watch.rested() == ""
 
@@ -179,6 +179,12 @@ def test_a_local_run_says_what_it_cannot_know(tmp_path, monkeypatch):
     assert any("whether the board throttles" in text for text in read_records(tmp_path / "run.jsonl").notes)
 
 
+def test_a_phone_in_the_cold_has_a_record(tmp_path):
+    cold = replace(run(BASELINE), conditions=MachineConditions(temperature_c=-4.5))
+    (tmp_path / "run.jsonl").write_text("".join(map(line_of, [header(), cold])))
+    assert read_records(tmp_path / "run.jsonl").runs == (cold,)
+
+
 def test_joules_say_what_was_no_longer_known():
     log = two_variants()
     usual, missing = (DeviceState(unknown=("the temperature", *more)) for more in ((), ("whether the board throttles",)))
@@ -194,8 +200,6 @@ def test_records_of_earlier_versions_have_no_conditions(tmp_path):
 
 
 def line(record: Record) -> str:
-    from edge_bench.measure.records import line_of
-
     data = json.loads(line_of(record))
     data.pop("conditions", None)
     return json.dumps(data) + "\n"
