@@ -310,9 +310,7 @@ def _record(data: Any, *, first: bool) -> Record:
 
 def _check_numbers(value: Any, where: str) -> None:
     """Raises StructureError for negative numbers, and for runs without tokens or time or with more accepted than drafted tokens."""
-    if isinstance(value, MachineConditions):
-        return  # a temperature may be below zero
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, MachineConditions):  # a temperature may be below zero
         for field in fields(value):
             _check_numbers(getattr(value, field.name), f"{where}.{field.name}")
     elif isinstance(value, tuple):
