@@ -106,15 +106,17 @@ def _figures(rows: RowFigures) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class QualityResult:
-    """All bundles beside one reference."""
+    """All bundles beside one reference. `remarks`: which of them are of another model than that."""
 
     reference: str
     engines: dict[str, str]
     bundles: tuple[BundleQuality, ...]
+    remarks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record of `--json`."""
-        return {"reference": self.reference, "engines": self.engines, "bundles": [each.to_json() for each in self.bundles]}
+        record = {"reference": self.reference, "engines": self.engines, "bundles": [each.to_json() for each in self.bundles]}
+        return record | {"remarks": list(self.remarks)}
 
 
 def measure_quality(bundles: Sequence[Path], request: QualityRequest, load: LoadOptions) -> QualityResult:
@@ -135,7 +137,17 @@ def measure_quality(bundles: Sequence[Path], request: QualityRequest, load: Load
         texts = {kind: read_reference(folder, kind) for kind in KINDS}
         measured = tuple(_compared(path, kind, texts, reference, load) for path, kind in plans)
         del texts  # Windows removes no file that is mapped
-    return QualityResult(reference=reference, engines=_versions(), bundles=measured)
+    remarks = [] if request.against is None else [_other_model(path, request.against) for path in bundles]
+    return QualityResult(reference=reference, engines=_versions(), bundles=measured, remarks=tuple(filter(None, remarks)))
+
+
+def _other_model(bundle: Path, reference: Path) -> str:
+    """Returns a sentence if two bundles were exported from different checkpoints; an empty one if not, or where one does not say."""
+    sources = [open_bundle(folder, check="none").manifest.sources.get("target") for folder in (bundle, reference)]
+    ours, theirs = ({file.sha256 for file in source.files} if source else set() for source in sources)
+    if not ours or not theirs or ours == theirs:
+        return ""
+    return f"{bundle} was exported from another checkpoint than {reference}: what differs are the models, not only their types"
 
 
 def _versions() -> dict[str, str]:

@@ -240,6 +240,13 @@ def test_energy_comes_from_its_log(made_up, tmp_path):
     assert "line 1 is not a line of a run log" in result.stderr
 
 
+def test_a_log_of_speeds_is_no_recording_of_a_meter(made_up):
+    result = bench("run", "bundle", "--energy", "x.jsonl", "--meter", f"replay:{made_up}")
+    assert result.exit_code == 1
+    assert "the header of speeds, which --runs wrote, has no meter; the log of --energy is needed" in result.stderr
+    assert "KeyError" not in result.stderr
+
+
 def test_speeds_are_shown_before_joules_are_measured(played, exported_pair, monkeypatch, tmp_path):
     """Minutes pass in between, which nobody should wait for the first table."""
 

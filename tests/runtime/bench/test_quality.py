@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from edge_bench.measure import quality
 from edge_bench.measure.quality import BundleQuality, QualityResult
 from edge_bench.report.quality import quality_plots, quality_tables
 from edge_runtime.bundle.bundle import open_bundle
+from edge_runtime.bundle.manifest import with_hash
 from edge_runtime.decoding.quality import KINDS, ReferenceText, RowFigures, held_out_text, joined, row_figures, text_rows
 from edge_runtime.session.open import open_session
 from kept import PAIR
@@ -40,6 +42,21 @@ def test_a_bundle_beside_another(exported_pair: Path, quantized_pair: Path) -> N
     assert rounded["rows"] == 3 * (40 - 9) == sum(rounded["texts"][kind]["rows"] for kind in KINDS)
     assert same["perplexity"] == rounded["reference_perplexity"] != rounded["perplexity"]
     assert rounded["target_bytes"] == open_bundle(quantized_pair).file("target", "gguf").bytes
+
+
+def test_two_models_are_not_compared_without_a_word(exported_pair: Path, tmp_path: Path) -> None:
+    """Both read texts as the same tokens, as a model and its finer form do."""
+    other = tmp_path / "other"
+    shutil.copytree(exported_pair, other)
+    data = json.loads((other / "manifest.json").read_text())
+    data["sources"]["target"]["files"][0]["sha256"] = "ab" * 32
+    data.pop("manifest_sha256", None)
+    (other / "manifest.json").write_text(with_hash(data))
+    shown = bench("quality", other, "--against", exported_pair, *QUICK)
+    assert shown.exit_code == 0, shown.output
+    sentence = f"{other} was exported from another checkpoint than {exported_pair}: what differs are the models, not only their types"
+    assert sentence.replace(" ", "") in shown.stdout.replace("\n", "").replace(" ", "")
+    assert figures(exported_pair, "--against", exported_pair)["remarks"] == []
 
 
 def test_a_bundle_beside_its_checkpoint(exported_pair: Path) -> None:
