@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_bench.contribution.energy_records import check_record, parsed_record
 from edge_bench.devices.results import read_result
 from edge_bench.measure.records import read_records
 from edge_bench.report.figures import figures
@@ -138,15 +137,6 @@ def test_an_energy_log_of_schema_1_gives_its_joules(tmp_path: Path) -> None:
     }
     with pytest.raises(Exception, match=UPGRADE):
         read_log(copied(tmp_path, "energy.jsonl", "energy-1.jsonl", next_schema))
-
-
-def test_an_energy_record_of_schema_1_passes_its_checks(tmp_path: Path) -> None:
-    path = OLD / "energy-record-1.json"
-    checked = check_record(path, parsed_record(path, path.read_bytes()))
-    assert (checked.device, checked.quantization) == ("board", "q4_0")
-    later = next_schema(path.read_text()).encode()
-    with pytest.raises(RequestError, match=UPGRADE):
-        parsed_record(path, later)
 
 
 def test_a_device_result_of_schema_1_is_shown(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_ctrl_c_after_the_end_is_not_answered(before, expected):
     [
         ("edge-run", "doctor", "edge_runtime.cli.doctor.diagnose"),
         ("edge-devices", "detect", "edge_devices.cli.detect_device"),
-        ("edge-devices", "probe", "edge_devices.cli.record"),
+        ("edge-devices", "meters", "edge_devices.cli.find_meters"),
     ],
 )
 def test_ctrl_c_ends_commands_that_do_not_hear_it_themselves(command, argument, place):

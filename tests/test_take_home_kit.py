@@ -1,4 +1,4 @@
-"""The take-home kit, whole: `edge-bench contribute` on an emulated Pi and phone with the real device package, and `pool` of both records.
+"""The take-home kit, whole: `edge-bench devices --energy` on an emulated Pi and phone with the real package, and a report of both files.
 
 Real are the package (its own Python, edge-bench and backend, run by qemu), adb and ssh, and the protocol with its windows. Played are the
 meters: they show the watts that the device's programs take in a model (device_power.py).
@@ -11,21 +11,16 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from device_power import DevicePower, pmic, rails
-from edge_bench.cli.contribute import PROTOCOL, Contribution
-from edge_bench.cli.devices import ReachOptions
 from edge_bench.cli.main import main
-from edge_bench.contribution.energy_records import check_record, invalid, parsed_record
 from edge_bench.devices import remote_run
-from edge_bench.measure.request import MeterOptions
-from edge_runtime.session.load_options import LoadOptions
+from edge_bench.measure.energy import read_energy
+from edge_bench.measure.records import read_records
 from fake_phone import PI, FakePhone
 from phones import Desk
 from ssh_host import SshHost
@@ -38,7 +33,7 @@ if not PACKAGES:
 
 pytestmark = pytest.mark.slow
 # Small enough for an emulator: one prompt, few tokens; the protocol's windows stay as they are.
-SMALL = replace(PROTOCOL, domains=("code",), tokens=16, threads=1)
+SMALL = ("--domains", "code", "--lengths", "none", "--contexts", "none", "--max-tokens", "16", "--threads", "1", "--context", "256")
 
 
 def bench(*arguments: str | Path) -> Result:
@@ -48,14 +43,14 @@ def bench(*arguments: str | Path) -> Result:
 
 
 @contextmanager
-def a_pi(folder: Path) -> Iterator[dict[str, Any]]:
-    """A Raspberry Pi 5 behind a real sshd; yields what reaches it."""
+def a_pi(folder: Path) -> Iterator[tuple[str, ...]]:
+    """A Raspberry Pi 5 behind a real sshd; yields the options that reach it."""
     pi = FakePhone(folder / "disk", cpu="cortex-a76", pi=PI)
     shell = Path(__file__).parent / "support/pi_shell.py"
     power = DevicePower(pi, pmic(pi), idle_watts=2.7, core_watts=1.4)
     host = SshHost(folder / "ssh", command=f"{sys.executable} {shell} {pi.root} cortex-a76")
     try:
-        yield {"ssh": ("pi",), "ssh_config": host.config}
+        yield "--ssh", "pi", "--ssh-config", str(host.config)
     finally:
         host.stop()
         power.close()
@@ -63,12 +58,12 @@ def a_pi(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def a_phone(desk: Desk) -> Iterator[dict[str, Any]]:
-    """A phone with rail monitors behind the real adb client; yields what reaches it."""
+def a_phone(desk: Desk) -> Iterator[tuple[str, ...]]:
+    """A phone with rail monitors behind the real adb client; yields the options that reach it."""
     daemon = desk.phone(cpu="cortex-a76")
     power = DevicePower(daemon.phone, rails(daemon.phone), idle_watts=0.9, core_watts=1.1)
     try:
-        yield {"adb": (daemon.serial,)}
+        yield "--adb", daemon.serial
     finally:
         power.close()
         desk.adb("disconnect", daemon.serial)
@@ -80,16 +75,15 @@ def test_a_record_is_brought_home(
     platform: str, scope: str, onnx_pair: Callable[[str], Path], desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_run, "POLL_SECONDS", 2.0)
-    record, results = tmp_path / "record.json", tmp_path / "results"
+    folders = ("--package", Path(PACKAGES) / platform, "--results", tmp_path / "results", "--device-folder", tmp_path / "device")
     with a_pi(tmp_path) if platform == "linux-arm64" else a_phone(desk) as reach:
-        folders = {"package": Path(PACKAGES) / platform, "results": results, "device_folder": str(tmp_path / "device")}
-        contribution = Contribution(onnx_pair("int4"), record, None, SMALL, LoadOptions(context=256))
-        contribution.on_devices(ReachOptions(**reach, **folders), MeterOptions(minutes=5))
-    bench("pool", record)
-    checked = check_record(record, parsed_record(record, record.read_bytes()))
-    assert checked.report.scope == scope
-    assert {variant.name for variant in checked.report.variants} == {"plain", "split profit"}
-    assert all(variant.n for variant in checked.report.variants)
-    assert not any(load.is_busy for load in checked.run_log.others)
-    # An emulator is as fast as the machine below it lets it be: on a busy one the rules leave the record out.
-    print("valid" if not invalid(checked) else invalid(checked))
+        result = bench("devices", onnx_pair("int4"), *reach, *folders, *SMALL, "--energy", "--minutes", "5", "--run", "kit")
+    assert result.exit_code == 0
+    (runs,) = tmp_path.rglob("runs.jsonl")
+    report, log = read_energy(runs.with_name("energy.jsonl"))
+    assert report.scope == scope
+    assert {variant.name for variant in report.variants} == {"plain", "split profit"}
+    assert all(variant.n for variant in report.variants)
+    assert not any(load.is_busy for load in log.others)
+    assert log.environment["run"] == read_records(runs).header.run
+    assert "Joules per output token, scope" in bench("report", runs, runs.with_name("energy.jsonl")).stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
@@ -12,14 +11,13 @@ from edge_devices.command_line import PanelGroup
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.protocol import busy_load, characterise_meter
 from edge_devices.energy.report import meter_lines
-from edge_devices.errors import DeviceError, printable
+from edge_devices.errors import DeviceError
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.facts import usable_processors
 from edge_devices.machine.memory import byte_text, read_bandwidth
 from edge_devices.machine.profiles import Profile, profiles
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
-from edge_devices.meters.recorded_system import Recording, record, write_recording
 from edge_devices.meters.search import find_meters
 
 # The CPU flags by which matrix kernels are chosen.
@@ -50,7 +48,6 @@ Examples:
   edge-devices detect --json
   edge-devices meters --measure
   edge-devices profiles
-  edge-devices probe --record my-device
 """
 
 
@@ -140,29 +137,3 @@ def measured_meter(system: System, meter: Meter) -> Characteristics | str:
         return characterise_meter(system, meter, lambda: busy_load(usable_processors()))
     except DeviceError as error:
         return str(error)
-
-
-@main.command()
-@click.option(
-    "--record", "folder", type=click.Path(path_type=Path, file_okay=False), help="Write the captured files to FOLDER/recording.json."
-)
-def probe(folder: Path | None) -> None:
-    """Capture the power files of this machine, to send with a report about a device we do not own.
-
-    It captures files about power, clocks and temperatures below /sys and /proc, and the output of the commands that meters use. Serial
-    numbers are left out; nothing about you, your files, your programs or your networks is read. Check the file before you send it.
-    """
-    recording = record(System())
-    if folder is not None:
-        click.echo(f"written: {write_recording(folder, recording)}", err=True)
-    for line in captured_lines(recording):
-        click.echo(line)
-
-
-def captured_lines(recording: Recording) -> list[str]:
-    """Returns the contents of a recording, one line each."""
-    lines = [f"file      /{path}" for path in recording.files]
-    lines += [f"denied    /{path}" for path in recording.denied]
-    lines += [f"command   {command} (exit code {code})" for command, (code, _) in recording.commands.items()]
-    lines += [f"command   {command} (power rails alone, {len(trace)} bytes)" for command, trace in recording.traces.items()]
-    return list(map(printable, lines)) or ["nothing: this machine has none of the files and commands that meters read"]

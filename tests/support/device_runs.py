@@ -18,9 +18,9 @@ def bench(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(a) for a in arguments], env={"COLUMNS": "250"})
 
 
-def hold(daemon: FakeAdbd) -> Path:
-    """Keeps played benchmarks of this phone in the middle until the file is removed."""
-    path = daemon.phone.path(f"{AdbTransport.FOLDER}/hold")
+def hold(daemon: FakeAdbd, name: str = "hold") -> Path:
+    """Keeps played benchmarks of this phone in the middle until the file is removed; other names are in `stub_package`."""
+    path = daemon.phone.path(f"{AdbTransport.FOLDER}/{name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     return path

@@ -24,7 +24,21 @@ f="/system/says/${0##*/} $*"
 test -f "$f" || { echo "$0: no answer to $*" >&2; exit 1; }
 cat "$f"
 """
-ANSWERING = ("dumpsys", "cmd", "getprop", "vcgencmd", "settings")
+# Doze is a switch, and settings are kept, as on a phone.
+DUMPSYS = ANSWER.replace(
+    "test -f",
+    """case "$*" in
+  "deviceidle enable all") echo 1 > "/system/says/dumpsys deviceidle enabled all"; exit 0;;
+  "deviceidle disable all") echo 0 > "/system/says/dumpsys deviceidle enabled all"; exit 0;;
+esac
+test -f""",
+    1,
+)
+SETTINGS = """#!/system/bin/sh
+f="/system/settings/$2 $3"
+case "$1" in get) cat "$f" 2>/dev/null || echo null;; put) echo "$4" > "$f";; delete) rm -f "$f"; echo "Deleted 1 rows";; esac
+"""
+SCRIPTS = {"dumpsys": DUMPSYS, "settings": SETTINGS} | dict.fromkeys(("cmd", "getprop", "vcgencmd", "input"), ANSWER)
 BATTERY = """Current Battery Service state:
   AC powered: false
   USB powered: {usb}
@@ -47,7 +61,7 @@ class FakePhone:
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._stop = threading.Event()
         if fresh:
-            for folder in ("data/local/tmp", "sys", "system/bin", "system/says", "system/pipes", "proc"):
+            for folder in ("data/local/tmp", "sys", "system/bin", "system/says", "system/settings", "system/pipes", "proc"):
                 (root / folder).mkdir(parents=True, exist_ok=True)
             self.boot()
             self._tools()
@@ -66,7 +80,7 @@ class FakePhone:
     def _android(self) -> None:
         self.write("/system/build.prop", "")
         self.battery()
-        self.says("dumpsys power", "  mWakefulness=Awake\n")
+        self.says("input keyevent KEYCODE_WAKEUP", "")
         self.says("dumpsys deviceidle enabled all", "0\n")
         self.says("dumpsys thermalservice", "Thermal Status: 0\n")
         self.says("getprop ro.product.model", "Fake One\n")
@@ -79,7 +93,7 @@ class FakePhone:
             self.write(f"/sys/devices/system/cpu/{name}", "0-3\n")
         self.says("uname -m", "aarch64\n")
         (self.root / "system/bin/uname").unlink(missing_ok=True)
-        self._answering("uname")
+        self._program("uname", ANSWER)
 
     def path(self, device_path: str) -> Path:
         """Returns where a path of the phone is on this machine."""
@@ -97,6 +111,11 @@ class FakePhone:
     def says(self, command: str, text: str) -> None:
         """Scripts what a command answers."""
         self.write(f"/system/says/{command}", text)
+
+    def setting(self, name: str) -> str:
+        """Returns what `settings` has under a name such as "system screen_off_timeout"; empty for what was never put there."""
+        path = self.path(f"/system/settings/{name}")
+        return path.read_text().strip() if path.exists() else ""
 
     def battery(self, *, usb: bool = False, level: int = 67, celsius: float = 31.0, status: int | None = None) -> None:
         """Scripts `dumpsys battery`; status 2 charges, 3 discharges."""
@@ -185,11 +204,11 @@ class FakePhone:
                 (folder / name).symlink_to(toybox)
         else:
             (folder / "sh").symlink_to("/bin/sh")
-        for name in ANSWERING:
-            self._answering(name)
+        for name, script in SCRIPTS.items():
+            self._program(name, script)
 
-    def _answering(self, name: str) -> None:
-        (self.root / "system/bin" / name).write_text(ANSWER)
+    def _program(self, name: str, script: str) -> None:
+        (self.root / "system/bin" / name).write_text(script)
         (self.root / "system/bin" / name).chmod(0o755)
 
 

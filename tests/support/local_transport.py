@@ -17,7 +17,7 @@ class LocalTransport:
     def __init__(self, folder: Path) -> None:
         self.name = "local"
         self.folder = str(folder.resolve())
-        self.lock = f"{self.folder}.lock"
+        self.lock, self.settings = f"{self.folder}.lock", ""
 
     def run(self, arguments: Sequence[str], *, seconds: float = COMMAND_SECONDS) -> CommandResult:
         """Runs a command here."""

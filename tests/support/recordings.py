@@ -7,15 +7,14 @@ import dataclasses
 import json
 from pathlib import Path
 
-from edge_devices.meters.recorded_system import SCHEMA, RecordedSystem, Recording
+from edge_devices.meters.recorded_system import RecordedSystem, Recording
 
 FIXTURES = Path(__file__).parents[1] / "devices" / "meters" / "fixtures"
 
 
 def read_recording(path: Path) -> Recording:
-    """A recording as `write_recording` writes it."""
+    """A recording in JSON: files by path, commands with exit code and output, binary traces in base64."""
     fields = json.loads(path.read_text(encoding="utf-8"))
-    assert fields["schema"] == SCHEMA
     commands = {each["command"]: (each["code"], each["output"]) for each in fields["commands"]}
     traces = {command: base64.b64decode(trace, validate=True) for command, trace in fields.get("traces", {}).items()}
     kept = {"platform": fields["platform"], "files": fields["files"], "denied": tuple(fields["denied"])}

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,23 +14,30 @@ import pytest
 from bench_records import whole_benchmark
 from edge_bench.measure.records import line_of
 from edge_devices.energy.run_log import write_log
+from edge_devices.energy.virtual_meters import PendingExternalMeter
+from edge_devices.meters.base import Trace
 from edge_devices.waiting import no_report
 from edge_runtime.bundle.manifest import with_hash
 from simulated_session import two_variants
 
 ROOT = Path(__file__).parent.parent.parent
-# Writes three records, waits while the file HOLD exists in our folder, then writes the rest.
+# Writes three records, waits while the file HOLD exists in our folder, then writes the rest. A file `oom` stands for a kernel without
+# memory, `full` for a disk without room: nothing more is written, neither records nor the exit code.
 BENCH = """#!/bin/sh
 here="${0%/bin/*}"
 echo "$@" > arguments
 head -n 3 "$here/records.jsonl" > runs.jsonl.partial
 echo "domains: 3 of 9" >&2
 while test -e "$here/../hold"; do sleep 0.05; done
+test -e "$here/../oom" && kill -KILL $$
+test -e "$here/../full" && { ln -s /dev/full exit.new; echo "Error: runs.jsonl cannot be written (No space left on device)" >&2; exit 1; }
 code="$(cat "$here/code")"
 test "$code" = 0 || { rm runs.jsonl.partial; echo "Error: the model does not fit" >&2; exit "$code"; }
 mv runs.jsonl.partial runs.jsonl
 tail -n +4 "$here/records.jsonl" >> runs.jsonl
-case "$*" in *--energy*) cp "$here/energy.jsonl" . ;; esac
+case "$*" in *"--meter external"*) cp "$here/pending.jsonl" energy.jsonl ;; *--energy*) cp "$here/energy.jsonl" . ;; esac
+test -e "$here/../broken" && { rm energy.jsonl; echo "Error: the meter failed" >&2; exit 1; }
+exit 0
 """
 REAL_BENCH = """#!/bin/sh
 exec "${0%/*}/edge-python" -P -c 'from edge_devices.entry_points import edge_bench_on_device as run; run()' "$@"
@@ -68,7 +76,10 @@ def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, re
         (folder / name).chmod(0o755)
     (folder / "records.jsonl").write_text("".join(line_of(record) for record in whole_benchmark()))
     (folder / "code").write_text(f"{code}\n")
-    write_log(folder / "energy.jsonl", two_variants())
+    log = two_variants()
+    write_log(folder / "energy.jsonl", log)
+    facts = PendingExternalMeter.facts
+    write_log(folder / "pending.jsonl", replace(log, facts=facts, trace=Trace(facts=facts)))
     files = [{"path": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": ""} for p in folder.rglob("*") if p.is_file()]
     (folder / "package.json").write_text(json.dumps({"schema": 2, "platform": platform, "files": files, "sizes": {}, "licences": []}))
     return folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean, linear_regression
 from typing import Any
@@ -33,6 +33,10 @@ class Interval:
     def half(self) -> float:
         """Half the interval's width, in the figure's unit."""
         return (self.high - self.low) / 2
+
+    def over(self, count: float) -> Interval:
+        """Returns the figure for each of `count`."""
+        return replace(self, value=self.value / count, low=self.low / count, high=self.high / count, error=self.error / count)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under stable keys; an interval without bounds has null there."""
@@ -77,7 +81,8 @@ def of_model(interval: Interval, model_error: float) -> Interval:
     """Returns the interval of a power model's figure: the range that its watts leave, not how its runs differ."""
     if not model_error:
         return interval
-    return widened(interval, [(model_error * abs(interval.value) / t_quantile(math.inf), math.inf)])
+    ranged = widened(interval, [(model_error * abs(interval.value) / t_quantile(math.inf), math.inf)])
+    return replace(ranged, low=max(0.0, ranged.low)) if interval.value > 0 else ranged  # nothing takes less than no energy
 
 
 def ratio_interval(values: Sequence[float], baselines: Sequence[float], errors: Sequence[tuple[float, float]] = ()) -> Interval:

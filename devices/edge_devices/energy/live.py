@@ -148,8 +148,7 @@ def run_energy(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float
         return RunEnergy(facts=facts, reason=str(error))
     if tokens <= 0:
         return RunEnergy(facts=facts, joules=joules, seconds=seconds, reason="no token was emitted")
-    per_token = of_error(joules.value / tokens, joules.error / tokens, joules.freedom, 1)
-    return RunEnergy(facts=facts, joules=joules, joules_per_token=per_token, seconds=seconds)
+    return RunEnergy(facts=facts, joules=joules, joules_per_token=joules.over(tokens), seconds=seconds)
 
 
 def _joules(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float) -> Interval:
@@ -215,7 +214,7 @@ class EnergyPool:
             watts, freedom = sampling_error(list(self._values))
             error = watts * self._seconds
         joules = of_model(of_error(self._joules, error, freedom, 1), facts.model_error)
-        per_token = of_error(joules.value / self._tokens, joules.error / self._tokens, joules.freedom, 1)
+        per_token = joules.over(self._tokens)
         return RunEnergy(facts=facts, joules=joules, joules_per_token=per_token, seconds=self._seconds, pooled=self._counted)
 
 

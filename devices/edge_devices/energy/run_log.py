@@ -174,11 +174,7 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
     if log is None:
         if kind != "header":
             raise ValueError(f"a {kind!r} line where a header is needed")
-        if record["schema"] != SCHEMA:
-            raise ValueError(f"schema {str(record['schema'])[:40]}; this version reads {SCHEMA}: upgrade edge-mtp")
-        facts = from_json(MeterFacts, record["meter"], "meter")
-        unknown = Characteristics(refresh_s=0.0, longest_gap_s=0.0, lag_s=0.0, zero_rate=0.0, read_s=0.0)
-        return RunLog(facts=facts, characteristics=unknown, trace=Trace(facts=facts), environment=dict(record["environment"]))
+        return _begun(record)
     if kind == "sample":
         log.trace.add(Sample(float(record["t"]), float(record["v"])))
     elif kind == "characteristics":
@@ -199,6 +195,17 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
     else:
         raise ValueError(f"unknown kind {kind!r}")
     return log
+
+
+def _begun(header: dict[str, Any]) -> RunLog:
+    """Returns the log that a header begins."""
+    if header["schema"] != SCHEMA:
+        raise ValueError(f"schema {str(header['schema'])[:40]}; this version reads {SCHEMA}: upgrade edge-mtp")
+    if "meter" not in header:
+        raise ValueError("the header of speeds, which --runs wrote, has no meter; the log of --energy is needed")
+    facts = from_json(MeterFacts, header["meter"], "meter")
+    unknown = Characteristics(refresh_s=0.0, longest_gap_s=0.0, lag_s=0.0, zero_rate=0.0, read_s=0.0)
+    return RunLog(facts=facts, characteristics=unknown, trace=Trace(facts=facts), environment=dict(header["environment"]))
 
 
 def _run(record: dict[str, Any]) -> LoggedRun:

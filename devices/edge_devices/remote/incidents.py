@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from edge_devices.errors import MeasurementError
+from edge_devices.errors import MeasurementError, one_line
 from edge_devices.files.typed_json import from_json
 from edge_devices.machine.memory import byte_text
-from edge_devices.machine.state import DeviceState, disturbances
+from edge_devices.machine.state import DeviceState, changes, throttling
 from edge_devices.transports.jobs import JobState, JobStatus
 
 MAX_LINE_CHARS = 1 << 16
 MAX_LINES = 1_000_000
 EMPTY_PERCENT = 5  # a device that went off at this charge or less ran out of power
 SUSPENDED = 4  # a gap of this many usual intervals: Android suspended the job
+BY_SIGNAL = 128  # exit codes from here on: the command was ended by the signal of the number that remains
+HANGUP, KILL, TERMINATE = 1, 9, 15
+SCARCE_BYTES = 1 << 30  # with more memory than this in the last sample, hardly the kernel ended a run
+KEPT = "the results until then are kept"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateSample:
-    """One sample of the device's state. `t`: seconds since the start; `memory`: available bytes, None where unknown."""
+    """One sample of the device's state. `t`: seconds since the start; `memory`: available bytes, `free`: those of the disk, None where
+    unknown.
+    """
 
     t: float
     state: DeviceState
     memory: int | None
+    free: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobHistory:
-    """The state samples of one job since it began. `ended`: the monitor recorded the command's exit."""
+    """The state samples of one job since it began. `ended`: the monitor recorded the command's exit; `notes`: sentences of the monitor."""
 
     samples: tuple[StateSample, ...]
     ended: bool
+    notes: tuple[str, ...] = ()
 
     @property
     def hottest_c(self) -> float | None:
@@ -51,8 +60,7 @@ class JobHistory:
 
 def read_job_history(path: Path) -> JobHistory:
     """Reads a monitor's file, complete or cut off; raises MeasurementError for anything else."""
-    samples: list[StateSample] = []
-    ended = False
+    samples, notes, ended = list[StateSample](), list[str](), False
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for number in range(1, MAX_LINES):
@@ -66,25 +74,25 @@ def read_job_history(path: Path) -> JobHistory:
                         samples = samples[-1:]  # samples taken while waiting for unplugging are no part of the run
                     elif kind == "look":
                         samples.append(_sample(t, record))
+                    elif kind == "note":
+                        notes.append(one_line(str(record["text"])))
                     ended = ended or kind == "end"
                 except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                     reason = f"{path}: line {number} is not a record of the job monitor ({error!r})"
                     raise MeasurementError(f"{reason}; collect the run again") from error
     except OSError as error:
         raise MeasurementError(f"{path} cannot be read: {error.strerror}") from error
-    return JobHistory(samples=tuple(samples), ended=ended)
+    return JobHistory(samples=tuple(samples), ended=ended, notes=tuple(notes))
 
 
 def _sample(t: float, record: dict[str, Any]) -> StateSample:
-    memory = record["memory"]
-    return StateSample(
-        t=t, state=from_json(DeviceState, record["state"], "state", exact=True), memory=None if memory is None else int(memory)
-    )
+    memory, free = (None if value is None else int(value) for value in (record["memory"], record.get("free")))
+    return StateSample(t=t, state=from_json(DeviceState, record["state"], "state", exact=True), memory=memory, free=free)
 
 
 def find_incidents(history: JobHistory, status: JobStatus) -> list[str]:
     """Returns the incidents of a run, one sentence each; an empty list for an undisturbed run."""
-    return [*_changes(history.samples), *_ending(history, status)]
+    return [*history.notes, *_changes(history.samples), *_ending(history, status)]
 
 
 def _changes(samples: tuple[StateSample, ...]) -> list[str]:
@@ -92,8 +100,11 @@ def _changes(samples: tuple[StateSample, ...]) -> list[str]:
     gaps = sorted(b.t - a.t for a, b in pairwise(samples))
     usual = gaps[len(gaps) // 2] if gaps else 0.0
     times: dict[str, list[float]] = {}
+    for text in throttling(samples[0].state) if samples else ():
+        times.setdefault(text, []).append(samples[0].t)
     for before, after in pairwise(samples):
-        for text in disturbances(before.state, after.state):
+        lost = [f"no longer known: {text}" for text in after.state.unknown if text not in before.state.unknown]
+        for text in dict.fromkeys([*changes(before.state, after.state), *throttling(after.state), *lost]):
             times.setdefault(text, []).append(after.t)
         if len(gaps) > 2 and after.t - before.t > SUSPENDED * usual + 5:
             times.setdefault("the device suspended the run", []).append(before.t)
@@ -102,15 +113,34 @@ def _changes(samples: tuple[StateSample, ...]) -> list[str]:
 
 def _ending(history: JobHistory, status: JobStatus) -> list[str]:
     last = history.samples[-1] if history.samples else None
+    if status.disk_full:
+        return [f"the device's disk was full when the run ended: delete files there; {KEPT}"]
     if status.state is JobState.RESTARTED:
         percent = last.state.charge_percent if last else None
         if last and percent is not None and percent <= EMPTY_PERCENT and last.state.charger is None:
-            return [f"the battery ran empty: {percent} % in the last sample, after {last.t:.0f} s; the results until then are kept"]
+            return [f"the battery ran empty: {percent} % in the last sample, after {last.t:.0f} s; {KEPT}"]
         when = f" after {last.t:.0f} s or more" if last else ""
-        return [f"the device restarted{when}; the results until then are kept"]
+        return [f"the device restarted{when}; {KEPT}"]
     if status.state is JobState.STOPPED:
         return ["it was stopped with --stop" + (f" after {last.t:.0f} s" if last else "")]
-    if status.state is JobState.DIED:
-        left = f"; {byte_text(last.memory)} of memory were available in the last sample" if last and last.memory is not None else ""
-        return [f"the run was killed from outside, most likely by the kernel to reclaim memory{left}"]
+    by_signal = status.exit_code is not None and status.exit_code >= BY_SIGNAL
+    if status.state is JobState.DIED or by_signal:
+        return [f"{_killed(status.exit_code, last)}; {KEPT}"]
+    if status.exit_code:
+        words = [line for line in status.log if line.strip()]
+        return [f"it ended with an error: {one_line(words[-1]) if words else f'exit code {status.exit_code}'}"]
     return []
+
+
+def _killed(code: int | None, last: StateSample | None) -> str:
+    """Returns how a run ended that did not end itself. Without an exit code nobody saw it end."""
+    number = KILL if code is None else code - BY_SIGNAL
+    if number not in (HANGUP, KILL, TERMINATE):
+        known = {each.value: each.name for each in signal.Signals}
+        return f"the run crashed ({known.get(number, f'signal {number}')})"
+    memory = last.memory if last else None
+    scarce = number == KILL and (memory is None or memory < SCARCE_BYTES)
+    cause = ", most likely by the kernel to reclaim memory" if scarce else ""
+    disk = f" and {byte_text(last.free)} of the disk" if last and last.free is not None else ""
+    left = f"; {byte_text(memory)} of memory{disk} were available in the last sample" if memory is not None else ""
+    return f"the run was killed from outside{cause}{left}"

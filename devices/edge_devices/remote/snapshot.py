@@ -12,15 +12,38 @@ from edge_devices.files.limited_read import parse_integer
 from edge_devices.machine.android import read_phone, thermal_name
 from edge_devices.machine.memory import byte_text, mem_available
 from edge_devices.machine.state import DeviceState, read_state, refusals, warnings
-from edge_devices.meters.recorded_system import COMMANDS, FILES, RecordedSystem, Recording
+from edge_devices.machine.throttling import VCGENCMD
+from edge_devices.meters.recorded_system import RecordedSystem, Recording
 from edge_devices.transports.base import Transport, shell
 from edge_devices.transports.file_sync import free_bytes
 
+# The files that meters and the state of a machine are read from, by folder.
+_NAMES = {
+    "sys/class/powercap/intel-rapl*": "name energy_uj max_energy_range_uj",
+    "sys/class/power_supply/*": "uevent type status online *_now charge_counter",
+    "sys/bus/iio/devices/iio:device*": "energy_value enabled_rails sampling_rate",
+    "sys/class/hwmon/hwmon*": "name *_input *_average *_average_interval *_label update_interval",
+    "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*": "*_input *_label",
+    "sys/bus/i2c/drivers/ina238/*/hwmon/hwmon*": "*_input *_label",
+    "sys/bus/i2c/drivers/ina3221x/*/iio:device*": "rail_name_* in_power*_input",
+    "sys/devices/system/cpu/cpufreq/policy*": "*_max_freq scaling_cur_freq scaling_governor related_cpus",
+    "sys/devices/system/cpu/cpu[0-9]*/thermal_throttle": "*_throttle_count",
+    "sys/devices/system/cpu/cpu0/microcode": "version",
+    "sys/class/thermal/thermal_zone*": "type temp",
+    "sys/class/thermal/cooling_device*": "type cur_state",
+    "proc": "device-tree/model cpuinfo meminfo",
+}
+FILES = tuple(f"{folder}/{name}" for folder, names in _NAMES.items() for name in names.split())
 QUERIES = (
-    *COMMANDS["android"],
-    *COMMANDS["raspberry"],
+    ("dumpsys", "battery"),
+    ("cmd", "battery", "get", "-f", "current_now"),
+    ("dumpsys", "powerstats"),
+    ("getprop", "ro.soc.model"),
+    ("getprop", "ro.product.manufacturer"),
+    ("vcgencmd", "pmic_read_adc"),
+    ("vcgencmd", "get_throttled"),
+    *((command, "get_throttled") for command in VCGENCMD[1:]),
     ("dumpsys", "thermalservice"),
-    ("dumpsys", "deviceidle", "enabled", "all"),
     ("getprop", "ro.product.model"),
     ("uname", "-m"),
 )
@@ -30,7 +53,6 @@ TOO_HOT, WARM = 45.0, 38.0  # °C of a phone's battery
 # The names that `uname -m` gives the processors of a package's platform.
 PROCESSORS = {"arm64": ("aarch64", "arm64"), "x64": ("x86_64", "amd64")}
 MARK = "\x01"  # precedes each file and command; no sensor prints it
-# Of `dumpsys power`, which is long and lists what else runs, only the screen state is fetched.
 SCRIPT = f"""
 cd / || exit 1
 for f in {" ".join(FILES)} system/build.prop; do
@@ -43,7 +65,6 @@ for c in "$@"; do
   output="$($c 2>/dev/null)"; code=$?
   printf '{MARK}command %s %s\\n%s' "$code" "$c" "$output"
 done
-printf '{MARK}screen\\n'; dumpsys power 2>/dev/null | grep -m 1 -o 'mWakefulness=[A-Za-z]*'
 exit 0
 """
 
@@ -52,8 +73,7 @@ exit 0
 class DeviceSnapshot:
     """A device at one moment; None where it reports nothing.
 
-    `free_bytes`, `memory_available`: bytes; `screen`: Android's wakefulness (Awake, Asleep, Dozing);
-    `frozen`: the battery service is frozen.
+    `free_bytes`, `memory_available`: bytes; `frozen`: the battery service is frozen.
     """
 
     model: str
@@ -62,18 +82,15 @@ class DeviceSnapshot:
     state: DeviceState
     free_bytes: int | None
     memory_available: int | None
-    screen: str | None
-    doze: bool | None
     frozen: bool
     system: RecordedSystem
 
 
 def take_snapshot(transport: Transport) -> DeviceSnapshot:
     """Takes a snapshot without changing the device; raises LinkError if it cannot be reached."""
-    recording, screen = _parse(shell(transport, SCRIPT, *(" ".join(c) for c in QUERIES)))
+    recording = _parse(shell(transport, SCRIPT, *(" ".join(c) for c in QUERIES)))
     system = RecordedSystem(recording, sleep=lambda _seconds: None)  # a recording always gives the same answer: no need to wait
     android = "system/build.prop" in recording.files
-    doze = system.run(["dumpsys", "deviceidle", "enabled", "all"]).text.strip()
     model = system.run(["getprop", "ro.product.model"]).text.strip() if android else system.text_or("proc/device-tree/model").rstrip("\0")
     return DeviceSnapshot(
         model=one_line(model),
@@ -82,15 +99,13 @@ def take_snapshot(transport: Transport) -> DeviceSnapshot:
         state=read_state(system),
         free_bytes=free_bytes(transport, transport.folder),
         memory_available=mem_available(system.text_or("proc/meminfo")),
-        screen=screen,
-        doze={"1": True, "0": False}.get(doze),
         frozen=android and read_phone(system).frozen,
         system=system,
     )
 
 
-def _parse(text: str) -> tuple[Recording, str | None]:
-    files, denied, commands, screen = {}, [], {}, None
+def _parse(text: str) -> Recording:
+    files, denied, commands = {}, [], {}
     for part in text.split(MARK)[1:]:
         head, _, body = part.partition("\n")
         kind, _, name = head.partition(" ")
@@ -101,9 +116,7 @@ def _parse(text: str) -> tuple[Recording, str | None]:
         elif kind == "command":
             code, _, command = name.partition(" ")
             commands[command] = (1 if (number := parse_integer(code)) is None else number, body)
-        elif kind == "screen" and "=" in body:
-            screen = body.strip().partition("=")[2]
-    return Recording(platform="linux", files=files, denied=tuple(denied), commands=commands), screen
+    return Recording(platform="linux", files=files, denied=tuple(denied), commands=commands)
 
 
 def preflight_refusals(snapshot: DeviceSnapshot, *, platform: str, at_battery: bool, waits_for_unplugging: bool = False) -> list[str]:
@@ -132,6 +145,8 @@ def preflight_warnings(snapshot: DeviceSnapshot, *, model_bytes: int, at_battery
     """Returns warnings for the reader of the figures. `model_bytes`: size of the files that a run maps into memory."""
     notes = warnings(snapshot.state)
     state = snapshot.state
+    facts = {"the free space on the device": snapshot.free_bytes, "the memory available": snapshot.memory_available}
+    notes += [f"not known: {name}" for name, value in facts.items() if value is None]
     if snapshot.memory_available is not None and snapshot.memory_available < model_bytes:
         notes.append(
             f"{byte_text(snapshot.memory_available)} of memory are available and the model has {byte_text(model_bytes)}: "
@@ -145,10 +160,6 @@ def preflight_warnings(snapshot: DeviceSnapshot, *, model_bytes: int, at_battery
         notes.append(f"the phone is already at {state.temperature_c:.0f} °C")
     if state.thermal_status == 1:
         notes.append(f"the phone's thermal status is {thermal_name(1)}")
-    if snapshot.screen is not None and snapshot.screen != "Awake":
-        notes.append(f"the screen is off ({snapshot.screen}): Android may suspend the run; keep it on with developer options, Stay awake")
-    if snapshot.doze:
-        notes.append("doze is enabled: an idle phone may suspend the run; `dumpsys deviceidle disable` prevents it until the next restart")
     if snapshot.frozen and not at_battery:
         notes.append("the battery service is frozen (`dumpsys battery reset` ends that)")
     return notes

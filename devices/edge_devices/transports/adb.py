@@ -24,11 +24,10 @@ LINK_ERRORS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class AdbDevice:
-    """One line of `adb devices -l`; `state`: "device" when it is usable."""
+    """One line of `adb devices`; `state`: "device" when it is usable. A serial may have blanks, as adb's own names of mDNS do."""
 
     serial: str
     state: str
-    model: str
 
 
 def find_adb() -> str:
@@ -41,22 +40,17 @@ def find_adb() -> str:
 
 def adb_devices() -> list[AdbDevice]:
     """Returns the connected devices, usable or not. Raises TransportError if adb fails."""
-    done = run_command([find_adb(), "devices", "-l"], seconds=20)
+    done = run_command([find_adb(), "devices"], seconds=20)
     if done.code != 0:
         raise TransportError(f"adb devices failed: {last_line(done)}")
     return parse_devices(done.text)
 
 
 def parse_devices(text: str) -> list[AdbDevice]:
-    """Parses the output of `adb devices -l`."""
-    devices = []
-    for line in text.partition("List of devices attached")[2].splitlines():
-        serial, _, rest = line.partition(" ")
-        words = rest.split()
-        if serial and words:
-            model = next((w.removeprefix("model:") for w in words if w.startswith("model:")), "")
-            devices.append(AdbDevice(serial=serial, state=words[0], model=model))
-    return devices
+    """Parses the output of `adb devices`: a serial, a tab and a state each line."""
+    lines = text.partition("List of devices attached")[2].splitlines()
+    pairs = [line.rpartition("\t")[::2] for line in lines]
+    return [AdbDevice(serial=serial, state=state.strip()) for serial, state in pairs if serial and state.strip()]
 
 
 def usable_serials(report: Callable[[str], None] = lambda _text: None) -> list[str]:
@@ -84,7 +78,8 @@ class AdbTransport:
     def __init__(self, serial: str, folder: str = FOLDER) -> None:
         """Does not connect yet."""
         self.name = f"adb:{serial}"
-        self.folder, self.lock = folder, f"{posixpath.dirname(self.FOLDER)}/.edge-mtp-running"
+        beside = posixpath.dirname(self.FOLDER)
+        self.folder, self.lock, self.settings = folder, f"{beside}/.edge-mtp-running", f"{beside}/.edge-mtp-settings"
         self._adb = [find_adb(), "-s", serial]
         self._has_exit_codes: bool | None = None
 

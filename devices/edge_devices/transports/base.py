@@ -22,12 +22,14 @@ MAX_OUTPUT_BYTES = 64 << 20  # the longest output lists the files of a device pa
 
 class Transport(Protocol):
     """A connection to a device. `name`: for messages; `folder`: the only folder on the device that is written to, but
-    for `lock`, the link that says which job runs there, whatever its folder.
+    for `lock`, the link that says which job runs there, whatever its folder, and `settings`, the file with a phone's own settings while
+    a job changes them; empty where no settings are changed.
     """
 
     name: str
     folder: str
     lock: str
+    settings: str
 
     def run(self, arguments: Sequence[str], *, seconds: float = COMMAND_SECONDS) -> CommandResult:
         """Runs a command and returns its output and exit code (124: timed out). Raises LinkError if the connection is lost."""

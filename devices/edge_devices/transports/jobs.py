@@ -1,7 +1,8 @@
 """Detached jobs: commands in a session of their own on the device, which survive unplugging, adb restarts and the end of this program.
 
 A job is a folder on the device: `boot` (the kernel's boot id), `pid` (its process, and when that began), `log` (both outputs),
-`stopped` (by `stop_job`), `exit` (the code, written last). A device runs one job at a time: its lock is a link to the job's folder.
+`stopped` (by `stop_job`), `exit` (the code, written last). On a full disk the empty file `spare`, renamed to `full.CODE`, has the code
+instead. A device runs one job at a time: its lock is a link to the job's folder.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ cd "$job" || exit 1
 shift 2
 cat {BOOT_ID} > boot 2>/dev/null
 echo "$$ $(born $$)" > pid
+: > spare
 left=300; while ! mkdir "$lock.taking" 2>/dev/null && test $left -gt 0; do left=$((left - 1)); sleep 0.1; done
 other="$(readlink "$lock")"
 if live "$other"; then rmdir "$lock.taking"; cd ..; rm -rf "$job"; echo "$other"; exit {BUSY}; fi
@@ -48,7 +50,8 @@ rm -f "$lock"; ln -s "$job" "$lock"; taken=$?; rmdir "$lock.taking"; test $taken
 session=setsid; command -v setsid > /dev/null || session=
 $session nohup sh -c 'lock="$1"; shift
   echo "$$ $(cut -d" " -f22 "/proc/$$/stat" 2>/dev/null)" > pid.new; mv pid.new pid
-  "$@"; echo $? > exit.new; mv exit.new exit
+  "$@"; code=$?
+  {{ echo $code > exit.new && mv exit.new exit; }} 2>/dev/null || mv spare "full.$code"
   test "$(readlink "$lock")" = "$PWD" && rm -f "$lock"' sh "$lock" "$@" < /dev/null > log 2>&1 &
 left=100; while read -r p began < pid && test "$p" = $$; do left=$((left - 1)); test $left -gt 0 || exit 1; sleep 0.05; done
 """
@@ -58,6 +61,7 @@ echo "then=$(cat boot 2>/dev/null)"; echo "now=$(cat {BOOT_ID} 2>/dev/null)"
 live . && echo alive=1
 test -e stopped && echo stopped=1
 echo "exit=$(cat exit 2>/dev/null)"
+for f in full.*; do test -e "$f" && echo "exit=${{f#full.}}" && echo full=1; done
 for f in "$2" "$2.partial"; do test -f "$f" && echo "lines=$(wc -l < "$f")" && break; done
 echo log=; tail -n 5 log 2>/dev/null
 exit 0
@@ -89,10 +93,13 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """The status of a job. `records`: lines in its result file so far; `log`: the last lines of its output."""
+    """The status of a job. `disk_full`: the device's disk did not take the exit code; `records`: lines in its result file so far;
+    `log`: the last lines of its output.
+    """
 
     state: JobState
     exit_code: int | None = None
+    disk_full: bool = False
     records: int = 0
     log: tuple[str, ...] = ()
 
@@ -128,7 +135,11 @@ def poll_job(transport: Transport, job: str, results: str) -> JobStatus:
     fields = dict(line.partition("=")[::2] for line in head.splitlines())
     code = parse_integer(fields.get("exit", ""))
     return JobStatus(
-        state=_state(fields, code), exit_code=code, records=parse_integer(fields.get("lines", "").strip()) or 0, log=tuple(log.splitlines())
+        state=_state(fields, code),
+        exit_code=code,
+        disk_full="full" in fields,
+        records=parse_integer(fields.get("lines", "").strip()) or 0,
+        log=tuple(log.splitlines()),
     )
 
 
@@ -136,7 +147,7 @@ def _state(fields: dict[str, str], code: int | None) -> JobState:
     if "absent" in fields:
         return JobState.ABSENT
     if code is not None:
-        return JobState.FINISHED
+        return JobState.STOPPED if code and "stopped" in fields else JobState.FINISHED
     if fields.get("then") != fields.get("now"):
         return JobState.RESTARTED
     if "stopped" in fields and "alive" not in fields:

@@ -35,7 +35,7 @@ class SshTransport:
         for tool in ("ssh", "sftp"):
             if not shutil.which(tool):
                 raise TransportError(f"{tool} is not installed; install OpenSSH's client")
-        self.name, self.folder, self.lock, self._host = f"ssh:{host}", folder, self.LOCK, host
+        self.name, self.folder, self.lock, self.settings, self._host = f"ssh:{host}", folder, self.LOCK, "", host
         # The socket's path must stay below 104 characters, so it lives in the system's own temporary folder.
         _clear_old_sockets()
         sockets = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")

@@ -87,7 +87,7 @@ class FleetOptions(ReachOptions):
 @takes("request", BenchRequest)
 @takes("load", LoadOptions, only=LOADING)
 @takes("meters", MeterOptions)
-@takes("outputs", Outputs, only=["json_path", "csv_path", "html"])
+@takes("outputs", Outputs, only=["json_path", "csv_path", "html", "wide"])
 @one_sentence_errors(stopped=STOPPED)
 def devices(
     bundle: Path | None, reach: FleetOptions, request: BenchRequest, load: LoadOptions, meters: MeterOptions, outputs: Outputs
@@ -119,6 +119,11 @@ def devices(
         outputs.write(results[0].figures)
     else:
         outputs.write_devices(results, (reach.results,) if reach.fleet else ())
+        for result in results:  # in a table a command cannot be copied
+            for text in result.remarks:
+                note(f"{result.device}: {text}")
+    if all(result.failed for result in results):  # what was measured before is shown
+        raise RequestError("; ".join(f"{result.device}: {result.happenings[-1]}" for result in results))
 
 
 def remote_request(bundle: Path, reach: FleetOptions, request: BenchRequest, load: LoadOptions, meters: MeterOptions) -> RemoteRequest:

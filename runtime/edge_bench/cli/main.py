@@ -15,13 +15,8 @@ COMMANDS = LazyCommands(
             "Compare the answers of BUNDLEs with those of their checkpoint, or of another bundle, on English, code and chat.",
         ),
         "devices": ("edge_bench.cli.devices", "Measure BUNDLE on phones and hosts, and collect their results."),
-        "report": ("edge_bench.cli.report", "Compute the figures of FILE again, which --runs or --energy wrote."),
+        "report": ("edge_bench.cli.report", "Compute the figures of FILEs again, which --runs or --energy wrote."),
         "compare": ("edge_bench.cli.compare", "Compare the results of devices below the FOLDERs."),
-        "contribute": (
-            "edge_bench.cli.contribute",
-            "Measure speeds and joules per token, guided, in about 30 minutes, and write FILE for others to check and pool.",
-        ),
-        "pool": ("edge_bench.cli.pool", "Check the files of contribute below the PATHs, and print a table of those that are valid."),
     }
 )
 EXAMPLES = """
@@ -45,8 +40,7 @@ Examples:
   edge-bench devices my-bundle --package phone-package --adb all --lengths 2,3,4
   edge-bench devices my-bundle --package pi-package --ssh pi@raspberrypi --html pi.html
   edge-bench compare bench-results
-  edge-bench contribute my-bundle my-device.json      (joules per token, guided, for others to pool)
-  edge-bench pool records
+  edge-bench report mine/*.jsonl theirs/*.jsonl      (records of several machines in one table)
 """
 
 

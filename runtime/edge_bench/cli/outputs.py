@@ -14,8 +14,10 @@ import click
 
 from edge_bench.devices.results import DeviceResult, comparison_tables
 from edge_bench.measure.records import trace_lines
+from edge_bench.report.energy_tables import energy_tables
 from edge_bench.report.figures import ROWS, Figures
-from edge_bench.report.tables import TextTable, markdown, print_energy, print_report, print_tables
+from edge_bench.report.tables import markdown, print_report, verdict
+from edge_bench.report.text_table import TextTable, print_tables
 from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
 from edge_devices.files.atomic_write import write_text
@@ -43,6 +45,7 @@ class Outputs:
         panel="Results", help="Write the report as Markdown to this file, which edge-export publish --figures adds to a model card."
     )
     html: Path | None = option(panel="Results", help="Write a page with plots to this file. Needs edge-mtp[report].")
+    wide: bool = option(default=False, panel="Results", help="Also print every figure of joules, in tables of many columns.")
 
     def check(self) -> None:
         """Raises RequestError before anything is measured if the library for a page with plots is missing."""
@@ -51,8 +54,13 @@ class Outputs:
 
             require_library()
 
-    def write(self, result: Figures) -> None:
-        """Writes the figures to all outputs."""
+    def show_speeds(self, result: Figures) -> None:
+        """Prints the tables of a measurement whose joules are still to come."""
+        if self.json_path != STDOUT:
+            print_report(result)
+
+    def write(self, result: Figures, *, speeds_shown: bool = False) -> None:
+        """Writes the figures to all outputs; prints the tables of joules alone where those of speeds are shown already."""
         if self.html is not None:
             from edge_bench.report.html import report_page
 
@@ -66,8 +74,13 @@ class Outputs:
             write_text(self.trace, lines)
         record = result.to_json()
         self.write_csv(_row_lines(record))
-        if self.write_json(record):
-            print_report(result)
+        if not self.write_json(record):
+            return
+        if speeds_shown and result.energy is not None:
+            tables = energy_tables(result.energy, wide=self.wide)
+            print_tables(tables, head=[verdict(result)], notes=result.energy.warnings)
+        elif not speeds_shown:
+            print_report(result, wide=self.wide)
 
     def write_energy(self, report: EnergyReport, log: RunLog) -> None:
         """Writes an energy measurement to all outputs. Raises RequestError for those that need the records of --runs."""
@@ -80,16 +93,17 @@ class Outputs:
         record = report.to_json()
         self.write_csv(record["variants"])
         if self.write_json(record):
-            print_energy(report)
+            print_tables(energy_tables(report, wide=self.wide), notes=report.warnings)
 
     def write_devices(self, results: Sequence[DeviceResult], places: Sequence[Path]) -> None:
         """Writes the comparison of results, and of the fleets below `places`, to all outputs. Raises RequestError."""
         results = sorted(results, key=lambda result: (result.run, result.device))  # as when they are read again later
-        tables = [*comparison_tables(results), *_fleet_tables(places)]
+        tables = [*comparison_tables(results, wide=self.wide), *_fleet_tables(places)]
         if self.html is not None:
             from edge_bench.report.html import tables_page
 
-            write_text(self.html, [tables_page("edge-bench: devices", tables)])
+            whole = [*comparison_tables(results, wide=True), *_fleet_tables(places)]
+            write_text(self.html, [tables_page("edge-bench: devices", whole)])
         records = [result.to_json() for result in results]
         self.write_csv([{"device": each["device"], "run": each["run"], **line} for each in records for line in _row_lines(each["figures"])])
         if self.write_json({"devices": records}):

@@ -36,8 +36,8 @@ def run(bundle: Path, request: BenchRequest, load: LoadOptions, *, files: Record
     if chosen.devices:
         run_on_each(chosen.devices, bundle, request, load, files=files, outputs=outputs)
         return
-    measured = measure_bundle(bundle, request, load, files)
-    outputs.write(_figures(measured))
+    measured = measure_bundle(bundle, request, load, files, lambda records: outputs.show_speeds(figures(records)))
+    outputs.write(_figures(measured), speeds_shown=measured.speeds_shown)
     measured.end(files.energy)
 
 

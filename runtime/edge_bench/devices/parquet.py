@@ -11,7 +11,9 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from edge_bench.devices.results import DeviceResult
-from edge_bench.report.tables import Columns, TextTable, scope_tables, share, table_of
+from edge_bench.report.energy_tables import scope_tables
+from edge_bench.report.tables import share
+from edge_bench.report.text_table import Columns, TextTable, table_of
 from edge_runtime.errors import RequestError
 
 REQUESTS, ENERGY = "requests", "energy"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_bench.devices.results import ENERGY, LOG, RUNS, WATCH, DeviceResult, complete_result, note_device
+from edge_devices.energy.virtual_meters import EXTERNAL
 from edge_devices.errors import LinkError
 from edge_devices.files.atomic_write import PARTIAL
 from edge_devices.files.user_cache import CACHE_VARIABLE
@@ -18,7 +19,8 @@ from edge_devices.machine.device_package import DevicePackage
 from edge_devices.machine.memory import byte_text
 from edge_devices.meters.base import Scope
 from edge_devices.meters.search import find_meters
-from edge_devices.remote.incidents import JobHistory, find_incidents, read_job_history
+from edge_devices.remote.awake import restore_settings
+from edge_devices.remote.incidents import BY_SIGNAL, JobHistory, find_incidents, read_job_history
 from edge_devices.remote.job_monitor import MAX_WAIT_SECONDS, STILL_CHARGING
 from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, preflight_warnings, take_snapshot
 from edge_devices.transports.base import Transport, prepare_folder
@@ -107,6 +109,7 @@ def bench_on(transport: Transport, request: RemoteRequest, results: Path, log: L
     folder = prepare_folder(transport)
     job = posixpath.join(folder, "runs", request.name)
     if poll_job(transport, job, RUNS).state is JobState.ABSENT:
+        restore_settings(transport, log)
         folder, snapshot, warnings = deploy(transport, request, log)
         note_device(home, device=transport.name, model=snapshot.model, warnings=warnings)
         start_job(transport, job, _command(transport, request, folder))
@@ -114,8 +117,12 @@ def bench_on(transport: Transport, request: RemoteRequest, results: Path, log: L
     else:
         log(f"run {request.name} already exists: following it")
     status = _follow(transport, job, request, log)
-    # A device that has just restarted may leave once more.
-    result = retried(lambda: _collect(transport, job, request, home, status), POLL_SECONDS)
+
+    def collect() -> DeviceResult:
+        restore_settings(transport, log)
+        return _collect(transport, job, request, home, status)
+
+    result = retried(collect, POLL_SECONDS)  # a device that has just restarted may leave once more
     if request.clean:
         try:
             clean(transport, log)
@@ -128,12 +135,14 @@ def end_run(transport: Transport, name: str, log: Log) -> None:
     """Ends a run on the device; its records stay there. Raises RequestError for no valid name, TransportError if it does not run."""
     check_name(name)
     stop_job(transport, posixpath.join(prepare_folder(transport), "runs", name))
+    restore_settings(transport, log)
     log(f"run {name} is stopped; `--run {name}` without --stop collects what it measured")
 
 
 def clean(transport: Transport, log: Log) -> None:
     """Removes everything edge-bench put on the device: package, bundles, runs. Raises RequestError while a run goes on."""
     _refuse_beside_another(transport)
+    restore_settings(transport, log)
     remove(transport, transport.folder)
     log(f"{transport.folder} is removed")
 
@@ -161,9 +170,15 @@ def _bundle_files(request: RemoteRequest) -> list[str]:
 
 
 def _started(request: RemoteRequest) -> str:
+    recording = "; the recording of the external meter must run from now until the end" if _awaits_table(request) else ""
     if request.unplugged:
-        return "waiting: unplug the device now; it measures on its own and is followed again once reconnected (or over Wi-Fi)"
-    return f"run {request.name} started; it continues if the device is unplugged or this program ends"
+        return f"waiting: unplug the device now; it measures on its own and is followed again once reconnected (or over Wi-Fi){recording}"
+    return f"run {request.name} started; it continues if the device is unplugged or this program ends{recording}"
+
+
+def _awaits_table(request: RemoteRequest) -> bool:
+    """Whether the joules come from the table of a meter that is read after the run."""
+    return request.energy and request.meter == EXTERNAL
 
 
 def _command(transport: Transport, request: RemoteRequest, folder: str) -> list[str]:
@@ -183,7 +198,8 @@ def _command(transport: Transport, request: RemoteRequest, folder: str) -> list[
     waiting = ["--wait-unplugged"] if request.unplugged else []
     bundle = posixpath.join(folder, "bundles", request.bundle.resolve().name)
     environment = ["env", f"{CACHE_VARIABLE}={folder}/cache", f"TMPDIR={folder}"]
-    monitor = [python, "-P", "-m", "edge_devices.remote.job_monitor", "--every", str(WATCH_SECONDS), *waiting, WATCH]
+    settings = ["--settings", transport.settings] if transport.settings else []
+    monitor = [python, "-P", "-m", "edge_devices.remote.job_monitor", "--every", str(WATCH_SECONDS), *waiting, *settings, WATCH]
     return [*environment, *monitor, "--", bench, "run", bundle, "--runs", RUNS, *options]
 
 
@@ -247,7 +263,14 @@ def _collect(transport: Transport, job: str, request: RemoteRequest, folder: Pat
     history = read_job_history(folder / WATCH) if (folder / WATCH).exists() else JobHistory(samples=(), ended=False)
     incidents = find_incidents(history, status)
     _raise_for(transport, status, folder, incidents)
-    return complete_result(folder, device=transport.name, incidents=incidents, hottest_c=history.hottest_c, charge_used=history.charge_used)
+    return complete_result(
+        folder,
+        device=transport.name,
+        incidents=incidents,
+        hottest_c=history.hottest_c,
+        charge_used=history.charge_used,
+        failed=status.state is JobState.FINISHED and 0 < (status.exit_code or 0) < BY_SIGNAL,
+    )
 
 
 def _pull_if_present(transport: Transport, source: str, target: Path) -> bool:
@@ -267,13 +290,11 @@ def _cut_last_line(path: Path) -> None:
 def _raise_for(transport: Transport, status: JobStatus, folder: Path, incidents: Sequence[str]) -> None:
     """Raises RequestError if the run left no records to compute figures from."""
     runs = folder / RUNS
-    complete = runs.exists() and runs.read_bytes().count(b"\n") > 1
     if status.state is JobState.FINISHED and status.exit_code == STILL_CHARGING:
         raise RequestError(
             f"{transport.name}: the device was still charging after {MAX_WAIT_SECONDS / 60:.0f} minutes; start again with another --run"
         )
-    if complete and (status.exit_code == 0 or status.state is not JobState.FINISHED):
+    if runs.exists() and runs.read_bytes().count(b"\n") > 1:
         return
-    words = [line for line in status.log if line.strip()]
-    reason = "; ".join(incidents) or (words[-1] if words else f"exit code {status.exit_code}")
+    reason = "; ".join(incidents) or f"exit code {status.exit_code}"
     raise RequestError(f"{transport.name}: the run returned no results: {reason} (its log: {folder / LOG})")

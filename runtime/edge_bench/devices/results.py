@@ -10,24 +10,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edge_bench.measure.energy import read_energy
+from edge_bench.measure.energy import awaits_table, energy_figures
 from edge_bench.measure.records import read_records
 from edge_bench.measure.variants import PLAIN
+from edge_bench.report.energy_tables import COMPARED, PROMPT_JOULES, comparison_cells, joules, scope_tables
 from edge_bench.report.figures import Figures, Row, figures
-from edge_bench.report.tables import (
-    NONE,
-    PROMPT_JOULES,
-    PROMPTS,
-    Columns,
-    TextTable,
-    joules,
-    megabytes,
-    ratio_text,
-    scope_tables,
-    share,
-    table_of,
-)
-from edge_devices.errors import errors_as
+from edge_bench.report.tables import PROMPTS, megabytes, ratio_text, share
+from edge_bench.report.text_table import NONE, Columns, TextTable, table_of
+from edge_devices.energy.report import EnergyReport
+from edge_devices.energy.run_log import RunLog, read_log
+from edge_devices.errors import EdgeError, errors_as
 from edge_devices.files.atomic_write import write_text
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.files.typed_json import from_json, to_json
@@ -40,7 +32,9 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceDescription:
-    """What device.json holds. `warnings`: from before the run; `happenings`: from during it; `charge_used`: percent."""
+    """What device.json holds. `warnings`: from before the run; `happenings`: from during it; `charge_used`: percent; `failed`: the
+    benchmark ended with an error, which is the last of the happenings.
+    """
 
     schema: int = SCHEMA
     device: str = ""
@@ -49,14 +43,16 @@ class DeviceDescription:
     happenings: tuple[str, ...] = ()
     hottest_c: float | None = None
     charge_used: int | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceResult(DeviceDescription):
-    """One run on one device."""
+    """One run on one device. `remarks`: why there are no joules, although they were measured."""
 
     run: str
     figures: Figures
+    remarks: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -76,11 +72,12 @@ def note_device(folder: Path, *, device: str, model: str, warnings: Sequence[str
 
 
 def complete_result(
-    folder: Path, *, device: str, incidents: Sequence[str], hottest_c: float | None, charge_used: int | None
+    folder: Path, *, device: str, incidents: Sequence[str], hottest_c: float | None, charge_used: int | None, failed: bool
 ) -> DeviceResult:
     """Adds the incidents of the run to device.json and reads `folder` as a result."""
     noted = _description(folder / DEVICE)
-    _write(folder, replace(noted, device=device, happenings=tuple(incidents), hottest_c=hottest_c, charge_used=charge_used))
+    known = replace(noted, device=device, happenings=tuple(incidents), hottest_c=hottest_c, charge_used=charge_used, failed=failed)
+    _write(folder, known)
     return read_result(folder)
 
 
@@ -91,24 +88,60 @@ def _write(folder: Path, description: DeviceDescription) -> None:
 
 
 def read_result(folder: Path) -> DeviceResult:
-    """Reads a device's folder; without device.json it is a run of this machine. Raises RequestError for anything else."""
+    """Reads a device's folder; without device.json it is a run of this machine. Raises RequestError for anything else.
+
+    Speeds are there whatever became of the joules: what is wrong with those is a note.
+    """
     for path in (folder / RUNS, folder / ENERGY, folder / DEVICE):
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise RequestError(f"{path} is not a regular file; give the --results folder of earlier runs")
     noted = _description(folder / DEVICE)
     records = read_records(folder / RUNS)
-    energy, log = read_energy(folder / ENERGY) if (folder / ENERGY).exists() else (None, None)
-    notes = (*(f"before the run: {text}" for text in noted.warnings), *noted.happenings)
-    all_figures = figures(replace(records, notes=(*records.notes, *notes)), energy, log)
-    return DeviceResult(**vars(noted) | {"device": noted.device or folder.name}, run=folder.parent.name, figures=all_figures)
+    energy, log, remarks = _energy_of(folder / ENERGY)
+    before = [f"before the run: {text}" for text in noted.warnings if text not in records.notes]
+    notes = (*records.notes, *before, *noted.happenings, *remarks)
+    all_figures = figures(replace(records, notes=notes), energy, log)
+    return DeviceResult(
+        **vars(noted) | {"device": noted.device or folder.name}, run=folder.parent.name, figures=all_figures, remarks=tuple(remarks)
+    )
 
 
-def find_results(places: Sequence[Path]) -> list[DeviceResult]:
-    """Reads all results below the folders `places`. Raises RequestError when there are none."""
+def _energy_of(path: Path) -> tuple[EnergyReport | None, RunLog | None, list[str]]:
+    """Returns the joules of a log with the log, or why there are none; neither where there is no log."""
+    if not path.exists():
+        return None, None, []
+    try:
+        log = read_log(path)
+    except EdgeError as error:
+        return None, None, [f"no joules: {error}"]
+    energy, remarks = joules_of(path, log)
+    return energy, log if energy else None, remarks
+
+
+def joules_of(path: Path, log: RunLog) -> tuple[EnergyReport | None, list[str]]:
+    """Returns the joules of the log that was read from `path`, or why there are none."""
+    if awaits_table(log):
+        return None, [f"joules need the table of the external meter: edge-bench report {path} --external TABLE"]
+    try:
+        return energy_figures(log), []
+    except EdgeError as error:
+        return None, [f"no joules: {error}"]
+
+
+def find_results(places: Sequence[Path]) -> tuple[list[DeviceResult], list[str]]:
+    """Reads all results below the folders `places`; returns also why some could not be read. Raises RequestError where none could."""
     folders = sorted({path.parent for place in places for path in place.rglob(RUNS)})
     if not folders:
         raise RequestError(f"no {RUNS} found below {', '.join(map(str, places))}; give the --results folder of earlier runs")
-    return [read_result(folder) for folder in folders]
+    results, failures = list[DeviceResult](), list[str]()
+    for folder in folders:
+        try:
+            results.append(read_result(folder))
+        except EdgeError as error:
+            failures.append(str(error))
+    if not results:
+        raise RequestError("; ".join(failures))
+    return results, failures
 
 
 def _description(path: Path) -> DeviceDescription:
@@ -121,14 +154,14 @@ def _description(path: Path) -> DeviceDescription:
     return description
 
 
-def comparison_tables(results: Sequence[DeviceResult]) -> list[TextTable]:
-    """Returns the tables that have rows: speed, energy per scope, warnings and incidents."""
+def comparison_tables(results: Sequence[DeviceResult], *, wide: bool = False) -> list[TextTable]:
+    """Returns the tables that have rows: speed, energy per scope, warnings and incidents; of joules all figures only if `wide`."""
     speeds = [(result, row) for result in results for row in result.figures.overall]
     prompts = [(result, row) for result in results for row in result.figures.by_context if row.variant.policy == PLAIN]
     tables = [
         table_of("devices", "Devices", speeds, _SPEEDS),
         table_of("first-token", "First token by prompt length", prompts, (*_SPEEDS[:4], *_of_row(PROMPTS))),
-        *_energy(results),
+        *_energy(results, wide=wide),
         _incidents(results),
     ]
     return [table for table in tables if table.rows]
@@ -150,7 +183,7 @@ def _of_row(columns: Columns[Row]) -> Columns[tuple[DeviceResult, Row]]:
 _SPEEDS: Columns[tuple[DeviceResult, Row]] = (
     ("", lambda pair: pair[0].label),
     ("run", lambda pair: pair[0].run),
-    ("bundle", lambda pair: pair[0].figures.records.header.bundle),
+    ("bundle", lambda pair: f"{(header := pair[0].figures.records.header).bundle} {header.weights}".strip()),
     ("", lambda pair: pair[1].variant.label),
     ("tok/s", lambda pair: f"{pair[1].tokens_per_second:.1f}"),
     ("over plain [95%]", lambda pair: ratio_text(pair[1].speed_up)),
@@ -162,26 +195,30 @@ _SPEEDS: Columns[tuple[DeviceResult, Row]] = (
 )
 
 
-def _energy(results: Sequence[DeviceResult]) -> list[TextTable]:
-    rows = []
+def _energy(results: Sequence[DeviceResult], *, wide: bool) -> list[TextTable]:
+    first, others = list[tuple[str, bool, tuple[str, ...]]](), list[tuple[str, bool, tuple[str, ...]]]()
     for result in results:
         report = result.figures.energy
-        for variant in report.variants if report else ():
-            assert report is not None
+        if report is None:
+            continue
+        scope = str(report.scope), report.estimate
+        first += [(*scope, (result.label, result.run, *cells)) for cells in comparison_cells(report)]
+        for variant in report.variants:
             figures = variant.joules_per_output_token, variant.net_joules_per_output_token, variant.watts
             prompt = [cell(variant) for _, cell in PROMPT_JOULES]
-            cells = result.label, result.run, variant.name, report.meter, *map(joules, figures), *prompt
-            rows.append((str(report.scope), report.estimate, cells))
-    columns = ("", "run", "", "meter", "J/output token", "above idle", "W", *(heading for heading, _ in PROMPT_JOULES))
+            others.append((*scope, (result.label, result.run, variant.name, report.meter, *map(joules, figures), *prompt)))
     note = "Joules of different scopes do not compare; each scope has its own table."
-    return scope_tables("energy", "Energy", columns, rows, note)
+    tables = scope_tables("energy", "Joules per output token", ("", "run", *COMPARED), first, note)
+    if wide:
+        columns = ("", "run", "", "meter", "J/output token", "above idle", "W", *(heading for heading, _ in PROMPT_JOULES))
+        tables += scope_tables("energy-all", "Energy, all figures", columns, others)
+    return tables
 
 
 def _incidents(results: Sequence[DeviceResult]) -> TextTable:
-    """Each device's doubts, remarks and notes, which `read_result` adds the remarks to."""
+    """Each device's doubts, incidents and notes; among the notes, `read_result` puts the incidents and warnings too."""
     rows = []
     for result in results:
-        warnings = [f"before the run: {text}" for text in result.warnings]
-        texts = (*result.figures.doubts, *warnings, *result.happenings, *result.figures.records.notes)
-        rows += [(result.label, result.run, text) for text in dict.fromkeys(texts)]
+        texts = dict.fromkeys((*result.figures.doubts, *result.happenings, *result.figures.records.notes))
+        rows += [(result.label, result.run, text) for text in texts]
     return TextTable(name="happened", title="Doubts, warnings and incidents", columns=("", "run", ""), rows=tuple(rows))

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import datetime
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from importlib.metadata import version
-from pathlib import Path, PurePath
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from edge_bench.measure.energy import energy_workloads
+from edge_bench.measure.header import new_header
 from edge_bench.measure.memory import measure_memory
 from edge_bench.measure.progress import duration
 from edge_bench.measure.prompts import Prompt, prepare
-from edge_bench.measure.records import NO_ROW_KERNELS, SCHEMA, CostRecord, Header, ModelFile, Note, Record, Run
+from edge_bench.measure.records import NO_ROW_KERNELS, CostRecord, Header, Note, Record, Run
 from edge_bench.measure.request import BenchRequest
-from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedule, context_schedule, llama_tools
+from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedule, context_schedule, llama_tools, mixed
 from edge_bench.measure.sweeps.concurrency import alone, run_level
 from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
 from edge_bench.measure.variants import BASELINE, FIXED, OURS, Variant, edge_variants, peer_variants
 from edge_devices.energy.protocol import Workload
-from edge_devices.machine.facts import installed_version, read_machine
 from edge_devices.machine.system import WallClock
 from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.selection import CARDS, has_options, usable_backends
@@ -39,8 +37,6 @@ from edge_runtime.session.open import default_threads, faster_backend, open_sess
 from edge_runtime.session.session import Session
 
 Counted = TypeVar("Counted")
-# The distributions of the backends' engines.
-ENGINES = ("llama-cpp-python", "onnxruntime")
 LONG_SECONDS = 300
 
 
@@ -123,34 +119,20 @@ class Benchmark:
             return asked or (session.drafter_kind,), session.row_kernels or NO_ROW_KERNELS
 
     def _header(self, drafters: Sequence[DrafterKind], lengths: Sequence[int], row_kernels: str) -> Header:
-        request, source = self._request, self._bundle.manifest.sources.get("target")
-        return Header(
-            schema=SCHEMA,
-            version=version("edge-mtp"),
-            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            bundle=self._folder.resolve().name,
-            target=PurePath(source.origin).name if source else "",
-            files=tuple(
-                ModelFile(role=file.role, format=file.format, quantization=file.quantization, bytes=file.bytes)
-                for file in self._bundle.manifest.files
-            ),
-            machine=asdict(read_machine()),
-            settings={
-                "threads": self._threads,
-                "tokens": request.tokens,
-                "repeats": request.repeats,
-                "warm_up": request.warm_up,
-                "backend": self._backend,
-                "device": self._load.device,
-                "drafters": list(drafters),
-                "lengths": list(lengths),
-                "policies": list(request.policies),
-                "session": self._settings.to_json(),
-            },
-            engines={name: number for name in ENGINES if (number := installed_version(name))},
-            planned=self._planned(drafters, lengths),
-            row_kernels=row_kernels,
-        )
+        request = self._request
+        settings = {
+            "threads": self._threads,
+            "tokens": request.tokens,
+            "repeats": request.repeats,
+            "warm_up": request.warm_up,
+            "backend": self._backend,
+            "device": self._load.device,
+            "drafters": list(drafters),
+            "lengths": list(lengths),
+            "policies": list(request.policies),
+            "session": self._settings.to_json(),
+        }
+        return new_header(self._bundle, settings, planned=self._planned(drafters, lengths), row_kernels=row_kernels)
 
     def _planned(self, drafters: Sequence[DrafterKind], lengths: Sequence[int]) -> int:
         """Returns how many measurements are planned, as `Records.measured` counts them."""
@@ -255,7 +237,7 @@ class Benchmark:
         if not sizes:
             return
         # Repeat 0 is the warm-up, which loads the encoder.
-        order = _there_and_back(sizes, range(self._request.repeats + 1))
+        order = [(repeat, size) for repeat in range(self._request.repeats + 1) for size in mixed(sizes, repeat)]
         for repeat, budget in self._counted("images", order, len(order)):
             cost = measure_image(runner.session, budget, repeat)
             if repeat:
@@ -270,7 +252,8 @@ class Benchmark:
             expected = alone(session, prompts, request.tokens)
         for clients in request.concurrency:
             with open_sessions(self._folder, clients, self._load, drafter=drafter) as sessions:
-                order = _there_and_back(variants, range(-1, request.repeats))  # repeat -1 is the warm-up
+                turns = range(-1, request.repeats)  # repeat -1 is the warm-up
+                order = [(repeat, variant) for repeat in turns for variant in mixed(variants, repeat + 1)]
                 for repeat, variant in self._counted(f"{clients} at once", order, len(order)):
                     level = run_level(sessions, variant, prompts, expected, request.tokens, repeat=max(repeat, 0))
                     if repeat >= 0:
@@ -308,11 +291,6 @@ class Benchmark:
         images = image_workloads(session, request.image_sizes)
         long = [length for length in request.contexts if length < self._settings.context]
         return images | energy_workloads(dict[str, EdgeRunner](edge_runners.items()), variants, prompts, request.tokens, long)
-
-
-def _there_and_back(items: Sequence[Counted], repeats: Sequence[int]) -> list[tuple[int, Counted]]:
-    """Returns all items in each repeat, in reverse order in every second one, so that slow drift cancels out."""
-    return [(repeat, item) for repeat in repeats for item in (items if repeat % 2 == 0 else list(reversed(items)))]
 
 
 def _middle(lengths: Sequence[int]) -> int:

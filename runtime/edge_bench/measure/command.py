@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +11,22 @@ from pathlib import Path
 import click
 
 from edge_bench.measure.benchmark import Benchmark
+from edge_bench.measure.conditions import ConditionsWatch
 from edge_bench.measure.energy import find_meter, measure_energy
 from edge_bench.measure.progress import BenchScreen, note
-from edge_bench.measure.records import Concurrency, Header, ImageCost, Note, Record, RecordFile, Records, Run, collect
+from edge_bench.measure.records import (
+    Concurrency,
+    CostRecord,
+    Header,
+    ImageCost,
+    KvTypeCost,
+    Note,
+    Record,
+    RecordFile,
+    Records,
+    Run,
+    collect,
+)
 from edge_bench.measure.request import LOADING, BenchRequest, MeterOptions
 from edge_devices.command_line import INTERRUPTED, PanelGroup, takes
 from edge_devices.energy.report import EnergyReport
@@ -42,13 +56,16 @@ class RecordOptions(MeterOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
-    """What one run of the command measured. `failure`: why energy was not measured, although it was asked for."""
+    """What one run of the command measured. `failure`: why energy was not measured, although it was asked for; `speeds_shown`: the
+    speeds were handed over before the joules were measured.
+    """
 
     records: Records
     energy: EnergyReport | None = None
     log: RunLog | None = None
     stopped: bool = False
     failure: DeviceError | None = None
+    speeds_shown: bool = False
 
     def end(self, energy_file: Path | None) -> None:
         """Says what is missing after the results are written: raises `failure`, or exits with the code of Ctrl-C."""
@@ -61,8 +78,17 @@ class BenchResult:
             sys.exit(INTERRUPTED)
 
 
-def measure_bundle(bundle: Path, request: BenchRequest, load: LoadOptions, files: RecordOptions) -> BenchResult:
-    """Measures speeds, then energy if `files` names a log for it. Raises EdgeError before anything is measured, or if nothing was."""
+def measure_bundle(
+    bundle: Path,
+    request: BenchRequest,
+    load: LoadOptions,
+    files: RecordOptions,
+    show_speeds: Callable[[Records], None] | None = None,
+) -> BenchResult:
+    """Measures speeds, then energy if `files` names a log for it; `show_speeds` gets the records in between.
+
+    Raises EdgeError before anything is measured, or if nothing was.
+    """
     refuse_threads(request.threads)
     request.prompts()  # those that cannot be used are refused before minutes of measuring
     if files.minutes and not files.energy:
@@ -75,13 +101,18 @@ def measure_bundle(bundle: Path, request: BenchRequest, load: LoadOptions, files
     records, stopped = measure_speeds(bundle, request, load, files.runs, "" if files.energy else reason or NO_ENERGY)
     if meter is None or not files.energy or stopped:
         return BenchResult(records=collect(records), stopped=stopped)
+    speeds = collect(records)
+    if show_speeds is not None:
+        show_speeds(speeds)
+    shown = show_speeds is not None
     try:
-        joules, log = measure_joules(bundle, request, load, files.energy, meter, files.minutes)
+        joules, log = measure_joules(bundle, request, load, files.energy, meter, files.minutes, speeds.header.run)
     except KeyboardInterrupt:
-        return BenchResult(records=collect(records), stopped=True)
+        return BenchResult(records=speeds, stopped=True, speeds_shown=shown)
     except DeviceError as error:  # the speeds are measured, and are not lost with it
-        return BenchResult(records=collect([*records, Note(text=f"no energy figures: {error}")]), failure=error)
-    return BenchResult(records=collect(records), energy=joules, log=log, stopped=log.stopped)
+        failed = replace(speeds, notes=(*speeds.notes, f"no energy figures: {error}"))
+        return BenchResult(records=failed, failure=error, speeds_shown=shown)
+    return BenchResult(records=speeds, energy=joules, log=log, stopped=log.stopped, speeds_shown=shown)
 
 
 def measure_speeds(
@@ -95,29 +126,35 @@ def measure_speeds(
         def keep(record: Record) -> None:
             if isinstance(record, Run | Concurrency | ImageCost):
                 record = replace(record, load=watch.next())
+            if isinstance(record, Run | Concurrency | ImageCost | CostRecord | KvTypeCost):
+                record = replace(record, conditions=machine.next())
             records.append(record)
             if file:
                 file.add(record)
 
-        busy, watch = busy_before(screen), LoadWatch()
+        def note_all(texts: Iterable[str]) -> None:
+            for text in filter(None, texts):
+                keep(Note(text=text))
+
+        machine, busy, watch = ConditionsWatch(waiting=screen.wait), busy_before(screen), LoadWatch()
         try:
             for record in Benchmark(bundle, request, screen.shows(load)).records():
                 keep(record)
-                for text in (remark, busy) if isinstance(record, Header) else ():
-                    if text:
-                        keep(Note(text=text))
+                if isinstance(record, Header):
+                    note_all((remark, busy, *machine.remarks))
+            note_all([machine.rested()])
         except KeyboardInterrupt:
             if not records:
                 raise
-            keep(Note(text="stopped by Ctrl-C before the end: some figures have fewer repeats, or are missing"))
+            note_all((machine.rested(), "stopped by Ctrl-C before the end: some figures have fewer repeats, or are missing"))
             return records, True
     return records, False
 
 
 def measure_joules(
-    bundle: Path, request: BenchRequest, load: LoadOptions, path: Path, meter: Meter, minutes: int | None
+    bundle: Path, request: BenchRequest, load: LoadOptions, path: Path, meter: Meter, minutes: int | None, run: str
 ) -> tuple[EnergyReport | None, RunLog]:
-    """Runs the energy protocol over the same variants. Raises DeviceError where it cannot be done."""
+    """Runs the energy protocol over the same variants, as a part of the named run. Raises DeviceError where it cannot be done."""
     with ExitStack() as stack, BenchScreen() as screen:
         busy_before(screen)
         benchmark = Benchmark(bundle, request, screen.shows(load))
@@ -125,7 +162,7 @@ def measure_joules(
         screen.message(f"energy: {meter.facts.name}; measuring idle, warm-up and repeats{recording}")
         threads = request.threads or default_threads()
         workloads = benchmark.energy_workloads(stack)
-        return measure_energy(path, meter, workloads, threads=threads, minutes=minutes, waiting=screen.wait, notify=screen.message)
+        return measure_energy(path, meter, workloads, threads=threads, minutes=minutes, run=run, waiting=screen.wait, notify=screen.message)
 
 
 def busy_before(screen: BenchScreen) -> str:

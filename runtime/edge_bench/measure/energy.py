@@ -17,6 +17,7 @@ from edge_bench.measure.variants import BASELINE, PLAIN, Variant
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.table import import_csv, parse_choice
+from edge_devices.energy.intervals import MIN_TO_DETREND, t_quantile
 from edge_devices.energy.phases import PREFILL
 from edge_devices.energy.protocol import (
     MAX_SOAK_S,
@@ -42,7 +43,6 @@ from edge_runtime.session.session import Session
 
 REPEATS = 5
 FEWEST_REPEATS = 3
-MIN_MINUTES = 5  # what --minutes takes at least
 DRAFT_LENGTH = 3
 # Verifies or drafts per calibration loop: enough that reading the clock is negligible.
 LOOP = 20
@@ -73,6 +73,11 @@ def is_energy_log(path: Path) -> bool:
     return isinstance(first, dict) and first.get("kind") == "header" and "meter" in first
 
 
+def awaits_table(log: RunLog) -> bool:
+    """Returns whether a log has no readings yet, because they are in the table of an external meter."""
+    return log.facts.name == EXTERNAL and not log.trace.times
+
+
 def read_energy(path: Path, external: Path | None = None, columns: str | None = None) -> tuple[EnergyReport, RunLog]:
     """Computes the figures of a log of `measure_energy`, from the table of an `external` meter if given, with `columns` as
     `--columns` takes them.
@@ -94,11 +99,12 @@ def measure_energy(
     system: System | None = None,
     repeats: int = REPEATS,
     minutes: float | None = None,
+    run: str = "",
     waiting: Waiting = silent_wait,
     notify: Callable[[str], None] = lambda _text: None,
 ) -> tuple[EnergyReport | None, RunLog]:
-    """Runs the protocol, writes its log window by window and computes the figures. `minutes`: about how long it may take; `notify` gets
-    a sentence on how long it takes, and how long the shortest would.
+    """Runs the protocol, writes its log window by window and computes the figures. `minutes`: about how long it may take; `run`: the name
+    of the run whose speeds were measured before; `notify` gets a sentence on how long it takes, and what that means for the intervals.
 
     The report is None for an external meter, whose table is not available yet. Ctrl-C after the first window ends it with what there is
     (`RunLog.stopped`). Raises MeasurementError where the machine's state forbids it, or no repeat counts; the log is kept then too.
@@ -121,6 +127,7 @@ def measure_energy(
         def keep(log: RunLog) -> None:
             nonlocal kept
             kept = log
+            log.environment["run"] = run
             file.keep(log, recorder.raw)
 
         try:
@@ -138,14 +145,21 @@ def measure_energy(
 def fitted(
     plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics, seconds: float
 ) -> tuple[Plan, Mapping[str, Workload]]:
-    """Returns the longest plan within `seconds`: fewer repeats, then no loops of single phases; else the shortest one.
+    """Returns the longest plan within `seconds`: fewer repeats, then no loops of single phases; then so few repeats that intervals are
+    wide, and no warming up; else the shortest one.
 
     Repeats beyond the fewest leave the time in which a device that is slow to warm up becomes steady.
     """
-    whole = {name: work for name, work in workloads.items() if not name.startswith(CALIBRATION)}
+    whole = without_loops(workloads)
     counts = range(plan.repeats, min(FEWEST_REPEATS, plan.repeats) - 1, -1)
     plans = [(replace(plan, repeats=count), each) for each in (workloads, whole) for count in counts]
+    plans += [(replace(plan, repeats=count, soak=soak), whole) for count in (2, 1) if count < counts[-1] for soak in (plan.soak, False)]
     return next((fitting for fitting in plans if _warmed_seconds(*fitting, characteristics) <= seconds), plans[-1])
+
+
+def without_loops(workloads: Mapping[str, Workload]) -> dict[str, Workload]:
+    """Returns the workloads without the loops of single phases."""
+    return {name: work for name, work in workloads.items() if not name.startswith(CALIBRATION)}
 
 
 def _warmed_seconds(plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics) -> float:
@@ -154,20 +168,37 @@ def _warmed_seconds(plan: Plan, workloads: Mapping[str, Workload], characteristi
 
 
 def session_sentence(plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics) -> str:
-    """Returns how long a measurement takes, and which one is the shortest whose figures have intervals."""
-    needed, shortest = (
-        planned_seconds(*each, characteristics) / 60 for each in ((plan, workloads), fitted(plan, workloads, characteristics, 0))
-    )
-    refresh = f"the meter shows a new value every {characteristics.refresh_s:.2g} s"
-    text = f"energy takes about {needed:.0f} min: {plan.repeats} repeats of {len(workloads)} windows; {refresh}"
-    fewest = max(MIN_MINUTES, math.ceil(shortest))
-    return text + (f"; the shortest that has intervals takes {fewest}: --minutes {fewest}" if fewest < needed else "")
+    """Returns how long a measurement takes, what a short one does to the intervals, and how long one takes whose intervals are of use."""
+    needed = planned_seconds(plan, workloads, characteristics) / 60
+    repeats = f"{plan.repeats} repeat{'s' if plan.repeats > 1 else ''} of {len(workloads)} windows"
+    text = f"energy takes about {needed:.0f} min: {repeats}; the meter shows a new value every {characteristics.refresh_s:.2g} s"
+    if plan.repeats == 1:
+        text += "; a single repeat has no interval: how runs differ is not known"
+    elif plan.repeats < REPEATS:
+        times = _interval_width(plan.repeats) / _interval_width(REPEATS)
+        text += f"; intervals of {plan.repeats} repeats are {times:.2g} times as wide as those of {REPEATS}"
+    if not plan.soak:
+        text += "; the device does not warm up first, so that it takes more later"
+    useful = replace(plan, repeats=FEWEST_REPEATS, soak=True), without_loops(workloads)
+    minutes = math.ceil(planned_seconds(*useful, characteristics) / 60)
+    if plan.repeats < FEWEST_REPEATS or minutes < needed:
+        text += f"; {FEWEST_REPEATS} repeats take {minutes} min: --minutes {minutes}"
+    return text
+
+
+def _interval_width(repeats: int) -> float:
+    """Returns the width of an interval of so many repeats, in units of their scatter."""
+    freedom = repeats - 2 if repeats >= MIN_TO_DETREND else repeats - 1
+    return t_quantile(freedom) / math.sqrt(repeats)
 
 
 def energy_figures(log: RunLog) -> EnergyReport:
     """Computes a log's figures, over plain decoding where it was measured. Raises DeviceError if no repeat counts."""
     variants = {run.variant for run in log.runs}
-    return make_report(log, baseline=PLAIN if PLAIN in variants else None)
+    report = make_report(log, baseline=PLAIN if PLAIN in variants else None)
+    lost = dict.fromkeys(text for run in log.runs for text in (*run.before.unknown, *run.after.unknown))
+    known = log.runs[0].before.unknown if log.runs else ()
+    return replace(report, warnings=[*report.warnings, *(f"no longer known: {text}" for text in lost if text not in known)])
 
 
 def energy_workloads(

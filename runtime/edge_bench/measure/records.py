@@ -5,12 +5,14 @@ The first line is the header; each other line names its kind. Seconds are wall t
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_bench.measure.conditions import MachineConditions
 from edge_bench.measure.variants import Variant
 from edge_devices.files.atomic_write import GrowingFile
 from edge_devices.files.typed_json import StructureError, from_json, to_json
@@ -31,12 +33,13 @@ DISTURBED_SHARE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFile:
-    """One file of the bundle."""
+    """One file of the bundle; `sha256` is empty in files of earlier versions."""
 
     role: str
     format: str
     quantization: str | None
     bytes: int
+    sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,8 @@ class Header:
     """Machine, time, bundle and settings of the benchmark. `machine` and `settings` are plain values; `engines` are versions by name.
 
     `row_kernels` names the variant of the project's own kernels that multiplies, NO_ROW_KERNELS where standard operators do; `planned` is
-    the number of measurements that a whole benchmark has (`Records.measured`). Both are None in files of earlier versions.
+    the number of measurements that a whole benchmark has (`Records.measured`). Both are None in files of earlier versions. `run` is a
+    random name of this run, which its energy log has too; empty in files of earlier versions.
     """
 
     schema: int
@@ -58,6 +62,13 @@ class Header:
     engines: dict[str, str] = field(default_factory=dict)
     planned: int | None = None
     row_kernels: str | None = None
+    run: str = ""
+
+    @property
+    def weights(self) -> str:
+        """A short hash of the bundle's model files: records of equal ones compare. Empty where theirs are unknown."""
+        hashes = sorted(file.sha256 for file in self.files)
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()[:8] if all(hashes) and hashes else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +83,8 @@ class Run:
     """One request. `part` is "domains", or "contexts" if the prompt was lengthened to `domain` tokens.
 
     `seconds` is decoding time; the seconds of a phase are None if the program does not report them. Those that begin with `round` are per
-    round; `output` is a digest of the emitted ids; `accepted_from` counts the accepted drafts of each source. `load` is of the time since
-    the load before; None for runs that were too short to know, which belong to the next.
+    round; `output` is a digest of the emitted ids; `accepted_from` counts the accepted drafts of each source. `load` and `conditions` are
+    of the time since those before; None for runs that were too short to know, which belong to the next.
     """
 
     part: str
@@ -101,6 +112,7 @@ class Run:
     output: str | None = None
     accepted_from: dict[str, int] = field(default_factory=dict)
     load: MachineLoad | None = None
+    conditions: MachineConditions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +123,7 @@ class CostRecord:
     length: int
     verify_seconds: tuple[float, ...]
     draft_step_seconds: float | None
+    conditions: MachineConditions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +152,7 @@ class KvTypeCost:
     kl_mean: float
     kl_max: float
     same_best: float
+    conditions: MachineConditions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +174,7 @@ class Concurrency:
     equal: int
     compared: int
     load: MachineLoad | None = None
+    conditions: MachineConditions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +187,7 @@ class ImageCost:
     encode_seconds: float
     prefill_seconds: float
     load: MachineLoad | None = None
+    conditions: MachineConditions | None = None
 
 
 KINDS: dict[str, type[Any]] = {
@@ -297,7 +313,7 @@ def _record(data: Any, *, first: bool) -> Record:
 
 def _check_numbers(value: Any, where: str) -> None:
     """Raises StructureError for negative numbers, and for runs without tokens or time or with more accepted than drafted tokens."""
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, MachineConditions):  # a temperature may be below zero
         for field in fields(value):
             _check_numbers(getattr(value, field.name), f"{where}.{field.name}")
     elif isinstance(value, tuple):

@@ -113,7 +113,7 @@ class BenchRequest:
     drafters: tuple[DrafterKind, ...] = _listed(
         _drafters, "as edge-run chooses", about=f"Drafters to measure: any of {', '.join(_DRAFTERS)}."
     )
-    repeats: int = option(default=3, low=1, panel="Measure", help="Number of repeats; every second one runs in reverse order.")
+    repeats: int = option(default=3, low=1, panel="Measure", help="Number of repeats; the order of variants differs in each.")
     tokens: int = option("--max-tokens", "-n", default=64, low=2, panel="Measure", help="Tokens to generate per request.")
     warm_up: int = option(default=1, low=0, panel="Measure", help="Warm-up requests per variant, which are not counted.")
     contexts: tuple[int, ...] = _listed(
@@ -179,9 +179,10 @@ class MeterOptions:
         "  [default: the first usable meter]",
     )
     minutes: int | None = option(
-        low=5,
+        low=1,
         panel="Energy",
-        help="Fit the energy protocol into about this many minutes, with fewer repeats and without loops of single phases.",
+        help="Fit the energy protocol into about this many minutes, with fewer repeats and without loops of single phases; a line says what"
+        " that does to the intervals.",
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from edge_bench.measure.prompts import Prompt, long_prompt
 from edge_bench.measure.records import Run
@@ -22,6 +23,7 @@ from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
 
 DOMAINS_PART, CONTEXTS_PART = "domains", "contexts"
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +37,10 @@ class Schedule:
     tokens: int
 
     def requests(self) -> Iterator[tuple[int, Prompt, Variant]]:
-        """Yields repeat, prompt, variant: A B C on one prompt, C B A on the next and in the next repeat, so that slow drift cancels out."""
+        """Yields repeat, prompt, variant: all variants on one prompt in the order of `mixed`, then on the next."""
         for repeat in range(self.repeats):
             for index, prompt in enumerate(self.prompts):
-                for variant in self.variants if (repeat + index) % 2 == 0 else reversed(self.variants):
+                for variant in mixed(self.variants, repeat, index):
                     yield repeat, prompt, variant
 
     def warm_up(self, count: int) -> list[tuple[int, Prompt, Variant]]:
@@ -55,6 +57,17 @@ def context_schedule(
     """Returns a comparison on one prompt of each length in tokens, made by joining all prompts."""
     long = tuple(Prompt(domain=str(length), number=0, ids=long_prompt(prompts, length), text="") for length in lengths)
     return Schedule(part=CONTEXTS_PART, variants=tuple(variants), prompts=long, repeats=repeats, tokens=tokens)
+
+
+def mixed(items: Sequence[Item], turn: int, place: int = 0) -> list[Item]:
+    """Returns the items in the order of a turn at a place, the same in every measurement.
+
+    Two turns have one order and its reverse, so that slow drift cancels out; the next two have another, so that nobody always comes after
+    the same neighbour: a forward of many rows leaves a machine warmer than one of a single row.
+    """
+    order = list(items)
+    random.Random(1_000_003 * place + turn // 2).shuffle(order)
+    return order if (turn + place) % 2 == 0 else order[::-1]
 
 
 class Runner(Protocol):

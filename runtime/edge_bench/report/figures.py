@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_bench.measure.conditions import undisturbed
 from edge_bench.measure.records import Concurrency, ImageCost, Memory, Records, Run
 from edge_bench.measure.runners import CONTEXTS_PART, DOMAINS_PART
-from edge_bench.measure.variants import FIXED, OURS, PLAIN, Variant
+from edge_bench.measure.variants import DEFAULT, FIXED, OURS, PLAIN, Variant
 from edge_devices.energy.intervals import t_quantile
 from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
@@ -234,31 +235,61 @@ class Figures:
 
 
 def figures(records: Records, energy: EnergyReport | None = None, energy_log: RunLog | None = None) -> Figures:
-    """Computes all figures that the records allow; those not measured stay empty."""
-    domains = [run for run in records.runs if run.part == DOMAINS_PART]
-    contexts = [run for run in records.runs if run.part == CONTEXTS_PART]
-    doubts = records.doubts()
+    """Computes all figures that the records allow, of the measurements that count; those not measured stay empty."""
+    counted, remarks, disturbed = _counted(records)
+    domains = [run for run in counted.runs if run.part == DOMAINS_PART]
+    contexts = [run for run in counted.runs if run.part == CONTEXTS_PART]
+    doubts = (*records.doubts(), *disturbed)
     doubt = doubts[0].partition(":")[0] if doubts else ""
     return Figures(
-        records=records,
+        records=replace(records, notes=(*records.notes, *remarks)),
         overall=_rows(domains, doubt, split=False),
         by_domain=_rows(domains, doubt, split=True),
         by_context=_rows(contexts, doubt, split=True),
         against=_against(domains),
-        levels=_levels(records.concurrency, records.memory),
-        images=_images(records.images),
+        levels=_levels(counted.concurrency, records.memory),
+        images=_images(counted.images),
         energy=energy,
         energy_log=energy_log,
         doubts=doubts,
     )
 
 
+def _counted(records: Records) -> tuple[Records, list[str], list[str]]:
+    """Returns the records with the measurements that count, remarks on the others, and the doubt where none of a variant would be left:
+    then all stay.
+    """
+    runs, why = undisturbed(records.runs)
+    levels, why_levels = undisturbed(records.concurrency)
+    images, why_images = undisturbed(records.images)
+    reasons = Counter(why) + Counter(why_levels) + Counter(why_images)
+    measured: list[Run | Concurrency | ImageCost] = [*records.runs, *records.concurrency, *records.images]
+    lost = dict.fromkeys(text for each in measured if each.conditions for text in each.conditions.unknown)
+    remarks = [f"no longer known: {text}" for text in lost]
+    words = "; ".join(f"{count} of {len(measured)} measurements: {reason}" for reason, count in reasons.items())
+
+    def kinds(those: Records) -> set[object]:
+        variants = {(run.part, run.variant) for run in those.runs} | {(level.clients, level.variant) for level in those.concurrency}
+        return variants | {image.budget for image in those.images}
+
+    counted = replace(records, runs=tuple(runs), concurrency=tuple(levels), images=tuple(images))
+    if kinds(counted) != kinds(records):
+        return records, remarks, [f"disturbed: {words}"]
+    return counted, remarks + ([f"left out: {words}"] if words else []), []
+
+
 def _grouped(runs: Iterable[Run]) -> dict[Variant, list[Run]]:
+    """Returns each variant's runs, in the order in which variants are listed: as they ran they are mixed."""
     groups: dict[Variant, list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.variant].append(run)
-    # The first prompt's runs are in the schedule's forward order.
-    return dict(groups)
+    drafters = list(dict.fromkeys(sorted(variant.drafter for variant in groups)))
+
+    def place(variant: Variant) -> tuple[bool, bool, int, int, int, str]:
+        kind = (PLAIN, DEFAULT, FIXED).index(variant.policy) if variant.policy in (PLAIN, DEFAULT, FIXED) else 3
+        return variant.side != OURS, kind > 0, drafters.index(variant.drafter), kind, variant.length or 0, variant.policy
+
+    return {variant: groups[variant] for variant in sorted(groups, key=place)}
 
 
 def _rows(runs: Sequence[Run], doubt: str, *, split: bool) -> tuple[Row, ...]:

@@ -7,9 +7,11 @@ from importlib import resources
 
 from jinja2 import Environment
 
+from edge_bench.report.energy_tables import energy_tables, meter_table
 from edge_bench.report.figures import Figures
 from edge_bench.report.plots import Plot, all_plots, energy_plots
-from edge_bench.report.tables import TextTable, all_tables, energy_tables, machine_line, meter_table, notes, verdict
+from edge_bench.report.tables import all_tables, machine_line, notes, verdict
+from edge_bench.report.text_table import TextTable
 from edge_devices.energy.report import EnergyReport, head_lines
 from edge_devices.energy.run_log import RunLog
 from edge_devices.meters.base import scope_words

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from edge_bench.measure.quality import BundleQuality, QualityResult
 from edge_bench.report.plots import COLOURS, INK, MARKERS, Plot, draw_svg, label_text, legend
-from edge_bench.report.tables import Columns, TextTable, megabytes, share, table_of
+from edge_bench.report.tables import megabytes, share
+from edge_bench.report.text_table import Columns, TextTable, table_of
 from edge_runtime.decoding.quality import RowFigures
 
 if TYPE_CHECKING:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Sequence
 
 from edge_bench.measure.records import NO_ROW_KERNELS, Header, KvTypeCost
 from edge_bench.measure.variants import OURS, PLAIN
+from edge_bench.report.energy_tables import NOT_DETERMINED, energy_tables, joules_words
 from edge_bench.report.figures import WIDEST, Figures, ImageRow, Level, Ratio, Row
-from edge_devices.energy.intervals import Interval
-from edge_devices.energy.report import EnergyReport, VariantEnergy, figure_text, head_lines
-from edge_devices.energy.report import ratio_text as energy_ratio_text
-from edge_devices.energy.run_log import RunLog
-from edge_devices.errors import markdown_text, printable
-from edge_devices.meters.base import Kind, scope_words
+from edge_bench.report.text_table import NONE, Columns, TextTable, grid, markdown_lines, print_tables, table_of
+from edge_devices.errors import markdown_text
 from edge_runtime.backends.interface import NO_KERNELS
 from edge_runtime.bundle.manifest import FIGURES_OF, files_key
 from edge_runtime.drafting.policies import DEFAULT_POLICY
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 
 def verdict(figures: Figures) -> str:
@@ -37,9 +28,17 @@ def verdict(figures: Figures) -> str:
     others = len(defaults or rows)
     chosen = "" if others == 1 else f", the fastest of {others} measured,"
     doubts = f"Nothing follows from these figures. They are {'; '.join(figures.doubts)}. " if figures.doubts else ""
-    unclaimed = f"has {ratio_text(judged.speed_up)} times the speed of plain decoding in what was measured"
-    speed = unclaimed if doubts else _speed(judged)
-    return f"{doubts}{judged.variant.label}{chosen} {speed}{_output(judged)}{_joules(judged, figures.energy)}."
+    speed = _unclaimed(judged) if doubts else _speed(judged)
+    joules = joules_words(figures.energy, judged.variant.label) if figures.energy else ""
+    return f"{doubts}{judged.variant.label}{chosen} {speed}{_output(judged)}{joules}."
+
+
+def _unclaimed(row: Row) -> str:
+    """Returns the ratio of a row whose measurement allows no claim."""
+    assert row.speed_up is not None
+    if not row.speed_up.determined:
+        return "was measured too unevenly to be compared with plain decoding"
+    return f"has {ratio_text(row.speed_up)} times the speed of plain decoding in what was measured"
 
 
 def _speed(row: Row) -> str:
@@ -66,78 +65,11 @@ def _output(row: Row) -> str:
     return f"; the output is the same in {row.equal} of {row.compared} runs"
 
 
-def _joules(row: Row, energy: EnergyReport | None) -> str:
-    measured = next((variant for variant in energy.variants if variant.name == row.variant.label), None) if energy else None
-    if energy is None or measured is None or measured.ratio_to_baseline is None:
-        return ""
-    ratio = measured.ratio_to_baseline
-    kind = "estimated" if energy.estimate else "measured"
-    interval = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.half < float("inf") else " (no interval)"
-    return f"; it takes {ratio.value:.2f}{interval} times the joules per token of plain decoding ({kind}, {energy.scope})"
-
-
-NONE = "-"
-NOT_DETERMINED = "not determined"
 PHASES = ("draft", "verify", "other")
 
-Item = TypeVar("Item")
-# Heading of each column, and its cell for an item.
-Columns = Sequence[tuple[str, Callable[[Item], str]]]
 
-
-@dataclass(frozen=True, kw_only=True)
-class TextTable:
-    """A text table; the first column names the row. `note` explains how to read it."""
-
-    name: str
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-
-def table_of(name: str, title: str, items: Iterable[Item], columns: Columns[Item], note: str = "") -> TextTable:
-    """Returns a table with a row for each item."""
-    rows = tuple(tuple(cell(item) for _, cell in columns) for item in items)
-    return TextTable(name=name, title=title, columns=tuple(heading for heading, _ in columns), rows=rows, note=note)
-
-
-def grid(name: str, title: str, cells: Mapping[tuple[str, str], str], note: str = "") -> TextTable:
-    """Returns a table of cells by row and column, in the order in which their names come first."""
-    columns = tuple(dict.fromkeys(column for _, column in cells))
-    rows = tuple((row, *(cells.get((row, column), NONE) for column in columns)) for row in dict.fromkeys(row for row, _ in cells))
-    return TextTable(name=name, title=title, columns=("", *columns), rows=rows, note=note)
-
-
-def scope_tables(
-    name: str, title: str, columns: Sequence[str], rows: Iterable[tuple[str, bool, tuple[str, ...]]], note: str = ""
-) -> list[TextTable]:
-    """Returns one table per meter scope, with estimates apart: joules of a package and of a battery do not compare.
-
-    `rows`: scope, whether it is an estimate, and the cells.
-    """
-    groups: dict[tuple[str, bool], list[tuple[str, ...]]] = {}
-    for scope, estimate, cells in rows:
-        groups.setdefault((scope, estimate), []).append(cells)
-    return [
-        TextTable(
-            name=f"{name}-{scope}{'-estimate' if estimate else ''}",
-            title=scope_title(title, scope, estimate=estimate),
-            columns=tuple(columns),
-            rows=tuple(cells),
-            note=note,
-        )
-        for (scope, estimate), cells in groups.items()
-    ]
-
-
-def scope_title(title: str, scope: str, *, estimate: bool) -> str:
-    """Returns a title that names the meter's scope."""
-    return f"{title}, scope {scope_words(scope)}" + (" (ESTIMATE, nothing was measured)" if estimate else "")
-
-
-def all_tables(figures: Figures) -> list[TextTable]:
-    """Returns all tables that have rows, in the order of a report."""
+def all_tables(figures: Figures, *, wide: bool = True) -> list[TextTable]:
+    """Returns all tables that have rows, in the order of a report; of joules all figures only if `wide`."""
     tables = [
         table_of("variants", "All domains", figures.overall, _VARIANTS, _VARIANTS_NOTE),
         _by_domain(figures),
@@ -151,7 +83,7 @@ def all_tables(figures: Figures) -> list[TextTable]:
         table_of("concurrency", "Concurrent requests", figures.levels, _LEVELS, _LEVELS_NOTE),
         kv_table(figures.records.kv_types),
         table_of("images", "Images", figures.images, _IMAGES, _IMAGES_NOTE),
-        *(energy_tables(figures.energy) if figures.energy else ()),
+        *(energy_tables(figures.energy, wide=wide) if figures.energy else ()),
         _memory(figures),
     ]
     return [table for table in tables if table.rows]
@@ -198,11 +130,6 @@ def milliseconds(seconds: float | None) -> str:
 def megabytes(size: int | None) -> str:
     """Returns bytes in whole megabytes."""
     return f"{size / 1e6:.0f}" if size else NONE
-
-
-def joules(figure: Interval | None) -> str:
-    """Returns a figure of an energy report with its interval."""
-    return figure_text(figure) if figure else NONE
 
 
 def _of(equal: int, compared: int) -> str:
@@ -344,72 +271,6 @@ def _memory(figures: Figures) -> TextTable:
     return TextTable(name="memory", title="Memory and files, MB", columns=("", "", "MB"), rows=rows, note=note)
 
 
-PROMPT_JOULES: Columns[VariantEnergy] = (
-    ("prompt tokens", lambda variant: NONE if variant.prompt_tokens is None else f"{variant.prompt_tokens:.3g}"),
-    ("J/prompt token", lambda variant: joules(variant.joules_per_prompt_token)),
-)
-_ENERGY: Columns[VariantEnergy] = (
-    ("", lambda variant: variant.name),
-    ("J/output token", lambda variant: joules(variant.joules_per_output_token)),
-    ("above idle", lambda variant: joules(variant.net_joules_per_output_token)),
-    *PROMPT_JOULES,
-    ("J/request", lambda variant: joules(variant.joules_per_request)),
-    ("W", lambda variant: joules(variant.watts)),
-    ("of plain", lambda variant: energy_ratio_text(variant.ratio_to_baseline) if variant.ratio_to_baseline else NONE),
-    ("claim", lambda variant: "" if not variant.ratio_to_baseline else "saves energy" if variant.saves_energy else "no win claimed"),
-    ("phases", lambda variant: variant.phase_method),
-    ("refused", lambda variant: "; ".join(variant.refused)),
-)
-
-
-def energy_tables(report: EnergyReport) -> list[TextTable]:
-    """Returns the tables of an energy measurement: all variants, and by phase if there are several."""
-    title = scope_title("Energy", report.scope, estimate=report.estimate)
-    note = " ".join(head_lines(report))
-    tables = [table_of("energy", title, report.variants, _ENERGY, note), _energy_phases(report)]
-    return [table for table in tables if table.rows]
-
-
-def _energy_phases(report: EnergyReport) -> TextTable:
-    variants = [variant for variant in report.variants if len(variant.phase_joules) > 1]
-
-    def phase(name: str) -> tuple[str, Callable[[VariantEnergy], str]]:
-        return name, lambda variant: joules(variant.phase_joules.get(name))
-
-    columns: Columns[VariantEnergy] = (
-        ("", lambda variant: variant.name),
-        *map(phase, dict.fromkeys(name for variant in variants for name in variant.phase_joules)),
-        ("method", lambda variant: variant.phase_method.replace("_", " ")),
-        ("sum is off", lambda variant: NONE if variant.closure is None else f"{variant.closure:+.1%}"),
-        ("", lambda variant: "" if variant.closes else "does NOT close"),
-    )
-    note = (
-        "Joules per request. Calibrated: the watts of a phase come from loops of that phase alone, and the sum of the phases is compared"
-        " with the measurement (largest error of any repeat). Time proportional: without such loops, all phases are assumed to take the"
-        " mean power."
-    )
-    return table_of("energy-phases", scope_title("Energy by phase", report.scope, estimate=report.estimate), variants, columns, note)
-
-
-def meter_table(log: RunLog) -> TextTable:
-    """Returns the facts and the measured characteristics of a log's meter."""
-    facts, measured = log.facts, log.characteristics
-    rows = [
-        ("scope", str(facts.scope)),
-        ("kind", str(facts.kind)),
-        ("source", facts.source),
-        ("refresh interval", f"{measured.refresh_s:.3g} s, at most {measured.longest_gap_s:.3g} s"),
-        ("lag behind the load", f"{measured.lag_s:.3g} s"),
-        ("invalid readings", f"{measured.zero_rate:.1%}"),
-        ("time per reading", f"{1000 * measured.read_s:.3g} ms"),
-        ("resolution", f"{facts.resolution:g} {'J' if facts.kind is Kind.COUNTER else 'W'}"),
-        ("readings", f"{len(log.trace.times)}"),
-        ("not in any interval", facts.systematic),
-        *(("note", text) for text in facts.notes),
-    ]
-    return TextTable(name="meter", title=f"The meter {facts.name}", columns=("", ""), rows=tuple(rows))
-
-
 def notes(figures: Figures) -> Sequence[str]:
     """Returns remarks to the tables: what was left out, whether drafts can change text, and how many outputs differ."""
     remarks, rows = list(figures.records.notes), figures.records.rows
@@ -424,15 +285,10 @@ def notes(figures: Figures) -> Sequence[str]:
     return remarks
 
 
-def print_report(figures: Figures) -> None:
-    """Prints all tables; in a terminal wide ones are wrapped, in a pipe they are not."""
-    console = _console()
-    console.print(printable(machine_line(figures.records.header)))
-    if sentence := verdict(figures):
-        console.print(printable(sentence))
-    _print_tables(console, all_tables(figures))
-    for text in notes(figures):
-        console.print(printable(f"note: {text}"))
+def print_report(figures: Figures, *, wide: bool = False) -> None:
+    """Prints all tables; of joules all figures only if `wide`."""
+    head = (machine_line(figures.records.header), verdict(figures))
+    print_tables(all_tables(figures, wide=wide), head=head, notes=notes(figures))
 
 
 def markdown(figures: Figures) -> str:
@@ -440,50 +296,4 @@ def markdown(figures: Figures) -> str:
     header = figures.records.header
     lines = [FIGURES_OF.format(files_key(header.files)), f"## Measured: {markdown_text(machine_line(header))}", ""]
     lines += [f"- {markdown_text(text)}" for text in filter(None, (verdict(figures), *notes(figures)))]
-    for table in all_tables(figures):
-        lines += ["", f"### {markdown_text(table.title)}", ""]
-        rows = [table.columns, [":--", *["--:"] * (len(table.columns) - 1)], *table.rows]
-        lines += [f"| {' | '.join(map(markdown_text, row))} |" for row in rows]
-        lines += ["", markdown_text(table.note)] if table.note else []
-    return "\n".join([*lines, ""])
-
-
-def print_energy(report: EnergyReport) -> None:
-    """Prints the tables of an energy measurement."""
-    console = _console()
-    _print_tables(console, energy_tables(report))
-    for text in report.warnings:
-        console.print(printable(f"note: {text}"))
-
-
-def print_tables(tables: Sequence[TextTable]) -> None:
-    """Prints tables without remarks."""
-    _print_tables(_console(), tables)
-
-
-def _console() -> Console:
-    import sys
-
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
-
-
-def _print_tables(console: Console, tables: Sequence[TextTable]) -> None:
-    for table in tables:
-        console.print(_rich(table))
-        if table.note:
-            console.print(printable(table.note))
-        console.print()
-
-
-def _rich(table: TextTable) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(title=Text(printable(table.title), style="bold"), title_justify="left")
-    for number, column in enumerate(table.columns):
-        drawn.add_column(Text(printable(column)), justify="right" if number else "left")
-    for row in table.rows:
-        drawn.add_row(*(Text(printable(cell)) for cell in row))
-    return drawn
+    return "\n".join([*lines, *(line for table in all_tables(figures) for line in markdown_lines(table)), ""])

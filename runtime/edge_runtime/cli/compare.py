@@ -67,6 +67,7 @@ def compare(bundle: Path, prompt: str, runs: RunOptions, message: MessageOptions
                 show=(lambda _: None) if runs.as_json else (lambda piece: click.echo(printable(piece), nl=False, err=True)),
                 shown_prompt=text,
                 watch=opening.energy.or_estimate().watch,
+                meter_named=opening.energy.named,
                 waiting=terminal_wait,
             )
     first = next(iter(comparisons.values()))
@@ -115,6 +116,7 @@ class Conditions:
     """The energy of all runs without and with drafts, and the load by other programs right before the first run and meanwhile.
 
     `prompt_energy` is of the prompts of all runs, on both sides the same work: its joules per token are those per prompt token.
+    `meter_named`: the meter was asked for by its name, so that an estimate is shown however wide its range is.
     """
 
     plain_energy: RunEnergy
@@ -122,14 +124,16 @@ class Conditions:
     prompt_energy: RunEnergy
     load_before: MachineLoad
     load: MachineLoad
+    meter_named: bool = False
 
     @property
     def energy_is_comparable(self) -> bool:
-        """Whether both sides have joules per token that compare: figures of a meter, or estimates whose ranges do not overlap."""
+        """Whether both sides have joules per token to show: of a meter, or estimates that were asked for or whose ranges do not overlap."""
         plain, drafted = self.plain_energy.joules_per_token, self.drafted_energy.joules_per_token
         if plain is None or drafted is None:
             return False
-        return self.drafted_energy.kind != "estimate" or plain.high < drafted.low or drafted.high < plain.low
+        is_shown = self.drafted_energy.kind != "estimate" or self.meter_named
+        return is_shown or plain.high < drafted.low or drafted.high < plain.low
 
     def conditions_json(self) -> dict[str, Any]:
         """Returns plain values under stable keys."""
@@ -245,11 +249,13 @@ def compare_runs(
     show: Callable[[str], None],
     shown_prompt: str,
     watch: Callable[[], EnergyWatch] = unwatched,
+    meter_named: bool = False,
     waiting: Waiting = silent_wait,
 ) -> Comparison:
     """Runs without and with drafts alternately, `repeats` times each; `show` gets the text of the first run of each kind.
 
-    `draft_length` None leaves it to the session's settings; `watch` returns the energy measurement of one run.
+    `draft_length` None leaves it to the session's settings; `watch` returns the energy measurement of one run, `meter_named` is that of
+    `Conditions`.
     """
     drafting = f"policy {session.settings.policy}" if draft_length is None else f"drafts of {draft_length}"
     rows = session.row_equality(waiting=waiting)  # compared on first use, before anything is shown
@@ -268,7 +274,7 @@ def compare_runs(
             runs.run(request(number), drafting=number % 2 == 1)
     return Comparison(
         **vars(runs.paired()),
-        **vars(runs.conditions()),
+        **vars(runs.conditions()) | {"meter_named": meter_named},
         drafting=drafting,
         draft_length=draft_length,
         draft_place=session.draft_place,
@@ -281,7 +287,7 @@ def _prompt_energy_row(comparison: Comparison) -> tuple[str, str, str]:
     energy = comparison.prompt_energy
     if energy.joules_per_token is None:
         return "energy, J/prompt token", "not measured", "-"
-    if energy.kind == "estimate" and energy.joules_per_token.low <= 0:  # as where two ranges overlap
+    if energy.kind == "estimate" and energy.joules_per_token.low <= 0 and not comparison.meter_named:  # as where two ranges overlap
         return "energy, J/prompt token", "not determined", "-"
     name = "J/prompt token, an ESTIMATE" if energy.kind == "estimate" else "energy, J/prompt token"
     return name, energy.figure().partition(" (")[0], "the same"

@@ -46,12 +46,15 @@ from edge_runtime.text.grammar_limits import MAX_SCHEMA_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class Energy:
-    """The meter of a command's runs. `power` is the watts per phase for the objective energy; None if unknown."""
+    """The meter of a command's runs. `power` is the watts per phase for the objective energy; None if unknown. `named`: somebody asked for
+    this meter by its name.
+    """
 
     system: System
     meter: Meter | None
     power: PhasePower | PowerSource | None
     reason: str = ""  # why there is no meter
+    named: bool = False
 
     def or_estimate(self) -> Energy:
         """Returns the same with the power model of the device's profile where there is no meter; without one, the reason says why."""
@@ -104,7 +107,8 @@ class EnergyOptions:
             power = read_phase_power(self.phase_power)
         elif meter is not None and not meter.facts.is_estimate:
             power = PowerProbe(system=system, meter=meter, notify=notify, waiting=terminal_wait)
-        return Energy(system=system, meter=meter, power=power, reason="" if meter else no_meter_reason(findings))
+        reason = "" if meter else no_meter_reason(findings)
+        return Energy(system=system, meter=meter, power=power, reason=reason, named=self.meter is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,11 +35,11 @@ def daemon(desk: Desk) -> FakeAdbd:
 def test_a_look_at_a_phone(daemon: FakeAdbd) -> None:
     phone = daemon.phone
     phone.battery(usb=True, level=41, celsius=33.5)
-    phone.says("dumpsys power", "lots\n  mWakefulness=Asleep\n  mWakefulnessChanging=false\n")
     phone.says("dumpsys deviceidle enabled all", "1\n")
     phone.says("dumpsys thermalservice", "IsStatusOverride: false\nThermal Status: 1\n")
+    phone.write("/sys/devices/system/cpu/cpufreq/policy0/scaling_cur_freq", "1800000\n")
     snapshot = take_snapshot(AdbTransport(daemon.serial))
-    assert (snapshot.model, snapshot.android, snapshot.screen, snapshot.doze, snapshot.frozen) == ("Fake One", True, "Asleep", True, False)
+    assert (snapshot.model, snapshot.android, snapshot.frozen, snapshot.state.clock_mhz) == ("Fake One", True, False, 1800.0)
     assert (snapshot.state.charger, snapshot.state.charge_percent, snapshot.state.temperature_c, snapshot.state.thermal_status) == (
         "USB",
         41,
@@ -52,14 +52,39 @@ def test_a_look_at_a_phone(daemon: FakeAdbd) -> None:
     assert snapshot.memory_available
     output = " ".join(preflight_warnings(snapshot, model_bytes=1 << 50, at_battery=False))
     for words in (
-        "screen is off (Asleep)",
-        "doze is enabled",
         "thermal status is light",
         "USB charges the phone",
         "schedutil",
         "read from storage repeatedly",
     ):
         assert words in output
+    assert "oze" not in output, "the run itself keeps the phone awake"
+
+
+def test_what_a_phone_does_not_say_is_named_before_the_run(daemon: FakeAdbd) -> None:
+    daemon.phone.says("dumpsys battery", "no such service\n")
+    daemon.phone.says("dumpsys thermalservice", "\n")
+    (daemon.phone.root / "system/bin/df").unlink(missing_ok=True)
+    (daemon.phone.root / "system/bin/df").write_text("#!/system/bin/sh\necho none\n")
+    (daemon.phone.root / "system/bin/df").chmod(0o755)
+    snapshot = take_snapshot(AdbTransport(daemon.serial))
+    assert snapshot.free_bytes is None
+    assert preflight_refusals(snapshot, platform="", at_battery=False) == []
+    output = " ".join(preflight_warnings(snapshot, model_bytes=1, at_battery=False))
+    for words in ("not known: the free space on the device", "whether Android throttles", "charge and charger"):
+        assert words in output
+
+
+def test_a_pi_whose_firmware_does_not_answer(daemon: FakeAdbd) -> None:
+    phone = daemon.phone
+    (phone.root / "system/build.prop").unlink()
+    (phone.root / "proc/device-tree").mkdir()
+    (phone.root / "proc/device-tree/model").write_text("Raspberry Pi 4 Model B Rev 1.4")
+    output = " ".join(preflight_warnings(take_snapshot(AdbTransport(daemon.serial)), model_bytes=1, at_battery=False))
+    assert "whether the board throttles" in output
+    phone.says("vcgencmd get_throttled", "throttled=0x50000\n")
+    output = " ".join(preflight_warnings(take_snapshot(AdbTransport(daemon.serial)), model_bytes=1, at_battery=False))
+    assert "the board throttled before" in output
 
 
 def test_a_frozen_battery_service_is_seen(daemon: FakeAdbd) -> None:
@@ -87,8 +112,6 @@ def snapshot_with(**changes: object) -> DeviceSnapshot:
         "state": DeviceState(**state),
         "free_bytes": 1 << 40,
         "memory_available": 1 << 40,
-        "screen": "Awake",
-        "doze": False,
         "frozen": False,
         "system": None,
     }
@@ -104,6 +127,7 @@ def snapshot_with(**changes: object) -> DeviceSnapshot:
         ({"temperature_c": 46.0}, "let it cool"),
         ({"thermal_status": 3}, "thermal status severe"),
         ({"throttled": 0x50005}, "throttled now"),
+        ({"cooling": ("thermal-cpufreq-0",)}, "the processor is throttled now (thermal-cpufreq-0)"),
     ],
 )
 def test_what_is_refused(changes: dict[str, object], words: str) -> None:
@@ -140,6 +164,18 @@ def test_heat_charging_and_caps_are_named_with_their_time() -> None:
     ]
 
 
+def test_heat_from_the_first_sample_on_is_named() -> None:
+    hot = replace(CALM, thermal_status=3)
+    assert find_incidents(history_of(hot, hot), FINISHED) == [
+        "after 0 s: Android throttled because of heat (thermal status severe) (2 times)"
+    ]
+
+
+def test_what_is_no_longer_known_is_named() -> None:
+    lost = replace(CALM, thermal_status=None, unknown=("whether Android throttles",))
+    assert find_incidents(history_of(CALM, lost, lost), FINISHED) == ["after 5 s: no longer known: whether Android throttles"]
+
+
 def test_a_board_that_throttles_is_named_once() -> None:
     board = DeviceState(throttled=0)
     output = find_incidents(history_of(board, replace(board, throttled=0x50005), replace(board, throttled=0x50005)), FINISHED)
@@ -158,6 +194,17 @@ def test_ends_are_named() -> None:
     assert "the battery ran empty: 2 % in the last sample" in find_incidents(history_of(CALM, empty), restarted)[0]
     assert "the device restarted" in find_incidents(history_of(CALM, replace(empty, charger="AC")), restarted)[-1]
     assert "to reclaim memory; 10.0 MB of memory" in find_incidents(history_of(CALM), died)[0]
+    killed = JobStatus(state=JobState.FINISHED, exit_code=137)
+    assert find_incidents(history_of(CALM), killed) == find_incidents(history_of(CALM), died)
+    plenty = JobHistory(samples=(StateSample(t=0.0, state=CALM, memory=23_100_000_000, free=9_000_000_000),), ended=False)
+    assert find_incidents(plenty, killed)[0].startswith(
+        "the run was killed from outside; 23.10 GB of memory and 9.00 GB of the disk were available in the last sample"
+    )
+    assert "crashed (SIGSEGV)" in find_incidents(plenty, JobStatus(state=JobState.FINISHED, exit_code=139))[0]
+    full = JobStatus(state=JobState.FINISHED, exit_code=1, disk_full=True)
+    assert "disk was full" in find_incidents(plenty, full)[0]
+    wrong = JobStatus(state=JobState.FINISHED, exit_code=1, log=("Error: no watts", ""))
+    assert find_incidents(plenty, wrong) == ["it ended with an error: Error: no watts"]
     assert "restarted" in find_incidents(JobHistory(samples=(), ended=False), restarted)[0]
 
 
@@ -174,6 +221,12 @@ def test_a_watch_runs_a_command_and_outlives_its_end(tmp_path: Path) -> None:
     whole = watch.read_text()
     (tmp_path / "cut").write_text(whole[: len(whole) // 2])
     assert not read_job_history(tmp_path / "cut").ended
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_loses_the_watch_and_not_the_run(tmp_path: Path) -> None:
+    assert main(["/dev/full", "--every", "0.1", "--", "sh", "-c", 'sleep 0.5; touch "$1"', "sh", str(tmp_path / "ran")]) == 0
+    assert (tmp_path / "ran").exists()
 
 
 def test_ending_the_watch_ends_the_command(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.transports import file_sync as tree
-from edge_devices.transports.adb import AdbTransport, adb_devices, usable_serials
+from edge_devices.transports.adb import AdbTransport, usable_serials
 from edge_devices.transports.base import prepare_folder, shell
 from edge_devices.transports.jobs import JobState, poll_job, start_job
 from fake_adbd import FakeAdbd
@@ -61,7 +62,26 @@ def test_a_phone_that_is_offline(desk: Desk, daemon: FakeAdbd, phone: AdbTranspo
 
 def test_all_takes_every_usable_phone(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:
     assert daemon.serial in usable_serials()
-    assert next(d for d in adb_devices() if d.serial == daemon.serial).model == "Fake_One"
+
+
+def test_a_serial_with_a_blank_is_a_phone_too(desk: Desk, daemon: FakeAdbd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As adb itself names phones that it finds by mDNS: the real client, which knows our phone by such a name."""
+    name = "adb-R3CN70 (2)._adb-tls-connect._tcp"
+    (tmp_path / "adb").write_text(
+        f"""#!/bin/sh
+case "$1" in
+  devices) {shutil.which("adb")} "$@" | sed 's/^{daemon.serial}/{name}/';;
+  -s) test "$2" = '{name}' || exit 1; shift 2; exec {shutil.which("adb")} -s {daemon.serial} "$@";;
+esac
+"""
+    )
+    (tmp_path / "adb").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert name in usable_serials()
+    (tmp_path / "file").write_text("text")
+    transport = AdbTransport(name)
+    tree.push_tree(transport, tmp_path, "/data/local/tmp/named", names=["file"])
+    assert transport.run(["cat", "/data/local/tmp/named/file"]).text == "text"
 
 
 def test_exit_codes_survive_an_adb_that_loses_them(desk: Desk) -> None:

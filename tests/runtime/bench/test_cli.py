@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 from click.testing import Result
 
@@ -20,6 +21,7 @@ from device_runs import bench
 from edge_bench.cli import run as run_module
 from edge_bench.measure import benchmark, command
 from edge_bench.measure.command import BenchResult
+from edge_bench.measure.energy import energy_figures
 from edge_bench.measure.records import Header, Note, RecordFile, collect, read_records
 from edge_bench.measure.request import BenchRequest
 from edge_bench.report.figures import ROWS
@@ -31,7 +33,7 @@ from edge_runtime.backends.onnx.open import OrtBackend
 from edge_runtime.bundle.exported_quality import Quality
 from edge_runtime.errors import BackendError
 from edge_runtime.session.load_options import LoadOptions
-from simulated_session import two_variants
+from simulated_session import SimulatedMachine, two_variants
 
 
 @pytest.fixture
@@ -238,6 +240,38 @@ def test_energy_comes_from_its_log(made_up, tmp_path):
     result = bench("report", made_up, "--energy", made_up)
     assert result.exit_code == 1
     assert "line 1 is not a line of a run log" in result.stderr
+
+
+def test_a_log_of_speeds_is_no_recording_of_a_meter(made_up):
+    result = bench("run", "bundle", "--energy", "x.jsonl", "--meter", f"replay:{made_up}")
+    assert result.exit_code == 1
+    assert "the header of speeds, which --runs wrote, has no meter; the log of --energy is needed" in result.stderr
+    assert "KeyError" not in result.stderr
+
+
+def test_speeds_are_shown_before_joules_are_measured(played, exported_pair, monkeypatch, tmp_path):
+    """Minutes pass in between, which nobody should wait for the first table."""
+
+    def joules(*_):
+        click.echo("HERE JOULES ARE MEASURED")
+        log = two_variants()
+        return energy_figures(log), log
+
+    monkeypatch.setattr(command, "find_meter", lambda _: (SimulatedMachine(), ""))
+    monkeypatch.setattr(command, "measure_joules", joules)
+    arguments = "run", exported_pair, "--energy", tmp_path / "energy.jsonl", "--minutes", "1"
+    result = bench(*arguments, "--json", tmp_path / "figures.json")
+    assert result.exit_code == 0, result.output
+    before, after = result.stdout.split("HERE JOULES ARE MEASURED")
+    assert "All domains" in before
+    assert "Joules per output token" not in before
+    assert "Joules per output token" in after
+    assert "All domains" not in after, "once is enough"
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["energy"]["variants"]
+    assert figures["overall"]
+    as_json = bench(*arguments, "--json", "-").stdout.replace("HERE JOULES ARE MEASURED", "")
+    assert json.loads(as_json)["energy"]
 
 
 def test_without_a_meter_energy_is_refused_before_anything_is_measured(monkeypatch, tmp_path):

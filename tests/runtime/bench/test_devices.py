@@ -17,10 +17,10 @@ from click.testing import Result
 
 import phones
 import ssh_host
-from bench_records import ONE_OF_EACH
+from bench_records import ONE_OF_EACH, whole_benchmark
 from device_runs import bench, hold, in_background, wait_for, when_running
 from edge_bench.devices import remote_run as remote
-from edge_bench.measure.records import read_records
+from edge_bench.measure.records import line_of, read_records
 from edge_devices.errors import LinkError
 from edge_devices.transports.adb import AdbTransport
 from edge_devices.transports.file_sync import retried
@@ -121,6 +121,100 @@ def test_a_restart_keeps_what_was_measured(desk: Desk, daemon: FakeAdbd, package
     assert result.exit_code == 0, result.output
     assert "the battery ran empty: 2 %" in result.stdout
     assert len(read_records(next(tmp_path.rglob("runs.jsonl"))).runs) == 2
+
+
+def test_a_benchmark_that_the_kernel_kills_keeps_its_records(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    """The benchmark alone, as the kernel chooses it: its monitor lives on and sees it end."""
+    hold(daemon, "oom")
+    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "All domains" in result.stdout
+    assert "the run was killed from outside" in result.stdout
+    assert "the results until then are kept" in result.stdout
+    assert len(read_records(next(tmp_path.rglob("runs.jsonl"))).runs) == 2
+    assert "the run was killed from outside" in bench("compare", tmp_path).stdout
+
+
+def test_a_full_disk_is_no_kill(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    hold(daemon, "full")
+    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+    assert result.exit_code == 1
+    assert "All domains" in result.stdout, "what was measured is shown"
+    assert "the device's disk was full when the run ended: delete files there" in result.stderr.splitlines()[-1]
+    assert "kernel" not in result.output
+
+
+def test_a_meter_that_fails_there_costs_no_speeds(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    hold(daemon, "broken")
+    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--energy")
+    assert result.exit_code == 1
+    assert "All domains" in result.stdout
+    assert result.stderr.splitlines()[-1].endswith("it ended with an error: Error: the meter failed")
+
+
+SCREEN = "system screen_off_timeout"
+
+
+@pytest.mark.parametrize("ending", ["collecting", "cleaning"])
+def test_a_phone_that_went_off_gets_its_settings_back(
+    ending: str, desk: Desk, daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path
+) -> None:
+    phone = daemon.phone
+    phone.write(f"/system/settings/{SCREEN}", "30000\n")
+    phone.says("dumpsys deviceidle enabled all", "1\n")
+    hold(daemon)
+
+    def restart() -> None:
+        assert phone.setting(SCREEN) == "86400000"
+        daemon.reboot()
+        time.sleep(0.3)
+        if ending == "collecting":
+            desk.connect(daemon)
+
+    where = "devices", "--adb", daemon.serial, "--results", tmp_path
+    thread = when_running(daemon, restart)
+    if ending == "collecting":
+        result = bench(*where, bundle, "--package", package)
+        thread.join()
+    else:
+        follower = in_background(lambda: bench(*where, bundle, "--package", package, "--run", "cut"))
+        thread.join()
+        assert phone.setting(SCREEN) == "86400000"
+        desk.connect(daemon)
+        follower.join()
+        phone.write(f"/system/settings/{SCREEN}", "86400000\n")  # as if nobody had collected it
+        phone.write(AdbTransport(daemon.serial).settings, "timeout=30000\ndoze=1\n")
+        result = bench(*where, "--clean")
+    assert result.exit_code == 0, result.output
+    assert "the screen's timeout and Doze are as they were" in result.stderr
+    assert phone.setting(SCREEN) == "30000"
+    assert phone.path("/system/says/dumpsys deviceidle enabled all").read_text() == "1\n"
+
+
+def test_an_external_meter_keeps_the_speeds_and_says_what_joins_them(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    arguments = "devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--energy", "--meter", "external"
+    result = bench(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "the recording of the external meter must run from now until the end" in result.stderr
+    log = next(tmp_path.rglob("energy.jsonl"))
+    assert f"edge-bench report {log} --external TABLE" in result.stdout
+    assert "All domains" in result.stdout
+    compared = bench("compare", tmp_path)
+    assert compared.exit_code == 0, compared.output
+    assert "--external TABLE" in compared.stdout
+
+
+def test_one_damaged_result_keeps_no_others_out(tmp_path: Path) -> None:
+    for name in ("good", "bad", "worse"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "runs.jsonl").write_text("".join(map(line_of, whole_benchmark())))
+    (tmp_path / "run/bad/runs.jsonl").write_text("{}\n")
+    (tmp_path / "run/worse/energy.jsonl").write_text("{}\n")
+    result = bench("compare", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "good" in result.stdout
+    assert "no joules: " in result.stdout
+    assert f"left out: {tmp_path / 'run/bad/runs.jsonl'}: line 1 is not a valid record" in result.stderr
 
 
 @pytest.mark.parametrize(("breaks", "collected"), [(0, True), (2, True), (3, False)])
@@ -257,7 +351,7 @@ def test_a_benchmark_that_fails_there_says_why_here(daemon: FakeAdbd, bundle: Pa
     failing = stub_package(tmp_path / "failing", code=1)
     result = bench("devices", bundle, "--adb", daemon.serial, "--package", failing, "--results", tmp_path / "results")
     assert result.exit_code == 1
-    assert "the run returned no results: Error: the model does not fit" in result.stderr.splitlines()[-1]
+    assert "the run returned no results: it ended with an error: Error: the model does not fit" in result.stderr.splitlines()[-1]
 
 
 def test_a_full_phone_is_told_before_anything_runs(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
@@ -320,13 +414,13 @@ def test_a_pipe_among_results_is_not_waited_for(name: str, tmp_path: Path) -> No
 def test_a_real_benchmark_on_a_pi_drafts_what_this_machine_drafts(
     exported_pair: Path, probe_memory: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over ssh, while the board's supply sags."""
+    """Over ssh, while the board's supply sags for four seconds."""
     pi, shell = FakePhone(tmp_path / "pi", pi=PI), Path(phones.__file__).with_name("pi_shell.py")
     host = ssh_host.SshHost(tmp_path / "ssh", command=f"{sys.executable} {shell} {tmp_path / 'pi'}")
     start = remote.start_job
 
     def sagging(*arguments: Any) -> None:
-        pi.vary("/system/says/vcgencmd get_throttled", ["throttled=0x0\n", "throttled=0x50005\n"], 0.5)
+        pi.vary("/system/says/vcgencmd get_throttled", ["throttled=0x0\n", *["throttled=0x50005\n"] * 8, "throttled=0x50000\n"], 0.5)
         start(*arguments)
 
     monkeypatch.setattr(remote, "start_job", sagging)

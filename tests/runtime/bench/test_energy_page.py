@@ -13,7 +13,8 @@ import pytest
 from chromium import chromium
 from device_runs import bench
 from edge_bench.measure import energy
-from edge_bench.measure.energy import is_energy_log, measure_energy, read_energy
+from edge_bench.measure.energy import fitted, is_energy_log, measure_energy, planned_seconds, read_energy
+from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.protocol import Plan
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, write_log
@@ -54,9 +55,16 @@ def test_an_energy_log_is_reported_alone(path: Path) -> None:
     assert is_energy_log(path)
     result = bench("report", path)
     assert result.exit_code == 0, result.output
-    assert "scope package" in result.stdout
-    assert "Energy by phase, scope package" in result.stdout
-    assert "0x50005" in result.stdout  # the cell of the refused breaks its lines
+    (table,) = [lines for lines in result.stdout.split("\n\n") if "Joules per output token" in lines]
+    assert [cell.strip() for cell in table.splitlines()[2].strip("┃").split("┃")] == ["plain", "drafts", "ratio", "interval", "scope"]
+    assert re.search(r"│ 0\.48 +│ 0\.288 \(split 3\) │ +0\.60 │ \[0\.\d+, 0\.\d+\] \(n=2\) │ package │", table), table
+    assert max(map(len, table.splitlines()[:6])) < 80, "without the note below it"
+    assert "split 3 saves energy" in result.stdout
+    assert "0x50005" in result.stdout, "repeats that do not count are named"
+    wide = bench("report", path, "--wide")
+    assert "Energy, all figures, scope package" in wide.stdout
+    assert "Energy by phase, scope package" in wide.stdout
+    assert "Energy by phase" not in result.stdout
     record = json.loads(bench("report", path, "--json", "-").stdout)
     plain, drafted = record["variants"]
     assert plain["phase_joules"]["prefill"]["value"] == pytest.approx(18.0 * 0.3, rel=1e-3)
@@ -162,6 +170,54 @@ def test_repeats_give_way_to_warming_up(
     workloads = dict.fromkeys(["plain", "split 3", "calibrate:verify"], machine.workload(12.0))
     measure_energy(tmp_path / "log", PendingExternalMeter(), workloads, threads=1, system=machine.system, minutes=minutes)
     assert [(plan.repeats, round(plan.max_soak_s)) for plan in plans] == [(repeats, longest_s)]
+
+
+def meter_of(refresh_s: float, lag_s: float) -> Characteristics:
+    return Characteristics(refresh_s=refresh_s, longest_gap_s=2 * refresh_s, lag_s=lag_s, zero_rate=0.0, read_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("refresh_s", "lag_s", "repeats", "loops"), [(0.001, 0.0, 5, True), (0.2, 0.0, 5, True), (2.0, 2.0, 3, True), (5.0, 5.0, 3, False)]
+)
+def test_the_protocol_fits_into_its_minutes(refresh_s: float, lag_s: float, repeats: int, loops: bool) -> None:
+    workloads = dict.fromkeys(["plain", "profit", "calibrate:prefill", "calibrate:draft", "calibrate:verify", "calibrate:plain"])
+    plan, chosen = fitted(Plan(repeats=5), workloads, meter_of(refresh_s, lag_s), 1620)
+    assert (plan.repeats, "calibrate:draft" in chosen) == (repeats, loops)
+    assert planned_seconds(plan, chosen, meter_of(refresh_s, lag_s)) <= 1620
+
+
+@pytest.mark.parametrize(
+    ("minutes", "repeats", "soak", "words"),
+    [
+        (5, 3, True, "intervals of 3 repeats are 1.7 times as wide as those of 5"),
+        (3, 2, True, "intervals of 2 repeats are 6.3 times as wide as those of 5"),
+        (2.5, 2, False, "the device does not warm up first, so that it takes more later; 3 repeats take 4 min: --minutes 4"),
+        (1, 1, False, "a single repeat has no interval"),
+    ],
+)
+def test_a_short_measurement_says_what_its_intervals_lose(
+    minutes: float, repeats: int, soak: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    plans: list[Plan] = []
+    monkeypatch.setattr(energy, "measure", lambda *arguments: plans.append(arguments[4]))
+    monkeypatch.setattr(energy, "energy_figures", lambda _: None)
+    machine = SimulatedMachine()
+    workloads = dict.fromkeys(["plain", "split 3", "calibrate:verify"], machine.workload(12.0))
+    measure_energy(tmp_path / "log", machine, workloads, threads=1, system=machine.system, minutes=minutes, notify=said.append)
+    assert [(plan.repeats, plan.soak) for plan in plans] == [(repeats, soak)]
+    assert words in said[0]
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_measurement_of_few_repeats_has_figures(repeats: int, tmp_path: Path) -> None:
+    machine = SimulatedMachine()
+    workloads = {"plain": machine.workload(12.0), "split 3": machine.workload(12.0, decode_s=1.2)}
+    path = tmp_path / "energy.jsonl"
+    measure_energy(path, machine, workloads, threads=1, system=machine.system, repeats=repeats)
+    shown = bench("report", path)
+    assert shown.exit_code == 0, shown.output
+    assert ("none: a single repeat" in shown.stdout) == (repeats == 1)
 
 
 @pytest.mark.parametrize("kind", [Kind.COUNTER, None])

@@ -10,7 +10,7 @@ import pytest
 
 from edge_bench.measure.prompts import DOMAINS, Prompt, long_prompt, prepare, read_prompts, shipped_prompts
 from edge_bench.measure.request import BenchRequest, option_words
-from edge_bench.measure.runners import Schedule, context_schedule
+from edge_bench.measure.runners import Schedule, context_schedule, mixed
 from edge_bench.measure.variants import BASELINE, CHOOSING_POLICIES, edge_variants, parse_lengths, parse_names, parse_numbers, peer_variants
 from edge_devices.command_line import takes
 from edge_runtime.drafting.policies import POLICIES
@@ -167,6 +167,16 @@ def test_each_variant_stands_as_early_as_late(repeats):
         mean_place = {v: sum(order.index(v) for order in orders) / len(orders) for v in variants}
         assert set(mean_place.values()) == {1.5}
     assert all(len({(repeat, prompt) for repeat, prompt, _ in group}) == 1 for group in groups), "a prompt's variants follow each other"
+
+
+def test_nobody_always_comes_after_the_same_neighbour():
+    """A verify of many rows leaves a hot machine to the next: a fixed order would charge it to the same variant each time."""
+    variants = edge_variants(["dense"], [1, 3, 6], ["profit"])
+    turns = [mixed(variants, turn, place) for turn in range(4) for place in range(5)]
+    assert all(set(turn) == set(variants) for turn in turns)
+    before = {variant: {turn[turn.index(variant) - 1] for turn in turns if turn.index(variant)} for variant in variants}
+    assert all(len(neighbours) == len(variants) - 1 for neighbours in before.values())
+    assert turns == [mixed(variants, turn, place) for turn in range(4) for place in range(5)], "the same in every measurement"
 
 
 def test_warm_up_runs_each_variant_on_the_first_prompt_only():

@@ -10,11 +10,13 @@ import pytest
 
 from bench_records import fixed, header, noisy_runs, rolling, run, whole_benchmark
 from chromium import chromium
-from edge_bench.measure.records import Record, collect
+from edge_bench.measure.records import Header, Record, collect
 from edge_bench.measure.variants import BASELINE, OURS, Variant
+from edge_bench.report.energy_tables import energy_tables
 from edge_bench.report.figures import Ratio, figures
 from edge_bench.report.tables import ratio_text, verdict
-from edge_devices.energy.intervals import Interval
+from edge_devices.energy.intervals import Interval, of_error
+from edge_devices.energy.report import EnergyReport, VariantEnergy
 from edge_devices.energy.report import ratio_text as energy_ratio
 from edge_devices.machine.load import MachineLoad
 
@@ -23,7 +25,8 @@ COUNTS = {"drafted_at": (5,), "accepted_at": (4,)}
 
 
 def judged(*records: Record) -> str:
-    return verdict(figures(collect([header(), *records])))
+    first = [] if isinstance(records[0], Header) else [header()]
+    return verdict(figures(collect([*first, *records])))
 
 
 def runs(variant: Variant, seconds: list[float], output: str = "same", **counts: object) -> list[Record]:
@@ -95,6 +98,66 @@ def test_no_whisker_is_clipped() -> None:
         assert [text.get_text() for text in axes.texts] == ["1.58e+08"] * arrows
         highs = [row.speed_up.high for row in rows if row.speed_up and row.speed_up.high]
         assert arrows or max(ends) == pytest.approx(max(highs))
+
+
+def test_a_ratio_that_says_nothing_is_no_number_of_times() -> None:
+    """ "has not determined times the speed" was printed of records that are incomplete as well."""
+    uneven = judged(header(planned=99), *PLAIN, *runs(PROFIT, [1.0, 0.5, 1.5], **COUNTS))
+    assert "dense profit was measured too unevenly to be compared with plain decoding" in uneven
+    assert "not determined times" not in uneven
+
+
+def energy_of(ratio: Interval, *, estimate: bool = False) -> EnergyReport:
+    figures = {"joules_per_output_token": of_error(0.5, 0.01, 4, 3)}
+    plain = VariantEnergy(name="plain", n=3, refused=[], **figures)
+    drafts = VariantEnergy(name="dense profit", n=3, refused=["repeat 1: the board throttled"], ratio_to_baseline=ratio, **figures)
+    variants = [plain, drafts]
+    return EnergyReport(meter="m", scope="board", estimate=estimate, refresh_s=1.0, systematic="", idle=None, variants=variants)
+
+
+UNSURE = Interval(value=0.7, low=0.0, high=1.4, n=3, error=1.0, freedom=2.0)
+SURE = Interval(value=0.7, low=0.65, high=0.75, n=3, error=0.01, freedom=2.0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "estimate", "words", "cells"),
+    [
+        (
+            SURE,
+            False,
+            "it takes 0.70 [0.65, 0.75] times the joules per token of plain decoding (measured, board)",
+            ("0.70", "[0.65, 0.75] (n=3)"),
+        ),
+        (
+            UNSURE,
+            False,
+            "how many joules per token it takes beside plain decoding is not determined",
+            ("not determined", "n=3, the runs differ"),
+        ),
+        (
+            UNSURE,
+            True,
+            "it takes 0.70 [0.00, 1.40] times the joules per token of plain decoding (an ESTIMATE, nothing",
+            ("0.70", "[0.00, 1.40]"),
+        ),
+    ],
+)
+def test_joules_beside_plain_decoding(ratio: Interval, estimate: bool, words: str, cells: tuple[str, str]) -> None:
+    """An estimate that somebody asked for is shown with its range, however wide: its label says what it is."""
+    records = collect([header(), *PLAIN, *runs(PROFIT, [0.5, 0.505, 0.495], **COUNTS)])
+    report = energy_of(ratio, estimate=estimate)
+    assert words in verdict(figures(records, report))
+    (table,) = energy_tables(report, wide=False)
+    ((plain, drafts, ratio_cell, interval, scope),) = table.rows
+    assert (plain, drafts, ratio_cell, scope) == ("0.5", "0.5 (dense profit)", cells[0], "ESTIMATE, not measured" if estimate else "board")
+    assert interval.startswith(cells[1])
+    assert "Repeats that do not count: dense profit, repeat 1: the board throttled" in table.note
+
+
+def test_a_single_repeat_has_a_ratio_without_an_interval() -> None:
+    report = energy_of(SURE)
+    alone = replace(report, variants=[report.variants[0], replace(report.variants[1], ratio_to_baseline=None)])
+    assert energy_tables(alone, wide=False)[0].rows[0][2:4] == ("1.00", "none: a single repeat")
 
 
 def test_an_interval_that_says_nothing_is_not_printed() -> None:

@@ -244,6 +244,16 @@ def test_compare_takes_the_profiles_watts_where_there_is_no_meter(run: Any, monk
     assert none.stderr.count(reason) == 1
 
 
+def test_compare_shows_an_estimate_that_was_asked_for_with_its_range(run: Any) -> None:
+    """Watts that somebody typed may be off by all of them, so that both ranges overlap; they asked for them nonetheless."""
+    arguments = ("--draft-length", "2", "--max-tokens", "30", "--repeats", "2", "--meter", "estimate:3,4")
+    result = run(*arguments, command="compare", findings=[], pause=0.02)
+    assert result.exit_code == 0, result.output
+    rows = {row[0]: row[1:] for line in result.stdout.splitlines() if len(row := [c.strip() for c in line.strip("│").split("│")]) == 3}
+    assert all(re.fullmatch(r"\d[\d.]* \[0\.0+, [\d.]+\]", cell) for cell in rows["J/token, an ESTIMATE"]), rows
+    assert "nothing was measured; model: 3 W idle + 4 W per busy core (given), with the range of these watts" in result.stderr
+
+
 def test_an_estimate_is_only_made_when_asked_for_and_says_so(run: Any) -> None:
     result = run("--meter", "estimate:2,5", "--max-tokens", "60", findings=[], pause=0.02)
     assert result.exit_code == 0, result.output

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from edge_devices.errors import MeterError, errors_as
-from edge_devices.files.protobuf_wire import WireError, bytes_field, fields_of
+from edge_devices.files.protobuf_wire import WireError, fields_of
 from edge_devices.machine.system import CommandResult, System
 
 PACKET, BATTERY, CURRENT_UA = 1, 38, 3  # Trace.packet; TracePacket.battery; BatteryCounters.current_ua
@@ -59,11 +59,6 @@ def parse_rails(trace: bytes) -> dict[str, int]:
         elif kind == ENERGY and fields and isinstance(index, int) and isinstance(energy, int):
             latest[index] = max(energy, latest.get(index, 0))
     return {names.get(i, f"rail{i}"): energy for i, energy in latest.items()}
-
-
-def only_rails(trace: bytes) -> bytes:
-    """Returns a trace reduced to its power rails; other packets identify the system. Raises MeterError for a damaged trace."""
-    return b"".join(bytes_field(PACKET, bytes_field(POWER_RAILS, rails)) for rails in _packets(trace, POWER_RAILS))
 
 
 def _packets(trace: bytes, kind: int) -> Iterator[bytes]:

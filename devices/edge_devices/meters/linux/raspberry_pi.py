@@ -11,12 +11,11 @@ from collections.abc import Iterable
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
+from edge_devices.machine.throttling import NOT_FOUND, VCGENCMD, VCGENCMD_REMEDY
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
 
 NAME = "raspberry-pi:pmic"
 LINE = re.compile(r"^\s*(\w+)_([AV])\s+(?:current|volt)\(\d+\)=(-?\d+(?:\.\d+)?)[AV]\s*$", re.MULTILINE)
-COMMANDS = ("vcgencmd", "/usr/bin/vcgencmd", "/opt/vc/bin/vcgencmd")
-REMEDY = "vcgencmd needs /dev/vcio: sudo usermod -aG video $USER, then log in again"
 
 
 def parse_pmic(text: str) -> dict[str, float]:
@@ -47,7 +46,7 @@ def pmic_meter(system: System, command: str) -> SumMeter:
         done = system.run([command, "pmic_read_adc"])
         rails = parse_pmic(done.text)
         if done.code != 0 or not rails:
-            raise MeterError(f"`{command} pmic_read_adc` gave no rails: {done.first_line}; {REMEDY}")
+            raise MeterError(f"`{command} pmic_read_adc` gave no rails: {done.first_line}; {VCGENCMD_REMEDY}")
         return rails.items()
 
     return SumMeter(system, facts, read)
@@ -62,11 +61,11 @@ def find(system: System) -> list[Finding]:
         return [
             absent(NAME, f"{model} senses no current; use a meter in the supply line (an INA2xx through hwmon, or one that writes a table)")
         ]
-    for command in COMMANDS:
+    for command in VCGENCMD:
         done = system.run([command, "pmic_read_adc"])
-        if done.code == 127:
+        if done.code == NOT_FOUND:
             continue
         if parse_pmic(done.text):
             return [usable(pmic_meter(system, command))]
-        return [present(NAME, done.first_line, REMEDY)]
+        return [present(NAME, done.first_line, VCGENCMD_REMEDY)]
     return [present(NAME, "vcgencmd is not installed", "install Raspberry Pi OS's raspi-utils")]

@@ -1,0 +1,104 @@
+"""The machine around each measurement: its clock, its temperature, and what disturbed it. A warm machine rests before the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from edge_devices.machine.state import disturbances, read_state, warnings
+from edge_devices.machine.system import System
+from edge_devices.waiting import Waiting, silent_wait
+
+# Reading the state takes up to 0.1 s (two commands on Android), which must be little beside what is measured.
+SHORTEST_SECONDS = 1.0
+REST_STEP_SECONDS, LONGEST_REST_SECONDS, ALL_REST_SECONDS = 5.0, 120.0, 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineConditions:
+    """After a measurement: clock of the fastest processor and highest temperature, None where unknown.
+
+    `bad` is why the measurement does not count, empty if it does; `unknown` what was known before and is no longer.
+    """
+
+    clock_mhz: float | None = None
+    temperature_c: float | None = None
+    bad: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+class Timed(Protocol):
+    """A measurement; `conditions` are None where it was too short for them: those of the next are its own."""
+
+    @property
+    def conditions(self) -> MachineConditions | None: ...
+
+
+Measured = TypeVar("Measured", bound=Timed)
+
+
+def undisturbed(measurements: Iterable[Measured]) -> tuple[list[Measured], dict[str, int]]:
+    """Returns the measurements that count, and for each reason how many do not."""
+    good, reasons, pending = list[Measured](), dict[str, int](), list[Measured]()
+    for each in measurements:
+        pending.append(each)
+        if each.conditions is None:
+            continue
+        for reason in each.conditions.bad:
+            reasons[reason] = reasons.get(reason, 0) + len(pending)
+        good += [] if each.conditions.bad else pending
+        pending = []
+    return good + pending, reasons
+
+
+class ConditionsWatch:
+    """Reads the state of the machine between measurements. `remarks`: on its state at the beginning, for readers of the figures."""
+
+    def __init__(self, system: System | None = None, waiting: Waiting = silent_wait) -> None:
+        """Rests at once if the machine is warm already."""
+        self._system, self._waiting = system or System(), waiting
+        self._rests, self._rested_s, self._hopeless = 0, 0.0, False
+        self._state, self._read_s = read_state(self._system), self._system.clock()
+        self.remarks = warnings(self._state)
+        self._known_missing = set(self._state.unknown)
+        if self._state.is_warm:
+            self._rest()
+
+    def next(self) -> MachineConditions | None:
+        """Returns the conditions since the last call that returned some; None for too short a time. A warm machine has rested then."""
+        if self._system.clock() - self._read_s < SHORTEST_SECONDS:
+            return None
+        state = read_state(self._system)
+        bad = disturbances(self._state, state)
+        lost = tuple(text for text in state.unknown if text not in self._known_missing)
+        throttled = state.is_warm or state.throttle_count != self._state.throttle_count
+        self._state, self._read_s = state, self._system.clock()
+        if throttled:
+            self._rest()
+        return MachineConditions(clock_mhz=state.clock_mhz, temperature_c=state.temperature_c, bad=tuple(bad), unknown=lost)
+
+    def rested(self) -> str:
+        """Returns a sentence on the rests until now; an empty one without any."""
+        if not self._rests:
+            return ""
+        end = ", and was still warm, so that it did not rest again" if self._hopeless else ""
+        times = "once" if self._rests == 1 else f"{self._rests} times"
+        return f"the device was warm and rested {times}, {self._rested_s:.0f} s in all{end}"
+
+    def _rest(self) -> None:
+        """Waits until the machine is no longer warm. One that stays warm, as in the sun, does not hold up the measurement again."""
+        if self._hopeless or self._rested_s >= ALL_REST_SECONDS:
+            return
+        begin = self._system.clock()
+        with self._waiting("the device is warm and rests") as report:
+            while True:
+                self._system.sleep(REST_STEP_SECONDS)
+                self._state, resting_s = read_state(self._system), self._system.clock() - begin
+                report(min(0.99, resting_s / LONGEST_REST_SECONDS), f"{resting_s:.0f} s")
+                if not self._state.is_warm or resting_s >= LONGEST_REST_SECONDS:
+                    break
+        self._rests += 1
+        self._rested_s += resting_s
+        self._hopeless = self._state.is_warm
+        self._read_s = self._system.clock()
