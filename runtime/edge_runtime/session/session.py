@@ -179,6 +179,14 @@ class Session:
                 cached=self._cached(ids, client) if reuse_prefix else None,
             )
 
+    def resume(self, generation: Generation) -> None:
+        """Puts a suspended request (`Generation.suspend`) on this session, which is its own or one of the same `open_sessions`.
+
+        It ends the request that is here. Raises as `Generation.resume` does.
+        """
+        with self._open():
+            generation.resume(self._parts)
+
     def _cached(self, prompt: Sequence[int], client: str) -> CachedPrompt | None:
         cache = self._parts.prompt_cache
         return cache.request(self.target, prompt[:-1], client) if cache is not None and isinstance(self.target, SavableTarget) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import replace
 
@@ -20,7 +21,10 @@ from edge_runtime.text.chat_template import ChatTemplate
 
 
 class ActiveRequest:
-    """One request on the session with the number `slot`."""
+    """One request on the session with the number `slot`, which it has since that time in seconds, or had before it was suspended.
+
+    While it is `stalled`, it has no rounds, because its reader has too much to take.
+    """
 
     def __init__(
         self,
@@ -32,18 +36,21 @@ class ActiveRequest:
         *,
         repeatable: bool = False,
         client: str = "",
+        max_tokens: int | None = None,
     ) -> None:
         """Prepares the generation; computes nothing yet. `watch` measures its energy; a `repeatable` answer depends on the request alone.
 
-        `client` names whose prompts it may find in the prompt cache.
+        `client` names whose prompts it may find in the prompt cache. An answer has at most `max_tokens`, None: as the context allows.
         Raises RequestError as `Session.generate` does.
         """
         self.job = job
-        self.slot = slot
+        self.slot, self.since = slot, time.monotonic()
+        self.stalled = False
         request = job.request
+        longest = session.target.context if max_tokens is None else max_tokens
         self.generation: Generation = session.generate(
             job.prompt,
-            max_tokens=request.max_tokens or session.target.context,
+            max_tokens=min(request.max_tokens or longest, longest),
             sampling=over_defaults(
                 request.sampling, request.sampling_fields, default_sampling(session.bundle.manifest.generation, MODEL_SAMPLING)
             ),
@@ -74,6 +81,11 @@ class ActiveRequest:
     def begin(self) -> None:
         """Delivers the event that the request was accepted."""
         self.job.deliver(Started())
+
+    @property
+    def client(self) -> int:
+        """The place of the key that sent it."""
+        return self.job.client
 
     @property
     def stopped(self) -> bool:
