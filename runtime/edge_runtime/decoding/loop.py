@@ -36,7 +36,7 @@ class Round(NamedTuple):
 class Decoding:
     """The state of one request between two rounds.
 
-    `last` is the newest token. All tokens before it are in the cache of `target`, after every round. `is_stop` is called once for each
+    `last` is the newest token. All tokens before it are in the target's cache, after every round. `is_stop` is called once for each
     emitted token, in order; the first token for which it returns True is the last one emitted. `suppressed` tokens are never emitted.
     `sources` draft beside the drafter, where the policy weighs them.
     """
@@ -56,7 +56,7 @@ class Decoding:
         self.last = last
         self.rule = rule
         self.stopped = False
-        self.target = target
+        self._target = target
         self._policy = policy
         self._offer = policy.offer if isinstance(policy, WeighingPolicy) else None
         self._is_stop = is_stop
@@ -70,14 +70,21 @@ class Decoding:
         self._proposal = NO_PROPOSAL
         self._from: list[str] = []
 
+    def move(self, target: Target, policy: DraftLengthPolicy | None) -> None:
+        """Goes on with another target, whose cache has the same tokens, and with a `policy` in the place of its own, unless that is None."""
+        self._target = target
+        if policy is not None:
+            self._policy = policy
+            self._offer = policy.offer if isinstance(policy, WeighingPolicy) else None
+
     @property
     def done(self) -> bool:
         """Whether `max_tokens` tokens were emitted, `is_stop` returned True, or the context is full."""
-        return self.stopped or self._left <= 0 or self.target.length >= self.target.context
+        return self.stopped or self._left <= 0 or self._target.length >= self._target.context
 
     def draft_request(self, sequence: int = 0, requests: int = 1) -> DraftRequest:
         """Begins a round that `requests` requests share; returns the draft to make. A `draft_length` of 0 means none."""
-        target, rule = self.target, self.rule
+        target, rule = self._target, self.rule
         self._start = target.length
         # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
         self._room = min(self._left - 1, target.context - target.length - 1, target.rewind_slack)
@@ -163,7 +170,7 @@ class Decoding:
     def _finished(self, result: VerifyResult, timing: Timing, *, report_timing: bool) -> Round:
         drafts, shadow = self._drafts, self._shadow
         tokens, self.stopped = _until_stop((*drafts[: result.accepted], result.next_token), self._is_stop)
-        self.target.rollback(self._start + len(tokens))  # all emitted tokens but the newest, and the one before them
+        self._target.rollback(self._start + len(tokens))  # all emitted tokens but the newest, and the one before them
         if self._sources is not None:
             self._sources.observe(tokens)
         shadow_accepted = None if shadow is None else shadow == tokens[0]

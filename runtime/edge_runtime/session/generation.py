@@ -172,8 +172,10 @@ class Generation:
         sources: Sources | None = None,
         draft_store: DraftStore | None = None,
         cached: CachedPrompt | None = None,
+        shares_policy: bool = False,
     ) -> None:
-        """`cached` is what a prompt cache has of the prompt; with `reuse_prefix` alone."""
+        """`cached` is what a prompt cache has of the prompt; with `reuse_prefix` alone. `shares_policy`: the policy is that of all
+        requests of the session."""
         self.prompt_input = prompt
         self._spans = prompt.spans if isinstance(prompt, MediaPrompt) else ()
         ids = prompt.ids if isinstance(prompt, MediaPrompt) else prompt
@@ -186,6 +188,7 @@ class Generation:
         self._pair = pair
         self._draft_store = draft_store
         self._cached = cached
+        self.shares_policy = shares_policy
         self._reading: Iterator[int] = iter(())
         defaults = pair.generation or GenerationDefaults()
         self._detokenizer = _Detokenizer(pair.vocabulary, options.stop, constraint, defaults.end_tokens)
@@ -323,13 +326,14 @@ class Generation:
             self._copied = target.tokens.tolist(), target.state()
         self._pair.claim.release()
 
-    def resume(self, pair: LoadedPair) -> None:
+    def resume(self, pair: LoadedPair, policy: DraftLengthPolicy | None = None) -> None:
         """Puts the rows of a suspended request into the cache of this pair, which is its own or one of the same context; it goes on there.
 
-        The first round has no drafts. Raises RequestError, BackendError for rows that cannot be put back; then it cannot continue.
+        The first round has no drafts. `policy` takes the place of one that it shares with another session's requests. Raises RequestError, BackendError for rows that cannot be put back; then it cannot continue.
         """
         self._pair, copied, self._copied = pair, self._copied, None
-        self.decoding.target = target = pair.target
+        target = pair.target
+        self.decoding.move(target, policy)
         self._decode = decode(target, pair.drafter, self.decoding)
         if self._prefilled is None:
             return
