@@ -29,7 +29,6 @@ from edge_runtime.cli.options import (
     takes_sampling,
 )
 from edge_runtime.cli.terminal.screens import Explain, remarks, summary
-from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import RequestError
 from edge_runtime.session.chat import MAX_TOKENS
@@ -108,8 +107,7 @@ def generate(
 ) -> None:
     """Generate text after PROMPT ('-' reads standard input). Before a PROMPT that begins with a dash, write --."""
     refuse_greedy_filters(sampling)
-    acceptance = "match" if output.verify_lossless and sampling.temperature else DEFAULT_ACCEPTANCE
-    if output.verify_lossless and not GenerationOptions(sampling=sampling, acceptance=acceptance).repeatable:
+    if output.verify_lossless and not GenerationOptions(sampling=sampling).repeatable:
         raise click.UsageError("--verify-lossless needs temperature 0 or a --seed; other runs differ by chance")
     constraint, text = limits.constraint(), read_prompt(prompt)
     if not (text or files.images or files.sounds):
@@ -132,7 +130,6 @@ def generate(
             on_round=explain_round(session, opening) if output.explain else None,
             sampling=sampling,
             constraint=constraint,
-            acceptance=acceptance,
             stop=tuple(limits.stop),
         )
         pieces = []

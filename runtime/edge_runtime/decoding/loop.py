@@ -71,7 +71,7 @@ class Decoding:
         self._from: list[str] = []
 
     def move(self, target: Target, policy: DraftLengthPolicy | None) -> None:
-        """Goes on with another target, whose cache has the same tokens, and with a `policy` in the place of its own, unless that is None."""
+        """Goes on with another target, whose cache has the same tokens, and with a `policy`, unless that is None."""
         self._target = target
         if policy is not None:
             self._policy = policy
@@ -96,8 +96,8 @@ class Decoding:
             sequence=sequence,
             last=self.last,
             draft_length=min(plan.draft_length, self._room),
-            # A shadow draft is not sampled: the rule expects a result for each draft that it sampled.
-            sampler=None if plan.shadow else rule.sampler,
+            # A shadow draft is not verified, and some rules expect a result for each draft that they sampled.
+            sampler=None if plan.shadow and not rule.any_prefix else rule.sampler,
             should_continue=plan.should_continue,
         )
 
@@ -105,7 +105,7 @@ class Decoding:
         """Takes the drafts of the round; returns the tokens to verify: the newest, the drafts, and padding, whose logits are ignored."""
         self._steps, self._shadow = len(drafts), None
         if self._plan.shadow:
-            self._shadow, drafts = drafts[0] if drafts else None, []
+            self._shadow, drafts = drafts[0] if self.rule.cut(drafts) else None, []
         elif self._plan.offered:
             drafts = list(self._proposal.guess.tokens[: self._plan.offered])
             self._from = [self._proposal.guess.source] * len(drafts)
@@ -189,7 +189,7 @@ class Decoding:
 def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Iterator[Round]:
     """Yields rounds until `decoding` is done.
 
-    The output is the target's own, token for token or in distribution, depending on the acceptance rule; the drafter changes only the
+    The output is the target's own, token for token or in distribution, as the acceptance rule promises. The drafter changes only the
     speed. Method: Leviathan et al. 2023 (arXiv 2211.17192), with Gemma 4's drafter, which reads the target's hidden rows.
     """
     choose = target.choose if decoding.rule is GREEDY and isinstance(target, ChoosingTarget) else None

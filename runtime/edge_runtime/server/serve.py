@@ -27,8 +27,6 @@ from edge_runtime.text.chat_template import ROLE, bundle_template, is_instructio
 INSTALL = "pip install 'edge-mtp[serve]'"
 # Connections beyond running and waiting requests: idle ones, and those for the page, models, health and metrics.
 _EXTRA_CONNECTIONS = 64
-# A piece of one key's prompt, in which another key waits. Where rows are not exact, a piece is as long as without other keys.
-_PIECE_SECONDS = 1.0
 # A thread that parses a request keeps the interpreter for so long from one that has come back from a forward, many times in each round.
 # Python's own 5 ms add up to tenths of a second.
 _SWITCH_SECONDS = 0.0005
@@ -64,11 +62,10 @@ def serve(
             watch=watch,
             deterministic=options.deterministic,
             alone=alone,
+            exact=rows.exact,
             clients=client_names(options.api_key),
             max_tokens=options.max_tokens,
         )
-        if len(options.api_key) > 1 and rows.exact:
-            sessions.decoder.longest_piece = _PIECE_SECONDS
         api = Api(worker, first.monitor, _model_card(folder, first, options, rows))
         hosts = allowed_hosts(options.host, options.allow_host)
         guard = Guard(make_app(api), hosts=hosts, keys=options.api_key, origins=options.allow_origin)

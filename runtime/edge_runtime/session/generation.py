@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from edge_runtime.bundle.manifest import GenerationDefaults
-from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE, acceptance_rule
+from edge_runtime.decoding.acceptance_rules import acceptance_rule, keeps_text
 from edge_runtime.decoding.constrained_acceptance import constrained
 from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS, LogprobRule, TokenLogprob
 from edge_runtime.decoding.loop import Decoding, Round, decode
@@ -49,7 +49,7 @@ class GenerationOptions:
 
     max_tokens: int = 128
     sampling: SamplingParams = GREEDY_PARAMS
-    acceptance: str = DEFAULT_ACCEPTANCE
+    acceptance: str | None = None
     stop: Sequence[str] = ()
     chunk_size: int = 1
     on_round: Callable[[Round], None] | None = None
@@ -77,8 +77,8 @@ class GenerationOptions:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the output is the same with and without drafts: greedy, or sampled with acceptance by match and a seed."""
-        return self.sampling.temperature == 0 or (self.acceptance == "match" and self.sampling.seed is not None)
+        """Whether the text is the same each time, with drafts and without: greedy, or sampled with a seed by shared noise."""
+        return self.sampling.temperature == 0 or (self.sampling.seed is not None and keeps_text(self.sampling, self.acceptance))
 
 
 def sampled(sampling: SamplingParams, keywords: Mapping[str, Any]) -> SamplingParams:
@@ -199,7 +199,8 @@ class Generation:
         self._prefilled: int | None = None  # tokens of the prompt whose rows are in the cache; None before the request begins
         self._copied: tuple[list[int], KvRows] | None = None  # tokens and rows of a request that is suspended
         self._failure: str | None = None
-        rule = acceptance_rule(options.sampling, options.acceptance, prompt.text_ids if isinstance(prompt, MediaPrompt) else prompt)
+        text_ids = prompt.text_ids if isinstance(prompt, MediaPrompt) else prompt
+        rule = acceptance_rule(options.sampling, options.acceptance, text_ids, place=len(ids))
         if constraint is not None:
             rule = constrained(rule, constraint)
         if options.logprobs is not None:
@@ -329,7 +330,8 @@ class Generation:
     def resume(self, pair: LoadedPair, policy: DraftLengthPolicy | None = None) -> None:
         """Puts the rows of a suspended request into the cache of this pair, which is its own or one of the same context; it goes on there.
 
-        The first round has no drafts. `policy` takes the place of one that it shares with another session's requests. Raises RequestError, BackendError for rows that cannot be put back; then it cannot continue.
+        The first round has no drafts. `policy` takes the place of one that it shares with another session's requests.
+        Raises RequestError, BackendError for rows that cannot be put back; then it cannot continue.
         """
         self._pair, copied, self._copied = pair, self._copied, None
         target = pair.target

@@ -16,11 +16,10 @@ from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType
-from edge_runtime.calibration.placement import PowerSource
 from edge_runtime.config.schema import MAX_CONTEXT, PRESET_NAMES, SpeculativeConfig
 from edge_runtime.drafting.draft_store import STORE_SIZE
 from edge_runtime.drafting.drafter_kinds import DrafterKind
-from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.drafting.phase_power import PhasePower, PowerSource
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET
 from edge_runtime.session.monitor import MonitorOptions

@@ -256,7 +256,7 @@ class _PairLoader:
         if self.options.threads is not None:
             return replace(pair, facts=(*pair.facts, ThreadCounts.same(self.threads)))
         options = self.options
-        return on_best_threads(pair, opened.set_threads, options.power, options.notify, measure=options.measure, waiting=options.waiting)
+        return on_best_threads(pair, opened.set_threads, options.notify, measure=options.measure, waiting=options.waiting)
 
     def _opened_draft_store(self, vocabulary: Vocabulary) -> DraftStore | None:
         options = self.options

@@ -18,7 +18,6 @@ from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, MediaInputs
 from edge_runtime.calibration.measured import AcceptanceCache, exported_counts
 from edge_runtime.config.settings import Settings, resolve_settings
-from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.constrained_acceptance import GRAMMAR_PRIORS, GrammarSource
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
@@ -115,7 +114,7 @@ class Session:
         draft_length: int | None = None,
         policy: DraftLengthPolicy | None = None,
         sampling: SamplingParams = GREEDY_PARAMS,
-        acceptance: str = DEFAULT_ACCEPTANCE,
+        acceptance: str | None = None,
         stop: Sequence[str] = (),
         chunk_size: int | None = None,
         on_round: Callable[[Round], None] | None = None,
@@ -131,7 +130,8 @@ class Session:
 
         Sampling is given as keywords (`temperature=0.7, seed=1`), as `SamplingParams`, or both; keywords win.
         `draft_length` 0 is plain decoding; a `policy` replaces it. With neither, the session's settings decide, with a safety net.
-        `acceptance` is "block", "rejection" or "match": all keep the target's distribution. `chunk_size` None takes the settings' value.
+        `acceptance` is "coupled", the default with a seed, which keeps the text as it is without drafts, or "block",
+        the default without one, which keeps its distribution. `chunk_size` None takes the settings' value.
         With a `constraint` (a JsonSchema, Gbnf, Regex or ToolCalls) the text is always valid, with drafts as without. Other options:
         `GenerationOptions`. `compiled` is what `compile_constraint` made of the `constraint`, for this request alone.
         `prediction` is a text, or its tokens, that the output is expected to repeat, whole or in parts; it changes the speed alone.

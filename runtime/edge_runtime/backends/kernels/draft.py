@@ -355,7 +355,10 @@ class ArrayRows:
             source.key_scales, source.value_scales = (handed(part, np.float32, heads * dim) for part in scales)
 
     def select(self, first: int, count: int, position: int) -> None:
-        """The next draft, at that position, reads `count` rows from `first` on. Raises ValueError for rows or a position beyond the arrays."""
+        """The next draft, at that position, reads `count` rows from `first` on.
+
+        Raises ValueError for rows or a position beyond the arrays.
+        """
         if first < 0 or first + count > self._rows or not 0 <= position < self._positions:
             raise ValueError(f"{count} rows from {first} on at {position}")
         source = self._source

@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import replace
 
 from edge_devices.energy.live import RunEnergy, Share, SharedWatch
-from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.logprobs import TokenLogprob
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import MODEL_SAMPLING, default_sampling, over_defaults
@@ -34,13 +33,14 @@ class ActiveRequest:
         template: ChatTemplate,
         watch: SharedWatch | None = None,
         *,
-        repeatable: bool = False,
+        reuse_prefix: bool = True,
         client: str = "",
         max_tokens: int | None = None,
     ) -> None:
-        """Prepares the generation; computes nothing yet. `watch` measures its energy; a `repeatable` answer depends on the request alone.
+        """Prepares the generation; computes nothing yet. `watch` measures its energy.
 
-        `client` names whose prompts it may find in the prompt cache. An answer has at most `max_tokens`, None: as the context allows.
+        With `reuse_prefix`, rows that other requests left in the cache are used. `client` names whose cached prompts it may use. An answer
+        has at most `max_tokens`, None: as the context allows.
         Raises RequestError as `Session.generate` does.
         """
         self.job = job
@@ -54,11 +54,7 @@ class ActiveRequest:
             sampling=over_defaults(
                 request.sampling, request.sampling_fields, default_sampling(session.bundle.manifest.generation, MODEL_SAMPLING)
             ),
-            # A seed must repeat the answer. Rejection sampling draws depend on the drafts, reused rows may differ in their last bits,
-            # and a policy that learned from other requests drafts other lengths: a repeatable request uses none of the three.
-            acceptance="match" if repeatable else DEFAULT_ACCEPTANCE,
-            reuse_prefix=not repeatable,
-            policy=session.settings.new_policy() if repeatable and request.draft_length is None else None,
+            reuse_prefix=reuse_prefix,
             constraint=request.constraint,
             logprobs=request.logprobs,
             compiled=job.constraint,

@@ -7,7 +7,7 @@ the request that has run longest of the client with most sessions is suspended: 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -96,7 +96,7 @@ class Slot:
     client: int = 0
 
 
-def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job]) -> tuple[Slot, Job]:
+def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job], may_reuse: Callable[[Job], bool]) -> tuple[Slot, Job]:
     """Returns the free session and the waiting request that share the longest prefix. `waiting` is oldest first; neither may be empty.
 
     A cache counts only if it holds at least half of the prompt: a few shared tokens, as all chats have, are not worth discarding the
@@ -105,15 +105,15 @@ def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job]) -> tuple[Slot, Jo
     overdue = [job for job in waiting if job.passed_over >= MAX_PASSED_OVER]
     best = max(
         ((slot, job) for job in overdue[:1] or waiting for slot in slots),
-        key=lambda pair: (_shared_prefix(*pair), -waiting.index(pair[1]), -pair[0].last_used),
+        key=lambda pair: (_shared_prefix(*pair, may_reuse), -waiting.index(pair[1]), -pair[0].last_used),
     )
     for job in waiting[: waiting.index(best[1])]:
         job.passed_over += 1
     return best
 
 
-def _shared_prefix(slot: Slot, job: Job) -> int:
-    if job.request.repeatable or job.client != slot.client:
+def _shared_prefix(slot: Slot, job: Job, may_reuse: Callable[[Job], bool]) -> int:
+    if not may_reuse(job) or job.client != slot.client:
         return 0
     shared = reusable_prefix(slot.target, job.ids[:-1])
     return shared if 2 * shared >= len(job.ids) else 0

@@ -21,7 +21,7 @@ from edge_runtime.server.engine.active_request import ActiveRequest
 from edge_runtime.server.engine.fair_share import FairPool, Places
 from edge_runtime.server.engine.jobs import Failed, Job, Place, StreamEvent, Unread
 from edge_runtime.server.engine.prompts import Prompts, is_short, media_of
-from edge_runtime.server.engine.schedule import Slot, Turns, choose_slot, has_room
+from edge_runtime.server.engine.schedule import LONGEST_TURN, Slot, Turns, choose_slot, has_room
 from edge_runtime.server.errors import ApiError, to_api_error
 from edge_runtime.server.requests.completions import CompletionRequest, Prompt
 from edge_runtime.server.requests.messages import SentMedia
@@ -54,18 +54,23 @@ class Worker:
         watch: SharedWatch | None = None,
         deterministic: bool = False,
         alone: bool = False,
+        exact: bool = False,
         clients: Sequence[str] = ("",),
         max_tokens: int | None = None,
     ) -> None:
         """With `deterministic`, no answer depends on what other requests left in the caches; with `alone`, one request runs at a time.
 
+        `exact` says that rows have the same bits however they were computed: then rows that are there already change no answer.
         Each of several `clients`, by their names, has its share of the queue, of the sessions and of the turns, and prompts of its own in
         the prompt cache. An answer has at most `max_tokens`.
         """
         self._client_names = clients
-        self._deterministic, self._alone, self._max_tokens = deterministic, alone, max_tokens
+        self._deterministic, self._alone, self._exact = deterministic, alone, exact
+        self._max_tokens = max_tokens
         self._sessions = sessions.sessions
         self._lockstep = sessions.decoder
+        if len(clients) > 1 and exact:  # other rows would change with the lengths of pieces
+            self._lockstep.longest_piece = LONGEST_TURN
         self._template = template
         self._places = Places(len(self._sessions) + waiting, len(clients))
         self._notify = notify
@@ -273,7 +278,7 @@ class Worker:
                 self._lockstep.join(active.generation)
 
     def _assign(self) -> None:
-        """Assigns waiting requests, and those that were suspended, to free sessions, and to those of requests that are suspended for them."""
+        """Assigns waiting and suspended requests to free sessions, and to those of requests that are suspended for them."""
         while ready := [*(active.client for active in self._ready()), *(job.client for job in self._waiting)]:
             held = [*self._active.values()]
             client = self._turns.next_of(ready, held)
@@ -283,7 +288,7 @@ class Worker:
                 if suspended is not None:
                     self._resume(suspended, min(slots, key=lambda slot: slot.last_used))
                 else:
-                    self._begin(*choose_slot(slots, [job for job in self._waiting if job.client == client]))
+                    self._begin(*choose_slot(slots, [job for job in self._waiting if job.client == client], self._may_reuse))
             elif (active := self._turns.gives_way(held, client, time.monotonic())) is None or not self._suspend(active):
                 return
 
@@ -304,7 +309,7 @@ class Worker:
     def _begin(self, slot: Slot, job: Job) -> None:
         """Has a session begin a request."""
         self._waiting.remove(job)
-        repeatable, name = self._deterministic or job.request.repeatable, self._client_names[job.client]
+        reuse, name = self._may_reuse(job), self._client_names[job.client]
         try:
             self._give(slot, job.client)
             active = ActiveRequest(
@@ -313,7 +318,7 @@ class Worker:
                 self._sessions[slot.number],
                 self._template,
                 self.watch,
-                repeatable=repeatable,
+                reuse_prefix=reuse,
                 client=name,
                 max_tokens=self._max_tokens,
             )
@@ -323,6 +328,10 @@ class Worker:
         self._active[active.generation] = active
         self._lockstep.join(active.generation)
         active.begin()
+
+    def _may_reuse(self, job: Job) -> bool:
+        """Whether a request may use rows that another one computed. With a seed that must not change the answer."""
+        return not self._deterministic and (self._exact or not job.request.repeatable)
 
     def _give(self, slot: Slot, client: int) -> None:
         """Gives a session to another client, at once without the rows of the one before: `cached_tokens` and times would reveal them."""
