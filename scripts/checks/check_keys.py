@@ -3,8 +3,8 @@
     python scripts/checks/check_keys.py BUNDLE --tokens 4000 --seconds 60 -- --backend onnx --sessions 1
 
 Serves BUNDLE with two keys. Key A's eight prompts are answered one after the other, alone; then all eight at once, again and again, while
-key B sends chats of four tokens, one after the other. The exit code is 1 if a chat's answer took longer than --limit beyond the median of the
-same chats alone, or if an answer of A differs from what it was alone.
+key B sends chats of four tokens, one after the other. The exit code is 1 if a chat's answer took longer than --limit beyond the median of
+the same chats alone, or if an answer of A differs from what it was alone.
 """
 
 from __future__ import annotations

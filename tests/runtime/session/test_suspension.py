@@ -24,11 +24,11 @@ def swapped(sessions: Sessions, requests: Sequence[Generation], seed: int) -> in
                 on[place] = waiting.pop(chance.randrange(len(waiting)))
                 session.resume(on[place])
                 sessions.decoder.join(on[place])
-        for _ in range(chance.randrange(1, 12)):
+        for _ in range(chance.randrange(1, 8)):
             sessions.decoder.step()
             assert not sessions.decoder.failures
         on = {place: request for place, request in on.items() if request in sessions.decoder.running}
-        for place in [place for place in on if chance.random() < 0.5]:
+        for place in [place for place in on if chance.random() < 0.7]:
             on[place].suspend()
             sessions.decoder.remove(on[place])
             waiting.append(on.pop(place))
@@ -41,7 +41,7 @@ def test_scripted_requests_are_what_they_are_alone(seed: int) -> None:
     _, sessions = scripted_sessions(2, context=4096, kind=SavableScriptedTarget)
     prompts = [[1, 2, 3], [i % 17 for i in range(2 * PREFILL_ROWS + 100)], [4], [9, 9, 1, 5], [5] * 40]
     requests = [sessions.sessions[0].generate(prompt, max_tokens=60) for prompt in prompts]
-    assert swapped(sessions, requests, seed) > len(prompts)
+    assert swapped(sessions, requests, seed) > 3
     assert [request.tokens for request in requests] == [plain_greedy(prompt, 60) for prompt in prompts]
 
 
@@ -58,10 +58,10 @@ def test_real_requests_are_what_they_are_alone(opened: Sessions) -> None:
     first = opened.sessions[0]
     if first.row_kernels is None:
         pytest.skip("rows are exact on the project's own kernels alone, which have no variant for this processor")
-    prompts = [f"class Stack{number}:\n    def push(self, item):\n" + "x = 1\n" * (number * 40) for number in range(6)]
+    prompts = [f"class Stack{number}:\n    def push(self, item):\n" + "x = 1\n" * (number * 30) for number in range(6)]
     alone = [first.generate(prompt, max_tokens=150).text() for prompt in prompts]
     requests = [first.generate(prompt, max_tokens=150) for prompt in prompts]
-    assert swapped(opened, requests, 1) > len(prompts)
+    assert swapped(opened, requests, 1) > 3
     assert [request.text() for request in requests] == alone
     assert any(request.stats.accepted for request in requests)
 
@@ -69,7 +69,7 @@ def test_real_requests_are_what_they_are_alone(opened: Sessions) -> None:
 def test_a_seed_draws_the_same_tokens() -> None:
     _, sessions = scripted_sessions(1, context=4096, kind=SavableScriptedTarget)
     (session,) = sessions.sessions
-    options = {"max_tokens": 40, "temperature": 20.0, "seed": 3, "acceptance": "match", "draft_length": 0}
+    options = {"max_tokens": 40, "temperature": 20.0, "seed": 3}
     alone = session.generate([1, 2, 3], **options)
     alone.text()
     requests = [session.generate([1, 2, 3], **options) for _ in range(3)]

@@ -23,6 +23,8 @@ _POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 FLOAT_ROWS, HALF_ROWS, Q8_ROWS, Q4_ROWS, INT8_ROWS = range(5)
 _ROW_TYPES = {np.float32: FLOAT_ROWS, np.float16: HALF_ROWS, np.int8: INT8_ROWS}
 _LEVELS, _GGUF = 1, 2
+# Tables of a stop rule that may go on behind its longest draft.
+_LONGER = ("row_costs", "further")
 # The place of the norm of queries among those of a layer.
 _OF_QUERIES = 1
 _CHOOSE = ctypes.CFUNCTYPE(_NUMBER, _NUMBER, _NUMBER)
@@ -296,7 +298,7 @@ class NativeDraft:
                 **{"accept": bins, "transition": bins**2, "further": lengths * bins},
             }
             for (name, size), table in zip(sizes.items(), numbers.tables, strict=True):
-                setattr(rule, name, handed(table, np.float64, size))
+                setattr(rule, name, handed(table, np.float64, size, more=name in _LONGER))
             rule.bins, rule.longest = bins, lengths - 1
         rule.rate, rule.any_prefix = numbers.rate, numbers.any_prefix
         return self._rule_address
