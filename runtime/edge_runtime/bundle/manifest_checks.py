@@ -13,14 +13,14 @@ _LONGEST_NAME = 200
 
 def check_manifest(folder: Path, manifest: Manifest) -> None:
     """Raises BundleError for a manifest whose parts do not fit together. `folder` is that of the bundle."""
+    for name in _names(manifest):
+        if not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
+            raise BundleError(f"{folder}: the manifest has the name {name[:80]!r}, which none is; do not use this bundle")
     _check_layout(folder, manifest.cache_layout, manifest.architecture)
     _check_heads(folder, manifest)
     size = manifest.architecture.vocab_size
     if wrong := next(((where, token) for where, token in _tokens(manifest) if token >= size), None):
         raise BundleError(f"{folder}: {wrong[0]} name a token beyond the vocabulary of {size} ({wrong[1]}); export it again")
-    for name in _names(manifest):
-        if not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
-            raise BundleError(f"{folder}: the manifest has the name {name[:80]!r}, which none is; do not use this bundle")
 
 
 def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture) -> None:
