@@ -74,6 +74,13 @@ class Decoding:
         self._proposal = NO_PROPOSAL
         self._from: list[str] = []
 
+    def move(self, target: Target, policy: DraftLengthPolicy | None) -> None:
+        """Goes on with another target, whose cache has the same tokens, and with a `policy`, unless that is None."""
+        self._target = target
+        if policy is not None:
+            self._policy = policy
+            self._offer = policy.offer if isinstance(policy, WeighingPolicy) else None
+
     @property
     def learns_costs(self) -> bool:
         """Whether the policy weighs drafts by what they cost, and so learns from the timings of rounds."""

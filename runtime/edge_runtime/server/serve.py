@@ -65,6 +65,7 @@ def serve(
             alone=alone,
             exact=rows.exact,
             clients=client_names(options.api_key),
+            max_tokens=options.max_tokens,
         )
         api = Api(worker, first.monitor, _model_card(folder, first, options, rows), announce)
         hosts = allowed_hosts(options.host, options.allow_host)

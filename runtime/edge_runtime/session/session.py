@@ -160,11 +160,13 @@ class Session:
                 raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
             enforced = self.compile_constraint(constraint) if compiled is None else compiled
             monitor, sources = RequestMonitor(self.monitor, self._log_settings(options, draft_length, policy)), None
+            shares_policy = False
             if policy is None and draft_length is None:
                 # Profit knows what drafts cost; the safety net does not, and would only interfere.
                 if self._weighs:
                     sources = self._sources([token for token in ids if token >= 0], enforced, prediction)
                 policy = self.profit(assisted=sources is not None)
+                shares_policy = policy is not None
                 policy = policy or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
             elif policy is None:
                 policy = Fixed(self.draft_length_for(draft_length))
@@ -179,7 +181,16 @@ class Session:
                 sources=sources,
                 draft_store=self._parts.draft_store,
                 cached=self._cached(ids, client) if reuse_prefix else None,
+                shares_policy=shares_policy,
             )
+
+    def resume(self, generation: Generation) -> None:
+        """Puts a suspended request (`Generation.suspend`) on this session, which is its own or one of the same `open_sessions`.
+
+        It ends the request that is here. Raises as `Generation.resume` does.
+        """
+        with self._open():
+            generation.resume(self._parts, self.profit(assisted=True) if generation.shares_policy else None)
 
     def _cached(self, prompt: Sequence[int], client: str) -> CachedPrompt | None:
         cache = self._parts.prompt_cache

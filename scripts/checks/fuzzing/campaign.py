@@ -132,7 +132,7 @@ def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = N
 
 def make_input(opened: Opened, seed: int, number: int) -> bytes:
     """Returns input `number` of a campaign."""
-    return input_of(opened.seeds, seed, number, structured=opened.structured, focus=opened.focus)
+    return input_of(opened.seeds, seed, number, structured=opened.structured, focus=opened.focus, by_meaning=opened.by_meaning)
 
 
 def _watch(child: int, shared: _Shared) -> tuple[str, str] | None:

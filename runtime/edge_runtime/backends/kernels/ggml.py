@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels.draft import KvSource, address
+from edge_runtime.backends.kernels.arrays import handed
+from edge_runtime.backends.kernels.draft import KvSource
 from edge_runtime.backends.kernels.loader import load_library, stock_reason
 
 # In the order of struct Functions in src/ggml/facts.h.
@@ -100,7 +101,7 @@ class CellWatch:
 
     def begin(self, flags: NDArray[np.int8], count: int) -> None:
         """This thread's next forward, whose first `count` of `flags` say which rows are flagged, is watched until `end`."""
-        self._kernels.edge_ggml_watch(self._pointer, ctypes.c_void_p(flags.ctypes.data), ctypes.c_int64(count))
+        self._kernels.edge_ggml_watch(self._pointer, ctypes.c_void_p(handed(flags[:count], np.int8, count)), ctypes.c_int64(count))
 
     def end(self) -> None:
         """Nothing is watched any more."""
@@ -112,11 +113,9 @@ class CellWatch:
 
     def visible(self, row: int, to: VisibleCells) -> bool:
         """Puts into `to` what the newest forward's flagged row of that number attends to; returns whether that is known."""
+        watched, count = self._kernels.edge_ggml_watch_cells, self._max_cells
         return all(
-            self._kernels.edge_ggml_watch_cells(
-                self._pointer, layer, row, ctypes.byref(to.sources[layer]), ctypes.c_void_p(address(cells)), self._max_cells
-            )
-            > 0
+            watched(self._pointer, layer, row, ctypes.byref(to.sources[layer]), ctypes.c_void_p(handed(cells, np.int32, count)), count) > 0
             for layer, cells in enumerate(to.cells)
         )
 

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.errors import errors_as
 from edge_runtime.backends.kernels.draft import DraftLayer, DraftWeights, LevelMatrix, SparseHeadWeights
 from edge_runtime.bundle.integrity import read_part
 from edge_runtime.bundle.manifest import CacheLayout
 from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES, Node, OnnxGraph, Tensor, read_graph
+from edge_runtime.errors import BackendError
 
 # TensorProto.DataType
 _DTYPES: dict[int, type[np.generic]] = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int32, 7: np.int64}
@@ -97,7 +99,7 @@ class _Graph:
         bodies: list[OnnxGraph] = [node.graphs[b"body"] for node in whole.nodes if node.operator == "Loop" and b"body" in node.graphs]
         if len(bodies) != 1:
             raise OtherGraphError
-        self._folder = path.parent
+        self._folder, self._files = path.parent, dict[str, NDArray[np.uint8]]()
         self._nodes = [*whole.nodes, *bodies[0].nodes]
         self._constants: dict[bytes, Tensor] = {**whole.constants, **bodies[0].constants}
 
@@ -115,8 +117,17 @@ class _Graph:
             if constant.raw is None or len(constant.raw) != prod(constant.shape) * dtype.itemsize:
                 raise OtherGraphError
             return np.frombuffer(constant.raw, dtype).reshape(constant.shape)
-        place = constant.external
-        return np.asarray(np.memmap(self._folder / place["location"], dtype, "r", int(place.get("offset", 0)), constant.shape))
+        mapped, first = self._mapped(constant.external["location"]), int(constant.external.get("offset", 0))
+        return mapped[first : first + prod(constant.shape) * dtype.itemsize].view(dtype).reshape(constant.shape)
+
+    def _mapped(self, name: str) -> NDArray[np.uint8]:
+        """A file of weights, mapped once: each mapping takes a descriptor. Raises BackendError where that is not possible."""
+        if name not in self._files:
+            with errors_as(
+                BackendError, f"{self._folder / name} cannot be mapped", "check the file, or free some memory", OSError, ValueError
+            ):
+                self._files[name] = np.asarray(np.memmap(self._folder / name, np.uint8, "r"))
+        return self._files[name]
 
     def levels(self, node: Node) -> LevelMatrix:
         """The matrix of a product."""

@@ -49,22 +49,23 @@ class Value:
         return 0 if self.placed else prod(self.shape) * (8 if self.wide else 4)
 
 
-def check_graph_memory(path: Path, *forwards: Mapping[str, Shape]) -> int:
+def check_graph_memory(path: Path, *forwards: Mapping[str, Shape], beside: int = 0) -> int:
     """Returns the bytes of values that the graph at `path`, which passed `check_onnx`, needs at most, with inputs of any of these shapes.
 
+    `beside` are those of arrays that are there too.
     Raises BundleError if a shape cannot be computed, BackendError if that is more than the available memory.
     """
     available = available_memory_bytes() or _UNKNOWN_LIMIT
     data = read_part(path, MAX_GRAPH_BYTES, "graph")
     try:
         body = read_graph(data)
-        return max(_Peak(available).of_file(body, {name.encode(): shape for name, shape in shapes.items()}) for shapes in forwards)
+        return max(_Peak(available - beside).of_file(body, {name.encode(): shape for name, shape in shapes.items()}) for shapes in forwards)
     except (UnsoundGraphError, WireError) as error:
         raise unsound(path, error) from error
     except _TooMuchError as error:
         raise BackendError(
-            f"{path.name} needs {byte_text(error.needed)} or more for its values, {byte_text(available)} of memory are available;"
-            " free some memory or ask for a shorter context"
+            f"{path.name} needs {byte_text(error.needed + beside)} or more for values and K/V rows, {byte_text(available)} of memory are"
+            " available; free some memory or ask for a shorter context"
         ) from error
 
 

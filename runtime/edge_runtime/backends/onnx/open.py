@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
@@ -24,7 +27,7 @@ from edge_runtime.backends.onnx.devices import (
 )
 from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, open_drafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
-from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
+from edge_runtime.backends.onnx.kv_cache import DTYPES, MAX_ROWS, SLIDING, check_buffers
 from edge_runtime.backends.onnx.loader import SessionOptions
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget
@@ -45,7 +48,7 @@ from edge_runtime.drafting.text_memory import LookupDrafter
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Drafter
 from edge_runtime.media.soft_rows import Media
-from edge_runtime.planning.memory import EncoderMemory
+from edge_runtime.planning.memory import EncoderMemory, rotation_bytes
 
 # What is described of a device.
 _SHOWN = {"name", "kind", "hardware", "driver", "software"}
@@ -205,21 +208,32 @@ def fallbacks(provider: str, target: GraphTarget, drafter: AnyOrtDrafter | None)
 
 
 def check_pair_memory(files: PairFiles, context: int) -> int:
-    """Returns the most bytes of values that one graph of the pair needs. Raises as `check_graph_memory` does.
+    """Returns the most bytes of values that one graph of the pair needs beside the pair's arrays. Raises as `check_graph_memory` does.
 
     A target has two largest forwards: a whole chunk of a prefill, and a few rows at the end of the context.
     """
     check_buffers(files.layout)
+    check = partial(check_graph_memory, beside=_array_bytes(files, context))
     if files.static is not None:  # their shapes are in the graphs
         paths = [files.static.prefill, files.static.row, files.target, files.drafter]
-        return max(check_graph_memory(path, {}) for path in paths if path is not None)
+        return max(check(path, {}) for path in paths if path is not None)
     forwards = ((PREFILL_ROWS, min(context, PREFILL_SCORES // PREFILL_ROWS)), (MAX_ROWS, context))
-    needed = [check_graph_memory(files.target, *(_target(files, context, rows, length) for rows, length in forwards))]
+    needed = [check(files.target, *(_target(files, context, rows, length) for rows, length in forwards))]
     if files.target_head is not None:
-        needed.append(check_graph_memory(files.target_head, {"hidden": (1, MAX_ROWS, files.hidden_size)}))
+        needed.append(check(files.target_head, {"hidden": (1, MAX_ROWS, files.hidden_size)}))
     if files.drafter is not None:
-        needed.append(check_graph_memory(files.drafter, _shared(files, context, context)))
+        needed.append(check(files.drafter, _shared(files, context, context)))
     return max(needed)
+
+
+def _array_bytes(files: PairFiles, context: int) -> int:
+    """Bytes of the arrays that a target has beside its graphs: K/V rows, rotations, hidden rows and logits."""
+    rows, fixed = context + MAX_ROWS, files.static is not None
+    total = rotation_bytes(files.graphs.rotations, files.layout, rows)
+    for buffer in files.layout.buffers:
+        held = buffer.rows if fixed else min(buffer.rows, rows) if buffer.kind == SLIDING else rows
+        total += 2 * held * buffer.kv_heads * buffer.head_dim * (4 if fixed else np.dtype(DTYPES[buffer.dtype]).itemsize)
+    return total + 4 * (max(PREFILL_ROWS, MAX_ROWS) * files.hidden_size + MAX_ROWS * files.vocab_size)
 
 
 def _target(files: PairFiles, context: int, rows: int, length: int) -> dict[str, Shape]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import replace
 
@@ -20,7 +21,10 @@ from edge_runtime.text.tool_calls import QUOTE, ToolCall
 
 
 class ActiveRequest:
-    """One request on the session with the number `slot`."""
+    """One request on the session with the number `slot`, which it has since that time in seconds, or had before it was suspended.
+
+    While it is `stalled`, it has no rounds, because its reader has too much to take.
+    """
 
     def __init__(
         self,
@@ -32,18 +36,22 @@ class ActiveRequest:
         *,
         reuse_prefix: bool = True,
         client: str = "",
+        max_tokens: int | None = None,
     ) -> None:
         """Prepares the generation; computes nothing yet. `watch` measures its energy.
 
-        With `reuse_prefix`, rows that other requests left in the cache are used. `client` names whose cached prompts it may use.
+        With `reuse_prefix`, rows that other requests left in the cache are used. `client` names whose cached prompts it may use. An answer
+        has at most `max_tokens`, None: as the context allows.
         Raises RequestError as `Session.generate` does.
         """
         self.job = job
-        self.slot = slot
+        self.slot, self.since = slot, time.monotonic()
+        self.stalled = False
         request = job.request
+        longest = session.target.context if max_tokens is None else max_tokens
         self.generation: Generation = session.generate(
             job.prompt,
-            max_tokens=request.max_tokens or session.target.context,
+            max_tokens=min(request.max_tokens or longest, longest),
             min_tokens=request.min_tokens,
             sampling=over_defaults(
                 request.sampling, request.sampling_fields, default_sampling(session.bundle.manifest.generation, MODEL_SAMPLING)
@@ -77,6 +85,11 @@ class ActiveRequest:
     def begin(self) -> None:
         """Delivers the event that the request was accepted."""
         self.job.deliver(Started())
+
+    @property
+    def client(self) -> int:
+        """The place of the key that sent it."""
+        return self.job.client
 
     @property
     def stopped(self) -> bool:
