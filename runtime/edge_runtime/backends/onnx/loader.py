@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,8 @@ class SessionOptions:
 class Graph:
     """An opened ONNX graph."""
 
-    def __init__(self, path: Path, options: SessionOptions, model: bytes | None = None) -> None:
-        """`model` stands in the place of the file at `path`, beside which its weights lie."""
-        self._session, self.row_kernels = _open_fastest(path, options) if model is None else (_open_model(path, options, model), 0)
+    def __init__(self, path: Path, options: SessionOptions) -> None:
+        self._session, self.row_kernels = _open_fastest(path, options)
         self.name, self.device = path.name, options.device
         try:
             self.inputs = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
@@ -43,14 +42,11 @@ class Graph:
         except UnicodeDecodeError as error:
             raise BackendError(f"{path.name} has an input or output whose name is not UTF-8; export the bundle again") from error
 
-    def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, fixed: Collection[str] = ()) -> Call:
-        """Prepares a call on values that stay where they are; an output that is None is allocated by each run.
-
-        What the inputs `fixed` hold never changes, or is changed by the device alone.
-        """
+    def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Call:
+        """Prepares a call on values that stay where they are; an output that is None is allocated by each run."""
         call = Call(self._session, self.name, inputs, outputs)
         if not self.device.is_cpu:
-            call.copied = {name: value for name, value in inputs.items() if name not in fixed}
+            call.copied = inputs
         return call
 
     def assignments(self) -> dict[str, dict[str, int]]:
@@ -63,11 +59,6 @@ class Graph:
         return providers
 
 
-def _open_model(path: Path, options: SessionOptions, model: bytes, kernels: Path | None = None) -> Any:
-    """Opens a model of bytes, which does not know where it lies, and so not its weights."""
-    return _open(path, options, {"session.model_external_initializers_file_folder_path": str(path.parent)}, model=model, kernels=kernels)
-
-
 def _open_fastest(path: Path, options: SessionOptions) -> tuple[Any, int]:
     """Opens a graph on the project's own kernels, or with stock operators; returns how many nodes run on the kernels."""
     kernels = kernels_path() if options.device.is_cpu else None
@@ -75,18 +66,11 @@ def _open_fastest(path: Path, options: SessionOptions) -> tuple[Any, int]:
         model, replaced = with_row_kernels(path.read_bytes(), newest=is_newest())
         if replaced:
             with suppress(BackendError):  # the stock operators say what is wrong with the graph
-                return _open_model(path, options, model, kernels), replaced
+                return _open(path, options, model, kernels), replaced
     return _open(path, options), 0
 
 
-def _open(
-    path: Path,
-    options: SessionOptions,
-    entries: Mapping[str, str] | None = None,
-    *,
-    model: bytes | None = None,
-    kernels: Path | None = None,
-) -> Any:
+def _open(path: Path, options: SessionOptions, model: bytes | None = None, kernels: Path | None = None) -> Any:
     """Opens the graph at `path`, or `model` in its place, which needs the operators of the library `kernels`."""
     ort = onnxruntime_module()
     settings = ort.SessionOptions()
@@ -99,8 +83,8 @@ def _open(
     # has it for the whole process only: then whatever else runs graphs in it is refused, and its size is fixed once.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    for key, value in (entries or {}).items():
-        settings.add_session_config_entry(key, value)
+    if model is not None:  # bytes do not know where they lie, and so not their weights
+        settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
     if kernels is not None:
         settings.register_custom_ops_library(str(kernels))
     providers = {"providers": list(dict.fromkeys((options.device.provider, PROCESSOR.provider)))}

@@ -78,3 +78,19 @@ def test_a_plug_in_that_finds_no_device_is_named(monkeypatch: pytest.MonkeyPatch
         RequestError, match=r"no device 'openvino:NPU' .* there are cpu; onnxruntime-ep-openvino .* finds no device of its own"
     ):
         devices_module.device_named("openvino:NPU")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpu", "llama.cpp computes on GPUs: export the bundle with --format gguf or both"),
+        ("npu", r"pip install 'edge-mtp\[openvino\]' or 'edge-mtp\[qnn\]'"),
+        ("qnn", r"pip install 'edge-mtp\[qnn\]'$"),
+        ("tpu", "edge-run doctor says which drivers are installed"),
+    ],
+)
+def test_a_device_that_is_not_there_ends_with_what_to_do(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices_module, "plug_in_failure", lambda _: "")
+    monkeypatch.setattr(devices_module, "devices", lambda: (devices_module.PROCESSOR,))
+    with pytest.raises(RequestError, match=words):
+        devices_module.device_named(name)
