@@ -162,20 +162,22 @@ def attention_on_rows(end: Node, constants: Mapping[bytes, Tensor]) -> Node | No
     scores, masked = _sources(joined, "Concat", 2, axis=-1) or (None, None)
     own, mask = _sources(masked, "Add", 2) or (None, None)
     products = [_sources(product, "FusedMatMul", 2, transB=1) for product in (scores, own)]
-    heads = _causal_heads(mask, constants)
-    if other is not split or cached is None or new is None or split is None or None in products or heads is None:
+    causal = _causal(mask, constants)
+    if other is not split or cached is None or new is None or split is None or None in products or causal is None:
         return None
     assert scores is not None
     assert own is not None
     (queries, past_keys), (same, new_keys) = scores.inputs, own.inputs
     if same != queries or [cached.inputs[0], new.inputs[0]] != split.outputs or not _are_lengths(sizes):
         return None
-    inputs = [queries, past_keys, cached.inputs[1], new_keys, new.inputs[1]]
+    heads, positions = causal
+    inputs = [queries, past_keys, cached.inputs[1], new_keys, new.inputs[1], positions, _POSITIONS]
     return Node(ATTENTION, inputs, end.outputs, [integer_attribute("num_heads", heads)], DOMAIN)
 
 
-def _causal_heads(mask: Node | None, constants: Mapping[bytes, Tensor]) -> int | None:
-    """How many query heads this mask is for, if it is that of the last rows of one forward, or of all, by the order of their positions."""
+def _causal(mask: Node | None, constants: Mapping[bytes, Tensor]) -> tuple[int, bytes] | None:
+    """How many query heads this mask is for, and the queries' positions, if it is that of the last rows of one forward, or of all, by the
+    order of their positions."""
     (spread,) = _sources(mask, "Flatten", 1, axis=2) or (None,)
     where, _ = _sources(spread, "Expand", 2) or (None, None)
     visible, _, _ = _sources(where, "Where", 3) or (None, None, None)
@@ -189,7 +191,7 @@ def _causal_heads(mask: Node | None, constants: Mapping[bytes, Tensor]) -> int |
     own = of_queries.inputs[0] == _POSITIONS or _are_last_positions(of_queries.sources[0], constants)
     if of_keys.inputs[0] != _POSITIONS or not own or repeats is None or repeats.integers is None or len(repeats.integers) != 3:
         return None
-    return repeats.integers[1]
+    return repeats.integers[1], of_queries.inputs[0]
 
 
 def _are_last_positions(node: Node | None, constants: Mapping[bytes, Tensor]) -> bool:
