@@ -1,4 +1,4 @@
-"""The reader of ONNX files: a graph's nodes, tensors, inputs and outputs, and the change of its nodes.
+"""The reader of ONNX files: a graph's nodes, tensors, inputs, outputs and functions, and the change of its nodes.
 
 Files are hostile: fields that the exporter does not write are refused, and each list is limited before memory is taken for it. Names stay
 bytes: two that are no UTF-8 must not become one. Field numbers: onnx/onnx.proto. Needs no library.
@@ -27,25 +27,32 @@ _MAX_CONSTANT = 64
 LARGEST = 1 << 62
 FLOAT, INT64, FLOAT16 = 1, 7, 10
 _EXTERNAL = 1
-# Fields by message; those in no list (functions, sparse tensors, descriptions) are refused.
-_GRAPH_OF_MODEL, _OPSETS = 7, 8
+# Fields by message; those in no list (sparse tensors, attributes that a function passes on, descriptions) are refused.
+_GRAPH_OF_MODEL, _OPSETS, _FUNCTIONS = 7, 8, 25
 _NODE, _TENSOR, _INPUT, _OUTPUT = 1, 5, 11, 12
-_OPERATOR, _ATTRIBUTE, _DOMAIN = 4, 5, 7
-_SUBGRAPH = 6
+_OPERATOR, _ATTRIBUTE, _DOMAIN, _OVERLOAD = 4, 5, 7, 8
+_VALUE, _SUBGRAPH = 5, 6
+_FUNCTION_NAME, _FUNCTION_INPUT, _FUNCTION_OUTPUT, _FUNCTION_NODE, _FUNCTION_DOMAIN, _FUNCTION_OVERLOAD = 1, 4, 5, 7, 10, 13
 # Attributes' fields of which one has a value, unless the value is a list of integers.
-_SINGLE = {2, 3, 4, _SUBGRAPH}
+_SINGLE = {2, 3, 4, _VALUE, _SUBGRAPH}
 # AttributeProto.AttributeType
 _FLOAT, _INTEGER = 1, 2
 _KNOWN = {
-    "model": {1, 2, _GRAPH_OF_MODEL, _OPSETS},
+    "model": {1, 2, _GRAPH_OF_MODEL, _OPSETS, _FUNCTIONS},
+    "function": {_FUNCTION_NAME, _FUNCTION_INPUT, _FUNCTION_OUTPUT, 6, _FUNCTION_NODE, 9, _FUNCTION_DOMAIN, _FUNCTION_OVERLOAD},
     "graph": {_NODE, 2, _TENSOR, _INPUT, _OUTPUT},
-    "node": {1, 2, 3, _OPERATOR, _ATTRIBUTE, _DOMAIN},
-    "attribute": {1, 2, 3, 4, _SUBGRAPH, 8, 20},
+    "node": {1, 2, 3, _OPERATOR, _ATTRIBUTE, _DOMAIN, _OVERLOAD},
+    "attribute": {1, 2, 3, 4, _VALUE, _SUBGRAPH, 8, 20},
     "tensor": {1, 2, 8, 9, 13, 14},
     "value": {1, 2},
 }
 
+# The only operator of functions with a tensor as an attribute.
+_CONSTANT = "Constant"
+
 Field = tuple[int, int | memoryview]
+# What a node calls: the domain, name and overload of an operator.
+FunctionName = tuple[str, str, str]
 
 
 class UnsoundGraphError(ValueError):
@@ -89,13 +96,14 @@ class GraphValue:
 
 @dataclass(slots=True)
 class Attribute:
-    """A node's attribute: of `number`, `integers`, `text` and `graph` those that it has. `message` are its bytes."""
+    """A node's attribute: of `number`, `integers`, `text`, `tensor` and `graph` those that it has. `message` are its bytes."""
 
     message: bytes | memoryview
     name: bytes = b""
     number: float | None = None
     integers: tuple[int, ...] = ()
     text: bytes = b""
+    tensor: Tensor | None = None
     graph: memoryview | None = None
 
 
@@ -111,10 +119,16 @@ class Node:
     outputs: list[bytes] = field(default_factory=list)
     attributes: list[Attribute] = field(default_factory=list)
     domain: str = ""
+    overload: str = ""
     name: bytes = b""
     graphs: dict[bytes, OnnxGraph] = field(default_factory=dict)
     # Without it: printed with its sources, a node would be printed with all paths to it, whose number has no bound.
     sources: list[Node | None] = field(default_factory=list, repr=False)
+
+    @property
+    def function(self) -> FunctionName:
+        """The name of the function that it calls, if the file has one of that name."""
+        return self.domain, self.operator, self.overload
 
     @property
     def numbers(self) -> dict[bytes, float]:
@@ -138,7 +152,7 @@ class Node:
         parts = [(1, name) for name in self.inputs] + [(2, name) for name in self.outputs]
         parts += [(3, self.name)] * bool(self.name) + [(_OPERATOR, self.operator.encode())]
         parts += [(_ATTRIBUTE, self._encoded_attribute(attribute)) for attribute in self.attributes]
-        parts += [(_DOMAIN, self.domain.encode())] * bool(self.domain)
+        parts += [(_DOMAIN, self.domain.encode())] * bool(self.domain) + [(_OVERLOAD, self.overload.encode())] * bool(self.overload)
         return b"".join(bytes_field(number, value) for number, value in parts)
 
     def _encoded_attribute(self, attribute: Attribute) -> bytes:
@@ -149,7 +163,10 @@ class Node:
 
 @dataclass
 class OnnxGraph:
-    """A file's graph, a branch of an If or the body of a Loop. `added` are fields that it gets when it is written."""
+    """A file's graph, a branch of an If, the body of a Loop, or a function. `added` are fields that it gets when it is written.
+
+    Shapes of a function's inputs are those of what it is called with. `functions` are those of the file.
+    """
 
     message: memoryview
     nodes: list[Node] = field(default_factory=list)
@@ -157,6 +174,7 @@ class OnnxGraph:
     inputs: dict[bytes, tuple[int | None, ...]] = field(default_factory=dict)
     outputs: list[bytes] = field(default_factory=list)
     added: list[bytes] = field(default_factory=list)
+    functions: dict[FunctionName, OnnxGraph] = field(default_factory=dict)
 
     @cached_property
     def names(self) -> frozenset[bytes]:
@@ -184,7 +202,9 @@ def float_attribute(name: str, value: float) -> Attribute:
 def read_graph(model: bytes) -> OnnxGraph:
     """Returns a model's graph and those inside. Raises UnsoundGraphError, WireError."""
     reader = GraphReader()
-    return _tree(reader, reader.graph_of(memoryview(model)), 1)
+    graph = _tree(reader, reader.graph_of(memoryview(model)), 1)
+    graph.functions = dict(map(reader.function, reader.functions))
+    return graph
 
 
 def with_graph(model: bytes, graph: OnnxGraph, domain: str | None) -> bytes:
@@ -213,18 +233,43 @@ class GraphReader:
 
     def __init__(self) -> None:
         self._fields_left = MAX_FIELDS
+        # The messages of the model's functions.
+        self.functions: list[memoryview] = []
 
     def graph_of(self, model: memoryview) -> memoryview:
-        """Returns the message of a model's graph. Raises UnsoundGraphError, WireError."""
+        """Returns the message of a model's graph, and takes those of its functions. Raises UnsoundGraphError, WireError."""
         graph = None
         for number, value in self._fields("model", model):
             if number == _GRAPH_OF_MODEL:
                 if graph is not None:
                     raise UnsoundGraphError("it holds more than one graph")
                 graph = _message(value)
+            elif number == _FUNCTIONS:
+                self.functions.append(_message(value))
+                if len(self.functions) > MAX_PARTS:
+                    raise UnsoundGraphError(f"it has more than {MAX_PARTS} functions")
         if graph is None:
             raise UnsoundGraphError("it holds no graph")
         return graph
+
+    def function(self, message: memoryview) -> tuple[FunctionName, OnnxGraph]:
+        """Returns a function's name and nodes; what its Constants give are constants. Raises UnsoundGraphError, WireError."""
+        body, texts = OnnxGraph(memoryview(b"")), dict.fromkeys((_FUNCTION_DOMAIN, _FUNCTION_NAME, _FUNCTION_OVERLOAD), "")
+        for number, value in self._few("function", message):
+            if number in texts:
+                texts[number] = _text(value)
+            elif number == _FUNCTION_INPUT:
+                body.inputs[bytes(_message(value))] = ()
+            elif number == _FUNCTION_OUTPUT:
+                body.outputs.append(bytes(_message(value)))
+            elif number == _FUNCTION_NODE:
+                node = self._node(_message(value))
+                if node.operator == _CONSTANT and not node.domain:
+                    body.constants[_only_name(node)] = _only_tensor(node)
+                else:
+                    body.nodes.append(node)
+        domain, name, overload = texts.values()
+        return (domain, name, overload), body
 
     def parts(self, graph: memoryview, depth: int) -> Iterator[Node | Tensor | GraphValue]:
         """Yields what a graph holds, one at a time; `depth` counts it and the graphs around it. Raises UnsoundGraphError, WireError."""
@@ -263,6 +308,8 @@ class GraphReader:
                 node.operator = _text(value)
             elif number == _DOMAIN:
                 node.domain = _text(value)
+            elif number == _OVERLOAD:
+                node.overload = _text(value)
             elif number == _ATTRIBUTE:
                 node.attributes.append(self._attribute(_message(value)))
         return node
@@ -280,6 +327,8 @@ class GraphReader:
                 integers.append(attribute.number)
             elif number == 4:
                 attribute.text = bytes(_message(value))
+            elif number == _VALUE:
+                attribute.tensor = self._tensor(_message(value))
             elif number == _SUBGRAPH:
                 attribute.graph = _message(value)
             elif number == 8:
@@ -316,6 +365,19 @@ class GraphReader:
             sizes = [size for number, size in _limited(fields_of(dimension), "dimension") if number == 1 and isinstance(size, int)]
             shape.append(_signed(sizes[-1]) if sizes else None)
         return GraphValue(bytes(_message(dict(fields).get(1, memoryview(b"")))), tuple(shape), output)
+
+
+def _only_name(constant: Node) -> bytes:
+    if len(constant.outputs) != 1:
+        raise UnsoundGraphError("a Constant gives something else than one value")
+    return constant.outputs[0]
+
+
+def _only_tensor(constant: Node) -> Tensor:
+    tensors = [attribute.tensor for attribute in constant.attributes]
+    if len(tensors) != 1 or tensors[0] is None:
+        raise UnsoundGraphError("a Constant of a function is none of one tensor")
+    return tensors[0]
 
 
 def _limited(fields: Iterable[Field], kind: str) -> list[Field]:
