@@ -11,7 +11,7 @@ from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.attention import CacheNames, ReadRows, cache_shape, counted_kinds, declare_attention, declare_caches
-from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, Hidden, norms_behind, per_layer_inputs, store_block
+from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, Hidden, are_in_blocks, norms_behind, per_layer_inputs, store_block
 from edge_export.onnx.graphs.kv import FLOAT_ROWS, KvFormat
 from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
@@ -87,7 +87,7 @@ def store_target(checkpoint: Checkpoint, weights: WeightFile, formats: TargetFor
 def write_target(target: TargetWeights, path: Path, head_path: Path, formats: TargetFormats) -> set[str]:
     """Writes the two graphs of the target; returns the contrib ops in use."""
     model = target.model
-    graph = GraphBuilder("target")
+    graph = GraphBuilder("target", kernels=are_in_blocks(target.matrices))
     ids = graph.input("input_ids", "i64", (1, "tokens"))
     assert target.table is not None
     embedded = embed(graph, target.table, ids, sqrt(model.hidden_size))
@@ -98,7 +98,7 @@ def write_target(target: TargetWeights, path: Path, head_path: Path, formats: Ta
     hidden = _layers(graph, target, formats.kv, embedded, ids)
     graph.output(hidden, "f32", (1, "read", model.hidden_size))
     graph.save(path)
-    head = GraphBuilder("head")
+    head = GraphBuilder("head", kernels=are_in_blocks([target.head]))
     rows = head.input("hidden", "f32", (1, "tokens", model.hidden_size))
     head.output(logits(head, target, rows), "f32", (1, "tokens", model.vocab_size))
     head.save(head_path)

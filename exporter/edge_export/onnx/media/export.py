@@ -37,7 +37,7 @@ def write_encoders(
         path = folder / f"{role.replace('_', '-')}-{weights}.onnx"
         data = path.with_suffix(".onnx_data")
         format = weight_format(weights, OnnxRequest(block=_BLOCK))
-        graph = GraphBuilder(role)
+        graph = GraphBuilder(role, kernels=format.kind == "blocks")
         with WeightFile(data, progress) as file:
             build(Tower(graph, checkpoint, file, format, prefix))
         graph.save(path)

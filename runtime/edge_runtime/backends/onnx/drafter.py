@@ -93,6 +93,11 @@ class GraphDrafter(ABC, Generic[T]):
         """Per execution provider how many nodes of each operator it runs."""
         return self._graph.assignments() if self._graph else {}
 
+    @property
+    def lacks_kernels(self) -> bool:
+        """As that of its graph."""
+        return self._graph is not None and self._graph.lacks_kernels
+
     def close(self) -> None:
         """Frees the session. Harmless when done twice."""
         self._graph = self._call = None

@@ -20,7 +20,7 @@ from edge_runtime.backends.onnx.devices import (
     library_version,
     plug_in_failure,
 )
-from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, open_drafter
+from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, GraphDrafter, open_drafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
 from edge_runtime.backends.onnx.loader import SessionOptions
@@ -146,7 +146,9 @@ def open_onnx(
     check_pair_memory(files, options.context)
     target, drafter = open_pair(files, options)
     owners = bundle.manifest.cache_layout.layer_owners
-    if not target.skips_unread_rows and any(owner != layer for layer, owner in enumerate(owners)):  # else 1.02 times less
+    if target.lacks_kernels or (isinstance(drafter, GraphDrafter) and drafter.lacks_kernels):
+        notify(f"The graphs of {bundle.folder.name} are of an earlier version and run slower; export the bundle again.")
+    elif not target.skips_unread_rows and any(owner != layer for layer, owner in enumerate(owners)):  # else 1.02 times less
         notify(
             f"The graphs of {bundle.folder.name} compute each token of a prompt in all layers; export the bundle again: that takes less."
         )

@@ -203,6 +203,11 @@ class GraphTarget(CommittedText):
         return any(graph.row_kernels for graph in self._graphs)
 
     @property
+    def lacks_kernels(self) -> bool:
+        """Whether kernels could multiply in one of its graphs, which is of an earlier version."""
+        return any(graph.lacks_kernels for graph in self._graphs)
+
+    @property
     def rollback_floor(self) -> int:
         """The smallest length above 0 that `rollback` can go back to now."""
         return self._kv_rows.rollback_floor
