@@ -1,4 +1,4 @@
-"""The reader of ONNX files: a graph's nodes, tensors, inputs, outputs and functions, and the change of its nodes.
+"""The reader of ONNX files: a graph's nodes, tensors, inputs, outputs and functions.
 
 Files are hostile: fields that the exporter does not write are refused, and each list is limited before memory is taken for it. Names stay
 bytes: two that are no UTF-8 must not become one. Field numbers: onnx/onnx.proto. Needs no library.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from edge_devices.files.protobuf_wire import bytes_field, fields_of, number_field, varints, whole_fields_of
+from edge_devices.files.protobuf_wire import fields_of, varints
 
 # Weights are in a file beside the graph, so the graph itself is small: 58 kB for 8 layers; some 8 MB and 900,000 fields for
 # 128 experts in each of 30 layers.
@@ -25,7 +25,7 @@ _MAX_DEPTH = 16
 # More elements are no shape.
 _MAX_CONSTANT = 64
 LARGEST = 1 << 62
-FLOAT, INT64, FLOAT16 = 1, 7, 10
+INT64 = 7  # of TensorProto.DataType
 _EXTERNAL = 1
 # Fields by message; those in no list (sparse tensors, attributes that a function passes on, descriptions) are refused.
 _GRAPH_OF_MODEL, _OPSETS, _FUNCTIONS = 7, 8, 25
@@ -35,8 +35,6 @@ _VALUE, _SUBGRAPH = 5, 6
 _FUNCTION_NAME, _FUNCTION_INPUT, _FUNCTION_OUTPUT, _FUNCTION_NODE, _FUNCTION_DOMAIN, _FUNCTION_OVERLOAD = 1, 4, 5, 7, 10, 13
 # Attributes' fields of which one has a value, unless the value is a list of integers.
 _SINGLE = {2, 3, 4, _VALUE, _SUBGRAPH}
-# AttributeProto.AttributeType
-_FLOAT, _INTEGER = 1, 2
 _KNOWN = {
     "model": {1, 2, _GRAPH_OF_MODEL, _OPSETS, _FUNCTIONS},
     "function": {_FUNCTION_NAME, _FUNCTION_INPUT, _FUNCTION_OUTPUT, 6, _FUNCTION_NODE, 9, _FUNCTION_DOMAIN, _FUNCTION_OVERLOAD},
@@ -76,14 +74,6 @@ class Tensor:
             return None
         return struct.unpack(f"<{len(self.raw) // 8}q", self.raw)
 
-    @property
-    def number(self) -> float | None:
-        """The element of a float32 scalar."""
-        if self.raw is None or self.type != FLOAT or self.shape or len(self.raw) != 4:
-            return None
-        value: float = struct.unpack("<f", self.raw)[0]
-        return value
-
 
 @dataclass(slots=True)
 class GraphValue:
@@ -96,23 +86,18 @@ class GraphValue:
 
 @dataclass(slots=True)
 class Attribute:
-    """A node's attribute: of `number`, `integers`, `text`, `tensor` and `graph` those that it has. `message` are its bytes."""
+    """A node's attribute: of `number`, `integers`, `tensor` and `graph` those that it has."""
 
-    message: bytes | memoryview
     name: bytes = b""
     number: float | None = None
     integers: tuple[int, ...] = ()
-    text: bytes = b""
     tensor: Tensor | None = None
     graph: memoryview | None = None
 
 
 @dataclass(slots=True)
 class Node:
-    """An operator on names. Where a tree of graphs is read, `graphs` are those in it by attribute (`body`, `then_branch`, `else_branch`).
-
-    `sources` are the nodes that its inputs come from, None for inputs and weights of the graph, where somebody has set them.
-    """
+    """An operator on names. Where a tree of graphs is read, `graphs` are those in it by attribute: `body`, `then_branch`, `else_branch`."""
 
     operator: str = ""
     inputs: list[bytes] = field(default_factory=list)
@@ -120,10 +105,7 @@ class Node:
     attributes: list[Attribute] = field(default_factory=list)
     domain: str = ""
     overload: str = ""
-    name: bytes = b""
     graphs: dict[bytes, OnnxGraph] = field(default_factory=dict)
-    # Without it: printed with its sources, a node would be printed with all paths to it, whose number has no bound.
-    sources: list[Node | None] = field(default_factory=list, repr=False)
 
     @property
     def function(self) -> FunctionName:
@@ -148,32 +130,18 @@ class Node:
         """The names that the graphs in it read or give."""
         return {name for graph in self.graphs.values() for name in graph.names}
 
-    def encoded(self) -> bytes:
-        parts = [(1, name) for name in self.inputs] + [(2, name) for name in self.outputs]
-        parts += [(3, self.name)] * bool(self.name) + [(_OPERATOR, self.operator.encode())]
-        parts += [(_ATTRIBUTE, self._encoded_attribute(attribute)) for attribute in self.attributes]
-        parts += [(_DOMAIN, self.domain.encode())] * bool(self.domain) + [(_OVERLOAD, self.overload.encode())] * bool(self.overload)
-        return b"".join(bytes_field(number, value) for number, value in parts)
-
-    def _encoded_attribute(self, attribute: Attribute) -> bytes:
-        if attribute.graph is None:
-            return bytes(attribute.message)
-        return _replaced(memoryview(attribute.message), _SUBGRAPH, [self.graphs[attribute.name].encoded()])
-
 
 @dataclass
 class OnnxGraph:
-    """A file's graph, a branch of an If, the body of a Loop, or a function. `added` are fields that it gets when it is written.
+    """A file's graph, a branch of an If, the body of a Loop, or a function, whose inputs have the shapes of what it is called with.
 
-    Shapes of a function's inputs are those of what it is called with. `functions` are those of the file.
+    `functions` are those of the file.
     """
 
-    message: memoryview
     nodes: list[Node] = field(default_factory=list)
     constants: dict[bytes, Tensor] = field(default_factory=dict)
     inputs: dict[bytes, tuple[int | None, ...]] = field(default_factory=dict)
     outputs: list[bytes] = field(default_factory=list)
-    added: list[bytes] = field(default_factory=list)
     functions: dict[FunctionName, OnnxGraph] = field(default_factory=dict)
 
     @cached_property
@@ -181,22 +149,6 @@ class OnnxGraph:
         """All names that nodes here and in graphs inside read, and those of the outputs."""
         inner = {name for node in self.nodes for name in node.names_within}
         return frozenset({name for node in self.nodes for name in node.inputs} | inner | set(self.outputs))
-
-    def encoded(self) -> bytes:
-        """The graph with its nodes as they are now, and what is added; all else stays as it was read."""
-        return _replaced(self.message, _NODE, [node.encoded() for node in self.nodes]) + b"".join(self.added)
-
-
-def integer_attribute(name: str, value: int) -> Attribute:
-    """An attribute that is an integer from 0 on."""
-    message = bytes_field(1, name.encode()) + number_field(3, value) + number_field(20, _INTEGER)
-    return Attribute(message, name.encode(), value, (value,))
-
-
-def float_attribute(name: str, value: float) -> Attribute:
-    """An attribute that is a float32."""
-    message = bytes_field(1, name.encode()) + b"\x15" + struct.pack("<f", value) + number_field(20, _FLOAT)
-    return Attribute(message, name.encode(), value)
 
 
 def read_graph(model: bytes) -> OnnxGraph:
@@ -207,14 +159,8 @@ def read_graph(model: bytes) -> OnnxGraph:
     return graph
 
 
-def with_graph(model: bytes, graph: OnnxGraph, domain: str | None) -> bytes:
-    """Returns the model with another graph, whose operators may be of `domain`, in version 1, too."""
-    opset = b"" if domain is None else bytes_field(_OPSETS, bytes_field(1, domain.encode()) + b"\x10\x01")
-    return _replaced(memoryview(model), _GRAPH_OF_MODEL, [graph.encoded()]) + opset
-
-
 def _tree(reader: GraphReader, message: memoryview, depth: int) -> OnnxGraph:
-    graph = OnnxGraph(message)
+    graph = OnnxGraph()
     for part in reader.parts(message, depth):
         if isinstance(part, Node):
             part.graphs = {inner.name: _tree(reader, inner.graph, depth + 1) for inner in part.attributes if inner.graph is not None}
@@ -254,7 +200,7 @@ class GraphReader:
 
     def function(self, message: memoryview) -> tuple[FunctionName, OnnxGraph]:
         """Returns a function's name and nodes; what its Constants give are constants. Raises UnsoundGraphError, WireError."""
-        body, texts = OnnxGraph(memoryview(b"")), dict.fromkeys((_FUNCTION_DOMAIN, _FUNCTION_NAME, _FUNCTION_OVERLOAD), "")
+        body, texts = OnnxGraph(), dict.fromkeys((_FUNCTION_DOMAIN, _FUNCTION_NAME, _FUNCTION_OVERLOAD), "")
         for number, value in self._few("function", message):
             if number in texts:
                 texts[number] = _text(value)
@@ -302,8 +248,6 @@ class GraphReader:
         for number, value in self._few("node", message):
             if number in names:
                 names[number].append(bytes(_message(value)))
-            elif number == 3:
-                node.name = bytes(_message(value))
             elif number == _OPERATOR:
                 node.operator = _text(value)
             elif number == _DOMAIN:
@@ -315,7 +259,7 @@ class GraphReader:
         return node
 
     def _attribute(self, message: memoryview) -> Attribute:
-        attribute, integers, values = Attribute(message), list[int](), 0
+        attribute, integers, values = Attribute(), list[int](), 0
         for number, value in self._few("attribute", message):
             values += number in _SINGLE
             if number == 1:
@@ -325,8 +269,6 @@ class GraphReader:
             elif number == 3:
                 attribute.number = _signed(_number(value))
                 integers.append(attribute.number)
-            elif number == 4:
-                attribute.text = bytes(_message(value))
             elif number == _VALUE:
                 attribute.tensor = self._tensor(_message(value))
             elif number == _SUBGRAPH:
@@ -336,8 +278,6 @@ class GraphReader:
         if values > 1 or (values and len(integers) > 1) or len(integers) > MAX_PARTS:
             raise UnsoundGraphError(f"an attribute holds more than one value, or more than {MAX_PARTS} integers")
         attribute.integers = tuple(integers)
-        if attribute.graph is None:
-            attribute.message = bytes(message)  # smaller than a view
         return attribute
 
     def _tensor(self, message: memoryview) -> Tensor:
@@ -424,9 +364,3 @@ def _number(value: int | memoryview) -> int:
 
 def _text(value: int | memoryview) -> str:
     return bytes(_message(value)).decode("utf-8", "replace")
-
-
-def _replaced(message: memoryview, number: int, values: Iterable[bytes]) -> bytes:
-    """The message with other values of a field, behind all others."""
-    kept = b"".join(bytes(whole) for other, _, whole in whole_fields_of(message) if other != number)
-    return kept + b"".join(bytes_field(number, value) for value in values)
