@@ -9,7 +9,7 @@ WORKERS ?= 4
 BIN := $(VENV)/bin
 TOOLS := .venv-tools
 TEST_EXTRAS := onnx,export-onnx,grammar,serve,sign,report,media,test
-ALL_EXTRAS := $(TEST_EXTRAS),webgpu,llama,export,package,verify,optimum,fleet,docs,dev
+ALL_EXTRAS := $(TEST_EXTRAS),llama,export,package,verify,optimum,fleet,docs,dev
 USER_EXTRAS := llama,onnx,export,grammar,serve,sign,report,media
 comma := ,
 # Locks hold for every Python and platform; torch is left out (requirements/README.md).

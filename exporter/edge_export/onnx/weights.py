@@ -110,6 +110,12 @@ class Matrix:
     rounding: tuple[float, float] | None = None
     parts: tuple[Matrix, ...] = ()
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What operators on blocks are told of it; empty where it is not in blocks."""
+        spec = self.format.spec
+        return {} if spec is None else {"K": self.columns, "N": self.rows, "bits": spec.bits, "block_size": spec.block}
+
     def regrouped(self, rows: int) -> Matrix:
         """The same bytes as a matrix of `rows` longer rows, each of several old ones."""
         columns = self.rows * self.columns // rows

@@ -34,7 +34,6 @@ from edge_runtime.errors import RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import default_threads, faster_backend, open_session, open_sessions
-from edge_runtime.session.session import Session
 
 Counted = TypeVar("Counted")
 LONG_SECONDS = 300
@@ -88,7 +87,8 @@ class Benchmark:
             }
             first = next(iter(edge_runners.values()))
             check_sizes(first.session, request.image_sizes)
-            yield from self._places({kind: runner.session for kind, runner in edge_runners.items()})
+            if self._load.device not in (None, first.session.device):
+                yield Note(text=f"asked for the device {self._load.device}; it ran on {first.session.device}")
             yield first.session.row_equality(self._load.notify, self._load.waiting)
             prompts = prepare(request.prompts(), first.session)
             yield from self._compare(edge_runners, prompts, lengths)
@@ -102,15 +102,6 @@ class Benchmark:
                 text=f"the time of day moved by {moved:+.0f} s while this ran (it was set, or the machine slept):"
                 " seconds here are of another clock, but times in other logs may not fit"
             )
-
-    def _places(self, sessions: Mapping[DrafterKind, Session]) -> Iterator[Note]:
-        """Yields on which device it ran, if another was asked for, and where drafts were made beside it."""
-        ran = next(iter(sessions.values())).device
-        if self._load.device not in (None, ran):
-            yield Note(text=f"asked for the device {self._load.device}; it ran on {ran}")
-        for kind, session in sessions.items():
-            if session.draft_place:
-                yield Note(text=f"{kind}: {session.draft_place}")
 
     def _drafters_and_kernels(self) -> tuple[tuple[DrafterKind, ...], str]:
         """Returns the kinds of drafters to measure and the row kernels that run, which an open session alone knows."""

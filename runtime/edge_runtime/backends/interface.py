@@ -68,8 +68,7 @@ class OpenedPair:
     context and machine; `row_kernel_facts` what the bits of K/V rows depend on beside files, K/V type and machine. `exported_parity` is
     what the export measured with these files. `row_kernels` names the variant of the project's own kernels that multiplies, None for stock
     ones; `stock_attention` says that the engine's own attention reads K/V rows beside them. `set_threads` is None where all phases run on
-    as many threads. `accelerator` computes in the CPU's place; whoever opened it compares both before it is trusted. `draft_place` says
-    where drafts are made beside it, where that was measured.
+    as many threads. `accelerator` computes in the CPU's place; whoever opened it compares both before it is trusted.
     """
 
     together: SequenceBatch
@@ -83,7 +82,6 @@ class OpenedPair:
     row_kernels: str | None
     stock_attention: bool = False
     accelerator: Accelerator | None = None
-    draft_place: str = ""
     encoder: LazyEncoder | None = None
     set_threads: Callable[[ThreadCounts], None] | None = None
 

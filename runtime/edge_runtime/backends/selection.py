@@ -21,7 +21,7 @@ from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
 
 BackendKind = str
-# A backend, or a backend and a device of its own, "onnx webgpu": where a bundle can run.
+# A backend, or a backend and a device of its own, "llama vulkan0": where a bundle can run.
 Place = str
 # As the name of a device: the fastest there is.
 AUTO = "auto"
@@ -62,7 +62,7 @@ def device_of(place: Place) -> str | None:
 
 
 def title(place: Place) -> str:
-    """Returns a place's name for people: "ONNX Runtime", "ONNX Runtime on webgpu"."""
+    """Returns a place's name for people: "ONNX Runtime", "llama.cpp on vulkan0"."""
     device = device_of(place)
     return CARDS[backend_of(place)].title + (f" on {device}" if device else "")
 

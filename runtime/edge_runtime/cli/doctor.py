@@ -38,7 +38,6 @@ DISTRIBUTION = "edge-mtp"
 # The extras for users and their purposes; the other extras are for developers of edge-mtp.
 EXTRAS = {
     **{kind: f"runs {card.format.upper()} bundles" for kind, card in CARDS.items()},
-    "webgpu": "GPUs, by Vulkan, Direct3D 12 or Metal",
     "openvino": "Intel's processors, GPUs and NPUs",
     "qnn": "Qualcomm's NPUs",
     "grammar": "JSON schemas, grammars, regular expressions",
@@ -54,7 +53,7 @@ EXTRAS = {
     "report": "plots of edge-bench run --html",
 }
 # What only a machine with such a device needs is not among the extras that the doctor proposes.
-_OF_DEVICES = {"webgpu", "openvino", "qnn"}
+_OF_DEVICES = {"openvino", "qnn"}
 _COMPILED_BY = {"cmake": ("cmake",), "a C++ compiler": ("c++", "g++", "clang++")}
 
 

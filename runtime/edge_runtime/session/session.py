@@ -54,7 +54,7 @@ class SessionParts(LoadedPair):
     `keep_costs` is called at the end.
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
     `draft_store` holds earlier answers and files to copy drafts from. `row_kernels` names the variant of the project's kernels that
-    multiplies, None for stock ones; `device` is where the graphs run; `draft_place` and `stock_attention` are as of `OpenedPair`.
+    multiplies, None for stock ones; `device` is where the graphs run; `stock_attention` is as of `OpenedPair`.
     `prompt_cache` keeps the rows of prompts on disk; `row_facts` are what rows belong to.
     `fingerprint` stands for all that an answer depends on beside its request.
     """
@@ -64,7 +64,6 @@ class SessionParts(LoadedPair):
     backend: str = ""
     row_kernels: str | None = None
     device: str = "cpu"
-    draft_place: str = ""
     stock_attention: bool = False
     settings: Settings | None = None
     monitor: Monitor | None = None
@@ -93,7 +92,6 @@ class Session:
         self.backend = parts.backend
         self.row_kernels = parts.row_kernels
         self.device = parts.device
-        self.draft_place = parts.draft_place
         self.stock_attention = parts.stock_attention
         self.vocabulary = parts.vocabulary
         self.claim = parts.claim

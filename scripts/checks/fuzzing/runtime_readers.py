@@ -51,7 +51,6 @@ def hashed(data: bytes) -> bytes:
 
 def _onnx(folder: Path, _: Path | None) -> Read:
     from edge_runtime.backends.onnx.graph_memory import check_graph_memory
-    from edge_runtime.backends.onnx.row_kernels import with_row_kernels
 
     make_weights(folder)
     path = folder / "model.onnx"
@@ -61,7 +60,6 @@ def _onnx(folder: Path, _: Path | None) -> Read:
     def read(data: bytes) -> None:
         path.write_bytes(data)
         check_onnx(path)
-        with_row_kernels(data)
         check_graph_memory(path, shapes)
 
     return read

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,14 +222,15 @@ def test_an_accelerator_is_checked_before_the_child_that_measures_memory(exporte
     assert order == first
 
 
-def test_records_say_where_drafts_were_made(exported_pair):
+def test_records_say_on_which_device_it_ran(exported_pair, monkeypatch):
     measuring = benchmark.Benchmark(exported_pair, BenchRequest(), LoadOptions(backend="llama", check="none"))
     measuring._load = replace(measuring._load, device="gpu")
-    ran = SimpleNamespace(device="webgpu", draft_place="drafts are made on the CPU: a draft of 3 takes less there")
-    assert [note.text for note in measuring._places({"split": ran})] == [
-        "asked for the device gpu; it ran on webgpu",
-        f"split: {ran.draft_place}",
-    ]
+    opened = nullcontext(SimpleNamespace(device="vulkan0", drafter_kind="dense"))
+    opened.close = lambda: None
+    monkeypatch.setattr(benchmark, "measure_memory", lambda *_, **__: 1)
+    monkeypatch.setattr(benchmark, "open_session", lambda *_, **__: opened)
+    notes = (record.text for record in measuring.records() if isinstance(record, Note))
+    assert "asked for the device gpu; it ran on vulkan0" in notes
 
 
 def test_energy_comes_from_its_log(made_up, tmp_path):

@@ -79,11 +79,6 @@ def load_library() -> ctypes.CDLL | None:
         return None
 
 
-def is_newest() -> bool:
-    """Whether the library has all operators; an earlier build has none for norms and caps."""
-    return hasattr(load_library(), "edge_rows_norm")
-
-
 def end_on_lost_files() -> None:
     """Ends this process with one sentence, where it would die of SIGBUS because a mapped file was cut or its disk failed.
 

@@ -27,7 +27,7 @@ from edge_runtime.errors import BackendError, RequestError
 FIRST_VERSION = (1, 31)
 END_VERSION = (1, 33)
 KINDS = (CPU, GPU, NPU)
-_CPU_PROVIDER, _QNN, _WEBGPU = "CPUExecutionProvider", "QNNExecutionProvider", "WebGpuExecutionProvider"
+_CPU_PROVIDER, _QNN = "CPUExecutionProvider", "QNNExecutionProvider"
 # Only what ends the process (4: fatal) is written to standard error; what fails is raised.
 SEVERITY = 4
 
@@ -48,7 +48,6 @@ class PlugIn:
 
 # Those that were run.
 PLUG_INS = (
-    PlugIn(provider=_WEBGPU, module="onnxruntime_ep_webgpu", package="onnxruntime-ep-webgpu", extra="webgpu", kind=GPU),
     PlugIn(provider="OpenVINOExecutionProvider", module="onnxruntime_ep_openvino", package="onnxruntime-ep-openvino", extra="openvino"),
     PlugIn(provider=_QNN, module="onnxruntime_qnn", package="onnxruntime-qnn", extra="qnn", kind=NPU),
 )
@@ -67,7 +66,7 @@ _BUILT_IN = {
 
 @dataclass(frozen=True, kw_only=True)
 class OrtDevice:
-    """A device: its name for people ("webgpu", "openvino:NPU"), its execution provider and its kind, cpu, gpu or npu.
+    """A device: its name for people ("qnn", "openvino:NPU"), its execution provider and its kind, cpu, gpu or npu.
 
     `hardware` is its maker's name. `driver` is what its results depend on beside the hardware, in one line: versions of the plug-in and of
     drivers. `handle` is onnxruntime's own, None for a provider that needs no plug-in; `options` are the provider's. `software`: a processor
@@ -168,7 +167,7 @@ def device_named(name: str | None) -> OrtDevice:
 def _missing(name: str, typed: str) -> str:
     """Why there is no such device, and what to do."""
     there = f"there is no device {typed!r} that onnxruntime computes on here; there are {_names(devices())}"
-    meant = [each for each in PLUG_INS if name.partition(":")[0] in (each.extra, each.provider.lower()) or name in (each.kind or NPU, GPU)]
+    meant = [each for each in PLUG_INS if name.partition(":")[0] in (each.extra, each.provider.lower()) or name == NPU]
     for plug_in in meant:
         failure, installed = plug_in_failure(plug_in), f"{plug_in.package} {installed_version(plug_in.package)}"
         if failure:
@@ -177,6 +176,8 @@ def _missing(name: str, typed: str) -> str:
             return f"{there}; {installed} is installed and finds no device of its own on this machine"
     if meant and all(plug_in_failure(plug_in) == "" for plug_in in meant):
         return f"{there}; {how_to_get(*(plug_in.extra for plug_in in meant))}"
+    if name == GPU:
+        return f"{there}; llama.cpp computes on GPUs: export the bundle with --format gguf or both"
     return f"{there}; edge-run doctor says which drivers are installed"
 
 
@@ -215,12 +216,10 @@ def _options(plug_in: PlugIn, *, software: bool) -> tuple[tuple[str, str], ...]:
     """What a provider must be set to.
 
     OpenVINO's processor: not to round to bfloat16, which it does where the processor can. QNN: where its library for the NPU is, and to
-    compute in float16. WebGPU: to take int64 too, which a chosen token is, and which else goes to the processor and back.
+    compute in float16.
     """
     if plug_in.kind is None:
         return (("load_config", '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'),)
-    if plug_in.provider == _WEBGPU:
-        return (("enableInt64", "1"),)
     if plug_in.provider != _QNN:
         return ()
     settings = {"backend_path": import_module(plug_in.module).get_qnn_htp_path(), "enable_htp_fp16_precision": "1"}

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.files.user_cache import entry_key
-from edge_devices.machine.facts import installed_version
-from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.kernels.draft import ArrayRows, NativeDraft, can_draft
-from edge_runtime.backends.kernels.loader import build_hash, variant
-from edge_runtime.backends.onnx.device_drafter import FAILURES, PLACES, DeviceDrafter, failed, timed_places
-from edge_runtime.backends.onnx.device_target import DeviceTarget
-from edge_runtime.backends.onnx.devices import PROCESSOR, library_version
 from edge_runtime.backends.onnx.drafter_weights import OtherGraphError, channel_scales, read_weights, sources_of
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, check_length
 from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, scalar, value_over
@@ -88,6 +80,11 @@ class GraphDrafter(ABC, Generic[T]):
     def assignments(self) -> dict[str, dict[str, int]]:
         """Per execution provider how many nodes of each operator it runs."""
         return self._graph.assignments() if self._graph else {}
+
+    @property
+    def lacks_kernels(self) -> bool:
+        """As that of its graph."""
+        return self._graph is not None and self._graph.lacks_kernels
 
     def close(self) -> None:
         """Frees the session. Harmless when done twice."""
@@ -243,61 +240,14 @@ class KernelDrafter:
             self._draft = None
 
 
-AnyOrtDrafter = KernelDrafter | OrtDrafter | StaticOrtDrafter | DeviceDrafter
+AnyOrtDrafter = KernelDrafter | OrtDrafter | StaticOrtDrafter
 
 
 def open_drafter(path: Path, target: OrtTarget | StaticOrtTarget, session: SessionOptions, files: PairFiles) -> AnyOrtDrafter:
     """Opens the graph at `path` as the drafter of this target, where it drafts fastest. Raises BackendError, BundleError."""
     if not isinstance(target, OrtTarget):
         return StaticOrtDrafter(path, target, session)
-    if isinstance(target, DeviceTarget):
-        return _fastest_drafter(path, target, session, files)
-    return _drafter_on_processor(path, target, session, files, may_use_kernels=target.row_kernels)
-
-
-def _drafter_on_processor(
-    path: Path, target: OrtTarget, session: SessionOptions, files: PairFiles, *, may_use_kernels: bool
-) -> KernelDrafter | OrtDrafter:
-    """The drafter on the CPU's kernels where they run."""
-    if may_use_kernels and can_draft():
+    if target.row_kernels and can_draft():
         with suppress(OtherGraphError, ValueError):
             return KernelDrafter(path, target, files.layout, session.threads)
     return OrtDrafter(path, target, session)
-
-
-def _fastest_drafter(path: Path, target: DeviceTarget, session: SessionOptions, files: PairFiles) -> AnyOrtDrafter:
-    """The drafter on the device or on the CPU, to which a `DeviceTarget` gives the rows that it reads: whichever drafts faster.
-
-    That is not tried where a processor computes in the device's place. What is not chosen is opened to be timed only.
-    """
-    device, made = session.device, dict[str, AnyOrtDrafter]()
-
-    def on_processor() -> AnyOrtDrafter:
-        if CPU not in made:
-            made[CPU] = _drafter_on_processor(path, target, replace(session, device=PROCESSOR), files, may_use_kernels=True)
-        return made[CPU]
-
-    def on_device() -> AnyOrtDrafter:
-        if device.name not in made:
-            made[device.name] = DeviceDrafter(path, target, session, files.layout)
-        return made[device.name]
-
-    if device.software:
-        return on_processor()
-    facts: tuple[object, ...] = (files.identity, device.name, device.hardware, device.driver, library_version(), target.context)
-    facts += (session.threads, variant(), build_hash(), installed_version("edge-mtp"))
-    key = entry_key([*map(str, facts)])
-    places = timed_places(target, on_device, on_processor, key)
-    try:
-        chosen = on_device() if places.device_is_faster else on_processor()
-    except FAILURES as error:
-        if not places.device_is_faster:
-            raise
-        places = failed(error)
-        PLACES.keep(key, places, lambda _: None, provisional=places.passing)
-        chosen = on_processor()
-    for drafter in made.values():
-        if drafter is not chosen:
-            drafter.close()
-    target.draft_place = places.sentence(device.name)
-    return chosen

@@ -6,6 +6,7 @@ packed (kernels/src/draft/model.cpp).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from edge_runtime.errors import BackendError
 _DTYPES: dict[int, type[np.generic]] = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int32, 7: np.int64}
 _BLOCKS = (128, 64, 32, 16)
 _LAYER_MATRICES, _LAYER_NORMS = 4, 5
+_FEED_FORWARD = "FeedForwardRows"
+_PRODUCTS = {"MatMulRows", _FEED_FORWARD}
 
 
 class OtherGraphError(Exception):
@@ -37,11 +40,9 @@ def read_weights(path: Path, layout: CacheLayout) -> DraftWeights:
     """
     graph = _Graph(path)
     layers = len(layout.drafter_sources)
-    products, norms, factors = graph.nodes("MatMulNBits"), graph.nodes("RMSNormalization"), graph.layer_factors()
-    if len(products) != 3 + _LAYER_MATRICES * layers or len(norms) != 1 + _LAYER_NORMS * layers or len(factors) != layers:
+    sources, matrices, (vectors, factors, epsilon) = sources_of(layout), graph.matrices(), graph.norms()
+    if len(matrices) != 3 + _LAYER_MATRICES * layers or len(vectors) != 1 + _LAYER_NORMS * layers or len(factors) != layers:
         raise OtherGraphError
-    sources, matrices = sources_of(layout), [graph.levels(product) for product in products]
-    vectors = [graph.array(node.inputs[1]).copy() for node in norms]
     dims = {buffer.layer: buffer.head_dim for buffer in layout.buffers}
     made = []
     for n, source in enumerate(layout.drafter_sources):
@@ -62,7 +63,7 @@ def read_weights(path: Path, layout: CacheLayout) -> DraftWeights:
         raise OtherGraphError
     return DraftWeights(
         heads=made[0].matrices[0].outputs // made[0].dim,
-        epsilon=float(norms[0].numbers[b"epsilon"]),
+        epsilon=epsilon,
         before=matrices[0],
         after=matrices[-2],
         layers=tuple(made),
@@ -129,26 +130,42 @@ class _Graph:
                 self._files[name] = np.asarray(np.memmap(self._folder / name, np.uint8, "r"))
         return self._files[name]
 
-    def levels(self, node: Node) -> LevelMatrix:
-        """The matrix of a product."""
-        numbers = node.numbers
-        return self._levels(node.inputs, (numbers.get(b"N", 0), numbers.get(b"K", 0)), numbers)
+    def matrices(self) -> list[LevelMatrix]:
+        """The matrices of all products, in order."""
+        found = []
+        for node in self._nodes:
+            if node.operator in _PRODUCTS:
+                found.append(self._levels(node.inputs[1:3], node.numbers))
+            if node.operator == _FEED_FORWARD:
+                second = {name.removeprefix(b"second_"): number for name, number in node.numbers.items() if name.startswith(b"second_")}
+                found.append(self._levels(node.inputs[3:], second))
+        return found
 
-    def _levels(self, inputs: list[bytes], shape: tuple[float, float], numbers: dict[bytes, float]) -> LevelMatrix:
-        """`inputs` are the names of the value that is multiplied, of levels and of scales."""
-        if len(inputs) != 3:
+    def norms(self) -> tuple[list[NDArray[Any]], list[float], float]:
+        """The weights of all norms, in order, the numbers that layers multiply their output with, and the epsilon of the first norm."""
+        weights, factors, epsilon = list[bytes](), list[bytes](), 0.0
+        for node in self._nodes:
+            if node.operator == "NormRows":
+                weights += node.inputs[1:]
+                epsilon = epsilon or float(node.numbers.get(b"epsilon", 0))
+            elif node.operator == "ResidualRows":
+                weights += [node.inputs[2], *node.inputs[4:]]
+                factors += node.inputs[3:4]
+        numbers = [self.array(name) for name in factors if name]
+        if any(number.size != 1 for number in numbers):
             raise OtherGraphError
-        levels, scales = self.array(inputs[1]), self.array(inputs[2])
-        outputs, columns, bits, block = (int(number) for number in (*shape, numbers.get(b"bits", 0), numbers.get(b"block_size", 0)))
+        return [self.array(name).copy() for name in weights if name], [float(number.reshape(-1)[0]) for number in numbers], epsilon
+
+    def _levels(self, names: list[bytes], numbers: Mapping[bytes, float]) -> LevelMatrix:
+        """`names` are those of levels and of scales."""
+        if len(names) != 2:
+            raise OtherGraphError
+        levels, scales = map(self.array, names)
+        outputs, columns, bits, block = (int(numbers.get(name, 0)) for name in (b"N", b"K", b"bits", b"block_size"))
         if block not in _BLOCKS or (levels.nbytes, scales.size) != (outputs * columns * bits // 8, outputs * columns // block):
             raise OtherGraphError
         scales = np.ascontiguousarray(scales, np.float32)
         return LevelMatrix(levels=levels, scales=scales, outputs=outputs, inputs=columns, bits=bits, block=block)
-
-    def layer_factors(self) -> list[float]:
-        """The numbers that layers multiply their output with."""
-        names = [name for node in self.nodes("Mul") for name in node.inputs[1:] if name in self._constants]
-        return [float(self.array(name)[0]) for name in names if self._constants[name].shape == (1,)]
 
     def embedding(self) -> tuple[LevelMatrix, float]:
         """The target's embedding, and the factor of its rows."""
@@ -158,8 +175,8 @@ class _Graph:
         table, numbers = self._constants.get(gathered.inputs[0]), gathered.numbers
         if table is None or len(table.shape) != 2 or not numbers.get(b"bits"):
             raise OtherGraphError
-        shape = table.shape[0], table.shape[1] * 8 // numbers[b"bits"]
-        levels = self._levels([b"", gathered.inputs[0], gathered.inputs[2]], shape, numbers)
+        shape = {b"N": table.shape[0], b"K": table.shape[1] * 8 // numbers[b"bits"]}
+        levels = self._levels([gathered.inputs[0], gathered.inputs[2]], {**numbers, **shape})
         return levels, float(self.array(factors[0].inputs[1]))
 
     def sparse_head(self, centroids: LevelMatrix) -> SparseHeadWeights | None:

@@ -89,6 +89,7 @@ class _Peak:
 
     def of_file(self, body: OnnxGraph, shapes: Mapping[bytes, Shape]) -> int:
         """Returns the most bytes at a time. Raises UnsoundGraphError, _TooMuchError."""
+        self._functions = body.functions
         known: dict[bytes, Value] = {}
         for name, declared in body.inputs.items():
             runtime_shape = shapes.get(name, ())
@@ -139,7 +140,18 @@ class _Peak:
             inputs.append(known[name] if name else Value(()))
         while inputs and not node.inputs[len(inputs) - 1]:  # inputs that are left out at the end
             inputs.pop()
-        return output_values(node, inputs)
+        function = self._functions.get(node.function)
+        return output_values(node, inputs) if function is None else self._called(node, function, inputs, held)
+
+    def _called(self, node: Node, function: OnnxGraph, inputs: Sequence[Value], held: int) -> list[Value]:
+        """What a function gives, or the kernel of its name, whichever runs: that needs less inside, and may not give more."""
+        self._kept += sum(len(tensor.raw or b"") for tensor in function.constants.values())
+        values = _outputs_of(function, self._follow(function, dict(zip(function.inputs, inputs, strict=False)), held))
+        if node.operator in KERNEL_RULES:
+            shapes = _shapes(KERNEL_RULES[node.operator], node, inputs)
+            if any(prod(shape) > prod(value.shape) for shape, value in zip(shapes, values, strict=False)):
+                raise UnsoundGraphError(f"the kernel of {node.operator} gives more than the function of that name")
+        return values
 
     def _branches(self, node: Node, known: Mapping[bytes, Value], held: int) -> list[Value]:
         branches: list[list[Value]] = []
@@ -184,14 +196,7 @@ def output_values(node: Node, inputs: Sequence[Value]) -> list[Value]:
     rule = RULES.get(node.operator)
     if rule is None:
         raise UnsoundGraphError(f"the operator {node.operator[:40]!r} has no known shape")
-    try:
-        shapes = rule(node, inputs)
-    except UnsoundGraphError:
-        raise
-    except (IndexError, ZeroDivisionError, ValueError) as error:
-        raise UnsoundGraphError(f"{node.operator} does not fit its inputs") from error
-    if any(len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0 for shape in shapes):
-        raise UnsoundGraphError(f"{node.operator} gives a shape that none can have")
+    shapes = _shapes(rule, node, inputs)
     # Dequantized weights stay as they are stored until their product needs them.
     constant = node.operator != "DequantizeLinear" and all(value.constant for value in inputs)
     wide = node.operator in _WIDE_OPERATORS or any(value.wide for value in inputs[: 2 if node.operator == "Where" else 1])
@@ -200,6 +205,18 @@ def output_values(node: Node, inputs: Sequence[Value]) -> list[Value]:
     buffers = (1, 2) if node.operator == "GroupQueryAttention" else ()  # where the presents are written
     items = _items(node, inputs)
     return [Value(shape, items, constant, wide, place in buffers) for place, shape in enumerate(shapes)]
+
+
+def _shapes(rule: Rule, node: Node, inputs: Sequence[Value]) -> list[Shape]:
+    try:
+        shapes = rule(node, inputs)
+    except UnsoundGraphError:
+        raise
+    except (IndexError, ZeroDivisionError, ValueError) as error:
+        raise UnsoundGraphError(f"{node.operator} does not fit its inputs") from error
+    if any(len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0 for shape in shapes):
+        raise UnsoundGraphError(f"{node.operator} gives a shape that none can have")
+    return shapes
 
 
 def _items(node: Node, inputs: Sequence[Value]) -> tuple[int, ...] | None:
@@ -383,4 +400,13 @@ RULES: dict[str, Rule] = {
     "Squeeze": _squeeze,
     "TopK": _top,
     "Transpose": _transpose,
+}
+# What the kernels of these names give, whatever their functions say.
+KERNEL_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("MatMulRows", "MatMulCapRows", "MatMulStatic"), _matmul_blocks),
+    **dict.fromkeys(("AttendBuffers", "ReadBuffers"), _attention),
+    **dict.fromkeys(("AttendRows", "NormRows"), _first),
+    "FeedForwardRows": lambda node, inputs: [(*inputs[0].shape[:-1], node.integer(b"second_N", 0))],
+    "MatMulHalves": lambda _, inputs: [(*inputs[0].shape[:-1], inputs[1].shape[0])],
+    "ResidualRows": lambda _, inputs: [inputs[0].shape, inputs[0].shape],
 }

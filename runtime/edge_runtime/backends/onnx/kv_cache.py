@@ -100,10 +100,8 @@ class LayerBuffers(ABC):
 class KeyValueCache(LayerBuffers):
     """Buffers of all owner layers. Row r of a full buffer is position r; of a sliding one it is position `first` + r.
 
-    When a sliding buffer is full its newest rows move to its front, so its size does not grow with the context. Without `moves` it does.
+    When a sliding buffer is full its newest rows move to its front, so its size does not grow with the context.
     """
-
-    moves = True
 
     def __init__(self, layout: CacheLayout, context: int) -> None:
         super().__init__(layout)
@@ -112,7 +110,7 @@ class KeyValueCache(LayerBuffers):
         self.kept = 0 if self.window is None else self.window + 1 + layout.rewind_slack
         spare = context + MAX_ROWS
         sliding = next((buffer.rows for buffer in buffers if buffer.kind == SLIDING), 0)
-        self.capacity = {FULL: spare, SLIDING: min(sliding, spare) if self.moves else spare}
+        self.capacity = {FULL: spare, SLIDING: min(sliding, spare)}
         self.first = 0
         numbers = np.zeros(4, np.int32)
         self._numbers = numbers.data

@@ -13,8 +13,6 @@ from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
 from edge_runtime.backends.interface import Accelerator, OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
 from edge_runtime.backends.kernels.loader import build_hash, stock_reason, variant
-from edge_runtime.backends.onnx.device_drafter import DeviceDrafter
-from edge_runtime.backends.onnx.device_target import DeviceTarget, keeps_rows
 from edge_runtime.backends.onnx.devices import (
     PLUG_INS,
     PROCESSOR,
@@ -25,7 +23,7 @@ from edge_runtime.backends.onnx.devices import (
     library_version,
     plug_in_failure,
 )
-from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, open_drafter
+from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, GraphDrafter, open_drafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import DTYPES, MAX_ROWS, SLIDING, check_buffers
 from edge_runtime.backends.onnx.loader import SessionOptions
@@ -47,7 +45,6 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.text_memory import LookupDrafter
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Drafter
-from edge_runtime.media.soft_rows import Media
 from edge_runtime.planning.memory import EncoderMemory, rotation_bytes
 
 # What is described of a device.
@@ -98,9 +95,8 @@ class OrtBackend:
             row_kernels=variant() if target.row_kernels else None,
             # Of float16 and int8 rows: the kernels read float32 ones.
             stock_attention=any(buffer.dtype != "f32" for buffer in manifest.cache_layout.buffers),
-            draft_place=target.draft_place if isinstance(target, DeviceTarget) else "",
             accelerator=None if options.device.is_cpu else Accelerator(name=options.device.name, driver=_identity(options.device)),
-            encoder=None if whole_images else lazy_encoder(bundle, "onnx", lambda: media_encoder(bundle, options, request.notify), room),
+            encoder=None if whole_images else lazy_encoder(bundle, "onnx", lambda: media_encoder(bundle, options.threads), room),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -153,7 +149,9 @@ def open_onnx(
     check_pair_memory(files, options.context)
     target, drafter = open_pair(files, options)
     owners = bundle.manifest.cache_layout.layer_owners
-    if not target.skips_unread_rows and any(owner != layer for layer, owner in enumerate(owners)):  # else 1.02 times less
+    if target.lacks_kernels or (isinstance(drafter, GraphDrafter) and drafter.lacks_kernels):
+        notify(f"The graphs of {bundle.folder.name} are of an earlier version and run slower; export the bundle again.")
+    elif not target.skips_unread_rows and any(owner != layer for layer, owner in enumerate(owners)):  # else 1.02 times less
         notify(
             f"The graphs of {bundle.folder.name} compute each token of a prompt in all layers; export the bundle again: that takes less."
         )
@@ -164,26 +162,17 @@ def open_onnx(
     return target, drafter, kind
 
 
-def media_encoder(bundle: Bundle, options: OrtOptions, notify: Callable[[str], None]) -> OrtMediaEncoder:
-    """Returns the encoders of a bundle that has graphs of them; each is opened at its first use."""
+def media_encoder(bundle: Bundle, threads: int) -> OrtMediaEncoder:
+    """Returns the encoders of a bundle that has graphs of them, on the CPU; each is opened at its first use."""
     image, sound = bundle.path(VISION_ENCODER, "onnx"), bundle.path(AUDIO_ENCODER, "onnx") if bundle.has(AUDIO_ENCODER, "onnx") else None
-    tried = keeps_rows(options.device) and not options.device.software  # a processor would compute in its place
-    session = SessionOptions(threads=options.threads, device=options.device if tried else PROCESSOR)
-    identity = " ".join(file.sha256 for file in bundle.manifest.files)
-    width = bundle.manifest.architecture.hidden_size
-
-    def admit(sample: Media) -> None:  # a room of its own, since its memory is free again afterwards
-        EncoderMemory(bundle.manifest, available_memory_bytes, one_file=False).admit(sample)
-
-    return OrtMediaEncoder(image, sound, session, width, identity=identity, notify=notify, admit=admit)
+    return OrtMediaEncoder(image, sound, threads, bundle.manifest.architecture.hidden_size)
 
 
 def open_pair(files: PairFiles, options: OrtOptions) -> tuple[GraphTarget, AnyOrtDrafter | None]:
     """Opens the target and, if there is one, its drafter. Closing the target closes both. Raises as `open_onnx` does."""
     check_version()
     session = SessionOptions(threads=options.threads, device=options.device)
-    dynamic = DeviceTarget if keeps_rows(options.device) else OrtTarget
-    target = (dynamic if files.static is None else StaticOrtTarget)(files, options, session)
+    target = (OrtTarget if files.static is None else StaticOrtTarget)(files, options, session)
     try:
         return target, open_drafter(files.drafter, target, session, files) if files.drafter else None
     except BaseException:
@@ -194,8 +183,7 @@ def open_pair(files: PairFiles, options: OrtOptions) -> tuple[GraphTarget, AnyOr
 def fallbacks(provider: str, target: GraphTarget, drafter: AnyOrtDrafter | None) -> list[str]:
     """One sentence per graph of which nodes run elsewhere than on `provider`."""
     graphs = target.assignments()
-    # Beside a target whose rows stay on a device, a drafter on the CPU is there by choice.
-    if drafter is not None and (isinstance(drafter, DeviceDrafter) or not isinstance(target, DeviceTarget)):
+    if drafter is not None:
         graphs["drafter"] = drafter.assignments()
     sentences = []
     for name, providers in graphs.items():
