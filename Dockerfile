@@ -1,5 +1,5 @@
 # The build host: checkpoints in, bundles out (edge-export), with everything to run and measure them too. Not for devices; without torch
-# (parity, --calibrate) and without the compiler of --package.
+# (parity, --calibrate) and without the compilers that packages with llama.cpp need.
 #   docker build -t edge-mtp .
 #   docker run --rm -v "$PWD:/work" edge-mtp TARGET_FOLDER DRAFTER_FOLDER --output my-bundle
 #   docker run --rm -v "$PWD:/work" --entrypoint edge-run edge-mtp doctor
@@ -23,7 +23,8 @@ RUN CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -
     pip wheel --no-cache-dir --no-build-isolation --require-hashes --no-deps -r /tmp/requirements/runtime.txt --wheel-dir /tmp/wheels
 COPY . /tmp/edge-mtp
 WORKDIR /tmp/edge-mtp
-RUN hatchling build --target wheel --directory /tmp/wheels \
+# With the row kernels of every platform, as device packages are made here too.
+RUN EDGE_MTP_KERNELS_FOR=all hatchling build --target wheel --directory /tmp/wheels \
     && python -m venv /opt/edge-mtp \
     && /opt/edge-mtp/bin/pip install --no-cache-dir --no-index --no-deps /tmp/wheels/*.whl
 
