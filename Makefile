@@ -18,7 +18,7 @@ LOCK = $(or $(shell command -v uv),$(TOOLS)/bin/uv) pip compile --quiet --univer
 extras = $(foreach e,$(subst $(comma), ,$(1)),--extra $(e))
 # A change of the kernels compiles them anew.
 KERNELS := $(wildcard $(addprefix runtime/edge_runtime/backends/kernels/,build.py src/* src/*/*))
-BUILD := pyproject.toml hatch_build.py scripts/setup/setup.sh requirements/build.txt $(KERNELS)
+BUILD := pyproject.toml hatch_build.py scripts/setup/setup.sh requirements/build.txt requirements/llama.txt $(KERNELS)
 SETUP := PYTHON=$(PYTHON) scripts/setup/setup.sh
 AUDIT = $(BIN)/python scripts/setup/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin \
 	--lock requirements/ci.txt --lock requirements/runtime.txt
@@ -121,9 +121,10 @@ docs: setup-all
 lock: $(TOOLS)/.ready
 	$(LOCK) $(call extras,$(ALL_EXTRAS)) pyproject.toml requirements/ci.in -o requirements/ci.txt
 	$(LOCK) -c requirements/ci.txt requirements/build.in -o requirements/build.txt
+	$(LOCK) -c requirements/ci.txt requirements/llama.in -o requirements/llama.txt
 	$(LOCK) $(call extras,$(TEST_EXTRAS)) -c requirements/ci.txt pyproject.toml -o requirements/test.txt
 	$(LOCK) $(call extras,$(DEMO_EXTRAS_onnx)) -c requirements/ci.txt pyproject.toml -o requirements/demo-onnx.txt
-	$(LOCK) $(call extras,$(DEMO_EXTRAS_llama)) -c requirements/ci.txt pyproject.toml requirements/llama.in -o requirements/demo-llama.txt
+	$(LOCK) $(call extras,$(DEMO_EXTRAS_llama)) -c requirements/ci.txt pyproject.toml -o requirements/demo-llama.txt
 	$(LOCK) $(call extras,$(USER_EXTRAS)) pyproject.toml -o requirements/runtime.txt
 	$(LOCK) requirements/tools.in -o requirements/tools.txt
 	$(LOCK) requirements/uv.in -o requirements/uv.txt

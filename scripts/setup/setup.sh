@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes a virtual environment and installs what LOCK=FILE lists, by its hashes: setup.sh VENV [PROJECT [REQUIREMENT...]]; PROJECT is this
-# checkout, which is built by requirements/build.txt. What REQUIREMENT names is not locked.
+# checkout, which requirements/build.txt builds. What REQUIREMENT names is not locked.
 # uv installs: the one on the PATH, or the locked one, which goes to .venv-tools; where neither can be had, pip does, which is slower.
 set -eu
 venv=$1
@@ -55,7 +55,8 @@ install() {
 }
 
 locked() {
-    install --require-hashes --no-deps --requirement "$1" ${project:+--requirement requirements/build.txt}
+    install --require-hashes --no-deps --requirement "$1" ${project:+--requirement requirements/build.txt} \
+        ${compiled:+--requirement requirements/llama.txt}
 }
 
 if [ -n "$compiled" ]; then

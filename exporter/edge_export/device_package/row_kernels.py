@@ -22,7 +22,7 @@ def check_kernels(platform: Platform) -> None:
         zig = next(line for line in own_requirements("package") if line.startswith("ziglang"))
         raise PackageError(
             f"this installation has no row kernels for {platform.name}, and ziglang, which compiles them, is missing; pip install '{zig}', "
-            "or give --without-kernels, with which standard operators run, at half the speed or less"
+            "or give --without-kernels, with which standard operators run, which are slower"
         )
 
 
@@ -33,7 +33,7 @@ def add_kernels(folder: Path, platform: Platform, cache: Path, step: Step) -> tu
     if shipped.is_file():
         copy_file(shipped, folder / IN_PACKAGE / shipped.name)
     else:
-        report = step(f"row kernels for {platform.machine}: compiling (a minute of two processors the first time, then kept)")
+        report = step(f"row kernels for {platform.machine} (minutes the first time, then kept)")
         with errors_as(PackageError, f"the row kernels cannot be built for {platform.name}", "report this error", RuntimeError, OSError):
             build(target, folder / IN_PACKAGE, cache=cache / "zig", report=report)
     return variants(target)

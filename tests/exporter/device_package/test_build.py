@@ -480,7 +480,7 @@ def test_zig_compiles_what_the_installation_lacks_and_says_how_far_it_is(tmp_pat
     with Steps(Console(file=(out := io.StringIO()))) as step:
         assert row_kernels.add_kernels(tmp_path / "p", LINUX, tmp_path / "cache", step) == ("neon", "dotprod", "i8mm")
     assert compiled == [f"aarch64-linux-gnu.2.17 p/{row_kernels.IN_PACKAGE} cache/zig"]
-    title = "row kernels for aarch64: compiling (a minute of two processors the first time, then kept)"
+    title = "row kernels for aarch64 (minutes the first time, then kept)"
     assert out.getvalue().splitlines() == [title, f"{title}: 50 %", f"{title}: 100 %"]
 
 
@@ -494,7 +494,7 @@ def test_without_zig_and_kernels_nothing_is_begun(tmp_path: Path, monkeypatch: p
     assert (status, output) == (
         1,
         "Error: this installation has no row kernels for android-arm64, and ziglang, which compiles them, is missing;"
-        " pip install 'ziglang<0.18,>=0.17.1', or give --without-kernels, with which standard operators run, at half the speed or less\n",
+        " pip install 'ziglang<0.18,>=0.17.1', or give --without-kernels, with which standard operators run, which are slower\n",
     )
     status, output = run_command("android-arm64", "-o", str(tmp_path / "package"), "--without-kernels")
     assert (status, "cannot be fetched" in output) == (1, True)  # it went on
