@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -33,6 +34,13 @@ BUDGET_PER_TOKEN, MAX_BUDGET = 0.01, 2.0
 TRIAL_SHARE = 0.02
 # Rounds between two questions whether a trial is due: the answer needs all timings so far.
 TRIAL_INTERVAL = 4
+# A policy that drafts nothing asks again after so many rounds, then after twice as many, and so on up to the longest wait: it drafts up to
+# ASK_LENGTH tokens, as many as cost at most ASK_SHARE of a plain round, as long as ASK_CHANCE says that all of them are right. Before the
+# first draft of a new pair it does so at once, for at most START_SHARE; its first draft has at most START_LENGTH tokens.
+FIRST_WAIT, LONGEST_WAIT = 4, 32
+ASK_LENGTH, ASK_SHARE, ASK_CHANCE = 3, 0.35, 0.3
+START_LENGTH, START_SHARE = 4, 1.2
+TRIAL_START = 0.6
 # While only shadow drafts are made, older observations of first drafts count as at most this many.
 STALE = 6.0
 # Whether a first draft pays is asked at this many times the rate, so that the answer holds while the rate moves a little.
@@ -136,6 +144,9 @@ class Profit:
         # The highest rate at which a first draft step is known to pay, the lowest at which it is known not to, and what they hold for.
         self._pays, self._pays_not, self._paying_at = 0.0, math.inf, (self._row_costs, True)
         self._any_untimed, self._until_trial = True, 0
+        # Whether nothing was drafted yet of a pair that no session tried; rounds since the last draft, and how many there are to be.
+        self._starting, self._quiet, self._wait = not model.tried and longest > 0, 0, FIRST_WAIT
+        self._refreshes, self._start = 0, START_LENGTH
         self._tokens_reached = self._cost_reached = 0.0
         self._rate = self._plain_rate = 0.0
         self._offer: Sequence[float] = ()
@@ -163,6 +174,9 @@ class Profit:
         offer, self._offer = self._offer, ()
         if requests != self._requests:
             self._requests, self._stale, self._until_refresh = requests, True, 0
+        asking = self._longest > 0 and (self._starting and self._start == START_LENGTH or self._quiet >= self._wait)
+        if asking:
+            self._stale, self._until_refresh = True, 0
         stale = self._stale or any_prefix != self._any_prefix
         if stale:
             self._update_rate()
@@ -172,11 +186,16 @@ class Profit:
         if offer and (offered := self._offered(offer)):
             self._mode, self._all_added = "offer", True
             return RoundPlan(0, to_verify=self._to_verify, offered=offered)
-        if requests == 1 and (rows := self._trial()):
+        if requests == 1 and not asking and (rows := self._trial()):
             self._mode, self._trial_rows = "trial", rows
             return RoundPlan(min(rows - 1, self._longest), False, self.continues, self._to_verify)
         if self._length:
-            self._mode, length = "draft", self._length
+            self._mode, length = "draft", min(self._length, self._start, self._length_to_ask()) if self._starting else self._length
+        elif asking and (length := self._length_to_ask()):
+            self._mode = "ask"
+            return RoundPlan(length, False, self.continues, self._to_verify)
+        elif asking:
+            self._mode, length = "shadow", 1
         else:
             self._probe_cost = self._cost_of_probe()
             self._mode = "shadow" if self._longest and self._probe_budget >= self._probe_cost else "plain"
@@ -189,6 +208,18 @@ class Profit:
             return MAX_BUDGET
         drafts = float(self._draft_costs[1]) * self._plain_rate
         return min(drafts if self._bound is None else max(drafts, self._bound.probe_cost), MAX_BUDGET)
+
+    def _length_to_ask(self) -> int:
+        """Returns how many tokens to draft although none seem to pay, 0 where that costs too much."""
+        longest = START_LENGTH if self._starting and self._length else ASK_LENGTH
+        costs = self._draft_costs[1 : longest + 1] + self._row_costs[1 : len(self._draft_costs[: longest + 1])] - self._row_costs[0]
+        share = START_SHARE if self._starting else ASK_SHARE
+        length = int((costs <= share * self._row_costs[0]).sum())
+        return max(length, int(costs[min(1, len(costs) - 1)] <= 2 * self._row_costs[0]) * 2) if self._starting else length
+
+    def begin_request(self) -> None:
+        """Another text begins: whether drafts pay is asked again soon."""
+        self._quiet, self._wait = 0, max(FIRST_WAIT, self._wait // 4)
 
     def offer(self, chances: Sequence[float]) -> None:
         """Offers tokens to the next plan."""
@@ -273,7 +304,9 @@ class Profit:
         self._stale = False
         self._until_refresh -= 1
         if self._until_refresh < 0:
-            self._forecast, self._until_refresh = self._model.forecast(self._longest), REFRESH
+            # From the first rounds most is learned.
+            self._refreshes += 1
+            self._forecast, self._until_refresh = self._model.forecast(self._longest), min(self._refreshes, REFRESH)
             if self._bound is not None:
                 rows, drafts = self._max_rows + 1, self._longest
                 self._bound.renew(self._forecast, rows=rows, drafts=drafts, requests=self._requests, stepwise=self._stepwise)
@@ -303,6 +336,7 @@ class Profit:
         """Before the first round: takes the predicted rate of the best fixed length."""
         rates = self._tokens_of_lengths() / (self._draft_costs + self._row_costs[: self._longest + 1])
         self._cost_reached = PREDICTED_ROUNDS * self._row_list[0]
+        self._trial_budget = -TRIAL_START * self._row_list[0]
         self._tokens_reached = float(rates.max()) * self._cost_reached
 
     def _tokens_of_lengths(self) -> Chances:
@@ -355,6 +389,8 @@ class Profit:
             return False
         if self._mode == "trial":
             return True
+        if self._mode == "ask":
+            return self._chain > ASK_CHANCE
         return self._gain_of_a_step(self._forecast.transition[self._bins[-1]]) > 0
 
     def _add_draft(self, index: int) -> None:
@@ -377,6 +413,8 @@ class Profit:
             self._add_unreported(drafted)
         if self._mode == "trial":
             self._verified = drafted
+        if self._mode == "ask" and self._any_prefix:
+            self._verified = sum(after - before > ASK_CHANCE for before, after in pairwise(self._tokens))
         verified = min(self._verified, drafted)
         return verified, self._padding(verified)
 
@@ -393,6 +431,14 @@ class Profit:
     def observe(self, result: RoundResult) -> None:
         """Learns from a round: acceptance, rate and costs."""
         shadow = self._mode == "shadow"
+        if self._mode == "draft" and self._bins:
+            self._starting, self._quiet, self._wait = self._starting and not result.accepted, 0, FIRST_WAIT
+            self._start = max(1, self._start // 2)
+        elif self._quiet >= self._wait or self._starting:
+            self._starting, self._quiet = False, 0
+            self._wait = 0 if result.accepted else min(max(2 * self._wait, FIRST_WAIT), LONGEST_WAIT)
+        else:
+            self._quiet += 1
         if result.shadow_accepted is not None:
             self._observe_shadow(result.shadow_accepted)
         if (timing := result.timing) is not None:
@@ -403,7 +449,7 @@ class Profit:
         if self._bins and not shadow:
             self._model.observe(self._bins, min(verified, len(self._bins)), min(result.accepted, len(self._bins)))
         self._trial_budget += TRIAL_SHARE * self._spent()
-        if self._mode not in ("draft", "trial"):
+        if self._mode not in ("draft", "trial", "ask"):
             self._probe_budget = min(self._probe_budget + BUDGET_PER_TOKEN, MAX_BUDGET) - (self._probe_cost if shadow else 0.0)
         # The prediction says as much about the rate as the outcome, and varies less.
         tokens = (self._tokens[verified] + result.accepted + 1) / 2
