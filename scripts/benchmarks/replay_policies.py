@@ -200,13 +200,13 @@ class Replay:
             drafted += 1
             if plan.should_continue is not None and not plan.should_continue(place.confidences[drafted - 1]):
                 break
-        shadow_accepted = place.accepted > 0 if plan.shadow and drafted else None
         verified, padding = plan.to_verify(0 if plan.shadow else drafted)
         accepted = min(verified, place.accepted)
+        left_out_right = place.accepted > verified if accepted == verified < drafted else None
         rows = 1 + verified + max(0, min(padding, left - 1 - verified))
         draft_seconds, verify_seconds = self.machine.round(self.clock, drafted, rows)
         timing = Timing(length=length, steps=drafted, draft_seconds=draft_seconds, rows=rows, verify_seconds=verify_seconds)
-        policy.observe(RoundResult(verified, accepted, shadow_accepted, timing))
+        policy.observe(RoundResult(verified, accepted, left_out_right, timing))
         return accepted + 1, draft_seconds + verify_seconds
 
     def rate(self, domain: str) -> float:

@@ -65,7 +65,7 @@ class Decoding:
         self._plan = RoundPlan(0)
         self._start = self._room = self._steps = self._rows = 0
         self._drafts: list[int] = []
-        self._shadow: int | None = None
+        self._left_out: int | None = None
         self._sources = sources
         self._proposal = NO_PROPOSAL
         self._from: list[str] = []
@@ -96,18 +96,19 @@ class Decoding:
 
     def tokens_to_verify(self, drafts: list[int]) -> list[int]:
         """Takes the drafts of the round; returns the tokens to verify: the newest, the drafts, and padding, whose logits are ignored."""
-        self._steps, self._shadow = len(drafts), None
+        self._steps, drafted = len(drafts), drafts
         if self._plan.shadow:
-            self._shadow, drafts = drafts[0] if drafts else None, []
+            drafts = []
         elif self._plan.offered:
             drafts = list(self._proposal.guess.tokens[: self._plan.offered])
             self._from = [self._proposal.guess.source] * len(drafts)
         else:
-            drafts = self.rule.cut(drafts)
+            drafted = drafts = self.rule.cut(drafts)
             self._from = [MODEL] * len(drafts)
-            drafts += self._extension(drafts)
+            drafts = drafts + self._extension(drafts)
         verified, padding = self._plan.to_verify(len(drafts))
         self._drafts = drafts[:verified]
+        self._left_out = drafted[verified] if verified < len(drafted) else None
         padding = max(0, min(padding, self._room - len(self._drafts)))
         self._rows = 1 + len(self._drafts) + padding
         return [self.last, *self._drafts, *[self.last] * padding]
@@ -151,23 +152,32 @@ class Decoding:
 
         Of requests that share a round, one reports the timing to its policy: they share one cost model.
         """
+        begin = time.perf_counter()
         if self.suppressed.size:
             # In the backend's own memory, before anything reads it: so greedy, sampled and constrained tokens are chosen from the others.
             logits[:, self.suppressed] = -np.inf
-        return self._finished(self.rule.accept(self._drafts, logits), timing, report_timing=report_timing)
+        return self._finished(self.rule.accept(self._drafts, logits), timing, begin, report_timing=report_timing)
 
     def finish_chosen(self, choices: Sequence[int], timing: Timing) -> Round:
         """Ends the round of a greedy request with what the target chose at each of `tokens_to_verify`."""
-        return self._finished(accept_by_match(self._drafts, choices.__getitem__), timing, report_timing=True)
+        begin = time.perf_counter()
+        return self._finished(accept_by_match(self._drafts, choices.__getitem__), timing, begin, report_timing=True)
 
-    def _finished(self, result: VerifyResult, timing: Timing, *, report_timing: bool) -> Round:
-        drafts, shadow = self._drafts, self._shadow
+    def _finished(self, result: VerifyResult, timing: Timing, begin: float, *, report_timing: bool) -> Round:
+        drafts = self._drafts
         tokens, self.stopped = _until_stop((*drafts[: result.accepted], result.next_token), self._is_stop)
         self._target.rollback(self._start + len(tokens))  # all emitted tokens but the newest, and the one before them
         if self._sources is not None:
             self._sources.observe(tokens)
-        shadow_accepted = None if shadow is None else shadow == tokens[0]
-        self._policy.observe(RoundResult(len(drafts), result.accepted, shadow_accepted, timing if report_timing else None))
+        told = self._left_out is not None and result.accepted == len(drafts)
+        self._policy.observe(
+            RoundResult(
+                verified=len(drafts),
+                accepted=result.accepted,
+                left_out_right=self._left_out == result.next_token if told else None,
+                timing=_whole(timing, time.perf_counter() - begin) if report_timing else None,
+            )
+        )
         self.last, self._left = tokens[-1], self._left - len(tokens)
         return Round(
             drafted=len(drafts),
@@ -200,6 +210,11 @@ def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Itera
             continue
         logits = target.verify(rows)
         yield decoding.finish_round(logits, decoding.timing(middle - begin, time.perf_counter() - middle))
+
+
+def _whole(timing: Timing, seconds: float) -> Timing:
+    """Returns the timing with the seconds in which each request chose tokens and rolled back: a policy counts all that a row costs."""
+    return timing._replace(verify_seconds=timing.verify_seconds + timing.requests * seconds)
 
 
 def _until_stop(tokens: tuple[int, ...], is_stop: Callable[[int], bool]) -> tuple[tuple[int, ...], bool]:

@@ -23,7 +23,7 @@ Chances = NDArray[np.float64]
 # Upper bounds of the confidence bins. Drafters are mostly confident, so the bins are narrow at the upper end.
 CONFIDENCE_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 # The priors count as this many observations: of a bin's acceptance, of the bin that follows, of the bin of a first draft.
-ACCEPT_WEIGHT, TRANSITION_WEIGHT, FIRST_WEIGHT = 2.0, 3.0, 2.0
+ACCEPT_WEIGHT, TRANSITION_WEIGHT, FIRST_WEIGHT = 2.0, 3.0, 1.0
 # Share of an old count that is left after a new one of the same sort: windows of about 200, 1000 and 50 observations.
 ACCEPT_DECAY, TRANSITION_DECAY, FIRST_DECAY = 0.995, 0.999, 0.98
 # The prior of the transition falls by 1/e over so many bins.

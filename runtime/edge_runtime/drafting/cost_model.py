@@ -251,9 +251,13 @@ class CostCurve:
         overhead, step = self._drafts.get(requests, self._drafts[1])
         extrapolated = requests * overhead + steps * step
         count = self._draft_timings[requests] = self._draft_timings.get(requests, 0) + 1
-        share = DRAFT_SHARE if requests == 1 and self._timed is None else max(DRAFT_SHARE, 1 / (count + 1))
-        # Other processes make a draft slower, nothing makes it faster.
-        off = seconds / extrapolated if self._timed is not None and seconds < extrapolated else _bounded(seconds / extrapolated)
+        off, share = seconds / extrapolated, DRAFT_SHARE
+        if requests > 1:
+            share = max(DRAFT_SHARE, 1 / count)
+        elif self._timed is not None:  # the first timing counts as much as what was computed
+            share = max(DRAFT_SHARE, 1 / (count + 1))
+        # Other processes make a draft slower; nothing makes it faster than it is.
+        off = off if off < 1 and self._timed is not None else _bounded(off)
         error = extrapolated * (off**share - 1)
         weight = OVERHEAD_VARIANCE * requests**2 + steps**2
         self._drafts[requests] = (
@@ -321,13 +325,10 @@ def _rising(verify: Sequence[float], timings: Sequence[int]) -> list[float]:
 
 
 def _own(factors: Sequence[float], middle: float) -> float:
-    """Returns how far the logarithm of a number of rows is from that of all; the first timing, for which memory is laid out, tells nothing."""
-    count = len(factors) - 1
-    if not count:
-        return 0.0
+    """Returns how far the logarithm of a number of rows is from that of all, as far as so many timings may tell."""
+    count = len(factors)
     most = count * math.log(MAX_FACTOR_OFF)
-    own = _quick(factors[1:]) - middle
-    return count / (count + SETTLED) * min(max(own, -most), most)
+    return count / (count + SETTLED) * min(max(_quick(factors) - middle, -most), most)
 
 
 def _quick(timings: Iterable[float]) -> float:

@@ -438,8 +438,9 @@ def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, 
 # stay in a processor's caches, at the speed of these.
 BANDWIDTH = 20e9
 CACHE_BYTES, CACHE_BANDWIDTH = 16 << 20, 100e9
-# Seconds of each forward and of each of its rows that do not depend on the weights: calls, choosing tokens, Python.
-CALL_SECONDS, ROW_SECONDS = 0.15e-3, 0.02e-3
+# Seconds of each forward that do not depend on the weights, such as calls, choosing tokens and Python, with the project's kernels and with
+# stock ones; and of each of its rows. Measured with small pairs, and so are the seconds of drafts below.
+CALL_SECONDS, STOCK_CALL_SECONDS, ROW_SECONDS = 0.25e-3, 0.6e-3, 0.02e-3
 # What a further row takes of the first one's reading: with the project's kernels on integer products of 64 bytes or of matrices, with its
 # other kernels, and with stock ones. The first and the last are measured (docs/row-kernels.md), the second is assumed.
 WIDE_KERNELS = ("avx512vnni", "avxvnni", "i8mm")
@@ -447,9 +448,9 @@ WIDE_ROW, NARROW_ROW, STOCK_ROW = 0.07, 0.2, 0.25
 # How many times as long stock kernels take for one row, by the format of the files (E2B's shapes, docs/row-kernels.md).
 STOCK_FIRST = {"gguf": 2.0, "onnx": 1.7}
 # Seconds of starting a draft and of each of its steps, beside reading the drafter's weights: with the project's kernels, which draft in one
-# call, and with stock ones. Measured with small pairs.
+# call, and with stock ones.
 DRAFT_SECONDS, STEP_SECONDS = 0.05e-3, 0.03e-3
-STOCK_DRAFT_SECONDS, STOCK_STEP_SECONDS = 0.5e-3, 0.2e-3
+STOCK_DRAFT_SECONDS, STOCK_STEP_SECONDS = 0.3e-3, 0.2e-3
 # A drafter that is no model copies from the text.
 COPY_SECONDS = 10e-6
 
@@ -469,7 +470,8 @@ def computed_costs(manifest: Manifest, format: str, drafter: DrafterKind, row_ke
     """
     reads, slower = row_reads(manifest, format), STOCK_FIRST[format] if row_kernels is None else 1.0
     further = STOCK_ROW if row_kernels is None else WIDE_ROW if row_kernels in WIDE_KERNELS else NARROW_ROW
-    first, row = CALL_SECONDS + _reading(reads) * slower, ROW_SECONDS + reads / BANDWIDTH * slower * further
+    first = (STOCK_CALL_SECONDS if row_kernels is None else CALL_SECONDS) + _reading(reads) * slower
+    row = ROW_SECONDS + reads / BANDWIDTH * slower * further
     step, overhead = COPY_SECONDS, 0.0
     if is_model(drafter):
         sizes = {file.role: file.bytes for file in manifest.files if file.format.startswith(format)}
