@@ -107,7 +107,7 @@ RESULT = [
     ("gguf-header", gguf(b"x" * 100_000), "a message of 100,000 characters"),
     ("safetensors-index", b'{"weight_map": {"a": "' + b"9" * 5000 + b'.safetensors"}}', "OSError: file name too long"),
     ("npy-table", npy(b"{'descr': '<f4', 'shape': (8, 16), \n"), "tokenize.TokenError"),
-    ("chat-template", b"{{ 1e999 }}", "NameError"),
+    ("chat-template", b"{{ 1e999.x.y }}", "NameError"),
     ("run-log", b"[" * 100_000, "RecursionError"),
     ("meters", b"[" * 100_000, "RecursionError"),
     ("meters", changed("meters", lambda m: m["commands"][0].update(output="\ud800")), "UnicodeEncodeError: an answer"),

@@ -29,8 +29,8 @@ from edge_export.checkpoint.architecture import (
 )
 from edge_export.checkpoint.json_file import read_json_object
 from edge_export.checkpoint.published.formats import names_quantization, refuse_adapter, refuse_quantized, rounds_activations
-from edge_export.checkpoint.published.packed_weights import Rounding, is_mobile, with_codes, with_matrices
-from edge_export.checkpoint.safetensors import READABLE, SOURCE_TYPE, StoredTensor, read_values, same_values, stored_tensors, widen
+from edge_export.checkpoint.published.packed_weights import GROUP, Rounding, with_codes
+from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, mapped, read_values, same_values, stored_tensors
 from edge_export.errors import CheckpointError
 
 MAX_CONFIG_BYTES = 8 << 20
@@ -105,9 +105,9 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     _check_shared_layers(architecture, config_path)
     model_type = str(config["model_type"])
     try:
-        stored, mobile = stored_tensors(folder), is_mobile(config)
-        tensors, others = _text_tensors(stored if mobile else with_matrices(stored), model_type)
-        tensors, rounding = with_codes(tensors, needed_shapes(architecture) | allowed_shapes(architecture)) if mobile else (tensors, {})
+        tensors, others = _text_tensors(stored_tensors(folder), model_type)
+        shapes = needed_shapes(architecture) | allowed_shapes(architecture)
+        tensors, rounding = with_codes(tensors, shapes, None if rounds_activations(config) else GROUP)
         tensors = _with_one_head(tensors, rounding, architecture)
         architecture = replace(architecture, tied=HEAD not in tensors)
         _check_tensors(folder, tensors, needed_shapes(architecture), allowed_shapes(architecture))
@@ -150,7 +150,7 @@ def planned_checkpoint(config: dict[str, Any], path: Path) -> Checkpoint:
         architecture=architecture,
         tensors=tensors,
         left_out=(),
-        rounding=dict.fromkeys(tensors, (0.0, 0.0)) if is_mobile(config) else {},
+        rounding=dict.fromkeys(tensors, (0.0, 0.0)) if rounds_activations(config) else {},
     )
 
 
@@ -277,9 +277,7 @@ def _check_tensors(folder: Path, tensors: dict[str, StoredTensor], needed: Shape
 
 def cluster_rows(drafter: Checkpoint, ordering: NDArray[np.int32]) -> Iterator[NDArray[np.float32]]:
     """Yields output rows [n, hidden] in cluster order as float32, a few clusters at a time; `ordering` [vocabulary] is that order."""
-    stored, model = drafter.tensors[EMBEDDING], drafter.assistant
-    # Mapped, as rows are read in another order than they are stored; the page cache holds as many as fit into memory.
-    table = np.memmap(stored.path, np.dtype(READABLE[stored.dtype]), "r", stored.offset, stored.shape)
+    table, model = mapped(drafter.tensors[EMBEDDING]), drafter.assistant
     step = _CENTROIDS_PER_PIECE * (model.vocab_size // model.centroids)
     for first in range(0, len(ordering), step):
-        yield widen(table[ordering[first : first + step]], stored.dtype)
+        yield table[ordering[first : first + step]].astype(np.float32)

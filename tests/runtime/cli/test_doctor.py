@@ -88,7 +88,8 @@ def test_without_a_backend_nothing_runs_and_the_line_to_install_it_is_there(monk
 
 
 def test_without_llama_cpp_onnx_graphs_can_be_exported_and_the_screen_says_so(monkeypatch):
-    there = {"edge-mtp": "9.9", "gguf": "1", "onnx": "2", "tokenizers": "3", "huggingface_hub": "4"}
+    names = ("edge-mtp", "gguf", "onnx", "safetensors", "ml_dtypes", "tokenizers", "huggingface_hub")
+    there = dict.fromkeys(names, "9.9")
     monkeypatch.setattr(doctor.metadata, "version", only(**there))
     states = {name: state for name, state, _ in doctor.rows(diagnosis(monkeypatch, onnx=ONNX))}
     assert (states["export-onnx"], states["export"]) == ("ok", "missing")
