@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 
 from edge_devices.files.protobuf_wire import WireError
-from edge_devices.machine.memory import available_memory_bytes, byte_text
+from edge_devices.machine.memory import address_space_left, available_memory_bytes, byte_text
 from edge_runtime.bundle.integrity import read_part
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.bundle.onnx_file import INT64, MAX_DIMENSIONS, MAX_GRAPH_BYTES, Node, OnnxGraph, UnsoundGraphError, read_graph
@@ -55,7 +55,8 @@ def check_graph_memory(path: Path, *forwards: Mapping[str, Shape], beside: int =
     `beside` are those of arrays that are there too.
     Raises BundleError if a shape cannot be computed, BackendError if that is more than the available memory.
     """
-    available = available_memory_bytes() or _UNKNOWN_LIMIT
+    limits = available_memory_bytes() or _UNKNOWN_LIMIT, address_space_left()
+    available = min(limit for limit in limits if limit is not None)
     data = read_part(path, MAX_GRAPH_BYTES, "graph")
     try:
         body = read_graph(data)
@@ -63,9 +64,10 @@ def check_graph_memory(path: Path, *forwards: Mapping[str, Shape], beside: int =
     except (UnsoundGraphError, WireError) as error:
         raise unsound(path, error) from error
     except _TooMuchError as error:
+        what = "values and K/V rows" if beside else "values"
         raise BackendError(
-            f"{path.name} needs {byte_text(error.needed + beside)} or more for values and K/V rows, {byte_text(available)} of memory are"
-            " available; free some memory or ask for a shorter context"
+            f"{path.name} needs {byte_text(error.needed + beside)} or more for its {what}, {byte_text(available)} of memory are available;"
+            " free some memory or ask for a shorter context"
         ) from error
 
 

@@ -410,6 +410,13 @@ def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeyp
         open_onnx(bundle, OrtOptions(context=1024, threads=1), None)
 
 
+def test_what_a_process_may_map_is_a_limit_too(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = open_bundle(onnx_pair("int4"))
+    monkeypatch.setattr(graph_memory, "address_space_left", lambda: 1 << 20)
+    with pytest.raises(BackendError, match=r"for its values and K/V rows, 1.05 MB of memory are available|1.00 MB of memory"):
+        open_onnx(bundle, OrtOptions(context=1024, threads=1), None)
+
+
 def test_a_type_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "g.onnx"
     path.write_bytes(bytes_field(7, bytes_field(11, bytes_field(1, b"x") + bytes_field(2, b"\x0a\x7f"))))
