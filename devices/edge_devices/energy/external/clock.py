@@ -105,7 +105,14 @@ def with_external_meter(log: RunLog, table: Trace) -> RunLog:
     characteristics = Characteristics(
         refresh_s=max(refresh_s, 1e-6), longest_gap_s=max(gaps, default=refresh_s), lag_s=0.0, zero_rate=0.0, read_s=0.0
     )
-    return replace(log, facts=trace.facts, trace=trace, characteristics=characteristics, faults=_pauses(trace))
+    return replace(
+        log,
+        facts=trace.facts,
+        trace=trace,
+        characteristics=characteristics,
+        faults=_pauses(trace),
+        warnings=[*log.warnings, f"the joules are from {trace.facts.source}", *trace.facts.notes],
+    )
 
 
 def _pauses(trace: Trace) -> list[tuple[float, str]]:
