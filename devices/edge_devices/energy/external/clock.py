@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.energy.characteristics import Characteristics, change_times
+from edge_devices.energy.recorder import SLEPT
 from edge_devices.energy.run_log import RunLog
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, Sample, Trace
@@ -90,6 +91,8 @@ def with_external_meter(log: RunLog, table: Trace) -> RunLog:
 
     Raises MeasurementError when the clocks cannot be aligned.
     """
+    if slept := next((reason for _, reason in log.faults if reason.startswith(SLEPT)), None):
+        raise MeasurementError(f"{slept} while the external meter's clock went on, so they cannot be aligned; measure again without sleep")
     steps = log.loads or [(run.start_s, run.end_s) for run in log.runs]
     if not steps:
         raise MeasurementError("the log holds neither load steps nor runs to align the external meter's clock with")
