@@ -254,6 +254,8 @@ class SharedWatch:
             share = Share(start_s=self._system.clock(), others=len(self._open))
             if not self._open:
                 self._busy_since_s, self._busy_tokens = share.start_s, 0
+                if self._recorder:
+                    self._recorder.ignore_sleep()
             self._open.append(share)
             self._changed.notify()
         return share

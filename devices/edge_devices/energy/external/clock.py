@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.energy.characteristics import Characteristics, change_times
+from edge_devices.energy.recorder import SLEPT
 from edge_devices.energy.run_log import RunLog
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, Sample, Trace
@@ -90,6 +91,8 @@ def with_external_meter(log: RunLog, table: Trace) -> RunLog:
 
     Raises MeasurementError when the clocks cannot be aligned.
     """
+    if slept := next((reason for _, reason in log.faults if reason.startswith(SLEPT)), None):
+        raise MeasurementError(f"{slept} while the external meter's clock went on, so they cannot be aligned; measure again without sleep")
     steps = log.loads or [(run.start_s, run.end_s) for run in log.runs]
     if not steps:
         raise MeasurementError("the log holds neither load steps nor runs to align the external meter's clock with")
@@ -105,7 +108,14 @@ def with_external_meter(log: RunLog, table: Trace) -> RunLog:
     characteristics = Characteristics(
         refresh_s=max(refresh_s, 1e-6), longest_gap_s=max(gaps, default=refresh_s), lag_s=0.0, zero_rate=0.0, read_s=0.0
     )
-    return replace(log, facts=trace.facts, trace=trace, characteristics=characteristics, faults=_pauses(trace))
+    return replace(
+        log,
+        facts=trace.facts,
+        trace=trace,
+        characteristics=characteristics,
+        faults=_pauses(trace),
+        warnings=[*log.warnings, f"the joules are from {trace.facts.source}", *trace.facts.notes],
+    )
 
 
 def _pauses(trace: Trace) -> list[tuple[float, str]]:
