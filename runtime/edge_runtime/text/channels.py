@@ -148,8 +148,8 @@ class ChannelParser:
     ) -> None:
         self._vocabulary = vocabulary
         control = vocabulary.control_tokens if channels else {}
-        ends = vocabulary.eog_tokens if channels else ()
-        self._marks: dict[int, Place] = dict.fromkeys(ends, "answer") | {control[text]: _MARKS[text] for text in _MARKS if text in control}
+        self._marks: dict[int, Place] = {token: "answer" for token in vocabulary.eog_tokens if channels}
+        self._marks |= {control[text]: place for text, place in _MARKS.items() if text in control}
         if not calls and CALL_BEGINS in control:
             self._marks[control[CALL_BEGINS]] = "answer"
         self._quote = control.get(QUOTE)

@@ -107,7 +107,7 @@ def _flat(schema: Schema) -> dict[str, Any]:
     """Returns the schema without combining keywords, const written as enum, and required properties declared."""
     flat = {key: value for key, value in schema.items() if key not in COMBINING}
     if schema.get("additionalProperties") is False:  # forgotten properties, as nothing would fit
-        flat["properties"] = dict.fromkeys(required_of(schema), True) | properties_of(schema)
+        flat["properties"] = {**dict.fromkeys(required_of(schema), True), **properties_of(schema)}
     listed = flat.pop("enum", None)
     allowed = [flat.pop("const")] if "const" in flat else None
     if isinstance(listed, list):
@@ -152,7 +152,7 @@ def properties_of(schema: Schema) -> Mapping[str, Any]:
 
 def count_of(schema: Schema, keyword: str) -> int | None:
     """Returns a number of items; None if it is not given."""
-    value = schema.get(keyword)
+    value: Any = schema.get(keyword)
     return min(int(value), _ENDLESS) if _is(value, "integer") and value >= 0 else None
 
 

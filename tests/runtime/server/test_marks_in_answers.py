@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from chat_server import CHAT, HI, Scripted, ask, client_of, scripted_server, send
+from chat_words import ChatWords
+from edge_runtime.text.channels import ChannelParser, Text, Thought
 from edge_runtime.text.chat_template import TURNS_TEMPLATE
+from edge_runtime.text.tool_calls import ToolCall
 
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
@@ -120,6 +125,31 @@ def test_each_part_of_an_answer_is_what_it_is(reply: str, text: str, thoughts: s
     with scripted_server(reply) as server:
         for said in everywhere(server):
             assert said == Said(text, thoughts, calls, "stop")
+
+
+PARTS = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "thought\n", "call:f{", "a:", "}", "x", "é"]
+reply_of: list[str] = [""]
+
+
+@pytest.fixture(scope="module")
+def repeating() -> Iterator[Scripted]:
+    """A server that gives the reply in `reply_of`."""
+    with scripted_server(lambda *_: reply_of[0]) as server:
+        yield server
+
+
+@settings(max_examples=30, deadline=None)
+@example(["<|tool_call>", "é"])
+@given(st.lists(st.sampled_from(PARTS)))
+def test_whatever_marks_say_every_api_says_it(repeating: Scripted, parts: list[str]) -> None:
+    reply_of[0] = "".join(parts)
+    words = ChatWords()
+    parser = ChannelParser(words)
+    events = [e for token in words.encode(f"{reply_of[0]}<turn|>", add_bos=False, parse_special=True) for e in parser.feed(token)]
+    text, thoughts = ("".join(e.text for e in events if isinstance(e, kind)) for kind in (Text, Thought))
+    calls = [(e.name, e.arguments) for e in events if isinstance(e, ToolCall)]
+    for said in everywhere(repeating):
+        assert said == Said(text, thoughts, calls, "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -203,6 +203,18 @@ def test_calls_fit_the_parameters_of_their_function(schema: Any, referenced: Any
         assert fits(arguments, parameters | {"type": "object"}), arguments
 
 
+@given(SCHEMAS, SCHEMAS, st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_json_fits_its_schema(schema: Any, referenced: Any, seed: int) -> None:
+    schema = (schema if isinstance(schema, dict) else {}) | {"$defs": {"r": referenced}}
+    assume("$ref" not in json.dumps(referenced))
+    try:
+        text = written(GRAMMARS.constrain(JsonSchema(schema)), seed)
+    except RequestError:
+        return
+    assert text is None or fits(json.loads(text), schema)
+
+
 @pytest.mark.parametrize(("opened", "before"), [(False, "<|channel>thought\n"), (True, "")])
 @pytest.mark.parametrize(
     ("answer", "good", "bad"),
