@@ -290,9 +290,9 @@ def test_joules_come_home_with_their_scope(daemon: FakeAdbd, package: Path, bund
     result = bench(*arguments)
     assert result.exit_code == 0, result.output
     assert "scope package" in result.stdout
-    assert "J/output token" in result.stdout
+    assert "Joules per output token" in result.stdout
     assert next(tmp_path.rglob("energy.jsonl")).exists()
-    assert "Energy, scope package" in bench("compare", tmp_path).stdout
+    assert "Joules per output token, scope package" in bench("compare", tmp_path).stdout
 
 
 @pytest.mark.slow
