@@ -171,8 +171,8 @@ def reference(chat: bool, widened: bool, models: Models, **options: Any) -> None
     # It is for trying commands: calibrated by --calibrate only, so that it is there in seconds.
     options["importance"] = replace(options["importance"], by_default=False)
     with widened_target(target) if widened else contextlib.nullcontext(target) as folder:
-        shipped = {"description": description, "acceptance": shipped_acceptance(drafter)}
-        _export(str(folder), str(drafter), models.config(), **shipped, **options)
+        acceptance = shipped_acceptance(drafter)
+        _export(str(folder), str(drafter), models.config(), description=description, acceptance=acceptance, **options)
 
 
 def _export(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_bench.devices.results import ENERGY, LOG, RUNS, WATCH, DeviceResult, complete_result, note_device
-from edge_devices.energy.virtual_meters import EXTERNAL
+from edge_devices.energy.virtual_meters import external_meter
 from edge_devices.errors import LinkError
 from edge_devices.files.atomic_write import PARTIAL
 from edge_devices.files.user_cache import CACHE_VARIABLE
@@ -178,7 +178,7 @@ def _started(request: RemoteRequest) -> str:
 
 def _awaits_table(request: RemoteRequest) -> bool:
     """Whether the joules come from the table of a meter that is read after the run."""
-    return request.energy and request.meter == EXTERNAL
+    return request.energy and external_meter(request.meter) is not None
 
 
 def _command(transport: Transport, request: RemoteRequest, folder: str) -> list[str]:

@@ -475,7 +475,8 @@ def computed_costs(manifest: Manifest, format: str, drafter: DrafterKind, row_ke
     step, overhead = COPY_SECONDS, 0.0
     if is_model(drafter):
         sizes = {file.role: file.bytes for file in manifest.files if file.format.startswith(format)}
-        read = (sizes.get("drafter", 0) + sizes.get("drafter_data", 0)) * (sparse_share(manifest.architecture) if drafter == "split" else 1.0)
+        share = sparse_share(manifest.architecture) if drafter == "split" else 1.0
+        read = (sizes.get("drafter", 0) + sizes.get("drafter_data", 0)) * share
         if row_kernels is None:
             step, overhead = STOCK_STEP_SECONDS + read / BANDWIDTH, STOCK_DRAFT_SECONDS
         else:  # a large target's forward leaves nothing of the drafter in the caches

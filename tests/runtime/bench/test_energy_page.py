@@ -160,7 +160,7 @@ def test_what_an_energy_log_cannot_give_is_refused(path: Path, option: str, tmp_
     assert (result.exit_code, "leave --markdown and --trace out" in result.stderr, result.stdout) == (1, True, "")
 
 
-@pytest.mark.parametrize(("minutes", "repeats", "longest_s"), [(10, 3, 268), (19, 5, 600)])
+@pytest.mark.parametrize(("minutes", "repeats", "longest_s"), [(10, 3, 252), (19, 5, 600)])
 def test_repeats_give_way_to_warming_up(
     minutes: float, repeats: int, longest_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
