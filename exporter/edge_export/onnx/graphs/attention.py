@@ -181,8 +181,10 @@ class Attention:
         rows, buffers = [query, key, value], [cache.key, cache.value, inputs.last_row, inputs.rows, inputs.cosine, inputs.sine]
         # The kernels attend to float32 rows.
         kind = None if kv.kind != "f32" else "AttendBuffers" if new else "ReadBuffers"
-        named = graph.kernel(kind, [*rows, *buffers, positions, *scales], [attended, *outputs], **sizes)
-        with named as body, _padded(body, heads * head_dim) if self.read and not new else nullcontext(body) as stock:
+        may_have_none = self.read is not None and new is None
+        zeros = [graph.floats(np.zeros((1, 1, heads * head_dim), np.float32))] * may_have_none
+        named = graph.kernel(kind, [*rows, *buffers, positions, *scales, *zeros], [attended, *outputs], **sizes)
+        with named as body, _padded(body) if may_have_none else nullcontext(body) as stock:
             given, result, halved = stock.inputs[:3], stock.outputs[0], kv.kind == "f16"
             if halved:
                 given, result = [stock.graph.op("Cast", part, to=10) for part in given], stock.graph.fresh("attended")
@@ -233,14 +235,14 @@ class Attention:
 
 
 @contextmanager
-def _padded(body: Body, width: int) -> Iterator[Body]:
-    """Yields inputs and outputs for an attention of queries [1, n, width] that takes at least one row: a row of zeros where there is none.
+def _padded(body: Body) -> Iterator[Body]:
+    """Yields inputs and outputs for an attention that takes at least one query: the last input, a row of zeros, where there is none.
 
-    What comes of it is dropped again.
+    What comes of it is dropped again. The kernels, which take no query as it is, ignore that input.
     """
-    graph, (query, *others), (positions, *scales) = body.graph, body.inputs[:9], body.inputs[9:]
+    graph, (query, *others), (positions, *scales, zeros) = body.graph, body.inputs[:9], body.inputs[9:]
     none = graph.op("Shape", positions, start=1, end=2)
-    row = rows_behind(graph, graph.floats(np.zeros((1, 1, width), np.float32)), none)
+    row = rows_behind(graph, zeros, none)
     place = rows_behind(graph, graph.integers(np.zeros((1, 1), np.int64)), none)
     query, positions = (graph.op("Concat", *parts, axis=1) for parts in ((row, query), (place, positions)))
     attended = graph.fresh("padded")
