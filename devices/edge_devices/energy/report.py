@@ -20,7 +20,7 @@ from edge_devices.energy.windows import MIN_UPDATES, WindowEnergy, change_within
 from edge_devices.errors import MeasurementError, printable
 from edge_devices.files.typed_json import finite_json
 from edge_devices.machine.state import disturbances
-from edge_devices.meters.base import Finding, Kind, MeterState, Scope, scope_words
+from edge_devices.meters.base import REPLAYED, Finding, Kind, MeterFacts, MeterState, Scope, scope_words
 from edge_devices.meters.search import NO_METER
 
 CALIBRATION = "calibrate:"  # prefix of the variants that run one phase alone
@@ -435,7 +435,7 @@ def _measured(figures: Characteristics) -> str:
 
 def head_lines(report: EnergyReport) -> list[str]:
     """Returns the meter with its scope, and the idle power, as text."""
-    mark = "ESTIMATE, nothing was measured: " if report.estimate else ""
+    mark = _ESTIMATED if report.estimate else _REPLAYED if report.meter.startswith(REPLAYED) else ""
     lines = [
         f"{mark}meter {report.meter}, scope {scope_words(report.scope)}, new every {report.refresh_s:.3g} s;"
         f" not in the intervals: {report.systematic}"
@@ -443,6 +443,14 @@ def head_lines(report: EnergyReport) -> list[str]:
     if report.idle:
         lines.append(f"idle {report.idle.watts:.3g} W ± {2 * report.idle.error:.1g}, drift {report.idle.drift_watts:+.2g} W")
     return list(map(printable, lines))
+
+
+_ESTIMATED, _REPLAYED = "ESTIMATE, nothing was measured: ", "REPLAYED from a recording of another run: "
+
+
+def origin_label(facts: MeterFacts) -> str:
+    """Returns what stands before a figure that was not measured in its run; empty for one that was."""
+    return _ESTIMATED if facts.is_estimate else _REPLAYED if facts.is_replay else ""
 
 
 def ratio_text(ratio: Interval) -> str:

@@ -11,12 +11,12 @@ from statistics import fmean
 
 from edge_devices.energy.external.clock import offset_of
 from edge_devices.energy.external.table import import_csv
-from edge_devices.energy.run_log import read_log
+from edge_devices.energy.run_log import is_energy_log, read_log
 from edge_devices.errors import DeviceError, MeterError
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.power_supply import batteries
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, Meter, MeterFacts, Sample, Scope, Trace
+from edge_devices.meters.base import REPLAYED, Finding, Kind, Meter, MeterFacts, Sample, Scope, Trace
 from edge_devices.meters.search import choose_meter
 
 ESTIMATE, REPLAY, EXTERNAL = "estimate", "replay", "external"
@@ -104,9 +104,19 @@ def virtual_meter(system: System, name: str | None) -> Meter | None:
         except ValueError:
             raise MeterError(f"{name!r} is not a power model; write estimate:IDLE,CORE with watts, such as estimate:2.5,4") from None
         return EstimateMeter(system, idle_watts=idle_watts, core_watts=core_watts)
-    if kind == REPLAY and value:
-        return ReplayMeter(system, read_log(Path(value)).trace)
+    if kind == REPLAY:
+        return ReplayMeter(system, _recorded(value))
     return None
+
+
+def _recorded(name: str) -> Trace:
+    """Returns the readings in an energy log. Raises MeterError for a missing name and for another file, DeviceError for a broken log."""
+    if not name:
+        raise MeterError(f"{REPLAY}: names no recording; give a file, such as {REPLAY}:RUN.jsonl")
+    path = Path(name)
+    if path.is_file() and not is_energy_log(path):
+        raise MeterError(f"{path} holds no readings of a meter; give the file that edge-bench run --energy wrote, not that of --runs")
+    return read_log(path).trace
 
 
 def _profile_estimate(system: System) -> EstimateMeter:
@@ -182,7 +192,7 @@ class ReplayMeter:
             raise MeterError("the recorded trace has no samples; record it again")
         self._system, self._trace = system, trace
         self._begin = system.clock()
-        self.facts = replace(trace.facts, name=f"replay:{trace.facts.name}", notes=(*trace.facts.notes, "replayed from a recording"))
+        self.facts = replace(trace.facts, name=f"{REPLAYED}{trace.facts.name}", notes=(*trace.facts.notes, "replayed from a recording"))
 
     def read(self) -> Sample:
         """Returns the recorded value; raises MeterError past the end of the recording."""

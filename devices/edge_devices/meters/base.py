@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.system import System
 
+REPLAYED = "replay:"  # begins the name of a meter whose readings come from a recording
+
 
 class Scope(StrEnum):
     """What a figure covers. Figures of different scopes are never added, ranked or put in one column."""
@@ -75,6 +77,11 @@ class MeterFacts:
     def is_estimate(self) -> bool:
         """Returns whether the figures come from a power model, not a measurement."""
         return self.scope is Scope.ESTIMATE
+
+    @property
+    def is_replay(self) -> bool:
+        """Returns whether the figures come from a recording of another run."""
+        return self.name.startswith(REPLAYED)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"notes": list(self.notes), "estimate": self.is_estimate}

@@ -10,6 +10,7 @@ from statistics import fmean, median
 
 import pytest
 
+from edge_devices.energy.live import EnergyPool, run_energy
 from edge_devices.energy.protocol import Plan, Work, characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import make_report
@@ -153,3 +154,51 @@ def test_a_gauge_that_settles_at_once_takes_no_longer_than_before():
     gauge = Gauge(boxcar(1), every_s=1.0, stated_lag_s=2.0)
     characterise_meter(gauge.system, gauge, gauge.load)
     assert gauge.now < 40
+
+
+def watched(gauge: Gauge, seconds: float, seed: int, idle_s: float = 90.0):
+    """What `edge-run` sees: idle, then one run of a constant power with nothing measured of the gauge."""
+    gauge.recorder = Recorder(gauge.system, gauge)
+    gauge.sleep(idle_s)
+    start_s = gauge.now
+    gauge.watts = LOAD_WATTS * (1 + 0.01 * random.Random(seed).gauss(0, 1))
+    truth = gauge.watts * seconds / TOKENS
+    gauge.sleep(seconds)
+    end_s = gauge.now
+    gauge.watts = IDLE_WATTS
+    return run_energy(gauge.recorder.trace, [], start_s, end_s, TOKENS), truth, (start_s, end_s)
+
+
+@pytest.mark.parametrize("name", GAUGES)
+@pytest.mark.parametrize("seconds", [130.0, 300.0])
+def test_a_watch_of_a_gauge_that_lags_more_than_stated_has_wider_intervals(name, seconds):
+    make, every_s, lag_s = GAUGES[name]
+    held = []
+    for seed in range(25):
+        energy, truth, _ = watched(Gauge(make(), every_s=every_s, stated_lag_s=lag_s, seed=seed), seconds, seed)
+        figure = energy.joules_per_token
+        held.append(figure is None or figure.low <= truth <= figure.high)
+    print(f"{name}, {seconds:.0f} s: {fmean(held):.0%}, last {figure}")
+    assert sum(held) >= 21
+
+
+def test_a_gauge_that_is_slower_than_stated_is_held_to_its_own_rate():
+    gauge = Gauge(boxcar(1), every_s=6.0, stated_lag_s=2.0)
+    gauge.facts = MeterFacts(**{**vars(gauge.facts), "refresh_s": 1.0, "poll_s": 0.5})
+    energy, *_ = watched(gauge, 200.0, 1)
+    assert energy.reason.startswith("the run of 200 s is too short; this meter needs 31")
+    energy, truth, _ = watched(gauge, 400.0, 1)
+    assert energy.joules_per_token.value == pytest.approx(truth, rel=0.02)
+
+
+def test_short_answers_of_a_gauge_that_lags_more_than_stated_have_no_figure():
+    """Each answer ends before the gauge shows it; together they would give half of the truth."""
+    pools = {}
+    for readings in (1, 30):
+        gauge, pool = Gauge(boxcar(readings), every_s=1.0, stated_lag_s=2.0), EnergyPool()
+        for seed in range(12):
+            _, _, span = watched(gauge, 20.0, seed, idle_s=60.0)
+            pool.add(gauge.recorder.trace, [], *span, TOKENS)
+        pools[readings] = pool.energy()
+    assert pools[1].joules_per_token.value == pytest.approx(LOAD_WATTS * 20 / TOKENS, rel=0.02)
+    assert "this gauge lags by more than 2 s: measure with edge-bench run --energy" in pools[30].reason

@@ -50,6 +50,11 @@ READ_RIGHT = {
     "a unit beside each figure": (table("time,power,unit", lambda i: f"{i},{250},mW"), "", 0.25),
     "unit before its word": (table("time_ms,mA current,V bus", lambda i: f"{i * 100},1200,5.0"), ""),
     "present power": (table("time,Current Power (W),Current Voltage (V)", lambda i: f"{i},6,230"), ""),
+    "units below the names, of the time too": ("time,voltage,current\ns,V,mA\n" + "".join(f"{i},5,1200\n" for i in range(40)), ""),
+    "Shelly, of one phase": (
+        table("Date/time UTC,Active energy Wh(A),Returned energy Wh(A),Max V", lambda i: f"2026-06-01 10:{i:02}:00,{i / 10:.1f},0,231"),
+        "",
+    ),
     "INA219": (table("time,bus_voltage_V,shunt_mV,current_mA,power_mW", lambda i: f"{i / 10},5.02,12.0,1195.2,6000"), ""),
     "Arduino": (table("millis,mA,V", lambda i: f"{1000 * i + 7},1200,5"), ""),
     "Intel Power Gadget": (

@@ -204,13 +204,15 @@ def meaning(name: str) -> Meaning:
         else:
             outside += f" {content}"
     tokens = [token for token in re.split(r"[^a-zäöüß]+", outside) if token]
-    unit = unit or _loose_unit(tokens)
     words = [quantity for token in tokens if (quantity := _quantity_word(token, alone=len(tokens) == 1))]
     if "".join(tokens) in _QUANTITY_WORDS:  # last_changed
         words.append(_QUANTITY_WORDS["".join(tokens)])
     if len(set(words)) > 1 and "current" in words:  # the present power, not amperes
         words = [word for word in words if word != "current"]
     quantity = words[-1] if words else None
+    loose = _loose_unit(tokens)
+    if not unit or (loose and _QUANTITY_OF[loose] == quantity != _QUANTITY_OF[unit]):  # "Active energy Wh(A)": of the phase A
+        unit = loose
     if foreign or any(token.startswith(_NOT_POWER) for token in tokens):
         return _NOTHING
     if unit and (len(tokens) > 1 or not tokens or tokens[0] != unit) and (quantity == "time") != (_QUANTITY_OF[unit] == "time"):

@@ -78,7 +78,7 @@ def _header_at(rows: Sequence[Sequence[str]], choice: Choice) -> int | None:
             break
         if names and names <= {simple(cell) for cell in row}:
             return number
-        if {"state", "last_changed"} <= {cell.lower() for cell in row} or is_header(row):
+        if {"state", "last_changed"} <= {cell.lower() for cell in row} or (is_header(row) and (at is None or not _is_units(row))):
             at = number
     return at
 
