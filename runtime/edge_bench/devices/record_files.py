@@ -81,10 +81,11 @@ def _run_hashes(records: Records) -> set[str]:
 
 
 def _result(file: Path, records: Records, log: Path | None, logs: dict[Path, RunLog]) -> DeviceResult:
-    machine = records.header.machine
+    model, processor = (str(records.header.machine.get(name) or "") for name in ("model", "processor"))
     energy, remarks = (None, []) if log is None else joules_of(log, logs[log])
     return DeviceResult(
-        device=str(machine.get("model") or machine.get("processor") or "unknown"),
+        device=model or processor or "unknown",
+        model=processor if model else "",
         run=str(file),
         figures=figures(records, energy, logs[log] if log and energy else None),
         happenings=tuple(remarks),

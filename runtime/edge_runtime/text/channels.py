@@ -148,7 +148,7 @@ class ChannelParser:
     ) -> None:
         self._vocabulary = vocabulary
         control = vocabulary.control_tokens if channels else {}
-        self._marks: dict[int, Place] = {token: "answer" for token in vocabulary.eog_tokens if channels}
+        self._marks: dict[int, Place] = dict.fromkeys(vocabulary.eog_tokens, "answer") if channels else {}
         self._marks |= {control[text]: place for text, place in _MARKS.items() if text in control}
         if not calls and CALL_BEGINS in control:
             self._marks[control[CALL_BEGINS]] = "answer"
