@@ -145,7 +145,11 @@ def preflight_warnings(snapshot: DeviceSnapshot, *, model_bytes: int, at_battery
     """Returns warnings for the reader of the figures. `model_bytes`: size of the files that a run maps into memory."""
     notes = warnings(snapshot.state)
     state = snapshot.state
-    facts = {"the free space on the device": snapshot.free_bytes, "the memory available": snapshot.memory_available}
+    facts = {
+        "the device's processor": snapshot.architecture or None,
+        "the free space on the device": snapshot.free_bytes,
+        "the memory available": snapshot.memory_available,
+    }
     notes += [f"not known: {name}" for name, value in facts.items() if value is None]
     if snapshot.memory_available is not None and snapshot.memory_available < model_bytes:
         notes.append(
@@ -160,6 +164,4 @@ def preflight_warnings(snapshot: DeviceSnapshot, *, model_bytes: int, at_battery
         notes.append(f"the phone is already at {state.temperature_c:.0f} °C")
     if state.thermal_status == 1:
         notes.append(f"the phone's thermal status is {thermal_name(1)}")
-    if snapshot.frozen and not at_battery:
-        notes.append("the battery service is frozen (`dumpsys battery reset` ends that)")
     return notes

@@ -158,6 +158,7 @@ def measure_joules(
     with ExitStack() as stack, BenchScreen() as screen:
         busy_before(screen)
         benchmark = Benchmark(bundle, request, screen.shows(load))
+        ConditionsWatch(waiting=screen.wait)  # rests where speeds have left the machine warm: the protocol refuses one that throttles
         recording = "; its recording must run from now until the end" if meter.facts.name == EXTERNAL else ""
         screen.message(f"energy: {meter.facts.name}; measuring idle, warm-up and repeats{recording}")
         threads = request.threads or default_threads()

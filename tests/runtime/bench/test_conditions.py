@@ -14,10 +14,13 @@ from edge_bench.measure import command, conditions
 from edge_bench.measure.conditions import ConditionsWatch, MachineConditions, undisturbed
 from edge_bench.measure.energy import energy_figures
 from edge_bench.measure.records import Record, collect, line_of, read_records
+from edge_bench.measure.request import BenchRequest
 from edge_bench.report.figures import figures
+from edge_devices.errors import MeasurementError
 from edge_devices.machine.state import DeviceState
 from edge_devices.machine.system import CommandResult, System
-from simulated_session import two_variants
+from edge_runtime.session.load_options import LoadOptions
+from simulated_session import SimulatedMachine, two_variants
 
 FINE, HOT = MachineConditions(temperature_c=50.0), MachineConditions(temperature_c=90.0, bad=("the processor throttled",))
 
@@ -168,6 +171,24 @@ def test_a_local_run_asks_for_throttling(tmp_path, monkeypatch):
     assert [bool(each.conditions.bad) for each in records.runs] == [False, False, True, True, True, False, True, True]
     assert "left out: 5 of 8 measurements: the board throttled (get_throttled 0x40004)" in result.stdout
     assert "the device was warm and rested 5 times" in result.stdout
+
+
+def test_a_machine_that_speeds_have_left_hot_rests_before_its_joules(tmp_path, monkeypatch):
+    """The protocol refuses a board that is throttled now, and minutes of speeds are what throttles it."""
+    Played.board, seen = Board(tmp_path / "board", degrees=85.0), []
+
+    def joules(*_, **__):
+        seen.append(Played.board.degrees)
+        raise MeasurementError("enough")
+
+    monkeypatch.setattr(command, "Benchmark", Played)
+    monkeypatch.setattr(Played, "energy_workloads", lambda *_: {}, raising=False)
+    monkeypatch.setattr(command, "measure_energy", joules)
+    monkeypatch.setattr(command, "find_meter", lambda _: (SimulatedMachine(), ""))
+    monkeypatch.setattr(conditions, "System", lambda: Played.board.system)
+    with pytest.raises(MeasurementError, match="enough"):
+        command.measure_joules(Path("bundle"), BenchRequest(), LoadOptions(), tmp_path / "log", SimulatedMachine(), None, "run")
+    assert seen[0] < 80
 
 
 def test_a_local_run_says_what_it_cannot_know(tmp_path, monkeypatch):
