@@ -43,7 +43,7 @@ help:
 	@echo "make demo       set up without a compiler, make a pair of a phone-sized model's cost, show what drafts bring (BACKEND=llama: on llama.cpp)"
 	@echo "make real       a pair of real matrices in build/, on which quantization is judged; says which packages it needs"
 	@echo "make test       set up without a compiler and run the tests that need nothing else and take under half a second each"
-	@echo "make test-all   set up with a compiler and run all tests; SEED=n: in this random order"
+	@echo "make test-all   set up with a compiler and run all tests; SEED=n: in the order and with the examples of that run"
 	@echo "make test-times measure the tests anew: which are the short ones"
 	@echo "make lint       ruff, mypy, import-linter, hadolint, the issue forms"
 	@echo "make docs       the documentation as a site, in build/site"
@@ -93,9 +93,11 @@ test: setup-test
 	$(SHORT_VENV)/bin/python $(RUN_TESTS) --short -rfE -m "not slow"
 
 # The slow tests are statistics over thousands of samples, complete benchmarks on devices, and emulated phones and boards: their files come
-# first, and they are in random order always; the seed is printed.
+# first, and they are in random order always. Property tests draw new examples in each run; pytest prints the seed of both.
 test-all: setup-all
-	$(BIN)/python $(RUN_TESTS) --durations=40 --durations-min=5 --no-loadscope-reorder $(if $(SEED),--randomly-seed=$(SEED),--randomly-dont-reorganize)
+	seed=$${SEED:-$$(date +%s)}; echo "SEED=$$seed make test-all draws the same examples again"; \
+	$(BIN)/python $(RUN_TESTS) --durations=40 --durations-min=5 --no-loadscope-reorder --hypothesis-seed=$$seed --randomly-seed=$$seed \
+		$(if $(SEED),,--randomly-dont-reorganize)
 
 # Writes tests/data/long_tests.txt: what takes half a second of processor time or more. make test leaves it out, test-all begins with its files.
 test-times: setup-all

@@ -13,7 +13,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # A worker has one processor, see below: a second thread of OpenBLAS would spin on it while the first computes. Before numpy is there.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import hypothesis
 import pytest
 
 import edge_devices  # noqa: F401  # switches telemetry off before a test imports onnxruntime
@@ -24,10 +23,6 @@ from edge_devices.files.user_cache import cache_folder
 from edge_devices.machine import load
 from edge_devices.machine.memory import available_memory_bytes
 from kept import ROOT, shipped_bundle
-
-# No test is timed: on a busy machine an example may wait for its turn.
-hypothesis.settings.register_profile("clockless", parent=hypothesis.settings(), deadline=None)
-hypothesis.settings.load_profile("clockless")
 
 pytest_plugins = ["short_set"]
 

@@ -44,6 +44,15 @@ def test_help_lists_twelve_options_and_help_all_every_option(command):
     assert {option for option in options(main.commands[command]) if not re.search(rf"{option}\b", whole)} == set()
 
 
+@pytest.mark.parametrize(("name", "command"), [(name, command) for name, group in GROUPS.items() for command in (None, *group.commands)])
+def test_help_all_shows_what_help_does_and_what_it_leaves_out(name, command):
+    words = [command] if command else []
+    usual, whole = (CliRunner().invoke(GROUPS[name], [*words, flag], prog_name=name) for flag in ("--help", "--help-all"))
+    assert whole.exit_code == 0
+    shows_more = command is not None and bool(getattr(GROUPS[name].commands[command], "usual", ()))
+    assert (whole.stdout == usual.stdout, "--help-all" in usual.stdout) == (not shows_more, shows_more)
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_help_is_a_list_of_commands(name):
     shown = CliRunner().invoke(GROUPS[name], ["--help"], prog_name=name).stdout

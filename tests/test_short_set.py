@@ -57,6 +57,53 @@ def test_long_tests_are_listed_and_left_out(pytester: pytest.Pytester, monkeypat
     result.stdout.fnmatch_lines([f"make test-all runs 2 more tests, which need {short_set.NEEDS}"])
 
 
+PROPERTY = """
+    import zlib
+    import pytest
+    from hypothesis import given, strategies
+
+    drawn = []
+
+    @given(strategies.integers(), strategies.text())
+    def test_numbers(number, text):
+        drawn.append((number, text))
+
+    def test_they_are_printed():
+        print(zlib.crc32(repr(drawn).encode()))
+
+    @given(number=strategies.integers(), text=strategies.just("a"))
+    def test_small_numbers(number, text):
+        assert number < 1000
+
+    @pytest.mark.parametrize("reason", [*"aaabbbccdefg"])
+    def test_skips(reason):
+        pytest.skip(f"needs {reason}")
+"""
+
+
+def test_a_short_run_draws_the_same_examples_and_ends_with_what_keeps_a_failing_one_and_why_tests_were_skipped(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
+    pytester.makepyfile(test_it=PROPERTY)
+    options = ("-p", "short_set", "-p", "no:randomly", "-p", "no:xdist", "-rf", "-s", "--short")
+    results = [pytester.runpytest_subprocess(*options) for _ in range(2)]
+    printed = [re.search(r"^test_it.py \.\d+$", str(result.stdout), re.MULTILINE) for result in results]
+    assert printed[0]
+    assert printed[1]
+    assert printed[0][0] == printed[1][0]
+    results[0].stdout.fnmatch_lines(
+        [
+            "add to test_it.py::test_small_numbers: @example(number=1000, text='a')",
+            "skipped 3: needs a",
+            "skipped 3: needs b",
+            "skipped 2: needs c",
+            "skipped 1: needs d",
+            "skipped 3: for other reasons",
+        ]
+    )
+
+
 def test_workers_begin_with_the_files_that_take_longest(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         test_a="def test_short(): ...",

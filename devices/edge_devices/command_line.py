@@ -50,23 +50,13 @@ def option_group(*options: Callable[[Any], Any], panel: str = "") -> Callable[[D
 class PanelCommand(click.Command):
     """A command whose help lists its options in panels, and which explains `--` where a text begins with a dash.
 
-    With `usual`, names of parameters, --help lists these alone, in their order, and --help-all the others too.
+    With `usual`, names of parameters, --help lists these alone, in their order, and --help-all the others too. Without, both list all.
     """
 
     def __init__(self, *arguments: Any, usual: Sequence[str] = (), **named: Any) -> None:
         super().__init__(*arguments, **{"context_settings": dict(CONTEXT), **named})
         self.usual = tuple(usual)
-        if usual:
-            self.params.append(
-                click.Option(
-                    ["--help-all"],
-                    is_flag=True,
-                    is_eager=True,
-                    expose_value=False,
-                    callback=_show_whole_help,
-                    help="Show all options and exit.",
-                )
-            )
+        self.params.append(_help_all(hidden=not usual))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the usual options; or all, a section for each panel in order of first occurrence, the others last."""
@@ -103,6 +93,19 @@ class PanelCommand(click.Command):
             if "unexpected extra argument" in error.message and texts[-1:] == ["prompt"]:
                 raise click.UsageError(f"{error.message}; a PROMPT of several words needs quotes: '... {words[-1]}'", ctx) from None
             raise
+
+
+def _help_all(*, hidden: bool) -> click.Option:
+    """Returns the option; every command has it, and its help names it where it shows more than --help."""
+    return click.Option(
+        ["--help-all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        hidden=hidden,
+        callback=_show_whole_help,
+        help="Show all options and exit.",
+    )
 
 
 def _show_whole_help(ctx: click.Context, _option: click.Parameter, value: bool) -> None:
@@ -155,6 +158,7 @@ class PanelGroup(click.Group):
         self, *arguments: Any, out_of_memory: str = OUT_OF_MEMORY, elsewhere: Mapping[str, str] | None = None, **named: Any
     ) -> None:
         super().__init__(*arguments, **{"context_settings": dict(CONTEXT), **named})
+        self.params.append(_help_all(hidden=True))
         self._out_of_memory, self._elsewhere = out_of_memory, elsewhere or {}
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:

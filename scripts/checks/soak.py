@@ -113,7 +113,7 @@ class Soak:
             max_tokens=chance.choice((1, 8, 64, 200, 400)),
             draft_length=chance.randint(0, self.session.settings.longest_draft) if fixed else None,
             sampling=SamplingParams(temperature=0.9, top_p=0.95, seed=chance.randrange(1 << 30)) if sampled else GREEDY_PARAMS,
-            acceptance=chance.choice(("block", "rejection", "match")),
+            acceptance=chance.choice(("block", "coupled")),
             reuse_prefix=chance.random() < 0.3,
             stop=("return",) if constraint is None and chance.random() < 0.1 else (),
             constraint=constraint,

@@ -77,12 +77,13 @@ class SpeakingTogether:
 
 @dataclass(frozen=True, kw_only=True)
 class Scripted:
-    """A server that runs: where, on what, and what it said to the person who started it."""
+    """A server that runs: where, on what, what it said to the person who started it, and its line about each request."""
 
     url: str
     together: SpeakingTogether
     worker: Worker
     notes: list[str]
+    lines: list[str]
 
 
 def scripted_worker(
@@ -112,6 +113,7 @@ def scripted_server(
 ) -> Iterator[Scripted]:
     """Serves scripted replies on a free port until the block ends; the model says that it is `description`, and whether it answers."""
     from edge_runtime.server.app import Api, make_app
+    from edge_runtime.server.http.access_log import AccessLog
     from edge_runtime.server.http.connections import server_config
     from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard
     from edge_runtime.server.model_card import ModelCard
@@ -123,6 +125,7 @@ def scripted_server(
         context=2048,
         sessions=1,
         drafter="none",
+        kernels=None,
         files_format="gguf",
         template="",
         manifest=replace(worker._sessions[0].bundle.manifest, description=description),
@@ -130,14 +133,18 @@ def scripted_server(
         rows=RowEquality(compared=13, different=0, largest=0.0),
         fingerprint="fp_scripted",
     )
-    app = make_app(Api(worker, Monitor(), card))
-    server = uvicorn.Server(server_config(Guard(app, hosts=LOOPBACK_NAMES, keys=keys, origins=origins), 64))
+    lines: list[str] = []
+    app = AccessLog(
+        Guard(make_app(Api(worker, Monitor(), card, notes.append)), hosts=LOOPBACK_NAMES, keys=keys, origins=origins), lines.append
+    )
+    server = uvicorn.Server(server_config(app, 64))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         worker.start()
         thread.start()
         try:
-            yield Scripted(url=f"http://127.0.0.1:{listener.getsockname()[1]}", together=together, worker=worker, notes=notes)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield Scripted(url=url, together=together, worker=worker, notes=notes, lines=lines)
         finally:
             worker.close()
             server.should_exit = True

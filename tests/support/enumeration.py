@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from edge_runtime.decoding.acceptance_rules import BlockRule, CoupledRule
 from edge_runtime.decoding.distribution import Distribution
+from edge_runtime.decoding.sampling import Sampler
+from edge_runtime.decoding.shared_noise import SharedNoise
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 
@@ -66,6 +71,30 @@ class _Uniform:
 
     def __ge__(self, limit: float) -> bool:
         return not self < limit
+
+
+class EnumeratedNoise:
+    """Shared noise whose choices are enumerated. The drafter's are other choices than the target's: no correlation may matter."""
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices = choices
+
+    def at(self, place: int) -> Any:
+        """The noise at a place."""
+        return self
+
+    def choose(self, tokens: NDArray[np.int64], weights: NDArray[np.float64]) -> int:
+        return int(tokens[self._choices.choose((weights / weights.sum()).tolist())])
+
+    def choose_of_all(self, logits: NDArray[np.float32], temperature: float) -> int:
+        return self.choose(np.arange(len(logits)), np.exp((logits.astype(np.float64) - logits.max()) / temperature))
+
+
+def enumerated_rule(rule: type[BlockRule | CoupledRule], sampler: Sampler, past: Sequence[int], choices: Choices) -> Any:
+    """The rule of a request whose random choices are enumerated."""
+    if issubclass(rule, CoupledRule):
+        return rule(sampler, past, cast(SharedNoise, EnumeratedNoise(choices)), len(past))
+    return rule(sampler, past, choices.uniform)
 
 
 def distribution_of(run: Callable[[Choices], Outcome], monkeypatch: pytest.MonkeyPatch) -> dict[Outcome, float]:

@@ -1,8 +1,9 @@
 """Which tests `make test` runs, decided by what they need and by their processor time.
 
 `--short` leaves out the tests of LONG, which took LIMIT seconds of processor time or more, and those whose fixtures need more than Python
-packages (MACHINE). A test that needs a library outside requirements/test.txt skips itself. `--measure` writes LONG anew. Every run ends
-with a report of short tests that took LIMIT seconds or more in this run and in the one before.
+packages (MACHINE). A test that needs a library outside requirements/test.txt skips itself. `--measure` writes LONG anew. A short run draws
+the same examples of property tests each time, and ends with the reasons for which tests were skipped. Any other run explores: where a drawn
+example fails, it ends with the decorator that keeps this example.
 
 With `--no-loadscope-reorder`, workers begin with the files that take longest, so that none is left with one of them at the end.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 LIMIT = 0.5
@@ -26,6 +29,10 @@ TOTAL = "# tests in all: "
 NEEDS = "a C++ compiler (llama.cpp), PyTorch, Chromium, adb, sshd, qemu, or more than half a second of processor time each"
 # About what a test takes, in seconds, by which files are ordered; slow(seconds) names another number.
 SLOW_SECONDS, LONG_SECONDS, SHORT_SECONDS = 5.0, 1.0, 0.05
+# How many lines of a short run's end are reasons of skipped tests.
+REASONS = 5
+# What Hypothesis prints of a drawn example that fails.
+_FALSIFYING = re.compile(r"(?:Falsifying example|Failing test case): \w+\(\n?(.*?)\n?\s*\)$", re.MULTILINE | re.DOTALL)
 _HEADER = "# Tests of half a second of processor time and more, which make test leaves out. Written by make test-times.\n"
 
 
@@ -90,9 +97,9 @@ class Meter:
 
 
 class Selection:
-    """Chooses the tests, gathers what the workers measured, and ends with one line."""
+    """Chooses the tests, gathers what the workers measured, and ends with a few lines."""
 
-    def __init__(self, config: pytest.Config, meter: Meter) -> None:
+    def __init__(self, config: pytest.Config, meter: Meter | None) -> None:
         self.config = config
         self.short = bool(config.getoption("short"))
         self.meter = meter
@@ -134,16 +141,15 @@ class Selection:
         self.seconds.update(getattr(node, "workeroutput", {}).get("seconds", {}))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        self.seconds.update(self.meter.seconds())
-        over = {test for test, spent in self.seconds.items() if spent >= LIMIT and not _listed(test, self.long)}
-        if self.config.getoption("measure"):
+        for line in _examples(terminalreporter.stats.get("failed", ())):
+            terminalreporter.write_line(line)
+        if self.meter is not None:
+            self.seconds.update(self.meter.seconds())
             LONG.write_text(_text(self.seconds, self.config.getoption("measure")), encoding="utf-8")
             terminalreporter.write_line(f"{LONG} is written")
-        elif self.short and self.config.cache is not None:
-            before = set(self.config.cache.get("edge-mtp/over", []))
-            self.config.cache.set("edge-mtp/over", sorted(over))
-            for test in sorted(over & before):
-                terminalreporter.write_line(f"half a second of processor time and more, twice: {test} ({self.seconds[test]:.1f} s)")
+        if self.short:
+            for line in _reasons(terminalreporter.stats.get("skipped", ())):
+                terminalreporter.write_line(line)
         if self.short and self.total:
             ran = sum(len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "failed", "xfailed", "xpassed"))
             self.last_line = f"make test-all runs {max(self.total - ran, 0)} more tests, which need {NEEDS}"
@@ -156,6 +162,21 @@ class Selection:
 
 def _listed(test: str, long: set[str]) -> bool:
     return test in long or test.partition("[")[0] in long
+
+
+def _reasons(skipped: Iterable[Any]) -> list[str]:
+    """For what reasons tests were skipped, the frequent ones first."""
+    counts = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped if isinstance(report.longrepr, tuple))
+    frequent = counts.most_common(None if len(counts) <= REASONS else REASONS - 1)
+    rest = sum(counts.values()) - sum(count for _, count in frequent)
+    return [f"skipped {count}: {reason}" for reason, count in frequent] + ([f"skipped {rest}: for other reasons"] if rest else [])
+
+
+def _examples(failed: Iterable[Any]) -> list[str]:
+    """The decorators that keep the drawn examples that failed, without Hypothesis' comments."""
+    plain = ((report.nodeid, re.sub(r"^E   ?|  # .*$", "", str(report.longrepr), flags=re.MULTILINE)) for report in failed)
+    drawn = ((test, _FALSIFYING.search(text)) for test, text in plain)
+    return [f"add to {test}: @example({' '.join(example[1].split()).rstrip(',')})" for test, example in drawn if example]
 
 
 def _text(seconds: dict[str, float], total: int) -> str:
@@ -179,7 +200,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measures where tests run, and selects everywhere."""
-    meter = Meter()
-    config.pluginmanager.register(meter, "edge-mtp-meter")
+    """Measures where that is asked for, and selects everywhere."""
+    meter = Meter() if config.getoption("measure") else None
+    if meter is not None:
+        config.pluginmanager.register(meter, "edge-mtp-meter")
     config.pluginmanager.register(Selection(config, meter), "edge-mtp-selection")
+    # No test is timed: on a busy machine an example may wait for its turn.
+    hypothesis.settings.register_profile("edge-mtp", deadline=None, derandomize=bool(config.getoption("short")))
+    hypothesis.settings.load_profile("edge-mtp")

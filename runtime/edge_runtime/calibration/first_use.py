@@ -1,4 +1,4 @@
-"""What a pair starts with on this machine: what drafts cost, and the best threads of each phase, by time or by joules.
+"""What a pair starts with on this machine: what drafts cost, in time or joules, and the fastest threads of each phase.
 
 Nothing is measured before the first token: a session takes what is kept, else what is computed, and keeps what its rounds taught. Whoever
 asks for it has everything measured at once. Joules need that: a meter's watts cannot be computed.
@@ -6,21 +6,19 @@ asks for it has everything measured at once. Joules need that: a meter's watts c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from edge_devices.files.user_cache import entry_key
-from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups, stay_on
+from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.facts import cpu_identity
 from edge_devices.machine.load import LoadWatch
 from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.calibration.cost_probe import COSTS, measure_costs
 from edge_runtime.calibration.measured import Known, Notify
-from edge_runtime.calibration.placement import FIGURES, Placement, PlacementFigures, PlacementProbe, PowerSource, placements
 from edge_runtime.calibration.thread_probe import THREADS, ThreadCounts, ThreadTimes, candidates, measure_threads, usual_threads
 from edge_runtime.drafting.cost_model import MAX_ROWS, SETTLED, CostCurve, Costs, MeasuredCosts
-from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower
+from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower, PowerSource
 from edge_runtime.interfaces import Drafter, Target
 
 
@@ -147,70 +145,9 @@ def measured_threads(
     return best
 
 
-def measured_placement(
-    pair: MeasuredPair,
-    set_threads: Callable[[ThreadCounts], None],
-    power: PowerSource,
-    notify: Notify,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    waiting: Waiting = silent_wait,
-) -> tuple[Placement, float]:
-    """Sets the threads and processors with the fewest joules per round; returns them, and their time / that of the fastest.
-
-    The first use measures each placement with the meter; the next ones the one in use and its best rival again. Measuring empties the KV
-    cache. Raises RequestError where the meter has no figure.
-    """
-    groups, counts = processor_groups(), measured_threads(pair, set_threads, notify, waiting=waiting)
-
-    def use(placement: Placement) -> None:
-        if len(groups) > 1:
-            stay_on(placement.processors)
-        set_threads(placement.threads)
-
-    probe = PlacementProbe(
-        target=pair.target, drafter=pair.drafter, token=pair.token, placements=placements(groups, counts), use=use, power=power, clock=clock
-    )
-
-    def measure(report: Report, known: Known[PlacementFigures] | None) -> PlacementFigures:
-        names = known.value.worth_repeating(pair.slowdown) if known else probe.worth_measuring()
-        if known and len(names) == 1:
-            return known.value
-        notify(f"measuring the joules of cores and threads, about {len(names) * power.window_s:.0f} s")
-        rounds = probe.measured(names, report)
-        if known:
-            before, figures = known.value.chosen, known.value.with_again(rounds, times=known.times)
-        else:
-            before, figures = names[0], PlacementFigures(rounds=rounds, fastest=names[0], chosen=names[0])
-        figures = figures.decided(pair.slowdown)
-        if figures.chosen != before:
-            notify(f"fewest joules: {figures.sentence()}")
-        return figures
-
-    key, names = entry_key([pair.key, power.name]), [placement.name for placement in probe.placements]
-    figures = FIGURES.known_or_measured(key, measure, notify, waiting=waiting, fits=lambda known: known.are_of(names))
-    figures = figures.decided(pair.slowdown)
-    chosen = probe.named(figures.chosen)
-    use(chosen)
-    return chosen, figures.slower
-
-
 def on_best_threads(
-    pair: MeasuredPair,
-    set_threads: Callable[[ThreadCounts], None],
-    power: PhasePower | PowerSource | None,
-    notify: Notify,
-    *,
-    measure: bool,
-    waiting: Waiting = silent_wait,
+    pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, measure: bool, waiting: Waiting = silent_wait
 ) -> MeasuredPair:
-    """Sets the best threads that are known, with `measure` the best there are, and by a meter always those of fewest joules.
-
-    Returns the pair with them among its facts, and with the slowdown that they leave of what is allowed.
-    """
-    if pair.objective != "energy" or power is None or isinstance(power, PhasePower):
-        threads = measured_threads(pair, set_threads, notify, waiting=waiting) if measure else kept_threads(pair, set_threads)
-        return replace(pair, facts=(*pair.facts, threads))
-    placement, slower = measured_placement(pair, set_threads, power, notify, waiting=waiting)
-    left = None if pair.slowdown is None else max(0.0, (1 + pair.slowdown) / slower - 1)
-    return replace(pair, facts=(*pair.facts, placement), slowdown=left)
+    """Sets the best threads that are known, with `measure` the best there are; returns the pair with them among its facts."""
+    threads = measured_threads(pair, set_threads, notify, waiting=waiting) if measure else kept_threads(pair, set_threads)
+    return replace(pair, facts=(*pair.facts, threads))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.live import EnergyWatch
@@ -13,20 +14,21 @@ from edge_devices.meters.base import Meter
 from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.calibration.cost_probe import TEXT
 from edge_runtime.calibration.measured import MeasuredValue
-from edge_runtime.calibration.placement import RoundEnergy
-from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.drafting.phase_power import MAX_WATTS, PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target
 
 WATTS = MeasuredValue(kind="power", value_class=PhasePower, doing="measuring the power of each phase", times=1)
-ROWS = 4  # of the verify whose power is taken for all verifies of several rows
+# Rows of the forwards whose power is measured; between them it is taken for linear. A processor is the busier the more rows there are.
+ROWS = (1, 2, 4, 8, 13)
+VERIFY_ROWS = 4  # of the verify whose power stands for all where no number of rows is known
 STEPS = 3  # of a draft
 ROOM = 1.1  # measuring window / the shortest window that gives a figure
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerProbe:
-    """Calibrates with one meter; `notify` gets a sentence with the duration. Implements `placement.PowerSource`.
+    """Calibrates with one meter; `notify` gets a sentence with the duration. Implements `phase_power.PowerSource`.
 
     A meter measures other programs too: watts of a busy machine are provisional.
     """
@@ -54,26 +56,12 @@ class PowerProbe:
 
         return WATTS.known_or_measured(entry_key([key, self.name]), measure, self.notify, waiting=self.waiting)
 
-    def energy_of(self, work: Callable[[], None]) -> RoundEnergy:
-        """Repeats `work` for a window of the meter; returns what one call took. Raises RequestError without a figure."""
-        with EnergyWatch(self.system, self.meter) as watch:
-            begin, calls = self.system.clock(), 0
-            while self.system.clock() - begin < self.window_s:
-                work()
-                calls += 1
-        energy = watch.energy(1)
-        if energy.joules is None:
-            raise RequestError(f"the power of this machine could not be measured: {energy.sentence()}")
-        joules = energy.joules
-        try:
-            return RoundEnergy(joules=joules.value / calls, seconds=energy.seconds / calls, error=joules.error / joules.value)
-        except (ValueError, ZeroDivisionError) as error:
-            raise RequestError(f"{self.meter.facts.name} gave no power ({error}); see edge-devices meters --measure") from error
-
     def _measure(self, target: Target, drafter: Drafter | None, token: int, max_rows: int, report: Report) -> PhasePower:
         longest, steps = min(max_rows, target.context - 2, target.rewind_slack), min(STEPS, max_rows - 1)
         text = [token] * max(1, min(TEXT, target.context - longest - 1))
-        self.notify(f"measuring the power of each phase with {self.meter.facts.name}, about {3 * self.window_s:.0f} s, once")
+        widths = sorted({min(rows, longest) for rows in ROWS})
+        loops = len(widths) + 1
+        self.notify(f"measuring the power of each phase with {self.meter.facts.name}, about {loops * self.window_s:.0f} s, once")
         target.rollback(0)
         target.prefill(text)
 
@@ -85,15 +73,25 @@ class PowerProbe:
             if drafter is None or not drafter.draft(token, steps):
                 raise RequestError("there is no drafter whose power could be measured; the energy objective needs one")
 
-        plain = self._watts(lambda: forward(1))
-        report(1 / 3)
-        verify = self._watts(lambda: forward(min(ROWS, longest)))
-        report(2 / 3)
+        by_rows = {}
+        for done, rows in enumerate(widths):
+            by_rows[rows] = self._watts(partial(forward, rows))
+            report((done + 1) / loops)
         target.verify([token])  # a draft follows a row of the newest forward
         drafting = self._watts(draft)
         target.rollback(0)
-        return PhasePower(draft=drafting, verify=verify, plain=plain)
+        return PhasePower(draft=drafting, verify=by_rows[min(VERIFY_ROWS, longest)], plain=by_rows[widths[0]], by_rows=by_rows)
 
-    def _watts(self, work: Callable[[], None]) -> float:
-        energy = self.energy_of(work)
-        return energy.joules / energy.seconds
+    def _watts(self, work: Callable[[], object]) -> float:
+        """Repeats `work` for a window of the meter; returns the mean power. Raises RequestError without a figure."""
+        with EnergyWatch(self.system, self.meter) as watch:
+            begin = self.system.clock()
+            while self.system.clock() - begin < self.window_s:
+                work()
+        energy = watch.energy(1)
+        if energy.joules is None:
+            raise RequestError(f"the power of this machine could not be measured: {energy.sentence()}")
+        watts = energy.joules.value / energy.seconds if energy.seconds > 0 else 0.0
+        if not 0 < watts <= MAX_WATTS:
+            raise RequestError(f"{self.meter.facts.name} gave {watts:g} W, which is no power; see edge-devices meters --measure")
+        return watts

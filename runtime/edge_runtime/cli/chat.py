@@ -321,7 +321,8 @@ class TerminalChat:
         if drafted:
             lines[-1] += f", mean acceptance length {tokens / rounds:.2f}, {accepted / drafted:.1%} of drafts accepted"
         energies = {"the last answer": self._energies[-1], f"all {len(every)} answers": self._pool.energy()}
-        rows = [(*energy.row(), of) for of, energy in energies.items()][: 2 if len(every) > 1 else 1]
+        measured = len(every) > 1 and self._energies[-1].facts is not None  # else both say the same
+        rows = [(*energy.row(), of) for of, energy in energies.items()][: 2 if measured else 1]
         return "\n".join([*lines, *(f"{label} of {of}: {text}" for label, text, of in rows)])
 
     def _dimmed(self, text: str) -> str:

@@ -163,7 +163,7 @@ class Demo:
 
     def _generation(self, sent: str | list[int], *, drafting: bool) -> Generation:
         length = None if drafting else 0
-        return self._session.generate(sent, max_tokens=self._max_tokens, draft_length=length, sampling=SAMPLING, acceptance="match")
+        return self._session.generate(sent, max_tokens=self._max_tokens, draft_length=length, sampling=SAMPLING)
 
     def _coloured(self, generation: Generation) -> Iterator[str]:
         """Yields the answer's text, in colour where drafts were accepted."""

@@ -12,6 +12,7 @@ import click
 
 from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import RunEnergy
+from edge_devices.meters.search import NO_METER
 from edge_devices.option_fields import option
 from edge_devices.waiting import terminal_wait
 from edge_runtime.cli.compare import NOTHING_DRAFTED
@@ -29,7 +30,6 @@ from edge_runtime.cli.options import (
     takes_sampling,
 )
 from edge_runtime.cli.terminal.screens import Explain, remarks, summary
-from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import RequestError
 from edge_runtime.session.chat import MAX_TOKENS
@@ -108,8 +108,7 @@ def generate(
 ) -> None:
     """Generate text after PROMPT ('-' reads standard input). Before a PROMPT that begins with a dash, write --."""
     refuse_greedy_filters(sampling)
-    acceptance = "match" if output.verify_lossless and sampling.temperature else DEFAULT_ACCEPTANCE
-    if output.verify_lossless and not GenerationOptions(sampling=sampling, acceptance=acceptance).repeatable:
+    if output.verify_lossless and not GenerationOptions(sampling=sampling).repeatable:
         raise click.UsageError("--verify-lossless needs temperature 0 or a --seed; other runs differ by chance")
     constraint, text = limits.constraint(), read_prompt(prompt)
     if not (text or files.images or files.sounds):
@@ -132,7 +131,6 @@ def generate(
             on_round=explain_round(session, opening) if output.explain else None,
             sampling=sampling,
             constraint=constraint,
-            acceptance=acceptance,
             stop=tuple(limits.stop),
         )
         pieces = []
@@ -196,7 +194,8 @@ def print_figures(session: Session, generation: Generation, energy: RunEnergy, l
     for sentence in remarks(generation, loaded=loaded):
         note(sentence)
     note(summary(generation.stats, session.drafter_kind))
-    note(": ".join(energy.row()))
+    if energy.facts is not None or energy.reason != NO_METER:  # of a machine without a meter there is nothing to say each time
+        note(": ".join(energy.row()))
     if not generation.complete:
         note("the text ended before the grammar was complete; raise --max-tokens, or leave --stop out")
     if lossless:

@@ -27,13 +27,12 @@ from edge_devices.option_fields import option
 from edge_devices.waiting import terminal_wait
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME
-from edge_runtime.calibration.placement import PowerSource
 from edge_runtime.calibration.power_probe import PowerProbe
 from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
 from edge_runtime.config.settings import expanded
 from edge_runtime.config.yaml_file import read_config
 from edge_runtime.decoding.sampling import SamplingParams, default_sampling, over_defaults, sampling_sentence
-from edge_runtime.drafting.phase_power import PhasePower, read_phase_power
+from edge_runtime.drafting.phase_power import PhasePower, PowerSource, read_phase_power
 from edge_runtime.errors import RequestError
 from edge_runtime.session.generation import GREEDY_PARAMS
 from edge_runtime.session.load_options import LoadOptions

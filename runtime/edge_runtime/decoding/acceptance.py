@@ -53,8 +53,8 @@ def likeliest(row: Logits) -> int:
 def accept_by_match(drafts: Sequence[int], sampler: Callable[[int], int]) -> VerifyResult:
     """Accepts drafts as long as they equal the target's choices; `sampler(i)` is called once per position, in order.
 
-    All emitted tokens are the target's own choices: drafts change only how many of them one forward yields, so the same random numbers
-    give the same output with any drafter. `sampler` is not called after the first mismatch.
+    All emitted tokens are the target's own choices: drafts change only how many of them one forward yields. `sampler` is not called after
+    the first mismatch.
     """
     for position, draft in enumerate(drafts):
         choice = sampler(position)
@@ -63,31 +63,17 @@ def accept_by_match(drafts: Sequence[int], sampler: Callable[[int], int]) -> Ver
     return VerifyResult(accepted=len(drafts), next_token=sampler(len(drafts)))
 
 
-def accept_by_rejection(
-    drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution], random: Callable[[], float]
-) -> VerifyResult:
-    """Speculative sampling: emits tokens distributed as the target's, if draft i was drawn from `proposed[i]`.
-
-    With p = `target(i)` and q = `proposed[i]` a draft x is accepted with probability min(1, p(x) / q(x)). The first rejected draft is
-    replaced by a token drawn from max(p - q, 0), normalised; if all are accepted, the next token is drawn from p. `random` returns uniform
-    numbers in [0, 1). Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (arXiv 2302.01318), algorithm 2.
-    """
-    for position, draft in enumerate(drafts):
-        p, q = target(position), proposed[position]
-        if random() * q.of(draft) >= p.of(draft):
-            return VerifyResult(accepted=position, next_token=p.less(q).draw(random()))
-    return VerifyResult(accepted=len(drafts), next_token=target(len(drafts)).draw(random()))
-
-
 def accept_by_block(
     drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution], random: Callable[[], float]
 ) -> VerifyResult:
-    """Speculative sampling that judges a draft as a whole: never fewer tokens on average than `accept_by_rejection`.
+    """Speculative sampling that judges a draft as a whole. Draft i must have been drawn from `proposed[i]`.
 
-    A likely token after an unlikely one saves both: what counts for the first i drafts is s_i = min(1, s_{i-1} p_i(x_i) / q_i(x_i)). The
-    longest prefix that passes is accepted, the last one with probability s_n, a shorter one of i drafts with probability
-    w_i / (w_i + 1 - s_i), where w_i is the sum of max(s_i p_{i+1} - q_{i+1}, 0), from which the next token is drawn. The length may depend
-    on the drafts themselves. Reads `target` at all places. Source: Sun et al. 2024 (arXiv 2403.10444), algorithm 2.
+    `target(i)` is the target's distribution at draft i, and is read at all places; `random` returns uniform numbers in [0, 1). On average
+    at least as many drafts are accepted as by judging them one by one (arXiv 2211.17192, algorithm 1), because a likely token after an
+    unlikely one saves both. What counts for the first i drafts is s_i = min(1, s_{i-1} p_i(x_i) / q_i(x_i)). The longest prefix that passes
+    is accepted, the last one with probability s_n, a shorter one of i drafts with probability w_i / (w_i + 1 - s_i). There w_i is the sum
+    of max(s_i p_{i+1} - q_{i+1}, 0), from which the next token is drawn. The length may depend on the drafts themselves. Source: Sun et
+    al. 2024 (arXiv 2403.10444), algorithm 2.
     """
     rows, shares = [], [1.0]
     for position, draft in enumerate(drafts):

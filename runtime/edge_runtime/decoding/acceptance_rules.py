@@ -1,21 +1,20 @@
-"""Acceptance rules: how a request samples its drafts and which are accepted: greedy, by match, by rejection sampling, or as a block."""
+"""Acceptance rules: how a request samples its drafts and which of them are accepted."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_block, accept_by_match, accept_by_rejection, accept_greedy
+from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_block, accept_by_match, accept_greedy
 from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.decoding.sampling import NothingToDraw, Sampler, SamplingParams
+from edge_runtime.decoding.shared_noise import SharedNoise
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftSampler, Logits
-
-# The faster one at temperatures 0.3, 0.7 and 1.0 (scripts/benchmarks/bench_methods.py).
-DEFAULT_ACCEPTANCE = "block"
 
 
 class AcceptanceRule(Protocol):
@@ -47,11 +46,10 @@ class GreedyRule(AcceptanceRule):
 
 
 class _SampledRule(AcceptanceRule):
-    """State of both sampled rules: the last tokens, which the penalties need, and the sampled drafts of this round."""
+    """State of all sampled rules: the last tokens, which the penalties need, and the sampled drafts of this round."""
 
-    def __init__(self, sampler: Sampler, past: Sequence[int], random: Callable[[], float]) -> None:
+    def __init__(self, sampler: Sampler, past: Sequence[int]) -> None:
         self._sampler = sampler
-        self._random = random
         self._past: list[int] = []
         self._drawn: list[int] = []
         self._remember(past)
@@ -59,45 +57,61 @@ class _SampledRule(AcceptanceRule):
     def _recent(self, drafts: Sequence[int]) -> Sequence[int]:
         return [*self._past, *drafts] if self._sampler.window else ()
 
-    def _target(self, drafts: Sequence[int], logits: LogitRows, position: int) -> Distribution:
-        return self._sampler(logits[position], self._recent(drafts[:position]))
-
     def _remember(self, tokens: Sequence[int]) -> None:
         self._drawn.clear()
         if self._sampler.window:
             self._past = [*self._past, *tokens][-self._sampler.window :]
 
 
-class MatchRule(_SampledRule):
-    """Draws the target's token at each position and accepts an equal draft; drafts are the drafter's likeliest tokens."""
+class CoupledRule(_SampledRule):
+    """Chooses the token of each place by noise that target and drafter share, and accepts an equal draft.
+
+    The text is a function of the seed and the target: no drafts, drafter or draft length change it. Source: `decoding.shared_noise`.
+    """
 
     any_prefix = True
 
+    def __init__(self, sampler: Sampler, past: Sequence[int], noise: SharedNoise, place: int) -> None:
+        """`place` is the number of tokens before the first one."""
+        self._noise = noise
+        self._place = place
+        super().__init__(sampler, past)
+
     @property
     def sampler(self) -> DraftSampler | None:
-        """None unless bias or penalties change the likeliest token."""
-        return self._choose if self._sampler.adjusts else None
+        """Chooses with the noise of the draft's place."""
+        return self._choose
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
-        """Draws one random number per emitted token, so that a seed gives the same output with any drafts and without."""
-        result = accept_by_match(drafts, lambda position: self._target(drafts, logits, position).draw(self._random()))
+        """Accepts the longest prefix that the target would have chosen itself."""
+
+        def choice(position: int) -> int:
+            return self._sampler.choose(logits[position], self._recent(drafts[:position]), self._noise.at(self._place + position))
+
+        result = accept_by_match(drafts, choice)
+        self._place += result.accepted + 1
         self._remember([*drafts[: result.accepted], result.next_token])
         return result
 
-    def _choose(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int:
-        self._drawn.append(self._sampler.likeliest(logits, self._recent(self._drawn), tokens))
+    def _choose(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
+        noise = self._noise.at(self._place + len(self._drawn))
+        try:
+            self._drawn.append(self._sampler.choose(logits, self._recent(self._drawn), noise, tokens))
+        except NothingToDraw:  # every candidate of the drafter is banned; the target may have others
+            return None
         return self._drawn[-1]
 
 
-class RejectionRule(_SampledRule):
-    """Draws drafts from the drafter's distribution, with the same options as for the target, and accepts them by rejection sampling."""
+class BlockRule(_SampledRule):
+    """Draws drafts from the drafter's distribution, with the same options as for the target, and accepts them by block verification."""
 
     # A draft that is verified only because of later drafts no longer has the distribution that it was drawn from.
     any_prefix = False
 
     def __init__(self, sampler: Sampler, past: Sequence[int], random: Callable[[], float]) -> None:
+        self._random = random
         self._proposed: list[Distribution] = []
-        super().__init__(sampler, past, random)
+        super().__init__(sampler, past)
 
     @property
     def sampler(self) -> DraftSampler | None:
@@ -112,13 +126,14 @@ class RejectionRule(_SampledRule):
         if self._drawn != list(drafts[: len(self._drawn)]):
             raise BackendError(f"the drafter drew {self._drawn} but returned {list(drafts)}; it must return all tokens it drew, in order")
         proposed = [*self._proposed, *(Distribution.certain(draft) for draft in drafts[len(self._drawn) :])]
-        result = self._verdict(drafts, proposed, lambda position: self._target(drafts, logits, position))
+
+        def target(position: int) -> Distribution:
+            return self._sampler(logits[position], self._recent(drafts[:position]))
+
+        result = accept_by_block(drafts, proposed, target, self._random)
         self._proposed.clear()
         self._remember([*drafts[: result.accepted], result.next_token])
         return result
-
-    def _verdict(self, drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution]) -> VerifyResult:
-        return accept_by_rejection(drafts, proposed, target, self._random)
 
     def _choose(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
         try:
@@ -130,28 +145,28 @@ class RejectionRule(_SampledRule):
         return self._drawn[-1]
 
 
-class BlockRule(RejectionRule):
-    """Drafts as `RejectionRule`, and accepts them by block verification, which keeps more of them."""
-
-    def _verdict(self, drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution]) -> VerifyResult:
-        return accept_by_block(drafts, proposed, target, self._random)
-
-
-_SAMPLED_RULES: dict[str, type[BlockRule | RejectionRule | MatchRule]] = {
-    "block": BlockRule,
-    "rejection": RejectionRule,
-    "match": MatchRule,
-}
-ACCEPTANCE_METHODS = tuple(_SAMPLED_RULES)
+ACCEPTANCE_METHODS = ("coupled", "block")
 GREEDY = GreedyRule()
 
 
-def acceptance_rule(params: SamplingParams, method: str, past: Sequence[int]) -> AcceptanceRule:
-    """Returns the rule of one request after the tokens `past`. Raises RequestError for an unknown method."""
-    if method not in ACCEPTANCE_METHODS:
+def acceptance_rule(params: SamplingParams, method: str | None, past: Sequence[int], place: int | None = None) -> AcceptanceRule:
+    """Returns the rule of one request after the tokens `past`, which are text. Raises RequestError for an unknown method.
+
+    Without a method it is "coupled" for a seed, and "block" without one: it accepts more drafts, but the text depends on them. `place` is
+    the number of tokens before the request, images and sound included; None counts `past`.
+    """
+    if method not in (None, *ACCEPTANCE_METHODS):
         raise RequestError(f"acceptance method {method!r} is not known; choose one of {', '.join(ACCEPTANCE_METHODS)}")
     sampler = Sampler(params)
     if params.temperature == 0 and not sampler.adjusts:
         return GREEDY
-    random = np.random.default_rng(params.seed).random
-    return _SAMPLED_RULES[method](sampler, past, random)
+    if keeps_text(params, method):
+        # Nothing is drawn at temperature 0.
+        seed = params.seed if params.seed is not None else 0 if params.temperature == 0 else secrets.randbits(64)
+        return CoupledRule(sampler, past, SharedNoise(seed), len(past) if place is None else place)
+    return BlockRule(sampler, past, np.random.default_rng(params.seed).random)
+
+
+def keeps_text(params: SamplingParams, method: str | None) -> bool:
+    """Whether drafts leave the text as it is, not just its distribution: greedy, or chosen by shared noise."""
+    return params.temperature == 0 or method == "coupled" or (method is None and params.seed is not None)

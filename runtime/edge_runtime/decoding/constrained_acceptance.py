@@ -109,8 +109,7 @@ class ConstrainedSampledRule(_ConstrainedRule):
         best = int(masked.argmax())
         if not masked[best] > _NEVER:
             return None
-        if self._rule.sampler is None:
-            return best if tokens is None else int(tokens[best])
+        assert self._rule.sampler is not None, "a sampled rule draws its drafts"
         token = self._rule.sampler(masked, tokens)
         # A bias may have banned every token that the constraint allows.
         return token if token is not None and self._constraint.allowed(self._drawn)[token] else None

@@ -44,13 +44,6 @@ class Distribution:
         # A number below 1 is at most 1 - 2^-53, so that the product rounds to less than the last sum.
         return int(self.tokens[int(np.searchsorted(sums, uniform * sums[-1], side="right"))])
 
-    def less(self, other: Distribution) -> Distribution:
-        """Returns max(self - other, 0), normalised: the distribution after `other` was rejected (arXiv 2211.17192, 2.3).
-
-        Returns `self` if nothing is left, as for equal distributions.
-        """
-        return self.proportional_to(self.excess(other))
-
     def excess(self, other: Distribution, share: float = 1.0) -> Weights:
         """Returns max(share * self - other, 0) at each of `tokens`, float64 [n], not normalised."""
         left = share * self.probabilities

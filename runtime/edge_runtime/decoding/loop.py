@@ -37,8 +37,8 @@ class Decoding:
     """The state of one request between two rounds.
 
     `last` is the newest token. All tokens before it are in the target's cache, after every round. `is_stop` is called once for each
-    emitted token, in order; the first token for which it returns True is the last one emitted. `suppressed` tokens are never emitted.
-    `sources` draft beside the drafter, where the policy weighs them.
+    emitted token, in order; the first token for which it returns True is the last one emitted. `suppressed` tokens are never emitted,
+    `held_back` ones not among the first `min_tokens` tokens. `sources` draft beside the drafter, where the policy weighs them.
     """
 
     def __init__(
@@ -51,6 +51,8 @@ class Decoding:
         rule: AcceptanceRule = GREEDY,
         is_stop: Callable[[int], bool] = lambda _: False,
         suppressed: Sequence[int] = (),
+        held_back: Sequence[int] = (),
+        min_tokens: int = 0,
         sources: Sources | None = None,
     ) -> None:
         self.last = last
@@ -61,6 +63,8 @@ class Decoding:
         self._offer = policy.offer if isinstance(policy, WeighingPolicy) else None
         self._is_stop = is_stop
         self.suppressed = np.array(suppressed, np.intp)
+        self._held_back = np.array(held_back, np.intp)
+        self.min_tokens = min_tokens if held_back else 0
         self._left = max_tokens
         self._plan = RoundPlan(0)
         self._start = self._room = self._steps = self._rows = 0
@@ -69,6 +73,11 @@ class Decoding:
         self._sources = sources
         self._proposal = NO_PROPOSAL
         self._from: list[str] = []
+
+    @property
+    def learns_costs(self) -> bool:
+        """Whether the policy weighs drafts by what they cost, and so learns from the timings of rounds."""
+        return self._offer is not None
 
     @property
     def done(self) -> bool:
@@ -89,8 +98,8 @@ class Decoding:
             sequence=sequence,
             last=self.last,
             draft_length=min(plan.draft_length, self._room),
-            # A shadow draft is not sampled: the rule expects a result for each draft that it sampled.
-            sampler=None if plan.shadow else rule.sampler,
+            # A shadow draft is not verified, and some rules expect a result for each draft that they sampled.
+            sampler=None if plan.shadow and not rule.any_prefix else rule.sampler,
             should_continue=plan.should_continue,
         )
 
@@ -98,7 +107,7 @@ class Decoding:
         """Takes the drafts of the round; returns the tokens to verify: the newest, the drafts, and padding, whose logits are ignored."""
         self._steps, self._shadow = len(drafts), None
         if self._plan.shadow:
-            self._shadow, drafts = drafts[0] if drafts else None, []
+            self._shadow, drafts = drafts[0] if self.rule.cut(drafts) else None, []
         elif self._plan.offered:
             drafts = list(self._proposal.guess.tokens[: self._plan.offered])
             self._from = [self._proposal.guess.source] * len(drafts)
@@ -154,6 +163,8 @@ class Decoding:
         if self.suppressed.size:
             # In the backend's own memory, before anything reads it: so greedy, sampled and constrained tokens are chosen from the others.
             logits[:, self.suppressed] = -np.inf
+        if self.min_tokens > 0:
+            logits[: self.min_tokens, self._held_back] = -np.inf
         return self._finished(self.rule.accept(self._drafts, logits), timing, report_timing=report_timing)
 
     def finish_chosen(self, choices: Sequence[int], timing: Timing) -> Round:
@@ -168,7 +179,7 @@ class Decoding:
             self._sources.observe(tokens)
         shadow_accepted = None if shadow is None else shadow == tokens[0]
         self._policy.observe(RoundResult(len(drafts), result.accepted, shadow_accepted, timing if report_timing else None))
-        self.last, self._left = tokens[-1], self._left - len(tokens)
+        self.last, self._left, self.min_tokens = tokens[-1], self._left - len(tokens), self.min_tokens - len(tokens)
         return Round(
             drafted=len(drafts),
             accepted=min(result.accepted, len(tokens)),
@@ -182,10 +193,10 @@ class Decoding:
 def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Iterator[Round]:
     """Yields rounds until `decoding` is done.
 
-    The output is the target's own, token for token or in distribution, depending on the acceptance rule; the drafter changes only the
+    The output is the target's own, token for token or in distribution, as the acceptance rule promises. The drafter changes only the
     speed. Method: Leviathan et al. 2023 (arXiv 2211.17192), with Gemma 4's drafter, which reads the target's hidden rows.
     """
-    choose = target.choose if decoding.rule is GREEDY and isinstance(target, ChoosingTarget) else None
+    choose = target.choose if decoding.rule is GREEDY and isinstance(target, ChoosingTarget) and not decoding.min_tokens else None
     while not decoding.done:
         begin = time.perf_counter()
         request = decoding.draft_request()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from edge_devices.option_fields import option
 from edge_runtime.bundle.manifest import GenerationDefaults
 from edge_runtime.decoding.distribution import Distribution, Tokens, Weights
+from edge_runtime.decoding.shared_noise import PlaceNoise
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Logits
 
@@ -39,7 +40,8 @@ class SamplingParams:
     probability (1: all), `min_p` those at least that many times as likely as the likeliest (0: all). The penalties apply to the last
     `penalty_window` tokens of prompt and output: `repetition_penalty` divides a positive logit and multiplies another one (1: off),
     `frequency_penalty` is subtracted once per occurrence, `presence_penalty` once. `logit_bias` is added to the logits of its token ids;
-    -inf bans a token. With a `seed` a run can be repeated; None draws differently each time.
+    -inf bans a token. A `seed` fixes the text, with drafts and without; None, or -1 as in llama.cpp, draws differently each time. A
+    negative `top_k` is 0, and a `top_p` of 0 keeps the likeliest token alone, as in llama.cpp.
     """
 
     temperature: float = option(
@@ -60,12 +62,18 @@ class SamplingParams:
     presence_penalty: float = 0.0
     penalty_window: int = PENALTY_WINDOW
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = option(help="Random seed; repeats a run with the same --drafter.  [default: random]")
+    seed: int | None = option(
+        help="Random seed: the same seed gives the same text, with drafts and without; -1 is none.  [default: random]"
+    )
 
     def __post_init__(self) -> None:
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+        if type(self.top_k) is int and self.top_k < 0:
+            object.__setattr__(self, "top_k", 0)
         _require(_number(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
         _require(_whole(self.top_k), "top_k", self.top_k, "a whole number, 0 to keep all tokens")
-        _require(_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1, 1 to keep all tokens")
+        _require(_number(self.top_p) and 0 <= self.top_p <= 1, "top_p", self.top_p, "0 to 1, 1 to keep all tokens")
         _require(_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1, 0 to keep all tokens")
         penalty = self.repetition_penalty
         _require(
@@ -78,7 +86,7 @@ class SamplingParams:
             value = getattr(self, name)
             _require(_number(value) and abs(value) <= MAX_PENALTY, name, value, f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}, 0 for none")
         _require(_whole(self.penalty_window, minimum=1), "penalty_window", self.penalty_window, "a whole number of tokens, at least 1")
-        _require(self.seed is None or _whole(self.seed), "seed", self.seed, "a whole number, at least 0, or None")
+        _require(self.seed is None or _whole(self.seed), "seed", self.seed, "a whole number, at least 0, or None or -1 for none")
         self._check_bias()
 
     def _check_bias(self) -> None:
@@ -122,27 +130,43 @@ class Sampler:
 
     def __call__(self, logits: Logits, recent: Sequence[int] = (), tokens: NDArray[np.integer] | None = None) -> Distribution:
         """Returns the distribution after the `recent` tokens. Raises NothingToDraw if no token is left, or for a row with NaN."""
+        ids, row, best = self._ranked(logits, recent, tokens)
+        if self._params.temperature == 0:
+            return Distribution.certain(best if ids is None else int(ids[best]))
+        return Distribution.proportional(*self._weighted(ids, row, best))
+
+    def choose(self, logits: Logits, recent: Sequence[int], noise: PlaceNoise, tokens: NDArray[np.integer] | None = None) -> int:
+        """Returns the token that the noise of its place chooses from the distribution. Raises NothingToDraw as `__call__` does."""
+        ids, row, best = self._ranked(logits, recent, tokens)
+        if self._params.temperature == 0:
+            return best if ids is None else int(ids[best])
+        if ids is None and not self._filters:
+            return noise.choose_of_all(row, self._params.temperature)
+        return noise.choose(*self._weighted(ids, row, best))
+
+    def _ranked(self, logits: Logits, recent: Sequence[int], tokens: NDArray[np.integer] | None) -> tuple[Tokens | None, Logits, int]:
+        """Returns ascending token ids (None: all), their logits after bias and penalties, and the place of the largest, which is finite."""
         ids, row = self._adjusted(logits, recent, tokens)
         best = int(row.argmax())
         if not math.isfinite(row[best]):
             raise NothingToDraw(
                 f"no token can be drawn: the largest logit is {row[best]}; allow more tokens in logit_bias, or check the model"
             )
-        if self._params.temperature == 0:
-            return Distribution.certain(best if ids is None else int(ids[best]))
+        return ids, row, best
+
+    @property
+    def _filters(self) -> bool:
+        return (self._params.top_k, self._params.top_p, self._params.min_p) != (0, 1, 0)
+
+    def _weighted(self, ids: Tokens | None, row: Logits, best: int) -> tuple[Tokens, Weights]:
+        """Returns the tokens that the filters keep, ascending, and their weights; that of the likeliest is 1."""
         kept = self._kept(row, float(row[best]))
         weights = (row if kept.size == row.size else row[kept]).astype(np.float64)
         weights -= row[best]
         with np.errstate(over="ignore"):  # a difference over a tiny temperature may be -inf, which exp takes
             weights /= self._params.temperature
         np.exp(weights, out=weights)
-        return Distribution.proportional(kept if ids is None else ids[kept], weights)
-
-    def likeliest(self, logits: Logits, recent: Sequence[int], tokens: NDArray[np.integer] | None = None) -> int:
-        """Returns the likeliest token after bias and penalties, without a softmax."""
-        ids, row = self._adjusted(logits, recent, tokens)
-        best = int(row.argmax())
-        return best if ids is None else int(ids[best])
+        return kept if ids is None else ids[kept], weights
 
     def _adjusted(self, logits: Logits, recent: Sequence[int], tokens: NDArray[np.integer] | None) -> tuple[Tokens | None, Logits]:
         """Returns ascending token ids (None: all) and their logits after bias and penalties; a copy only if something changes."""

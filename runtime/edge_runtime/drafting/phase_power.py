@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.frontier import RoundCosts
 from edge_runtime.drafting.policies import Timing
 from edge_runtime.errors import ConfigError
+from edge_runtime.interfaces import Drafter, Target
 
 MAX_FILE_BYTES = 1 << 20
 MAX_WATTS = 10_000.0
@@ -24,29 +26,50 @@ MAX_WATTS = 10_000.0
 class PhasePower:
     """Mean watts, idle power included: while drafting, in a verify of several rows, and in a forward of one row (None: as a verify).
 
-    All three are from one meter and scope. Raises ConfigError for a value that cannot be a power.
+    `by_rows` has the watts of forwards of these numbers of rows, where they were measured: more rows keep more of a processor busy.
+    All are from one meter and scope. Raises ConfigError for a value that cannot be a power.
     """
 
     draft: float
     verify: float
     plain: float | None = None
+    by_rows: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for phase, watts in asdict(self).items():
+        rows = {f"verify of {rows} rows": watts for rows, watts in self.by_rows.items()}
+        if not all(isinstance(number, int) and number >= 1 for number in self.by_rows):
+            raise ConfigError(f"watts by rows are keyed {', '.join(map(str, self.by_rows))[:80]}; write numbers of rows of 1 and more")
+        for phase, watts in {"draft": self.draft, "verify": self.verify, "plain": self.plain, **rows}.items():
             is_number = isinstance(watts, int | float) and not isinstance(watts, bool)
             if watts is not None and not (is_number and math.isfinite(watts) and 0 < watts <= MAX_WATTS):
                 raise ConfigError(f"{watts!r} W in the phase {phase} is no power; give a number above 0 and at most {MAX_WATTS:g}")
 
     def forward(self, rows: int) -> float:
-        """Watts of a target forward of `rows` rows."""
+        """Watts of a target forward of `rows` rows; linear between the numbers that were measured, and constant beyond them."""
+        if self.by_rows:
+            measured = sorted(self.by_rows)
+            return float(np.interp(rows, measured, [self.by_rows[number] for number in measured]))
         return self.plain if rows == 1 and self.plain is not None else self.verify
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
+class PowerSource(Protocol):
+    """A meter that measures the phases of an opened pair."""
+
+    def phases(self, target: Target, drafter: Drafter | None, token: int, max_rows: int, key: str) -> PhasePower:
+        """Returns the watts of each phase, measured or cached under `key`; empties the KV cache. `token` fills texts.
+
+        Raises RequestError where the meter has no figure.
+        """
+
+
 def read_phase_power(path: Path) -> PhasePower:
-    """Reads {"draft": W, "verify": W, "plain": W}, or what `edge-bench report LOG --json` writes of calibration loops. ConfigError."""
+    """Reads {"draft": W, "verify": W, "plain": W}, or what `edge-bench report LOG --json` writes of calibration loops. ConfigError.
+
+    "by_rows": {"1": W, "4": W, ...} may give the watts of forwards by their numbers of rows.
+    """
     try:
         data = json.loads(read_at_most(path, MAX_FILE_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:
@@ -56,7 +79,12 @@ def read_phase_power(path: Path) -> PhasePower:
     watts = data.get("phase_watts", data) if isinstance(data, dict) else None
     if not isinstance(watts, dict) or not {"draft", "verify"} <= set(watts):
         raise ConfigError(f"{path} has no watts for draft and verify; write them such as {_EXAMPLE}")
-    return PhasePower(draft=watts["draft"], verify=watts["verify"], plain=watts.get("plain"))
+    by_rows = watts.get("by_rows", {})
+    try:
+        counted = {int(rows): value for rows, value in by_rows.items()}
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(f'by_rows of {path} is {str(by_rows)[:80]}; write watts by numbers of rows, such as {{"1": 4.4}}') from error
+    return PhasePower(draft=watts["draft"], verify=watts["verify"], plain=watts.get("plain"), by_rows=counted)
 
 
 class EnergyCosts:

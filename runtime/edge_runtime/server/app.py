@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -15,33 +15,41 @@ from starlette.types import Receive, Scope, Send
 from edge_runtime.errors import RequestError
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import ApiError, to_api_error
+from edge_runtime.server.http.access_log import REMARKS
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, BodyLimit, Trimmer, parse_json, read_body
 from edge_runtime.server.http.guard import CLIENT
 from edge_runtime.server.http.page import page
+from edge_runtime.server.http.paths import nearest
 from edge_runtime.server.model_card import OLLAMA_VERSION, ModelCard
-from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize
+from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize, wants_special
 from edge_runtime.server.requests.ollama import read_ollama_chat, read_ollama_generate
 from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.server.responses.ollama import OllamaFormat
 from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
 from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded
 from edge_runtime.server.responses.responses_api import ResponsesFormat
-from edge_runtime.server.responses.usage import energy_metrics, energy_totals
+from edge_runtime.server.responses.usage import energy_metrics, energy_totals, timings, usage_line
 from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, check_logprobs, result_of, unless_disconnected
-from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition
+from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition, gauge
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
 _OLLAMA = "/api/"
 Read = TypeVar("Read")
 
 
-class Api:
-    """The handlers of the routes. `card` describes the model to clients."""
+# Sentences about fields and tools that were left out, each of which is printed once.
+_MOST_SENTENCES = 256
 
-    def __init__(self, worker: Worker, monitor: Monitor, card: ModelCard) -> None:
+
+class Api:
+    """The handlers of the routes. `card` describes the model to clients; `notify` gets what of the requests is left out."""
+
+    def __init__(self, worker: Worker, monitor: Monitor, card: ModelCard, notify: Callable[[str], None] = lambda _: None) -> None:
         self._worker = worker
         self._monitor = monitor
         self.card = card
+        self._notify = notify
+        self._said: set[str] = set()
         self._trimmer = Trimmer()
 
     def generates(
@@ -55,17 +63,39 @@ class Api:
 
         async def handler(request: Request) -> Response:
             api_request, made = await self._read(request, both, limit)
-            return Json200(made.complete(())) if api_request is None else await self._answer(request, api_request, made)
+            if api_request is None:
+                return Json200(made.complete(()))
+            self._say(api_request.remarks)
+            return await self._answer(request, api_request, made)
 
         return handler
+
+    def _say(self, remarks: Sequence[str]) -> None:
+        """Tells the operator what of a request is left out, each thing once: a client sends it with every request."""
+        for sentence in remarks:
+            if sentence not in self._said and len(self._said) < _MOST_SENTENCES:
+                self._said.add(sentence)
+                self._notify(sentence)
 
     async def ollama_show(self, request: Request) -> Response:
         if not self.card.is_called(await self._read(request, lambda body: body.get("model") or body.get("name"), TEXT_BODY)):
             raise self._no_such_model()
         return Json200(self.card.ollama_details())
 
+    def counts(self, read: Callable[[Json], ApiRequest]) -> Callable[[Request], Awaitable[Response]]:
+        """Returns the handler of a path that counts the tokens of a request's prompt."""
+
+        async def handler(request: Request) -> Response:
+            api_request = await self._read(request, read)
+            counting = self._worker.count(api_request.choices[0].prompt, request.scope[CLIENT])
+            count = await unless_disconnected(request.receive, result_of(counting))
+            return Json200({"object": "response.input_tokens", "input_tokens": count})
+
+        return handler
+
     async def tokenize(self, request: Request) -> Response:
-        encoding = self._worker.encode(await self._read(request, read_tokenize), request.scope[CLIENT])
+        prompt, special = await self._read(request, lambda body: (read_tokenize(body), wants_special(body)))
+        encoding = self._worker.encode(prompt, request.scope[CLIENT], special=special)
         tokens = await unless_disconnected(request.receive, result_of(encoding))
         return Json200({"tokens": tokens, "count": len(tokens), "max_model_len": self.card.context})
 
@@ -80,6 +110,23 @@ class Api:
             raise self._no_such_model()
         return Json200(self.card.openai_model())
 
+    async def slots(self, request: Request) -> Response:
+        """Answers with what each session does, without its texts; with 503 where none is free and the query asks for that."""
+        running = self._worker.slots()
+        state = [
+            {
+                "id": number,
+                "n_ctx": self.card.context,
+                "speculative": self.card.drafter != "none",
+                "is_processing": stats is not None,
+                **({} if stats is None else {"n_prompt_tokens": stats.prompt_tokens, "n_decoded": stats.tokens, "timings": timings(stats)}),
+            }
+            for number, stats in enumerate(running)
+        ]
+        if "fail_on_no_slot" in request.query_params and None not in running:
+            raise ApiError(503, "no session is free; try again soon", code="no_slot")
+        return Json200(state)
+
     def health(self) -> Json:
         """Returns how many requests run and wait."""
         running, waiting = self._worker.load()
@@ -87,8 +134,13 @@ class Api:
 
     async def metrics(self, _request: Request) -> Response:
         watch = self._worker.watch
-        joules = exposition(energy_metrics(watch.total())) if watch else ""
-        return PlainTextResponse(self._monitor.prometheus_text() + joules, headers={"content-type": CONTENT_TYPE})
+        running, waiting = self._worker.load()
+        further = [
+            gauge("edge_mtp_requests_running", "Requests that sessions run.", running),
+            gauge("edge_mtp_requests_waiting", "Requests that wait for a session.", waiting),
+            *(energy_metrics(watch.total()) if watch else ()),
+        ]
+        return PlainTextResponse(self._monitor.prometheus_text() + exposition(further), headers={"content-type": CONTENT_TYPE})
 
     async def energy(self, _request: Request) -> Response:
         """Answers with the joules so far, or with 503 and the reason why there are none."""
@@ -120,6 +172,7 @@ class Api:
         finally:
             if not streams:
                 pending.cancel()
+                _remark(request.scope, usage_line(pending.stats))
 
     def _no_such_model(self) -> ApiError:
         return ApiError(404, f"this server has no such model; use {self.card.name!r}", param="model", code="model_not_found")
@@ -142,14 +195,16 @@ class PieceStream(Response):
         del self.headers["content-length"]
         self._pending = pending
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends pieces until the answer ends or the client disconnects."""
+        left = ""
         try:
             await unless_disconnected(receive, self._send_all(send))
         except ClientDisconnected:
-            pass
+            left = "the client left"
         finally:
             self._pending.cancel()
+            _remark(scope, usage_line(self._pending.stats), left)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -158,14 +213,26 @@ class PieceStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
+def _remark(scope: Scope, *remarks: str) -> None:
+    """Adds to the operator's line about a request."""
+    scope.get(REMARKS, []).extend(filter(None, remarks))
+
+
 async def error_response(request: Request, error: Exception) -> Response:
     """Returns any failure in the error format of the path's API."""
     if isinstance(error, HTTPException):
-        error = ApiError(
-            error.status_code, f"{error.detail}: this server has no such path or method; see GET /v1/models", headers=error.headers
-        )
+        error = ApiError(error.status_code, f"{error.detail}: {_advice(request, error)}", headers=error.headers)
     failure = to_api_error(error)
+    _remark(request.scope, repr(failure.param)[1:-1] if failure.param else failure.code or "")
     return Json200(failure.body(ollama=request.url.path.startswith(_OLLAMA)), failure.status, failure.headers)
+
+
+def _advice(request: Request, error: HTTPException) -> str:
+    """Returns what to do about a path or a method that does not exist."""
+    if allowed := (error.headers or {}).get("Allow"):
+        return f"this path takes {allowed}"
+    known = [route.path.partition("{")[0] for route in request.app.routes]
+    return f"this server has no such path; {nearest(request.url.path, known)}"
 
 
 async def closed_response(_request: Request, _error: Exception) -> Response:
@@ -194,12 +261,15 @@ def make_app(api: Api) -> Starlette:
                     ("/api/generate", read_ollama_generate, lambda *_: OllamaFormat(name, chat=False)),
                 )
             ),
+            Route("/v1/chat/completions/input_tokens", api.counts(read_chat), methods=["POST"]),
+            Route("/v1/responses/input_tokens", api.counts(read_response), methods=["POST"]),
             *(Route(path, _no_embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/api/embed", "/api/embeddings")),
             Route("/v1/models", _facts(lambda: {"object": "list", "data": [card.openai_model()]})),
             Route("/v1/models/{name:path}", api.model),
             Route("/tokenize", api.tokenize, methods=["POST"]),
             Route("/detokenize", api.detokenize, methods=["POST"]),
             Route("/props", _facts(card.props)),
+            Route("/slots", api.slots),
             Route("/health", _facts(api.health)),
             Route("/metrics", api.metrics),
             Route("/energy_metrics", api.energy),

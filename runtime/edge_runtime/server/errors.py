@@ -11,20 +11,28 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ApiError(EdgeRuntimeError):
-    """An error response. `param` names the field of the request that caused it."""
+    """An error response. `param` names the field of the request that caused it; `numbers` are further fields of the error."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        numbers: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.numbers = dict(numbers or {})
 
     def alone(self) -> ApiError:
         """Returns this error without where it was raised and why, which would keep a request's values."""
-        return ApiError(self.status, str(self), param=self.param, code=self.code, headers=self.headers)
+        return ApiError(self.status, str(self), param=self.param, code=self.code, headers=self.headers, numbers=self.numbers)
 
     def body(self, *, ollama: bool) -> dict[str, Any]:
         """Returns the body of the response, in Ollama's form or OpenAI's."""
@@ -33,7 +41,7 @@ class ApiError(EdgeRuntimeError):
     def to_json(self) -> dict[str, Any]:
         """Returns OpenAI's form."""
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code, **self.numbers}}
 
 
 def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:

@@ -19,14 +19,16 @@ _LATEST = ":latest"
 class ModelCard:
     """`name` is the model's id for clients, `context` its tokens per request, `sessions` how many requests run at once.
 
-    `answers`: whether it was taught to answer messages. `rows`: whether drafts and other requests can change greedy text, as compared
-    at the start. `fingerprint` is the `system_fingerprint` of responses.
+    `kernels` are the variant of the project's own that multiply, None for stock ones. `answers`: whether it was taught to answer messages.
+    `rows`: whether drafts and other requests can change greedy text, as compared at the start. `fingerprint` is the `system_fingerprint`
+    of responses.
     """
 
     name: str
     context: int
     sessions: int
     drafter: str
+    kernels: str | None
     files_format: str
     template: str
     manifest: Manifest
@@ -47,7 +49,7 @@ class ModelCard:
             "n_vocab": facts.vocab_size,
             "n_embd": facts.hidden_size,
             "n_params": facts.parameters,
-            "rows": self.rows.to_json(),
+            **self._decodes,
             "description": self.manifest.description,
             "answers": self.answers,
             "input_modalities": ["text", *(name for name, accepted in self._modalities.items() if accepted)],
@@ -70,8 +72,7 @@ class ModelCard:
             "total_slots": self.sessions,
             "chat_template": self.template,
             "modalities": {"vision": self._modalities["image"], "audio": self._modalities["audio"]},
-            "drafter": self.drafter,
-            "rows": self.rows.to_json(),
+            **self._decodes,
             "system_fingerprint": self.fingerprint,
         }
 
@@ -119,6 +120,11 @@ class ModelCard:
             "parameter_size": f"{billions:.1f}B" if billions >= 1 else f"{facts.parameters / 1e6:.1f}M",
             "quantization_level": next((file.quantization or "" for file in self.manifest.files if file.role == "target"), ""),
         }
+
+    @property
+    def _decodes(self) -> Json:
+        """What decodes, and whether that leaves greedy text as it is."""
+        return {"drafter": self.drafter, "kernels": self.kernels, "rows": self.rows.to_json()}
 
     @property
     def _modalities(self) -> dict[str, bool]:

@@ -35,7 +35,10 @@ class ServeOptions:
         help="API key that clients must send. Repeatable: clients with different keys share no cached prompts.",
     )
     allow_origin: Sequence[str] = option(
-        default=(), metavar="ORIGIN", panel="Server", help="Website whose scripts may use the server; * allows all. Repeatable."
+        default=(),
+        metavar="ORIGIN",
+        panel="Server",
+        help="Website whose scripts may use the server; localhost allows those of this machine, at any port, * all. Repeatable.",
     )
     allow_host: Sequence[str] = option(
         default=(), metavar="NAME", panel="Server", help="Another name under which clients reach the server, such as a proxy's. Repeatable."
@@ -45,5 +48,7 @@ class ServeOptions:
         if not all(key.isascii() and key.split() == [key] for key in self.api_key):
             raise RequestError("--api-key is empty, not ASCII or has blanks; give a key, such as one from 'openssl rand -hex 16'")
         for origin in self.allow_origin:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise RequestError(f"--allow-origin {origin!r} is no origin; write scheme and host, such as https://chat.example, or *")
+            if origin not in ("*", "localhost") and not _ORIGIN.fullmatch(origin):
+                raise RequestError(
+                    f"--allow-origin {origin!r} is no origin; write scheme and host, such as https://chat.example, or localhost, or *"
+                )

@@ -16,6 +16,7 @@ from edge_devices.machine.device_package import how_to_get
 from edge_runtime.decoding.sampling import MODEL_SAMPLING, default_sampling, sampling_sentence
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server.engine.worker import Worker
+from edge_runtime.server.http.access_log import AccessLog
 from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard, host_name
 from edge_runtime.server.model_card import ModelCard
 from edge_runtime.server.options import KEY_VARIABLE, ServeOptions
@@ -62,12 +63,13 @@ def serve(
             watch=watch,
             deterministic=options.deterministic,
             alone=alone,
+            exact=rows.exact,
             clients=client_names(options.api_key),
         )
-        api = Api(worker, first.monitor, _model_card(folder, first, options, rows))
+        api = Api(worker, first.monitor, _model_card(folder, first, options, rows), announce)
         hosts = allowed_hosts(options.host, options.allow_host)
         guard = Guard(make_app(api), hosts=hosts, keys=options.api_key, origins=options.allow_origin)
-        config = server_config(guard, options.sessions + options.waiting + _EXTRA_CONNECTIONS)
+        config = server_config(AccessLog(guard, announce), options.sessions + options.waiting + _EXTRA_CONNECTIONS)
         worker.start()
         try:
             if first.bundle.manifest.generation is not None:
@@ -114,6 +116,7 @@ def _model_card(folder: Path, session: Session, options: ServeOptions, rows: Row
         context=session.target.context,
         sessions=options.sessions,
         drafter=session.drafter_kind,
+        kernels=session.row_kernels,
         files_format=formats[0].format if formats else "",
         template=bundle.path(ROLE).read_text(encoding="utf-8") if bundle.has(ROLE) else "",
         manifest=bundle.manifest,

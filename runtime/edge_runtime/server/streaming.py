@@ -13,6 +13,8 @@ from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import invalid, to_api_error
 from edge_runtime.server.requests.completions import ApiRequest
 from edge_runtime.server.responses.response_format import ChoiceAnswer, Json, ResponseFormat
+from edge_runtime.server.responses.usage import UsageCount
+from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Event
 
 Result = TypeVar("Result")
@@ -40,9 +42,15 @@ class PendingResponse:
         """Raises ApiError if the worker's queue is full."""
         self._form = form
         self._choices = len(request.choices)
+        self._usage = UsageCount(self._choices, request.n)
         self._events: asyncio.Queue[tuple[int, StreamEvent]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._jobs = worker.submit(request.choices, self._deliver, client)
+
+    @property
+    def stats(self) -> DecodeStats:
+        """The figures of the answers so far."""
+        return self._usage.stats
 
     @property
     def media_type(self) -> str:
@@ -66,6 +74,7 @@ class PendingResponse:
         count = 0
         while len(finished) < self._choices:
             choice, event = await self._next()
+            self._count(choice, event)
             if isinstance(event, Output):
                 await asyncio.sleep(0)  # others' turn where many wait
                 events[choice] += event.events
@@ -84,6 +93,7 @@ class PendingResponse:
             yield piece
         while running:
             choice, event = await self._events.get()
+            self._count(choice, event)
             pieces: list[bytes] = []
             if isinstance(event, Failed):
                 self.cancel()
@@ -95,6 +105,10 @@ class PendingResponse:
                 pieces = self._form.end(choice, event) + ([] if running else self._form.finish())
             for piece in pieces:
                 yield piece
+
+    def _count(self, choice: int, event: StreamEvent) -> None:
+        if isinstance(event, Output | Finished):
+            self._usage.update(choice, event.stats)
 
     async def _next(self) -> tuple[int, StreamEvent]:
         choice, event = await self._events.get()

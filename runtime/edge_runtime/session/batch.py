@@ -166,6 +166,7 @@ class BatchDecoder:
             raise RequestError("the request is of another pair's session; run it with the sessions it was started on")
         if any(other.target is generation.target for other in self.running):
             raise RequestError("two requests cannot share a sequence; start each on its own session")
+        generation.require_claim()
 
     def _begin(self, generation: Generation) -> None:
         if not generation.done:
@@ -212,10 +213,15 @@ class BatchDecoder:
         logits = self._together.verify_all(batches)
         first, *others = [generation.decoding for generation in running]
         timing = first.timing(middle - begin, time.perf_counter() - middle, *others)
-        done = []
+        # One request reports the timing, as their policies share one cost model: the first that learns from it and does not fail.
+        learning = any(generation.decoding.learns_costs for generation in running)
+        done: list[tuple[Generation, Round]] = []
+        reported = False
         for generation, rows in zip(running, logits, strict=True):
-            try:  # one request reports the timing: their policies share one cost model
-                done.append((generation, generation.decoding.finish_round(rows, timing, report_timing=generation is running[0])))
+            reports = not reported and generation.decoding.learns_costs == learning
+            try:
+                done.append((generation, generation.decoding.finish_round(rows, timing, report_timing=reports)))
+                reported |= reports
             except EdgeRuntimeError as error:  # such as no token left to sample; the other requests are not affected
                 generation.fail(error)
                 self._failures.append((generation, error))

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, Self, TypedDict, Unpack, get_args
 
 from edge_runtime.decoding.loop import Round
@@ -15,7 +16,7 @@ from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.errors import RequestError
 from edge_runtime.media.soft_rows import MEDIA, Media, MediaPrompt, user_message, without_media
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, sampled
-from edge_runtime.session.load_options import LoadOptions, with_keywords
+from edge_runtime.session.load_options import OPENING, LoadOptions, with_keywords
 from edge_runtime.session.open import open_session
 from edge_runtime.session.saved import chat_file
 from edge_runtime.session.session import Session
@@ -78,6 +79,12 @@ class RequestKeywords(TypedDict, total=False):
     on_round: Callable[[Round], None] | None
     reuse_prefix: bool
     constraint: ConstraintSource | None
+
+
+# A chat finds its earlier turns in the cache.
+_DEFAULTS = SimpleNamespace(
+    **{name: each.default for name, each in inspect.signature(Session.generate).parameters.items()} | {"reuse_prefix": True}
+)
 
 
 class Answer:
@@ -231,7 +238,9 @@ class Chat:
     changes the conversation ends an answer that is running.
     """
 
-    @with_keywords(RequestKeywords)
+    @with_keywords(
+        RequestKeywords, _DEFAULTS, elsewhere={"sampling=SamplingParams({}=...)": SamplingParams.__dataclass_fields__, **OPENING}
+    )
     def __init__(
         self,
         session: Session,
@@ -351,7 +360,7 @@ class Chat:
         if self.settings.overflow == "stop":
             raise RequestError(
                 f"the conversation has {len(whole.ids)} tokens of the context's {context}, too many to answer; start a new one,"
-                " raise the context, or use overflow drop_oldest"
+                " open the bundle with a larger context (--context), or use overflow drop_oldest"
             )
         # Dropping turns costs a complete prefill, so room is made for more than this answer.
         starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
@@ -364,7 +373,8 @@ class Chat:
         if len(whole.ids) < context:
             return whole
         raise RequestError(
-            f"this message alone has {len(whole.ids)} tokens, but the context holds {context}; shorten it or raise the context"
+            f"this message alone has {len(whole.ids)} tokens, but the context holds {context}; shorten it,"
+            " or open the bundle with a larger context (--context)"
         )
 
     def _encode(self, messages: Sequence[Message]) -> list[int] | MediaPrompt:
@@ -379,7 +389,14 @@ def _without_thoughts(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "reasoning_content"}
 
 
-@with_keywords(SamplingParams, GREEDY_PARAMS)
+# Of what opens a bundle for one answer.
+_OPENING_TOO = {
+    "options=LoadOptions({}=...)": LoadOptions.__dataclass_fields__,
+    "Session.generate({}=...)": inspect.signature(Session.generate).parameters,
+}
+
+
+@with_keywords(SamplingParams, GREEDY_PARAMS, elsewhere=_OPENING_TOO)
 def generate(
     bundle: Path | str,
     prompt: str,
@@ -398,7 +415,7 @@ def generate(
         return session.generate(prompt, max_tokens=max_tokens, sampling=sampled(sampling, keywords)).text()
 
 
-@with_keywords(SamplingParams, GREEDY_PARAMS)
+@with_keywords(SamplingParams, GREEDY_PARAMS, elsewhere=_OPENING_TOO)
 def chat(
     bundle: Path | str,
     message: str,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from edge_runtime.bundle.manifest import GenerationDefaults
-from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE, acceptance_rule
+from edge_runtime.decoding.acceptance_rules import acceptance_rule, keeps_text
 from edge_runtime.decoding.constrained_acceptance import constrained
 from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS, LogprobRule, TokenLogprob
 from edge_runtime.decoding.loop import Decoding, Round, decode
@@ -40,16 +40,17 @@ FinishReason = Literal["stop", "length", "context"]
 class GenerationOptions:
     """The options of a request. Raises RequestError for a limit below 1 and for values of other types.
 
-    `stop` strings end the text before them. `chunk_size` is the least number of tokens per piece of text, except for the last piece.
-    `on_round` is called after each round, before its text is yielded. `reuse_prefix` keeps the cache's rows as far as the prompt begins
-    with their tokens: fast in a chat, but on stock kernels rows that another request computed in batches of other sizes may differ in
-    their last bits.
+    Before `min_tokens` tokens no end token comes, unless a `constraint` is met. `stop` strings end the text before them. `chunk_size` is
+    the least number of tokens per piece of text, except for the last piece. `on_round` is called after each round, before its text is
+    yielded. `reuse_prefix` keeps the cache's rows as far as the prompt begins with their tokens: fast in a chat, but on stock kernels rows
+    that another request computed in batches of other sizes may differ in their last bits.
     `constraint` describes the valid texts. `logprobs` records each token's log probability and those of that many likeliest tokens.
     """
 
     max_tokens: int = 128
+    min_tokens: int = 0
     sampling: SamplingParams = GREEDY_PARAMS
-    acceptance: str = DEFAULT_ACCEPTANCE
+    acceptance: str | None = None
     stop: Sequence[str] = ()
     chunk_size: int = 1
     on_round: Callable[[Round], None] | None = None
@@ -58,12 +59,12 @@ class GenerationOptions:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "chunk_size"):
+        for name, least in (("max_tokens", 1), ("min_tokens", 0), ("chunk_size", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise RequestError(f"{name} is {value!r}, not a whole number; give an int")
-            if value < 1:
-                raise RequestError(f"{name} is {value}; ask for at least 1")
+            if value < least:
+                raise RequestError(f"{name} is {value}; ask for at least {least}")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if not isinstance(self.stop, Sequence) or not all(isinstance(text, str) for text in self.stop):
@@ -77,8 +78,8 @@ class GenerationOptions:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the output is the same with and without drafts: greedy, or sampled with acceptance by match and a seed."""
-        return self.sampling.temperature == 0 or (self.acceptance == "match" and self.sampling.seed is not None)
+        """Whether the text is the same each time, with drafts and without: greedy, or sampled with a seed by shared noise."""
+        return self.sampling.temperature == 0 or (self.sampling.seed is not None and keeps_text(self.sampling, self.acceptance))
 
 
 def sampled(sampling: SamplingParams, keywords: Mapping[str, Any]) -> SamplingParams:
@@ -114,7 +115,7 @@ class _Detokenizer:
     """
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], constraint: Constraint | None, end_tokens: Sequence[int] = ()) -> None:
-        self._ends = vocabulary.eog_tokens | frozenset(end_tokens)
+        self.ends = vocabulary.eog_tokens | frozenset(end_tokens)
         self.parser = ChannelParser(vocabulary, stop, channels=False)
         self.constraint = constraint
         self._stops = bool(stop)
@@ -132,7 +133,7 @@ class _Detokenizer:
         # Without them the loop detokenizes nothing, and its seconds contain no text work.
         stopped = self._stops and self._feed(token)
         closed = self.constraint is not None and self.constraint.advance(token)
-        return stopped or closed or token in self._ends
+        return stopped or closed or token in self.ends
 
     def _feed(self, token: int) -> bool:
         self._fed += 1
@@ -195,7 +196,8 @@ class Generation:
         self._text_ended = False
         self._prefilled: int | None = None  # tokens of the prompt whose rows are in the cache; None before the request begins
         self._failure: str | None = None
-        rule = acceptance_rule(options.sampling, options.acceptance, prompt.text_ids if isinstance(prompt, MediaPrompt) else prompt)
+        text_ids = prompt.text_ids if isinstance(prompt, MediaPrompt) else prompt
+        rule = acceptance_rule(options.sampling, options.acceptance, text_ids, place=len(ids))
         if constraint is not None:
             rule = constrained(rule, constraint)
         if options.logprobs is not None:
@@ -208,6 +210,8 @@ class Generation:
             rule=rule,
             is_stop=self._detokenizer.is_stop,
             suppressed=defaults.suppress_tokens,
+            held_back=() if constraint is not None else sorted(self._detokenizer.ends),
+            min_tokens=options.min_tokens,
             sources=sources,
         )
         self._decode = decode(pair.target, pair.drafter, self.decoding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,11 +16,10 @@ from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType
-from edge_runtime.calibration.placement import PowerSource
 from edge_runtime.config.schema import MAX_CONTEXT, PRESET_NAMES, SpeculativeConfig
 from edge_runtime.drafting.draft_store import STORE_SIZE
 from edge_runtime.drafting.drafter_kinds import DrafterKind
-from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.drafting.phase_power import PhasePower, PowerSource
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET
 from edge_runtime.session.monitor import MonitorOptions
@@ -144,33 +143,49 @@ class LoadOptions:
             raise RequestError("--verify-key is of no use with --check none, which does not compare the files; leave one of them out")
 
 
-def with_keywords(keywords: type, defaults: object = None) -> Callable[[F], F]:
+def with_keywords(keywords: type, defaults: object = None, *, elsewhere: Mapping[str, Collection[str]] | None = None) -> Callable[[F], F]:
     """A decorator that lets help() and editors show the fields of a dataclass, or the keys of a TypedDict, in place of **keywords.
 
-    The function then raises RequestError for a keyword that is none of them, with the nearest that is, or with all.
-    `defaults` has an attribute for each that has a default; others are shown without a value of their own ("...").
+    The function then raises RequestError for a keyword that is none of them, with the call that takes it, or the nearest one, or all.
+    `defaults` has an attribute for each that has a default; others are shown without a value of their own ("..."). `elsewhere` are
+    the names that neighbours take, by how they are called there ("generate({}=...)").
     """
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
         named = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
         added = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(defaults, name, ...), annotation=annotation)
+            # A TypedDict holds the text of an annotation in a reference to it.
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=getattr(defaults, name, ...),
+                annotation=getattr(annotation, "__forward_arg__", annotation),
+            )
             for name, annotation in inspect.get_annotations(keywords).items()
         ]
         known = [parameter.name for parameter in (*named, *added) if parameter.name != "self"]
         title = function.__qualname__.removesuffix(".__init__")
 
+        def advice(name: str) -> str:
+            for call, names in (elsewhere or {}).items():
+                if name in names:
+                    return f"it belongs to {call.format(name)}"
+            near = difflib.get_close_matches(name[:64], known, n=1)
+            return f"the nearest one is {near[0]!r}" if near else f"it has {', '.join(known)}"
+
         @functools.wraps(function)
         def checked(*arguments: Any, **options: Any) -> Any:
             for name in options:
                 if name not in known:
-                    near = difflib.get_close_matches(name[:64], known, n=1)
-                    advice = f"the nearest one is {near[0]!r}" if near else f"it has {', '.join(known)}"
-                    raise RequestError(f"{title} has no option {name[:64]!r}; {advice}")
+                    raise RequestError(f"{title} has no option {name[:64]!r}; {advice(name)}")
             return function(*arguments, **options)
 
         checked.__signature__ = signature.replace(parameters=[*named, *added])  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]
 
     return decorate
+
+
+# The options of `LoadOptions`, for what opens no bundle.
+OPENING = {"open_session({}=...)": tuple(LoadOptions.__dataclass_fields__)}

@@ -50,6 +50,11 @@ def counter(name: str, description: str, value: float) -> Metric:
     return Metric(name=name, kind="counter", description=description, samples=[Point(value=value, labels={})])
 
 
+def gauge(name: str, description: str, value: float) -> Metric:
+    """A gauge without labels."""
+    return Metric(name=name, kind="gauge", description=description, samples=[Point(value=value, labels={})])
+
+
 def exposition(metrics: Sequence[Metric]) -> str:
     """Returns the text of a scrape, ending in a newline. A metric without samples is left out."""
     lines = []
@@ -125,6 +130,8 @@ class Monitor:
         self._token_latencies = Latencies(KEPT_ROUNDS)
         self._first_tokens = Latencies(KEPT_REQUESTS)
         self._totals: Counter[str] = Counter()
+        self._drafted_at: Counter[int] = Counter()
+        self._accepted_at: Counter[int] = Counter()
         self._prefill_seconds = 0.0
         self._events: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -139,6 +146,8 @@ class Monitor:
             totals["tokens"] += len(round_done.tokens)
             totals["drafted"] += round_done.drafted
             totals["accepted"] += round_done.accepted
+            self._drafted_at.update(range(round_done.drafted))
+            self._accepted_at.update(range(round_done.accepted))
             self._token_latencies.add(seconds, len(round_done.tokens))
             self._window.add(round_done.drafted, round_done.accepted)
             event = self._alarm.event(self._window) if round_done.drafted else None
@@ -158,7 +167,7 @@ class Monitor:
         Raises RequestError if the log cannot be written; the request is counted nevertheless.
         """
         with self._lock:
-            self._totals.update(requests=1, prompt_tokens=stats.prompt_tokens)
+            self._totals.update(requests=1, prompt_tokens=stats.prompt_tokens, cached=stats.reused_tokens)
             self._prefill_seconds += stats.prefill_seconds
             if stats.rounds:
                 self._first_tokens.add(stats.first_token_seconds)
@@ -201,11 +210,14 @@ class Monitor:
                 [
                     counter("edge_mtp_requests_total", "Finished requests.", totals["requests"]),
                     counter("edge_mtp_prompt_tokens_total", "Prompt tokens of finished requests.", totals["prompt_tokens"]),
+                    counter("edge_mtp_cached_prompt_tokens_total", "Prompt tokens that were in a cache.", totals["cached"]),
                     counter("edge_mtp_prefill_seconds_total", "Seconds of prefill of finished requests.", self._prefill_seconds),
                     counter("edge_mtp_tokens_total", "Emitted tokens.", totals["tokens"]),
                     counter("edge_mtp_rounds_total", "Rounds, each one forward of the target.", totals["rounds"]),
                     counter("edge_mtp_drafted_tokens_total", "Drafted tokens.", totals["drafted"]),
                     counter("edge_mtp_accepted_tokens_total", "Accepted drafted tokens.", totals["accepted"]),
+                    _by_position("edge_mtp_drafted_tokens_by_position_total", "Drafted tokens by their place.", self._drafted_at),
+                    _by_position("edge_mtp_accepted_tokens_by_position_total", "Accepted drafts by their place.", self._accepted_at),
                     Metric(
                         name="edge_mtp_events_total",
                         kind="counter",
@@ -232,6 +244,12 @@ class Monitor:
                     ),
                 ]
             )
+
+
+def _by_position(name: str, description: str, counts: Mapping[int, int]) -> Metric:
+    """A counter of drafts by their place in the draft, from 0, as vLLM and llama-server number them."""
+    samples = [Point(value=count, labels={"position": str(place)}) for place, count in sorted(counts.items())]
+    return Metric(name=name, kind="counter", description=description, samples=samples)
 
 
 def _summary(name: str, description: str, latencies: Latencies) -> Metric:

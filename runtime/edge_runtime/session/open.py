@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,13 +51,16 @@ from edge_runtime.session.saved.kv_state_file import row_facts
 from edge_runtime.session.saved.prompt_cache import PromptCache
 from edge_runtime.session.session import Session, SessionParts, rate_with
 
+# The options of a request, which a session takes when it is open.
+_OF_REQUESTS = {"generate({}=...)": [name for name in inspect.signature(Session.generate).parameters if name != "self"]}
+
 
 def default_threads() -> int:
     """Returns how many processors this process may run on."""
     return sum(map(len, processor_groups()))
 
 
-@with_keywords(LoadOptions, LoadOptions)
+@with_keywords(LoadOptions, LoadOptions, elsewhere=_OF_REQUESTS)
 def open_session(folder: Path | str, options: LoadOptions | None = None, **keywords: Any) -> Session:
     """Opens a bundle. Options are given as keywords (`open_session("bundle", context=2048)`), as `LoadOptions`, or both; keywords win.
 
@@ -67,7 +71,7 @@ def open_session(folder: Path | str, options: LoadOptions | None = None, **keywo
     return open_sessions(folder, 1, options, **keywords).sessions[0]
 
 
-@with_keywords(LoadOptions, LoadOptions)
+@with_keywords(LoadOptions, LoadOptions, elsewhere=_OF_REQUESTS)
 def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = None, **keywords: Any) -> Sessions:
     """Opens a bundle for `count` requests at once, each with `context` tokens of its own. Otherwise as `open_session`.
 
@@ -78,7 +82,7 @@ def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = 
     return loader.load(loader.choose_place(count), count)
 
 
-@with_keywords(LoadOptions, LoadOptions)
+@with_keywords(LoadOptions, LoadOptions, elsewhere=_OF_REQUESTS)
 def faster_backend(folder: Path | str, options: LoadOptions | None = None, **keywords: Any) -> BackendKind:
     """Returns the backend that `open_session` would take with these options; measures as it does, and raises as it does."""
     return _PairLoader(folder, replace(options or LoadOptions(), **keywords)).choose_place(1).partition(" ")[0]
@@ -256,7 +260,7 @@ class _PairLoader:
         if self.options.threads is not None:
             return replace(pair, facts=(*pair.facts, ThreadCounts.same(self.threads)))
         options = self.options
-        return on_best_threads(pair, opened.set_threads, options.power, options.notify, measure=options.measure, waiting=options.waiting)
+        return on_best_threads(pair, opened.set_threads, options.notify, measure=options.measure, waiting=options.waiting)
 
     def _opened_draft_store(self, vocabulary: Vocabulary) -> DraftStore | None:
         options = self.options

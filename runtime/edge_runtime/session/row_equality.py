@@ -1,4 +1,4 @@
-"""Whether drafts, and requests beside, can change greedy text: rows of logits alone and in verifies, compared on this machine."""
+"""Whether drafts, and requests beside, can change the text: rows of logits alone and in verifies, compared on this machine."""
 
 from __future__ import annotations
 
@@ -39,24 +39,25 @@ class RowEquality:
 
     @property
     def exact(self) -> bool:
-        """Whether drafts do not change greedy text: every row has the same bits alone and in a verify."""
+        """Whether drafts do not change the text, greedy or with a seed: every row has the same bits alone and in a verify."""
         return self.different == 0 and not self.stock_attention
 
     @property
     def verdict(self) -> str:
         """What it means for a text, in a few words."""
-        return "exact" if self.exact else "near ties may differ"
+        return "exact" if self.exact else "drafts may change the text"
 
     def sentence(self) -> str:
         """What it means for a text, in one sentence."""
         if self.exact:
             return (
-                f"drafts do not change greedy text here: {self.compared} of {self.compared} rows have the same bits alone and in a verify"
+                f"drafts do not change the text here, greedy or with a seed: {self.compared} of {self.compared} rows have the same bits"
+                " alone and in a verify"
             )
         seldom = ", and the engine's own attention on these K/V rows differs in few" if self.stock_attention else ""
         return (
-            f"drafts may change near ties here: {self.different} of {self.compared} rows differ alone and in a verify,"
-            f" by up to {self.largest:.2g}{seldom}"
+            f"drafts may change the text here, greedy text at near ties and sampled text anywhere: {self.different} of {self.compared} rows"
+            f" differ alone and in a verify, by up to {self.largest:.2g}{seldom}"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, MediaInputs
 from edge_runtime.calibration.measured import AcceptanceCache, exported_counts
 from edge_runtime.config.settings import Settings, resolve_settings
-from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.constrained_acceptance import GRAMMAR_PRIORS, GrammarSource
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
@@ -37,7 +36,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import MediaTarget, SavableTarget, SequenceBatch
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair, sampled
-from edge_runtime.session.load_options import with_keywords
+from edge_runtime.session.load_options import OPENING, with_keywords
 from edge_runtime.session.monitor import Monitor, MonitorOptions, RequestMonitor
 from edge_runtime.session.row_equality import RowEquality, known_row_equality
 from edge_runtime.session.saved.kv_state_file import load_state, save_state
@@ -106,16 +105,17 @@ class Session:
         self._profit: Profit | None = None
         self._odds = SourceOdds(GRAMMAR_PRIORS | TEXT_PRIORS | STORE_PRIORS)
 
-    @with_keywords(SamplingParams, GREEDY_PARAMS)
+    @with_keywords(SamplingParams, GREEDY_PARAMS, elsewhere=OPENING)
     def generate(
         self,
         prompt: str | Sequence[int] | MediaPrompt,
         *,
         max_tokens: int = 128,
+        min_tokens: int = 0,
         draft_length: int | None = None,
         policy: DraftLengthPolicy | None = None,
         sampling: SamplingParams = GREEDY_PARAMS,
-        acceptance: str = DEFAULT_ACCEPTANCE,
+        acceptance: str | None = None,
         stop: Sequence[str] = (),
         chunk_size: int | None = None,
         on_round: Callable[[Round], None] | None = None,
@@ -131,7 +131,8 @@ class Session:
 
         Sampling is given as keywords (`temperature=0.7, seed=1`), as `SamplingParams`, or both; keywords win.
         `draft_length` 0 is plain decoding; a `policy` replaces it. With neither, the session's settings decide, with a safety net.
-        `acceptance` is "block", "rejection" or "match": all keep the target's distribution. `chunk_size` None takes the settings' value.
+        `acceptance` is "coupled", the default with a seed, which keeps the text as it is without drafts, or "block",
+        the default without one, which keeps its distribution. `chunk_size` None takes the settings' value.
         With a `constraint` (a JsonSchema, Gbnf, Regex or ToolCalls) the text is always valid, with drafts as without. Other options:
         `GenerationOptions`. `compiled` is what `compile_constraint` made of the `constraint`, for this request alone.
         `prediction` is a text, or its tokens, that the output is expected to repeat, whole or in parts; it changes the speed alone.
@@ -142,6 +143,7 @@ class Session:
         sampling = sampled(sampling, keywords)
         options = GenerationOptions(
             max_tokens=max_tokens,
+            min_tokens=min_tokens,
             sampling=sampling,
             acceptance=acceptance,
             stop=stop,
@@ -215,7 +217,10 @@ class Session:
         if not ids:
             raise RequestError("the prompt has no tokens; give at least one (a beginning-of-sequence token is enough)")
         if len(ids) >= self.target.context:
-            raise RequestError(f"the prompt has {len(ids)} tokens, the context {self.target.context}; shorten it or raise --context")
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, the context {self.target.context}; shorten it,"
+                " or open the bundle with a larger context (--context)"
+            )
         return ids
 
     def compile_constraint(self, constraint: ConstraintSource | None) -> Constraint | None:

@@ -48,7 +48,7 @@ def check_lossless(session: Session, generation: Generation) -> LosslessReport:
     """Reruns a finished request without drafts and compares the tokens. Raises RequestError if its sampling is not repeatable."""
     options = generation.options
     if not options.repeatable:
-        raise RequestError("sampled tokens differ from run to run; compare at temperature 0, or with acceptance by match and a seed")
+        raise RequestError("sampled tokens differ from run to run; compare at temperature 0, or with a seed")
     plain = session.generate(
         generation.prompt_input,
         max_tokens=len(generation.tokens),

@@ -62,21 +62,30 @@ class ChatTemplate:
         with errors_as(BundleError, f"{name} does not compile", "export the bundle again with a template that does", TemplateError):
             self._renderer = Renderer(source)
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool = False,
+        begun: str = "",
+        generation_prompt: bool = True,
+    ) -> str:
         """Returns the conversation as text, with control tokens as text and `MARK` where foreign text must not become one.
 
-        It ends where an answer begins. Raises RequestError if the template refuses the messages or exceeds a limit.
+        It ends where an answer begins, unless the `generation_prompt` is left out, and with what of the answer is `begun`.
+        Raises RequestError if the template refuses the messages or exceeds a limit.
         """
         variables = {
             "messages": self._foreign.guard(list(messages)),
             "tools": self._foreign.guard(list(tools)) or None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": generation_prompt,
             "enable_thinking": thinking,
             "bos_token": self._text_of(self._vocabulary.bos),
             "eos_token": self._text_of(self._vocabulary.eos),
         }
         try:
-            return self._renderer.render(variables)
+            return self._renderer.render(variables) + (MARK + self._foreign.guard(begun) if begun else "")
         except TemplateError as error:
             raise RequestError(f"{self.name} refuses this conversation: {error}") from error
 

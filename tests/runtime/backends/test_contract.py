@@ -399,7 +399,7 @@ def test_it_describes_its_library_and_what_doctor_prints_of_it(case: Case) -> No
 
 def test_drafts_change_no_token(case: Case) -> None:
     with open_session(case.bundle, backend=case.kind, threads=1, context=256) as session:
-        for options in ({}, {"sampling": SamplingParams(temperature=0.8, top_k=40, seed=5), "acceptance": "match"}):
+        for options in ({}, {"sampling": SamplingParams(temperature=0.8, top_k=40, seed=5), "acceptance": "coupled"}):
             plain, drafted = (session.generate(PROMPT, max_tokens=80, draft_length=length, **options) for length in (0, 4))
             assert plain.text() == drafted.text()
             assert plain.tokens == drafted.tokens

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, BlockRule, MatchRule, RejectionRule, acceptance_rule
+from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, BlockRule, CoupledRule, acceptance_rule
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import BackendError, RequestError
 from stochastic import CertainDrafter, StochasticDrafter, StochasticTarget, random_rows, write
@@ -22,7 +24,7 @@ def written(params: SamplingParams, method: str, *, drafter_seed: int | None = N
 
 
 def test_an_unknown_method_is_named_with_those_there_are() -> None:
-    with pytest.raises(RequestError, match="method 'lucky' is not known; choose one of block, rejection, match"):
+    with pytest.raises(RequestError, match="method 'lucky' is not known; choose one of coupled, block"):
         acceptance_rule(SamplingParams(temperature=0), "lucky", PROMPT)
 
 
@@ -40,7 +42,12 @@ def test_temperature_zero_is_greedy_unless_something_changes_the_likeliest_token
 
 def test_each_method_has_its_rule() -> None:
     result = [type(acceptance_rule(SamplingParams(), method, PROMPT)) for method in ACCEPTANCE_METHODS]
-    assert result == [BlockRule, RejectionRule, MatchRule]
+    assert result == [CoupledRule, BlockRule]
+
+
+def test_without_a_method_a_seed_decides() -> None:
+    assert type(acceptance_rule(SamplingParams(seed=0), None, PROMPT)) is CoupledRule
+    assert type(acceptance_rule(SamplingParams(), None, PROMPT)) is BlockRule
 
 
 @pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
@@ -50,27 +57,54 @@ def test_a_seed_fixes_the_text_and_none_does_not(method: str) -> None:
     assert len({written(SamplingParams(), method, drafter_seed=2) for _ in range(2)}) == 2
 
 
-@pytest.mark.parametrize("options", [{}, PENALTIES, {"repetition_penalty": 1.7}], ids=["plain", "penalties", "repetition"])
-def test_by_match_a_seed_gives_the_same_text_with_any_drafts(options: dict[str, float]) -> None:
-    params = SamplingParams(seed=9, **options)  # type: ignore[arg-type]
-    plain = written(params, "match")
-    assert {written(params, "match", drafter_seed=seed, length=length) for seed in (1, 2) for length in (1, 2, 5)} == {plain}
+FILTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalties": PENALTIES,
+    "repetition": {"repetition_penalty": 1.7},
+    "hot": {"temperature": 3.0},
+    "top-k": {"top_k": 2},
+    "top-p and min-p": {"top_p": 0.9, "min_p": 0.02},
+    "bias": {"logit_bias": {0: 2.0, 4: -np.inf}},
+    "greedy with penalties": {"temperature": 0, **PENALTIES},
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_seed_gives_the_same_text_with_any_drafts(name: str) -> None:
+    params = SamplingParams(seed=9, **FILTERS[name])
+    plain = written(params, "coupled")
+    assert {written(params, "coupled", drafter_seed=seed, length=length) for seed in (1, 2) for length in range(1, 13)} == {plain}
+
+
+def test_a_text_that_is_continued_goes_on_as_it_would_have() -> None:
+    """The place of a token counts from the beginning of the text, so a second turn has other noise than the first."""
+    whole = written(SamplingParams(seed=3), "coupled")
+    target = StochasticTarget(TARGET)
+    past = [*PROMPT, *whole[:17]]
+    assert write(target, None, past, acceptance_rule(SamplingParams(seed=3), "coupled", past), tokens=23) == whole[17:]
+
+
+def test_shared_noise_accepts_more_than_independent_draws_would() -> None:
+    """A drafter with the target's own distribution is always right; one with another distribution often enough."""
+    target = StochasticTarget(TARGET)
+    write(
+        target, StochasticDrafter(target, TARGET), PROMPT, acceptance_rule(SamplingParams(seed=1), "coupled", PROMPT), length=3, tokens=40
+    )
+    assert len(target.rows) == 10
 
 
 def test_which_drafts_may_be_left_unverified() -> None:
     """Where a draft was drawn, leaving it out because of a later one would change the distribution."""
     assert GREEDY.any_prefix
     assert {m: acceptance_rule(SamplingParams(), m, PROMPT).any_prefix for m in ACCEPTANCE_METHODS} == {
+        "coupled": True,
         "block": False,
-        "rejection": False,
-        "match": True,
     }
 
 
-def test_by_match_the_drafter_picks_what_the_target_would_after_the_same_tokens() -> None:
-    assert acceptance_rule(SamplingParams(), "match", PROMPT).sampler is None
-    row = np.array([0.0, 1.0, 2.0, 3.0, 0.0, 0.0], np.float32)
-    choose = acceptance_rule(SamplingParams(presence_penalty=4.0), "match", PROMPT).sampler
+def test_the_drafter_chooses_what_the_target_would_after_the_same_tokens() -> None:
+    row = np.array([0.9, 1.0, 2.0, 3.0, 0.5, 0.0], np.float32)
+    choose = acceptance_rule(SamplingParams(presence_penalty=4.0, temperature=0.001), "coupled", PROMPT).sampler
     assert choose is not None
     assert [choose(row) for _ in range(3)] == [3, 0, 4]  # 1 and 2 are in the prompt, 3 and 0 were drafted
 
@@ -87,10 +121,9 @@ def test_a_round_leaves_no_drafts_to_the_next(method: str) -> None:
     assert rule.accept([], row).accepted == 0
 
 
-@pytest.mark.parametrize("method", ["block", "rejection"])
-def test_a_drafter_that_hides_what_it_drew_is_refused(method: str) -> None:
+def test_a_drafter_that_hides_what_it_drew_is_refused() -> None:
     for hide in (lambda drafts: [], lambda drafts: drafts[::-1], lambda drafts: drafts[1:], lambda drafts: drafts[:-1]):
-        rule = acceptance_rule(SamplingParams(temperature=0.01, presence_penalty=1.0, seed=1), method, PROMPT)
+        rule = acceptance_rule(SamplingParams(temperature=0.01, presence_penalty=1.0, seed=1), "block", PROMPT)
         assert rule.sampler is not None
         first = rule.sampler(np.array([0.0, 1.0, 2.0, 9.0, 0.0, 0.0], np.float32))
         second = rule.sampler(np.array([9.0, 1.0, 2.0, 0.0, 0.0, 0.0], np.float32))
@@ -99,19 +132,17 @@ def test_a_drafter_that_hides_what_it_drew_is_refused(method: str) -> None:
             rule.accept(hide([3, 0]), np.zeros((3, SIZE), np.float32))
 
 
-@pytest.mark.parametrize("method", ["block", "rejection"])
-def test_drafts_that_were_not_drawn_are_certain(method: str) -> None:
+def test_drafts_that_were_not_drawn_are_certain() -> None:
     """A certain draft stands with the target's own probability, whatever comes after it."""
     target = StochasticTarget(TARGET)
     drafter = CertainDrafter(target, TARGET)
-    rule = acceptance_rule(SamplingParams(temperature=0.05, seed=2), method, PROMPT)
+    rule = acceptance_rule(SamplingParams(temperature=0.05, seed=2), "block", PROMPT)
     assert len(write(target, drafter, PROMPT, rule, length=3, tokens=40)) == 40
     assert len(target.rows) < 30, "a target this sure accepts its own likeliest tokens"
 
 
-@pytest.mark.parametrize("method", ["block", "rejection"])
-def test_a_drafter_whose_every_candidate_is_banned_ends_its_draft(method: str) -> None:
-    rule = acceptance_rule(SamplingParams(logit_bias={3: -np.inf}), method, PROMPT)
+def test_a_drafter_whose_every_candidate_is_banned_ends_its_draft() -> None:
+    rule = acceptance_rule(SamplingParams(logit_bias={3: -np.inf}), "block", PROMPT)
     assert rule.sampler is not None
     assert rule.sampler(np.zeros(1, np.float32), np.array([3])) is None
 

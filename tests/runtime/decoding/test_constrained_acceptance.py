@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
 
-from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, BlockRule, MatchRule, RejectionRule, acceptance_rule
+from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, BlockRule, CoupledRule, acceptance_rule
 from edge_runtime.decoding.constrained_acceptance import constrained
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.text_memory import LookupDrafter
@@ -17,7 +17,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.text import grammar, matcher
 from edge_runtime.text.constraints import Regex
 from edge_runtime.text.grammar import Grammars
-from enumeration import Choices, distribution_of
+from enumeration import Choices, distribution_of, enumerated_rule
 from stochastic import StochasticDrafter, StochasticTarget, drafters, largest_difference, random_rows, write
 from tables import TableVocabulary
 
@@ -26,7 +26,7 @@ VOCABULARY = TableVocabulary([b"a", b"b", b"c", b"ab", b"ca", b"", b"<eos>"], fr
 GRAMMARS = Grammars(VOCABULARY, VOCABULARY.size)
 END, SIZE, PROMPT, TOKENS = 6, VOCABULARY.size, [1, 2], 4
 TARGET = random_rows(1, SIZE)
-RULES = (BlockRule, RejectionRule, MatchRule)
+RULES = (BlockRule, CoupledRule)
 PARAMS = SamplingParams(temperature=0.9, top_k=4, presence_penalty=0.4)
 # The first is whole at many places, the second closes by itself, the third forces most tokens.
 PATTERNS = ["(ab|c)*", "[ab]{2,4}c", "a(bca)*b?"]
@@ -104,7 +104,7 @@ def test_every_drafter_keeps_the_distribution(pattern, drafter, rule, monkeypatc
     def once(choices: Choices) -> tuple[int, ...]:
         target = StochasticTarget(TARGET)
         opened = DRAFTERS[drafter](target) if drafter else None
-        return run(target, opened, rule(Sampler(PARAMS), PROMPT, choices.uniform), pattern, length=2)
+        return run(target, opened, enumerated_rule(rule, Sampler(PARAMS), PROMPT, choices), pattern, length=2)
 
     assert largest_difference(distribution_of(once, monkeypatch), exact(PARAMS, pattern)) < 1e-12
 
@@ -160,7 +160,11 @@ def kept(rows: list[int], emitted: list[int], at: int) -> int:
 
 def test_a_drafter_without_a_valid_candidate_ends_its_draft():
     constraint = constrain("ab")
-    for rule in (GREEDY, acceptance_rule(SamplingParams(seed=1), "rejection", PROMPT), acceptance_rule(SamplingParams(), "match", PROMPT)):
+    for rule in (
+        GREEDY,
+        acceptance_rule(SamplingParams(seed=1), "block", PROMPT),
+        acceptance_rule(SamplingParams(seed=1), "coupled", PROMPT),
+    ):
         sampler = constrained(rule, constraint).sampler
         assert sampler is not None
         logits = np.array([3.0, 2.0], dtype=np.float32)
@@ -172,14 +176,14 @@ def test_a_drafter_without_a_valid_candidate_ends_its_draft():
 
 def test_a_ban_of_the_drafters_last_candidate_ends_its_draft_too():
     params = SamplingParams(logit_bias={0: -np.inf}, seed=1)
-    sampler = constrained(acceptance_rule(params, "rejection", PROMPT), constrain("[abc]+")).sampler
+    sampler = constrained(acceptance_rule(params, "block", PROMPT), constrain("[abc]+")).sampler
     assert sampler is not None
     assert sampler(np.array([3.0], dtype=np.float32), np.array([0])) is None
 
 
 def test_a_ban_of_all_that_is_valid_is_refused():
     target = StochasticTarget(TARGET)
-    rule = acceptance_rule(SamplingParams(logit_bias={0: -np.inf}), "rejection", PROMPT)
+    rule = acceptance_rule(SamplingParams(logit_bias={0: -np.inf}), "block", PROMPT)
     with pytest.raises(RequestError, match="no token can be drawn"):
         run(target, None, rule, "a+", length=0)
 
@@ -202,6 +206,6 @@ def test_the_request_ends_with_the_token_that_closes_the_text():
 def test_the_targets_logits_stay_as_they_are():
     rows = np.stack([TARGET([1, 2]), TARGET([2, 0])])
     before = rows.copy()
-    for rule in (GREEDY, acceptance_rule(SamplingParams(seed=1), "rejection", PROMPT)):
+    for rule in (GREEDY, acceptance_rule(SamplingParams(seed=1), "block", PROMPT)):
         constrained(rule, constrain("a+")).accept([0], rows)
         assert np.array_equal(rows, before)

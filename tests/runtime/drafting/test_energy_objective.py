@@ -96,6 +96,10 @@ def test_timings_go_to_the_seconds_below() -> None:
         ('{"draft": true, "verify": 2}', "True W in the phase draft is no power"),
         ('{"draft": 1, "verify": 2, "plain": 1e9}', "W in the phase plain is no power"),
         ('{"estimate": true, "phase_watts": {"draft": 1, "verify": 2}}', "is an estimate"),
+        ('{"draft": 1, "verify": 2, "by_rows": [1, 2]}', "by_rows of .* write watts by numbers of rows"),
+        ('{"draft": 1, "verify": 2, "by_rows": {"two": 2}}', "write watts by numbers of rows"),
+        ('{"draft": 1, "verify": 2, "by_rows": {"0": 2}}', "numbers of rows of 1 and more"),
+        ('{"draft": 1, "verify": 2, "by_rows": {"4": -2}}', "-2 W in the phase verify of 4 rows is no power"),
         pytest.param('{"draft": 1, "verify": 2}' + " " * (1 << 20), "more than", id="too large"),
     ],
 )
@@ -134,7 +138,7 @@ class Loaded:
         if phase == "draft":
             self.work(0.01, 2.5)
         elif phase == "verify":
-            self.work(0.05, 4.0 if rows == 1 else 9.0)
+            self.work(0.05, 4.0 + 0.5 * (rows - 1))
 
     def work(self, seconds: float, watts: float) -> None:
         self.state = Sample(self.now + seconds, self.state.value + seconds * watts)
@@ -150,9 +154,11 @@ def test_power_is_measured_in_loops_of_each_phase_and_remembered(tmp_path: Path,
     target = TimedTarget(meter.spend)
     probe = PowerProbe(system=System(clock=lambda: meter.now), meter=meter, notify=output.append)
     power = probe.phases(target, TimedDrafter(target, meter.spend), 1, 13, "key")
-    assert power.to_json() == pytest.approx({"draft": 2.5, "verify": 9.0, "plain": 4.0}, rel=0.02)
+    assert (power.draft, power.plain, power.verify) == pytest.approx((2.5, 4.0, 5.5), rel=0.02)
+    assert [power.forward(rows) for rows in range(1, 13)] == pytest.approx([4.0 + 0.5 * (rows - 1) for rows in range(1, 13)], rel=0.02)
+    assert power.forward(40) == power.forward(target.rewind_slack), "the widest verify of this target"
     assert target.length == 0
-    assert "measuring the power of each phase with made-up, about 33 s" in output[0]
+    assert "measuring the power of each phase with made-up, about 66 s" in output[0]
     before = meter.now
     assert probe.phases(target, None, 1, 13, "key") == power
     assert meter.now == before

@@ -96,7 +96,7 @@ def test_half_a_surrogate_in_a_message_is_replaced(server: Scripted) -> None:
 
 def test_tokens_and_model_details() -> None:
     with scripted_server("Hello.") as server:
-        _, _, body = send(server, "POST", "/tokenize", {"content": "hé"})
+        _, _, body = send(server, "POST", "/tokenize", {"content": "hé", "add_special": True})
         assert body == {"tokens": [2, *(100 + byte for byte in "hé".encode())], "count": 4, "max_model_len": 2048}
         assert send(server, "POST", "/detokenize", {"tokens": body["tokens"]})[2]["content"] == "<bos>hé"
         chat = send(server, "POST", "/tokenize", {"messages": HI["messages"]})[2]
@@ -172,7 +172,8 @@ def test_a_slow_tokenizer_delays_nobodys_rounds() -> None:
         second.join()
 
 
-def test_no_path_is_redirected(server: Scripted) -> None:
-    status, headers, body = send(server, "GET", "/health/", Authorization="Bearer secret")
+@pytest.mark.parametrize(("path", "near"), [("/v2/none", "GET /v1/models"), ("/v1/chat/completion", "/v1/chat/completions?")])
+def test_no_path_is_redirected(server: Scripted, path: str, near: str) -> None:
+    status, headers, body = send(server, "GET", path, Authorization="Bearer secret")
     assert (status, "location" in headers) == (404, False)
-    assert "no such path" in body["error"]["message"]
+    assert near in body["error"]["message"]

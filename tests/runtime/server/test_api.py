@@ -151,10 +151,10 @@ def test_text_and_its_places(hello):
         ({"temperature": 3}, "temperature", "0 to 2"),
         ({"temperature": "hot"}, "temperature", "number"),
         ({"temperature": True}, "temperature", "number"),
-        ({"top_p": 0}, "top_p", "1e-09 to 1"),
-        ({"max_tokens": 0}, "max_tokens", "it must be 1"),
+        ({"top_p": 1.5}, "top_p", "0 to 1"),
+        ({"max_tokens": 0}, "max_tokens", "it must be 1 or more, or -1"),
+        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens", "more than the limit"),
         ({"max_tokens": 10**50}, "max_tokens", "40 digits"),
-        ({"stop": [""]}, None, "stop string"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"stop": ["x" * 1001]}, None, "1001"),
         ({"stop": [1]}, "stop", "strings"),
@@ -175,10 +175,11 @@ def test_text_and_its_places(hello):
         ({"messages": user(image("file:///etc/passwd"))}, f"{PART}.image_url.url", "fetches nothing"),
         ({"messages": user(image("data:image/png;base64,%%%"))}, f"{PART}.image_url.url", "is not base64"),
         ({"messages": user(SOUND)}, f"{PART}.input_audio.format", "one of wav, mp3, flac"),
-        ({"messages": user({"type": "video_url"})}, f"{PART}.type", "one of text, image_url, input_audio"),
+        ({"messages": user({"type": "video_url"})}, f"{PART}.type", "one of text, input_text, output_text, image_url, input_audio"),
         ({"messages": [{"role": "tool", "content": "", "tool_call_id": "x"}]}, "messages[0].tool_call_id", "earlier"),
         ({"messages": [HI[0]] * (MAX_MESSAGES + 1)}, "messages", "at most"),
-        ({"tools": [{"type": "x"}]}, "tools[0].type", "function"),
+        ({"tools": [{"name": "x"}]}, "tools[0].type", "function"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a text or a list of parts"),
         ({"seed": 1.5}, "seed", "an integer"),
         ({"stream": "yes"}, "stream", "true or false"),
     ],
@@ -193,7 +194,7 @@ def test_the_servers_output_has_no_traceback_of_a_clients_mistake(hello, caplog)
     log = logging.getLogger("uvicorn.error")
     log.addHandler(caplog.handler)
     try:
-        refused(hello, {"messages": HI, "stop": [""]})
+        refused(hello, {"messages": HI, "stop": ["x" * 1001]})
         send(hello, "GET", "/health")  # by now the first request has ended on the server too
     finally:
         log.removeHandler(caplog.handler)

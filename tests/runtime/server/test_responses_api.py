@@ -49,6 +49,12 @@ def test_a_stream_is_the_same_in_events() -> None:
             assert stream.get_final_response().output_text == "so ", "the client's own accumulation"
 
 
+def test_stream_options_of_the_older_api_are_taken() -> None:
+    with scripted_server("Hello.") as server:
+        events = list(respond(server, stream=True, extra_body={"stream_options": {"include_usage": True}}))
+        assert events[-1].response.usage.output_tokens == len("Hello.") + 1
+
+
 def test_limits_and_log_probabilities() -> None:
     with scripted_server("Hello, friend.") as server:
         cut = respond(server, max_output_tokens=5, include=["message.output_text.logprobs"], top_logprobs=2)
@@ -70,8 +76,9 @@ def test_json_is_demanded_as_text_format() -> None:
     [
         ({"previous_response_id": "resp_1"}, "keeps no conversations"),
         ({"background": True}, "not supported"),
-        ({"tools": [{"type": "web_search"}]}, "no tools of its own"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "takes messages"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "stores no items"),
+        ({"input": [{"type": "mcp_call", "id": "x"}]}, "takes messages"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "fetches nothing"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "earlier message"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "schema is missing"),

@@ -28,7 +28,7 @@ def job(*ids: int, seed: int | None = None) -> Job:
 
 
 def chosen(slots: Sequence[Slot], waiting: Sequence[Job]) -> tuple[int, int]:
-    item, other = choose_slot(slots, waiting)
+    item, other = choose_slot(slots, waiting, lambda job: not job.request.repeatable)
     return item.number, waiting.index(other)
 
 

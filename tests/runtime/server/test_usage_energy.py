@@ -108,14 +108,17 @@ def test_metrics_have_the_joules_of_all_requests(watch) -> None:
     assert values[f"edge_mtp_energy_joules_per_token{{{labels}}}"] > 0
 
 
-def test_without_a_meter_all_give_the_reason() -> None:
+def test_without_a_meter_the_reason_is_given_once_and_no_response_speaks_of_it() -> None:
     watch = SharedWatch(System(), None, "no energy meter here")
     with scripted_server("hello", watch=watch) as server:
-        energy = ask(client_of(server)).usage.energy
+        usage = ask(client_of(server)).usage
+        chunks = list(ask(client_of(server), stream=True, stream_options={"include_usage": True}))
+        response = client_of(server).responses.create(model="scripted", input="hi").usage
         scraped = urllib.request.urlopen(server.url + "/metrics").read().decode()
         assert energy_of(server.url) == (503, {"error": "no energy meter here"})
     watch.close()
-    assert (energy["joules"], energy["reason"]) == (None, "no energy meter here")
+    for each in (usage, chunks[-1].usage, response):
+        assert "energy" not in each.model_dump()
     assert 'edge_mtp_energy_info{kind="none",reason="no energy meter here"} 1' in scraped
     with scripted_server("hello") as server:
         status, body = energy_of(server.url)

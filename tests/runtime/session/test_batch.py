@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from edge_runtime.backends.kernels import loader
+from edge_runtime.drafting.policies import RoundPlan, RoundResult, Timing
 from edge_runtime.errors import RequestError
 from edge_runtime.session import batch
 from edge_runtime.session.batch import PrefillPace
@@ -140,6 +141,52 @@ def test_one_that_fails_by_itself_leaves_the_others_alone(monkeypatch: pytest.Mo
     again = sessions.sessions[1].generate([4], max_tokens=9)
     list(sessions.run([again]))
     assert again.tokens == plain_greedy([4], 9)
+
+
+class Weighing:
+    """A policy that learns from timings, such as profit."""
+
+    def __init__(self) -> None:
+        self.timings: list[Timing] = []
+
+    def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
+        return RoundPlan(1)
+
+    def observe(self, result: RoundResult) -> None:
+        self.timings += [result.timing] if result.timing else []
+
+    def offer(self, chances: Sequence[float]) -> None:
+        """Takes none."""
+
+
+@pytest.mark.parametrize("first", ["fails", "does not learn"])
+def test_the_timing_of_a_round_reaches_a_request_that_learns_from_it(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, sessions = scripted_sessions(3)
+    policies = [Weighing() for _ in sessions.sessions]
+    how = (
+        [{"draft_length": 1}, *({"policy": policy} for policy in policies[1:])] if first == "does not learn" else [{"policy": policies[0]}]
+    )
+    how += [{"policy": policy} for policy in policies[len(how) :]]
+    started = [session.generate([1, 2], max_tokens=20, **each) for session, each in zip(sessions.sessions, how, strict=True)]
+    for generation in started:
+        sessions.decoder.add(generation)
+    if first == "fails":
+        monkeypatch.setattr(started[0].decoding, "finish_round", lambda *_, **__: (_ for _ in ()).throw(RequestError("no token")))
+    sessions.decoder.step()
+    assert [len(policy.timings) for policy in policies] == [0, 1, 0], "once, as they share one cost model"
+    assert policies[1].timings[0].requests == 3
+
+
+@pytest.mark.parametrize("how", ["add", "join"])
+def test_a_request_whose_session_has_begun_another_is_refused(how: str) -> None:
+    _, sessions = scripted_sessions(2)
+    session = sessions.sessions[0]
+    old = session.generate([1, 2], max_tokens=9)
+    next(old.rounds())
+    session.generate([3], max_tokens=9).text()
+    with pytest.raises(RequestError, match="another request"):
+        getattr(sessions.decoder, how)(old)
+    assert not sessions.decoder.running
 
 
 def test_after_a_failure_of_all_nothing_is_left_in_the_caches() -> None:

@@ -250,9 +250,9 @@ def test_sampling_and_further_options_reach_the_session(monkeypatch):
     generate = session.generate
     monkeypatch.setattr(session, "generate", lambda ids, **options: asked.append(options) or generate(ids, **options))
     policy = Fixed(1)
-    list(Chat(session, sampling=SamplingParams(temperature=0, seed=3), policy=policy, acceptance="match").say("a"))
+    list(Chat(session, sampling=SamplingParams(temperature=0, seed=3), policy=policy, acceptance="coupled").say("a"))
     assert asked[0]["sampling"].seed == 3
-    assert (asked[0]["policy"], asked[0]["acceptance"]) == (policy, "match")
+    assert (asked[0]["policy"], asked[0]["acceptance"]) == (policy, "coupled")
 
 
 def saved(tmp_path) -> tuple[Chat, Any]:

@@ -48,7 +48,7 @@ def test_suppressed_tokens_never_come_out(
         {"draft_length": 0},
         {"draft_length": 4},
         {"draft_length": 4, "sampling": SamplingParams(temperature=1.0, seed=3)},
-        {"draft_length": 4, "sampling": SamplingParams(temperature=1.0, seed=3), "acceptance": "match"},
+        {"draft_length": 4, "sampling": SamplingParams(temperature=1.0, seed=3), "acceptance": "coupled"},
         {"draft_length": 4, "sampling": SamplingParams(temperature=0.0, repetition_penalty=1.2)},
         {"draft_length": 4, "constraint": Regex("(?s:.{0,200})")},
     ]

@@ -22,7 +22,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "plain": {"draft_length": 0},
     "drafts": {"draft_length": 4},
     "sampled": {"sampling": SamplingParams(temperature=0.9, top_p=0.95, seed=1), "draft_length": 3},
-    "match": {"sampling": SamplingParams(temperature=0.9, seed=1), "acceptance": "match", "draft_length": 3},
+    "coupled": {"sampling": SamplingParams(temperature=0.9, seed=1), "acceptance": "coupled", "draft_length": 3},
     "stop": {"stop": ("return",)},
     "reused": {"reuse_prefix": True},
 }

@@ -168,6 +168,9 @@ def test_the_server_takes_pictures(server):
         assert status == 200, body
         assert colours(body["choices"][0]["message"]["content"]) == [scene.colour, scene.ground]
     assert body["usage"]["prompt_tokens"] > 64
+    message = {"role": "user", "content": [image_part(photo(SCENES[1])), {"type": "text", "text": QUESTION}]}
+    status, counted = post(server, "/v1/chat/completions/input_tokens", {"messages": [message]})
+    assert (status, counted["input_tokens"]) == (200, body["usage"]["prompt_tokens"])
 
 
 def test_other_apis_take_pictures_too(server):

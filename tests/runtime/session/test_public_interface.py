@@ -77,11 +77,30 @@ def test_help_shows_the_options() -> None:
     assert "draft_length" in pydoc.render_doc(edge_runtime.Chat)
     accepted = inspect.signature(edge_runtime.Session.generate).parameters
     assert RequestKeywords.__annotations__.keys() < accepted.keys()
+    for shown in (edge_runtime.Chat, edge_runtime.open_session, edge_runtime.Session):
+        assert not [word for word in ("ForwardRef", "Ellipsis") if word in pydoc.render_doc(shown)]
 
 
 def test_a_chat_refuses_options_that_do_not_exist() -> None:
     with pytest.raises(RequestError, match="Chat has no option 'draft_lenght'; the nearest one is 'draft_length'"):
         Chat(chat_session("abc"), draft_lenght=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("call", "option", "belongs"),
+    [
+        (lambda **options: edge_runtime.open_session("nowhere", **options), "draft_length", "generate(draft_length=...)"),
+        (lambda **options: edge_runtime.open_sessions("nowhere", 2, **options), "temperature", "generate(temperature=...)"),
+        (lambda **options: scripted_session().generate([1], **options), "context", "open_session(context=...)"),
+        (lambda **options: Chat(chat_session("abc"), **options), "temperature", "sampling=SamplingParams(temperature=...)"),
+        (lambda **options: Chat(chat_session("abc"), **options), "context", "open_session(context=...)"),
+        (lambda **options: edge_runtime.generate("nowhere", "x", **options), "context", "options=LoadOptions(context=...)"),
+    ],
+)
+def test_an_option_of_a_neighbour_is_named_with_it(call: Any, option: str, belongs: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        call(**{option: 1})
+    assert belongs in str(caught.value)
 
 
 def test_reprs_are_short_and_say_the_state() -> None:

@@ -169,9 +169,9 @@ def test_a_policy_is_told_what_happened():
 
 def test_losslessness_of_a_seeded_match_is_checked_token_by_token():
     session = make_session()
-    generation = session.generate([1, 2], max_tokens=20, sampling=SamplingParams(seed=3), acceptance="match")
+    generation = session.generate([1, 2], max_tokens=20, sampling=SamplingParams(seed=3), acceptance="coupled")
     generation.text()
     assert check_lossless(session, generation).equal
-    other = session.generate([1, 2], max_tokens=20, sampling=SamplingParams(seed=3), acceptance="rejection")
+    other = session.generate([1, 2], max_tokens=20, sampling=SamplingParams(seed=3), acceptance="block")
     with pytest.raises(RequestError, match="differ from run to run"):
         check_lossless(session, other)

@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import replace
 
 from edge_devices.energy.live import RunEnergy, Share, SharedWatch
-from edge_runtime.decoding.acceptance_rules import DEFAULT_ACCEPTANCE
 from edge_runtime.decoding.logprobs import TokenLogprob
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import MODEL_SAMPLING, default_sampling, over_defaults
@@ -30,12 +29,12 @@ class ActiveRequest:
         template: ChatTemplate,
         watch: SharedWatch | None = None,
         *,
-        repeatable: bool = False,
+        reuse_prefix: bool = True,
         client: str = "",
     ) -> None:
-        """Prepares the generation; computes nothing yet. `watch` measures its energy; a `repeatable` answer depends on the request alone.
+        """Prepares the generation; computes nothing yet. `watch` measures its energy.
 
-        `client` names whose prompts it may find in the prompt cache.
+        With `reuse_prefix`, rows that other requests left in the cache are used. `client` names whose cached prompts it may use.
         Raises RequestError as `Session.generate` does.
         """
         self.job = job
@@ -44,14 +43,11 @@ class ActiveRequest:
         self.generation: Generation = session.generate(
             job.prompt,
             max_tokens=request.max_tokens or session.target.context,
+            min_tokens=request.min_tokens,
             sampling=over_defaults(
                 request.sampling, request.sampling_fields, default_sampling(session.bundle.manifest.generation, MODEL_SAMPLING)
             ),
-            # A seed must repeat the answer. Rejection sampling draws depend on the drafts, reused rows may differ in their last bits,
-            # and a policy that learned from other requests drafts other lengths: a repeatable request uses none of the three.
-            acceptance="match" if repeatable else DEFAULT_ACCEPTANCE,
-            reuse_prefix=not repeatable,
-            policy=session.settings.new_policy() if repeatable and request.draft_length is None else None,
+            reuse_prefix=reuse_prefix,
             constraint=request.constraint,
             logprobs=request.logprobs,
             compiled=job.constraint,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from edge_devices.children.running import ChildBudget
 from edge_runtime.drafting.text_memory import predicted_tokens
 from edge_runtime.errors import RequestError
 from edge_runtime.media.soft_rows import MEDIA, Media, MediaPrompt, without_media
@@ -66,16 +67,38 @@ class Prompts:
         """Returns what `encode` returned, with the soft rows of the conversation's images and sound, kept for this client alone."""
         encoded = self._session.media_prompt(ids, media, client)
         if len(encoded.ids) >= self._context:
-            raise self._too_long(f"{len(encoded.ids)}")
+            raise self._too_long(len(encoded.ids))
         return encoded
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Returns the prompt's token ids, one for each image or sound. Raises RequestError or ApiError if they do not fit."""
+    def encode(self, prompt: Prompt, *, special: bool = True) -> list[int]:
+        """Returns the prompt's token ids, one for each image or sound. Raises RequestError or ApiError if they do not fit.
+
+        Unless `special`, the beginning-of-sequence token is left out.
+        """
+        ids = self._ids(prompt)
+        if not special and ids[:1] == [self._vocabulary.bos]:
+            ids = ids[1:]
+        if len(ids) >= self._context:
+            raise self._too_long(len(ids))
+        return ids
+
+    def count(self, prompt: Prompt, client: int, children: ChildBudget) -> int:
+        """Returns how many tokens a prompt has, with the rows of its images and sound, also where they do not fit. Raises as `encode`."""
+        ids, media = self._ids(prompt), media_of(prompt)
+        if not media:
+            return len(ids)
+        self._session.check_media()
+        return len(self._session.media_prompt(ids, [sent.decoded(children) for sent in media], client).ids)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Conversation):
             _check_values(prompt)
             self._check_size(sum(len(str(message.get("content", "")).strip().encode("utf-8", "replace")) for message in prompt.messages))
             messages, _ = without_media(prompt.messages)
-            text = self._template.render(messages, tools=prompt.tools, thinking=prompt.thinking)
+            begun = str(messages.pop()["content"]) if prompt.continues else ""
+            text = self._template.render(
+                messages, tools=prompt.tools, thinking=prompt.thinking, begun=begun, generation_prompt=prompt.generation_prompt
+            )
             # Tools, calls and thoughts count as far as the template writes them.
             self._check_size(len(text.replace(MARK, "").encode("utf-8", "replace")))
             ids = self._template.encode_rendered(text)
@@ -85,8 +108,6 @@ class Prompts:
         else:
             ids = list(prompt)
         self._check_ids(ids)
-        if len(ids) >= self._context:
-            raise self._too_long(f"{len(ids)}")
         return ids
 
     def predicted(self, text: str) -> list[int]:
@@ -109,11 +130,14 @@ class Prompts:
     def _check_size(self, size: int) -> None:
         """Refuses a text of `size` bytes that is too long even if it were made of the longest tokens."""
         if size > _SURELY_FAST and size >= self._context * self._longest_piece:
-            raise self._too_long(f"at least {size // self._longest_piece}")
+            raise self._too_long(size // self._longest_piece, "at least ")
 
-    def _too_long(self, tokens: str) -> ApiError:
+    def _too_long(self, tokens: int, least: str = "") -> ApiError:
+        """Returns the error that clients know by its words: they drop old messages, or take another model."""
+        limit = f"this model's maximum context length is {self._context} tokens, for prompt and answer together"
         return ApiError(
             400,
-            f"the prompt has {tokens} tokens, but prompt and answer share a context of {self._context}; shorten it",
+            f"the prompt has {least}{tokens} tokens, but {limit}; shorten it, or start the server with a larger --context",
             code="context_length_exceeded",
+            numbers={"n_prompt_tokens": tokens, "n_ctx": self._context},
         )

@@ -27,6 +27,7 @@ from edge_runtime.server.requests.completions import CompletionRequest, Prompt
 from edge_runtime.server.requests.messages import SentMedia
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation, reusable_prefix
+from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.chat_template import ChatTemplate
 
 Result = TypeVar("Result")
@@ -56,14 +57,16 @@ class Worker:
         watch: SharedWatch | None = None,
         deterministic: bool = False,
         alone: bool = False,
+        exact: bool = False,
         clients: Sequence[str] = ("",),
     ) -> None:
         """With `deterministic`, no answer depends on what other requests left in the caches; with `alone`, one request runs at a time.
 
+        `exact` says that rows have the same bits however they were computed: then rows that are there already change no answer.
         Each of several `clients`, by their names, has its share of the queue and of the turns, and prompts of its own in the prompt cache.
         """
         self._client_names = clients
-        self._deterministic, self._alone = deterministic, alone
+        self._deterministic, self._alone, self._exact = deterministic, alone, exact
         self._sessions = sessions.sessions
         self._lockstep = sessions.decoder
         self._template = template
@@ -108,13 +111,26 @@ class Worker:
         running = len(self._active)
         return running, max(0, self._places.total() - running)
 
+    def slots(self) -> list[DecodeStats | None]:
+        """Returns the figures of the request that each session runs; None where it runs none."""
+        running = {active.slot: active.generation.stats for active in list(self._active.values())}
+        return [running.get(number) for number in range(len(self._sessions))]
+
     def read(self, work: Callable[[], Result], client: int) -> Future[Result]:
         """Queues the parsing of a large body, as `decode` the text of ids: it would stop the event loop."""
         return self._beside(work, self._readers, client)
 
-    def encode(self, prompt: Prompt, client: int) -> Future[list[int]]:
+    def encode(self, prompt: Prompt, client: int, *, special: bool = True) -> Future[list[int]]:
         """Returns the token ids of a prompt, as `decode` the text of ids."""
-        return self._beside(functools.partial(self._prompts.encode, prompt), self._encoder_of(prompt), client)
+        return self._beside(functools.partial(self._prompts.encode, prompt, special=special), self._encoder_of(prompt), client)
+
+    def count(self, prompt: Prompt, client: int) -> Future[int]:
+        """Returns how many tokens a prompt has, as `decode` the text of ids."""
+        pool = self._decoders if media_of(prompt) else self._encoder_of(prompt)
+        children = ChildBudget(DECODING_SECONDS)
+        with self._lock:
+            self._children.add(children)
+        return self._beside(lambda: self._prompts.count(prompt, client, children), pool, client)
 
     def decode(self, tokens: Sequence[int], client: int) -> Future[str]:
         """Returns the text of tokens, control tokens included, from the thread for prompts; cancelled before its turn, nothing is computed.
@@ -254,14 +270,15 @@ class Worker:
             if i not in used
         ]
         while slots and self._waiting and not (self._alone and self._active):
-            slot, job = choose_slot(slots, self._of_next_client())
+            slot, job = choose_slot(slots, self._of_next_client(), self._may_reuse)
             self._waiting.remove(job)
             try:
-                session, repeatable = self._sessions[slot.number], self._deterministic or job.request.repeatable
+                session = self._sessions[slot.number]
                 if job.client != slot.client:
                     self._empty_for(job.client, slot.number)
                 name = self._client_names[job.client]
-                active = ActiveRequest(job, slot.number, session, self._template, self.watch, repeatable=repeatable, client=name)
+                reuse = self._may_reuse(job)
+                active = ActiveRequest(job, slot.number, session, self._template, self.watch, reuse_prefix=reuse, client=name)
             except EdgeRuntimeError as error:
                 self._fail(job, error)
                 continue
@@ -270,6 +287,10 @@ class Worker:
             self._active[active.generation] = active
             self._lockstep.join(active.generation)
             active.begin()
+
+    def _may_reuse(self, job: Job) -> bool:
+        """Whether a request may use rows that another one computed. With a seed that must not change the answer."""
+        return not self._deterministic and (self._exact or not job.request.repeatable)
 
     def _of_next_client(self) -> list[Job]:
         """Returns the waiting requests, of which there are some, of the client whose turn was longest ago."""
@@ -341,7 +362,7 @@ class Slot:
     client: int = 0
 
 
-def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job]) -> tuple[Slot, Job]:
+def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job], may_reuse: Callable[[Job], bool]) -> tuple[Slot, Job]:
     """Returns the free session and the waiting request that share the longest prefix. `waiting` is oldest first; neither may be empty.
 
     A cache counts only if it holds at least half of the prompt: a few shared tokens, as all chats have, are not worth discarding the
@@ -350,15 +371,15 @@ def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job]) -> tuple[Slot, Jo
     overdue = [job for job in waiting if job.passed_over >= MAX_PASSED_OVER]
     best = max(
         ((slot, job) for job in overdue[:1] or waiting for slot in slots),
-        key=lambda pair: (_shared_prefix(*pair), -waiting.index(pair[1]), -pair[0].last_used),
+        key=lambda pair: (_shared_prefix(pair[0], pair[1], may_reuse), -waiting.index(pair[1]), -pair[0].last_used),
     )
     for job in waiting[: waiting.index(best[1])]:
         job.passed_over += 1
     return best
 
 
-def _shared_prefix(slot: Slot, job: Job) -> int:
-    if job.request.repeatable or job.client != slot.client:
+def _shared_prefix(slot: Slot, job: Job, may_reuse: Callable[[Job], bool]) -> int:
+    if not may_reuse(job) or job.client != slot.client:
         return 0
     shared = reusable_prefix(slot.target, job.ids[:-1])
     return shared if 2 * shared >= len(job.ids) else 0

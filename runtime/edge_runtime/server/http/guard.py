@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMap
 from typing import Any
 
 from edge_runtime.server.errors import ApiError
+from edge_runtime.server.http.paths import canonical
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -19,6 +20,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+# Of `origins`: the websites that this machine serves, at any port.
+THIS_MACHINE = "localhost"
 # The page asks the user for the key, and health checks have none.
 OPEN_PATHS = frozenset({"/", "/health"})
 # Where the scope of an allowed request has the place of its key among all keys.
@@ -34,10 +37,10 @@ _SEVERAL_ORIGINS = ApiError(403, "the request has several Origin headers; send o
 
 
 class Guard:
-    """Passes allowed requests on to `app`.
+    """Passes allowed requests on to `app`, by the paths that it knows.
 
     `hosts` None accepts any Host header; without `keys` none is required. `origins` are the websites (scheme://host:port) whose scripts may
-    use the server; "*" is all of them.
+    use the server; "*" is all of them, "localhost" those of this machine, at any port.
     """
 
     def __init__(self, app: App, *, hosts: frozenset[str] | None, keys: Sequence[str] = (), origins: Collection[str] = ()) -> None:
@@ -52,20 +55,23 @@ class Guard:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         permission = self._permission(headers)
         origins = sum(name.lower() == b"origin" for name, _ in scope["headers"])
+        path = canonical(scope["path"])
         preflight = bool(permission) and scope["method"] == "OPTIONS" and "access-control-request-method" in headers
-        refusal = self._refusal(scope["path"], headers, preflight) if origins < 2 else _SEVERAL_ORIGINS
+        refusal = self._refusal(path, headers, preflight) if origins < 2 else _SEVERAL_ORIGINS
         sends = _adding(send, permission) if permission else send
         if refusal is not None:
-            await send_error(sends, refusal, ollama=scope["path"].startswith(_OLLAMA))
+            await send_error(sends, refusal, ollama=path.startswith(_OLLAMA))
         elif preflight:
             await _permit(sends, headers)
         else:
-            await self._app({**scope, CLIENT: self._client(headers.get("authorization", "")) or 0}, receive, sends)
+            client = self._client(headers.get("authorization", "")) or 0
+            await self._app({**scope, "path": path, CLIENT: client}, receive, sends)
 
     def _permission(self, headers: Mapping[str, str]) -> dict[str, str]:
         """Returns the headers that let a script of an allowed website read the response."""
         origin = headers.get("origin", "")
-        if not origin or not ("*" in self._origins or origin.lower() in self._origins):
+        allowed = {"*", origin.lower()} & self._origins or (THIS_MACHINE in self._origins and _is_local(origin))
+        if not origin or not allowed:
             return {}
         return {"access-control-allow-origin": origin, "vary": "Origin"}
 
@@ -96,6 +102,11 @@ class Guard:
         scheme, _, sent = authorization.partition(" ")
         same = [hmac.compare_digest(sent.strip().encode("latin-1"), key) for key in self._keys]
         return same.index(True) if scheme.lower() == "bearer" and any(same) else None
+
+
+def _is_local(origin: str) -> bool:
+    scheme, _, host = origin.lower().partition("://")
+    return scheme in ("http", "https") and host_name(host) in LOOPBACK_NAMES
 
 
 def host_name(host: str) -> str:

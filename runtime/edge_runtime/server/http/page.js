@@ -180,7 +180,7 @@ function take(message, event) {
   message.thoughts += delta.reasoning_content ?? "";
   for (const call of delta.tool_calls ?? []) message.calls += `[call: ${call.function.name}(${call.function.arguments})] `;
   if (event.usage) message.figures = figures(event.usage);
-  if (choice?.finish_reason === "length") message.error = "cut off: the context is full; start a new chat";
+  if (choice?.finish_reason === "length") message.error = "cut off: the context is full; start a new chat, or the server with a larger --context";
 }
 
 function busy(is) {

@@ -5,7 +5,7 @@ POST /tokenize and /detokenize too, with the field names of llama-server and of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,61 +15,57 @@ from edge_runtime.decoding.sampling import BUNDLE_NAMES, SamplingParams
 from edge_runtime.drafting.text_memory import MAX_TOKENS, PREDICTED_CHARACTERS
 from edge_runtime.server.errors import invalid
 from edge_runtime.server.requests.fields import Fields
-from edge_runtime.server.requests.messages import Conversation, read_messages
-from edge_runtime.server.requests.tools import read_constraint, read_tools
-from edge_runtime.text.channels import StopStrings
+from edge_runtime.server.requests.foreign import FOREIGN
+from edge_runtime.server.requests.messages import CONVERSATION_FIELDS, Conversation, read_conversation
+from edge_runtime.server.requests.sampling import SAMPLING_FIELDS, SEEDS, read_limit, read_minimum, read_sampling, read_stops
+from edge_runtime.server.requests.tools import CONSTRAINT_FIELDS, read_constraint, read_text_constraint, read_tools
 from edge_runtime.text.constraints import ConstraintSource
 
 MAX_CHOICES = 32
 MAX_PROMPTS = 32
 COMPLETION_TOKENS = 16  # the API's own default for /v1/completions
-MAX_STOPS = 16
-MAX_BIASES = 1024
 # Characters of a prediction that are kept while its request waits and runs: no more are tokenized.
 MAX_PREDICTED = PREDICTED_CHARACTERS * MAX_TOKENS
-_SEEDS = 1 << 64
-SAMPLING_FIELDS = frozenset(
-    {
-        "frequency_penalty",
-        "logit_bias",
-        "min_p",
-        "presence_penalty",
-        "repetition_penalty",
-        "seed",
-        "stop",
-        "temperature",
-        "top_k",
-        "top_p",
-    }
-)
 # Sent by general-purpose clients; they have no effect here.
 IGNORED_FIELDS = frozenset(
     {"metadata", "model", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"}
 )
-_SHARED = SAMPLING_FIELDS | {"draft_length", "logprobs", "max_tokens", "n", "stream", "stream_options"}
+_SHARED = (
+    SAMPLING_FIELDS
+    | CONSTRAINT_FIELDS
+    | {
+        "draft_length",
+        "logprobs",
+        "max_tokens",
+        "n",
+        "n_predict",
+        "stream",
+        "stream_options",
+    }
+)
 _CHAT = (
     IGNORED_FIELDS
     | _SHARED
+    | CONVERSATION_FIELDS
     | {
         "audio",
-        "chat_template_kwargs",
         "function_call",
         "functions",
         "max_completion_tokens",
-        "messages",
         "modalities",
         "parallel_tool_calls",
         "prediction",
         "reasoning_effort",
-        "response_format",
         "tool_choice",
-        "tools",
         "top_logprobs",
         "verbosity",
         "web_search_options",
     }
 )
 _COMPLETION = IGNORED_FIELDS | _SHARED | {"best_of", "echo", "prompt", "suffix", "verbosity"}
+# What llama-server and vLLM have beside: control tokens in a text stay text, and pieces come from /detokenize.
+_TOKENIZING: Mapping[str, Sequence[Any]] = {"parse_special": (False,), "return_token_strs": (False,), "with_pieces": (False,)}
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "draft_spans")
 Prompt = str | tuple[int, ...] | Conversation
 
 
@@ -77,9 +73,9 @@ Prompt = str | tuple[int, ...] | Conversation
 class CompletionRequest:
     """One answer to generate. `prompt` is text, token ids or a conversation; `max_tokens` None means up to the end of the context.
 
-    Of the sampling, the request names what is `given`; the bundle's own values count for the rest.
-    `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities. `draft_length` None lets
-    the server decide. `prediction` is a text that the answer is expected to repeat.
+    Of the sampling, the request names what is `given`; the bundle's own values count for the rest. Before `min_tokens` tokens no end token
+    comes. `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities. `draft_length` None
+    lets the server decide. `prediction` is a text that the answer is expected to repeat.
     """
 
     prompt: Prompt
@@ -89,6 +85,7 @@ class CompletionRequest:
     stop: tuple[str, ...]
     constraint: ConstraintSource | None = None
     logprobs: int | None = None
+    min_tokens: int = 0
     draft_length: int | None = None
     prediction: str = ""
 
@@ -100,7 +97,10 @@ class CompletionRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """A valid request: `n` choices for each prompt, those of the first prompt first, and how they are sent."""
+    """A valid request: `n` choices for each prompt, those of the first prompt first, and how they are sent.
+
+    `remarks` are for the operator: what of the request is left out.
+    """
 
     choices: tuple[CompletionRequest, ...]
     n: int = 1
@@ -108,49 +108,60 @@ class ApiRequest:
     usage_at_end: bool = False
     usage_always: bool = False
     draft_spans: bool = False
+    remarks: tuple[str, ...] = ()
 
 
 def read_chat(body: dict[str, Any]) -> ApiRequest:
     """Reads the body of a POST to /v1/chat/completions. Raises ApiError."""
     fields = Fields(body)
-    fields.only(_CHAT)
+    fields.only(_CHAT, FOREIGN)
     fields.refuse("modalities", ["text"], why="the model outputs text only")
     for name in ("audio", "web_search_options"):
         fields.refuse(name)
     for name in ("functions", "function_call"):
-        fields.refuse(name, [], "none", why="it is deprecated; send tools")
+        fields.refuse(name, [], "none", "auto", why="it is deprecated; send tools")
     prediction = _prediction(fields)
-    limit = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     tools = read_tools(fields)
     constraint = read_constraint(fields, tools)
     thinking = _thinking(fields) and constraint is None  # a constrained answer has no place for thoughts
-    conversation = Conversation(messages=read_messages(fields), tools=tools, thinking=thinking)
-    tokens, logprobs = fields.integer(limit, 1, 1 << 31), _chat_logprobs(fields)
-    return _request(fields, (conversation,), tokens, constraint=constraint, logprobs=logprobs, prediction=prediction)
+    conversation = read_conversation(fields, tools, thinking=thinking)
+    limit, logprobs = read_limit(fields, "max_completion_tokens", "n_predict", "max_tokens"), _chat_logprobs(fields)
+    return _request(fields, (conversation,), limit, constraint=constraint, logprobs=logprobs, prediction=prediction)
 
 
 def read_completion(body: dict[str, Any]) -> ApiRequest:
     """Reads the body of a POST to /v1/completions. Raises ApiError."""
     fields = Fields(body)
-    fields.only(_COMPLETION)
+    fields.only(_COMPLETION, {**FOREIGN, "add_special_tokens": (True,)})
     fields.refuse("best_of", 1, fields.get("n"), why="it must be n")
     fields.refuse("echo", False)
     fields.refuse("suffix", "")
-    limit = fields.integer("max_tokens", 1, 1 << 31, COMPLETION_TOKENS)
-    logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
-    return _request(fields, read_prompts(fields.get("prompt")), limit, logprobs=logprobs)
+    limit = read_limit(fields, "n_predict", "max_tokens", default=COMPLETION_TOKENS)
+    logprobs = None if fields.get("logprobs") is False else fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
+    return _request(fields, read_prompts(fields.get("prompt")), limit, constraint=read_text_constraint(fields), logprobs=logprobs)
 
 
 def read_tokenize(body: dict[str, Any]) -> Prompt:
     """Reads a text (`content` or `prompt`), or `messages` to which the chat template is applied. Raises ApiError."""
     fields = Fields(body)
-    fields.only({"add_special", "content", "messages", "model", "prompt", "tools"})
+    fields.only({"add_special", "add_special_tokens", "content", "model", "prompt", *CONVERSATION_FIELDS}, _TOKENIZING)
     if "messages" in fields:
-        return Conversation(messages=read_messages(fields), tools=read_tools(fields))
+        return read_conversation(fields, read_tools(fields), thinking=_thinking(fields))
     text = fields.text("content" if "content" in fields else "prompt")
     if text is None:
         raise invalid("content is missing; send a text as content, or messages", "content")
     return text
+
+
+def wants_special(body: dict[str, Any]) -> bool:
+    """Whether the ids of a text begin with the beginning-of-sequence token: in llama-server only if asked, in vLLM unless told otherwise.
+
+    A conversation begins with it in any case: its template writes it. Raises ApiError.
+    """
+    fields = Fields(body)
+    if "messages" in fields:
+        return True
+    return fields.flag("add_special", fields.flag("add_special_tokens", "content" not in fields))
 
 
 def read_detokenize(body: dict[str, Any], limit: int) -> list[int]:
@@ -190,23 +201,24 @@ def _request(
         raise fields.wrong("n", f"is {n}, with {len(prompts)} prompts {n * len(prompts)} answers; at most {MAX_CHOICES} are allowed")
     stream = fields.flag("stream")
     options = fields.inner("stream_options")
-    if "stream_options" in fields and not stream:
+    options.only({*_STREAM_OPTIONS, "include_obfuscation"})
+    if not stream and any(options.flag(name) for name in _STREAM_OPTIONS):
         raise fields.wrong("stream_options", "requires stream to be true; set it, or leave stream_options out")
-    options.only({"include_usage", "continuous_usage_stats", "draft_spans", "include_obfuscation"})
     draft_length = fields.integer("draft_length", 0, MAX_DRAFT_LENGTH)
-    sampling, stop = _sampling(fields), _stops(fields)
-    sampling_fields = frozenset(name for name in BUNDLE_NAMES if fields.get(name) is not None)
+    sampling, named = read_sampling(fields)
+    stop, minimum = read_stops(fields), read_minimum(fields, max_tokens)
     return ApiRequest(
         choices=tuple(
             CompletionRequest(
                 prompt=prompt,
                 max_tokens=max_tokens,
                 # Choices with the same seed would be the same.
-                sampling=replace(sampling, seed=None if sampling.seed is None else (sampling.seed + number) % _SEEDS),
-                sampling_fields=sampling_fields,
+                sampling=replace(sampling, seed=None if sampling.seed is None else (sampling.seed + number) % SEEDS),
+                sampling_fields=named,
                 stop=stop,
                 constraint=constraint,
                 logprobs=logprobs,
+                min_tokens=minimum,
                 draft_length=draft_length,
                 prediction=prediction,
             )
@@ -218,43 +230,8 @@ def _request(
         usage_at_end=options.flag("include_usage"),
         usage_always=options.flag("continuous_usage_stats"),
         draft_spans=options.flag("draft_spans"),
+        remarks=tuple(fields.remarks),
     )
-
-
-def _sampling(fields: Fields) -> SamplingParams:
-    seed = fields.integer("seed", -(1 << 63), _SEEDS - 1)
-    return SamplingParams(
-        temperature=fields.number("temperature", 0, 2, 1),
-        top_k=fields.integer("top_k", 0, 1 << 31, 0) or 0,
-        top_p=fields.number("top_p", 1e-9, 1, 1),
-        min_p=fields.number("min_p", 0, 1, 0),
-        repetition_penalty=fields.number("repetition_penalty", 0.1, 10, 1),
-        frequency_penalty=fields.number("frequency_penalty", -2, 2, 0),
-        presence_penalty=fields.number("presence_penalty", -2, 2, 0),
-        logit_bias=_biases(fields),
-        seed=None if seed is None else seed % _SEEDS,
-    )
-
-
-def _stops(fields: Fields) -> tuple[str, ...]:
-    """Returns the stop strings. Raises ApiError, or RequestError for empty and overlong ones."""
-    stop = fields.get("stop")
-    stops = (stop,) if isinstance(stop, str) else tuple(fields.items("stop", MAX_STOPS))
-    if not all(isinstance(text, str) for text in stops):
-        raise fields.wrong("stop", "must be a string or a list of strings")
-    StopStrings(stops)
-    return stops
-
-
-def _biases(fields: Fields) -> dict[int, float]:
-    biases = fields.inner("logit_bias")
-    names = list(fields.object("logit_bias") or {})
-    if len(names) > MAX_BIASES:
-        raise fields.wrong("logit_bias", f"has {len(names)} tokens; at most {MAX_BIASES} are allowed")
-    for name in names:
-        if not (name.isascii() and name.isdecimal() and len(name) < 10):
-            raise fields.wrong("logit_bias", f"names {name[:20]!r}; its keys must be token ids")
-    return {int(name): biases.number(name, -100, 100, 0) for name in names}
 
 
 def _chat_logprobs(fields: Fields) -> int | None:

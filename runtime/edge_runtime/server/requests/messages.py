@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,24 +70,58 @@ def _bytes(fields: Fields, name: str, text: str) -> bytes:
 MAX_MESSAGES = 2048
 MAX_PARTS = 256
 MAX_CALLS = 128
-_PART_TYPES = ("text", "image_url", "input_audio")
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# The field that has the text of a part, by the part's type. Some clients send the types of /v1/responses here too.
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text"}
+_ANSWER_TEXTS = {**_TEXTS, "refusal": "refusal"}
+_THOUGHTS = ("thinking", "reasoning")  # those of an answer's parts are not sent to the model again
+_MEDIA_TYPES = {"image_url": "image", "input_audio": "audio"}
+# A function is the name of a tool before there were others.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool", "function": "tool"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """The input of a chat template."""
+    """The input of a chat template. If it `continues`, the last message is the beginning of the answer."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     thinking: bool = False
+    continues: bool = False
+    generation_prompt: bool = True
+
+
+CONVERSATION_FIELDS = frozenset({"add_generation_prompt", "chat_template_kwargs", "continue_final_message", "messages", "tools"})
+
+
+def read_conversation(body: Fields, tools: tuple[Mapping[str, Any], ...], *, thinking: bool) -> Conversation:
+    """Returns the conversation of a request. Raises ApiError.
+
+    An assistant's message at the end is the beginning of the answer, as in llama-server, unless `continue_final_message` is false or
+    `add_generation_prompt` is there, which vLLM has. What is begun has no place for thoughts.
+    """
+    messages = read_messages(body)
+    last, prompt = messages[-1], body.flag("add_generation_prompt", True)
+    begun = last["role"] == "assistant" and "tool_calls" not in last
+    continues = body.flag("continue_final_message", begun and "add_generation_prompt" not in body)
+    if continues and not begun:
+        raise body.wrong("continue_final_message", "is true, but the last message is no text of the assistant; send one, or leave it out")
+    if continues and prompt and "add_generation_prompt" in body:
+        raise body.wrong("continue_final_message", "cannot be true together with add_generation_prompt; set one of them")
+    return Conversation(
+        messages=messages,
+        tools=tools,
+        thinking=thinking and not continues,
+        continues=continues,
+        generation_prompt=prompt or continues,
+    )
 
 
 class _Calls:
-    """The calls of the messages so far: their functions by their ids, and how many JSON values the arguments of others may have."""
+    """The calls of the messages so far: their functions by their ids, the newest id of each, and the JSON values left for arguments."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
+        self.newest: dict[str, str] = {}
         self._values = MAX_VALUES
 
     def arguments(self, function: Fields) -> dict[str, Any]:
@@ -103,8 +138,9 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
     messages = []
     total = 0
     for fields in body.objects("messages", MAX_MESSAGES):
-        role = ROLES[fields.choice("role", ROLES)]
-        content, media = _content(fields)
+        sent = fields.choice("role", ROLES)
+        role = ROLES[sent]
+        content, media = _content(fields, answer=role == "assistant")
         message: Message = {"role": role, "content": content}
         if media:
             if role != "user":
@@ -115,50 +151,75 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
         if role == "assistant":
             message |= _assistant_fields(fields, earlier)
         elif role == "tool":
-            message |= _result_of(fields, earlier.names)
+            message |= _result_of(fields, earlier, by_name=sent == "function")
         messages.append(message)
     if not messages:
         raise invalid("messages is empty; send at least one message", "messages")
     return tuple(messages)
 
 
-def _content(fields: Fields) -> tuple[str | list[dict[str, str]], tuple[SentMedia, ...]]:
-    """Returns the text, or the parts of a message with images or sound, which are returned beside."""
+def _content(fields: Fields, *, answer: bool) -> tuple[str | list[dict[str, str]], tuple[SentMedia, ...]]:
+    """Returns the text, or the parts of a message with images or sound, which are returned beside; an `answer` may refuse."""
     content = fields.get("content")
-    if content is None or isinstance(content, str):
-        return content or "", ()
+    if isinstance(content, str | None):
+        return content or (fields.text("refusal") if answer else None) or "", ()
+    if not isinstance(content, list):
+        raise fields.wrong("content", f"is {str(content)[:40]}; it must be a text or a list of parts")
+    texts = _ANSWER_TEXTS if answer else _TEXTS
     parts: list[dict[str, str]] = []
     media: list[SentMedia] = []
-    for part in fields.objects("content", MAX_PARTS):
-        kind = part.choice("type", _PART_TYPES, code="unsupported_parameter")
-        if kind == "text":
-            parts.append({"type": "text", "text": part.text("text") or ""})
-        else:
+    for part in fields.parts("content", MAX_PARTS):
+        if isinstance(part, str):
+            parts.append({"type": "text", "text": part})
+            continue
+        kind = part.choice("type", (*texts, *_MEDIA_TYPES, *(_THOUGHTS if answer else ())), code="unsupported_parameter")
+        if kind in texts:
+            parts.append({"type": "text", "text": part.text(texts[kind]) or ""})
+        elif kind in _MEDIA_TYPES:
             media.append(read_part(part))
-            parts.append({"type": "image" if kind == "image_url" else "audio"})
+            parts.append({"type": _MEDIA_TYPES[kind]})
     return (parts, tuple(media)) if media else ("".join(part["text"] for part in parts), ())
 
 
 def _assistant_fields(fields: Fields, earlier: _Calls) -> Message:
     """Returns the tool calls and thoughts of an assistant message, whose calls are then `earlier` ones."""
     besides: Message = {}
-    if thoughts := fields.text("reasoning_content"):
+    thoughts = fields.text("reasoning_content") or fields.get("reasoning")  # vLLM's name, which others have for objects
+    if thoughts and isinstance(thoughts, str):
         besides["reasoning_content"] = thoughts
     calls = []
-    for call in fields.objects("tool_calls", MAX_CALLS):
-        function = call.inner("function")
-        name, number = function.text("name") or "", call.text("id") or ""
+    for number, function in _called(fields, len(earlier.names)):
+        name = function.text("name") or ""
         if not name:
             raise function.wrong("name", "is missing; name the function that was called")
-        earlier.names[number] = name
+        earlier.names[number], earlier.newest[name] = name, number
         calls.append({"id": number, "type": "function", "function": {"name": name, "arguments": earlier.arguments(function)}})
     if calls:
         besides["tool_calls"] = calls
     return besides
 
 
-def _result_of(fields: Fields, names: Mapping[str, str]) -> Message:
-    number = fields.text("tool_call_id")
-    if number is None or number not in names:
-        raise fields.wrong("tool_call_id", f"is {str(number)[:60]!r}; it must be the id of a call in an earlier message")
-    return {"tool_call_id": number, "name": names[number]}
+def _called(fields: Fields, before: int) -> list[tuple[str, Fields]]:
+    """Returns ids and functions of an assistant message's calls: those of tools, and the one that the API had `before` there were tools."""
+    calls = []
+    for call in fields.objects("tool_calls", MAX_CALLS):
+        if call.text("type") == "custom":  # its input is text, no JSON
+            custom = call.inner("custom")
+            named = {"name": custom.text("name"), "arguments": json.dumps({"input": custom.text("input") or ""})}
+            calls.append((call.text("id") or "", Fields(named, call.place("custom"))))
+        else:
+            calls.append((call.text("id") or "", call.inner("function")))
+    if "function_call" in fields:
+        calls.append((f"function_call_{before}", fields.inner("function_call")))
+    return calls
+
+
+def _result_of(fields: Fields, earlier: _Calls, *, by_name: bool) -> Message:
+    """Returns the call that a result belongs to: by its id, or `by_name`, by the newest call of its function."""
+    field = "name" if by_name else "tool_call_id"
+    sent = fields.text(field) or ""
+    number = earlier.newest.get(sent) if by_name else sent
+    if number not in earlier.names:
+        what = "a function that an earlier message called" if by_name else "the id of a call in an earlier message"
+        raise fields.wrong(field, f"is {sent[:60]!r}; it must be {what}")
+    return {"tool_call_id": number, "name": earlier.names[number]}

@@ -8,24 +8,23 @@ from dataclasses import replace
 from typing import Any
 
 from edge_runtime.server.errors import invalid
-from edge_runtime.server.requests.completions import SAMPLING_FIELDS, ApiRequest, read_chat, read_completion
+from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion
 from edge_runtime.server.requests.fields import Fields
+from edge_runtime.server.requests.foreign import FOREIGN, OLLAMA_LOADING
 from edge_runtime.server.requests.messages import MAX_CALLS, MAX_MEDIA, MAX_MESSAGES
+from edge_runtime.server.requests.sampling import NO_END, SAMPLING_FIELDS
 
-_IGNORED = {"keep_alive", "model"}
-_COMMON = {"format", "logprobs", "options", "stream", "think", "top_logprobs"}
-# Ollama's name -> ours. Other options choose how Ollama loads or computes a model, which this server's own options do.
-_OPTIONS = {name: name for name in SAMPLING_FIELDS - {"logit_bias", "repetition_penalty"}} | {"repeat_penalty": "repetition_penalty"}
-_CHAT = _IGNORED | _COMMON | {"messages", "tools"}
-_GENERATE = _IGNORED | _COMMON | {"context", "images", "prompt", "raw", "suffix", "system", "template"}
-_WHOLE_CONTEXT = 1 << 31
+_COMMON = {"format", "logprobs", "model", "options", "stream", "think", "top_logprobs"}
+_OPTIONS = SAMPLING_FIELDS - {"ignore_eos", "logit_bias", "min_tokens", "repetition_penalty"}
+_CHAT = _COMMON | {"messages", "tools"}
+_GENERATE = _COMMON | {"context", "images", "prompt", "raw", "suffix", "system", "template"}
 Json = dict[str, Any]
 
 
 def read_ollama_chat(body: Json) -> ApiRequest | None:
     """Reads the body of a POST to /api/chat; without messages, for which Ollama loads the model, None. Raises ApiError."""
     fields = Fields(body)
-    fields.only(_CHAT)
+    fields.only(_CHAT, FOREIGN)
     if not body.get("messages"):
         return None
     chat = _common(fields) | {"tools": fields.get("tools"), "messages": _messages(fields)}
@@ -35,7 +34,7 @@ def read_ollama_chat(body: Json) -> ApiRequest | None:
 def read_ollama_generate(body: Json) -> ApiRequest | None:
     """Reads the body of a POST to /api/generate; without a prompt None. Raises ApiError."""
     fields = Fields(body)
-    fields.only(_GENERATE)
+    fields.only(_GENERATE, FOREIGN)
     if not body.get("prompt"):
         return None
     fields.refuse("context", [], why="it is deprecated; use /api/chat")
@@ -46,7 +45,7 @@ def read_ollama_generate(body: Json) -> ApiRequest | None:
         fields.refuse("images", [], why="a raw prompt is text; leave raw out")
         for name in ("format", "logprobs", "system", "think", "top_logprobs"):
             fields.refuse(name, "", False, 0, why="raw prompts have none; leave it out, or raw")
-        return _streamed(read_completion(common | {"prompt": prompt, "max_tokens": common.get("max_tokens", _WHOLE_CONTEXT)}), fields)
+        return _streamed(read_completion(common | {"prompt": prompt, "max_tokens": common.get("max_tokens", -1)}), fields)
     system = fields.text("system")
     before = [{"role": "system", "content": system}] if system else []
     return _streamed(read_chat(common | {"messages": [*before, {"role": "user", "content": _content(fields, "prompt")}]}), fields)
@@ -54,13 +53,14 @@ def read_ollama_generate(body: Json) -> ApiRequest | None:
 
 def _common(fields: Fields) -> Json:
     options = fields.inner("options")
-    chat = {ours: options.get(name) for name, ours in _OPTIONS.items() if name in options}
-    limit = options.integer("num_predict", -2, _WHOLE_CONTEXT)
+    options.only(_OPTIONS | {"num_predict"}, FOREIGN | OLLAMA_LOADING)
+    chat = {name: options.get(name) for name in _OPTIONS if name in options}
+    limit = options.integer("num_predict", -2, NO_END)
     if limit is not None and limit > 0:
         chat["max_tokens"] = limit
     thinking = fields.get("think")
-    if thinking not in (None, True, False, "low", "medium", "high"):
-        raise fields.wrong("think", "must be true, false, 'low', 'medium' or 'high'")
+    if thinking not in (None, True, False, "", "low", "medium", "high", "max"):
+        raise fields.wrong("think", "must be true, false, 'low', 'medium', 'high' or 'max'")
     if thinking:
         chat["chat_template_kwargs"] = {"enable_thinking": True}
     form = fields.get("format")
@@ -85,12 +85,12 @@ def _messages(fields: Fields) -> list[Json]:
         if role == "assistant":
             converted["reasoning_content"] = message.text("thinking")
             if calls := [_call(call) for call in message.objects("tool_calls", MAX_CALLS)]:
-                converted["tool_calls"] = [call | {"id": f"call_{i}_{number}"} for number, call in enumerate(calls)]
+                converted["tool_calls"] = [{"id": f"call_{i}_{number}"} | call for number, call in enumerate(calls)]
                 for call in converted["tool_calls"]:
                     unanswered.add(call["function"]["name"], call["id"])
         elif role == "tool":
             name = message.text("tool_name") or message.text("name")
-            converted["tool_call_id"] = unanswered.take(name)
+            converted["tool_call_id"] = unanswered.take(name, message.text("tool_call_id"))
             if converted["tool_call_id"] is None:
                 raise invalid(f"messages[{i}] is the result of no call; send the assistant's message with the call before it", "messages")
         messages.append(converted)
@@ -109,14 +109,18 @@ class _Unanswered:
         self._names[number] = name
         self._ids.setdefault(name, deque()).append(number)
 
-    def take(self, name: str | None) -> str | None:
-        """Removes the first call of that name, of any if it is None, and returns its id; None if there is none."""
+    def take(self, name: str | None, number: str | None) -> str | None:
+        """Removes the call with that id, else the first of that name, of any if it is None, and returns its id; None if there is none."""
+        if number is not None and number in self._names:
+            name = self._names.pop(number)
+            self._ids[name].remove(number)
+            return number
         if name is None and self._names:
             name = next(iter(self._names.values()))
         if name is None or not self._ids.get(name):
             return None
         number = self._ids[name].popleft()
-        del self._names[number]
+        self._names.pop(number, None)  # a client's own ids may occur twice
         return number
 
 
@@ -132,8 +136,11 @@ def _content(fields: Fields, name: str) -> str | list[Json]:
 
 def _call(call: Fields) -> Json:
     function = call.inner("function")
-    return {"type": "function", "function": {"name": function.text("name"), "arguments": json.dumps(function.object("arguments") or {})}}
+    arguments = function.get("arguments")
+    written = arguments if isinstance(arguments, str) else json.dumps(function.object("arguments") or {})
+    number = {"id": name} if (name := call.text("id")) else {}
+    return {**number, "type": "function", "function": {"name": function.text("name"), "arguments": written}}
 
 
 def _streamed(request: ApiRequest, fields: Fields) -> ApiRequest:
-    return replace(request, stream=fields.flag("stream", True))
+    return replace(request, stream=fields.flag("stream", True), remarks=(*fields.remarks, *request.remarks))

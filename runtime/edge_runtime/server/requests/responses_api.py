@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 from edge_runtime.server.errors import invalid
-from edge_runtime.server.requests.completions import IGNORED_FIELDS, SAMPLING_FIELDS, ApiRequest, read_chat
+from edge_runtime.server.requests.completions import IGNORED_FIELDS, ApiRequest, read_chat
 from edge_runtime.server.requests.fields import Fields
+from edge_runtime.server.requests.foreign import FOREIGN
 from edge_runtime.server.requests.messages import MAX_MESSAGES, MAX_PARTS
-from edge_runtime.server.requests.tools import MAX_TOOLS
+from edge_runtime.server.requests.sampling import SAMPLING_FIELDS, read_limit
+from edge_runtime.server.requests.tools import MAX_TOOLS, left_out
 
 _MAPPED = {
     "background",
@@ -31,29 +35,36 @@ _MAPPED = {
     "truncation",
 }
 _LOGPROBS = "message.output_text.logprobs"
-_TEXT_PARTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text"}
+# Of llama-server, which takes them here too.
+_PASSED_ON = SAMPLING_FIELDS | {"grammar", "json_schema", "n_predict"}
+# The field that has the text of a part, by the part's type.
+_TEXTS = {**dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"), "refusal": "refusal"}
+# What OpenAI's own tools leave in a conversation beside the answer that they led to.
+_HOSTED = {"code_interpreter_call", "file_search_call", "image_generation_call", "mcp_list_tools", "web_search_call"}
 Json = dict[str, Any]
 
 
 def read_response(body: Json) -> ApiRequest:
     """Reads the body of a POST to /v1/responses. Raises ApiError."""
     fields = Fields(body)
-    fields.only(IGNORED_FIELDS | _MAPPED | SAMPLING_FIELDS)
+    fields.only(IGNORED_FIELDS | _MAPPED | _PASSED_ON, FOREIGN)
     for name in ("previous_response_id", "conversation"):
         fields.refuse(name, why="this server keeps no conversations; send all items as input")
     fields.refuse("background", False)
     fields.refuse("prompt", why="this server keeps no prompt templates; send input")
-    fields.inner("stream_options").only({"include_obfuscation"})
-    chat: Json = {name: body[name] for name in SAMPLING_FIELDS | {"stream", "parallel_tool_calls"} if body.get(name) is not None}
+    fields.inner("stream_options").only({"continuous_usage_stats", "include_obfuscation", "include_usage"})  # usage is in the last event
+    chat: Json = {name: body[name] for name in _PASSED_ON | {"stream", "parallel_tool_calls"} if body.get(name) is not None}
     chat["messages"] = _messages(fields)
-    chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1, 1 << 31)
-    chat["tools"] = [_tool(tool) for tool in fields.objects("tools", MAX_TOOLS)]
+    if "max_output_tokens" in fields:
+        chat["max_completion_tokens"] = read_limit(fields, "max_output_tokens")
+    chat["tools"] = [read for tool in fields.objects("tools", MAX_TOOLS) if (read := _tool(tool)) is not None]
     chat["tool_choice"] = _tool_choice(fields)
     chat["response_format"] = _format(fields.inner("text"))
     chat["reasoning_effort"] = fields.inner("reasoning").text("effort")
     if "top_logprobs" in fields or _LOGPROBS in fields.items("include", 16):
         chat |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
-    return read_chat(chat)
+    request = read_chat(chat)
+    return replace(request, remarks=(*fields.remarks, *request.remarks))
 
 
 def _messages(fields: Fields) -> list[Json]:
@@ -90,12 +101,17 @@ def _add_item(messages: list[Json], item: Fields) -> None:
     elif kind == "reasoning":
         thoughts = _text(item, "content") or _text(item, "summary")
         _answer(messages)["reasoning_content"] = thoughts or None
-    elif kind == "function_call":
-        function = {"name": item.text("name") or "", "arguments": item.text("arguments") or "{}"}
+    elif kind in ("function_call", "custom_tool_call"):  # the input of the second is text, no JSON
+        arguments = item.text("arguments") if kind == "function_call" else json.dumps({"input": item.text("input") or ""})
+        function = {"name": item.text("name") or "", "arguments": arguments or "{}"}
         call = {"id": item.text("call_id") or "", "type": "function", "function": function}
         _answer(messages).setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         messages.append({"role": "tool", "tool_call_id": item.text("call_id") or "", "content": _text(item, "output")})
+    elif kind in _HOSTED:
+        item.remarks.append(f"an item of the type {kind!r} is left out; this server has no such tool")
+    elif kind == "item_reference":
+        raise item.wrong("type", "is 'item_reference'; this server stores no items, send them whole (clients do with store: false)")
     else:
         raise item.wrong("type", f"is {str(kind)[:40]!r}; this server takes messages, reasoning, function calls and their outputs")
 
@@ -118,8 +134,8 @@ def _text_or_parts(item: Fields) -> str | list[Json]:
     for fields in item.objects("content", MAX_PARTS):
         if fields.text("type") == "input_image":
             parts.append({"type": "image_url", "image_url": {"url": fields.get("image_url"), "detail": fields.get("detail")}})
-        elif fields.text("type") in _TEXT_PARTS:
-            parts.append({"type": "text", "text": fields.text("text") or ""})
+        elif (name := _TEXTS.get(fields.text("type") or "")) is not None:
+            parts.append({"type": "text", "text": fields.text(name) or ""})
         else:
             raise fields.wrong("type", f"is {str(fields.get('type'))[:40]!r}; it must be input_text or input_image")
     return parts
@@ -129,16 +145,19 @@ def _text(item: Fields, name: str) -> str:
     content = item.get(name)
     if content is None or isinstance(content, str):
         return content or ""
-    parts = item.objects(name, MAX_PARTS)
-    for part in parts:
-        if part.text("type") not in _TEXT_PARTS:
+    texts = []
+    for part in item.objects(name, MAX_PARTS):
+        if (text := _TEXTS.get(part.text("type") or "")) is None:
             raise part.wrong("type", f"is {str(part.get('type'))[:40]!r}; only text fits here", code="unsupported_parameter")
-    return "".join(part.text("text") or "" for part in parts)
+        texts.append(part.text(text) or "")
+    return "".join(texts)
 
 
-def _tool(tool: Fields) -> Json:
-    if tool.text("type") != "function":
-        raise tool.wrong("type", "must be 'function'; this server runs no tools of its own", code="unsupported_parameter")
+def _tool(tool: Fields) -> Json | None:
+    """Returns a function as a chat request declares it; None for a tool that is left out."""
+    if (kind := tool.text("type")) != "function":
+        left_out(tool, kind)
+        return None
     if not tool.text("name"):
         raise tool.wrong("name", "is missing; name the function")
     return {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
@@ -148,6 +167,8 @@ def _tool_choice(fields: Fields) -> object:
     choice = fields.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return {"type": "allowed_tools", "allowed_tools": choice}
     return choice
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from edge_runtime.server.engine.jobs import Finished, Output
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.responses.response_format import ChatLogprobs, ChoiceAnswer, Json, Logprobs, ResponseFormat, encoded
-from edge_runtime.server.responses.usage import timings
+from edge_runtime.server.responses.usage import figures
 from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import ToolCall
@@ -77,5 +77,5 @@ def _end(finished: Finished) -> Json:
         "prompt_eval_duration": round(prompt * _NANOSECONDS),
         "eval_count": stats.tokens,
         "eval_duration": round(answer * _NANOSECONDS),
-        **timings(stats),
+        **figures(stats),
     }

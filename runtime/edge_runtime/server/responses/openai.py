@@ -20,7 +20,7 @@ from edge_runtime.server.responses.response_format import (
     ResponseFormat,
     server_sent,
 )
-from edge_runtime.server.responses.usage import UsageCount
+from edge_runtime.server.responses.usage import UsageCount, timings
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import ToolCall
 
@@ -38,17 +38,22 @@ class ChunkedFormat(ResponseFormat):
         self._request = request
         self._usage = UsageCount(len(request.choices), request.n)
         self._counts = [0] * len(request.choices)
+        self._running = set(range(len(request.choices)))
+        self._silent = set(self._running)  # choices of which nothing was sent
 
     def output(self, choice: int, output: Output) -> list[bytes]:
         self._usage.update(choice, output.stats)
-        return [self._chunk(piece) for piece in self._pieces(choice, output)]
+        return [self._chunk(piece) for piece in (*self._opening(choice), *self._pieces(choice, output))]
 
     def end(self, choice: int, finished: Finished) -> list[bytes]:
         self._usage.update(choice, finished.stats, finished.energy)
-        return [self._chunk(self._last(choice, finished.reason))]
+        self._running.discard(choice)
+        opening = [self._chunk(piece) for piece in self._opening(choice)]
+        last = not self._running and not self._request.usage_at_end
+        return [*opening, self._chunk(self._last(choice, finished.reason), **(self._timings() if last else {}))]
 
     def finish(self) -> list[bytes]:
-        usage = {**self._stem, "object": self.chunk_kind, "choices": [], "usage": self._usage.to_json()}
+        usage = {**self._stem, "object": self.chunk_kind, "choices": [], "usage": self._usage.to_json(), **self._timings()}
         return [*([server_sent(usage)] if self._request.usage_at_end else []), b"data: [DONE]\n\n"]
 
     def failed(self, error: ApiError) -> list[bytes]:
@@ -59,7 +64,21 @@ class ChunkedFormat(ResponseFormat):
         for number, answer in enumerate(answers):
             self._usage.update(number, answer.finished.stats, answer.finished.energy)
             choices.append(self._choice(number, answer))
-        return {**self._stem, "object": self.kind, "choices": choices, "usage": self._usage.to_json()}
+        return {**self._stem, "object": self.kind, "choices": choices, "usage": self._usage.to_json(), **self._timings()}
+
+    def _opening(self, choice: int) -> list[Json]:
+        """Returns what precedes the first output of a choice. It comes with that output, which clients take for the first token."""
+        if choice not in self._silent:
+            return []
+        self._silent.discard(choice)
+        return self._first(choice)
+
+    def _first(self, choice: int) -> list[Json]:  # noqa: ARG002
+        """Returns the choice's part of the chunks before its first output."""
+        return []
+
+    def _timings(self) -> Json:
+        return {"timings": timings(self._usage.stats)}
 
     @abstractmethod
     def _pieces(self, choice: int, output: Output) -> list[Json]:
@@ -73,8 +92,8 @@ class ChunkedFormat(ResponseFormat):
     def _choice(self, choice: int, answer: ChoiceAnswer) -> Json:
         """Returns a choice of a complete response."""
 
-    def _chunk(self, piece: Json) -> bytes:
-        value: Json = {**self._stem, "object": self.chunk_kind, "choices": [piece]}
+    def _chunk(self, piece: Json, **besides: Json) -> bytes:
+        value: Json = {**self._stem, "object": self.chunk_kind, "choices": [piece], **besides}
         if self._request.usage_always:
             value["usage"] = self._usage.to_json()
         elif self._request.usage_at_end:
@@ -91,8 +110,8 @@ class ChatFormat(ChunkedFormat):
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def begin(self) -> list[bytes]:
-        return [self._chunk(self._delta_of(i, {"role": "assistant", "content": ""})) for i in range(len(self._counts))]
+    def _first(self, choice: int) -> list[Json]:
+        return [self._delta_of(choice, {"role": "assistant", "content": ""})]
 
     def _pieces(self, choice: int, output: Output) -> list[Json]:
         """Log probabilities are in the first piece with text."""

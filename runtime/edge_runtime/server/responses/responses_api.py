@@ -11,7 +11,7 @@ from edge_runtime.server.engine.jobs import Finished, Output
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.json_text import values_of
 from edge_runtime.server.responses.response_format import ChatLogprobs, ChoiceAnswer, Json, Logprobs, ResponseFormat, server_sent
-from edge_runtime.server.responses.usage import responses_usage
+from edge_runtime.server.responses.usage import responses_usage, timings
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import ToolCall
 
@@ -72,6 +72,7 @@ class ResponsesFormat(ResponseFormat):
             "status": status,
             "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
             "usage": responses_usage(finished.stats, finished.thought_tokens, finished.energy),
+            "timings": timings(finished.stats),
         }
         return [*events, self._event(f"response.{status}", response=self._response)]
 

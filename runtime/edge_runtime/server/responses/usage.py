@@ -61,10 +61,30 @@ class UsageCount:
 
 
 def _additions(stats: DecodeStats, energy: RunEnergy | None) -> Json:
-    return timings(stats) | ({} if energy is None else {"energy": energy_usage(energy)})
+    """Without a meter there is no `energy`: /metrics and /energy_metrics state why, once for all responses."""
+    return figures(stats) | ({"energy": energy_usage(energy)} if energy is not None and energy.facts is not None else {})
 
 
 def timings(stats: DecodeStats) -> Json:
+    """Returns llama-server's `timings`: times in milliseconds, and counts; the prompt's are of what was not cached."""
+    prompt, prompt_ms = stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds * 1000
+    answer, answer_ms = stats.tokens, stats.decode_seconds * 1000
+    return {
+        "cache_n": stats.reused_tokens,
+        "prompt_n": prompt,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / prompt if prompt else 0.0,
+        "prompt_per_second": prompt / prompt_ms * 1000 if prompt_ms else 0.0,
+        "predicted_n": answer,
+        "predicted_ms": answer_ms,
+        "predicted_per_token_ms": answer_ms / answer if answer else 0.0,
+        "predicted_per_second": stats.tokens_per_second,
+        "draft_n": stats.drafted,
+        "draft_n_accepted": stats.accepted,
+    }
+
+
+def figures(stats: DecodeStats) -> Json:
     """Returns drafts and times, which no API has."""
     return {
         "drafted_tokens": stats.drafted,
@@ -73,6 +93,17 @@ def timings(stats: DecodeStats) -> Json:
         "time_to_first_token_seconds": stats.first_token_seconds,
         "prefill_seconds": stats.prefill_seconds,
     }
+
+
+def usage_line(stats: DecodeStats) -> str:
+    """Returns the figures of a request for the operator's line about it; nothing for one that did not begin."""
+    if not stats.prompt_tokens:
+        return ""
+    cached = f" ({stats.reused_tokens} cached)" if stats.reused_tokens else ""
+    parts = [f"{stats.prompt_tokens} prompt tokens{cached}", f"{stats.tokens} generated", f"{stats.tokens_per_second:.1f} tok/s"]
+    if stats.acceptance_rate is not None:
+        parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafts accepted")
+    return ", ".join(parts)
 
 
 def responses_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy | None = None) -> Json:

@@ -76,7 +76,7 @@ def test_four_clients_get_the_answers_of_each_request_alone(bundle: Path, probe_
         prompt, sampling = PROMPTS[number % len(PROMPTS)], drawn[number // len(PROMPTS)]
         # Prefixes in a session's cache are used: rows behind them have the same bits.
         return session.generate(
-            prompt, max_tokens=12 + number, sampling=sampling, draft_length=draft_length, acceptance="match", reuse_prefix=True
+            prompt, max_tokens=12 + number, sampling=sampling, draft_length=draft_length, acceptance="coupled", reuse_prefix=True
         )
 
     count = len(PROMPTS) * len(drawn)

@@ -110,11 +110,15 @@ def check_prompts(pair: Opened, all_pieces: Sequence[Sequence[int]], vocabulary:
                     target.prefill(piece, rows_read=int(number == len(pieces) - 1))
             result.append((target.hidden_row.copy(), *following(pair, tokens[target.length :])))
         (hidden, drafts, *logits), (whole_hidden, whole_drafts, *whole_logits) = result
-        assert drafts == whole_drafts, pieces
         assert all(map(np.array_equal, logits, whole_logits)), pieces
         assert np.isfinite(logits[0]).all()
-        if target.row_kernels:  # a row's bits depend on its batch in stock products
+        if target.row_kernels:
             assert np.array_equal(hidden, whole_hidden), pieces
+            assert drafts == whole_drafts, pieces
+        else:
+            # Stock products of quantized weights give a row other bits alone than in a batch, more so on some processors. The first draft
+            # starts from this row, so drafts may differ at near ties; the text may not. A row that is another token's is further away.
+            assert np.linalg.norm(hidden - whole_hidden) < 0.25 * np.linalg.norm(whole_hidden), pieces
 
 
 @pytest.mark.parametrize("weights", BUNDLES)
