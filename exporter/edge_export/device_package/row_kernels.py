@@ -19,7 +19,7 @@ IN_PACKAGE = f"{SITE}/edge_runtime/backends/kernels/lib"
 def check_kernels(platform: Platform) -> None:
     """Raises PackageError where this installation neither has the platform's kernels nor can compile them."""
     if not _shipped(platform).is_file() and find_spec("ziglang") is None:
-        zig = next(line for line in own_requirements("package") if line.startswith("ziglang"))
+        zig = next((line for line in own_requirements("package") if line.startswith("ziglang")), "ziglang")
         raise PackageError(
             f"this installation has no row kernels for {platform.name}, and ziglang, which compiles them, is missing; pip install '{zig}', "
             "or give --without-kernels, with which standard operators run, which are slower"
