@@ -183,6 +183,7 @@ class LetterVocabulary:
     """Token ids as letters; token 16 is the first half of a two-byte character, 15 its second half."""
 
     control_tokens: ClassVar[dict[str, int]] = {}
+    bos = eos = -1
 
     def __init__(self, eog: frozenset[int] = frozenset()) -> None:
         self.eog_tokens = eog

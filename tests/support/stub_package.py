@@ -78,7 +78,7 @@ def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, re
     (folder / "code").write_text(f"{code}\n")
     log = two_variants()
     write_log(folder / "energy.jsonl", log)
-    facts = PendingExternalMeter.facts
+    facts = PendingExternalMeter().facts
     write_log(folder / "pending.jsonl", replace(log, facts=facts, trace=Trace(facts=facts)))
     files = [{"path": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": ""} for p in folder.rglob("*") if p.is_file()]
     (folder / "package.json").write_text(json.dumps({"schema": 2, "platform": platform, "files": files, "sizes": {}, "licences": []}))

@@ -169,11 +169,13 @@ def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
             (f"{kind} head_dim", reads.head_dim_of(own), "head_dim", model.head_dim_of(theirs)),
             (f"{kind} K/V heads", reads.kv_heads_of(own), "K/V heads", model.kv_heads_of(theirs)),
         ]
-    facts += [
-        ("full-attention rope_theta", reads.full_rope_base, "rope_theta", model.full_rope_base),
-        ("sliding-attention rope_theta", reads.sliding_rope_base, "rope_theta", model.sliding_rope_base),
-        ("partial_rotary_factor", reads.full_rotary_share, "partial_rotary_factor", model.full_rotary_share),
-    ]
+    if FULL in reads.layer_types:
+        facts += [
+            ("full-attention rope_theta", reads.full_rope_base, "rope_theta", model.full_rope_base),
+            ("partial_rotary_factor", reads.full_rotary_share, "partial_rotary_factor", model.full_rotary_share),
+        ]
+    if SLIDING in reads.layer_types:
+        facts.append(("sliding-attention rope_theta", reads.sliding_rope_base, "rope_theta", model.sliding_rope_base))
     for name, value, target_name, expected in facts:
         if value != expected:
             raise mismatch(target, drafter, f"its {name} is {value}, the target's {target_name} is {expected}")

@@ -225,7 +225,7 @@ def test_an_accelerator_is_checked_before_the_child_that_measures_memory(exporte
 def test_records_say_on_which_device_it_ran(exported_pair, monkeypatch):
     measuring = benchmark.Benchmark(exported_pair, BenchRequest(), LoadOptions(backend="llama", check="none"))
     measuring._load = replace(measuring._load, device="gpu")
-    opened = nullcontext(SimpleNamespace(device="vulkan0", drafter_kind="dense"))
+    opened = nullcontext(SimpleNamespace(device="vulkan0", drafter_kind="dense", row_kernels=None))
     opened.close = lambda: None
     monkeypatch.setattr(benchmark, "measure_memory", lambda *_, **__: 1)
     monkeypatch.setattr(benchmark, "open_session", lambda *_, **__: opened)
@@ -247,7 +247,7 @@ def test_energy_comes_from_its_log(made_up, tmp_path):
 def test_a_log_of_speeds_is_no_recording_of_a_meter(made_up):
     result = bench("run", "bundle", "--energy", "x.jsonl", "--meter", f"replay:{made_up}")
     assert result.exit_code == 1
-    assert "the header of speeds, which --runs wrote, has no meter; the log of --energy is needed" in result.stderr
+    assert "holds no readings of a meter; give the file that edge-bench run --energy wrote" in result.stderr
     assert "KeyError" not in result.stderr
 
 

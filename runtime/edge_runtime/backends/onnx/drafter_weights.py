@@ -177,7 +177,10 @@ class _Graph:
             raise OtherGraphError
         shape = {b"N": table.shape[0], b"K": table.shape[1] * 8 // numbers[b"bits"]}
         levels = self._levels([gathered.inputs[0], gathered.inputs[2]], {**numbers, **shape})
-        return levels, float(self.array(factors[0].inputs[1]))
+        factor = self.array(factors[0].inputs[1])
+        if factor.size != 1:
+            raise OtherGraphError
+        return levels, float(factor.reshape(-1)[0])
 
     def sparse_head(self, centroids: LevelMatrix) -> SparseHeadWeights | None:
         """None where the head scores all tokens."""
