@@ -31,8 +31,6 @@ MIN_SECONDS = 1e-9
 _MAX_SECONDS = 3600.0
 # Of provisional costs the newest so many timings of a number of rows count, and so many settle it.
 WINDOW, SETTLED = 9, 3
-# How far the logarithm of what a number of rows costs beside others is thought to be from what was computed.
-PROPORTION_SPREAD = 0.3
 # Of shared verifies: what is left of a round's weight after another, and the rounds that each other figure counts as.
 SHARED_DECAY, SEED_ROUNDS = 0.995, 0.3
 _GROUP = 4
@@ -315,8 +313,7 @@ def _in_proportion(start: Sequence[float], timed: Mapping[int, Sequence[float]])
     known = sorted(timed)
     off = {rows: [math.log(seconds / start[rows - 1]) for seconds in timed[rows]] for rows in known}
     middle = _quick([factor for factors in off.values() for factor in factors])
-    weight = max(SETTLED, (_spread(off.values()) / PROPORTION_SPREAD) ** 2)
-    factors = [middle + _own(off[rows], middle, weight) for rows in known]
+    factors = [middle + _own(off[rows], middle) for rows in known]
     between: Iterable[float] = np.interp(range(1, MAX_ROWS + 1), known, factors).tolist()
     verify = [seconds * math.exp(factor) for seconds, factor in zip(start, between, strict=True)]
     return _rising(verify, [len(timed.get(rows, ())) for rows in range(1, MAX_ROWS + 1)])
@@ -335,17 +332,11 @@ def _rising(verify: Sequence[float], timings: Sequence[int]) -> list[float]:
     return [seconds for seconds, _, count in blocks for _ in range(count)]
 
 
-def _own(factors: Sequence[float], middle: float, weight: float) -> float:
-    """Returns how far the logarithm of a number of rows is from that of all, as far as so many timings may tell beside a weight."""
+def _own(factors: Sequence[float], middle: float) -> float:
+    """Returns how far the logarithm of a number of rows is from that of all, as far as so many timings may tell."""
     count = len(factors)
     most = count * math.log(MAX_FACTOR_OFF)
-    return count / (count + weight) * min(max(_quick(factors) - middle, -most), most)
-
-
-def _spread(timings: Iterable[Sequence[float]]) -> float:
-    """Returns how far logarithms of timings of the same number of rows are from their median, on average."""
-    off = [abs(factor - statistics.median(factors)) for factors in timings if len(factors) > 1 for factor in factors]
-    return statistics.fmean(off) if off else 0.0
+    return count / (count + SETTLED) * min(max(_quick(factors) - middle, -most), most)
 
 
 def _quick(timings: Iterable[float]) -> float:
