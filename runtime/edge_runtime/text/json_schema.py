@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
 from edge_runtime.errors import RequestError
 
 Schema = Mapping[str, Any]
-MAX_ALTERNATIVES = 2000
 # More items than any answer has; the library takes numbers of 32 bits.
 _ENDLESS = 1 << 30
 COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
@@ -25,12 +24,22 @@ def constraining(schema: Schema) -> set[str]:
     return set(_ENFORCED.intersection(schema))
 
 
-class Alternatives:
-    """The alternatives of schemas within the document `root`, at most `MAX_ALTERNATIVES` of them all."""
+class Both(dict[str, Any]):
+    """A schema that several parts of a document make up together."""
 
-    def __init__(self, root: Schema) -> None:
+
+def identity(schema: Any) -> Hashable:
+    """Returns what tells a schema from the others of its document, as long as that exists."""
+    return frozenset(map(id, schema["allOf"])) if isinstance(schema, Both) else id(schema)
+
+
+class Alternatives:
+    """The alternatives of schemas within the document `root`. `spend` is called with what each takes, and may raise."""
+
+    def __init__(self, root: Schema, spend: Callable[[int], None]) -> None:
         self._root = root
-        self._left = MAX_ALTERNATIVES
+        self._spend = spend
+        self._keys: dict[int, str] = {}
 
     def target(self, reference: str) -> Any:
         """Returns the part of the document that a reference names. Raises RequestError if there is none."""
@@ -42,13 +51,13 @@ class Alternatives:
         return schema
 
     def of(self, schema: object) -> list[dict[str, Any]]:
-        """Returns the alternatives of a schema; none if nothing fits it. Raises RequestError for too many of them."""
+        """Returns the alternatives of a schema; none if nothing fits it."""
         return list(self._of(schema, ()))
 
     def options(self, flat: Schema) -> list[Any] | None:
         """Returns the values that a schema without combining keywords lists, as far as they fit its other keywords; None for any."""
         rest = {key: value for key, value in flat.items() if key != "enum"}
-        return [value for value in flat["enum"] if self._fits(value, rest)] if "enum" in flat else None
+        return [value for value in flat["enum"] if self._fits_flat(value, rest)] if "enum" in flat else None
 
     def _fits(self, value: Any, schema: Any) -> bool:
         return any(self._fits_flat(value, flat) for flat in self.of(schema))
@@ -56,7 +65,7 @@ class Alternatives:
     def _fits_flat(self, value: Any, flat: Schema) -> bool:
         if "type" in flat and not any(_is(value, kind) for kind in types_of(flat)):
             return False
-        if "enum" in flat and not _common([value], flat["enum"]):
+        if "enum" in flat and not self._common([value], flat["enum"]):
             return False
         if isinstance(value, Mapping):
             there = all(name in value for name in required_of(flat))
@@ -81,15 +90,60 @@ class Alternatives:
                 lists.append([one for part in schema[keyword] for one in self._of(part, within)])
         if isinstance(reference := schema.get("$ref"), str) and reference not in within:
             lists.append(list(self._of(self.target(reference), (*within, reference))))
+        own = self._flat(schema)
         for parts in product(*lists):
-            self._left -= 1
-            if self._left < 0:
-                raise RequestError(f"the functions' parameters have more than {MAX_ALTERNATIVES} alternatives; declare simpler ones")
-            whole: dict[str, Any] | None = _flat(schema)
+            whole: dict[str, Any] | None = own
             for part in parts:
-                whole = whole if whole is None else _both(whole, part)
+                self._spend(1 + (len(part.get("enum", ())) + len(properties_of(part))) // 64)
+                whole = whole if whole is None else self._both(whole, part)
             if whole is not None:
                 yield whole
+
+    def _flat(self, schema: Schema) -> dict[str, Any]:
+        """Returns the schema without combining keywords, const written as enum, and required properties declared."""
+        flat = {key: value for key, value in schema.items() if key not in COMBINING}
+        if schema.get("additionalProperties") is False:  # forgotten properties, as nothing would fit
+            flat["properties"] = {**dict.fromkeys(required_of(schema), True), **properties_of(schema)}
+        listed = flat.pop("enum", None)
+        allowed = [flat.pop("const")] if "const" in flat else None
+        if isinstance(listed, list):
+            allowed = listed if allowed is None else self._common(allowed, listed)
+        return flat if allowed is None else flat | {"enum": allowed}
+
+    def _both(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns the schema of what fits both; None if the types or the values exclude each other."""
+        both = one | other
+        if "type" in one and "type" in other:
+            kinds = [kind for kind in TYPES if _allows(one, kind) and _allows(other, kind)]
+            if not kinds:
+                return None
+            both["type"] = kinds
+        if "enum" in one and "enum" in other:
+            both["enum"] = self._common(one["enum"], other["enum"])
+        if "properties" in one or "properties" in other:
+            names = dict.fromkeys([*properties_of(one), *properties_of(other)])
+            both["properties"] = {name: _and(_property(one, name), _property(other, name)) for name in names}
+        if "required" in one and "required" in other:
+            both["required"] = [*required_of(one), *required_of(other)]
+        for keyword in ("items", "additionalProperties"):
+            if keyword in one and keyword in other:
+                both[keyword] = _and(one[keyword], other[keyword])
+        for keyword, choose in (("minItems", max), ("maxItems", min)):
+            counts = [count for count in (count_of(one, keyword), count_of(other, keyword)) if count is not None]
+            both |= {keyword: choose(counts)} if counts else {}
+        return None if both.get("enum") == [] else both
+
+    def _common(self, one: list[Any], other: list[Any]) -> list[Any]:
+        keys = set(map(self._key, other))
+        return [value for value in one if self._key(value) in keys]
+
+    def _key(self, value: Any) -> Hashable:
+        """Returns what equal values of JSON have in common: 1 is 1.0, but not true."""
+        if not isinstance(value, dict | list):
+            return isinstance(value, bool), value
+        if id(value) not in self._keys:
+            self._keys[id(value)] = json.dumps(value, sort_keys=True)
+        return self._keys[id(value)]
 
 
 def types_of(schema: Schema) -> list[str]:
@@ -101,42 +155,6 @@ def types_of(schema: Schema) -> list[str]:
         return hinted or list(TYPES)
     known = [kind for kind in TYPES if kind in listed]
     return known or (list(TYPES) if any(isinstance(kind, str) for kind in listed) else [])
-
-
-def _flat(schema: Schema) -> dict[str, Any]:
-    """Returns the schema without combining keywords, const written as enum, and required properties declared."""
-    flat = {key: value for key, value in schema.items() if key not in COMBINING}
-    if schema.get("additionalProperties") is False:  # forgotten properties, as nothing would fit
-        flat["properties"] = {**dict.fromkeys(required_of(schema), True), **properties_of(schema)}
-    listed = flat.pop("enum", None)
-    allowed = [flat.pop("const")] if "const" in flat else None
-    if isinstance(listed, list):
-        allowed = listed if allowed is None else _common(allowed, listed)
-    return flat if allowed is None else flat | {"enum": allowed}
-
-
-def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the schema of what fits both; None if the types or the values exclude each other."""
-    both = one | other
-    if "type" in one and "type" in other:
-        kinds = [kind for kind in TYPES if _allows(one, kind) and _allows(other, kind)]
-        if not kinds:
-            return None
-        both["type"] = kinds
-    if "enum" in one and "enum" in other:
-        both["enum"] = _common(one["enum"], other["enum"])
-    if "properties" in one or "properties" in other:
-        names = dict.fromkeys([*properties_of(one), *properties_of(other)])
-        both["properties"] = {name: _and(_property(one, name), _property(other, name)) for name in names}
-    if "required" in one and "required" in other:
-        both["required"] = [*required_of(one), *required_of(other)]
-    for keyword in ("items", "additionalProperties"):
-        if keyword in one and keyword in other:
-            both[keyword] = _and(one[keyword], other[keyword])
-    for keyword, choose in (("minItems", max), ("maxItems", min)):
-        counts = [count for count in (count_of(one, keyword), count_of(other, keyword)) if count is not None]
-        both |= {keyword: choose(counts)} if counts else {}
-    return None if both.get("enum") == [] else both
 
 
 def required_of(schema: Schema) -> list[str]:
@@ -161,23 +179,15 @@ def _property(schema: Schema, name: str) -> Any:
     return properties_of(schema).get(name, schema.get("additionalProperties", True))
 
 
-def _and(one: Any, other: Any) -> Any:
-    trivial = [part for part in (one, other) if part is not True and part != {}]
-    return True if not trivial else trivial[0] if len(trivial) == 1 else {"allOf": trivial}
+def _and(*schemas: Any) -> Any:
+    parts = [part for schema in schemas for part in (schema["allOf"] if isinstance(schema, Both) else [schema])]
+    said = list({id(part): part for part in parts if part is not True and part != {}}.values())
+    return True if not said else said[0] if len(said) == 1 else Both(allOf=said)
 
 
 def _allows(schema: Schema, kind: str) -> bool:
     kinds = types_of(schema)
     return kind in kinds or (kind == "integer" and "number" in kinds)
-
-
-def _common(one: list[Any], other: list[Any]) -> list[Any]:
-    texts = {_text(value) for value in other}
-    return [value for value in one if _text(value) in texts]
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
 
 
 def _is(value: Any, kind: str) -> bool:

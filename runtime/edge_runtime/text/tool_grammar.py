@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from edge_runtime.errors import RequestError
@@ -21,6 +21,7 @@ from edge_runtime.text.json_schema import (
     Schema,
     constraining,
     count_of,
+    identity,
     properties_of,
     required_of,
     types_of,
@@ -28,7 +29,7 @@ from edge_runtime.text.json_schema import (
 from edge_runtime.text.tool_calls import CALL_BEGINS, CALL_ENDS, QUOTE
 
 _EMPTY_OBJECT = '"{" "}"'
-MAX_RULES = 2000
+MAX_RULES, MAX_ALTERNATIVES, MAX_CONSTANTS = 2000, 2000, 1 << 20
 _FUNCTION_NAME = re.compile(r"[\w.\-]+", re.ASCII)
 _BARE_KEY = re.compile(r"[\w.\-$@/]+( [\w.\-$@/]+)*")
 _COMMON = """
@@ -64,7 +65,7 @@ class _Rules:
 
     def __init__(self) -> None:
         self.written: list[str] = []
-        self._names = 0
+        self._names = self._spent = self._constants = 0
 
     def add(self, *rules: str) -> str:
         """Adds rules; returns the name of the first. Raises RequestError if there are too many."""
@@ -72,6 +73,21 @@ class _Rules:
         if len(self.written) > MAX_RULES:
             raise RequestError(f"the functions' parameters need more than {MAX_RULES} grammar rules; declare fewer or simpler ones")
         return rules[0].partition(":")[0]
+
+    def spend(self, alternatives: int) -> None:
+        """Counts alternatives of schemas. Raises RequestError if there are too many."""
+        self._spent += alternatives
+        if self._spent > MAX_ALTERNATIVES:
+            raise RequestError(f"the functions' parameters have more than {MAX_ALTERNATIVES} alternatives; declare simpler ones")
+
+    def constant(self, expression: str) -> str:
+        """Counts the characters of a constant. Raises RequestError if there are too many."""
+        self._constants += len(expression)
+        if self._constants > MAX_CONSTANTS:
+            raise RequestError(
+                f"the functions' parameters list values of more than {MAX_CONSTANTS} characters; declare fewer or shorter ones"
+            )
+        return expression
 
     def named(self, kind: str, expression: str) -> str:
         """Returns a name of an expression that is needed twice: written out twice at each level, 30 levels would fill any memory."""
@@ -92,9 +108,9 @@ class _Parameters:
         self._name, self._root = name, schema or {}
         self._rules = rules
         self._quote = _token(control, QUOTE)
-        self._alternatives = Alternatives(self._root)
-        self._named: dict[str, str | None] = {}
-        self._written: dict[int, tuple[object, str | None]] = {}
+        self._alternatives = Alternatives(self._root, rules.spend)
+        self._named: dict[Hashable, str | None] = {}
+        self._written: dict[Hashable, tuple[object, str | None]] = {}
 
     def text(self) -> str:
         """Returns the expression of the arguments. Raises RequestError if there is none."""
@@ -112,9 +128,10 @@ class _Parameters:
 
     def _value(self, schema: Any) -> str | None:
         """Returns the expression of a value that fits a schema; that of a schema which is there twice is written once."""
-        if id(schema) not in self._written:
-            self._written[id(schema)] = schema, self._expression(schema)  # the schema is kept, so that no other one gets its id
-        return self._written[id(schema)][1]
+        key = identity(schema)
+        if key not in self._written:
+            self._written[key] = schema, self._expression(schema)  # the schema is kept, so that no other one gets its id
+        return self._written[key][1]
 
     def _expression(self, schema: Any) -> str | None:
         if not isinstance(schema, Mapping):
@@ -126,10 +143,9 @@ class _Parameters:
             return _choice([self._value(option) for option in options])
         if not words & COMBINING:
             return _choice([self._flat(one) for one in self._alternatives.of(schema)])
-        both = json.dumps(schema, sort_keys=True)
-        return self._rule("b", both, lambda: _choice([self._flat(one) for one in self._alternatives.of(schema)]))
+        return self._rule("b", identity(schema), lambda: _choice([self._flat(one) for one in self._alternatives.of(schema)]))
 
-    def _rule(self, kind: str, key: str, expression: Callable[[], str | None]) -> str | None:
+    def _rule(self, kind: str, key: Hashable, expression: Callable[[], str | None]) -> str | None:
         """Returns the name of a rule, which its own expression may have; None if that says that nothing fits."""
         if key not in self._named:
             self._named[key] = name = self._rules.name(kind)
@@ -143,7 +159,7 @@ class _Parameters:
     def _flat(self, schema: Schema) -> str | None:
         """Returns the expression of a schema without combining keywords."""
         if (options := self._alternatives.options(schema)) is not None:
-            return _choice([self._constant(option) for option in options])
+            return _choice([self._rules.constant(self._constant(option)) for option in options])
         kinds = types_of(schema)
         return "value" if kinds == list(TYPES) else _choice([self._of_type(kind, schema) for kind in kinds])
 

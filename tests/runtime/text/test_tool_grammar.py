@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -123,6 +125,27 @@ def test_products_of_alternatives_are_refused_soon() -> None:
         called({"allOf": [choice] * 12}, "{}")
 
 
+BIG = [{"k": "x" * 1_000_000}]
+GROWING = {"next": {"allOf": [{"$ref": "#/$defs/n"}, {"$ref": "#/$defs/s"}]}}
+COSTLY: dict[str, tuple[dict[str, Any], str]] = {
+    "a long enum": ({"enum": [f"v{i}" for i in range(3000)]}, "QvQ"),
+    "large values in all alternatives": ({"enum": BIG, "anyOf": [{"enum": BIG}] * 1900}, "{}"),
+    "long lists in all alternatives": ({"enum": [*range(100_000)], "anyOf": [{"enum": [*range(100_000)]}] * 1900}, "QxQ"),
+    "keywords that refer to themselves": ({"allOf": [{"$ref": "#/$defs/n"}, {"$ref": "#/$defs/s"}]}, "1"),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_costly_parameters_are_refused_or_written_soon(name: str) -> None:
+    schema, wrong = COSTLY[name]
+    begin = time.process_time()
+    with contextlib.suppress(RequestError):
+        assert not called(
+            {"properties": {"a": schema}, "$defs": {"n": NODE, "s": {"type": "object", "properties": GROWING}}}, f"{{a:{wrong}}}"
+        )
+    assert time.process_time() - begin < 3
+
+
 def test_properties_beside_alternatives_are_written_once() -> None:
     """Each level doubled those below it: 20 levels would need a million rules."""
     schema: dict[str, Any] = {"type": "integer"}
@@ -166,7 +189,9 @@ def has_no_slip(schema: dict[str, Any]) -> bool:
     return schema.get("additionalProperties") is not False or set(schema.get("required", ())) <= set(schema.get("properties", ()))
 
 
-SCHEMAS = st.recursive(LEAVES, combined, max_leaves=6)
+@st.composite
+def schemas(draw: st.DrawFn) -> Any:
+    return draw(st.recursive(LEAVES, combined, max_leaves=6))
 
 
 def written(constraint: Constraint, seed: int, longest: int = 300) -> str | None:
@@ -186,7 +211,7 @@ def fits(value: Any, schema: Any) -> bool:
 
 
 @example({"required": ["b"], "anyOf": [{"const": {"a": 1}}]}, {}, 0)
-@given(SCHEMAS, SCHEMAS, st.integers(0, 10**6))
+@given(schemas(), schemas(), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_calls_fit_the_parameters_of_their_function(schema: Any, referenced: Any, seed: int) -> None:
     parameters = (schema if isinstance(schema, dict) else {}) | {"$defs": {"r": referenced}}
@@ -203,7 +228,7 @@ def test_calls_fit_the_parameters_of_their_function(schema: Any, referenced: Any
         assert fits(arguments, parameters | {"type": "object"}), arguments
 
 
-@given(SCHEMAS, SCHEMAS, st.integers(0, 10**6))
+@given(schemas(), schemas(), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_json_fits_its_schema(schema: Any, referenced: Any, seed: int) -> None:
     schema = (schema if isinstance(schema, dict) else {}) | {"$defs": {"r": referenced}}
