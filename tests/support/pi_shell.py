@@ -1,4 +1,7 @@
-"""What sshd runs in place of every command: the command on a fake Pi. `python pi_shell.py ROOT`"""
+"""What sshd runs in place of every command: the command on a fake Pi, with an emulated processor if one is named.
+
+`python pi_shell.py ROOT [CPU]`
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ SFTP = "/usr/lib/openssh/sftp-server"
 
 
 def main() -> int:
-    pi = FakePhone(Path(sys.argv[1]), fresh=False)
+    pi = FakePhone(Path(sys.argv[1]), cpu="".join(sys.argv[2:]), fresh=False)
     line = os.environ.get("SSH_ORIGINAL_COMMAND", "")
     if "sftp" in line.split(" ", 1)[0]:
         os.execvpe("proot", [*pi.words(), SFTP], pi.environment())

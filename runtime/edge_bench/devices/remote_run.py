@@ -20,7 +20,7 @@ from edge_devices.machine.memory import byte_text
 from edge_devices.meters.base import Scope
 from edge_devices.meters.search import find_meters
 from edge_devices.remote.awake import restore_settings
-from edge_devices.remote.incidents import BY_SIGNAL, JobHistory, find_incidents, read_job_history
+from edge_devices.remote.incidents import BY_SIGNAL, KEPT, JobHistory, find_incidents, read_job_history
 from edge_devices.remote.job_monitor import MAX_WAIT_SECONDS, STILL_CHARGING
 from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, preflight_warnings, take_snapshot
 from edge_devices.transports.base import Transport, prepare_folder
@@ -296,5 +296,5 @@ def _raise_for(transport: Transport, status: JobStatus, folder: Path, incidents:
         )
     if runs.exists() and runs.read_bytes().count(b"\n") > 1:
         return
-    reason = "; ".join(incidents) or f"exit code {status.exit_code}"
+    reason = "; ".join(text.removesuffix(f"; {KEPT}") for text in incidents) or f"exit code {status.exit_code}"
     raise RequestError(f"{transport.name}: the run returned no results: {reason} (its log: {folder / LOG})")
