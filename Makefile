@@ -21,7 +21,7 @@ KERNELS := $(wildcard $(addprefix runtime/edge_runtime/backends/kernels/,build.p
 BUILD := pyproject.toml hatch_build.py scripts/setup/setup.sh requirements/build.txt requirements/llama.txt $(KERNELS)
 SETUP := PYTHON=$(PYTHON) scripts/setup/setup.sh
 AUDIT = $(BIN)/python scripts/setup/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin \
-	--lock requirements/ci.txt --lock requirements/runtime.txt
+	$(addprefix --lock requirements/,ci.txt runtime.txt build.txt llama.txt)
 # Where it is set, as in containers, each of the thousands of processes that tests start compiles every module it imports: half of its start.
 export PYTHONDONTWRITEBYTECODE :=
 # The kernels are compiled for each environment and package, and each time for most of a minute: what did not change comes from here.
