@@ -96,7 +96,7 @@ class Unread:
             self.wake()
 
 
-class Place:
+class QueuePlace:
     """A request's place in the queue, given back once both the worker and the reader are done with it. Any thread may use it."""
 
     def __init__(self, give_back: Callable[[], None] = lambda: None) -> None:
@@ -126,7 +126,7 @@ class Job:
         deliver: Callable[[StreamEvent], None],
         children: ChildBudget | None = None,
         client: int = 0,
-        place: Place | None = None,
+        place: QueuePlace | None = None,
         unread: Unread | None = None,
     ) -> None:
         self.request = request
@@ -137,7 +137,7 @@ class Job:
         self.passed_over = 0
         self.cancelled = False
         self.children = children or ChildBudget()
-        self.place, self.unread = place or Place(), unread or Unread()
+        self.place, self.unread = place or QueuePlace(), unread or Unread()
         self._deliver = deliver
 
     @property

@@ -19,7 +19,7 @@ from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.server.engine.active_request import ActiveRequest
 from edge_runtime.server.engine.fair_share import FairPool, Places
-from edge_runtime.server.engine.jobs import Failed, Job, Place, StreamEvent, Unread
+from edge_runtime.server.engine.jobs import Failed, Job, QueuePlace, StreamEvent, Unread
 from edge_runtime.server.engine.prompts import Prompts, is_short, media_of
 from edge_runtime.server.engine.schedule import LONGEST_TURN, Slot, Turns, choose_slot, has_room
 from edge_runtime.server.errors import ApiError, to_api_error
@@ -145,7 +145,7 @@ class Worker:
                     functools.partial(deliver, number),
                     children,
                     client,
-                    Place(functools.partial(self._places.give_back, client)),
+                    QueuePlace(functools.partial(self._places.give_back, client)),
                     unread,
                 )
                 for number, request in enumerate(requests)
