@@ -258,7 +258,7 @@ class Rotations:
 
 def rotary_tables(rotations: Sequence[Rotation], context: int) -> dict[str, NDArray[np.float32]]:
     """Returns cosines and sines per position and pair, float32 [context, head_dim/2], as `cosine_` and `sine_` of each kind of layer."""
-    tables = {}
+    tables = dict[str, NDArray[np.float32]]()
     for rotation in rotations:
         cosine, sine = (np.empty((context, rotation.head_dim // 2), np.float32) for _ in range(2))
         for first in range(0, context, _POSITIONS):

@@ -105,7 +105,7 @@ def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job], may_reuse: Callab
     overdue = [job for job in waiting if job.passed_over >= MAX_PASSED_OVER]
     best = max(
         ((slot, job) for job in overdue[:1] or waiting for slot in slots),
-        key=lambda pair: (_shared_prefix(*pair, may_reuse), -waiting.index(pair[1]), -pair[0].last_used),
+        key=lambda pair: (_shared_prefix(pair[0], pair[1], may_reuse), -waiting.index(pair[1]), -pair[0].last_used),
     )
     for job in waiting[: waiting.index(best[1])]:
         job.passed_over += 1
