@@ -32,7 +32,7 @@ _NUMBERS: tuple[Callable[[float], float], ...] = (
 
 
 def changed_graph(data: bytes, chance: random.Random) -> bytes:
-    """Returns an ONNX model with other types and shapes of weights, other attributes, or values in each other's place.
+    """Returns an ONNX model with other types and shapes of weights, other attributes or fewer, or values in each other's place.
 
     Weights in a file of their own stay inside of it.
     """
@@ -43,7 +43,7 @@ def changed_graph(data: bytes, chance: random.Random) -> bytes:
     tensors = [tensor for graph in graphs for tensor in graph.initializer]
     nodes = [node for graph in graphs for node in graph.node]
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        act, tensor = chance.randrange(6), chance.choice(tensors)
+        act, tensor = chance.randrange(7), chance.choice(tensors)
         if act == 0:
             _retype(tensor, chance.choice([*_TYPES]))
         elif act == 1 and tensor.dims:
@@ -59,11 +59,15 @@ def changed_graph(data: bytes, chance: random.Random) -> bytes:
             node = chance.choice(nodes)
             if node.input:
                 node.input[chance.randrange(len(node.input))] = tensor.name
-        else:
+        elif act == 5:
             dims = list(tensor.dims)
             chance.shuffle(dims)
             del tensor.dims[:]
             tensor.dims.extend(dims)
+        else:
+            node = chance.choice(nodes)
+            parts = chance.choice((node.input, node.output, node.attribute))
+            del parts[chance.randrange(len(parts) + 1) :]
     return bytes(model.SerializeToString())
 
 

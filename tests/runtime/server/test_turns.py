@@ -139,6 +139,14 @@ def test_a_client_that_leaves_while_its_request_is_suspended_frees_its_place() -
         settled(server)
 
 
+@pytest.mark.parametrize(("keys", "exact", "seconds"), [(KEYS, True, schedule.LONGEST_TURN), (KEYS, False, None), (KEYS[:1], True, None)])
+def test_a_key_waits_for_short_pieces_of_anothers_prompt_where_that_changes_no_row(
+    keys: Sequence[str], exact: bool, seconds: float | None
+) -> None:
+    with scripted_server("Hello.", keys=keys, exact=exact) as server:
+        assert server.worker._lockstep.longest_piece == seconds
+
+
 def test_an_operator_limits_answers() -> None:
     with scripted_server("Hello there.", max_tokens=5) as server:
         for asked_for, words in ((None, "Hello"), (9, "Hello"), (2, "He")):

@@ -6,7 +6,8 @@ packed (kernels/src/draft/model.cpp).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,20 @@ def read_weights(path: Path, layout: CacheLayout) -> DraftWeights:
 
     Raises OtherGraphError for weights that are no levels in blocks, and for another number of nodes.
     """
-    graph = _Graph(path)
+    with _other_graphs():
+        return _weights(_Graph(path), layout)
+
+
+@contextmanager
+def _other_graphs() -> Iterator[None]:
+    """A node that has fewer inputs or attributes than the exporter's, or a constant of another shape, makes another graph."""
+    try:
+        yield
+    except (IndexError, KeyError, TypeError) as error:
+        raise OtherGraphError from error
+
+
+def _weights(graph: _Graph, layout: CacheLayout) -> DraftWeights:
     layers = len(layout.drafter_sources)
     sources, matrices, (vectors, factors, epsilon) = sources_of(layout), graph.matrices(), graph.norms()
     if len(matrices) != 3 + _LAYER_MATRICES * layers or len(vectors) != 1 + _LAYER_NORMS * layers or len(factors) != layers:
@@ -82,13 +96,14 @@ def sources_of(layout: CacheLayout) -> list[int]:
 
 def channel_scales(path: Path, key: str, value: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Returns the scales float32 [kv_heads x head_dim] of int8 rows in the buffers `key` and `value`. Raises OtherGraphError."""
-    graph = _Graph(path)
     names = [key.encode(), value.encode()]
-    for node in graph.nodes("GroupQueryAttention"):
-        if node.inputs[3:5] == names and len(node.inputs) == 14:
-            return graph.array(node.inputs[12]).reshape(-1).copy(), graph.array(node.inputs[13]).reshape(-1).copy()
-    scales = {node.inputs[0]: node.inputs[1] for node in graph.nodes("DequantizeLinear")}
-    keys, values = (graph.array(scales.get(name, b"")).copy() for name in names)
+    with _other_graphs():
+        graph = _Graph(path)
+        for node in graph.nodes("GroupQueryAttention"):
+            if node.inputs[3:5] == names and len(node.inputs) == 14:
+                return graph.array(node.inputs[12]).reshape(-1).copy(), graph.array(node.inputs[13]).reshape(-1).copy()
+        scales = {node.inputs[0]: node.inputs[1] for node in graph.nodes("DequantizeLinear")}
+        keys, values = (graph.array(scales.get(name, b"")).copy() for name in names)
     return keys, values
 
 

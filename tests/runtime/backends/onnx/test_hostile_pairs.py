@@ -21,6 +21,7 @@ from edge_runtime.backends.kernels.arrays import handed
 from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.onnx import drafter_weights
 from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError
+from edge_runtime.backends.onnx.drafter_weights import read_weights
 from edge_runtime.backends.onnx.kv_cache import rotary_tables
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx, open_pair
 from edge_runtime.backends.onnx.target import OrtTarget, pair_of
@@ -93,6 +94,36 @@ def test_weights_of_another_type_are_not_read_as_floats(onnx_pair: Bundles, tmp_
             KernelDrafter(files.drafter, target, files.layout, 1)
     with pytest.raises(EdgeRuntimeError, match="onnxruntime"):
         open_onnx(bundle, OPTIONS, None)
+
+
+def nodes_of(model: Any, operator: str) -> list[Any]:
+    body = [node for outer in model.graph.node for attribute in outer.attribute for node in attribute.g.node]
+    return [node for node in (*model.graph.node, *body) if node.op_type == operator]
+
+
+def several_factors(model: Any) -> None:
+    """The embedding's factor becomes two."""
+    name = nodes_of(model, "Mul")[0].input[1]
+    factor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+    factor.dims[:], factor.raw_data = [2], 2 * factor.raw_data
+
+
+@kernels
+@pytest.mark.parametrize(
+    "change",
+    [
+        several_factors,
+        lambda model: nodes_of(model, "RMSNormalization")[1].ClearField("input"),
+        lambda model: nodes_of(model, "RMSNormalization")[0].ClearField("attribute"),
+        lambda model: nodes_of(model, "GatherBlockQuantized")[0].ClearField("output"),
+        lambda model: nodes_of(model, "TopK")[0].ClearField("input"),
+    ],
+    ids=["several factors", "no weights of a norm", "no epsilon", "no rows", "no number"],
+)
+def test_a_graph_that_lacks_a_part_is_none_of_the_kernels(onnx_pair: Bundles, tmp_path: Path, change: Callable[[Any], None]) -> None:
+    bundle = open_bundle(changed_bundle(onnx_pair("int8"), tmp_path, graph=change), check="full")
+    with pytest.raises(OtherGraphError):
+        read_weights(bundle.path("drafter", "onnx"), bundle.manifest.cache_layout)
 
 
 def with_sizes(bundle: Bundle, **sizes: int) -> Bundle:
