@@ -9,7 +9,7 @@ WORKERS ?= 4
 BIN := $(VENV)/bin
 TOOLS := .venv-tools
 TEST_EXTRAS := onnx,export-onnx,grammar,serve,sign,report,media,test
-ALL_EXTRAS := $(TEST_EXTRAS),webgpu,llama,export,package,verify,optimum,fleet,docs,dev
+ALL_EXTRAS := $(TEST_EXTRAS),llama,export,package,verify,optimum,fleet,docs,dev
 USER_EXTRAS := llama,onnx,export,grammar,serve,sign,report,media
 comma := ,
 # Locks hold for every Python and platform; torch is left out (requirements/README.md).
@@ -18,9 +18,10 @@ LOCK = $(or $(shell command -v uv),$(TOOLS)/bin/uv) pip compile --quiet --univer
 extras = $(foreach e,$(subst $(comma), ,$(1)),--extra $(e))
 # A change of the kernels compiles them anew.
 KERNELS := $(wildcard $(addprefix runtime/edge_runtime/backends/kernels/,build.py src/* src/*/*))
+BUILD := pyproject.toml hatch_build.py scripts/setup/setup.sh requirements/build.txt requirements/llama.txt $(KERNELS)
 SETUP := PYTHON=$(PYTHON) scripts/setup/setup.sh
 AUDIT = $(BIN)/python scripts/setup/check_dependencies.py --python $(BIN)/python --tools $(TOOLS)/bin \
-	--lock requirements/ci.txt --lock requirements/runtime.txt
+	$(addprefix --lock requirements/,ci.txt runtime.txt build.txt llama.txt)
 # Where it is set, as in containers, each of the thousands of processes that tests start compiles every module it imports: half of its start.
 export PYTHONDONTWRITEBYTECODE :=
 # The kernels are compiled for each environment and package, and each time for most of a minute: what did not change comes from here.
@@ -47,8 +48,9 @@ help:
 	@echo "make lint       ruff, mypy, import-linter, hadolint, the issue forms"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make audit      licences of what is installed, advisories about what is locked"
-	@echo "make release    audit, then make dist: source archive, wheel and SBOM, and the device packages in dist/; make wheel-check tries the wheel on each Python there is"
-	@echo "make packages   the device packages of a release, in dist/"
+	@echo "make release    audit, then make packages; make wheel-check tries the wheel on each Python there is"
+	@echo "make dist       source archive, wheel and SBOM, in dist/; the wheel has the kernels of every platform"
+	@echo "make packages   make dist, and the device packages of a release, of the wheel in dist/"
 	@echo "make lock       choose the locked versions in requirements/ anew"
 	@echo "make try-versions  try the newest llama-cpp-python and onnxruntime on copies of the checkout"
 	@echo "make llama-cpp  build llama.cpp's own tools from llama-cpp-python's source archive, to compare with"
@@ -59,16 +61,16 @@ setup-llama: $(VENV)/.ready-llama
 setup-test: $(SHORT_VENV)/.ready
 setup-all: $(VENV)/.ready-all
 
-$(VENV)/.ready-onnx $(VENV)/.ready-llama: $(VENV)/.ready-%: pyproject.toml scripts/setup/setup.sh $(KERNELS)
-	@$(SETUP) $(VENV) '.[$(DEMO_EXTRAS_$*)]'
+# By locks, in which everything but torch has its hash, also what builds this project (requirements/build.txt).
+$(VENV)/.ready-onnx $(VENV)/.ready-llama: $(VENV)/.ready-%: requirements/demo-%.txt $(BUILD)
+	@LOCK=$< $(SETUP) $(VENV) .
 	@touch $@
 
-# By locks, in which everything but torch has its hash.
-$(SHORT_VENV)/.ready: pyproject.toml scripts/setup/setup.sh requirements/test.txt $(KERNELS)
+$(SHORT_VENV)/.ready: requirements/test.txt $(BUILD)
 	@LOCK=requirements/test.txt $(SETUP) $(SHORT_VENV) .
 	@touch $@
 
-$(VENV)/.ready-all: pyproject.toml scripts/setup/setup.sh scripts/setup/build_llama_cpp.sh requirements/ci.txt $(KERNELS)
+$(VENV)/.ready-all: requirements/ci.txt scripts/setup/build_llama_cpp.sh $(BUILD)
 	@LOCK=requirements/ci.txt $(SETUP) $(VENV) . '$(TORCH)'
 	@touch $@
 
@@ -118,7 +120,11 @@ docs: setup-all
 
 lock: $(TOOLS)/.ready
 	$(LOCK) $(call extras,$(ALL_EXTRAS)) pyproject.toml requirements/ci.in -o requirements/ci.txt
+	$(LOCK) -c requirements/ci.txt requirements/build.in -o requirements/build.txt
+	$(LOCK) -c requirements/ci.txt requirements/llama.in -o requirements/llama.txt
 	$(LOCK) $(call extras,$(TEST_EXTRAS)) -c requirements/ci.txt pyproject.toml -o requirements/test.txt
+	$(LOCK) $(call extras,$(DEMO_EXTRAS_onnx)) -c requirements/ci.txt pyproject.toml -o requirements/demo-onnx.txt
+	$(LOCK) $(call extras,$(DEMO_EXTRAS_llama)) -c requirements/ci.txt pyproject.toml -o requirements/demo-llama.txt
 	$(LOCK) $(call extras,$(USER_EXTRAS)) pyproject.toml -o requirements/runtime.txt
 	$(LOCK) requirements/tools.in -o requirements/tools.txt
 	$(LOCK) requirements/uv.in -o requirements/uv.txt
@@ -132,20 +138,25 @@ wheel-check: $(TOOLS)/.ready
 # Where no advisory service answers, there is no release. The SBOM is of what a user gets: licences and who needs whom are read from it.
 release: setup-all $(TOOLS)/.ready
 	$(AUDIT) --require-advisories
-	$(MAKE) dist packages
+	$(MAKE) packages
 	cd dist && sha256sum * >SHA256SUMS
 
-# What a phone or a board needs, for those who build nothing; each is built whole or not at all, and its own list has every file's hash.
-packages: setup-all
-	mkdir -p dist build/release-packages
+# What a phone or a board needs, for those who build nothing; each is built whole or not at all, and its own list has every file's hash. By
+# the released wheel's own code, with its kernels; the other wheels are those of the lock, for the packages' Python.
+packages: setup-all dist
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "make packages needs Python 3.11: PYTHON=python3.11" >&2; exit 1; }
+	rm -rf build/release-packages
+	mkdir -p build/release-packages
+	$(BIN)/python -m zipfile --extract dist/*.whl build/release-packages/wheel
 	set -e; for platform in $(PLATFORMS); do \
-		$(VENV)/bin/edge-export package $$platform --force --output build/release-packages/$$platform; \
+		PYTHONPATH=build/release-packages/wheel PIP_CONSTRAINT=$(CURDIR)/requirements/runtime.txt \
+			$(BIN)/edge-export package $$platform --output build/release-packages/$$platform; \
 		tar --create --gzip --owner 0 --group 0 --sort name --directory build/release-packages --file dist/edge-mtp-$$platform.tar.gz $$platform; \
 	done
 
 dist: $(TOOLS)/.ready
 	rm -rf dist build/release
-	$(TOOLS)/bin/python -m build --no-isolation --outdir dist
+	EDGE_MTP_KERNELS_FOR=all $(TOOLS)/bin/python -m build --no-isolation --outdir dist
 	$(PYTHON) -m venv build/release
 	build/release/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements/runtime.txt
 	build/release/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_bench.devices.remote_run import read_package
 from edge_bench.devices.results import read_result
 from edge_bench.measure.records import read_records
 from edge_bench.report.figures import figures
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import read_log
+from edge_devices.errors import DeviceError
+from edge_devices.machine.device_package import read_package
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import RuntimeSettings
 from edge_runtime.config.settings import defaults
@@ -154,12 +155,12 @@ def test_a_device_package_of_another_schema_is_built_again(tmp_path: Path, schem
     (tmp_path / "bin").mkdir()
     for name in ("edge-python", "edge-bench"):
         (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
-    with pytest.raises(RequestError, match=f"has schema {schema}; this version reads 2: build the package again with this version"):
+    with pytest.raises(DeviceError, match=f"has schema {schema}; this version reads 2: build the package again with this version"):
         read_package(tmp_path)
     path.write_text(path.read_text().replace(f'"schema": {schema}', '"schema": 2'))
     assert (read_package(tmp_path).platform, read_package(tmp_path).bytes) == ("linux-x64", 20)
     path.write_text(path.read_text().replace('"bytes": 10', '"bytes": 1e999'))
-    with pytest.raises(RequestError, match=r"cannot be read .*infinity"):
+    with pytest.raises(DeviceError, match=r"cannot be read .*infinity"):
         read_package(tmp_path)
 
 

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from edge_runtime.session.session import Session
     from edge_runtime.session.stats import DecodeStats
     from edge_runtime.text.channels import Text, Thought
-    from edge_runtime.text.constraints import Gbnf, JsonSchema, Regex, ToolCalls
+    from edge_runtime.text.constraints import AfterThoughts, Gbnf, JsonSchema, Regex, ToolCalls
     from edge_runtime.text.tool_calls import ToolCall
 
 _HOMES = {
+    "AfterThoughts": "text.constraints",
     "Answer": "session.chat",
     "BackendError": "errors",
     "Bundle": "bundle.bundle",
@@ -64,6 +65,7 @@ _HOMES = {
     "open_sessions": "session.open",
 }
 __all__ = [
+    "AfterThoughts",
     "Answer",
     "BackendError",
     "Bundle",

@@ -92,17 +92,6 @@ class Target(Protocol):
         """Frees the resources of the backend."""
 
 
-@runtime_checkable
-class ChoosingTarget(Target, Protocol):
-    """A target on a device that chooses greedily there, so that no logits come out."""
-
-    def choose(self, tokens: Sequence[int], suppressed: NDArray[np.intp]) -> Sequence[int]:
-        """As `verify`; returns for each row the token of its largest logit that is none of the `suppressed`, the first of equals.
-
-        Raises BackendError for a row with NaN or of equal logits.
-        """
-
-
 class KvRows(NamedTuple):
     """K/V rows of the newest positions, as bytes in the backend's own form: `full` [n, bytes], `sliding` [m, bytes], m at most n.
 

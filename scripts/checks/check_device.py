@@ -1,12 +1,12 @@
 """Looks for false alarms of the check of accelerators, and for texts that drafts change on one.
 
-    python scripts/checks/check_device.py --double rpc --pairs 200 --minutes 15 --output pairs.jsonl
-    python scripts/checks/check_device.py --double swiftshader --bundle my-bundle --minutes 20 --output texts.jsonl
+    python scripts/checks/check_device.py --double --pairs 200 --minutes 15 --output pairs.jsonl
+    python scripts/checks/check_device.py --double --bundle my-bundle --minutes 20 --output texts.jsonl
 
 Without --bundle random pairs (tests/support/random_pairs.py) with drawn types of weights are exported and opened: a sound device passes
 its check with all of them. With --bundle texts of 100 tokens with drafts of 1 to 12 and of `profit` are compared with plain decoding on the
-device. --double is a device by software, of the tests; else --device names one. The exit code is 1 after an alarm, or a text that differs
-elsewhere than at a near tie.
+device. --double takes a device by software, llama.cpp's RPC backend of the tests; else --device names one. The exit code is 1 after an
+alarm, or a text that differs elsewhere than at a near tie.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ from edge_runtime.session.trials import check_lossless
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
 import remote_gpu
-import software_gpu
 from random_pairs import write_random_pair
 
-DOUBLES: dict[str, tuple[str, BackendKind]] = {"rpc": ("rpc0", "llama"), "swiftshader": ("webgpu", "onnx")}
+DOUBLE: tuple[str, BackendKind] = ("rpc0", "llama")
 ONNX_TYPES: tuple[OnnxWeights, ...] = ("f32", "f16", "int8", "int4")
 PAIR_CONTEXT, TEXT_CONTEXT, TOKENS, LENGTHS = 512, 160, 100, (*range(1, 13), None)
 # Logits this near may change places where a row has other bits alone than in a verify.
@@ -108,7 +107,7 @@ def text_records(device: str, engine: BackendKind, bundle: Path, first: int) -> 
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--double", type=click.Choice(list(DOUBLES)), help="A device by software, of the tests.")
+@click.option("--double", is_flag=True, help="A device by software, of the tests: llama.cpp's RPC backend.")
 @click.option("--device", help="Another device of this machine.")
 @click.option("--backend", type=click.Choice(["llama", "onnx"]), default="onnx", help="The engine of --device.")
 @click.option("--bundle", type=click.Path(path_type=Path), help="Compare texts of this bundle; without it, random pairs are checked.")
@@ -119,7 +118,7 @@ def text_records(device: str, engine: BackendKind, bundle: Path, first: int) -> 
 @one_sentence_errors()
 def main(
     *,
-    double: str | None,
+    double: bool,
     device: str | None,
     backend: BackendKind,
     bundle: Path | None,
@@ -129,9 +128,9 @@ def main(
     output: Path | None,
 ) -> None:
     """Check a device with random pairs, or compare texts with drafts there with plain ones."""
-    name, engine = DOUBLES[double] if double else (device or "gpu", backend)
+    name, engine = DOUBLE if double else (device or "gpu", backend)
     if double and _IN_DOUBLE not in os.environ:  # what a driver finds is read when a process starts
-        sys.exit(_in_a_process_of(double))
+        sys.exit(_in_a_process_of_the_double())
     records = pair_records(name, engine, first) if bundle is None else text_records(name, engine, bundle, first)
     what = f"pairs passed the check of {name}" if bundle is None else f"texts with drafts are those of plain decoding on {name}"
     end, done, passed, refused = time.monotonic() + 60 * minutes, 0, 0, 0
@@ -151,13 +150,10 @@ def main(
     sys.exit(int(passed < done or done == 0))
 
 
-def _in_a_process_of(double: str) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        own = os.environ | {"EDGE_MTP_CACHE": folder, _IN_DOUBLE: double}
-        if double == "swiftshader":
-            return subprocess.run([sys.executable, *sys.argv], env=own | software_gpu.environment(Path(folder)), check=False).returncode
-        with remote_gpu.remote_gpu() as environment:
-            return subprocess.run([sys.executable, *sys.argv], env=own | environment, check=False).returncode
+def _in_a_process_of_the_double() -> int:
+    with tempfile.TemporaryDirectory() as folder, remote_gpu.remote_gpu() as environment:
+        own = os.environ | {"EDGE_MTP_CACHE": folder, _IN_DOUBLE: "1"} | environment
+        return subprocess.run([sys.executable, *sys.argv], env=own, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -33,13 +33,20 @@ def chosen(names: tuple[str, ...], bundle: Path | None) -> list[Reader]:
     """Returns the readers of these names; "all" returns all that can be opened. Raises UsageError for an unknown name."""
     readers = all_readers()
     if names == ("all",):
-        encoder = bundle is not None and opened_bundle(bundle).has(MEDIA_ENCODER, "gguf")
-        return [reader for reader in readers.values() if (bundle or not reader.needs_bundle) and (encoder or not reader.needs_encoder)]
+        opened = opened_bundle(bundle) if bundle is not None else None
+        encoder, graphs = (opened is not None and opened.has(*what) for what in ((MEDIA_ENCODER, "gguf"), ("drafter", "onnx")))
+        gguf = opened is not None and opened.has("target", "gguf")
+        return [
+            reader
+            for reader in readers.values()
+            if not reader.needs_bundle or (graphs if reader.needs_graphs else encoder if reader.needs_encoder else gguf)
+        ]
     for name in names:
         if name not in readers:
             raise click.UsageError(f"there is no reader {name!r}; choose from {', '.join(readers)}, or all")
         if readers[name].needs_bundle and bundle is None:
-            raise click.UsageError(f"{name} needs an exported bundle of GGUF files; give --bundle")
+            kind = "ONNX graphs" if readers[name].needs_graphs else "GGUF files"
+            raise click.UsageError(f"{name} needs an exported bundle of {kind}; give --bundle")
     return [readers[name] for name in names]
 
 
@@ -67,7 +74,7 @@ def sentence(report: Report) -> str:
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="A bundle of GGUF files, for the readers that need a model.",
+    help="A bundle of GGUF files, or of ONNX graphs, for the readers that need a model.",
 )
 @click.option("--show", type=int, help="Only write the input of this number to standard output.")
 @click.option(

@@ -10,7 +10,6 @@ NumPy up to rounding.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,12 +18,13 @@ from typing import Any
 
 import click
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels.build import build, host_target
 from edge_runtime.backends.kernels.draft import DraftWeights, NativeDraft
 from edge_runtime.errors import BackendError
 from edge_runtime.interfaces import StopNumbers
+from fuzzing.guarded import filled, forget, guarded, pointer
 from fuzzing.random_drafter import MATRICES, ROW_UNITS, RandomDrafters, Sizes
 
 SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize=function,vptr", "-fsanitize-trap=all")
@@ -36,33 +36,6 @@ _GGUF_BLOCKS = {
 }
 # Rows of keys and values, by number of their type: values and bytes of a block.
 _CELL_BLOCKS = ((1, 2), (32, 34), (32, 18))
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_kept: list[mmap.mmap] = []
-
-
-def guarded(shape: tuple[int, ...], kind: DTypeLike) -> NDArray[np.generic]:
-    """An array of zeros whose last byte is the last one before a page that cannot be touched."""
-    size = int(np.prod(shape)) * np.dtype(kind).itemsize
-    pages = -(-size // mmap.PAGESIZE) + 1
-    memory = mmap.mmap(-1, pages * mmap.PAGESIZE)
-    _kept.append(memory)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    end = start + (pages - 1) * mmap.PAGESIZE
-    if _LIBC.mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), 0):
-        raise OSError(ctypes.get_errno(), "mprotect")
-    return np.frombuffer(memory, kind, int(np.prod(shape)), (pages - 1) * mmap.PAGESIZE - size).reshape(shape)
-
-
-def filled(values: NDArray[np.generic]) -> NDArray[np.generic]:
-    """A guarded copy."""
-    copy = guarded(values.shape, values.dtype)
-    copy[...] = values
-    return copy
-
-
-def pointer(array: NDArray[np.generic]) -> ctypes.c_void_p:
-    """The address of the first element."""
-    return ctypes.c_void_p(array.ctypes.data)
 
 
 class Fuzzer:
@@ -341,7 +314,7 @@ def main(inputs: int, seed: int) -> None:
             fuzzer.attentions_over_cells()
             fuzzer.single_values()
             fuzzer.drafts()
-            _kept.clear()
+            forget()
     kinds = "products, of static ones, of GGUF weights, of floats, of attentions, of those over cells, of single values and of drafts"
     click.echo(f"{inputs} each of {kinds} on {', '.join(fuzzer.variants)}: no failure")
 

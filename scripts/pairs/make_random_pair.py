@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 import click
 import numpy as np
+from ml_dtypes import bfloat16
 
 from edge_export.checkpoint.architecture import TOKEN_ORDERING, Shapes, needed_shapes, parse_architecture
-from edge_export.checkpoint.safetensors import to_bfloat16
 from edge_export.checkpoint.shipped_pair import reference_pair
 from refpair.grow import write_grown_tokenizer
 
@@ -102,7 +102,7 @@ def write_shards(shapes: Shapes, folder: Path, seed: int) -> None:
 
     Each starts at a different offset in it, because a runtime may store equal tensors once.
     """
-    noise = to_bfloat16(np.random.default_rng(seed).normal(0, 0.02, BLOCK // 2).astype(np.float32)).tobytes()
+    noise = np.random.default_rng(seed).normal(0, 0.02, BLOCK // 2).astype(np.float32).astype(bfloat16).tobytes()
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, shape in shapes.items():

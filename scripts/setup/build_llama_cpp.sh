@@ -5,7 +5,7 @@
 #   tools    builds the tools we compare with from the wheel's own objects: build/llama.cpp/bin, and the sources as below
 #   server   builds llama-server and llama-cli into build/llama.cpp/server/bin: some minutes more
 #   sources  unpacks the archive: build/llama.cpp/source is llama.cpp
-# VENV has pip, cmake, ninja and scikit-build-core (requirements/ci.txt). CMAKE_ARGS reaches the build.
+# VENV has pip, cmake, ninja and scikit-build-core (requirements/llama.txt). CMAKE_ARGS reaches the build.
 set -eu
 venv=$1
 cd "$(dirname "$0")/../.."

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes a virtual environment and installs into it: setup.sh VENV [PROJECT [REQUIREMENT...]]; PROJECT is this checkout with its extras. With
-# LOCK=FILE the project's dependencies are those of that file, by their hashes; what REQUIREMENT names is not.
+# Makes a virtual environment and installs what LOCK=FILE lists, by its hashes: setup.sh VENV [PROJECT [REQUIREMENT...]]; PROJECT is this
+# checkout, which requirements/build.txt builds. What REQUIREMENT names is not locked.
 # uv installs: the one on the PATH, or the locked one, which goes to .venv-tools; where neither can be had, pip does, which is slower.
 set -eu
 venv=$1
@@ -19,12 +19,11 @@ command -v "$python" >/dev/null 2>&1 || missing "Python 3.11 or newer" "install 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     missing "Python 3.11 or newer" "$python is $("$python" --version); name a newer one with PYTHON=python3.12 make ..."
 "$python" -c 'import ensurepip, venv' 2>/dev/null || missing "Python's venv module" "install it (Debian, Ubuntu: apt install python3-venv)"
-# llama.cpp is compiled: some locks hold it, and the extras llama and export need it.
+# llama.cpp is compiled: some locks hold it.
 compiled=
-case "$project" in *llama* | *[[,]export[],]*) compiled=yes ;; esac
-if [ -n "${LOCK:-}" ] && grep -q '^llama-cpp-python==' "$LOCK"; then compiled=locked; fi
 time="about a minute on 2 cores"
-if [ -n "$compiled" ]; then
+if grep -q '^llama-cpp-python==' "$LOCK"; then
+    compiled=yes
     advice="; or run it without a compiler: make demo BACKEND=onnx, make test"
     if ! command -v c++ >/dev/null 2>&1 && ! command -v g++ >/dev/null 2>&1 && ! command -v clang++ >/dev/null 2>&1; then
         missing "a C++ compiler" "install one (Debian, Ubuntu: apt install g++; macOS: xcode-select --install)$advice"
@@ -55,23 +54,26 @@ install() {
     fi
 }
 
-if [ "$compiled" = locked ]; then
+locked() {
+    install --require-hashes --no-deps --requirement "$1" ${project:+--requirement requirements/build.txt} \
+        ${compiled:+--requirement requirements/llama.txt}
+}
+
+if [ -n "$compiled" ]; then
     # The wheel that was compiled here has no hash in the lock; the source archive that it is made of does.
     mkdir -p build
     awk '/^[^ #]/ { kept = index($0, "llama-cpp-python==") != 1 } kept' "$LOCK" >"$venv/lock.txt"
-    install --require-hashes --no-deps --requirement "$venv/lock.txt"
+    locked "$venv/lock.txt"
     wheel=$(scripts/setup/build_llama_cpp.sh "$venv" wheel)
     install --no-deps "$wheel"
-elif [ -n "${LOCK:-}" ]; then
-    install --require-hashes --no-deps --requirement "$LOCK"
+else
+    locked "$LOCK"
 fi
 # Before the project, so that a pinned torch is there before a range asks for one; by pip, whose configuration says which build of torch it is.
 for requirement in "$@"; do
     pip install "$requirement"
 done
-if [ -n "$project" ] && [ -n "${LOCK:-}" ]; then
-    install --no-deps --editable "$project"
+if [ -n "$project" ]; then
+    install --no-deps --no-build-isolation --editable "$project"
     pip check
-elif [ -n "$project" ]; then
-    install --editable "$project"
 fi

@@ -27,7 +27,7 @@ for library in ("uvicorn", "starlette"):
 
 import uvicorn.server
 
-from chat_words import SpeakingTarget, chat_session
+from chat_words import SavableSpeakingTarget, SpeakingTarget, chat_session
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.interfaces import DraftRequest, Logits
 from edge_runtime.server.engine.worker import Worker
@@ -93,13 +93,17 @@ def scripted_worker(
     context: int = 2048,
     watch: SharedWatch | None = None,
     clients: Sequence[str] = ("",),
+    savable: bool = False,
+    **options: Any,
 ) -> tuple[Worker, SpeakingTogether, list[str]]:
-    """A worker, not started, whose `count` sessions all give these replies."""
-    own = [chat_session(*replies, context=context) for _ in range(count)]
+    """A worker, not started, whose `count` sessions all give these replies; where `savable`, their rows can be copied."""
+    kind = SavableSpeakingTarget if savable else SpeakingTarget
+    own = [chat_session(*replies, context=context, kind=kind) for _ in range(count)]
     together = SpeakingTogether([session.target for session in own])  # type: ignore[misc]
     notes: list[str] = []
     template = bundle_template(own[0].bundle, own[0].vocabulary)
-    return Worker(Sessions(own, together), template, waiting=waiting, notify=notes.append, watch=watch, clients=clients), together, notes
+    worker = Worker(Sessions(own, together), template, waiting=waiting, notify=notes.append, watch=watch, clients=clients, **options)
+    return worker, together, notes
 
 
 @contextlib.contextmanager
@@ -109,9 +113,13 @@ def scripted_server(
     origins: Sequence[str] = (),
     description: str | None = None,
     answers: bool = False,
+    buffer: int | None = None,
     **sessions: Any,
 ) -> Iterator[Scripted]:
-    """Serves scripted replies on a free port until the block ends; the model says that it is `description`, and whether it answers."""
+    """Serves scripted replies on a free port until the block ends; the model says that it is `description`, and whether it answers.
+
+    `buffer`: bytes that the system keeps of what a client has not read.
+    """
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.http.access_log import AccessLog
     from edge_runtime.server.http.connections import server_config
@@ -139,6 +147,8 @@ def scripted_server(
     )
     server = uvicorn.Server(server_config(app, 64))
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        if buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)  # connections inherit it
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         worker.start()
         thread.start()
@@ -191,7 +201,7 @@ def send(server: Scripted | Child, method: str, path: str, body: Any = None, **h
         connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
         response = connection.getresponse()
         text, fields = response.read(), {name.lower(): value for name, value in response.getheaders()}
-        return response.status, fields, json.loads(text) if "json" in fields.get("content-type", "") else text or None
+        return response.status, fields, json.loads(text) if fields.get("content-type", "").startswith("application/json") else text or None
     finally:
         connection.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.interfaces import Logits
 from edge_runtime.session.session import Session
-from scripted import MANIFEST, ScriptedDrafter, ScriptedTarget, make_session, one_hot
+from scripted import MANIFEST, CopiedRows, ScriptedDrafter, ScriptedTarget, make_session, one_hot
 
 CONTROL = (
     "<pad>",
@@ -158,14 +158,20 @@ class SpeakingTarget(ScriptedTarget):
         return one_hot(self.next_token(context), ChatWords.size, CERTAIN)
 
 
-def chat_session(*replies: str | Callable[[int, str], str], context: int = 2048, drafts: bool = False) -> Session:
+class SavableSpeakingTarget(CopiedRows, SpeakingTarget):
+    """The same, whose rows can be copied out and put back."""
+
+
+def chat_session(
+    *replies: str | Callable[[int, str], str], context: int = 2048, drafts: bool = False, kind: type[SpeakingTarget] = SpeakingTarget
+) -> Session:
     """A session that gives these replies, then repeats the last one; `drafts` adds a drafter that is right where an answer has blanks."""
 
     def reply(turn: int, output: str) -> str:
         single: Any = replies[min(turn, len(replies) - 1)]
         return single if isinstance(single, str) else single(turn, output)
 
-    target = SpeakingTarget(reply, context)
+    target = kind(reply, context)
     drafter = ScriptedDrafter(target, lambda *_: FIRST_BYTE + ord(" ")) if drafts else None
     manifest = replace(MANIFEST, architecture=replace(MANIFEST.architecture, vocab_size=ChatWords.size))
     return make_session(bundle=Bundle(Path("nowhere"), manifest), target=target, drafter=drafter, vocabulary=target.vocabulary)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.published.grid import BLOCK
-from edge_export.checkpoint.safetensors import SINGLE_NAME, to_bfloat16, widen
+from edge_export.checkpoint.safetensors import SINGLE_NAME
 
 Floats = NDArray[np.float32]
 PREFIX = "model.language_model."
@@ -55,7 +56,7 @@ MOBILE_COMPRESSED = {"quant_method": "compressed-tensors", "format": "mixed-prec
 
 def bfloat16(values: Floats) -> Floats:
     """The values rounded to bfloat16."""
-    return widen(to_bfloat16(np.ascontiguousarray(values, np.float32)), "BF16")
+    return values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def grid_blocks(blocks: int, *, seed: int = 1, half_scales: bool = True) -> Floats:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import Architecture, CacheLayout, LayerCache, Manifest, RuntimeSettings
-from edge_runtime.interfaces import DraftRequest, DraftSampler, Logits, ShouldContinue
+from edge_runtime.interfaces import DraftRequest, DraftSampler, KvRows, Logits, ShouldContinue
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.session import Session, SessionParts
 
@@ -88,6 +88,27 @@ class ScriptedTarget:
         self.cache.extend(tokens)
 
 
+class CopiedRows:
+    """Makes a scripted target an `interfaces.SavableTarget`, whose rows are the bytes of their tokens."""
+
+    kv_type = "scripted"
+    row_bytes = (4, 0)
+    sliding_rows = 0
+    cache: list[int]
+
+    def state(self, first: int = 0) -> KvRows:
+        rows = np.array(self.cache[first:], "<i4").view(np.uint8).reshape(-1, 4)
+        return KvRows(rows, rows[:, :0])
+
+    def restore(self, tokens: Sequence[int], rows: KvRows) -> None:
+        self.cache[:] = rows.full.copy().view("<i4").reshape(-1).tolist()
+        assert self.cache == list(tokens), "rows of other tokens"
+
+
+class SavableScriptedTarget(CopiedRows, ScriptedTarget):
+    """A scripted target whose rows can be copied out and put back."""
+
+
 class ScriptedDrafter:
     """Drafts through `guess(context, position)`; sees the target's cache as the real drafter does, and must not change it."""
 
@@ -162,6 +183,7 @@ class LetterVocabulary:
     """Token ids as letters; token 16 is the first half of a two-byte character, 15 its second half."""
 
     control_tokens: ClassVar[dict[str, int]] = {}
+    bos = eos = -1
 
     def __init__(self, eog: frozenset[int] = frozenset()) -> None:
         self.eog_tokens = eog
@@ -210,8 +232,8 @@ def make_session(
 class ScriptedBatch:
     """Scripted sequences; counts how many rows each common forward had."""
 
-    def __init__(self, count: int, context: int = 512) -> None:
-        self.targets = [ScriptedTarget(context=context) for _ in range(count)]
+    def __init__(self, count: int, context: int = 512, kind: type[ScriptedTarget] = ScriptedTarget) -> None:
+        self.targets = [kind(context=context) for _ in range(count)]
         self.drafters = [ScriptedDrafter(target, lambda c, i: next_token(c) if i < 2 else 0) for target in self.targets]
         self.forwards: list[list[int]] = []
 
@@ -227,7 +249,7 @@ class ScriptedBatch:
             target.close()
 
 
-def scripted_sessions(count: int, context: int = 512) -> tuple[ScriptedBatch, Sessions]:
-    together = ScriptedBatch(count, context)
+def scripted_sessions(count: int, context: int = 512, kind: type[ScriptedTarget] = ScriptedTarget) -> tuple[ScriptedBatch, Sessions]:
+    together = ScriptedBatch(count, context, kind)
     own = zip(together.targets, together.drafters, strict=True)
     return together, Sessions([make_session(target=target, drafter=drafter) for target, drafter in own], together)

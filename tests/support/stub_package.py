@@ -16,6 +16,7 @@ from edge_bench.measure.records import line_of
 from edge_devices.energy.run_log import write_log
 from edge_devices.energy.virtual_meters import PendingExternalMeter
 from edge_devices.meters.base import Trace
+from edge_devices.waiting import no_report
 from edge_runtime.bundle.manifest import with_hash
 from simulated_session import two_variants
 
@@ -49,7 +50,7 @@ def made_package(platform: str, folder: Path) -> Path:
     from edge_export.errors import PackageError
 
     try:
-        make_package(PackageRequest(platform=platform, output=folder, backends=("onnx",)), lambda _: None)
+        make_package(PackageRequest(platform=platform, output=folder, backends=("onnx",)), lambda _: no_report)
     except PackageError as error:
         if not re.search("cannot be fetched|pip download failed", str(error)):
             raise
@@ -77,7 +78,7 @@ def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, re
     (folder / "code").write_text(f"{code}\n")
     log = two_variants()
     write_log(folder / "energy.jsonl", log)
-    facts = PendingExternalMeter.facts
+    facts = PendingExternalMeter().facts
     write_log(folder / "pending.jsonl", replace(log, facts=facts, trace=Trace(facts=facts)))
     files = [{"path": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size, "sha256": ""} for p in folder.rglob("*") if p.is_file()]
     (folder / "package.json").write_text(json.dumps({"schema": 2, "platform": platform, "files": files, "sizes": {}, "licences": []}))

@@ -7,14 +7,16 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
 from types import TracebackType
 from typing import Any, Literal
 
-from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.intervals import Interval, of_error, of_model
+from edge_devices.energy.characteristics import MIN_CHANGES, Characteristics, change_times
+from edge_devices.energy.intervals import Interval, combined, of_error, of_model
 from edge_devices.energy.recorder import Recorder
-from edge_devices.energy.report import figure_text
-from edge_devices.energy.windows import MIN_UPDATES, fresh_values, measure_window, sampling_error
+from edge_devices.energy.report import figure_text, origin_label
+from edge_devices.energy.windows import MIN_UPDATES, fresh_values, measure_window, rise_within, sampling_error
 from edge_devices.errors import DeviceError, MeasurementError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, MeterFacts, Trace, scope_words
@@ -22,6 +24,8 @@ from edge_devices.meters.search import NO_METER
 
 MIN_REFRESHES = 50
 FAST_S = 0.1
+LONGEST_GAP_S = 30.0  # that is still taken for the meter's own
+MAX_RISE = 0.05  # of the mean power, from the first to the second half of runs together that a gauge was watched in
 # Newest values of a sampler from which the error of pooled runs is taken; more would not make it smaller.
 KEPT_VALUES = 10_000
 # Requests that overlap without an end are added to the pool in parts, so that readings need not be kept.
@@ -45,15 +49,18 @@ class RunEnergy:
     pooled: int = 1
 
     @property
-    def kind(self) -> Literal["measured", "estimate", "none"]:
-        """Whether the figure per token was measured or is an estimate; "none" without a figure."""
+    def kind(self) -> Literal["measured", "replayed", "estimate", "none"]:
+        """Whether the figure per token was measured, is of a replayed recording, or is an estimate; "none" without a figure."""
         if self.joules_per_token is None or self.facts is None:
             return "none"
-        return "estimate" if self.facts.is_estimate else "measured"
+        return "estimate" if self.facts.is_estimate else "replayed" if self.facts.is_replay else "measured"
 
     def row(self) -> tuple[str, str]:
-        """Returns label and text of the row that every screen shows: measured, estimated with a range, or why there is no figure."""
-        return "energy", self.sentence() if self.kind == "estimate" else f"{'not ' * (self.kind == 'none')}measured: {self.sentence()}"
+        """Returns label and text of the row that every screen shows: measured, replayed, estimated with a range, or why there is no
+        figure.
+        """
+        labelled = self.kind in ("estimate", "replayed")
+        return "energy", self.sentence() if labelled else f"{'not ' * (self.kind == 'none')}measured: {self.sentence()}"
 
     @property
     def watts(self) -> float | None:
@@ -66,7 +73,7 @@ class RunEnergy:
             return self.reason or NO_METER
         if self.joules_per_token is None:
             return f"no energy figure from {self.facts.name}: {self.reason}"
-        label = "ESTIMATE, nothing was measured: " if self.facts.is_estimate else ""
+        label = origin_label(self.facts)
         return f"{label}{self.figure()} J/token, scope {scope_words(self.facts.scope)}, idle power included ({self.facts.name})"
 
     def figure(self) -> str:
@@ -152,7 +159,7 @@ def run_energy(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float
 
 
 def _joules(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float) -> Interval:
-    facts, expected = trace.facts, Characteristics.expected(trace.facts)
+    facts, expected = trace.facts, watched(trace)
     need = MIN_REFRESHES * expected.refresh_s + expected.lead_in_s
     if end_s - start_s < need:
         raise MeasurementError(f"the run of {end_s - start_s:.3g} s is too short; this meter needs {need:.3g} s")
@@ -161,7 +168,20 @@ def _joules(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, e
     window = measure_window(trace, start_s, end_s, expected)
     if facts.kind is Kind.SAMPLER and window.updates < MIN_UPDATES:
         raise MeasurementError(f"the meter showed {window.updates} new values; {MIN_UPDATES} are needed")
-    return of_model(of_error(window.joules, window.error_watts * window.seconds, window.freedom, 1), facts.model_error)
+    # Nobody measured this gauge's lag: readings that still rise may be late, and then the mean misses up to half of the rise.
+    error, freedom = combined([(window.error_watts, window.freedom), (max(0.0, rise_within(trace, window, expected) / 2), math.inf)])
+    return of_model(of_error(window.joules, error * window.seconds, freedom, 1), facts.model_error)
+
+
+def watched(trace: Trace) -> Characteristics:
+    """Returns how a meter behaves that was only watched: as its facts state, or slower where its readings show that."""
+    expected = Characteristics.expected(trace.facts)
+    gaps = [b - a for a, b in pairwise(change_times(trace))]
+    if trace.facts.kind is Kind.COUNTER or len(gaps) < MIN_CHANGES:
+        return expected
+    return replace(
+        expected, refresh_s=max(expected.refresh_s, median(gaps)), longest_gap_s=max(expected.longest_gap_s, min(max(gaps), LONGEST_GAP_S))
+    )
 
 
 class EnergyPool:
@@ -175,14 +195,14 @@ class EnergyPool:
         self.reason = ""
         self._facts: MeterFacts | None = None
         self._runs = self._counted = self._tokens = self._updates = 0
-        self._joules = self._seconds = self._observed_s = self._variance = 0.0
+        self._joules = self._seconds = self._observed_s = self._variance = self._rise_joules = 0.0
         self._values: deque[float] = deque(maxlen=KEPT_VALUES)
 
     def add(self, trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float, tokens: int) -> None:
         """Adds a run of `tokens` emitted tokens; one that the meter saw nothing of, or failed in, is left out."""
         self._facts = facts = trace.facts
         self._runs += 1
-        expected = Characteristics.expected(facts)
+        expected = watched(trace)
         try:
             window = measure_window(trace, start_s, end_s, expected)
         except DeviceError:
@@ -199,6 +219,7 @@ class EnergyPool:
             self._variance += (window.error_watts * window.seconds) ** 2
         else:
             self._values.extend(fresh_values(trace, start_s + expected.lead_in_s, end_s))
+            self._rise_joules += rise_within(trace, window, expected) * window.seconds
 
     def energy(self) -> RunEnergy:
         """Returns joules and joules per token of all runs together, or how much is missing until the meter can measure them."""
@@ -213,6 +234,11 @@ class EnergyPool:
         if facts.kind is Kind.SAMPLER:
             watts, freedom = sampling_error(list(self._values))
             error = watts * self._seconds
+            if self._rise_joules > max(MAX_RISE * self._joules, 2 * error):
+                share = self._rise_joules / self._joules
+                late = f"the readings rise by {share:.0%} within the runs, so this gauge lags by more than {facts.lag_s:g} s"
+                return RunEnergy(facts=facts, reason=f"{late}: measure with edge-bench run --energy, which finds its lag")
+            error = math.hypot(error, max(0.0, self._rise_joules / 2))
         joules = of_model(of_error(self._joules, error, freedom, 1), facts.model_error)
         per_token = joules.over(self._tokens)
         return RunEnergy(facts=facts, joules=joules, joules_per_token=per_token, seconds=self._seconds, pooled=self._counted)
@@ -254,6 +280,8 @@ class SharedWatch:
             share = Share(start_s=self._system.clock(), others=len(self._open))
             if not self._open:
                 self._busy_since_s, self._busy_tokens = share.start_s, 0
+                if self._recorder:
+                    self._recorder.ignore_sleep()
             self._open.append(share)
             self._changed.notify()
         return share

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from edge_devices.energy.characteristics import Characteristics, change_times, characterise
+from edge_devices.energy.characteristics import FLAT_SHARE, Characteristics, change_times, characterise, unsettled_share
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.run_log import LoggedRun, RunLog
 from edge_devices.energy.windows import FAST, measure_window
@@ -49,7 +49,10 @@ WINDOW_MARGIN = 1.2  # planned / shortest window: an external meter, or a second
 SOAK_WINDOWS, SOAK_WATTS, SOAK_SPEED, SOAK_CELSIUS = 3, 0.03, 0.02, 1.0
 MAX_SOAK_S = 600.0
 HALF_REFRESHES, MAX_CHARACTERISE_S = 3, 900.0  # of the load going on and off; a gauge that needs longer needs hours for a session
-LOAD_STEPS_S = ((3.0, 4.0), (5.0, 2.0), (8.0, 6.0))  # load, then rest; all lengths differ, so that they fit at one offset only
+LENGTHENED, HOLD_GROWTH = 1.5, 1.1  # times the load's time, of another try and between two looks at one that is held
+# Load, then rest, in front of an external meter; all lengths differ, so that they fit at one offset only.
+LOAD_STEPS_S, SLOW_LOAD_STEPS_S = ((3.0, 4.0), (5.0, 2.0), (8.0, 6.0)), ((20.0, 30.0), (40.0, 25.0), (60.0, 50.0))
+FAST_REFRESH_S, SLOW_REFRESH_S = 1.0, 10.0  # of meters that show each of these steps in two rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,38 +106,81 @@ def characterise_meter(system: System, meter: Meter, load: Load, report: Report 
     """Polls a meter as fast as it allows while a light load goes on and off; takes a few seconds, one to two minutes with a slow gauge.
 
     A gauge that turns out to be slower than its facts say is polled again, with a load that stays for three of its new values, until eight
-    were shown. Raises MeasurementError if that would take more than 15 minutes.
+    were shown. One that averages over long is held under load until the second half of the step is flat, and polled again with a load that
+    stays as long. Raises MeasurementError if that would take more than 15 minutes.
     """
     facts, begin = meter.facts, system.clock()
     half_s = max(0.5 if facts.kind is Kind.COUNTER else 3.0, 5 * facts.refresh_s, 2 * facts.lag_s)
     while True:
-        trace, steps, reads, read_s = _toggled(system, meter, load, half_s, report)
-        changes = len(change_times(trace))
+        left_s = begin + MAX_CHARACTERISE_S - system.clock()
+        toggled = _toggled(system, meter, load, half_s, left_s / (2 * TOGGLES + 1), report)
+        unsettled = _unsettled(toggled)
         try:
-            measured = characterise(trace, steps, reads=reads, read_s=read_s)
+            measured = toggled.characteristics()
             slowest_s = measured.refresh_s
         except MeasurementError:
-            measured, slowest_s = None, 2 * TOGGLES * half_s / max(1, changes)
-        late = system.clock() - begin + 2 * TOGGLES * HALF_REFRESHES * slowest_s > MAX_CHARACTERISE_S
-        if measured is not None and (late or half_s >= HALF_REFRESHES * slowest_s):
+            measured, slowest_s = None, toggled.seconds / max(1, len(change_times(toggled.trace)))
+        needed_s = max(HALF_REFRESHES * slowest_s, toggled.held_s, LENGTHENED * half_s if unsettled else 0.0)
+        late = system.clock() - begin + 2 * TOGGLES * needed_s > MAX_CHARACTERISE_S
+        if measured is not None and not unsettled and (late or half_s >= needed_s):
             return measured
         if late:
-            return characterise(trace, steps, reads=reads, read_s=read_s)  # which says why not
-        half_s = HALF_REFRESHES * slowest_s
+            toggled.characteristics()  # which says why not, where it showed too few values
+            raise MeasurementError(
+                f"{facts.name} {unsettled} a load of {max(half_s, toggled.held_s):.0f} s, so its lag is not known; use another meter"
+            )
+        half_s = needed_s
 
 
-def _toggled(system: System, meter: Meter, load: Load, half_s: float, report: Report) -> tuple[Trace, list[float], int, float]:
-    """Returns what was read while the load went on and off, the times of its steps, the count of readings and the seconds of each."""
-    facts = meter.facts
+@dataclass(frozen=True, kw_only=True)
+class _Toggled:
+    """What was read while the load went on and off, the times of its steps, the count of readings and the seconds of each.
+
+    `held_s`: for how long the first load stayed until its readings were flat, where that was longer than the others.
+    """
+
+    trace: Trace
+    steps: list[float]
+    reads: int
+    read_s: float
+    seconds: float
+    held_s: float
+
+    def characteristics(self) -> Characteristics:
+        return characterise(self.trace, self.steps, reads=self.reads, read_s=self.read_s)
+
+
+def _unsettled(toggled: _Toggled) -> str:
+    """Returns what a gauge does not do within a step, or "" where its readings become flat: a counter has no lag, and a graphics board
+    shows no load of the processor.
+    """
+    facts = toggled.trace.facts
+    if facts.kind is Kind.COUNTER:
+        return ""
+    share = unsettled_share(toggled.trace, toggled.steps) if toggled.trace.times else None
+    if share is None:
+        return "" if facts.scope is Scope.GPU else "does not show"
+    return f"still changes, by {share:.0%} of the step, in the last quarter of" if share > FLAT_SHARE else ""
+
+
+def _toggled(system: System, meter: Meter, load: Load, half_s: float, longest_s: float, report: Report) -> _Toggled:
+    """Polls while the load goes on and off three times. The first load stays until its readings are flat, or for `longest_s`; where that
+    takes longer than `half_s` it is the only one: what comes after the next ones would still be mixed with what was before.
+    """
+    facts, started = meter.facts, system.clock()
     interval_s = min(facts.refresh_s, half_s / HALF_REFRESHES) / 8
-    trace, steps, reads, reading_s = Trace(facts=facts), list[float](), 0, 0.0
+    trace, steps, reads, reading_s, held_s = Trace(facts=facts), list[float](), 0, 0.0, 0.0
+
+    def so_far() -> _Toggled:
+        return _Toggled(trace=trace, steps=steps, reads=reads, read_s=reading_s / reads, seconds=system.clock() - started, held_s=held_s)
+
     for half in range(2 * TOGGLES):
-        begin = system.clock()
+        begin, length_s = system.clock(), half_s
         report(half / (2 * TOGGLES), f"how fast the meter is, {2 * TOGGLES * half_s:.0f} s")
         if half:
             steps.append(begin)
         with load() if half % 2 else nullcontext():
-            while system.clock() < begin + half_s:
+            while True:
                 before = system.clock()
                 sample = meter.read()
                 reading_s += system.clock() - before
@@ -143,7 +189,15 @@ def _toggled(system: System, meter: Meter, load: Load, half_s: float, report: Re
                     trace.add(sample)
                 if interval_s > 1e-3:
                     system.sleep(interval_s)
-    return trace, steps, reads, reading_s / reads
+                if system.clock() < begin + length_s:
+                    continue
+                if half != 1 or length_s * HOLD_GROWTH > longest_s or not _unsettled(so_far()):
+                    break
+                length_s *= HOLD_GROWTH
+                held_s = length_s
+        if held_s:
+            break
+    return so_far()
 
 
 def planned_seconds(plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics) -> float:
@@ -156,6 +210,12 @@ def planned_seconds(plan: Plan, workloads: Mapping[str, Workload], characteristi
 def soak_seconds(plan: Plan, characteristics: Characteristics) -> float:
     """Returns how long it takes to warm up at least."""
     return SOAK_WINDOWS * (_window_seconds(plan, characteristics) + characteristics.lead_in_s)
+
+
+def load_steps(refresh_s: float) -> Sequence[tuple[float, float]]:
+    """Returns seconds of load and rest in turn that a meter with this refresh shows."""
+    longer = max(1.0, refresh_s / SLOW_REFRESH_S)
+    return LOAD_STEPS_S if refresh_s <= FAST_REFRESH_S else [(load_s * longer, rest_s * longer) for load_s, rest_s in SLOW_LOAD_STEPS_S]
 
 
 def _window_seconds(plan: Plan, characteristics: Characteristics) -> float:
@@ -171,12 +231,14 @@ def measure(
     load_step: Load | None = None,
     keep: Callable[[RunLog], None] = lambda _: None,
     report: Report = no_report,
+    steps_seen: Callable[[Sequence[tuple[float, float]]], None] = lambda _: None,
 ) -> RunLog:
     """Measures every workload `plan.repeats` times, in turn, every second round in reverse order, between two idle windows.
 
-    The recorder must be running. `load_step`: a plain load that marks times on an external meter's recording. `keep` gets the log after
-    every window, `report` each step with the share of the planned seconds that is over. A meter that failed during all windows of a round
-    ends the measurement early, with what it measured until then. Raises MeasurementError if the machine's state forbids a measurement.
+    The recorder must be running. `load_step`: a plain load that marks times on an external meter's recording, whose spans `steps_seen`
+    gets before the runs. `keep` gets the log after every window, `report` each step with the share of the planned seconds that is over. A
+    meter that failed during all windows of a round ends the measurement early, with what it measured until then. Raises MeasurementError
+    if the machine's state forbids a measurement.
     """
     facts = recorder.trace.facts
     state = read_state(system)
@@ -199,10 +261,13 @@ def measure(
         warnings=warnings(state),
     )
     if load_step:
-        system.sleep(LOAD_STEPS_S[0][1])
-        for load_s, rest_s in LOAD_STEPS_S:
+        steps = load_steps(characteristics.refresh_s)
+        system.sleep(steps[0][1])
+        for number, (load_s, rest_s) in enumerate(steps, start=1):
+            announce(f"load step {number} of {len(steps)}, {load_s:.0f} s: the external meter must show more watts now")
             log.loads.append(_load(system, load_step, load_s))
             system.sleep(rest_s)
+        steps_seen(log.loads)
     announce(f"idle, {idle_s:.0f} s")
     quiet = LoadWatch()
     log.idles.append(_idle(system, recorder, characteristics))

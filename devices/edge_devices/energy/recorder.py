@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 from edge_devices.errors import MeterError
@@ -13,14 +15,32 @@ from edge_devices.meters.base import Kind, Meter, Trace
 JITTER = 0.3  # share of the interval; without it the readings could be in step with draft and verify and always fall in the same phase
 
 
+SLEPT = "the machine slept"  # begins the reason of a fault that no window may contain
+SLEPT_S = 0.5
+# A clock that counts the time asleep, and one that does not: Linux and Android, then macOS.
+CLOCKS = (("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"), ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW"))
+
+
+def slept_seconds() -> float:
+    """Returns for how many seconds the machine has slept since it started; 0 where no two clocks tell (Windows)."""
+    for always, awake in CLOCKS:
+        if hasattr(time, always) and hasattr(time, awake):
+            return time.clock_gettime(getattr(time, always)) - time.clock_gettime(getattr(time, awake))
+    return 0.0
+
+
 class Recorder:
     """Collects a trace, from a thread of its own inside a with block, or by `poll` from the caller's thread.
 
-    A counter is polled for its wrap and read at the marks, since a read has a cost; a sampler is read at its own rate.
+    A counter is polled for its wrap and read at the marks, since a read has a cost; a sampler is read at its own rate. A sleep of the
+    machine is a fault: its meter counted on, or stood, while the clock stood.
     """
 
-    def __init__(self, system: System, meter: Meter, *, interval_s: float | None = None) -> None:
-        self._system, self._meter = system, meter
+    def __init__(
+        self, system: System, meter: Meter, *, interval_s: float | None = None, slept: Callable[[], float] = slept_seconds
+    ) -> None:
+        self._system, self._meter, self._slept = system, meter, slept
+        self._slept_s = slept()
         self.interval_s = interval_s or meter.facts.poll_s
         self.trace = Trace(facts=meter.facts)
         self.raw: list[str] = []
@@ -34,6 +54,7 @@ class Recorder:
     def poll(self) -> None:
         """Reads once. A failed read is recorded as a fault and does not stop the work."""
         with self._lock:
+            self._note_sleep()
             self.reads += 1
             try:
                 sample = self._meter.read()
@@ -46,12 +67,23 @@ class Recorder:
 
     def mark(self) -> float:
         """Returns the time now; a counter is read at the same moment."""
+        with self._lock:
+            self._note_sleep()
         if self._meter.facts.kind is Kind.COUNTER:
             failed = len(self.faults)
             self.poll()
             if len(self.faults) == failed:
                 return self.trace.times[-1]
         return self._system.clock()
+
+    def ignore_sleep(self) -> None:
+        """Says that nothing was measured until now: a sleep before is no fault."""
+        self._slept_s = self._slept()
+
+    def _note_sleep(self) -> None:
+        before, self._slept_s = self._slept_s, self._slept()
+        if self._slept_s - before > SLEPT_S:
+            self.faults.append((self._system.clock(), f"{SLEPT} for {self._slept_s - before:.0f} s"))
 
     def snapshot(self, start_s: float) -> tuple[Trace, list[tuple[float, str]]]:
         """Returns the readings from the last one before a time on, and all faults."""

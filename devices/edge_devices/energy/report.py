@@ -7,18 +7,20 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from statistics import fmean
 from typing import Any
 
 from edge_devices.energy.characteristics import WINDOW_REFRESHES, Characteristics
 from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, of_model, ratio_interval, widened
 from edge_devices.energy.phases import NO_DECODING, PREFILL, PhaseShares, PhaseWatts, share_out
+from edge_devices.energy.recorder import SLEPT
 from edge_devices.energy.run_log import LoggedRun, RunLog
 from edge_devices.energy.windows import MIN_UPDATES, WindowEnergy, change_within, measure_window
 from edge_devices.errors import MeasurementError, printable
 from edge_devices.files.typed_json import finite_json
 from edge_devices.machine.state import disturbances
-from edge_devices.meters.base import Finding, Kind, MeterState, Scope, scope_words
+from edge_devices.meters.base import REPLAYED, Finding, Kind, MeterFacts, MeterState, Scope, scope_words
 from edge_devices.meters.search import NO_METER
 
 CALIBRATION = "calibrate:"  # prefix of the variants that run one phase alone
@@ -212,6 +214,8 @@ def _phase_powers(log: RunLog) -> dict[str, PhaseWatts]:
 def _idle(log: RunLog) -> Idle | None:
     windows = []
     for start_s, end_s in log.idles:
+        if any(start_s <= time_s <= end_s and reason.startswith(SLEPT) for time_s, reason in log.faults):
+            continue
         with contextlib.suppress(MeasurementError):  # such as a charger that was plugged in before the last one
             windows.append(measure_window(log.trace, start_s, end_s, log.characteristics))
     if not windows:
@@ -371,8 +375,11 @@ def exclusions(log: RunLog, run: LoggedRun, window: WindowEnergy) -> list[str]:
         )
     sampler = log.facts.kind is Kind.SAMPLER
     first = bisect_left(log.faults, run.start_s, key=lambda fault: fault[0])  # faults are in the order of their times
-    if first < len(log.faults) and log.faults[first][0] <= run.end_s and not (sampler and log.facts.scope in LOST_READINGS):
-        reasons.append(f"the meter failed: {log.faults[first][1]}")
+    within = [reason for time_s, reason in islice(log.faults, first, None) if time_s <= run.end_s]
+    if slept := next((reason for reason in within if reason.startswith(SLEPT)), None):
+        reasons.append(slept)
+    elif within and not (sampler and log.facts.scope in LOST_READINGS):
+        reasons.append(f"the meter failed: {within[0]}")
     if sampler and window.updates < MIN_UPDATES:
         reasons.append(f"the meter showed {window.updates} new values; {MIN_UPDATES} are needed")
     if window.missing_s > MAX_MISSING * window.seconds:
@@ -428,7 +435,7 @@ def _measured(figures: Characteristics) -> str:
 
 def head_lines(report: EnergyReport) -> list[str]:
     """Returns the meter with its scope, and the idle power, as text."""
-    mark = "ESTIMATE, nothing was measured: " if report.estimate else ""
+    mark = _ESTIMATED if report.estimate else _REPLAYED if report.meter.startswith(REPLAYED) else ""
     lines = [
         f"{mark}meter {report.meter}, scope {scope_words(report.scope)}, new every {report.refresh_s:.3g} s;"
         f" not in the intervals: {report.systematic}"
@@ -436,6 +443,14 @@ def head_lines(report: EnergyReport) -> list[str]:
     if report.idle:
         lines.append(f"idle {report.idle.watts:.3g} W ± {2 * report.idle.error:.1g}, drift {report.idle.drift_watts:+.2g} W")
     return list(map(printable, lines))
+
+
+_ESTIMATED, _REPLAYED = "ESTIMATE, nothing was measured: ", "REPLAYED from a recording of another run: "
+
+
+def origin_label(facts: MeterFacts) -> str:
+    """Returns what stands before a figure that was not measured in its run; empty for one that was."""
+    return _ESTIMATED if facts.is_estimate else _REPLAYED if facts.is_replay else ""
 
 
 def ratio_text(ratio: Interval) -> str:

@@ -123,6 +123,16 @@ def write_log(path: Path, log: RunLog) -> None:
         file.keep(log)
 
 
+def is_energy_log(path: Path) -> bool:
+    """Returns whether a file begins like one that `write_log` wrote."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            first = json.loads(file.readline(MAX_LINE_CHARS))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and first.get("kind") == "header" and isinstance(first.get("meter"), dict)
+
+
 def read_log(path: Path, max_lines: int = MAX_LINES) -> RunLog:
     """Reads what `write_log` wrote; raises MeasurementError, with the line's number, for anything else.
 

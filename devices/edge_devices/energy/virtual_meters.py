@@ -9,37 +9,82 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from edge_devices.energy.run_log import read_log
-from edge_devices.errors import MeterError
+from edge_devices.energy.external.clock import offset_of
+from edge_devices.energy.external.table import import_csv
+from edge_devices.energy.run_log import is_energy_log, read_log
+from edge_devices.errors import DeviceError, MeterError
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.power_supply import batteries
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, Meter, MeterFacts, Sample, Scope, Trace
+from edge_devices.meters.base import REPLAYED, Finding, Kind, Meter, MeterFacts, Sample, Scope, Trace
 from edge_devices.meters.search import choose_meter
 
 ESTIMATE, REPLAY, EXTERNAL = "estimate", "replay", "external"
 VIRTUAL = "estimate or estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl (a recording)"
+LONGEST_ROW_S = 120.0
 _ADVICE = "write estimate:IDLE,CORE such as estimate:2.5,4"
 UNKNOWN_ERROR = 1.0  # of watts that somebody typed: the figure may be nothing, or double
 
 
 class PendingExternalMeter:
-    """A meter in the supply line whose table is read after the run. It returns no readings; one update a second is assumed."""
+    """A meter in the supply line or at the wall whose table is read after the run. It returns no readings.
 
-    facts = MeterFacts(
-        name=EXTERNAL,
-        kind=Kind.SAMPLER,
-        scope=Scope.EXTERNAL,
-        source="a table to come",
-        refresh_s=1.0,
-        resolution=0.001,
-        poll_s=1.0,
-        needs="a meter in the supply line that writes a table",
-        systematic="see the meter's data sheet",
-    )
+    `refresh_s`: seconds between its rows; `table`: where it writes them meanwhile, if that is known.
+    """
+
+    def __init__(self, refresh_s: float = 1.0, table: Path | None = None) -> None:
+        self.table = table
+        self.facts = MeterFacts(
+            name=EXTERNAL,
+            kind=Kind.SAMPLER,
+            scope=Scope.EXTERNAL,
+            source="a table to come",
+            refresh_s=refresh_s,
+            resolution=0.001,
+            poll_s=max(1.0, refresh_s),
+            lag_s=refresh_s,  # what the alignment of the clocks may be off by
+            needs="a meter in the supply line that writes a table",
+            systematic="see the meter's data sheet",
+        )
 
     def read(self) -> None:
         """Returns None: the readings are in the meter's table."""
+
+    def steps_sentence(self, loads: Sequence[tuple[float, float]]) -> str:
+        """Returns whether the load steps, spans in seconds, are visible in the table so far, or what to look for without one."""
+        if self.table is None:
+            longest = max(end - start for start, end in loads)
+            return (
+                f"{len(loads)} load steps of up to {longest:.0f} s are over: if the meter's watts did not rise with each, stop here"
+                f" (Ctrl-C); with rows every 10 s give --meter {EXTERNAL}:10"
+            )
+        try:
+            offset_s = offset_of(import_csv(self.table), loads)
+        except DeviceError as error:
+            return f"the load steps are not visible in {self.table} so far: {error}"
+        return f"the load steps are visible in {self.table}, whose clock is {-offset_s:+.1f} s from this one"
+
+
+def external_meter(name: str | None) -> PendingExternalMeter | None:
+    """Returns the meter of `external`, `external:SECONDS` between its rows, `external:TABLE` that it writes meanwhile, or
+    `external:SECONDS:TABLE`; None for other names. Raises MeterError for seconds or a table that cannot be.
+    """
+    kind, *parts = (name or "").split(":", 2)
+    if kind != EXTERNAL:
+        return None
+    seconds, table = None, None
+    for part in parts:
+        try:
+            seconds = float(part)
+        except ValueError:
+            table = Path(part)
+    if table is not None and seconds is None:
+        seconds = import_csv(table).facts.refresh_s
+    if seconds is not None and not 0 < seconds <= LONGEST_ROW_S:
+        raise MeterError(
+            f"{name!r}: rows every {seconds:g} s cannot show a run; give the seconds between the meter's rows, such as external:10"
+        )
+    return PendingExternalMeter(1.0 if seconds is None else max(1.0, seconds), table)
 
 
 def requested_meter(system: System, findings: Sequence[Finding], name: str | None) -> Meter | None:
@@ -59,9 +104,19 @@ def virtual_meter(system: System, name: str | None) -> Meter | None:
         except ValueError:
             raise MeterError(f"{name!r} is not a power model; write estimate:IDLE,CORE with watts, such as estimate:2.5,4") from None
         return EstimateMeter(system, idle_watts=idle_watts, core_watts=core_watts)
-    if kind == REPLAY and value:
-        return ReplayMeter(system, read_log(Path(value)).trace)
+    if kind == REPLAY:
+        return ReplayMeter(system, _recorded(value))
     return None
+
+
+def _recorded(name: str) -> Trace:
+    """Returns the readings in an energy log. Raises MeterError for a missing name and for another file, DeviceError for a broken log."""
+    if not name:
+        raise MeterError(f"{REPLAY}: names no recording; give a file, such as {REPLAY}:RUN.jsonl")
+    path = Path(name)
+    if path.is_file() and not is_energy_log(path):
+        raise MeterError(f"{path} holds no readings of a meter; give the file that edge-bench run --energy wrote, not that of --runs")
+    return read_log(path).trace
 
 
 def _profile_estimate(system: System) -> EstimateMeter:
@@ -137,7 +192,7 @@ class ReplayMeter:
             raise MeterError("the recorded trace has no samples; record it again")
         self._system, self._trace = system, trace
         self._begin = system.clock()
-        self.facts = replace(trace.facts, name=f"replay:{trace.facts.name}", notes=(*trace.facts.notes, "replayed from a recording"))
+        self.facts = replace(trace.facts, name=f"{REPLAYED}{trace.facts.name}", notes=(*trace.facts.notes, "replayed from a recording"))
 
     def read(self) -> Sample:
         """Returns the recorded value; raises MeterError past the end of the recording."""

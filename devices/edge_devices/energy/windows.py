@@ -160,6 +160,16 @@ def change_within(trace: Trace, windows: Sequence[WindowEnergy], meter: Characte
     return abs(fmean(changes)) if changes else 0.0
 
 
+def rise_within(trace: Trace, window: WindowEnergy, meter: Characteristics) -> float:
+    """Returns by how many watts the second half of what a window observed is above the first; 0 where halves are too short."""
+    begin_s = window.end_s - window.observed_s
+    middle_s = (begin_s + window.end_s) / 2
+    with contextlib.suppress(MeasurementError):
+        first = measure_window(trace, begin_s, middle_s, meter, math.inf)
+        return measure_window(trace, middle_s, window.end_s, meter, math.inf).watts - first.watts
+    return 0.0
+
+
 def fresh_values(trace: Trace, start_s: float, end_s: float) -> list[float]:
     """Returns the readings of a span that differ from the reading before."""
     return [trace.values[i] for i in trace.span(start_s, end_s) if i > 0 and trace.values[i] != trace.values[i - 1]]

@@ -68,11 +68,15 @@ def parse_integer(text: str) -> int | None:
 
 
 def lines_at_most(file: TextIO, max_characters: int, max_lines: int) -> Iterator[str]:
-    """Yields the lines of an open file, cut after `max_characters` characters. Raises FileTooLarge for more than `max_lines` lines."""
-    for _ in range(max_lines):
-        line = file.readline(max_characters)
+    """Yields the lines of an open file. Raises FileTooLarge for a line of more than `max_characters` characters, its end included, and for
+    more than `max_lines` lines.
+    """
+    for number in range(1, max_lines + 1):
+        line = file.readline(max_characters + 1)
         if not line:
             return
+        if len(line) > max_characters:
+            raise FileTooLarge(f"line {number} has more than {max_characters} characters")
         yield line
     if file.read(1):
         raise FileTooLarge(f"it has more than {max_lines} lines")

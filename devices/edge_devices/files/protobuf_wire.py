@@ -17,29 +17,19 @@ class WireError(ValueError):
 
 
 def fields_of(message: Message) -> Iterator[tuple[int, int | Message]]:
-    """Yields (field number, value): integers, or the bytes of strings, messages, packed lists and fixed numbers. Raises WireError."""
-    return ((number, message[begin:end] if value is None else value) for number, value, begin, end, _ in _places(message))
+    """Yields (field number, value): integers, or the bytes of strings, messages, packed lists and fixed numbers. Raises WireError.
 
-
-def whole_fields_of(message: Message) -> Iterator[tuple[int, int | Message, Message]]:
-    """As `fields_of`, with each field's own bytes, number and length included: what is copied to change the others. Raises WireError."""
-    for number, value, begin, end, whole in _places(message):
-        yield number, message[begin:end] if value is None else value, message[whole:end]
-
-
-def _places(message: bytes | memoryview) -> Iterator[tuple[int, int | None, int, int, int]]:
-    """Yields (field number, integer, begin, end, begin of the whole field); bytes are None. A graph of 8 layers has 10,000 fields, most of
-    whose numbers have one byte."""
+    A graph of 8 layers has 10,000 fields, most of whose numbers have one byte.
+    """
     end, size = 0, len(message)
     while end < size:
-        whole = end
         key, at = (message[end], end + 1) if message[end] < 0x80 else _varint(message, end)
         wire = key & 7
         if wire == BYTES:
             length, at = (message[at], at + 1) if at < size and message[at] < 0x80 else _varint(message, at)
         elif wire == VARINT:
             value, end = (message[at], at + 1) if at < size and message[at] < 0x80 else _varint(message, at)
-            yield key >> 3, value, at, end, whole
+            yield key >> 3, value
             continue
         elif wire in (FIXED64, FIXED32):
             length = 8 if wire == FIXED64 else 4
@@ -48,7 +38,7 @@ def _places(message: bytes | memoryview) -> Iterator[tuple[int, int | None, int,
         if length > size - at:
             raise WireError(f"it is cut off at byte {at}: {length} bytes announced, {size - at} there")
         end = at + length
-        yield key >> 3, None, at, end, whole
+        yield key >> 3, message[at:end]
 
 
 def varints(message: bytes | memoryview) -> Iterator[int]:
@@ -62,11 +52,6 @@ def varints(message: bytes | memoryview) -> Iterator[int]:
 def bytes_field(number: int, value: bytes) -> bytes:
     """Returns a field that holds bytes, as `fields_of` reads it."""
     return _encoded(number << 3 | BYTES) + _encoded(len(value)) + value
-
-
-def number_field(number: int, value: int) -> bytes:
-    """Returns a field that holds an integer from 0 on, as `fields_of` reads it."""
-    return _encoded(number << 3 | VARINT) + _encoded(value)
 
 
 def _encoded(value: int) -> bytes:

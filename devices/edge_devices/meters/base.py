@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.system import System
 
+REPLAYED = "replay:"  # begins the name of a meter whose readings come from a recording
+
 
 class Scope(StrEnum):
     """What a figure covers. Figures of different scopes are never added, ranked or put in one column."""
@@ -75,6 +77,11 @@ class MeterFacts:
     def is_estimate(self) -> bool:
         """Returns whether the figures come from a power model, not a measurement."""
         return self.scope is Scope.ESTIMATE
+
+    @property
+    def is_replay(self) -> bool:
+        """Returns whether the figures come from a recording of another run."""
+        return self.name.startswith(REPLAYED)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"notes": list(self.notes), "estimate": self.is_estimate}
@@ -161,28 +168,42 @@ def required_product(system: System, paths: Iterable[str]) -> int:
     return math.prod(required_number(system, path, "the chip may not answer on its bus") for path in paths)
 
 
+STEP_SLACK_S = 0.01  # by which two readings may be further apart for a register than for the clock
+
+
 class Unwrapped:
     """Turns a register that restarts at 0 after `span` (in its own units) into a number that never decreases.
 
-    Exact while it is read at least once per wrap. Without a span, a decrease is an error: the source was reset.
+    Exact while it is read at least once per wrap. Without a span a decrease is an error, and with one a step of more than `most_per_s`
+    units a second: the source was reset. It goes on from there with the next reading.
     """
 
-    def __init__(self, name: str, span: int | None) -> None:
-        self._name = name
-        self._span = span
+    def __init__(self, name: str, span: int | None, most_per_s: float = math.inf) -> None:
+        self._name, self._span, self._most_per_s = name, span, most_per_s
         self._last: float | None = None
-        self._turns = 0
+        self._last_s = 0.0
+        self._total = 0.0
 
-    def total(self, register: float) -> float:
+    def total(self, register: float, time_s: float = 0.0) -> float:
         """Takes a reading of the register; returns the number without wraps. Raises MeterError for an impossible reading."""
         if register < 0 or (self._span is not None and register > self._span):
             raise MeterError(f"{self._name} reads {register}, outside 0..{self._span}; the meter cannot be trusted")
-        if self._last is not None and register < self._last:
-            if self._span is None:
-                raise MeterError(f"{self._name} went back from {self._last} to {register}: it was reset; measure again")
-            self._turns += 1
-        self._last = register
-        return register + self._turns * (self._span or 0)
+        last, seconds = self._last, time_s - self._last_s
+        self._last, self._last_s = register, time_s
+        if last is None:
+            self._total = register
+            return self._total
+        step = register - last
+        if step < 0 and self._span is None:
+            raise MeterError(f"{self._name} went back from {last} to {register}: it was reset; measure again")
+        if step < 0:
+            step += self._span or 0
+        if step > self._most_per_s * (seconds + STEP_SLACK_S):
+            raise MeterError(
+                f"{self._name} went from {last} to {register} in {seconds:.3g} s, more than any device takes: it was reset; measure again"
+            )
+        self._total += step
+        return self._total
 
 
 class SumMeter:
@@ -196,10 +217,14 @@ class SumMeter:
         *,
         scale: float = 1.0,
         spans: Mapping[str, int | None] | None = None,
+        most_watts: float = math.inf,
     ) -> None:
-        """`read_parts` returns None for a reading known to be invalid. `scale`: joules or watts of a part's unit; `spans`: of registers."""
+        """`read_parts` returns None for a reading known to be invalid. `scale`: joules or watts of a part's unit; `spans`: of registers;
+        `most_watts`: what no register counts more than.
+        """
         self.facts = facts
         self._system, self._read_parts, self._scale, self._spans = system, read_parts, scale, spans or {}
+        self._most_per_s = most_watts / scale
         self._registers: dict[str, Unwrapped] = {}
 
     def read(self) -> Sample | None:
@@ -207,16 +232,16 @@ class SumMeter:
         parts = self._read_parts()
         if parts is None:
             return None
-        parts = list(parts)
-        values = self._totals(dict(parts)) if self.facts.kind is Kind.COUNTER else [value for _, value in parts]
-        return Sample(self._system.clock(), sum(values) * self._scale, " ".join(f"{name}={value}" for name, value in parts))
+        parts, now = list(parts), self._system.clock()
+        values = self._totals(dict(parts), now) if self.facts.kind is Kind.COUNTER else [value for _, value in parts]
+        return Sample(now, sum(values) * self._scale, " ".join(f"{name}={value}" for name, value in parts))
 
-    def _totals(self, readings: Mapping[str, float]) -> list[float]:
+    def _totals(self, readings: Mapping[str, float], now: float) -> list[float]:
         if self._registers and self._registers.keys() != readings.keys():
             raise MeterError("the metered rails changed while measuring; leave them as they are and measure again")
         for name in readings.keys() - self._registers.keys():
-            self._registers[name] = Unwrapped(name, self._spans.get(name))
-        return [self._registers[name].total(value) for name, value in readings.items()]
+            self._registers[name] = Unwrapped(name, self._spans.get(name), self._most_per_s)
+        return [self._registers[name].total(value, now) for name, value in readings.items()]
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from edge_export.checkpoint.json_file import CheckedValues
-from edge_export.checkpoint.published.formats import refuse_quantized
 from edge_export.errors import CheckpointError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -18,7 +17,9 @@ TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 MAX_LAYERS = 1024
 _LAYER_DIGITS = 9
+_HEAD_DIM, _VOCABULARY = 256, 262_144
 Shapes = dict[str, tuple[int, ...]]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SPARSE_HEAD = "masked_embedding"
 CENTROIDS = f"{SPARSE_HEAD}.centroids.weight"
 TOKEN_ORDERING = f"{SPARSE_HEAD}.token_ordering"
@@ -40,7 +41,7 @@ class TextArchitecture:
     """A Gemma 4 decoder. `full_*` are the values of full-attention layers, the others those of sliding layers.
 
     `per_layer_size` is the width of per-layer embeddings per layer (0: none). `kv_shared_layers` counts the last layers, which
-    own no K/V. `window` and `context` are in tokens.
+    own no K/V. `window` and `context` are in tokens. `tied`: the embedding is the head too.
     """
 
     hidden_size: int
@@ -125,7 +126,6 @@ def parse_architecture(config: dict[str, Any], path: Path) -> TextArchitecture:
         known = ", ".join(TARGET_TYPES + ASSISTANT_TYPES)
         raise CheckpointError(f"{path}: model_type is {kind!r}, not one of {known}; give a Gemma 4 checkpoint or its assistant")
     outer = CheckedValues(config, path, "", "use an unmodified Gemma 4 config")
-    refuse_quantized(config, path)
     text = outer if str(kind).endswith("_text") else outer.section("text_config")
     if kind not in ASSISTANT_TYPES:
         return TextArchitecture(**_text_fields(text, tied=outer.flag("tie_word_embeddings", True)))
@@ -149,10 +149,11 @@ def _text_fields(text: CheckedValues, *, tied: bool) -> dict[str, Any]:
     k_eq_v = text.flag("attention_k_eq_v", False)
     unified = "unified" in str(text.get("model_type"))
     per_layer_size = text.integer("hidden_size_per_layer_input", 0, default=0 if unified else 256)
-    heads, kv_heads = text.integer("num_attention_heads"), text.integer("num_key_value_heads")
+    heads, kv_heads = text.integer("num_attention_heads", default=8), text.integer("num_key_value_heads", default=4)
+    head_dim = text.integer("head_dim", default=_HEAD_DIM)
     full_head_dim, override = _full_layers(text, layer_types, k_eq_v)
     full_kv_heads = kv_heads if override is None else override
-    for key, size in (("head_dim", text.integer("head_dim")), ("full-attention head_dim", full_head_dim)):
+    for key, size in (("head_dim", head_dim), ("full-attention head_dim", full_head_dim)):
         if size % 2:
             raise CheckpointError(f"{text.path}: {key} is {size}, and values are rotated in pairs; use an unmodified Gemma 4 config")
     for key, count in (("num_key_value_heads", kv_heads), ("num_global_key_value_heads", full_kv_heads)):
@@ -160,20 +161,20 @@ def _text_fields(text: CheckedValues, *, tied: bool) -> dict[str, Any]:
             raise CheckpointError(f"{text.path}: {heads} attention heads do not divide by {key} {count}; use an unmodified Gemma 4 config")
     return (
         {
-            "hidden_size": text.integer("hidden_size"),
+            "hidden_size": text.integer("hidden_size", default=2304),
             "layer_types": layer_types,
             "heads": heads,
             "kv_heads": kv_heads,
             "full_kv_heads": full_kv_heads,
-            "head_dim": text.integer("head_dim"),
+            "head_dim": head_dim,
             "full_head_dim": full_head_dim,
-            "intermediate_size": text.integer("intermediate_size"),
+            "intermediate_size": text.integer("intermediate_size", default=9216),
             "double_wide": text.flag("use_double_wide_mlp", False),
             "kv_shared_layers": shared,
             "k_eq_v": k_eq_v,
-            "window": text.integer("sliding_window"),
-            "context": text.integer("max_position_embeddings"),
-            "vocab_size": text.integer("vocab_size"),
+            "window": text.integer("sliding_window", default=512),
+            "context": text.integer("max_position_embeddings", default=131_072),
+            "vocab_size": text.integer("vocab_size", default=_VOCABULARY),
             "per_layer_size": per_layer_size,
             "per_layer_vocab_size": _per_layer_rows(text) if per_layer_size else 0,
             "norm_epsilon": text.number("rms_norm_eps", 1e-6),
@@ -181,20 +182,20 @@ def _text_fields(text: CheckedValues, *, tied: bool) -> dict[str, Any]:
             "logit_softcap": None if text.get("final_logit_softcapping") is None else text.number("final_logit_softcapping", 30.0),
         }
         | _experts(text)
-        | _rope(text)
+        | _rope(text, layer_types)
     )
 
 
 def _per_layer_rows(text: CheckedValues) -> int:
     """Rows of the per-layer table. llama.cpp loads one of the vocabulary's size only, and a smaller one lacks rows that tokens need."""
-    rows, tokens = text.integer("vocab_size_per_layer_input", default=262_144), text.integer("vocab_size")
+    rows, tokens = (text.integer(key, default=_VOCABULARY) for key in ("vocab_size_per_layer_input", "vocab_size"))
     if rows != tokens:
         raise text.wrong("vocab_size_per_layer_input", f"vocab_size {tokens}: every token needs its row")
     return rows
 
 
 def _layer_types(text: CheckedValues) -> tuple[str, ...]:
-    layers = text.integer("num_hidden_layers", high=MAX_LAYERS)
+    layers = text.integer("num_hidden_layers", high=MAX_LAYERS, default=30)
     kinds = text.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if (layer + 1) % 6 else FULL for layer in range(layers)]
@@ -218,9 +219,13 @@ def _full_layers(text: CheckedValues, layer_types: tuple[str, ...], k_eq_v: bool
     sections = [overrides.section(key) for key in overrides.values if key.isdecimal() and int(key[:_LAYER_DIGITS]) in full]
     if len(sections) != len(overrides.values):
         raise text.wrong("per_layer_config", f"overrides of the full-attention layers {', '.join(map(str, sorted(full)))}")
+    head_dim = text.integer("head_dim", default=_HEAD_DIM)
     if not sections:
-        return text.integer("head_dim"), None
-    head_dim, count = sections[0].integer("head_dim", default=text.integer("head_dim")), sections[0].get("num_key_value_heads")
+        return head_dim, None
+    for section in sections:
+        if foreign := section.values.keys() - {"head_dim", "num_key_value_heads"}:
+            raise text.wrong("per_layer_config", f"overrides of head_dim and num_key_value_heads, without {min(foreign)}")
+    head_dim, count = sections[0].integer("head_dim", default=head_dim), sections[0].get("num_key_value_heads")
     if any(section.values != sections[0].values for section in sections) or len(sections) != len(full):
         raise text.wrong("per_layer_config", "the same for all full-attention layers")
     return head_dim, None if count is None else sections[0].integer("num_key_value_heads")
@@ -236,35 +241,43 @@ def _experts(text: CheckedValues) -> dict[str, int]:
     return {"experts": experts, "experts_used": used, "expert_size": text.integer(size)}
 
 
-def _rope(text: CheckedValues) -> dict[str, float]:
+def _rope(text: CheckedValues, layer_types: tuple[str, ...]) -> dict[str, float]:
+    """Bases and the share of rotated pairs, as transformers reads them: a share beside `rope_parameters` counts where there is no other."""
+    made = {"full_rope_base": 1e6, "sliding_rope_base": 1e4, "full_rotary_share": 0.25}
     if text.get("rope_parameters") is None:
-        return {"full_rope_base": 1e6, "sliding_rope_base": 1e4, "full_rotary_share": 0.25}
+        return made
     rope = text.section("rope_parameters")
-    full, sliding = rope.section(FULL), rope.section(SLIDING)
-    full.demand("rope_type", "proportional")
-    sliding.demand("rope_type", "default")
-    for part in (full, sliding):
+    outer = {} if text.get("partial_rotary_factor") is None else {"partial_rotary_factor": text.get("partial_rotary_factor")}
+    for kind, base in ((FULL, "full_rope_base"), (SLIDING, "sliding_rope_base")):
+        if kind not in layer_types:
+            continue
+        part = rope.section(kind)
+        part = part.over(outer | {"rope_type": part.get("type") or "default"})
+        part.demand("rope_type", "default", *(("proportional",) if kind == FULL else ()))
         part.demand("factor", None, 1, 1.0)
-    share = full.number("partial_rotary_factor", 1.0)
-    if share > 1:
-        raise full.wrong("partial_rotary_factor", "at most 1")
-    bases = {"full_rope_base": full.number("rope_theta", 1e6), "sliding_rope_base": sliding.number("rope_theta", 1e4)}
-    return bases | {"full_rotary_share": share}
+        made[base] = part.number("rope_theta")
+        if kind == FULL:  # the default type rotates all pairs, whatever their share
+            made["full_rotary_share"] = share = (
+                part.number("partial_rotary_factor", 1.0) if part.get("rope_type") == "proportional" else 1.0
+            )
+            if share > 1:
+                raise part.wrong("partial_rotary_factor", "at most 1")
+    return made
 
 
 def _check_assistant(text: CheckedValues, fields: dict[str, Any]) -> None:
-    """The rules of transformers' Gemma4AssistantConfig.validate_architecture, and tied embeddings, which llama.cpp assumes."""
-    if fields["per_layer_size"] or fields["experts"] or fields["double_wide"] or not fields["tied"]:
-        raise CheckpointError(f"{text.path}: an assistant has tied embeddings and no per-layer embeddings, experts or double-wide MLP")
+    """The rules of transformers' Gemma4AssistantConfig.validate_architecture."""
+    if fields["per_layer_size"] or fields["experts"] or fields["double_wide"]:
+        raise CheckpointError(f"{text.path}: an assistant has no per-layer embeddings, experts or double-wide MLP")
     if fields["kv_shared_layers"] not in (0, len(fields["layer_types"])):
         raise text.wrong("num_kv_shared_layers", "the number of layers (an assistant owns no K/V)")
 
 
 def needed_shapes(model: TextArchitecture) -> Shapes:
     """Names and shapes [out, in] of the required tensors."""
-    shapes: Shapes = {"model.embed_tokens.weight": (model.vocab_size, model.hidden_size), "model.norm.weight": (model.hidden_size,)}
+    shapes: Shapes = {EMBEDDING: (model.vocab_size, model.hidden_size), "model.norm.weight": (model.hidden_size,)}
     if not model.tied:
-        shapes["lm_head.weight"] = (model.vocab_size, model.hidden_size)
+        shapes[HEAD] = (model.vocab_size, model.hidden_size)
     if model.per_layer_size:
         width = model.layers * model.per_layer_size
         shapes["model.embed_tokens_per_layer.weight"] = (model.per_layer_vocab_size, width)
@@ -283,11 +296,9 @@ def needed_shapes(model: TextArchitecture) -> Shapes:
 
 
 def allowed_shapes(model: TextArchitecture) -> Shapes:
-    """Names and shapes of the optional tensors: a copy of the tied head, and K/V weights of layers that share them."""
-    if isinstance(model, AssistantArchitecture):
-        return {}
-    shapes: Shapes = {"lm_head.weight": (model.vocab_size, model.hidden_size)}
-    for layer in range(model.owning_layers, model.layers):
+    """Names and shapes of the optional tensors: a head of its own, and K/V weights of a target's layers that share them."""
+    shapes: Shapes = {HEAD: (model.vocab_size, model.hidden_size)}
+    for layer in () if isinstance(model, AssistantArchitecture) else range(model.owning_layers, model.layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _key_value(model, layer).items()}
     return shapes
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.architecture import (
     ASSISTANT_TYPES,
+    EMBEDDING,
     FULL,
+    HEAD,
     SLIDING,
     TOKEN_ORDERING,
     AssistantArchitecture,
@@ -26,9 +28,9 @@ from edge_export.checkpoint.architecture import (
     text_name,
 )
 from edge_export.checkpoint.json_file import read_json_object
-from edge_export.checkpoint.published.formats import refuse_adapter, rounds_activations
-from edge_export.checkpoint.published.packed_weights import Rounding, is_mobile, with_codes, with_matrices
-from edge_export.checkpoint.safetensors import READABLE, SOURCE_TYPE, StoredTensor, read_values, stored_tensors, widen
+from edge_export.checkpoint.published.formats import names_quantization, refuse_adapter, refuse_quantized, rounds_activations
+from edge_export.checkpoint.published.packed_weights import GROUP, Rounding, with_codes
+from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, mapped, read_values, same_values, stored_tensors
 from edge_export.errors import CheckpointError
 
 MAX_CONFIG_BYTES = 8 << 20
@@ -55,22 +57,28 @@ class Checkpoint:
 
     @property
     def parameters(self) -> int:
-        """Number of weights of the text model; a stored copy of a tied head and the integer token order do not count."""
-        skipped = {TOKEN_ORDERING} | ({"lm_head.weight"} if self.architecture.tied else set())
-        return sum(prod(tensor.shape) for name, tensor in self.tensors.items() if name not in skipped)
+        """Number of weights of the text model; the integer token order does not count."""
+        return sum(prod(tensor.shape) for name, tensor in self.tensors.items() if name != TOKEN_ORDERING)
 
     @property
     def weights(self) -> dict[str, Callable[[], NDArray[Any]]] | None:
         """The values of each tensor by name, float32 or integers; None if transformers reads them from the folder itself."""
-        if rounds_activations(self.config) == "gemma":
+        if self.rounding_method == "gemma":
             return None
-        if all(tensor.scales is None and tensor.name == self._current_name(name) for name, tensor in self.tensors.items()):
+        ties_itself = parse_architecture(self.config, self.folder).tied or not self.architecture.tied
+        plain = ties_itself and not names_quantization(self.config)
+        if plain and all(tensor.scales is None and tensor.name == self._current_name(name) for name, tensor in self.tensors.items()):
             return None
         return {name: partial(read_values, tensor) for name, tensor in self.tensors.items()}
 
+    @property
+    def rounding_method(self) -> str | None:
+        """The method of a format that rounds activations, if the weights are in it; see `rounds_activations`."""
+        return rounds_activations(self.config) if self.rounding else None
+
     def _current_name(self, name: str) -> str:
         """The name that transformers saves a tensor of the text model under."""
-        if self.model_type not in MULTIMODAL_TYPES or name == "lm_head.weight":
+        if self.model_type not in MULTIMODAL_TYPES or name == HEAD:
             return name
         return f"model.language_model.{name.removeprefix('model.')}"
 
@@ -96,13 +104,21 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     architecture = parse_architecture(config, config_path)
     _check_shared_layers(architecture, config_path)
     model_type = str(config["model_type"])
-    stored, mobile = stored_tensors(folder), is_mobile(config)
-    tensors, others = _text_tensors(stored if mobile else with_matrices(stored), model_type)
-    tensors, rounding = with_codes(tensors, needed_shapes(architecture) | allowed_shapes(architecture)) if mobile else (tensors, {})
+    try:
+        tensors, others = _text_tensors(stored_tensors(folder), model_type)
+        shapes = needed_shapes(architecture) | allowed_shapes(architecture)
+        tensors, rounding = with_codes(tensors, shapes, None if rounds_activations(config) else GROUP)
+        tensors = _with_one_head(tensors, rounding, architecture)
+        architecture = replace(architecture, tied=HEAD not in tensors)
+        _check_tensors(folder, tensors, needed_shapes(architecture), allowed_shapes(architecture))
+    except CheckpointError:
+        refuse_quantized(config, config_path)  # it tells why
+        raise
+    if any(tensor.scales is not None for tensor in tensors.values()):  # else config.json speaks of what the weights were once
+        refuse_quantized(config, config_path)
     left_out = _groups(others)
     if model_type in ASSISTANT_TYPES:
         left_out += _groups({name: tensors[name] for name in tensors if name.startswith("masked_embedding.")})
-    _check_tensors(folder, tensors, needed_shapes(architecture), allowed_shapes(architecture))
     return Checkpoint(
         folder=folder,
         config=config,
@@ -116,15 +132,26 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
 
 
 def planned_checkpoint(config: dict[str, Any], path: Path) -> Checkpoint:
-    """A checkpoint with the shapes that a parsed config.json asks for and no weights; `path` is for messages. Raises CheckpointError."""
+    """A checkpoint with the shapes that a parsed config.json asks for and no weights; `path` is for messages. Scales are not known.
+
+    Raises CheckpointError.
+    """
     architecture = parse_architecture(config, path)
+    refuse_quantized(config, path)
     _check_shared_layers(architecture, path)
     tensors = {
         name: StoredTensor(name=name, path=path, dtype="BF16", shape=shape, offset=0, bytes=2 * prod(shape))
         for name, shape in needed_shapes(architecture).items()
     }
-    model_type = str(config["model_type"])
-    return Checkpoint(folder=path, config=config, model_type=model_type, architecture=architecture, tensors=tensors, left_out=())
+    return Checkpoint(
+        folder=path,
+        config=config,
+        model_type=str(config["model_type"]),
+        architecture=architecture,
+        tensors=tensors,
+        left_out=(),
+        rounding=dict.fromkeys(tensors, (0.0, 0.0)) if rounds_activations(config) else {},
+    )
 
 
 def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
@@ -142,11 +169,13 @@ def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
             (f"{kind} head_dim", reads.head_dim_of(own), "head_dim", model.head_dim_of(theirs)),
             (f"{kind} K/V heads", reads.kv_heads_of(own), "K/V heads", model.kv_heads_of(theirs)),
         ]
-    facts += [
-        ("full-attention rope_theta", reads.full_rope_base, "rope_theta", model.full_rope_base),
-        ("sliding-attention rope_theta", reads.sliding_rope_base, "rope_theta", model.sliding_rope_base),
-        ("partial_rotary_factor", reads.full_rotary_share, "partial_rotary_factor", model.full_rotary_share),
-    ]
+    if FULL in reads.layer_types:
+        facts += [
+            ("full-attention rope_theta", reads.full_rope_base, "rope_theta", model.full_rope_base),
+            ("partial_rotary_factor", reads.full_rotary_share, "partial_rotary_factor", model.full_rotary_share),
+        ]
+    if SLIDING in reads.layer_types:
+        facts.append(("sliding-attention rope_theta", reads.sliding_rope_base, "rope_theta", model.sliding_rope_base))
     for name, value, target_name, expected in facts:
         if value != expected:
             raise mismatch(target, drafter, f"its {name} is {value}, the target's {target_name} is {expected}")
@@ -196,9 +225,25 @@ def _text_tensors(stored: dict[str, StoredTensor], model_type: str) -> tuple[dic
 
 def _text_name(name: str, model_type: str) -> str | None:
     """The tensor's name in a text-only checkpoint; None if it is not exported."""
-    if name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and model_type in ASSISTANT_TYPES):
+    if name.endswith(".rotary_emb.inv_freq"):
         return None
     return text_name(name, multimodal=model_type in MULTIMODAL_TYPES)
+
+
+def _with_one_head(tensors: dict[str, StoredTensor], rounding: Mapping[str, Rounding], model: TextArchitecture) -> dict[str, StoredTensor]:
+    """Returns the tensors with a head only where it is another than the embedding: what is stored decides, as in transformers.
+
+    config.json may say otherwise of a fine-tune. A drafter's embedding is nothing but its head; of a target whose config says tied,
+    either may be missing.
+    """
+    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
+    if head is None:
+        return tensors
+    if isinstance(model, AssistantArchitecture) or (embedding is None and model.tied):
+        return {EMBEDDING if name == HEAD else name: tensor for name, tensor in tensors.items() if name != EMBEDDING}
+    if embedding is None or HEAD in rounding or not same_values(head, embedding):
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if name != HEAD}
 
 
 def _groups(tensors: dict[str, StoredTensor]) -> tuple[str, ...]:
@@ -234,9 +279,7 @@ def _check_tensors(folder: Path, tensors: dict[str, StoredTensor], needed: Shape
 
 def cluster_rows(drafter: Checkpoint, ordering: NDArray[np.int32]) -> Iterator[NDArray[np.float32]]:
     """Yields output rows [n, hidden] in cluster order as float32, a few clusters at a time; `ordering` [vocabulary] is that order."""
-    stored, model = drafter.tensors["model.embed_tokens.weight"], drafter.assistant
-    # Mapped, as rows are read in another order than they are stored; the page cache holds as many as fit into memory.
-    table = np.memmap(stored.path, np.dtype(READABLE[stored.dtype]), "r", stored.offset, stored.shape)
+    table, model = mapped(drafter.tensors[EMBEDDING]), drafter.assistant
     step = _CENTROIDS_PER_PIECE * (model.vocab_size // model.centroids)
     for first in range(0, len(ordering), step):
-        yield widen(table[ordering[first : first + step]], stored.dtype)
+        yield table[ordering[first : first + step]].astype(np.float32)

@@ -95,6 +95,10 @@ class CheckedValues:
             raise self.wrong(key, "an object")
         return CheckedValues(value, self.path, f"{self.where}{key}.", self._advice)
 
+    def over(self, defaults: Mapping[str, Any]) -> CheckedValues:
+        """Returns these values over others, which count for keys that are missing."""
+        return CheckedValues({**defaults, **self.values}, self.path, self.where, self._advice)
+
     def demand(self, key: str, *allowed: Any) -> None:
         """Raises CheckpointError for another value than these, the first of which is the default."""
         if self.values.get(key, allowed[0]) not in allowed:

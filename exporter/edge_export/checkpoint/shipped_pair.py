@@ -13,10 +13,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from importlib.resources import files
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from edge_export.checkpoint.safetensors import ITEM_BYTES, SINGLE_NAME, StoredTensor, read_header
+import numpy as np
+
+from edge_export.checkpoint.safetensors import READABLE, SINGLE_NAME, mapped, read_header
 from edge_export.errors import ExportError
 
 _REFERENCE, _CHAT = "reference_pair", "chat_pair"
@@ -70,33 +73,18 @@ def widen_target(folder: Path, output: Path, factor: int = FACTOR) -> None:
 
 
 def _widen(source: Path, output: Path, factor: int) -> None:
-    tensors = read_header(source)
-    header: dict[str, dict[str, Any]] = {}
-    end = 0
-    for tensor in tensors:
-        rows, *columns = tensor.shape
-        shape = (rows * factor, *columns) if tensor.name.endswith(_ROWS) else tensor.shape
-        shape = (rows, columns[0] * factor) if tensor.name.endswith(_COLUMNS) else shape
-        size = tensor.bytes * factor if shape != tensor.shape else tensor.bytes
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": (end, end + size)}
-        end += size
+    tensors, header, end = read_header(source), dict[str, dict[str, Any]](), 0
+    for name, tensor in tensors.items():
+        shape = list(tensor.shape)
+        if name.endswith((*_ROWS, _COLUMNS)):
+            shape[1 if name.endswith(_COLUMNS) else 0] *= factor
+        begin, end = end, end + tensor.bytes * prod(shape) // prod(tensor.shape)
+        header[name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    with source.open("rb") as read, output.open("wb") as write:
-        write.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            begin = start + header[tensor.name]["data_offsets"][0]
-            _copy(tensor, read, write, begin, factor if tensor.name.endswith(_COLUMNS) else 1)
-        write.truncate(start + end)
-
-
-def _copy(tensor: StoredTensor, read: BinaryIO, write: BinaryIO, begin: int, factor: int) -> None:
-    """Copies a tensor to `begin`, each row of a matrix to the start of `factor` times its length."""
-    pieces = tensor.shape[0] if factor > 1 else 1
-    length = tensor.bytes // pieces
-    assert factor == 1 or length == tensor.shape[1] * ITEM_BYTES[tensor.dtype]
-    read.seek(tensor.offset)
-    for piece in range(pieces):
-        write.seek(begin + piece * length * factor)
-        write.write(read.read(length))
+    with output.open("wb") as file:  # what is not written is zeros
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    for name, wide in read_header(output).items():
+        values = np.memmap(output, READABLE[wide.dtype], "r+", wide.offset, wide.shape)
+        values[tuple(map(slice, tensors[name].shape))] = mapped(tensors[name])

@@ -15,19 +15,28 @@ from edge_export.checkpoint.checkpoint import MAX_CONFIG_BYTES, Checkpoint, chec
 from edge_export.checkpoint.gguf_source import open_gguf, quantization_of
 from edge_export.checkpoint.json_file import read_json_object
 from edge_export.checkpoint.published.formats import published_config
-from edge_export.checkpoint.published.gguf_listing import file_of_role
 from edge_export.checkpoint.published.hub import (
     PATTERNS,
     Listings,
+    bytes_to_fetch,
     check_links,
     check_pair_exists,
     fetch,
     fetch_config,
     hub_name,
+    local_gguf,
     local_ggufs,
 )
 from edge_export.checkpoint.safetensors import INDEX_NAME, SOURCE_TYPE, FloatType
-from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME, GgufVocabulary, TokenTable, read_table, read_vocabulary
+from edge_export.checkpoint.tokenizer_vocabulary import (
+    OLD_TEMPLATE_NAME,
+    TEMPLATE_NAME,
+    TOKENIZER_NAME,
+    GgufVocabulary,
+    TokenTable,
+    read_table,
+    read_vocabulary,
+)
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, string_array
 from edge_runtime.bundle.manifest import ModelSource, SourceFile
@@ -39,7 +48,9 @@ _SIDE_FILES = (
     INDEX_NAME,
     TOKENIZER_NAME,
     "tokenizer_config.json",
-    "chat_template.jinja",
+    "special_tokens_map.json",
+    TEMPLATE_NAME,
+    OLD_TEMPLATE_NAME,
     "README.md",
 )
 _QAT = "qat-"
@@ -125,7 +136,19 @@ def planned_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSou
     A name of `published.sizes`, such as E2B, is that size. Raises CheckpointError.
     """
     first, second = _planned("target", target), _planned("drafter", drafter)
-    return (first, second) if first is not None and second is not None else resolve_pair(target, drafter)
+    if first is None and second is None:
+        return resolve_pair(target, drafter)
+    with _readable(f"{target} or {drafter}"):
+        return first or _open("target", target, None), second or _open("drafter", drafter, None)
+
+
+def planned_download(source: ResolvedSource) -> tuple[int, bool]:
+    """Bytes to download for an export of this half, and whether the hub says so; else they follow from its config: the text model alone."""
+    if _local(source.origin).exists():
+        return 0, True
+    name = hub_name(source.origin)
+    listed = None if name is None else bytes_to_fetch(name)
+    return (sum(tensor.bytes for tensor in source.checkpoint.tensors.values()), False) if listed is None else (listed, True)
 
 
 def _local(origin: str) -> Path:
@@ -206,7 +229,7 @@ def _open(role: str, origin: str, progress: Progress | None, listings: Listings 
             )
         path = fetch(name, role, progress, listings)
     if path.is_dir() and (ggufs := local_ggufs(path)):
-        file = file_of_role(ggufs, role, None)
+        file = local_gguf(path, role)
         if file is None:
             raise CheckpointError(
                 f"{origin} holds no GGUF file for a {role} ({', '.join(ggufs[:3])}); name the file, or give its assistant as DRAFTER"

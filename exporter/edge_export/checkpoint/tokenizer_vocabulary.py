@@ -16,6 +16,7 @@ from edge_export.checkpoint.json_file import read_json_object, read_optional_jso
 from edge_export.errors import CheckpointError
 
 TOKENIZER_NAME = "tokenizer.json"
+TEMPLATE_NAME, OLD_TEMPLATE_NAME = "chat_template.jinja", "chat_template.json"
 # The runtime's own limit.
 MAX_TEMPLATE_BYTES = 1 << 20
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
@@ -83,13 +84,14 @@ def read_vocabulary(source: Path | TokenTable, others: Mapping[str, AddedToken] 
     lacking = {piece: token for piece, token in (others or {}).items() if piece not in table.ids}
     pieces = _by_id(table.ids | {piece: token.id for piece, token in lacking.items()}, path)
     base = len(tokenizer["model"]["vocab"]) + len(lacking)
-    special = _special_pieces(folder, settings) | {piece for piece, token in lacking.items() if token.special}
+    named = _named_tokens(folder, settings)
+    special = _special_pieces(named) | {piece for piece, token in lacking.items() if token.special}
     return GgufVocabulary(
         folder=folder,
         pieces=pieces,
         types=tuple(_type_of(piece, index, base, special) for index, piece in enumerate(pieces)),
         merges=_merges(tokenizer["model"].get("merges"), path),
-        special_ids=_special_ids(table, settings),
+        special_ids=_special_ids(table, named),
         added_at_ends=_added_at_ends(tokenizer.get("post_processor"), settings),
         chat_template=_chat_template(folder, settings),
     )
@@ -142,12 +144,14 @@ def _content(entry: Any) -> str | None:
     return entry if isinstance(entry, str) else None
 
 
-def _special_pieces(folder: Path, settings: dict[str, Any]) -> set[str]:
+def _named_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The entries of tokenizer_config.json; those of special_tokens_map.json count more, where transformers reads it: beside old files."""
+    return settings if "added_tokens_decoder" in settings else settings | read_optional_json_object(folder / "special_tokens_map.json")
+
+
+def _special_pieces(entries: dict[str, Any]) -> set[str]:
     """The pieces that are special to transformers 5: named tokens, model-specific `*_token` entries and extra special tokens."""
-    entries = dict(settings)
-    if "added_tokens_decoder" not in settings:
-        entries |= read_optional_json_object(folder / "special_tokens_map.json")
-    if str(settings.get("tokenizer_class", "")).startswith("Gemma"):
+    if str(entries.get("tokenizer_class", "")).startswith("Gemma"):
         entries = GEMMA_DEFAULTS | entries
     named = [entry for key, entry in entries.items() if key.endswith("_token")]
     for key in ("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"):
@@ -167,12 +171,15 @@ def _merges(merges: Any, path: Path) -> tuple[str, ...]:
     return tuple(" ".join(part.replace(" ", "Ġ") for part in merge) for merge in merges)
 
 
-def _special_ids(table: TokenTable, settings: dict[str, Any]) -> dict[str, int]:
-    """bos, eos, ... -> id: from tokenizer_config.json where the text is an added token, else from config.json. Lists are not ids."""
+def _special_ids(table: TokenTable, named: dict[str, Any]) -> dict[str, int]:
+    """bos, eos, ... -> id: from the tokenizer's names where the text is an added token, else from config.json. Lists are not ids.
+
+    Where both name no bos or eos, it is Gemma's.
+    """
     ids_by_text: dict[str, int] = {}
     for token in _added(table.tokenizer, table.folder / TOKENIZER_NAME):
         ids_by_text.setdefault(token["content"], token["id"])
-    texts = {kind: _content(settings.get(f"{kind}_token")) for kind in SPECIAL_KINDS}
+    texts = {kind: _content(named.get(f"{kind}_token")) for kind in SPECIAL_KINDS}
     special = {kind: ids_by_text[text] for kind, text in texts.items() if text is not None and text in ids_by_text}
     config = read_optional_json_object(table.folder / "config.json")
     inner = config.get("text_config")
@@ -182,6 +189,9 @@ def _special_ids(table: TokenTable, settings: dict[str, Any]) -> dict[str, int]:
             value = inner.get(key)
         if type(value) is int and value >= 0:
             special.setdefault(kind, value)
+    for kind in ("bos", "eos"):
+        if (text := GEMMA_DEFAULTS[f"{kind}_token"]) in ids_by_text:
+            special.setdefault(kind, ids_by_text[text])
     return special
 
 
@@ -225,15 +235,20 @@ def _template_token(entry: Any) -> str | None:
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = _default_template(template, folder)
-    path = folder / "chat_template.jinja"
-    if template is None and path.is_file():
+    """The default template: of chat_template.jinja, else of tokenizer_config.json, as in transformers, else of chat_template.json."""
+    path = folder / TEMPLATE_NAME
+    template: Any = None
+    if path.is_file():
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any chat template; check where it came from")
         with errors_as(CheckpointError, f"{path} is not UTF-8 text", "download it again", UnicodeDecodeError):
             template = path.read_text(encoding="utf-8")
+    if template is None:
+        template = settings.get("chat_template")
+    if template is None:
+        template = read_optional_json_object(folder / OLD_TEMPLATE_NAME).get("chat_template")
+    if isinstance(template, list):
+        template = _default_template(template, folder)
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{folder}: the chat template is a {type(template).__name__}, not text; keep only the default template")
     if template is not None and len(template.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_BYTES:

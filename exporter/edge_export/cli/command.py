@@ -13,7 +13,7 @@ COMMANDS = LazyCommands(
     {
         "pair": ("edge_export.cli.export", "Export TARGET and its MTP assistant DRAFTER as one bundle."),
         "reference": ("edge_export.cli.export", "Export a small trained pair that comes with this package."),
-        "plan": ("edge_export.cli.plan", "Predict memory, speed and joules per token of a pair before it is exported."),
+        "plan": ("edge_export.cli.plan", "Predict download, disk, memory, speed and joules per token of a pair before it is exported."),
         "package": ("edge_export.cli.package", "Build a folder for PLATFORM that runs bundles on a device where nothing is installed."),
         "publish": ("edge_export.cli.publish", "Upload BUNDLE and its model card to OWNER/NAME on the Hugging Face hub."),
     }
@@ -21,7 +21,7 @@ COMMANDS = LazyCommands(
 EXAMPLES = """
 \b
 Examples:
-  edge-export pair google/gemma-4-E2B-it -o e2b         with its assistant, google/gemma-4-E2B-it-assistant
+  edge-export pair google/gemma-4-E2B-it                with its assistant, as the bundle gemma-4-E2B-it
   edge-export pair ./target ./drafter -o my-bundle --target-quant q4_k_m --context 8192
   edge-export pair ./target ./drafter -o my-bundle --target-quant q4_k_m --calibrate text.txt
   edge-export pair ./target ./drafter -o my-bundle --tune-drafter my-texts.txt

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from edge_devices.files.typed_json import to_json
 from edge_devices.machine.memory import byte_text
+from edge_devices.waiting import Report
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.exported_quality import exported_quality
 
@@ -72,6 +73,50 @@ class Display:
         if self._task is not None:
             task = next(task for task in self._bars.tasks if task.id == self._task)
             self._bars.update(self._task, total=max(task.completed, 1), completed=max(task.completed, 1))
+
+
+class Steps:
+    """Shows the steps of a package on standard error: a bar with the time on a terminal, elsewhere a line for each step and tenth."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=12), TimeElapsedColumn()
+        self._bars = Bars(*columns, console=console, transient=True) if console.is_terminal else None
+
+    def __call__(self, title: str) -> Report:
+        """Begins a step; what it returns is told how far the step is."""
+        if self._bars is None:
+            self.note(title)
+            return self._tenths(title)
+        bars = self._bars
+        for task in bars.tasks:
+            bars.remove_task(task.id)
+        begun = bars.add_task(title, total=None)
+        return lambda share, _="": bars.update(begun, total=1.0, completed=share)
+
+    def _tenths(self, title: str) -> Report:
+        shown = 0
+
+        def report(share: float, _: str = "") -> None:
+            nonlocal shown
+            if int(share * 10) > shown:
+                shown = int(share * 10)
+                self.note(f"{title}: {shown * 10} %")
+
+        return report
+
+    def note(self, sentence: str) -> None:
+        """Prints a message above the bar."""
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
 
 
 def summary(bundle: Bundle) -> Table:

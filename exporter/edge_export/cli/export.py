@@ -16,7 +16,7 @@ from rich.console import Console
 from edge_devices.command_line import PanelCommand, given_options, one_sentence_errors, option_group, takes
 from edge_devices.option_fields import option
 from edge_export.checkpoint.published.formats import published_config
-from edge_export.checkpoint.published.hub import own_drafter, with_revision
+from edge_export.checkpoint.published.hub import hub_name, own_drafter, with_revision
 from edge_export.checkpoint.shipped_pair import CHAT_DESCRIPTION, DESCRIPTION, WIDENED, chat_pair, reference_pair, widened_target
 from edge_export.cli.display import Display, show
 from edge_export.onnx.request import DEVICE_WEIGHTS, OnnxRequest
@@ -34,8 +34,8 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 target_name = click.argument("target_name", metavar="[TARGET]", required=False)
 drafter_name = click.argument("drafter_name", metavar="[DRAFTER]", required=False)
 REQUEST = ExportRequest(target="", drafter="", output=Path())
+_OUTPUT: dict[str, Any] = {"type": click.Path(path_type=Path), "metavar": "BUNDLE"}
 _export_options = option_group(
-    click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Folder to write the bundle to."),
     click.option(
         "--format",
         "formats",
@@ -117,10 +117,14 @@ def _thread_ended(ended: threading.ExceptHookArgs) -> None:
 @click.command(cls=PanelCommand)
 @target_name
 @drafter_name
+@option_group(
+    click.option("-o", "--output", **_OUTPUT, help="Folder to write the bundle to.  [default: the last part of TARGET's name, here]"),
+    panel="Bundle",
+)
 @_export_options
 @takes("models", Models)
 @export_errors()
-def pair(target_name: str | None, drafter_name: str | None, models: Models, **options: Any) -> None:
+def pair(target_name: str | None, drafter_name: str | None, output: Path | None, models: Models, **options: Any) -> None:
     """Export TARGET and its MTP assistant DRAFTER as one bundle.
 
     Each is a Hugging Face checkpoint folder, a GGUF file, which is checked and copied unchanged, or a hub name: OWNER/NAME, with
@@ -128,11 +132,20 @@ def pair(target_name: str | None, drafter_name: str | None, models: Models, **op
     GGUF files that lie together. A --config file may name them instead.
     """
     config = models.config()
-    _export(*models.names(config, target_name, drafter_name), config, **options)
+    target, drafter = models.names(config, target_name, drafter_name)
+    _export(target, drafter, config, output=output or default_output(target), **options)
+
+
+def default_output(target: str) -> Path:
+    """The folder here that a bundle gets without --output: gemma-4-E2B-it for google/gemma-4-E2B-it, or for a file of that name."""
+    path = Path(target)
+    name = None if path.exists() else hub_name(target)
+    return Path(path.resolve().name.removesuffix(".gguf") if name is None else name.repository.rpartition("/")[2])
 
 
 @click.command(cls=PanelCommand)
 @option_group(
+    click.option("-o", "--output", **_OUTPUT, required=True, help="Folder to write the bundle to."),
     click.option("--chat", is_flag=True, help="The pair that answers short questions about Python, units and this tool."),
     click.option("--widened", is_flag=True, help="Widen its feed-forward layers with zeros: a phone-sized model's cost, the same output."),
     panel="Bundle",

@@ -10,10 +10,11 @@ import click
 from rich.console import Console
 
 from edge_devices.command_line import PanelCommand, takes
-from edge_export.cli.display import size_table
+from edge_export.cli.display import Steps, size_table
 from edge_export.cli.export import as_json, export_errors
-from edge_export.device_package.build import BACKENDS, PackageRequest, make_package
+from edge_export.device_package.build import PackageRequest, make_package, possible_backends
 from edge_export.device_package.platforms import PLATFORMS
+from edge_export.device_package.readme import NAME, copy_command, kernels_sentence
 
 
 @click.command(cls=PanelCommand)
@@ -24,20 +25,22 @@ from edge_export.device_package.platforms import PLATFORMS
 @export_errors()
 def package(platform: str, output: Path, request: PackageRequest, as_json: bool) -> None:
     """Build a folder for PLATFORM that runs bundles on a device where nothing is installed."""
-    there = BACKENDS if PLATFORMS[platform].processors else ("onnx",)
+    there = possible_backends(PLATFORMS[platform])
     chosen = tuple(dict.fromkeys(request.backends)) or ("onnx",)
     if not set(chosen) <= set(there) or (request.tools and "llama" not in there):
         raise click.UsageError(f"llama.cpp is not compiled for {platform} yet; give --backend onnx, without --with-llama-tools")
     console = Console(stderr=True)
-    with console.status("preparing") as status:
-        inventory = make_package(
-            replace(request, platform=platform, output=output, backends=chosen),
-            status.update,
-            lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
-        )
+    with Steps(console) as step:
+        inventory = make_package(replace(request, platform=platform, output=output, backends=chosen), step, step.note)
     if as_json:
         click.echo(json.dumps({"package": str(output), **asdict(inventory)}))
         return
     sizes = sorted(inventory.sizes.items(), key=lambda item: -item[1])
     Console().print(size_table(f"{output}: {inventory.platform}, {len(inventory.files)} files", "part", sizes))
-    console.print(f"Licences of all {len(inventory.licences)} components are in {output / 'licences'}.", highlight=False, soft_wrap=True)
+    for line in (
+        f"{kernels_sentence(inventory.row_kernels)}.",
+        f"Licences of all {len(inventory.licences)} components are in {output / 'licences'}.",
+        f"Next: {copy_command(PLATFORMS[platform], str(output))}",
+        f"{output / NAME} says how to make a bundle, chat, serve and measure on the device.",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

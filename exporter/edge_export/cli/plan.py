@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
 from edge_devices.command_line import PanelCommand, takes
 from edge_export.cli.export import REQUEST, Models, drafter_name, target_name
-from edge_export.pipeline.dry_run import planned_manifest
+from edge_export.pipeline.dry_run import planned_export
 from edge_export.pipeline.request import ExportRequest
-from edge_runtime.cli.plan import PlanOptions, show_plan
+from edge_runtime.cli.plan import PlanOptions, plan_lines
 from edge_runtime.drafting.phase_power import read_phase_power
 from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import manifest_plan
@@ -37,22 +38,23 @@ def plan(
     request: ExportRequest,
     options: PlanOptions,
 ) -> None:
-    """Predict memory, speed and joules per token of a pair before it is exported.
+    """Predict download, disk, memory, speed and joules per token of a pair before it is exported.
 
     No weights are needed: TARGET may be E2B, E4B, 12B, 26B-A4B or 31B; of a hub repository only config.json is fetched.
     """
     config = models.config()
     target, drafter = models.names(config, target_name, drafter_name, planning=True)
-    manifest = planned_manifest(
+    planned = planned_export(
         target,
         drafter,
         target_quantization=request.target_quantization or config.verifier.precision,
         drafter_quantization=request.drafter_quantization or config.drafter.precision,
         context=request.context or config.cache.max_context_length,
     )
-    power = read_phase_power(phase_power) if phase_power is not None else None
-    show_plan(
-        manifest_plan(manifest, device_speed(options.profile, None), context=manifest.runtime.context, power=power),
-        None,
-        as_json=options.as_json,
-    )
+    manifest, power = planned.manifest, read_phase_power(phase_power) if phase_power is not None else None
+    predicted = manifest_plan(manifest, device_speed(options.profile, None), context=manifest.runtime.context, power=power)
+    if options.as_json:
+        click.echo(json.dumps({"export": planned.to_json(), "plan": predicted.to_json()}, ensure_ascii=False))
+        return
+    for line in [*planned.lines(), *plan_lines(predicted)]:
+        click.echo(line)

@@ -47,7 +47,7 @@ _LIBRARIES = {
     "zlib1g": "libz.so.1",
     "libexpat1": "libexpat.so.1",
     "libffi8": "libffi.so.8",
-    "libssl3": "libcrypto.so.3",
+    "libssl3": "libcrypto.so.3 libssl.so.3",
     "libbz2-1.0": "libbz2.so.1.0",
     "liblzma5": "liblzma.so.5",
     "libuuid1": "libuuid.so.1",
@@ -58,12 +58,12 @@ _PYTHON_PACKAGES = (f"libpython{PYTHON}-minimal", f"libpython{PYTHON}-stdlib", f
 # Texts of the licences that other packages only name.
 _LICENCE_PACKAGE = "base-files"
 # Left out of the standard library: modules whose libraries are missing here, tests, tools for installing packages and for developers,
-# servers and clients of old protocols, TLS, and encodings of East Asia other than Unicode's.
+# servers and clients of old protocols, and encodings of East Asia other than Unicode's.
 _LEFT_OUT = re.compile(
     r"(test|lib2to3|idlelib|ensurepip|venv|turtledemo|pydoc_data|__pycache__|curses|dbm|distutils|wsgiref|xmlrpc)/|EXTERNALLY-MANAGED$"
     r"|(sitecustomize|turtle|_pydecimal|_pyio|cgi|cgitb|doctest|ftplib|imaplib|mailbox|nntplib|pdb|poplib|pydoc|smtpd|smtplib"
     r"|telnetlib|webbrowser)\.py$"
-    r"|lib-dynload/(_codecs_\w+|_multibytecodec|_ssl|_curses|_curses_panel|readline|_dbm|_crypt|nis|ossaudiodev|_test\w*|_xxtestfuzz|xxlimited\w*"
+    r"|lib-dynload/(_codecs_\w+|_multibytecodec|_curses|_curses_panel|readline|_dbm|_crypt|nis|ossaudiodev|_test\w*|_xxtestfuzz|xxlimited\w*"
     r"|_ctypes_test)\."
 )
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from edge_devices.files.limited_read import sha256_of
+from edge_devices.machine.device_package import NAME, SCHEMA
 from edge_export.errors import PackageError
 
-PACKAGE_NAME = "package.json"
-SCHEMA = 2  # 2: the launchers call edge_devices.entry_points
 LICENCES = "licences"
 _NAMED_PARTS = ("numpy", "onnxruntime", "tokenizers", "llama_cpp", "edge_bench", "edge_runtime", "edge_devices")
 MAGIC = b"\x7fELF"
@@ -50,14 +49,20 @@ class PackagedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """The content of package.json. `sizes` are bytes per part; the file itself is not among `files`."""
+    """The content of package.json, of which devices read a part (edge_devices.machine.device_package).
+
+    `sizes` are bytes per part; the file itself is not among `files`. `row_kernels` are the variants of the project's own kernels.
+    """
 
     platform: str
     version: str
     backends: tuple[str, ...]
-    files: tuple[PackagedFile, ...]
-    sizes: dict[str, int]
-    licences: tuple[Component, ...]
+    files: tuple[PackagedFile, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)
+    licences: tuple[Component, ...] = ()
+    row_kernels: tuple[str, ...] = ()
+    command: str = ""
+    additions: dict[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
 
 
@@ -81,8 +86,8 @@ def copy_file(source: Path, destination: Path, *, executable: bool = False) -> N
     destination.chmod(0o755 if executable else 0o644)
 
 
-def take_inventory(folder: Path, platform: str, version: str, backends: tuple[str, ...], components: list[Component]) -> Inventory:
-    """Hashes every file of the package, and writes package.json into it."""
+def take_inventory(folder: Path, inventory: Inventory) -> Inventory:
+    """Hashes every file of the package, and writes package.json into it: the inventory with its files and their sizes, which it returns."""
     files = [
         PackagedFile(
             path=path.relative_to(folder).as_posix(),
@@ -96,15 +101,8 @@ def take_inventory(folder: Path, platform: str, version: str, backends: tuple[st
     sizes: dict[str, int] = {}
     for file in files:
         sizes[_part(file.path)] = sizes.get(_part(file.path), 0) + file.bytes
-    inventory = Inventory(
-        platform=platform,
-        version=version,
-        backends=backends,
-        files=tuple(files),
-        sizes=dict(sorted(sizes.items())),
-        licences=tuple(components),
-    )
-    write_file(folder / PACKAGE_NAME, (json.dumps(asdict(inventory), indent=1) + "\n").encode())
+    inventory = replace(inventory, files=tuple(files), sizes=dict(sorted(sizes.items())))
+    write_file(folder / NAME, (json.dumps(asdict(inventory), indent=1) + "\n").encode())
     return inventory
 
 
@@ -116,6 +114,8 @@ def _is_started(path: str) -> bool:
 def _part(path: str) -> str:
     """The part of the package to which a file belongs: a Python package, or its top folder."""
     words = path.split("/")
+    if words[-1].startswith("libedge_rows"):
+        return "row kernels"
     if words[:3] == ["lib", "python3", "dist-packages"]:
         name = words[3].partition(".")[0].partition("-")[0]
         return name if name in _NAMED_PARTS else "other packages"
@@ -125,7 +125,7 @@ def _part(path: str) -> str:
         return words[0]
     if words[:2] == ["lib", "python3.11"] or words[-1] == "python3.11":
         return "python"
-    return "launchers" if words[0] == "bin" else "system libraries"
+    return "launchers" if words[0] == "bin" else "system libraries" if words[0] == "lib" else words[0]
 
 
 @dataclass(frozen=True, kw_only=True)

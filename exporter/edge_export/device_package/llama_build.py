@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -13,9 +13,10 @@ from pathlib import Path
 
 from edge_devices.files.limited_read import sha256_of
 from edge_devices.machine.facts import usable_processors
-from edge_export.device_package.inventory import Component, copy_file, keep_licence
+from edge_devices.waiting import Report
+from edge_export.device_package.inventory import Component, copy_file, keep_licence, write_file
 from edge_export.device_package.platforms import SITE, Platform, Processors
-from edge_export.device_package.subprocesses import pip_download, program_path, run
+from edge_export.device_package.subprocesses import Step, pip_download, program_path, run
 from edge_export.errors import PackageError
 
 # The runtime supports the MTP interface of this version only (see the extra [llama]).
@@ -74,7 +75,7 @@ def open_toolchain(cache: Path) -> Toolchain:
     return Toolchain(zig=zig, cmake=cmake, ninja=ninja, home=home, sources=_sources(home))
 
 
-def add_llama(folder: Path, platform: Platform, toolchain: Toolchain, step: Callable[[str], None]) -> Component:
+def add_llama(folder: Path, platform: Platform, toolchain: Toolchain, step: Step) -> Component:
     """Puts llama_cpp with its libraries into the package, and one CPU library for each kind of processor beside them."""
     llama = folder / SITE / "llama_cpp"
     for path in sorted((toolchain.sources / "llama_cpp").rglob("*.py")):
@@ -82,20 +83,23 @@ def add_llama(folder: Path, platform: Platform, toolchain: Toolchain, step: Call
         if not _LEFT_OUT.search(f"/{relative.as_posix()}"):
             copy_file(path, llama / relative)
     for processors in platform.processors:
-        step(f"llama.cpp for {platform.machine} {processors.name} (minutes the first time, then kept)")
+        report = step(f"llama.cpp for {platform.machine} {processors.name} (minutes the first time, then kept)")
         all_libraries = processors is platform.processors[-1]
-        built = _built(toolchain, platform, processors, static=False, targets=("llama", "mtmd") if all_libraries else ("ggml-cpu",))
+        targets = ("llama", "mtmd") if all_libraries else ("ggml-cpu",)
+        built = _built(toolchain, platform, processors, report, static=False, targets=targets)
         copy_file(built / "bin" / _CPU_LIBRARY, folder / f"lib/llama-{processors.name}" / _CPU_LIBRARY)
         for name in _LIBRARIES if all_libraries else ():
             copy_file(built / "bin" / name, llama / "lib" / name)
+    about = f"Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: {VERSION}\n"
+    write_file(folder / SITE / f"llama_cpp_python-{VERSION}.dist-info/METADATA", about.encode())
     return _component(folder, toolchain, "llama-cpp-python")
 
 
-def add_tools(folder: Path, platform: Platform, toolchain: Toolchain, step: Callable[[str], None]) -> list[Component]:
+def add_tools(folder: Path, platform: Platform, toolchain: Toolchain, step: Step) -> list[Component]:
     """Puts llama.cpp's own tools into tools/: static, so that they run where Python does not."""
     processors = next(kind for kind in platform.processors if kind.name == platform.tools)
-    step(f"llama.cpp's tools for {platform.machine} {processors.name}, static (minutes the first time, then kept)")
-    built = _built(toolchain, platform, processors, static=True, targets=TOOLS)
+    report = step(f"llama.cpp's tools for {platform.machine} {processors.name}, static (minutes the first time, then kept)")
+    built = _built(toolchain, platform, processors, report, static=True, targets=TOOLS)
     for name in TOOLS:
         copy_file(built / "bin" / name, folder / "tools" / name, executable=True)
     musl = toolchain.zig.parent / "lib/libc/musl/COPYRIGHT"
@@ -104,7 +108,9 @@ def add_tools(folder: Path, platform: Platform, toolchain: Toolchain, step: Call
     return [_component(folder, toolchain, "llama.cpp tools"), libc]
 
 
-def _built(toolchain: Toolchain, platform: Platform, processors: Processors, *, static: bool, targets: tuple[str, ...]) -> Path:
+def _built(
+    toolchain: Toolchain, platform: Platform, processors: Processors, report: Report, *, static: bool, targets: tuple[str, ...]
+) -> Path:
     """The folder of a build; an interrupted build is continued."""
     kind = "static" if static else "shared"
     build = toolchain.home / f"{platform.machine}-{processors.name}-{kind}"
@@ -132,10 +138,21 @@ def _built(toolchain: Toolchain, platform: Platform, processors: Processors, *, 
     ninja = f"-DCMAKE_MAKE_PROGRAM={toolchain.ninja}"
     places = (toolchain.cmake, "-S", toolchain.llama_cpp, "-B", build, "-G", "Ninja", ninja)
     run([*places, *switches, f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_UNITY}", *_wrappers(toolchain, build, flags)], _ADVICE)
-    workers = str(usable_processors())
-    run([toolchain.cmake, "--build", build, "--parallel", workers, "--target", *targets], _ADVICE)
+    _run_ninja(toolchain, build, targets, report)
     done.write_text(recipe)
     return build
+
+
+def _run_ninja(toolchain: Toolchain, build: Path, targets: tuple[str, ...], report: Report) -> None:
+    """Compiles; how far it is, ninja's log says, which gets a line for each file."""
+    command: list[str | Path] = [toolchain.cmake, "--build", build, "--parallel", str(usable_processors()), "--target", *targets]
+    left, log = run([*command, "--", "-n"], _ADVICE).count("\n["), build / ".ninja_log"
+
+    def lines() -> int:
+        return log.read_bytes().count(b"\n") if log.is_file() else 0
+
+    before = lines()
+    run(command, _ADVICE, each_poll=lambda: report(min(1.0, (lines() - before) / max(left, 1))))
 
 
 def _wrappers(toolchain: Toolchain, build: Path, flags: str) -> Iterator[str]:

@@ -6,20 +6,16 @@ import shutil
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 
-from edge_devices.errors import errors_as
 from edge_export.device_package.inventory import Component, keep_licence, write_file
 from edge_export.device_package.platforms import PYTHON, SITE, Platform
-from edge_export.device_package.wheels import DISTRIBUTION, own_licence
-from edge_export.errors import PackageError
-from edge_runtime.backends.kernels.build import TARGETS, build
+from edge_export.device_package.wheels import DISTRIBUTION, own_licence, own_requirements
 
 # Of the benchmark a device runs the part that measures; reports are made where its records go.
 _LIGHT = ("edge_bench/measure", "edge_runtime", "edge_devices")
-# The kernels that are compiled here are for this machine; their sources are not needed on a device.
-_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "libedge_rows.*", "*.cpp", "*.h")
+# The row kernels come alone (row_kernels.py); their sources are not needed on a device.
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "libedge_rows*", "*.cpp", "*.h")
 # The folder is found from the script's own path, with symbolic links followed, so that it may be anywhere.
 _HERE = """\
 self=$0
@@ -85,14 +81,17 @@ def _choice(platform: Platform) -> str:
     return "\n".join(lines) + "\n"
 
 
-def add_own_code(folder: Path, platform: Platform) -> Component:
-    """Copies what a device runs, nothing of the exporter, and compiles the row kernels. Raises PackageError."""
+def add_own_code(folder: Path, extras: Sequence[str]) -> Component:
+    """Copies what a device runs, nothing of the exporter; `extras` are those whose libraries are in the package. Raises PackageError."""
     copy_packages(folder / SITE)
-    _add_kernels(folder / SITE / "edge_runtime" / "backends" / "kernels" / "lib", platform)
     installed = version(DISTRIBUTION)
     about = folder / SITE / f"{DISTRIBUTION.replace('-', '_')}-{installed}.dist-info"
-    # Commands read the version from the distribution's metadata; the rest of it describes the exporter.
-    write_file(about / "METADATA", f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {installed}\n".encode())
+    # Commands read the version from the distribution's metadata, and the doctor what should be there; the rest describes the exporter.
+    lines = [f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {installed}\n"]
+    for extra in extras:
+        lines.append(f"Provides-Extra: {extra}\n")
+        lines += [f'Requires-Dist: {requirement}; extra == "{extra}"\n' for requirement in own_requirements(extra)]
+    write_file(about / "METADATA", "".join(lines).encode())
     text = keep_licence(folder, f"{DISTRIBUTION}/LICENSE", own_licence())
     return Component(name=DISTRIBUTION, version=installed, source="this program", licence="Apache-2.0", texts=(text,))
 
@@ -101,12 +100,3 @@ def copy_packages(folder: Path) -> None:
     """Copies what a device imports of this program."""
     for path in _LIGHT:
         shutil.copytree(str(files(path.replace("/", "."))), folder / path, ignore=_LEFT_OUT)
-
-
-def _add_kernels(folder: Path, platform: Platform) -> None:
-    """Without zig's compiler the device runs stock operators, as a package for onnxruntime alone needs no compiler."""
-    target = TARGETS.get(("Linux", platform.machine))
-    if target is None or find_spec("ziglang") is None:
-        return
-    with errors_as(PackageError, f"the row kernels cannot be built for {platform.name}", "report this error", RuntimeError, OSError):
-        build(target, folder)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from edge_devices.children.commands import module_command
 from edge_devices.children.running import run_child
+from edge_devices.waiting import Report
 from edge_export.errors import PackageError
+
+# Begins a step with this title; what it returns is told how far the step is.
+Step = Callable[[str], Report]
 
 
 def program_path(program: str, advice: str) -> str:
@@ -21,9 +25,19 @@ def program_path(program: str, advice: str) -> str:
     return path
 
 
-def run(command: Sequence[str | Path], advice: str, *, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """Returns what a program writes to standard output. Raises PackageError, with its last line and `advice`, if it fails."""
-    done = run_child(command, environment=environment, folder=folder, with_children=True, failure=PackageError)
+def run(
+    command: Sequence[str | Path],
+    advice: str,
+    *,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    each_poll: Callable[[], None] = lambda: None,
+) -> str:
+    """Returns what a program writes to standard output. Raises PackageError, with its last line and `advice`, if it fails.
+
+    `each_poll` is called again and again while it runs.
+    """
+    done = run_child(command, environment=environment, folder=folder, with_children=True, each_poll=each_poll, failure=PackageError)
     if done.end:
         raise PackageError(f"{_short(command)} failed ({done.reason or done.end}); {advice}")
     return done.output.decode("utf-8", "replace")

@@ -22,6 +22,8 @@ DISTRIBUTION = "edge-mtp"
 # Dependencies of our requirements; pip would add packages that only their tools use, such as a hub client for tokenizers.
 _THEIR_NEEDS = {
     "core": ("markdown-it-py", "mdurl", "pygments", "markupsafe"),
+    "serve": ("anyio", "h11", "idna", "typing_extensions"),
+    "grammar": (),
     "media": ("cffi", "typing_extensions"),
     "llama": ("diskcache", "typing_extensions"),
     "onnx": (),
@@ -44,7 +46,8 @@ MAX_WHEEL_BYTES = 2 << 30
 def add_wheels(folder: Path, platform: Platform, extras: tuple[str, ...], scratch: Path) -> list[Component]:
     """Unpacks the wheels that these of our extras need into the package. Raises PackageError if one is not available."""
     parts = ("core", *extras)
-    requirements = dict.fromkeys(line for part in parts for line in (*_own_requirements(part), *_THEIR_NEEDS[part]))
+    needed = dict.fromkeys(line for part in parts for line in (*own_requirements(part), *_THEIR_NEEDS[part]))
+    requirements = [line for line in needed if not line.startswith("llama")]  # llama.cpp is built, not fetched
     wheels = scratch / "wheels"
     tags = [word for tag in platform.wheel_tags for word in ("--platform", tag)]
     target = ("--only-binary=:all:", *tags, "--python-version", PYTHON, "--implementation", "cp")
@@ -52,8 +55,8 @@ def add_wheels(folder: Path, platform: Platform, extras: tuple[str, ...], scratc
     return [_add_wheel(folder, wheel) for wheel in sorted(wheels.glob("*.whl"))]
 
 
-def _own_requirements(extra: str) -> list[str]:
-    """What this package requires: always ("core"), or with an extra. llama.cpp is built, not fetched."""
+def own_requirements(extra: str) -> list[str]:
+    """Returns what edge-mtp requires: always ("core"), or with an extra."""
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError as error:
@@ -63,7 +66,7 @@ def _own_requirements(extra: str) -> list[str]:
         marker, requirement.marker = requirement.marker, None
         always = marker is None or marker.evaluate({"extra": ""})
         included = always if extra == "core" else not always and marker is not None and marker.evaluate({"extra": extra})
-        if included and not requirement.name.startswith("llama"):
+        if included:
             requirements.append(str(requirement))
     return requirements
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.published.grid import BLOCK, find_grid, lies_on_grid
-from edge_export.checkpoint.safetensors import FloatType, StoredTensor, read_float_chunks
+from edge_export.checkpoint.safetensors import FloatType, StoredTensor, read_rows
 from edge_export.checkpoint.tokenizer_vocabulary import GgufVocabulary, read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_export.gguf.keys import Entry, add_general, architecture_entries, architecture_name, unfit_values, vocabulary_entries
@@ -53,7 +53,7 @@ def float_tensor(name: str, stored: StoredTensor, kind: FloatType, shape: tuple[
     """A tensor of a checkpoint in this float type; `shape` is another for the same values."""
 
     def pieces() -> Iterator[Any]:
-        return (chunk.data.cast("B") for chunk in read_float_chunks(stored, kind))
+        return (piece.view(np.uint8).data for piece in read_rows(stored, kind))
 
     return GgufTensor(name=name, shape=shape or stored.shape, type=TYPE_NUMBERS[kind], pieces=pieces)
 
@@ -241,8 +241,8 @@ class ExactReport:
         def pieces() -> Iterator[Any]:
             if exact:
                 self.values[name] = self.equal[name] = 0
-            for chunk in read_float_chunks(stored, "f32"):
-                blocks = chunk.reshape(-1, BLOCK)
+            for piece in read_rows(stored):
+                blocks = piece.reshape(-1, BLOCK)
                 rounded = self._packed(blocks, name) if exact else gguf.quants.quantize(blocks, gguf.GGMLQuantizationType.Q8_0)
                 yield np.ascontiguousarray(rounded).data.cast("B")
 

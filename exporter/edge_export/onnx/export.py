@@ -11,7 +11,6 @@ from typing import Any
 
 from edge_devices.machine.memory import byte_text
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
-from edge_export.checkpoint.published.formats import rounds_activations
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import CONTROL
 from edge_export.onnx.graph_builder import OPSET, PlainGraph
@@ -30,8 +29,14 @@ from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLay
 
 # Spare rows of a sliding buffer: they hold the longest forward, and the more there are, the more rarely rows move to the front.
 SPARE_ROWS = 256
-# llama.cpp ends a generation at these too (src/llama-vocab.cpp).
-_END_PIECES = ("<eos>", "<turn|>", "<|tool_response>")
+# llama.cpp ends a generation at these too, by their text (src/llama-vocab.cpp).
+# fmt: off
+_END_PIECES = frozenset((
+    "<eos>", "<turn|>", "<|tool_response>", "<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>",
+    "<|call|>", "<|calls|>", "<|flush|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]",
+    "[EOS]",
+))
+# fmt: on
 
 
 def write_onnx(
@@ -117,7 +122,7 @@ def compare(
     target = reference.target
     exact = (request.target, request.drafter, request.embedding, request.kv) == ("f32", "f32", None, "f32")
     reason = why_not(reference, "onnxruntime", "onnx")
-    rounded = rounds_activations(target.checkpoint.config)
+    rounded = target.checkpoint.rounding_method
     if rounded == "compressed-tensors":
         reason = "the reference does not round activations of compressed-tensors checkpoints here"
     if reason is None and not exact:
@@ -161,7 +166,7 @@ def onnx_facts(target: ResolvedSource, contrib_ops: set[str], opset: int) -> Onn
     """Returns the manifest's facts of a pair's graphs."""
     assert target.tokenizer is not None  # resolve_pair rejects a checkpoint without one
     model, vocabulary = target.checkpoint.architecture, target.tokenizer
-    ends = {vocabulary.pieces.index(piece) for piece in _END_PIECES if piece in vocabulary.pieces}
+    ends = {token for token, piece in enumerate(vocabulary.pieces) if piece in _END_PIECES}
     if "eos" in vocabulary.special_ids:
         ends.add(vocabulary.special_ids["eos"])
     return OnnxGraphs(

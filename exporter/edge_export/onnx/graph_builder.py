@@ -1,11 +1,16 @@
-"""Builds ONNX graphs node by node. The only module that imports onnx."""
+"""Builds ONNX graphs node by node. The only module that imports onnx.
+
+What the runtime's kernels compute is written as one node of their domain, with a function of that name in the same file: its nodes are
+stock operators, which onnxruntime puts in the node's place where there are no kernels. So a graph runs everywhere, and says what it means.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -15,10 +20,10 @@ from onnx import TensorProto, helper, numpy_helper
 from edge_devices.errors import first_line
 from edge_export.errors import ExportError
 from edge_export.onnx.weights import Matrix, Stored
+from edge_runtime.bundle.onnx_graph import CONTRIB, KERNELS
 
 # RMSNormalization came with 23 (onnx 1.18, IR 11).
 OPSET, IR_VERSION = 23, 11
-CONTRIB = "com.microsoft"
 _TYPES = {
     "f32": TensorProto.FLOAT,
     "f16": TensorProto.FLOAT16,
@@ -32,18 +37,31 @@ _TYPES = {
 Shape = Sequence[int | str]
 # The activations of block-quantized products are rounded to int8 (MatMulNBits, accuracy_level).
 _INT8_ACTIVATIONS = 4
-# Activations that a checkpoint rounds itself are multiplied as they are; the row kernels take both roundings and the product as one.
+# Activations that a checkpoint rounds itself are multiplied as they are; the kernels take both roundings and the product as one.
 _FLOAT_ACTIVATIONS = 1
 _LOWEST, _HIGHEST = -128.0, 127.0
 
 
+class Body(NamedTuple):
+    """Where the stock nodes of a kernel's operator go, and what the operator's inputs and outputs are called there."""
+
+    graph: GraphBuilder
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+
+
 class GraphBuilder:
-    """A graph being built. Values are strings: their names. A subgraph can use the values of its outer graph, which holds its weights."""
+    """A graph being built. Values are strings: their names. A subgraph can use the values of its outer graph, which holds its weights.
+
+    With `kernels` it has the operators of the runtime's kernels, which compute products with weights in blocks, and what lies between them.
+    """
 
     opset, ir_version = OPSET, IR_VERSION
 
-    def __init__(self, name: str, parent: GraphBuilder | None = None) -> None:
+    def __init__(self, name: str, parent: GraphBuilder | None = None, *, kernels: bool = False) -> None:
         self.name = name
+        self._kernels: bool = parent._kernels if parent else kernels
+        self._functions: dict[bytes, Any] = {}
         self.contrib_ops: set[str] = parent.contrib_ops if parent else set()
         self._parent = parent
         self._root: GraphBuilder = parent._root if parent else self
@@ -81,6 +99,31 @@ class GraphBuilder:
         """Appends a node with one output and returns it."""
         return self.ops(kind, inputs, [name] if name else 1, domain=domain, **attributes)[0]
 
+    @contextmanager
+    def kernel(self, kind: str | None, inputs: Sequence[str], outputs: Sequence[str], **attributes: float) -> Iterator[Body]:
+        """Appends an operator of the kernels, and gives the file a function of the stock nodes that are emitted into the yielded graph.
+
+        These read and give nothing but the yielded names; weights that they ask for become further inputs of the operator, in that order.
+        Without kernels, or where there is none of this `kind` (None), these nodes stand in this graph themselves.
+        """
+        if kind is None or not self._kernels:
+            yield Body(self, inputs, outputs)
+            return
+        function = _Function(self._root)
+        body = Body(function, [f"x{place}" for place in range(len(inputs))], [f"y{place}" for place in range(len(outputs))])
+        yield body
+        weights = [self.weight(stored) for stored in function.weights]
+        node = helper.make_node(kind, [*inputs, *weights], outputs, name=self.fresh(f"node_{kind}"), domain=KERNELS, **attributes)
+        node.overload = self._root._overload(function.proto(kind, body, sorted(attributes)))
+        self._nodes.append(node)
+
+    def _overload(self, function: Any) -> str:
+        """What tells a function from others of its name. Equal ones are one."""
+        known = self._functions.setdefault(function.SerializeToString(deterministic=True), function)
+        if not known.overload:
+            known.overload = str(sum(other.name == known.name for other in self._functions.values()))
+        return str(known.overload)
+
     def integers(self, values: Sequence[int] | NDArray[np.integer]) -> str:
         """A small int64 constant, kept in the graph itself (shapes must be)."""
         return self._constant(np.asarray(values, np.int64))
@@ -107,35 +150,37 @@ class GraphBuilder:
             self._root._initializers[name] = tensor
         return name
 
-    def linear(self, value: str, matrix: Matrix) -> str:
-        """value [..., columns] times the transposed matrix: [..., rows]. One of several parts is multiplied part by part."""
+    def linear(self, value: str, matrix: Matrix, *, name: str | None = None) -> str:
+        """value [..., columns] times the transposed matrix: [..., rows]."""
         before, after = matrix.rounding or (0.0, 0.0)
-        return self._as_int8(self._product(self._as_int8(value, before), matrix), after)
+        result, scales = name or self.fresh("product"), {"input_scale": float(before), "output_scale": float(after)}
+        trained = "MatMulStatic" if before and matrix.sizes else None
+        with self.kernel(trained, [value], [result], **matrix.sizes, **scales) as (body, (rows,), (rounded,)):
+            product = body._product(body._as_int8(rows, before), matrix, name=None if after else rounded)
+            if after:
+                body._as_int8(product, after, name=rounded)
+        return result
 
-    def _as_int8(self, value: str, scale: float) -> str:
+    def _as_int8(self, value: str, scale: float, *, name: str | None = None) -> str:
         """The nearest multiple of `scale` from -128 to 127 times it (transformers, gemma_quant.py, apply_srq); 0 rounds nothing."""
         if not scale:
             return value
         step = self.floats(scale)
         level = self.op("Clip", self.op("Round", self.op("Div", value, step)), self.floats(_LOWEST), self.floats(_HIGHEST))
-        return self.op("Mul", level, step)
+        return self.op("Mul", level, step, name=name)
 
-    def _product(self, value: str, matrix: Matrix) -> str:
-        spec = matrix.format.spec
-        if spec is None:
-            return self.op("FusedMatMul", value, self._float(matrix), domain=CONTRIB, transB=1)
-        return self.op(
-            "MatMulNBits",
-            value,
-            self.weight(matrix.values),
-            self._scales(matrix),
-            domain=CONTRIB,
-            K=matrix.columns,
-            N=matrix.rows,
-            bits=spec.bits,
-            block_size=spec.block,
-            accuracy_level=_INT8_ACTIVATIONS if matrix.rounding is None else _FLOAT_ACTIVATIONS,
-        )
+    def _product(self, value: str, matrix: Matrix, *, name: str | None = None) -> str:
+        """A product without any rounding that the checkpoint asks for."""
+        kind = "MatMulHalves" if matrix.format.kind == "f16" else "MatMulRows" if matrix.sizes and matrix.rounding is None else None
+        result = name or self.fresh("product")
+        with self.kernel(kind, [value], [result], **matrix.sizes) as (body, (rows,), (product,)):
+            if not matrix.sizes:
+                body.op("FusedMatMul", rows, body._float(matrix), domain=CONTRIB, name=product, transB=1)
+            else:
+                level = _INT8_ACTIVATIONS if matrix.rounding is None else _FLOAT_ACTIVATIONS
+                weights = body.weight(matrix.values), body._scales(matrix)
+                body.op("MatMulNBits", rows, *weights, domain=CONTRIB, name=product, accuracy_level=level, **matrix.sizes)
+        return result
 
     def gather(self, matrix: Matrix, indices: str) -> str:
         """Rows of the matrix as float32 [*indices, columns]; only these are read."""
@@ -167,13 +212,17 @@ class GraphBuilder:
 
     def save(self, path: Path) -> None:
         """Writes the model and runs onnx's checker on it. Raises ExportError if the checker rejects it."""
-        opsets = [helper.make_opsetid("", self.opset)] + [helper.make_opsetid(CONTRIB, 1)] * bool(self.contrib_ops or self.opset == OPSET)
-        model = helper.make_model(self._proto(), opset_imports=opsets, ir_version=self.ir_version, producer_name="edge-mtp")
+        opsets, functions = self._opsets() + [helper.make_opsetid(KERNELS, 1)] * bool(self._functions), list(self._functions.values())
+        facts = {"opset_imports": opsets, "ir_version": self.ir_version, "producer_name": "edge-mtp"}
+        model = helper.make_model(self._proto(), functions=functions, **facts)
         path.write_bytes(model.SerializeToString())
         try:
             onnx.checker.check_model(str(path))
         except onnx.checker.ValidationError as error:
             raise ExportError(f"{path.name} is not valid ONNX ({first_line(error)}); report this with the checkpoint's config") from error
+
+    def _opsets(self) -> list[Any]:
+        return [helper.make_opsetid("", self.opset)] + [helper.make_opsetid(CONTRIB, 1)] * bool(self.contrib_ops or self.opset == OPSET)
 
     def _constant(self, array: NDArray[Any]) -> str:
         """Stores equal constants once, in the outermost graph."""
@@ -195,6 +244,31 @@ class GraphBuilder:
 
     def _proto(self) -> Any:
         return helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, list(self._initializers.values()))
+
+
+class _Function(GraphBuilder):
+    """The stock nodes of a kernel's operator. Constants are nodes, and weights are inputs behind the others."""
+
+    def __init__(self, model: GraphBuilder) -> None:
+        super().__init__("function")
+        self.contrib_ops = model.contrib_ops
+        self.weights: list[Stored] = []
+
+    def weight(self, stored: Stored) -> str:
+        self.weights.append(stored)
+        return f"w{len(self.weights)}"
+
+    def proto(self, kind: str, body: Body, attributes: Sequence[str]) -> Any:
+        """The function of an operator with these attributes, which its nodes have as numbers."""
+        inputs = [*body.inputs, *(f"w{place + 1}" for place in range(len(self.weights)))]
+        return helper.make_function(KERNELS, kind, inputs, body.outputs, self._nodes, self._opsets(), attributes)
+
+    def _constant(self, array: NDArray[Any]) -> str:
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            name = self._constants[key] = self.fresh("constant")
+            self._nodes.append(helper.make_node("Constant", [], [name], value=numpy_helper.from_array(array)))
+        return self._constants[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,20 +303,20 @@ class PlainGraph(GraphBuilder):
         self._ranges = ranges or {}
         self._with_ranges = with_ranges
 
-    def linear(self, value: str, matrix: Matrix) -> str:
+    def linear(self, value: str, matrix: Matrix, *, name: str | None = None) -> str:
         """value [..., columns] times the matrix: [..., rows]."""
-        name = self.weight(matrix.values)
-        if name not in self._ranges:
-            product = self.op("MatMul", value, self._dense(matrix))
+        stored = self.weight(matrix.values)
+        if stored not in self._ranges:
+            product = self.op("MatMul", value, self._dense(matrix), name=name)
             if self._with_ranges and matrix.scales is not None:
-                self._output_ranges(name, value, product)
+                self._output_ranges(stored, value, product)
             return product
-        before, after = self._ranges[name]
-        return self._rounded(self.op("MatMul", self._rounded(value, before), self._dense(matrix)), after)
+        before, after = self._ranges[stored]
+        return self._rounded(self.op("MatMul", self._rounded(value, before), self._dense(matrix)), after, name=name)
 
-    def _rounded(self, value: str, bounds: ValueRange) -> str:
+    def _rounded(self, value: str, bounds: ValueRange, *, name: str | None = None) -> str:
         scaling = self.floats(float(bounds.scale)), self._constant(np.asarray(bounds.zero_point))
-        return self.op("DequantizeLinear", self.op("QuantizeLinear", value, *scaling), *scaling)
+        return self.op("DequantizeLinear", self.op("QuantizeLinear", value, *scaling), *scaling, name=name)
 
     def _output_ranges(self, name: str, *values: str) -> None:
         ends = [self.op(kind, value, keepdims=0) for value in values for kind in ("ReduceMin", "ReduceMax")]

@@ -70,10 +70,9 @@ def encoder_parity(
     """Returns the figures of the encoders' graphs. Raises ParityError."""
 
     def encode(media: Sequence[Media]) -> list[Rows]:
-        from edge_runtime.backends.onnx.loader import SessionOptions
         from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 
-        opened = OrtMediaEncoder(files[VISION_ENCODER], files.get(AUDIO_ENCODER), SessionOptions(threads=reference.threads), hidden_size)
+        opened = OrtMediaEncoder(files[VISION_ENCODER], files.get(AUDIO_ENCODER), reference.threads, hidden_size)
         return [opened.encode(item) for item in media]
 
     return measure_media_parity(reference, encode, inputs, quantization=weights, limit=ENCODER_LIMITS[weights])

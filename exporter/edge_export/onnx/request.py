@@ -140,8 +140,8 @@ def expected_onnx_bytes(target: Checkpoint, drafter: Checkpoint, request: OnnxRe
     """Returns about how many bytes the graphs' data take, and the embeddings that a host looks up: float32 for f32, else float16."""
     pair = ((target, request.target), (drafter, request.drafter))
     weights = sum(int(half.parameters * WEIGHT_TYPES[kind].bytes) for half, kind in pair)
-    embedding = target.architecture.vocab_size * target.architecture.hidden_size
-    weights += int(embedding * (WEIGHT_TYPES[request.table].bytes - WEIGHT_TYPES[request.target].bytes))
+    tables = target.architecture.vocab_size * target.architecture.hidden_size * (1 if target.architecture.tied else 2)
+    weights += int(tables * (WEIGHT_TYPES[request.table].bytes - WEIGHT_TYPES[request.target].bytes))
     looked_up = 0 if request.device is None else target.architecture.table_weights
     return weights + looked_up * (4 if request.table == "f32" else 2)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.published.grid import lies_on_grid
-from edge_export.checkpoint.safetensors import StoredTensor, read_codes, read_float_chunks, read_rows, read_values, row_pieces
+from edge_export.checkpoint.safetensors import StoredTensor, read_codes, read_rows, read_values
 from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import WeightSpec, quantize_matrix, round_rows
 from edge_export.onnx.request import WEIGHT_TYPES, OnnxRequest, OnnxWeights
@@ -110,6 +110,12 @@ class Matrix:
     rounding: tuple[float, float] | None = None
     parts: tuple[Matrix, ...] = ()
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What operators on blocks are told of it; empty where it is not in blocks."""
+        spec = self.format.spec
+        return {} if spec is None else {"K": self.columns, "N": self.rows, "bits": spec.bits, "block_size": spec.block}
+
     def regrouped(self, rows: int) -> Matrix:
         """The same bytes as a matrix of `rows` longer rows, each of several old ones."""
         columns = self.rows * self.columns // rows
@@ -176,9 +182,7 @@ class WeightFile:
         rows, columns = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
         format = format.for_tensors(tensors).for_columns(columns)
         if format.kind != "blocks":
-            return self._plain(
-                (piece for tensor in tensors for piece in read_float_chunks(tensor, format.float_type)), rows, columns, format
-            )
+            return self._plain((piece for tensor in tensors for piece in read_rows(tensor, format.float_type)), rows, columns, format)
         pieces = (
             (piece, weighing)
             for weighing, tensor in ((self._weighing(name, tensor), tensor) for name, tensor in zip(names, tensors, strict=True))
@@ -195,7 +199,7 @@ class WeightFile:
             if made is None:
                 rows, columns = tensor.shape
                 kind = format.float_type
-                made = self._plain(read_float_chunks(tensor, kind), rows, columns, WeightFormat(kind=kind))
+                made = self._plain(read_rows(tensor, kind), rows, columns, WeightFormat(kind=kind))
             parts.append(replace(made, rounding=checkpoint.rounding.get(name)))
         if len(parts) == 1:
             return parts[0]
@@ -289,7 +293,7 @@ class PlainWeightFile(WeightFile):
         values = self._reserve(format.float_type, (columns, rows))
         columnwise = self._mapped(values, np.dtype(_FLOATS[format.float_type]), (columns, rows))
         at = 0
-        for piece in row_pieces((piece.reshape(-1) for piece in pieces), columns):
+        for piece in pieces:
             columnwise[:, at : at + len(piece)] = piece.T
             at += len(piece)
             self._progress(piece.size * columnwise.itemsize)

@@ -94,7 +94,7 @@ def _check_place(output: Path, force: bool, kind: FolderKind) -> None:
     if not os.path.lexists(output):
         return
     if not force:
-        raise ExportError(f"{output} exists already; choose another name, or replace it with --force")
+        raise ExportError(f"{output} exists already; choose another name with --output, or replace a bundle with --force")
     check_replaceable(output, kind)
 
 

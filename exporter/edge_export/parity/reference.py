@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edge_devices.machine.facts import installed_version
 from edge_devices.machine.memory import available_memory_bytes, byte_text
-from edge_export.checkpoint.architecture import TextArchitecture
+from edge_export.checkpoint.architecture import HEAD, TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
@@ -286,6 +286,7 @@ def _filled(folder: Path, weights: Weights) -> tuple[Any, list[str]]:
     if not hasattr(config, "backbone_hidden_size"):
         config = config.get_text_config()
     for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = HEAD not in weights
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")

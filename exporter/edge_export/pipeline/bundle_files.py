@@ -9,13 +9,14 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import sha256_of
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint, check_pair
 from edge_export.checkpoint.published.formats import SIZES
 from edge_export.checkpoint.sources import ResolvedSource, manifest_source, source_files
-from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
+from edge_export.checkpoint.tokenizer_vocabulary import MAX_TEMPLATE_BYTES, TEMPLATE_NAME, TOKENIZER_NAME
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.gguf.keys import GENERATION_NAME, read_generation
 from edge_export.gguf.tensor_names import gguf_name
@@ -34,12 +35,12 @@ from edge_runtime.bundle.manifest import (
 )
 from edge_runtime.config.schema import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
 from edge_runtime.config.settings import defaults, expanded
-from edge_runtime.errors import EdgeRuntimeError
+from edge_runtime.errors import BackendError, EdgeRuntimeError
+from edge_runtime.text.template.renderer import Renderer, TemplateError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-_CHAT_TEMPLATE = "chat_template.jinja"
 _PIECE_BYTES = 4 << 20
 CACHE_DTYPE = "f16"
 # llama.cpp rounds its caches up to this many rows (src/llama-kv-cache-iswa.cpp).
@@ -52,6 +53,9 @@ _NUMBERS = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 _TOP_K, _SUPPRESSED = "general.sampling.top_k", "tokenizer.ggml.suppress_tokens"
+# What counts only where tokens are sampled; a penalty counts always.
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+_ENDS = "eos_token_id"
 # (least, most): SamplingParams refuses others.
 _RANGES = {"temperature": (0.0, 100.0), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-6, 1e6)}
 
@@ -139,13 +143,17 @@ def _widest_feed_forward(model: TextArchitecture) -> int:
 
 
 def generation_defaults(target: ResolvedSource) -> GenerationDefaults | None:
-    """Returns what the target says; None for nothing. Raises CheckpointError for values that cannot be."""
+    """Returns what the target says, as transformers reads it; None for nothing. Raises CheckpointError for values that cannot be."""
     size = target.checkpoint.architecture.vocab_size
+    ends: tuple[int, ...] = ()
     if target.gguf is None:
         path, values = target.path / GENERATION_NAME, dict(read_generation(target.path))
-        if values.get("do_sample") is not True:
-            values = {key: value for key, value in values.items() if key not in (*_NUMBERS, "top_k")}
-            values |= {"temperature": 0.0} if "do_sample" in values else {}
+        if values.get("do_sample") is True:
+            values.setdefault("temperature", 1.0)
+        else:
+            values = {key: value for key, value in values.items() if key not in _SAMPLED}
+            values |= {"temperature": 0.0} if values.get("do_sample") is False else {}
+        ends = _end_tokens(target, values, size)
     else:
         path, keys = target.path, target.gguf.keys
         values = {name: keys.get(key) for name, key in _NUMBERS.items()}
@@ -154,11 +162,21 @@ def generation_defaults(target: ResolvedSource) -> GenerationDefaults | None:
     defaults = GenerationDefaults(
         **{name: _number(values, name, path) for name in _NUMBERS},
         top_k=_top_k(values, path),
-        end_tokens=_tokens(values, "eos_token_id", size, path),
+        end_tokens=ends,
         suppress_tokens=_tokens(values, "suppress_tokens", size, path),
     )
-    plain = (defaults.temperature, defaults.top_k, defaults.suppress_tokens) == (None, None, ()) and len(defaults.end_tokens) <= 1
-    return None if plain else defaults
+    return None if defaults == GenerationDefaults() else defaults
+
+
+def _end_tokens(target: ResolvedSource, generation: dict[str, Any], size: int) -> tuple[int, ...]:
+    """The end tokens of generation_config.json; if it names none, those of config.json, whose text_config counts last."""
+    config = target.checkpoint.config
+    inner = config.get("text_config")
+    places = ((GENERATION_NAME, generation), ("config.json", config), ("config.json", inner if isinstance(inner, dict) else {}))
+    for name, values in places:
+        if values.get(_ENDS) is not None:
+            return _tokens(values, _ENDS, size, target.path / name)
+    return ()
 
 
 def _number(values: dict[str, Any], name: str, path: Path) -> float | None:
@@ -198,21 +216,34 @@ def copy_file(source: Path, destination: Path, progress: Callable[[int], None] =
             progress(len(piece))
 
 
-def copy_texts(target: ResolvedSource, folder: Path, progress: Progress) -> list[BundlePart]:
+def template_of(target: ResolvedSource) -> str | None:
+    """The target's chat template. Raises CheckpointError for one that the runtime would refuse."""
+    if target.gguf is not None:
+        text = target.gguf.keys.get("tokenizer.chat_template")
+        template, advice = text if isinstance(text, str) else None, "give another GGUF, or its checkpoint"
+    else:
+        template, advice = target.tokenizer.chat_template if target.tokenizer is not None else None, f"correct {TEMPLATE_NAME}"
+    if template is None:
+        return None
+    with errors_as(CheckpointError, f"{target.origin} has a chat template that is no Unicode text", advice, UnicodeEncodeError):
+        size = len(template.encode())
+    if size > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"{target.origin} has a chat template of {size} bytes, at most {MAX_TEMPLATE_BYTES} are read; {advice}")
+    with errors_as(CheckpointError, f"{target.origin} has a chat template that does not compile", advice, TemplateError, BackendError):
+        Renderer(template)
+    return template
+
+
+def copy_texts(target: ResolvedSource, template: str | None, folder: Path, progress: Progress) -> list[BundlePart]:
     """Puts the tokenizer and the chat template into the bundle. A GGUF holds its tokenizer itself."""
     progress.step("Copy the tokenizer", None)
     parts: list[BundlePart] = []
-    template: str | None = None
-    if target.gguf is not None:
-        text = target.gguf.keys.get("tokenizer.chat_template")
-        template = text if isinstance(text, str) else None
-    elif target.tokenizer is not None:
+    if target.tokenizer is not None:
         copy_file(target.tokenizer.folder / TOKENIZER_NAME, folder / TOKENIZER_NAME)
         parts.append(BundlePart(role="tokenizer", path=folder / TOKENIZER_NAME, format="json"))
-        template = target.tokenizer.chat_template
     if template is not None:
-        (folder / _CHAT_TEMPLATE).write_text(template, encoding="utf-8", newline="")
-        parts.append(BundlePart(role="chat_template", path=folder / _CHAT_TEMPLATE, format="jinja"))
+        (folder / TEMPLATE_NAME).write_text(template, encoding="utf-8", newline="")
+        parts.append(BundlePart(role="chat_template", path=folder / TEMPLATE_NAME, format="jinja"))
     return parts
 
 

@@ -18,6 +18,7 @@ from edge_devices.waiting import Progress, ProgressLines
 from edge_export.checkpoint.architecture import SPARSE_HEAD
 from edge_export.checkpoint.published.hub import fetched_checkpoint
 from edge_export.checkpoint.sources import ResolvedSource, mixed_training, resolve_pair
+from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError
 from edge_export.gguf.media_encoder import TOWERS, media_architecture, media_inputs
 from edge_export.gguf.writer import trained_for_q4
@@ -34,6 +35,7 @@ from edge_export.pipeline.bundle_files import (
     hash_source,
     read_signing_key,
     sign_manifest,
+    template_of,
 )
 from edge_export.pipeline.companions import write_companions
 from edge_export.pipeline.gguf_step import GgufFiles, make_gguf, plan_pair
@@ -46,6 +48,9 @@ from edge_export.quantization.llama_quantize import DIRECT, check_quantization, 
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings
 from edge_runtime.config.yaml_file import CONFIG_NAME, config_text
+
+# Manifest, configuration, model card and presets.
+_TEXT_BYTES = 64 << 10
 
 
 def export_pair(request: ExportRequest, progress: Progress | Callable[[str], None] | None = None) -> Bundle:
@@ -72,11 +77,11 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
         progress.note(f"Left out of the {role}: {name}.")
     with _kept_calibration(job), partial_folder(request.output, request.force) as folder:
         gguf = plan_pair(job, folder) if request.gguf else None
-        _check_onnx_space(job, folder)
+        _check_space(job, gguf, folder)
         importance = _importance(job, gguf)
         onnx, onnx_figures = _make_onnx(job, importance, folder)
         gguf_parts, gguf_figures = make_gguf(gguf, job, importance) if gguf is not None else ([], {})
-        parts = [*gguf_parts, *(onnx.parts if onnx is not None else ()), *copy_texts(job.pair[0], folder, progress)]
+        parts = [*gguf_parts, *(onnx.parts if onnx is not None else ()), *copy_texts(job.pair[0], job.template, folder, progress)]
         weights = {source.role: source.checkpoint.parameters for source in job.pair}
         files = hash_parts(parts, folder, weights, progress)
         manifest = _manifest(job, files, onnx, parity=gguf_figures | onnx_figures, importance=importance)
@@ -141,18 +146,22 @@ def _open_job(request: ExportRequest, progress: Progress) -> ExportJob:
         left_out=tuple((part.role, name) for part in pair for name in part.checkpoint.left_out if not name.startswith(written)),
         media=None if media is None else media_inputs(media),
         generation=generation_defaults(target),
+        template=template_of(target),
     )
 
 
-def _check_onnx_space(job: ExportJob, folder: Path) -> None:
-    """Raises ExportError if the disk has no room for the ONNX graphs."""
-    if job.request.onnx is None:
-        return
-    needed, free = _onnx_bytes(job, job.request.onnx), shutil.disk_usage(folder).free
+def _check_space(job: ExportJob, gguf: GgufFiles | None, folder: Path) -> None:
+    """Raises ExportError if the disk has no room for what the export writes."""
+    tokenizer = job.pair[0].tokenizer
+    needed = _TEXT_BYTES + len((job.template or "").encode())
+    needed += 0 if tokenizer is None else (tokenizer.folder / TOKENIZER_NAME).stat().st_size
+    needed += gguf.needed_bytes if gguf is not None else 0
+    needed += _onnx_bytes(job, job.request.onnx) if job.request.onnx is not None else 0
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise ExportError(
-            f"{folder.parent} has {byte_text(free)} free, the ONNX graphs need about {byte_text(needed)};"
-            " free some space or choose another disk"
+            f"{folder.parent} has {byte_text(free)} free, the export needs about {byte_text(needed)}"
+            " (unquantized files and bundle together); free some space or choose another disk"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edge_devices.machine.memory import byte_text
 from edge_devices.waiting import Progress
+from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
 from edge_export.gguf.drafter_head import head_bytes, output_rows, write_head
@@ -32,8 +31,6 @@ from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.errors import BackendError
 
-# Tokenizer, template and manifest.
-_SMALL_FILES_BYTES = 64 << 20
 # llama.cpp takes the files of a folder for drafters, encoders and parts by these words (common/download.cpp, common/preset.cpp).
 _DRAFTER_PREFIX, _ENCODER_PREFIX = "mtp-", "mmproj-"
 _WORDS_OF_OTHERS = re.compile(r"(mtp|dspark|dflash|eagle3)-|mmproj|imatrix|-\d{5}-of-\d{5}", re.IGNORECASE)
@@ -79,7 +76,8 @@ class GgufModel(ComparedModel):
     def exported_bytes(self) -> int:
         """About how many bytes the bundle's file will have."""
         checkpoint = self.source.checkpoint
-        return QUANTIZATIONS[self.quantization].file_bytes(checkpoint.parameters, checkpoint.architecture.table_weights)
+        weights = QUANTIZATIONS[self.quantization].file_bytes(checkpoint.parameters, checkpoint.architecture.table_weights)
+        return weights + (0 if self.plan is None else len(self.plan.header))
 
     def part(self, role: str, path: Path) -> BundlePart:
         """A file of the bundle with these weights."""
@@ -92,6 +90,12 @@ class GgufFiles:
 
     models: tuple[GgufModel, GgufModel]
     encoder: GgufPlan | None = None
+    head_bytes: int = 0
+
+    @property
+    def needed_bytes(self) -> int:
+        """About how much disk they take while they are made, unquantized files included."""
+        return sum(model.needed_bytes for model in self.models) + self.head_bytes + (self.encoder.bytes if self.encoder is not None else 0)
 
     @property
     def importance_roles(self) -> dict[str, frozenset[str]]:
@@ -102,18 +106,24 @@ class GgufFiles:
 
 
 def plan_pair(job: ExportJob, folder: Path) -> GgufFiles:
-    """Plans the GGUF files. Raises ExportError if a quantization cannot be had, or if the disk has no room."""
+    """Plans the GGUF files. Raises ExportError if a quantization cannot be had."""
     request, (target, drafter) = job.request, job.pair
     name = model_name(target)
-    planned = GgufFiles(
-        models=(
-            _plan(target, request.target_quantization, TARGET_QUANTIZATION, folder, name),
-            _plan(drafter, request.drafter_quantization, DRAFTER_QUANTIZATION, folder, _DRAFTER_PREFIX + name),
-        ),
-        encoder=None if request.media is None else plan_encoder(target.checkpoint, request.media),
+    models = (
+        _plan(target, request.target_quantization, TARGET_QUANTIZATION, folder, name),
+        _plan(drafter, request.drafter_quantization, DRAFTER_QUANTIZATION, folder, _DRAFTER_PREFIX + name),
     )
-    check_space(planned, job.sparse_head, folder)
-    return planned
+    return GgufFiles(
+        models=models,
+        encoder=None if request.media is None else plan_encoder(target.checkpoint, request.media),
+        head_bytes=planned_head_bytes(drafter.checkpoint, models[1].quantization) if job.sparse_head else 0,
+    )
+
+
+def planned_head_bytes(drafter: Checkpoint, quantization: str) -> int:
+    """About how many bytes the file of the sparse head has, beside a drafter in this quantization."""
+    hidden = drafter.assistant.hidden_size
+    return head_bytes(drafter, QUANTIZATIONS[quantization].file_bytes(hidden, hidden))
 
 
 def _check_runs(source: ResolvedSource, plan: GgufPlan | None) -> None:
@@ -163,23 +173,6 @@ def _plan(source: ResolvedSource, requested: str | None, default: str, folder: P
         exact=None if report is None else plan_exact(source.checkpoint, source.tokenizer, report),
         report=report,
     )
-
-
-def check_space(files: GgufFiles, sparse_head: bool, folder: Path) -> None:
-    """Raises ExportError if the disk has no room for the unquantized files and the bundle together."""
-    needed = _SMALL_FILES_BYTES + sum(model.needed_bytes for model in files.models)
-    needed += files.encoder.bytes if files.encoder is not None else 0
-    if sparse_head:
-        drafter = files.models[1]
-        hidden = drafter.source.checkpoint.assistant.hidden_size
-        row_bytes = QUANTIZATIONS[drafter.quantization].file_bytes(hidden, hidden)
-        needed += head_bytes(drafter.source.checkpoint, row_bytes)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ExportError(
-            f"{folder.parent} has {byte_text(free)} free, the export needs about {byte_text(needed)}"
-            " (unquantized files and bundle together); free some space or choose another disk"
-        )
 
 
 def make_gguf(files: GgufFiles, job: ExportJob, importance: Mapping[str, Importance]) -> tuple[list[BundlePart], dict[str, Any]]:

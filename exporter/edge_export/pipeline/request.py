@@ -110,6 +110,7 @@ class ExportJob:
     left_out: tuple[tuple[str, str], ...]
     media: MediaInputs | None
     generation: GenerationDefaults | None
+    template: str | None
     tuning: DrafterTuning | None = None
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from edge_export.checkpoint.safetensors import READABLE, StoredTensor, read_values, widen
+from edge_export.checkpoint.safetensors import StoredTensor, mapped, read_values
 from edge_export.checkpoint.sources import ResolvedSource
 
 # Texts that run through a layer at once: what it computes in between takes several times the memory of their rows.
@@ -107,14 +107,12 @@ def _stand_in(forward: Callable[..., torch.Tensor]) -> nn.Module:
 
 def _lookup(tensor: StoredTensor, scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """An embedding whose rows are read from a file when they are asked for."""
-    packed = tensor.scales is not None
     # Packed weights are unpacked at once.
-    table = read_values(tensor) if packed else np.memmap(tensor.path, np.dtype(READABLE[tensor.dtype]), "r", tensor.offset, tensor.shape)
+    table = mapped(tensor) if tensor.scales is None else read_values(tensor)
 
     def rows(ids: torch.Tensor) -> torch.Tensor:
         different, places = ids.unique(return_inverse=True)
-        values = widen(table[different.numpy()], "F32" if packed else tensor.dtype)
-        return torch.from_numpy(values)[places] * scale
+        return torch.from_numpy(table[different.numpy()].astype(np.float32))[places] * scale
 
     return rows
 

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 import click
 
 from edge_bench.cli.outputs import Outputs
-from edge_bench.devices.remote_run import RemoteRequest, bench_on, check_name, clean, deploy, end_run, read_package
+from edge_bench.devices.remote_run import RemoteRequest, bench_on, check_name, clean, deploy, end_run
 from edge_bench.devices.results import DeviceResult
 from edge_bench.measure.progress import note
 from edge_bench.measure.request import LOADING, BenchRequest, MeterOptions, option_words
 from edge_devices.command_line import PanelCommand, one_sentence_errors, takes
 from edge_devices.errors import EdgeError
+from edge_devices.machine.device_package import read_package
 from edge_devices.option_fields import option
 from edge_devices.transports.adb import AdbTransport, usable_serials
 from edge_devices.transports.base import Transport
@@ -58,7 +59,7 @@ class ReachOptions:
         return phones + [SshTransport(host, self.device_folder or SshTransport.FOLDER, options) for host in dict.fromkeys(self.ssh)]
 
     def run_of(self, bundle: Path, **fields: Any) -> RemoteRequest:
-        """Returns a run of the bundle with further fields of the request. Raises RequestError without a usable package."""
+        """Returns a run of the bundle with further fields of the request. Raises EdgeError without a usable package."""
         if self.package is None:
             raise RequestError("a device needs --package DIR; build it with edge-export package")
         name = self.run_name or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")

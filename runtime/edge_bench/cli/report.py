@@ -10,12 +10,13 @@ import click
 
 from edge_bench.cli.outputs import Outputs
 from edge_bench.devices.record_files import read_record_files
-from edge_bench.measure.energy import is_energy_log, read_energy
+from edge_bench.measure.energy import read_energy
 from edge_bench.measure.progress import note
 from edge_bench.measure.records import read_records
 from edge_bench.report.figures import figures
 from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.external.table import COLUMNS_HELP
+from edge_devices.energy.run_log import is_energy_log
 from edge_runtime.errors import RequestError
 
 

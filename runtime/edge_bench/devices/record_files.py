@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edge_bench.devices.results import DeviceResult, joules_of
-from edge_bench.measure.energy import is_energy_log
 from edge_bench.measure.records import Records, read_records
 from edge_bench.report.figures import figures
-from edge_devices.energy.run_log import RunLog, read_log
+from edge_devices.energy.run_log import RunLog, is_energy_log, read_log
 from edge_devices.errors import EdgeError
 from edge_devices.files.limited_read import read_at_most
 from edge_runtime.errors import RequestError

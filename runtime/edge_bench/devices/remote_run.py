@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import posixpath
 import re
@@ -12,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_bench.devices.results import ENERGY, LOG, RUNS, WATCH, DeviceResult, complete_result, note_device
-from edge_devices.energy.virtual_meters import EXTERNAL
+from edge_devices.energy.virtual_meters import external_meter
 from edge_devices.errors import LinkError
 from edge_devices.files.atomic_write import PARTIAL
-from edge_devices.files.limited_read import read_at_most
 from edge_devices.files.user_cache import CACHE_VARIABLE
+from edge_devices.machine.device_package import DevicePackage
 from edge_devices.machine.memory import byte_text
 from edge_devices.meters.base import Scope
 from edge_devices.meters.search import find_meters
@@ -35,49 +34,7 @@ from edge_runtime.bundle.signature import SIGNATURE_NAME
 from edge_runtime.config.yaml_file import CONFIG_NAME
 from edge_runtime.errors import RequestError
 
-SCHEMA = 2  # 2: the launchers call edge_devices.entry_points
-NAME = "package.json"
-MAX_BYTES = 16 << 20
 BACKENDS = {"gguf": "llama", "onnx": "onnx"}  # by the format of a bundle's files
-LAUNCHERS = ("bin/edge-python", "bin/edge-bench")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DevicePackage:
-    """A package: `platform` is android-arm64, linux-arm64 or linux-x64; `backends`: of llama and onnx, what it has; () where unknown."""
-
-    folder: Path
-    platform: str
-    bytes: int
-    backends: tuple[str, ...] = ()
-
-
-def read_package(folder: Path) -> DevicePackage:
-    """Reads a package's list of files and checks that each exists with its size. Raises RequestError for anything else."""
-    path = folder / NAME
-    try:
-        record = json.loads(read_at_most(path, MAX_BYTES).decode())
-        if record["schema"] != SCHEMA:
-            raise RequestError(
-                f"{path} has schema {str(record['schema'])[:40]}; this version reads {SCHEMA}: build the package again with this version"
-            )
-        files = {str(file["path"]): int(file["bytes"]) for file in record["files"]}
-        platform = str(record["platform"])
-        backends = tuple(map(str, record.get("backends", ())))
-    except OSError as error:
-        raise RequestError(f"{folder} is not a device package ({error.strerror}); build one with edge-export package") from error
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise RequestError(f"{path} cannot be read ({error!r}); build the package again") from error
-    for name, size in files.items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size != size:
-            raise RequestError(f"{file} is missing or is not {size} bytes long; build the package again")
-    for name in LAUNCHERS:
-        if not (folder / name).is_file():
-            raise RequestError(f"{folder / name} is missing; build the package again")
-    return DevicePackage(folder=folder, platform=platform, bytes=sum(files.values()), backends=backends)
-
-
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 POLL_SECONDS, WATCH_SECONDS = 5.0, 5.0
 BATTERY_METERS = ("battery", "android:battery", "android:battery-sysfs")
@@ -221,7 +178,7 @@ def _started(request: RemoteRequest) -> str:
 
 def _awaits_table(request: RemoteRequest) -> bool:
     """Whether the joules come from the table of a meter that is read after the run."""
-    return request.energy and request.meter == EXTERNAL
+    return request.energy and external_meter(request.meter) is not None
 
 
 def _command(transport: Transport, request: RemoteRequest, folder: str) -> list[str]:

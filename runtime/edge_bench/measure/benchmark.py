@@ -14,7 +14,7 @@ from edge_bench.measure.header import new_header
 from edge_bench.measure.memory import measure_memory
 from edge_bench.measure.progress import duration
 from edge_bench.measure.prompts import Prompt, prepare
-from edge_bench.measure.records import CostRecord, Header, Note, Record, Run
+from edge_bench.measure.records import NO_ROW_KERNELS, CostRecord, Header, Note, Record, Run
 from edge_bench.measure.request import BenchRequest
 from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedule, context_schedule, llama_tools, mixed
 from edge_bench.measure.sweeps.concurrency import alone, run_level
@@ -34,7 +34,6 @@ from edge_runtime.errors import RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import default_threads, faster_backend, open_session, open_sessions
-from edge_runtime.session.session import Session
 
 Counted = TypeVar("Counted")
 LONG_SECONDS = 300
@@ -70,10 +69,10 @@ class Benchmark:
     def records(self) -> Iterator[Record]:
         """Measures and yields each record as soon as it is complete; the first is the header."""
         request, longest = self._request, self._settings.longest_draft
-        drafters = request.drafters or (self._default_drafter(),)
+        drafters, row_kernels = self._drafters_and_kernels()
         lengths = tuple(length for length in request.lengths if length <= longest)
         wall_clock = WallClock()
-        yield self._header(drafters, lengths)
+        yield self._header(drafters, lengths, row_kernels)
         parity = self._bundle.manifest.parity or {}
         quality = exported_quality(parity.get("onnx") if CARDS[self._backend].format == "onnx" else parity)
         if quality is not None:
@@ -88,7 +87,8 @@ class Benchmark:
             }
             first = next(iter(edge_runners.values()))
             check_sizes(first.session, request.image_sizes)
-            yield from self._places({kind: runner.session for kind, runner in edge_runners.items()})
+            if self._load.device not in (None, first.session.device):
+                yield Note(text=f"asked for the device {self._load.device}; it ran on {first.session.device}")
             yield first.session.row_equality(self._load.notify, self._load.waiting)
             prompts = prepare(request.prompts(), first.session)
             yield from self._compare(edge_runners, prompts, lengths)
@@ -103,20 +103,13 @@ class Benchmark:
                 " seconds here are of another clock, but times in other logs may not fit"
             )
 
-    def _places(self, sessions: Mapping[DrafterKind, Session]) -> Iterator[Note]:
-        """Yields on which device it ran, if another was asked for, and where drafts were made beside it."""
-        ran = next(iter(sessions.values())).device
-        if self._load.device not in (None, ran):
-            yield Note(text=f"asked for the device {self._load.device}; it ran on {ran}")
-        for kind, session in sessions.items():
-            if session.draft_place:
-                yield Note(text=f"{kind}: {session.draft_place}")
+    def _drafters_and_kernels(self) -> tuple[tuple[DrafterKind, ...], str]:
+        """Returns the kinds of drafters to measure and the row kernels that run, which an open session alone knows."""
+        asked = self._request.drafters
+        with open_session(self._folder, self._load, drafter=asked[0] if asked else None) as session:
+            return asked or (session.drafter_kind,), session.row_kernels or NO_ROW_KERNELS
 
-    def _default_drafter(self) -> DrafterKind:
-        with open_session(self._folder, self._load) as session:
-            return session.drafter_kind
-
-    def _header(self, drafters: Sequence[DrafterKind], lengths: Sequence[int]) -> Header:
+    def _header(self, drafters: Sequence[DrafterKind], lengths: Sequence[int], row_kernels: str) -> Header:
         request = self._request
         settings = {
             "threads": self._threads,
@@ -130,7 +123,7 @@ class Benchmark:
             "policies": list(request.policies),
             "session": self._settings.to_json(),
         }
-        return new_header(self._bundle, settings, planned=self._planned(drafters, lengths))
+        return new_header(self._bundle, settings, planned=self._planned(drafters, lengths), row_kernels=row_kernels)
 
     def _planned(self, drafters: Sequence[DrafterKind], lengths: Sequence[int]) -> int:
         """Returns how many measurements are planned, as `Records.measured` counts them."""
@@ -279,7 +272,7 @@ class Benchmark:
     def energy_workloads(self, stack: ExitStack) -> dict[str, Workload]:
         """Opens the sessions, which `stack` closes, and returns the workloads of the energy protocol."""
         request = self._request
-        drafters = request.drafters or (self._default_drafter(),)
+        drafters, _ = self._drafters_and_kernels()
         edge_runners = {kind: EdgeRunner(stack.enter_context(open_session(self._folder, self._load, drafter=kind))) for kind in drafters}
         session = next(iter(edge_runners.values())).session
         check_sizes(session, request.image_sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +32,8 @@ from edge_devices.energy.protocol import (
 )
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import CALIBRATION, EnergyReport, make_report
-from edge_devices.energy.run_log import MAX_LINE_CHARS, LogFile, RunLog, read_log
-from edge_devices.energy.virtual_meters import EXTERNAL, PendingExternalMeter, requested_meter
+from edge_devices.energy.run_log import LogFile, RunLog, read_log
+from edge_devices.energy.virtual_meters import EXTERNAL, PendingExternalMeter, external_meter, requested_meter
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters, no_meter_reason
@@ -56,21 +55,11 @@ def find_meter(name: str | None = None) -> tuple[Meter | None, str]:
     Raises MeterError if the named one cannot be used.
     """
     system = System()
-    if name == EXTERNAL:
-        return PendingExternalMeter(), ""
+    if external := external_meter(name):
+        return external, ""
     findings = find_meters(system)
     meter = requested_meter(system, findings, name)
     return meter, "" if meter else no_meter_reason(findings)
-
-
-def is_energy_log(path: Path) -> bool:
-    """Returns whether a file begins like a log of `measure_energy`."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            first = json.loads(file.readline(MAX_LINE_CHARS))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and first.get("kind") == "header" and "meter" in first
 
 
 def awaits_table(log: RunLog) -> bool:
@@ -130,8 +119,13 @@ def measure_energy(
             log.environment["run"] = run
             file.keep(log, recorder.raw)
 
+        def steps_seen(loads: Sequence[tuple[float, float]]) -> None:
+            if isinstance(meter, PendingExternalMeter):
+                notify(meter.steps_sentence(loads))
+
         try:
-            log = measure(system, recorder, workloads, characteristics, plan, load if awaited else None, keep, show)
+            load_step = load if awaited else None
+            log = measure(system, recorder, workloads, characteristics, plan, load_step, keep, show, steps_seen)
         except KeyboardInterrupt:
             if kept is None or not kept.runs:
                 raise

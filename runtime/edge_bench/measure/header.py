@@ -20,8 +20,8 @@ from edge_runtime.bundle.bundle import Bundle
 ENGINES = ("llama-cpp-python", "onnxruntime")
 
 
-def new_header(bundle: Bundle, settings: Mapping[str, Any], *, planned: int | None = None) -> Header:
-    """Returns the header of a measurement of a bundle on this machine, beginning now. `planned`: as in `Header`.
+def new_header(bundle: Bundle, settings: Mapping[str, Any], *, planned: int | None = None, row_kernels: str | None = None) -> Header:
+    """Returns the header of a measurement of a bundle on this machine, beginning now. `planned` and `row_kernels`: as in `Header`.
 
     It holds no names of people or machines, no serial numbers, and of paths the last part only.
     """
@@ -40,5 +40,6 @@ def new_header(bundle: Bundle, settings: Mapping[str, Any], *, planned: int | No
         settings=dict(settings),
         engines={name: number for name in ENGINES if (number := installed_version(name))},
         planned=planned,
+        row_kernels=row_kernels,
         run=secrets.token_hex(8),
     )

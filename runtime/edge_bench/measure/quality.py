@@ -15,11 +15,13 @@ import click
 from edge_bench.measure.request import threads_option
 from edge_devices.children.commands import import_paths, limited_command
 from edge_devices.children.running import run_child
+from edge_devices.machine.device_package import how_to_get
 from edge_devices.machine.facts import installed_version
 from edge_devices.option_fields import option
 from edge_devices.waiting import Report
 from edge_runtime.backends.selection import BACKENDS, CARDS, BackendKind, usable_backends
 from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.bundle.manifest import Manifest
 from edge_runtime.decoding.quality import (
     KINDS,
     ROWS_PER_FORWARD,
@@ -106,17 +108,17 @@ def _figures(rows: RowFigures) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class QualityResult:
-    """All bundles beside one reference. `remarks`: which of them are of another model than that."""
+    """All bundles beside one reference. `warnings` say of a bundle that it was made from other weights than the reference."""
 
     reference: str
     engines: dict[str, str]
     bundles: tuple[BundleQuality, ...]
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record of `--json`."""
-        record = {"reference": self.reference, "engines": self.engines, "bundles": [each.to_json() for each in self.bundles]}
-        return record | {"remarks": list(self.remarks)}
+        bundles = [each.to_json() for each in self.bundles]
+        return {"reference": self.reference, "engines": self.engines, "warnings": list(self.warnings), "bundles": bundles}
 
 
 def measure_quality(bundles: Sequence[Path], request: QualityRequest, load: LoadOptions) -> QualityResult:
@@ -126,6 +128,9 @@ def measure_quality(bundles: Sequence[Path], request: QualityRequest, load: Load
     """
     load = replace(load, backend=request.backend, threads=request.threads or default_threads())
     plans = [(folder, kind) for folder in bundles for kind in _backends(folder, load)]
+    warnings = tuple(text for folder in bundles if (text := _other_model(folder, request)) is not None)
+    for text in warnings:
+        load.notify(f"Warning: {text}")
     with tempfile.TemporaryDirectory(prefix="edge-mtp-") as scratch:
         folder = Path(scratch)
         with load.waiting("reference") as report:
@@ -137,17 +142,49 @@ def measure_quality(bundles: Sequence[Path], request: QualityRequest, load: Load
         texts = {kind: read_reference(folder, kind) for kind in KINDS}
         measured = tuple(_compared(path, kind, texts, reference, load) for path, kind in plans)
         del texts  # Windows removes no file that is mapped
-    remarks = [] if request.against is None else [_other_model(path, request.against) for path in bundles]
-    return QualityResult(reference=reference, engines=_versions(), bundles=measured, remarks=tuple(filter(None, remarks)))
+    return QualityResult(reference=reference, engines=_versions(), bundles=measured, warnings=warnings)
 
 
-def _other_model(bundle: Path, reference: Path) -> str:
-    """Returns a sentence if two bundles were exported from different checkpoints; an empty one if not, or where one does not say."""
-    sources = [open_bundle(folder, check="none").manifest.sources.get("target") for folder in (bundle, reference)]
-    ours, theirs = ({file.sha256 for file in source.files} if source else set() for source in sources)
-    if not ours or not theirs or ours == theirs:
-        return ""
-    return f"{bundle} was exported from another checkpoint than {reference}: what differs are the models, not only their types"
+def _other_model(folder: Path, request: QualityRequest) -> str | None:
+    """A warning if a bundle was made from other weights than the reference, by its manifest; None if both are of one model.
+
+    Of a checkpoint only a folder here is compared. Raises RequestError for models of other shapes.
+    """
+    manifest = open_bundle(folder, check="none").manifest
+    source = manifest.sources.get("target")
+    if source is None:
+        return None
+    if request.against is not None:
+        other = open_bundle(request.against, check="none").manifest
+        if _shape(manifest) != _shape(other):
+            raise RequestError(
+                f"{folder} holds {_shape(manifest)}, {request.against} {_shape(other)}: these are different models; compare forms of one"
+            )
+        theirs = other.sources.get("target")
+        same = theirs is None or {file.sha256 for file in source.files if _is_weights(file.name)} == {
+            file.sha256 for file in theirs.files if _is_weights(file.name)
+        }
+        name = request.against if theirs is None else f"{request.against} from {theirs.origin}"
+    else:
+        checkpoint = Path(str(request.checkpoint))
+        weights = {file.name: file.bytes for file in source.files if _is_weights(file.name)}
+        found = {path.name: path.stat().st_size for path in checkpoint.glob("*.safetensors")} if checkpoint.is_dir() else weights
+        same, name = weights == found, str(checkpoint)
+    if same:
+        return None
+    return (
+        f"{folder} was made from {source.origin}, with other weights than {name}; unless both are forms of one model, the figures tell"
+        " two models apart, and not what quantization costs"
+    )
+
+
+def _shape(manifest: Manifest) -> str:
+    facts = manifest.architecture
+    return f"{facts.layers} layers of {facts.hidden_size} values for {facts.vocab_size} tokens"
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".gguf"))
 
 
 def _versions() -> dict[str, str]:
@@ -163,8 +200,7 @@ def _write_checkpoint(source: str, folder: Path, tokens: int, load: LoadOptions,
     """Lets edge-export write the checkpoint's logits, in a child process. Raises RequestError."""
     if find_spec("edge_export") is None:
         raise RequestError(
-            "a checkpoint is read by edge-export, which is not here; pip install 'edge-mtp[export,verify]',"
-            " or compare with a bundle by --against"
+            f"a checkpoint is read by edge-export, which is not here; {how_to_get('export,verify')}, or compare with a bundle by --against"
         )
 
     shown = -1

@@ -22,6 +22,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.session.row_equality import RowEquality
 
 SCHEMA = 1
+NO_ROW_KERNELS = "none"
 LONGEST_LINE = 16 << 20
 MAX_LINES = 1_000_000
 # Seconds of decoding that a clock can tell from none.
@@ -45,7 +46,8 @@ class ModelFile:
 class Header:
     """Machine, time, bundle and settings of the benchmark. `machine` and `settings` are plain values; `engines` are versions by name.
 
-    `planned` is the number of measurements that a whole benchmark has (`Records.measured`); None in files of earlier versions. `run` is a
+    `row_kernels` names the variant of the project's own kernels that multiplies, NO_ROW_KERNELS where standard operators do; `planned` is
+    the number of measurements that a whole benchmark has (`Records.measured`). Both are None in files of earlier versions. `run` is a
     random name of this run, which its energy log has too; empty in files of earlier versions.
     """
 
@@ -59,6 +61,7 @@ class Header:
     settings: dict[str, Any]
     engines: dict[str, str] = field(default_factory=dict)
     planned: int | None = None
+    row_kernels: str | None = None
     run: str = ""
 
     @property

@@ -175,7 +175,7 @@ class MeterOptions:
     meter: str | None = option(
         metavar="NAME",
         panel="Energy",
-        help=f"Energy meter to read: a name from edge-devices meters, {VIRTUAL}, or external (a table that comes later)."
+        help=f"Energy meter to read: a name from edge-devices meters, {VIRTUAL}, or external:SECONDS (a table, with a row every so often)."
         "  [default: the first usable meter]",
     )
     minutes: int | None = option(

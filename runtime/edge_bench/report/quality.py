@@ -41,7 +41,7 @@ _COLUMNS: Columns[_Line] = (
 def quality_tables(result: QualityResult) -> list[TextTable]:
     """Returns the table: of each bundle on each engine all texts together, then each kind of text."""
     lines = [_Line(of=each, text=text, rows=rows) for each in result.bundles for text, rows in {"all": each.overall, **each.texts}.items()]
-    note = " ".join([_NOTE, *(f"{remark}." for remark in result.remarks)])
+    note = " ".join([_NOTE, *(f"Warning: {text}." for text in result.warnings)])
     return [table_of("quality", f"Answers beside {result.reference}", lines, _COLUMNS, note)]
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from edge_bench.measure.records import Header, KvTypeCost
+from edge_bench.measure.records import NO_ROW_KERNELS, Header, KvTypeCost
 from edge_bench.measure.variants import OURS, PLAIN
 from edge_bench.report.energy_tables import NOT_DETERMINED, energy_tables, joules_words
 from edge_bench.report.figures import WIDEST, Figures, ImageRow, Level, Ratio, Row
 from edge_bench.report.text_table import NONE, Columns, TextTable, grid, markdown_lines, print_tables, table_of
 from edge_devices.errors import markdown_text
+from edge_runtime.backends.interface import NO_KERNELS
 from edge_runtime.bundle.manifest import FIGURES_OF, files_key
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 
@@ -100,8 +101,9 @@ def machine_line(header: Header) -> str:
     files = ", ".join(f"{file.role} {file.quantization or file.format}" for file in header.files if file.role in ("target", "drafter"))
     threads, tokens, repeats = (settings.get(key, "?") for key in ("threads", "tokens", "repeats"))
     versions = ", ".join(f"{name} {number}" for name, number in {"edge-mtp": header.version, **header.engines}.items())
+    kernels = {None: "", NO_ROW_KERNELS: f", {NO_KERNELS}"}.get(header.row_kernels, f", row kernels {header.row_kernels}")
     return (
-        f"{header.bundle} ({files}) on {processor}, {machine.get('usable_processors', '?')} processors, {threads} threads;"
+        f"{header.bundle} ({files}) on {processor}, {machine.get('usable_processors', '?')} processors, {threads} threads{kernels};"
         f" {tokens} tokens, {repeats} repeats; {versions}, {header.created_at}"
     )
 

@@ -17,6 +17,7 @@ from edge_runtime.media.soft_rows import Encoder, LazyEncoder, Room
 
 # The kinds of devices, by which one may be asked for.
 CPU, GPU, NPU = "cpu", "gpu", "npu"
+NO_KERNELS = "no row kernels: standard operators"
 _ENCODERS = (MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER)
 
 
@@ -67,8 +68,7 @@ class OpenedPair:
     context and machine; `row_kernel_facts` what the bits of K/V rows depend on beside files, K/V type and machine. `exported_parity` is
     what the export measured with these files. `row_kernels` names the variant of the project's own kernels that multiplies, None for stock
     ones; `stock_attention` says that the engine's own attention reads K/V rows beside them. `set_threads` is None where all phases run on
-    as many threads. `accelerator` computes in the CPU's place; whoever opened it compares both before it is trusted. `draft_place` says
-    where drafts are made beside it, where that was measured.
+    as many threads. `accelerator` computes in the CPU's place; whoever opened it compares both before it is trusted.
     """
 
     together: SequenceBatch
@@ -82,7 +82,6 @@ class OpenedPair:
     row_kernels: str | None
     stock_attention: bool = False
     accelerator: Accelerator | None = None
-    draft_place: str = ""
     encoder: LazyEncoder | None = None
     set_threads: Callable[[ThreadCounts], None] | None = None
 
@@ -143,10 +142,10 @@ class SingleSequence:
         self.targets[0].close()
 
 
-def kernel_finding(row_kernels: str | None, otherwise: str) -> tuple[str, str, str]:
-    """Returns the finding about the project's own kernels; `otherwise` says why stock ones multiply."""
+def kernel_finding(row_kernels: str | None, stock_reason: str | None) -> tuple[str, str, str]:
+    """Returns the finding about the project's own kernels; `stock_reason` says why there are none."""
     if row_kernels is None:
-        return "row kernels", "missing", otherwise
+        return "row kernels", "missing", f"{NO_KERNELS}; {stock_reason}"
     return "row kernels", "ok", f"{row_kernels}: a verify reads weights once for all its rows"
 
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from edge_devices.files.user_cache import entry_key
+from edge_devices.machine.device_package import how_to_get
 from edge_devices.machine.facts import cpu_identity, installed_version
 from edge_devices.waiting import Report
 from edge_runtime.backends.interface import CPU, Backend, OpenRequest
@@ -20,7 +21,7 @@ from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
 
 BackendKind = str
-# A backend, or a backend and a device of its own, "onnx webgpu": where a bundle can run.
+# A backend, or a backend and a device of its own, "llama vulkan0": where a bundle can run.
 Place = str
 # As the name of a device: the fastest there is.
 AUTO = "auto"
@@ -61,7 +62,7 @@ def device_of(place: Place) -> str | None:
 
 
 def title(place: Place) -> str:
-    """Returns a place's name for people: "ONNX Runtime", "ONNX Runtime on webgpu"."""
+    """Returns a place's name for people: "ONNX Runtime", "llama.cpp on vulkan0"."""
     device = device_of(place)
     return CARDS[backend_of(place)].title + (f" on {device}" if device else "")
 
@@ -90,8 +91,7 @@ def usable_backends(bundle: Bundle, requested: BackendKind | None) -> list[Backe
     usable = [kind for kind in candidates if find_spec(CARDS[kind].library) is not None]
     if usable:
         return usable
-    missing = " or ".join(f"'edge-mtp[{kind}]'" for kind in candidates)
-    raise BackendError(f"no library is installed that runs {bundle.folder}; pip install {missing}")
+    raise BackendError(f"no library is installed that runs {bundle.folder}; {how_to_get(*candidates)}")
 
 
 def check_device(bundle: Bundle, requested: BackendKind | None, name: str) -> None:

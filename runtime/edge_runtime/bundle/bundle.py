@@ -21,16 +21,14 @@ from edge_devices.files.typed_json import StructureError, from_json
 from edge_runtime.bundle.integrity import CheckMode, is_intact
 from edge_runtime.bundle.manifest import (
     MANIFEST_NAME,
-    MAX_DRAFT_LENGTH,
     MAX_MANIFEST_BYTES,
     SCHEMA_VERSION,
-    Architecture,
     BundleFile,
-    CacheLayout,
     Manifest,
     check_numbers,
     has_own_hash,
 )
+from edge_runtime.bundle.manifest_checks import check_manifest
 from edge_runtime.bundle.signature import check_signature
 from edge_runtime.errors import BundleError, RequestError
 
@@ -138,8 +136,7 @@ def open_bundle(folder: Path | str, *, check: CheckMode = "fast", public_key: Pa
         raise RequestError("a public key cannot vouch for files that are not checked; leave out check none, or the key")
     folder = Path(folder)
     manifest = _read_manifest(folder, public_key)
-    _check_layout(folder, manifest.cache_layout, manifest.architecture)
-    _check_generation(folder, manifest)
+    check_manifest(folder, manifest)
     _check_list(folder, manifest.files)
     for entry in manifest.files:
         _check_file(folder, entry, check)
@@ -170,24 +167,6 @@ def _read_manifest(folder: Path, public_key: Path | None) -> Manifest:
     except StructureError as error:
         raise BundleError(f"{path}: {error}; export the bundle again") from error
     return manifest
-
-
-def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture) -> None:
-    owners = set(layout.full.owner_layers) | set(layout.sliding.owner_layers if layout.sliding else ())
-    if len(layout.layer_owners) != architecture.layers or not set(layout.layer_owners) <= owners:
-        named = sorted(set(layout.layer_owners))
-        raise BundleError(f"{folder}: the cache layout names K/V owners {named} that own no rows; export it again")
-    if len(layout.drafter_sources) != architecture.drafter_layers or not set(layout.drafter_sources) <= owners:
-        read = sorted(set(layout.drafter_sources))
-        raise BundleError(f"{folder}: the drafter reads layers {read} that own no rows; export it again")
-    if layout.rewind_slack < MAX_DRAFT_LENGTH:
-        raise BundleError(f"{folder}: rewind slack {layout.rewind_slack} is below the longest draft {MAX_DRAFT_LENGTH}; export it again")
-
-
-def _check_generation(folder: Path, manifest: Manifest) -> None:
-    defaults, size = manifest.generation, manifest.architecture.vocab_size
-    if defaults is not None and any(token >= size for token in (*defaults.end_tokens, *defaults.suppress_tokens)):
-        raise BundleError(f"{folder}: the generation defaults name a token beyond the vocabulary of {size}; export it again")
 
 
 def _check_list(folder: Path, files: tuple[BundleFile, ...]) -> None:

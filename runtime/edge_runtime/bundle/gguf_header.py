@@ -10,7 +10,7 @@ import hashlib
 import io
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -28,7 +28,7 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_KEYS, _MAX_TENSORS, _MAX_STRINGS = 1 << 10, 1 << 13, 1 << 22
 # The longest strings known are chat templates; a name may have 65535 bytes (docs/gguf.md).
 _MAX_STRING_BYTES, _MAX_NAME_BYTES = 1 << 20, (1 << 16) - 1
-VOCABULARY_KEY = "tokenizer.ggml.tokens"
+ARCHITECTURE_KEY, VOCABULARY_KEY = "general.architecture", "tokenizer.ggml.tokens"
 # One value per layer. Longer arrays, and all arrays of strings (vocabulary, scores, merges), are kept as a length and a hash.
 _MAX_KEPT = 512
 _PIECE_BYTES = 1 << 20
@@ -78,7 +78,7 @@ class GgufHeader:
     @property
     def architecture(self) -> str:
         """`general.architecture`, or "" if the key is missing."""
-        value = self.keys.get("general.architecture")
+        value = self.keys.get(ARCHITECTURE_KEY)
         return value if isinstance(value, str) else ""
 
 
@@ -89,6 +89,12 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """
     with errors_as(GgufError, f"{path} cannot be read", "check the path"), path.open("rb") as file:
         return _Reader(path, file, path.stat().st_size).header()
+
+
+def read_architecture(path: Path) -> str:
+    """Returns `general.architecture`, "" without that key; reads no further than to it. Raises GgufError as `read_gguf_header` does."""
+    with errors_as(GgufError, f"{path} cannot be read", "check the path"), path.open("rb") as file:
+        return _Reader(path, file, path.stat().st_size).architecture()
 
 
 def parse_gguf_header(path: Path, data: bytes, size: int) -> GgufHeader:
@@ -141,8 +147,15 @@ class _Reader:
         self._place = 0  # in the file
         self._element = _STRING  # of the array that was read last
 
-    def header(self) -> GgufHeader:
-        """Reads everything before the tensor data."""
+    def architecture(self) -> str:
+        """Reads keys until the one that names the architecture, which writers write first."""
+        for name, value, _ in self._keys(self._counts()[1]):
+            if name == ARCHITECTURE_KEY:
+                return value if isinstance(value, str) else ""
+        return ""
+
+    def _counts(self) -> tuple[int, int]:
+        """Reads the beginning; returns how many tensors and keys follow."""
         if self._take(4) != _MAGIC:
             raise GgufError(
                 f"{self._path} is not a GGUF file: it does not begin with {_MAGIC.decode()}; give a GGUF or a checkpoint folder"
@@ -153,13 +166,23 @@ class _Reader:
         tensor_count, key_count = self._number("Q"), self._number("Q")
         if tensor_count > _MAX_TENSORS or key_count > _MAX_KEYS:
             raise self._corrupt(f"it claims {tensor_count} tensors and {key_count} keys")
-        keys: dict[str, Any] = {}
-        types: dict[str, tuple[int, ...]] = {}
-        for _ in range(key_count):
+        return tensor_count, key_count
+
+    def _keys(self, count: int) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+        """Reads keys; yields their names, values and types."""
+        for _ in range(count):
             name = self._string(_MAX_NAME_BYTES)
             kind = self._number("I")
-            keys[name] = self._value(kind, vocabulary=name == VOCABULARY_KEY)
-            types[name] = (kind, self._element) if kind == _ARRAY else (kind,)
+            value = self._value(kind, vocabulary=name == VOCABULARY_KEY)
+            yield name, value, (kind, self._element) if kind == _ARRAY else (kind,)
+
+    def header(self) -> GgufHeader:
+        """Reads everything before the tensor data."""
+        tensor_count, key_count = self._counts()
+        keys: dict[str, Any] = {}
+        types: dict[str, tuple[int, ...]] = {}
+        for name, value, kinds in self._keys(key_count):
+            keys[name], types[name] = value, kinds
         alignment = keys.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 8 or alignment % 8:
             raise self._corrupt(f"its alignment is {alignment!r}")

@@ -99,6 +99,8 @@ MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20
 # A draft is never longer than this (see docs/manifest.md, rewind slack).
 MAX_DRAFT_LENGTH = 12
+# No head is wider: buffers and tables are not laid out on a manifest's word.
+MAX_HEAD_DIM = 8192
 # The roles of the encoders of images and sound: one GGUF file for both, an ONNX graph for each.
 MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER = "media_encoder", "vision_encoder", "audio_encoder"
 
@@ -338,7 +340,7 @@ class RuntimeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """What the target's generation_config.json says; None where it says nothing. `temperature` 0 is greedy.
+    """What the target's generation_config.json and config.json say; None where they say nothing. `temperature` 0 is greedy.
 
     `end_tokens` end a generation, besides the vocabulary's own; `suppress_tokens` are never generated.
     """

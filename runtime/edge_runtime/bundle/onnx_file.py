@@ -1,4 +1,4 @@
-"""The reader of ONNX files: a graph's nodes, tensors, inputs and outputs, and the change of its nodes.
+"""The reader of ONNX files: a graph's nodes, tensors, inputs, outputs and functions.
 
 Files are hostile: fields that the exporter does not write are refused, and each list is limited before memory is taken for it. Names stay
 bytes: two that are no UTF-8 must not become one. Field numbers: onnx/onnx.proto. Needs no library.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from edge_devices.files.protobuf_wire import bytes_field, fields_of, number_field, varints, whole_fields_of
+from edge_devices.files.protobuf_wire import fields_of, varints
 
 # Weights are in a file beside the graph, so the graph itself is small: 58 kB for 8 layers; some 8 MB and 900,000 fields for
 # 128 experts in each of 30 layers.
@@ -25,27 +25,32 @@ _MAX_DEPTH = 16
 # More elements are no shape.
 _MAX_CONSTANT = 64
 LARGEST = 1 << 62
-FLOAT, INT64, FLOAT16 = 1, 7, 10
+INT64 = 7  # of TensorProto.DataType
 _EXTERNAL = 1
-# Fields by message; those in no list (functions, sparse tensors, descriptions) are refused.
-_GRAPH_OF_MODEL, _OPSETS = 7, 8
+# Fields by message; those in no list (sparse tensors, attributes that a function passes on, descriptions) are refused.
+_GRAPH_OF_MODEL, _OPSETS, _FUNCTIONS = 7, 8, 25
 _NODE, _TENSOR, _INPUT, _OUTPUT = 1, 5, 11, 12
-_OPERATOR, _ATTRIBUTE, _DOMAIN = 4, 5, 7
-_SUBGRAPH = 6
+_OPERATOR, _ATTRIBUTE, _DOMAIN, _OVERLOAD = 4, 5, 7, 8
+_VALUE, _SUBGRAPH = 5, 6
+_FUNCTION_NAME, _FUNCTION_INPUT, _FUNCTION_OUTPUT, _FUNCTION_NODE, _FUNCTION_DOMAIN, _FUNCTION_OVERLOAD = 1, 4, 5, 7, 10, 13
 # Attributes' fields of which one has a value, unless the value is a list of integers.
-_SINGLE = {2, 3, 4, _SUBGRAPH}
-# AttributeProto.AttributeType
-_FLOAT, _INTEGER = 1, 2
+_SINGLE = {2, 3, 4, _VALUE, _SUBGRAPH}
 _KNOWN = {
-    "model": {1, 2, _GRAPH_OF_MODEL, _OPSETS},
+    "model": {1, 2, _GRAPH_OF_MODEL, _OPSETS, _FUNCTIONS},
+    "function": {_FUNCTION_NAME, _FUNCTION_INPUT, _FUNCTION_OUTPUT, 6, _FUNCTION_NODE, 9, _FUNCTION_DOMAIN, _FUNCTION_OVERLOAD},
     "graph": {_NODE, 2, _TENSOR, _INPUT, _OUTPUT},
-    "node": {1, 2, 3, _OPERATOR, _ATTRIBUTE, _DOMAIN},
-    "attribute": {1, 2, 3, 4, _SUBGRAPH, 8, 20},
+    "node": {1, 2, 3, _OPERATOR, _ATTRIBUTE, _DOMAIN, _OVERLOAD},
+    "attribute": {1, 2, 3, 4, _VALUE, _SUBGRAPH, 8, 20},
     "tensor": {1, 2, 8, 9, 13, 14},
     "value": {1, 2},
 }
 
+# The only operator of functions with a tensor as an attribute.
+_CONSTANT = "Constant"
+
 Field = tuple[int, int | memoryview]
+# What a node calls: the domain, name and overload of an operator.
+FunctionName = tuple[str, str, str]
 
 
 class UnsoundGraphError(ValueError):
@@ -69,14 +74,6 @@ class Tensor:
             return None
         return struct.unpack(f"<{len(self.raw) // 8}q", self.raw)
 
-    @property
-    def number(self) -> float | None:
-        """The element of a float32 scalar."""
-        if self.raw is None or self.type != FLOAT or self.shape or len(self.raw) != 4:
-            return None
-        value: float = struct.unpack("<f", self.raw)[0]
-        return value
-
 
 @dataclass(slots=True)
 class GraphValue:
@@ -89,32 +86,31 @@ class GraphValue:
 
 @dataclass(slots=True)
 class Attribute:
-    """A node's attribute: of `number`, `integers`, `text` and `graph` those that it has. `message` are its bytes."""
+    """A node's attribute: of `number`, `integers`, `tensor` and `graph` those that it has."""
 
-    message: bytes | memoryview
     name: bytes = b""
     number: float | None = None
     integers: tuple[int, ...] = ()
-    text: bytes = b""
+    tensor: Tensor | None = None
     graph: memoryview | None = None
 
 
 @dataclass(slots=True)
 class Node:
-    """An operator on names. Where a tree of graphs is read, `graphs` are those in it by attribute (`body`, `then_branch`, `else_branch`).
-
-    `sources` are the nodes that its inputs come from, None for inputs and weights of the graph, where somebody has set them.
-    """
+    """An operator on names. Where a tree of graphs is read, `graphs` are those in it by attribute: `body`, `then_branch`, `else_branch`."""
 
     operator: str = ""
     inputs: list[bytes] = field(default_factory=list)
     outputs: list[bytes] = field(default_factory=list)
     attributes: list[Attribute] = field(default_factory=list)
     domain: str = ""
-    name: bytes = b""
+    overload: str = ""
     graphs: dict[bytes, OnnxGraph] = field(default_factory=dict)
-    # Without it: printed with its sources, a node would be printed with all paths to it, whose number has no bound.
-    sources: list[Node | None] = field(default_factory=list, repr=False)
+
+    @property
+    def function(self) -> FunctionName:
+        """The name of the function that it calls, if the file has one of that name."""
+        return self.domain, self.operator, self.overload
 
     @property
     def numbers(self) -> dict[bytes, float]:
@@ -134,29 +130,19 @@ class Node:
         """The names that the graphs in it read or give."""
         return {name for graph in self.graphs.values() for name in graph.names}
 
-    def encoded(self) -> bytes:
-        parts = [(1, name) for name in self.inputs] + [(2, name) for name in self.outputs]
-        parts += [(3, self.name)] * bool(self.name) + [(_OPERATOR, self.operator.encode())]
-        parts += [(_ATTRIBUTE, self._encoded_attribute(attribute)) for attribute in self.attributes]
-        parts += [(_DOMAIN, self.domain.encode())] * bool(self.domain)
-        return b"".join(bytes_field(number, value) for number, value in parts)
-
-    def _encoded_attribute(self, attribute: Attribute) -> bytes:
-        if attribute.graph is None:
-            return bytes(attribute.message)
-        return _replaced(memoryview(attribute.message), _SUBGRAPH, [self.graphs[attribute.name].encoded()])
-
 
 @dataclass
 class OnnxGraph:
-    """A file's graph, a branch of an If or the body of a Loop. `added` are fields that it gets when it is written."""
+    """A file's graph, a branch of an If, the body of a Loop, or a function, whose inputs have the shapes of what it is called with.
 
-    message: memoryview
+    `functions` are those of the file.
+    """
+
     nodes: list[Node] = field(default_factory=list)
     constants: dict[bytes, Tensor] = field(default_factory=dict)
     inputs: dict[bytes, tuple[int | None, ...]] = field(default_factory=dict)
     outputs: list[bytes] = field(default_factory=list)
-    added: list[bytes] = field(default_factory=list)
+    functions: dict[FunctionName, OnnxGraph] = field(default_factory=dict)
 
     @cached_property
     def names(self) -> frozenset[bytes]:
@@ -164,37 +150,17 @@ class OnnxGraph:
         inner = {name for node in self.nodes for name in node.names_within}
         return frozenset({name for node in self.nodes for name in node.inputs} | inner | set(self.outputs))
 
-    def encoded(self) -> bytes:
-        """The graph with its nodes as they are now, and what is added; all else stays as it was read."""
-        return _replaced(self.message, _NODE, [node.encoded() for node in self.nodes]) + b"".join(self.added)
-
-
-def integer_attribute(name: str, value: int) -> Attribute:
-    """An attribute that is an integer from 0 on."""
-    message = bytes_field(1, name.encode()) + number_field(3, value) + number_field(20, _INTEGER)
-    return Attribute(message, name.encode(), value, (value,))
-
-
-def float_attribute(name: str, value: float) -> Attribute:
-    """An attribute that is a float32."""
-    message = bytes_field(1, name.encode()) + b"\x15" + struct.pack("<f", value) + number_field(20, _FLOAT)
-    return Attribute(message, name.encode(), value)
-
 
 def read_graph(model: bytes) -> OnnxGraph:
     """Returns a model's graph and those inside. Raises UnsoundGraphError, WireError."""
     reader = GraphReader()
-    return _tree(reader, reader.graph_of(memoryview(model)), 1)
-
-
-def with_graph(model: bytes, graph: OnnxGraph, domain: str | None) -> bytes:
-    """Returns the model with another graph, whose operators may be of `domain`, in version 1, too."""
-    opset = b"" if domain is None else bytes_field(_OPSETS, bytes_field(1, domain.encode()) + b"\x10\x01")
-    return _replaced(memoryview(model), _GRAPH_OF_MODEL, [graph.encoded()]) + opset
+    graph = _tree(reader, reader.graph_of(memoryview(model)), 1)
+    graph.functions = dict(map(reader.function, reader.functions))
+    return graph
 
 
 def _tree(reader: GraphReader, message: memoryview, depth: int) -> OnnxGraph:
-    graph = OnnxGraph(message)
+    graph = OnnxGraph()
     for part in reader.parts(message, depth):
         if isinstance(part, Node):
             part.graphs = {inner.name: _tree(reader, inner.graph, depth + 1) for inner in part.attributes if inner.graph is not None}
@@ -213,18 +179,43 @@ class GraphReader:
 
     def __init__(self) -> None:
         self._fields_left = MAX_FIELDS
+        # The messages of the model's functions.
+        self.functions: list[memoryview] = []
 
     def graph_of(self, model: memoryview) -> memoryview:
-        """Returns the message of a model's graph. Raises UnsoundGraphError, WireError."""
+        """Returns the message of a model's graph, and takes those of its functions. Raises UnsoundGraphError, WireError."""
         graph = None
         for number, value in self._fields("model", model):
             if number == _GRAPH_OF_MODEL:
                 if graph is not None:
                     raise UnsoundGraphError("it holds more than one graph")
                 graph = _message(value)
+            elif number == _FUNCTIONS:
+                self.functions.append(_message(value))
+                if len(self.functions) > MAX_PARTS:
+                    raise UnsoundGraphError(f"it has more than {MAX_PARTS} functions")
         if graph is None:
             raise UnsoundGraphError("it holds no graph")
         return graph
+
+    def function(self, message: memoryview) -> tuple[FunctionName, OnnxGraph]:
+        """Returns a function's name and nodes; what its Constants give are constants. Raises UnsoundGraphError, WireError."""
+        body, texts = OnnxGraph(), dict.fromkeys((_FUNCTION_DOMAIN, _FUNCTION_NAME, _FUNCTION_OVERLOAD), "")
+        for number, value in self._few("function", message):
+            if number in texts:
+                texts[number] = _text(value)
+            elif number == _FUNCTION_INPUT:
+                body.inputs[bytes(_message(value))] = ()
+            elif number == _FUNCTION_OUTPUT:
+                body.outputs.append(bytes(_message(value)))
+            elif number == _FUNCTION_NODE:
+                node = self._node(_message(value))
+                if node.operator == _CONSTANT and not node.domain:
+                    body.constants[_only_name(node)] = _only_tensor(node)
+                else:
+                    body.nodes.append(node)
+        domain, name, overload = texts.values()
+        return (domain, name, overload), body
 
     def parts(self, graph: memoryview, depth: int) -> Iterator[Node | Tensor | GraphValue]:
         """Yields what a graph holds, one at a time; `depth` counts it and the graphs around it. Raises UnsoundGraphError, WireError."""
@@ -257,18 +248,18 @@ class GraphReader:
         for number, value in self._few("node", message):
             if number in names:
                 names[number].append(bytes(_message(value)))
-            elif number == 3:
-                node.name = bytes(_message(value))
             elif number == _OPERATOR:
                 node.operator = _text(value)
             elif number == _DOMAIN:
                 node.domain = _text(value)
+            elif number == _OVERLOAD:
+                node.overload = _text(value)
             elif number == _ATTRIBUTE:
                 node.attributes.append(self._attribute(_message(value)))
         return node
 
     def _attribute(self, message: memoryview) -> Attribute:
-        attribute, integers, values = Attribute(message), list[int](), 0
+        attribute, integers, values = Attribute(), list[int](), 0
         for number, value in self._few("attribute", message):
             values += number in _SINGLE
             if number == 1:
@@ -278,8 +269,8 @@ class GraphReader:
             elif number == 3:
                 attribute.number = _signed(_number(value))
                 integers.append(attribute.number)
-            elif number == 4:
-                attribute.text = bytes(_message(value))
+            elif number == _VALUE:
+                attribute.tensor = self._tensor(_message(value))
             elif number == _SUBGRAPH:
                 attribute.graph = _message(value)
             elif number == 8:
@@ -287,8 +278,6 @@ class GraphReader:
         if values > 1 or (values and len(integers) > 1) or len(integers) > MAX_PARTS:
             raise UnsoundGraphError(f"an attribute holds more than one value, or more than {MAX_PARTS} integers")
         attribute.integers = tuple(integers)
-        if attribute.graph is None:
-            attribute.message = bytes(message)  # smaller than a view
         return attribute
 
     def _tensor(self, message: memoryview) -> Tensor:
@@ -316,6 +305,19 @@ class GraphReader:
             sizes = [size for number, size in _limited(fields_of(dimension), "dimension") if number == 1 and isinstance(size, int)]
             shape.append(_signed(sizes[-1]) if sizes else None)
         return GraphValue(bytes(_message(dict(fields).get(1, memoryview(b"")))), tuple(shape), output)
+
+
+def _only_name(constant: Node) -> bytes:
+    if len(constant.outputs) != 1:
+        raise UnsoundGraphError("a Constant gives something else than one value")
+    return constant.outputs[0]
+
+
+def _only_tensor(constant: Node) -> Tensor:
+    tensors = [attribute.tensor for attribute in constant.attributes]
+    if len(tensors) != 1 or tensors[0] is None:
+        raise UnsoundGraphError("a Constant of a function is none of one tensor")
+    return tensors[0]
 
 
 def _limited(fields: Iterable[Field], kind: str) -> list[Field]:
@@ -362,9 +364,3 @@ def _number(value: int | memoryview) -> int:
 
 def _text(value: int | memoryview) -> str:
     return bytes(_message(value)).decode("utf-8", "replace")
-
-
-def _replaced(message: memoryview, number: int, values: Iterable[bytes]) -> bytes:
-    """The message with other values of a field, behind all others."""
-    kept = b"".join(bytes(whole) for other, _, whole in whole_fields_of(message) if other != number)
-    return kept + b"".join(bytes_field(number, value) for value in values)

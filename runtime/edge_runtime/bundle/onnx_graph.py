@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from math import prod
 from pathlib import Path
 
 from edge_devices.files.protobuf_wire import WireError
 from edge_runtime.bundle.integrity import read_part
-from edge_runtime.bundle.onnx_file import LARGEST, MAX_DIMENSIONS, MAX_GRAPH_BYTES, MAX_PARTS, GraphReader, Node, Tensor, UnsoundGraphError
+from edge_runtime.bundle.onnx_file import (
+    LARGEST,
+    MAX_DIMENSIONS,
+    MAX_GRAPH_BYTES,
+    MAX_PARTS,
+    FunctionName,
+    GraphReader,
+    Node,
+    OnnxGraph,
+    Tensor,
+    UnsoundGraphError,
+)
 from edge_runtime.errors import BundleError
 
 # The operators that the exporter writes. Others may name files (EPContext) or code (custom operators), or take any time or memory for a
 # few bytes (Scan, ConstantOfShape, Range).
 CONTRIB = "com.microsoft"
+# The domain of the kernels' own operators, and of the functions of trusted ones that stand for them where there are no kernels.
+KERNELS = "edge.mtp"
 CONTRIB_OPS = frozenset(
     ["FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "MultiHeadAttention", "RotaryEmbedding"]
 )
@@ -73,6 +86,9 @@ ONNX_OPS = frozenset(
 LOOP_INPUT = "draft_length"
 # Most repetitions by Expand: a causal mask is repeated for each head.
 _MAX_REPEATS = 1024
+# Of a graph with its functions in the places of their calls: nodes, of which 128 experts in each of 30 layers have some 100,000, and
+# bytes of the functions' constants.
+_MAX_NODES, _MAX_CONSTANTS = 1 << 19, 64 << 20
 _ONNX_DOMAINS = ("", "ai.onnx")
 # Bits of an element by TensorProto.DataType; strings (8) have no size and no place in weights.
 _BITS = {
@@ -108,6 +124,9 @@ def shown(name: bytes) -> str:
     return repr(name[:80].decode("utf-8", "replace"))
 
 
+_NO_CONSTANTS: Mapping[bytes, Tensor] = {}
+
+
 class _Check:
     """Walks through the graphs of one file, holding little of them."""
 
@@ -121,10 +140,19 @@ class _Check:
         self._products: dict[bytes, int] = {}
         self._repeats: list[bytes] = []
         self._loops: list[bytes] = []
+        # How many nodes and bytes of constants come in the place of a function's call; and of the whole graph.
+        self._functions: dict[FunctionName, tuple[int, int]] = {}
+        self._nodes = self._constants = 0
 
     def model(self, message: memoryview) -> None:
         """Checks a model. Raises UnsoundGraphError, WireError."""
-        self._graph(self._reader.graph_of(message), 1)
+        graph, called = self._reader.graph_of(message), dict[FunctionName, tuple[int, int]]()
+        for function, body in map(self._reader.function, self._reader.functions):
+            if function in called:
+                raise UnsoundGraphError(f"it has two functions of the name {function[1][:40]!r}")
+            called[function] = self._function(function, body)
+        self._functions, self._nodes, self._constants = called, 0, 0
+        self._graph(graph, 1)
         for name in self._repeats:
             if self._products.get(name, LARGEST) > _MAX_REPEATS:
                 raise UnsoundGraphError(f"an Expand by {shown(name)}, which is no constant shape of at most {_MAX_REPEATS} elements")
@@ -132,10 +160,26 @@ class _Check:
             if name != LOOP_INPUT.encode() or name not in self._inputs or name in self._products:
                 raise UnsoundGraphError(f"a Loop repeats {shown(name)} times, which is not the input {LOOP_INPUT!r}")
 
+    def _function(self, name: FunctionName, body: OnnxGraph) -> tuple[int, int]:
+        """Checks a function, which calls no other and holds no graph; returns how many nodes and bytes of constants it has."""
+        if name[0] != KERNELS:
+            raise UnsoundGraphError(f"it has a function of {name[0][:40]!r}")
+        for tensor in body.constants.values():
+            if tensor.external is not None:
+                raise UnsoundGraphError(f"a constant of the function {name[1][:40]!r} lies in a file")
+            self._tensor(tensor)
+        for node in body.nodes:
+            if any(attribute.graph is not None for attribute in node.attributes):
+                raise UnsoundGraphError(f"the function {name[1][:40]!r} holds a graph")
+            self._operator(node, outermost=False, shapes=body.constants)
+        return len(body.nodes), sum(len(tensor.raw or b"") for tensor in body.constants.values())
+
     def _graph(self, message: memoryview, depth: int) -> None:
         for part in self._reader.parts(message, depth):
             if isinstance(part, Tensor):
                 self._tensor(part)
+                # Where a name stands twice, the greater product counts.
+                self._products[part.name] = max(self._products.get(part.name, 1), _product(part))
             elif isinstance(part, Node):
                 self._operator(part, outermost=depth == 1)
                 for attribute in part.attributes:
@@ -146,11 +190,23 @@ class _Check:
                 if len(self._inputs) > MAX_PARTS:
                     raise UnsoundGraphError(f"it has more than {MAX_PARTS} inputs")
 
-    def _operator(self, node: Node, *, outermost: bool) -> None:
+    def _operator(self, node: Node, *, outermost: bool, shapes: Mapping[bytes, Tensor] = _NO_CONSTANTS) -> None:
+        """Checks a node. `shapes` are constants by which it may repeat, also where it is not in the outermost graph."""
         operator, domain = node.operator, node.domain
+        nodes, constants = self._functions.get(node.function, (1, 0))
+        self._nodes, self._constants = self._nodes + nodes, self._constants + constants
+        if self._nodes > _MAX_NODES or self._constants > _MAX_CONSTANTS:
+            raise UnsoundGraphError(f"its functions make more than {_MAX_NODES} nodes of it, or {_MAX_CONSTANTS} bytes of constants")
+        if any(attribute.tensor is not None for attribute in node.attributes):
+            raise UnsoundGraphError(f"the operator {operator[:40]!r} has a tensor as an attribute")
+        if node.function in self._functions:
+            return
         if not (operator in ONNX_OPS if domain in _ONNX_DOMAINS else domain == CONTRIB and operator in CONTRIB_OPS):
             raise UnsoundGraphError(f"the operator {operator[:40]!r} of {domain[:40]!r} is none that this runtime writes or trusts")
         if operator not in ("Expand", "Loop"):
+            return
+        shape = shapes.get(node.inputs[1]) if operator == "Expand" and len(node.inputs) > 1 else None
+        if shape is not None and _product(shape) <= _MAX_REPEATS:
             return
         if not outermost:
             raise UnsoundGraphError(f"a graph inside the graph holds the operator {operator!r}")
@@ -169,15 +225,10 @@ class _Check:
         needed = -(-count * _BITS[tensor.type] // 8)
         if needed > LARGEST:
             raise UnsoundGraphError(f"tensor {name} has {count} elements")
-        product = LARGEST
         if tensor.external is not None:
             self._external(name, tensor.external, needed)
         elif tensor.raw is None or len(tensor.raw) != needed:
             raise UnsoundGraphError(f"tensor {name} does not have the {needed} bytes of its shape")
-        elif tensor.integers is not None and count <= MAX_DIMENSIONS:
-            product = prod(LARGEST if number < 0 else max(1, number) for number in tensor.integers)
-        # Where a name stands twice, the greater product counts.
-        self._products[tensor.name] = max(self._products.get(tensor.name, 1), product)
 
     def _external(self, name: str, entries: dict[str, str], needed: int) -> None:
         location = entries.get("location", "")
@@ -201,6 +252,13 @@ class _Check:
             if not inside or not path.is_file():
                 raise UnsoundGraphError(f"{location[:80]!r} is a symbolic link that leaves the bundle, or no file")
         return self._sizes[location]
+
+
+def _product(shape: Tensor) -> int:
+    """The product of the integers in a short list of them; of others a huge number."""
+    if shape.external is not None or shape.integers is None or prod(shape.shape) > MAX_DIMENSIONS:
+        return LARGEST
+    return prod(LARGEST if number < 0 else max(1, number) for number in shape.integers)
 
 
 def _decimal(name: str, what: str, text: str) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from edge_devices.errors import errors_as
 from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.limited_read import read_regular
+from edge_devices.machine.device_package import how_to_get
 from edge_runtime.errors import BackendError, BundleError
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 SIGNATURE_SUFFIX = ".sig"
 SIGNATURE_NAME = "manifest.json" + SIGNATURE_SUFFIX
-INSTALL = "pip install 'edge-mtp[sign]'"
 _MAX_KEY_BYTES = 16 << 10
 _MAX_SIGNATURE_FILE_BYTES = 4 << 10
 
@@ -45,7 +45,7 @@ def sign_file(path: Path, key: Ed25519PrivateKey) -> Path:
 
 def read_signing_key(path: Path) -> Ed25519PrivateKey:
     """Returns the private key in a PEM file without a password. Raises BundleError if it is none."""
-    with errors_as(BackendError, "signing needs cryptography, which is not installed", INSTALL, ImportError):
+    with errors_as(BackendError, "signing needs cryptography, which is not installed", how_to_get("sign"), ImportError):
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -61,7 +61,7 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
 
 
 def _check(path: Path, data: bytes, public_key: Path, what: str, thing: str) -> None:
-    with errors_as(BackendError, "checking signatures needs cryptography, which is not installed", INSTALL, ImportError):
+    with errors_as(BackendError, "checking signatures needs cryptography, which is not installed", how_to_get("sign"), ImportError):
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key

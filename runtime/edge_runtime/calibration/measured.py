@@ -49,7 +49,6 @@ class MeasuredValue(Generic[T]):
     """A kind of value: the name of its entries, its dataclass, and what a command shows while it is measured on the first `times` uses.
 
     The dataclass refuses what cannot be by ValueError or an EdgeError. `disturbed_by_load`: whether load may have changed a value.
-    `passing`: whether a value is provisional whatever the load, as a failure for want of memory is.
     """
 
     kind: str
@@ -57,7 +56,6 @@ class MeasuredValue(Generic[T]):
     doing: str
     times: int = TIMES
     disturbed_by_load: Callable[[T], bool] = lambda _: True
-    passing: Callable[[T], bool] = lambda _: False
 
     def known_or_measured(
         self,
@@ -87,9 +85,8 @@ class MeasuredValue(Generic[T]):
         disturbed = load.is_busy and self.disturbed_by_load(value)
         if disturbed:
             notify(f"This machine is busy: what is measured now is provisional and will be measured again later ({load.words()}).")
-        provisional = disturbed or self.passing(value)
-        if sound is None or not provisional:
-            self.keep(key, value, notify, times=sound.times + 1 if sound else 1, provisional=provisional)
+        if sound is None or not disturbed:
+            self.keep(key, value, notify, times=sound.times + 1 if sound else 1, provisional=disturbed)
         return value
 
     def known(self, key: str, fits: Callable[[T], bool] = lambda _: True) -> Known[T] | None:

@@ -392,9 +392,7 @@ def _file(argument: str, command: str) -> str:
 def _call_line(call: ToolCall) -> str:
     if call.partial is not None:
         return f"[a call that was cut off: {call.name} {call.partial}]"
-    if call.arguments is None:
-        return f"[unreadable tool call: {call.raw}]"
-    arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call.arguments.items())
+    arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in (call.arguments or {}).items())
     return f"[call: {call.name}({arguments})]"
 
 

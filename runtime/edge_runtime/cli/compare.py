@@ -185,15 +185,12 @@ class RunsInTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(PairedRuns, Conditions):
-    """The runs of one prompt. `drafting` describes the draft lengths; `draft_length` is None if a policy chose them. `draft_place` says
-    where drafts are made beside a device.
-    """
+    """The runs of one prompt. `drafting` describes the draft lengths; `draft_length` is None if a policy chose them."""
 
     drafting: str
     draft_length: int | None
     rows: RowEquality
     peak_memory: int
-    draft_place: str = ""
 
     @property
     def follows_from_medians(self) -> bool:
@@ -209,7 +206,7 @@ class Comparison(PairedRuns, Conditions):
     def remarks(self) -> list[str]:
         """Returns what the figures mean: whether drafts can change text, and why they may mean little: nothing was drafted, joules are
         estimated or missing, or the machine was busy."""
-        sentences = [*([] if self.drafted_tokens else [NOTHING_DRAFTED]), self.rows.sentence(), *filter(None, [self.draft_place])]
+        sentences = [*([] if self.drafted_tokens else [NOTHING_DRAFTED]), self.rows.sentence()]
         if not self.follows_from_medians:
             sentences.append("the speed-up is the median of the ratios of neighbouring runs: the machine's speed changed between runs")
         if self.drafted_energy.kind == "estimate" and not self.energy_is_comparable:
@@ -233,7 +230,6 @@ class Comparison(PairedRuns, Conditions):
             "drafted_tokens": self.drafted_tokens,
             "drafting": self.drafting,
             "draft_length": self.draft_length,
-            "draft_place": self.draft_place or None,
             "rows": self.rows.to_json(),
             "peak_memory_bytes": self.peak_memory,
         }
@@ -277,7 +273,6 @@ def compare_runs(
         **vars(runs.conditions()) | {"meter_named": meter_named},
         drafting=drafting,
         draft_length=draft_length,
-        draft_place=session.draft_place,
         rows=rows,
         peak_memory=peak_memory_bytes(),
     )

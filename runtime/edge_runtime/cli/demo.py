@@ -167,7 +167,7 @@ class Demo:
 
     def _coloured(self, generation: Generation) -> Iterator[str]:
         """Yields the answer's text, in colour where drafts were accepted."""
-        parser = ChannelParser(self._session.vocabulary, self._template.stop if self._template else ())
+        parser = ChannelParser(self._session.vocabulary, self._template.stop if self._template else (), prompt=generation.prompt)
         for round_done in generation.rounds():
             for number, token in enumerate(round_done.tokens):
                 text = _text(parser.feed(token))

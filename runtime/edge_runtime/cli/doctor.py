@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from edge_devices.command_line import PanelCommand
 from edge_devices.files.user_cache import CACHE_VARIABLE, NOT_OURS, cache_folder, only_ours, read_entries
 from edge_devices.machine.detection import Device, detect_device
+from edge_devices.machine.device_package import DevicePackage, this_package
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, MeterState
@@ -37,7 +38,6 @@ DISTRIBUTION = "edge-mtp"
 # The extras for users and their purposes; the other extras are for developers of edge-mtp.
 EXTRAS = {
     **{kind: f"runs {card.format.upper()} bundles" for kind, card in CARDS.items()},
-    "webgpu": "GPUs, by Vulkan, Direct3D 12 or Metal",
     "openvino": "Intel's processors, GPUs and NPUs",
     "qnn": "Qualcomm's NPUs",
     "grammar": "JSON schemas, grammars, regular expressions",
@@ -53,7 +53,7 @@ EXTRAS = {
     "report": "plots of edge-bench run --html",
 }
 # What only a machine with such a device needs is not among the extras that the doctor proposes.
-_OF_DEVICES = {"webgpu", "openvino", "qnn"}
+_OF_DEVICES = {"openvino", "qnn"}
 _COMPILED_BY = {"cmake": ("cmake",), "a C++ compiler": ("c++", "g++", "clang++")}
 
 
@@ -66,11 +66,17 @@ class Extra:
     installed: dict[str, str]
     missing: tuple[str, ...]
 
+    @property
+    def is_required(self) -> bool:
+        """Whether the extra has requirements on this machine."""
+        return bool(self.installed or self.missing)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """The findings. `backends`: what `ask_backend` returned, None if the library is not installed; `build_tools`: path or None; `choices`:
-    which backend is faster for bundles of both formats; `cache_files`: path, bytes, entries; `cache_refused`: files that are not used."""
+    which backend is faster for bundles of both formats; `cache_files`: path, bytes, entries; `cache_refused`: files that are not used.
+    `package`: the device package this runs in, if any, of whose files `package_faults` are missing or changed."""
 
     version: str
     python: str
@@ -85,6 +91,8 @@ class Diagnosis:
     cache_variable: str
     cache_files: tuple[dict[str, Any], ...]
     cache_refused: tuple[str, ...]
+    package: DevicePackage | None = None
+    package_faults: tuple[str, ...] = ()
 
     @property
     def ready(self) -> bool:
@@ -93,7 +101,9 @@ class Diagnosis:
 
     @property
     def install(self) -> str | None:
-        """Returns the line that installs the extras with something missing, but those of devices; None if nothing is."""
+        """Returns the line that installs the extras with something missing, but those of devices; None if nothing is, or in a package."""
+        if self.package is not None:
+            return None
         missing = [extra.name for extra in self.extras if extra.missing and extra.name not in _OF_DEVICES]
         if "export" in missing and "export-onnx" in missing:
             missing.remove("export-onnx")  # a part of it
@@ -118,6 +128,14 @@ class Diagnosis:
                 "refused": list(self.cache_refused),
             },
             "install": self.install,
+            "package": None
+            if self.package is None
+            else {
+                "platform": self.package.platform,
+                "backends": list(self.package.backends),
+                "row_kernels": list(self.package.row_kernels),
+                "faults": list(self.package_faults),
+            },
         }
 
 
@@ -126,8 +144,9 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
     try:
         version, requirements = metadata.version(DISTRIBUTION), metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
-        raise BackendError(f"{DISTRIBUTION} is not installed for {sys.executable}; run: pip install . in its checkout") from None
-    folder, file = cache_folder(), cache_file()
+        remedy = "run: pip install . in its checkout" if this_package() is None else "copy the device package again"
+        raise BackendError(f"{DISTRIBUTION} is not installed for {sys.executable}; {remedy}") from None
+    folder, file, package = cache_folder(), cache_file(), this_package()
     return Diagnosis(
         version=version,
         python=platform.python_version(),
@@ -135,13 +154,16 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
         device=detect_device(system),
         backends={kind: ask(kind) if find_spec(card.library) is not None else None for kind, card in CARDS.items()},
         build_tools={tool: next((path for name in names if (path := shutil.which(name))), None) for tool, names in _COMPILED_BY.items()},
-        extras=tuple(_extra(name, purpose, requirements) for name, purpose in EXTRAS.items()),
+        # Of what nothing is required here, as by a device package for what no package holds, nothing can be said.
+        extras=tuple(extra for name, purpose in EXTRAS.items() if (extra := _extra(name, purpose, requirements)).is_required),
         choices=tuple(cached_choices()),
         meters=tuple(find_meters(system)),
         cache=str(folder),
         cache_variable=CACHE_VARIABLE,
         cache_files=({"path": str(file), "bytes": file.stat().st_size, "entries": len(read_entries(file))},) if file.is_file() else (),
         cache_refused=tuple(path.name for path in sorted(folder.glob("*.json")) if path.is_file() and not only_ours(path.stat())),
+        package=package,
+        package_faults=() if package is None else tuple(package.changed()),
     )
 
 
@@ -212,26 +234,44 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
         f"{machine.usable_processors} processors{memory}",
     )
     yield "profile", "", f"{device.profile.name}: {device.profile.quantization}, {device.threads} threads ({device.why})"
+    yield from _package_rows(diagnosis)
     yield from _backend_rows(diagnosis)
     for choice in diagnosis.choices:
         yield "faster backend", "ok", f"{choice.bundle}: {choice.sentence()}, as measured"
     for extra in diagnosis.extras:
         if extra.name not in diagnosis.backends:
             versions = ", ".join(f"{name} {version}" for name, version in extra.installed.items())
-            lacking = f"; missing: {', '.join(extra.missing)}" if extra.missing else ""
-            yield (
-                extra.name,
-                "missing" if extra.missing else "ok",
-                f"{extra.purpose}: {versions or 'none of its packages is installed'}{lacking}",
-            )
+            lacking = f"missing: {', '.join(extra.missing)}" if extra.missing else ""
+            yield extra.name, "missing" if extra.missing else "ok", f"{extra.purpose}: {'; '.join(filter(None, (versions, lacking)))}"
     yield from _meter_rows(diagnosis)
     yield from _cache_rows(diagnosis)
+
+
+def _package_rows(diagnosis: Diagnosis) -> Iterator[Row]:
+    """What lies in a device package, and what could be in it too."""
+    package, faults = diagnosis.package, diagnosis.package_faults
+    if package is None:
+        return
+    if faults:
+        named = ", ".join(faults[:3]) + (", ..." if len(faults) > 3 else "")
+        yield (
+            "device package",
+            "broken",
+            f"{package.platform}: missing or changed files: {len(faults)} ({named}); copy the package again",
+        )
+    else:
+        yield "device package", "ok", f"{package.platform}: all {len(package.files)} files are there and unchanged"
+    if left_out := [f"{EXTRAS[extra]} ({option})" for extra, option in package.additions.items() if option and extra in EXTRAS]:
+        yield "", "", f"made without: {', '.join(left_out)}; {package.command} with such an option makes another one"
 
 
 def _backend_rows(diagnosis: Diagnosis) -> Iterator[Row]:
     for kind, description in diagnosis.backends.items():
         card = CARDS[kind]
-        if description is None:
+        if description is None and diagnosis.package is not None:
+            if kind in diagnosis.package.backends:
+                yield card.title, "missing", f"runs {card.format.upper()} bundles: it should be in this device package; copy it again"
+        elif description is None:
             lacking = [tool for tool, path in diagnosis.build_tools.items() if path is None] if card.compiled else []
             needs = f"which needs {' and '.join(lacking)} first (Debian: apt install cmake g++)"
             tools = f"; installing it compiles {card.title}, {needs}" if lacking else ""

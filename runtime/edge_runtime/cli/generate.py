@@ -130,7 +130,7 @@ def generate(
             reuse_prefix=output.load_state is not None or session.row_kernels is not None,
             on_round=explain_round(session, opening) if output.explain else None,
             sampling=sampling,
-            constraint=constraint,
+            constraint=sent.constraint(session, constraint),
             stop=tuple(limits.stop),
         )
         pieces = []
@@ -174,7 +174,6 @@ def figures(session: Session, generation: Generation, energy: RunEnergy, lossles
         "backend": session.backend,
         "row_kernels": session.row_kernels,
         "device": session.device,
-        "draft_place": session.draft_place or None,
         "drafter": session.drafter_kind,
         "costs": {None: None, True: "provisional", False: "measured"}[session.costs_are_provisional],
         "stats": generation.stats.to_json(),

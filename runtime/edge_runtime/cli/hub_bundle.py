@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -20,6 +21,8 @@ _EXPORT = (sys.executable, "-P", "-c", "from edge_devices.entry_points import ed
 def hub_bundle(name: Path) -> Path:
     """Returns the folder of the bundle made of a hub name; `name` itself where it is a path, or where nobody is there to ask.
 
+    So it is in a device package, too, which has no exporter.
+
     On a terminal the plan is shown first: whether it fits this machine, and what it takes. Ends the command if the answer is no, or
     with the exit code of a failed export.
     """
@@ -28,7 +31,7 @@ def hub_bundle(name: Path) -> Path:
     folder = cache_folder() / "bundles" / re.sub(r"[^\w.@=-]+", "--", str(name).replace(":", "="), flags=re.ASCII)
     if (folder / MANIFEST_NAME).is_file():
         return folder
-    if not sys.stdin.isatty():
+    if not sys.stdin.isatty() or find_spec("edge_export") is None:
         return name
     click.echo(f"{name} is not here yet. What it would take on this machine:", err=True)
     subprocess.run([*_EXPORT, "plan", str(name)], check=False)

@@ -17,8 +17,9 @@ from edge_runtime.media.reading import read_image, read_sound
 from edge_runtime.media.soft_rows import Media, MediaPrompt, user_message, without_media
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session
-from edge_runtime.text.channels import ChannelParser, Event, Text
+from edge_runtime.text.channels import ChannelParser, Event, Text, after_thoughts
 from edge_runtime.text.chat_template import ROLE, ChatTemplate, bundle_template, is_instruction_tuned
+from edge_runtime.text.constraints import ConstraintSource
 
 # Limit for one prompt or turn from standard input, in characters; more than any context holds.
 MAX_INPUT = 16 << 20
@@ -69,13 +70,21 @@ class SentPrompt:
 
     sent: str | list[int] | MediaPrompt
     template: ChatTemplate | None
+    thinking: bool = False
+
+    def constraint(self, session: Session, constraint: ConstraintSource | None) -> ConstraintSource | None:
+        """Returns the constraint of the answer, which holds behind the thoughts of a message's answer."""
+        if self.template is None or isinstance(self.sent, str):
+            return constraint
+        ids = self.sent.ids if isinstance(self.sent, MediaPrompt) else self.sent
+        return after_thoughts(constraint, session.vocabulary, ids, thinking=self.thinking)
 
     def text(self, session: Session, generation: Generation, stop: Sequence[str]) -> Iterator[str]:
-        """Yields the answer piece by piece; of a message's answer only the text, without thoughts and tool calls."""
+        """Yields the answer piece by piece; of a message's answer without its thoughts. A tool call is text, as no tools are declared."""
         if self.template is None:
             yield from generation
             return
-        parser = ChannelParser(session.vocabulary, (*stop, *self.template.stop))
+        parser = ChannelParser(session.vocabulary, (*stop, *self.template.stop), prompt=generation.prompt, calls=False)
         for done in generation.rounds():
             for token in done.tokens:
                 yield from _texts(parser.feed(token))
@@ -113,7 +122,7 @@ def sent_prompt(session: Session, prompt: str, options: MessageOptions, *, bare:
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages, _ = without_media([*system, user_message(prompt, media)])
     ids = template.encode(messages, thinking=options.thinking)
-    return SentPrompt(sent=session.media_prompt(ids, media) if media else ids, template=template)
+    return SentPrompt(sent=session.media_prompt(ids, media) if media else ids, template=template, thinking=options.thinking)
 
 
 def _texts(events: list[Event]) -> Iterator[str]:

@@ -105,7 +105,7 @@ class EnergyOptions:
         power: PhasePower | PowerSource | None = None
         if self.phase_power is not None:
             power = read_phase_power(self.phase_power)
-        elif meter is not None and not meter.facts.is_estimate:
+        elif meter is not None and not (meter.facts.is_estimate or meter.facts.is_replay):
             power = PowerProbe(system=system, meter=meter, notify=notify, waiting=terminal_wait)
         reason = "" if meter else no_meter_reason(findings)
         return Energy(system=system, meter=meter, power=power, reason=reason, named=self.meter is not None)

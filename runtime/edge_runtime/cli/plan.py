@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from edge_runtime.cli.messages import read_prompt
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, refuse_threads
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.phase_power import PhasePower
-from edge_runtime.errors import RequestError
+from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import Range, SpeedPlan, deviation, manifest_plan
@@ -66,7 +67,12 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
     if options.profile is None:
         refuse_threads(opening.load.threads)
     load, prompt = opening.options(), read_prompt(prompt)
-    opened = open_bundle(bundle, check=load.check, public_key=load.public_key)
+    try:
+        opened = open_bundle(bundle, check=load.check, public_key=load.public_key)
+    except BundleError as error:
+        if bundle.exists():
+            raise
+        raise BundleError(f"{error}; to plan a model before its export: edge-export plan {shlex.quote(str(bundle))}") from error
     settings = load_settings(opened, config=load.config, preset=load.preset, context=load.context, notify=note)
     accelerator = None if load.device is None or load.device.lower() in (CPU, AUTO) else load.device
     if accelerator is not None and options.profile is None:

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edge_runtime.decoding.acceptance import VerifyResult, accept_by_match
 from edge_runtime.decoding.acceptance_rules import GREEDY, AcceptanceRule
 from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundResult, Timing, WeighingPolicy
 from edge_runtime.drafting.sources import MODEL, NO_PROPOSAL, Proposal, Sources
-from edge_runtime.interfaces import ChoosingTarget, Drafter, DraftRequest, Logits, Target
+from edge_runtime.interfaces import Drafter, DraftRequest, Logits, Target
 
 
 class Round(NamedTuple):
@@ -73,6 +72,13 @@ class Decoding:
         self._sources = sources
         self._proposal = NO_PROPOSAL
         self._from: list[str] = []
+
+    def move(self, target: Target, policy: DraftLengthPolicy | None) -> None:
+        """Goes on with another target, whose cache has the same tokens, and with a `policy`, unless that is None."""
+        self._target = target
+        if policy is not None:
+            self._policy = policy
+            self._offer = policy.offer if isinstance(policy, WeighingPolicy) else None
 
     @property
     def learns_costs(self) -> bool:
@@ -165,14 +171,7 @@ class Decoding:
             logits[:, self.suppressed] = -np.inf
         if self.min_tokens > 0:
             logits[: self.min_tokens, self._held_back] = -np.inf
-        return self._finished(self.rule.accept(self._drafts, logits), timing, report_timing=report_timing)
-
-    def finish_chosen(self, choices: Sequence[int], timing: Timing) -> Round:
-        """Ends the round of a greedy request with what the target chose at each of `tokens_to_verify`."""
-        return self._finished(accept_by_match(self._drafts, choices.__getitem__), timing, report_timing=True)
-
-    def _finished(self, result: VerifyResult, timing: Timing, *, report_timing: bool) -> Round:
-        drafts, shadow = self._drafts, self._shadow
+        result, drafts, shadow = self.rule.accept(self._drafts, logits), self._drafts, self._shadow
         tokens, self.stopped = _until_stop((*drafts[: result.accepted], result.next_token), self._is_stop)
         self._target.rollback(self._start + len(tokens))  # all emitted tokens but the newest, and the one before them
         if self._sources is not None:
@@ -196,7 +195,6 @@ def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Itera
     The output is the target's own, token for token or in distribution, as the acceptance rule promises. The drafter changes only the
     speed. Method: Leviathan et al. 2023 (arXiv 2211.17192), with Gemma 4's drafter, which reads the target's hidden rows.
     """
-    choose = target.choose if decoding.rule is GREEDY and isinstance(target, ChoosingTarget) and not decoding.min_tokens else None
     while not decoding.done:
         begin = time.perf_counter()
         request = decoding.draft_request()
@@ -204,12 +202,7 @@ def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Itera
         if drafter is not None and request.draft_length > 0:
             drafts = drafter.draft(request.last, request.draft_length, request.sampler, request.should_continue)
         middle = time.perf_counter()
-        rows = decoding.tokens_to_verify(drafts)
-        if choose is not None:
-            choices = choose(rows, decoding.suppressed)
-            yield decoding.finish_chosen(choices, decoding.timing(middle - begin, time.perf_counter() - middle))
-            continue
-        logits = target.verify(rows)
+        logits = target.verify(decoding.tokens_to_verify(drafts))
         yield decoding.finish_round(logits, decoding.timing(middle - begin, time.perf_counter() - middle))
 
 

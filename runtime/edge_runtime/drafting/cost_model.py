@@ -34,6 +34,8 @@ WINDOW, SETTLED = 9, 3
 # Of shared verifies: what is left of a round's weight after another, and the rounds that each other figure counts as.
 SHARED_DECAY, SEED_ROUNDS = 0.995, 0.3
 _GROUP = 4
+# Differences of sums that are smaller, relative to them, are rounding.
+_ROUNDING = 1e-9
 _MAX_UNLEARNED = 32
 
 
@@ -125,7 +127,13 @@ class SharedLine:
         for rows in (self._requests, 2 * self._requests):
             sums = sums + _weighted(rows, self._verify(rows), SEED_ROUNDS, self._verify(rows))
         weight, of_rows, of_seconds, squares, products = sums.tolist()
-        each = max((weight * products - of_rows * of_seconds) / (weight * squares - of_rows**2), 0.0)
+        spread = weight * squares - of_rows**2
+        if spread > _ROUNDING * weight * squares:
+            each = max((weight * products - of_rows * of_seconds) / spread, 0.0)
+        else:  # rounds of one number of rows, beside which all other figures vanish: a row costs the part that it costs in these
+            one, both = self._verify(self._requests), self._verify(2 * self._requests)
+            step = max(both - one, 0.0) / self._requests
+            each = step * of_seconds / weight / (one + step * max(of_rows / weight - self._requests, 0.0))
         return max((of_seconds - each * of_rows) / weight, 0.0), each
 
 

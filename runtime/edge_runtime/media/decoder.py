@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from edge_devices.errors import EdgeError, errors_as
+from edge_devices.machine.device_package import how_to_get
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.media.formats import IMAGE_FORMATS, MAX_CHANNELS, MAX_PIXELS, MAX_SCANS, MAX_SECONDS, SAMPLE_RATES, format_of, kind_of
 from edge_runtime.media.image import Image, final_size
 from edge_runtime.media.sound import Sound, to_sound
 
-INSTALL = "pip install 'edge-mtp[media]', or build a device package with --with-media"
 # Of a JPEG: those of restarts (D0 to D7) and zeros and fillers are part of a scan.
 _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])")
 _START_OF_SCAN, _END_OF_IMAGE, _FIRST_WITH_SEGMENT = b"\xda", b"\xd9", b"\xc0"
@@ -48,7 +48,7 @@ def decode_image(data: bytes, budget: int) -> Image:
 
     Raises RequestError for a file that is damaged or too large, BackendError without Pillow.
     """
-    with errors_as(BackendError, "Pillow, which decodes images, is not installed", f"run: {INSTALL}", ImportError):
+    with errors_as(BackendError, "Pillow, which decodes images, is not installed", how_to_get("media"), ImportError):
         from PIL import Image as pillow
         from PIL import ImageOps
     with _damaged("image"), warnings.catch_warnings():
@@ -96,7 +96,7 @@ def decode_sound(data: bytes) -> Sound:
     try:
         import soundfile
     except (ImportError, OSError) as error:
-        raise BackendError(f"soundfile, which decodes sounds, does not load ({error}); run: {INSTALL}") from error
+        raise BackendError(f"soundfile, which decodes sounds, does not load ({error}); {how_to_get('media')}") from error
     with _damaged("sound"), soundfile.SoundFile(io.BytesIO(data)) as file:
         _check(file.samplerate, file.channels)
         return to_sound(file.read(file.samplerate * MAX_SECONDS, dtype="float32", always_2d=True), int(file.samplerate))

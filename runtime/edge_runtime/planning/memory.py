@@ -16,7 +16,16 @@ from typing import Literal
 from edge_devices.machine.memory import byte_text
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS, Quantization
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType, row_bytes
-from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER, Architecture, BundleFile, CacheLayout, Manifest
+from edge_runtime.bundle.manifest import (
+    AUDIO_ENCODER,
+    MEDIA_ENCODER,
+    VISION_ENCODER,
+    Architecture,
+    BundleFile,
+    CacheLayout,
+    Manifest,
+    Rotation,
+)
 from edge_runtime.config.schema import SIZE, bytes_of
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import POOLING, Image
@@ -114,7 +123,7 @@ BATCH = 512
 PROCESS_BYTES = 48 << 20
 # The same with onnxruntime, the tokenizer and the graphs' plans, as measured on the shipped and the widened pair.
 _ONNX_PROCESS_BYTES = 85 << 20
-_FLOAT, _MASK = 4, 2
+_FLOAT, _HALF, _MASK = 4, 2, 2
 # llama.cpp's tables of a vocabulary, per token, as measured.
 _TOKEN_BYTES = 128
 # For manifests without feed_forward_size: no Gemma 4 block is wider than this many times the hidden size.
@@ -174,13 +183,20 @@ def onnx_memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
     """
     own = manifest.architecture
     wide = (own.feed_forward_size or _WIDEST * own.hidden_size) + 3 * own.hidden_size
+    tables = rotation_bytes(manifest.onnx.rotations if manifest.onnx else (), manifest.cache_layout, request.context)
     return MemoryPlan(
         process=_ONNX_PROCESS_BYTES,
         weights=0,
         repacked=sum(file.bytes for file in manifest.files if file.format in ("onnx", "onnx_data")),
         cache=2 * cache_bytes(manifest.cache_layout, replace(request, kv_type="f16")),
-        buffers=request.batch * wide * _FLOAT + _logits(own, request.verify_rows, own.vocab_size),
+        buffers=request.batch * wide * _FLOAT + _logits(own, request.verify_rows, own.vocab_size) + tables,
     )
+
+
+def rotation_bytes(rotations: Sequence[Rotation], layout: CacheLayout, positions: int) -> int:
+    """Returns the bytes of the tables of cosines and sines, float32 and, for buffers of float16, those too."""
+    each = 2 * (_FLOAT + _HALF * any(buffer.dtype == "f16" for buffer in layout.buffers))
+    return sum(each * positions * (rotation.head_dim // 2) for rotation in rotations)
 
 
 def memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -34,6 +34,8 @@ from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition, gaug
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
 _OLLAMA = "/api/"
+# A client that does not read has so much of a whole answer taken by its connection, and no more.
+_PART_BYTES = 1 << 16
 Read = TypeVar("Read")
 
 
@@ -164,13 +166,16 @@ class Api:
     async def _answer(self, request: Request, api_request: ApiRequest, form: ResponseFormat) -> Response:
         check_logprobs(api_request, self.card.context)
         pending = PendingResponse(self._worker, api_request, form, request.scope[CLIENT])
-        streams = False
+        answer: PieceStream | None = None
         try:
             await unless_disconnected(request.receive, pending.wait_started())
-            streams = api_request.stream
-            return PieceStream(pending) if streams else Json200(await unless_disconnected(request.receive, pending.complete()))
+            if api_request.stream:
+                answer = PieceStream(pending)
+            else:
+                answer = PieceStream(pending, encoded(await unless_disconnected(request.receive, pending.complete())))
+            return answer
         finally:
-            if not streams:
+            if answer is None:
                 pending.cancel()
                 _remark(request.scope, usage_line(pending.stats))
 
@@ -188,12 +193,15 @@ class Json200(Response):
 
 
 class PieceStream(Response):
-    """A streamed response. The request is cancelled when the client disconnects."""
+    """A response in pieces, streamed or `whole`. The request is over, and its place free, when it is sent or the client disconnects."""
 
-    def __init__(self, pending: PendingResponse) -> None:
-        super().__init__(media_type=pending.media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, pending: PendingResponse, whole: bytes | None = None) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(media_type=pending.media_type if whole is None else "application/json", headers=headers if whole is None else None)
         del self.headers["content-length"]
-        self._pending = pending
+        if whole is not None:
+            self.headers["content-length"] = str(len(whole))
+        self._pending, self._whole = pending, whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends pieces until the answer ends or the client disconnects."""
@@ -208,9 +216,17 @@ class PieceStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for piece in self._pending.stream():
+        async for piece in self._pending.stream() if self._whole is None else self._parts(self._whole):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+    async def _parts(self, whole: bytes) -> AsyncIterator[bytes]:
+        """The parts of a whole answer: each waits until the connection takes it."""
+        parts = [whole[first : first + _PART_BYTES] for first in range(0, len(whole), _PART_BYTES)]
+        for part in parts[:-1]:
+            yield part
+        self._pending.cancel()  # before the last one: a client that has its answer finds the place free
+        yield parts[-1]
 
 
 def _remark(scope: Scope, *remarks: str) -> None:

@@ -26,6 +26,13 @@ class ServeOptions:
         help="Answers depend on their request alone, whatever else runs; where rows are not exact, one request runs at a time.",
     )
     waiting: int = option(default=16, low=0, panel="Server", help="Number of requests that may wait; further ones get status 503.")
+    max_tokens: int | None = option(
+        default=None,
+        low=1,
+        metavar="TOKENS",
+        panel="Server",
+        help="Most tokens of an answer, whatever a request asks for.  [default: as the context allows]",
+    )
     api_key: Sequence[str] = option(
         default=(),
         metavar="KEY",

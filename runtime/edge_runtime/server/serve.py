@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edge_devices.energy.live import SharedWatch
+from edge_devices.machine.device_package import how_to_get
 from edge_runtime.decoding.sampling import MODEL_SAMPLING, default_sampling, sampling_sentence
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server.engine.worker import Worker
@@ -25,7 +26,6 @@ from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import ROLE, bundle_template, is_instruction_tuned
 
-INSTALL = "pip install 'edge-mtp[serve]'"
 # Connections beyond running and waiting requests: idle ones, and those for the page, models, health and metrics.
 _EXTRA_CONNECTIONS = 64
 # A thread that parses a request keeps the interpreter for so long from one that has come back from a forward, many times in each round.
@@ -41,7 +41,7 @@ def serve(
     Raises RequestError if the address is not available, BackendError if the extra is not installed, and the errors of `open_sessions`.
     """
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise BackendError(f"the server needs {' and '.join(missing)}; install with: {INSTALL}")
+        raise BackendError(f"the server needs {' and '.join(missing)}; {how_to_get('serve')}")
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.http.connections import run_server, server_config
 
@@ -65,6 +65,7 @@ def serve(
             alone=alone,
             exact=rows.exact,
             clients=client_names(options.api_key),
+            max_tokens=options.max_tokens,
         )
         api = Api(worker, first.monitor, _model_card(folder, first, options, rows), announce)
         hosts = allowed_hosts(options.host, options.allow_host)

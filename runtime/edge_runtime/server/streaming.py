@@ -36,7 +36,10 @@ class ClientDisconnected(Exception):
 
 
 class PendingResponse:
-    """One submitted request of a client. Call `wait_started`, then either `complete` or `stream` once; always call `cancel` at the end."""
+    """One submitted request of a client. Call `wait_started`, then either `complete` or `stream` once; always call `cancel` at the end.
+
+    A request keeps its place in the queue until its answer is sent, so call it then; where the reader is slow, the worker waits for it.
+    """
 
     def __init__(self, worker: Worker, request: ApiRequest, form: ResponseFormat, client: int) -> None:
         """Raises ApiError if the worker's queue is full."""
@@ -92,7 +95,7 @@ class PendingResponse:
         for piece in self._form.begin():
             yield piece
         while running:
-            choice, event = await self._events.get()
+            choice, event = await self._take()
             self._count(choice, event)
             pieces: list[bytes] = []
             if isinstance(event, Failed):
@@ -102,6 +105,7 @@ class PendingResponse:
                 pieces = self._form.output(choice, event)
             elif isinstance(event, Finished):
                 running -= 1
+                self._jobs[choice].place.leave("reader")  # all but the end is sent; who has that finds the place free
                 pieces = self._form.end(choice, event) + ([] if running else self._form.finish())
             for piece in pieces:
                 yield piece
@@ -110,8 +114,13 @@ class PendingResponse:
         if isinstance(event, Output | Finished):
             self._usage.update(choice, event.stats)
 
-    async def _next(self) -> tuple[int, StreamEvent]:
+    async def _take(self) -> tuple[int, StreamEvent]:
         choice, event = await self._events.get()
+        self._jobs[choice].unread.take()
+        return choice, event
+
+    async def _next(self) -> tuple[int, StreamEvent]:
+        choice, event = await self._take()
         if isinstance(event, Failed):
             try:
                 raise to_api_error(event.error)

@@ -50,6 +50,10 @@ class PrefillPace:
         fitting = max(self._rates) * max(PIECE_SECONDS, statistics.median(self._rounds))
         self.rows = int(max(SHORTEST_PIECE, min(fitting, 2 * self.rows, PREFILL_ROWS)))
 
+    def rows_in(self, seconds: float) -> int:
+        """Returns how many tokens a piece of so many seconds has, where no others wait for a round."""
+        return int(max(SHORTEST_PIECE, min(max(self._rates, default=0.0) * seconds, PREFILL_ROWS)))
+
 
 class BatchDecoder:
     """Runs requests of different sequences of one context. Requests may join and leave between two steps, from any thread."""
@@ -57,6 +61,7 @@ class BatchDecoder:
     def __init__(self, together: SequenceBatch, lock: PairLock | None = None) -> None:
         """`lock` is that of the sessions on the context; None makes one, for a context that nothing else uses."""
         self._together = together
+        self.longest_piece: float | None = None  # seconds that a piece of a prompt may take where no requests run beside it
         self._lock = lock or PairLock()
         self._joining: dict[Generation, Iterator[int]] = {}
         self._pace = PrefillPace()
@@ -84,13 +89,17 @@ class BatchDecoder:
         """As `add`, but the prompt is prefilled in pieces, one per step, so that other requests do not wait for all of it.
 
         Beside running requests a piece is as `PrefillPace` says. Several prompts take turns, so a short one does not wait for a long one.
+        One that was removed, or suspended and resumed, goes on where it was.
         """
         with self._lock.held():
             self._require_free(generation)
-            self._joining[generation] = generation.prefilling(lambda: self._pace.rows if self._running else PREFILL_ROWS)
+            if generation.prefilled:
+                self._begin(generation)
+            else:
+                self._joining[generation] = generation.prefilling(self._piece)
 
     def remove(self, generation: Generation) -> None:
-        """Ends a request early; the others continue. Does nothing if it has ended."""
+        """Takes a request out, which may `join` again; the others continue. Does nothing if it has ended."""
         with self._lock.held():
             self._joining.pop(generation, None)
             self._running = [other for other in self._running if other is not generation]
@@ -171,6 +180,11 @@ class BatchDecoder:
     def _begin(self, generation: Generation) -> None:
         if not generation.done:
             self._running.append(generation)
+
+    def _piece(self) -> int:
+        if self._running:
+            return self._pace.rows
+        return PREFILL_ROWS if self.longest_piece is None else self._pace.rows_in(self.longest_piece)
 
     def _prefill_a_piece(self) -> None:
         if self._joining:

@@ -21,7 +21,7 @@ from edge_runtime.session.open import open_session
 from edge_runtime.session.saved import chat_file
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats, generation_html, shortened
-from edge_runtime.text.channels import ChannelParser, Event, Text, Thought
+from edge_runtime.text.channels import ChannelParser, Event, Text, Thought, after_thoughts
 from edge_runtime.text.chat_template import ChatTemplate, Message, bundle_template
 from edge_runtime.text.constraints import ConstraintSource
 from edge_runtime.text.tool_calls import ToolCall
@@ -179,7 +179,8 @@ class Answer:
     def _run(self) -> Generator[Event]:
         before, self._chat.messages = self._chat.messages, self._prompt.messages
         settings = self._chat.settings
-        parser = ChannelParser(self._chat.session.vocabulary, (*settings.stop, *self._chat.template.stop))
+        stop = (*settings.stop, *self._chat.template.stop)
+        parser = ChannelParser(self._chat.session.vocabulary, stop, prompt=self._prompt.ids)
         finish: Finish = "interrupted"
         try:
             for round_done in self._generation.rounds():
@@ -188,7 +189,7 @@ class Answer:
                 if parser.stopped_by is not None or self._stop_requested:
                     break
             finish = self._reason(parser)
-            yield from self._record(parser.finish())
+            yield from self._record(parser.finish(ended=finish == "stop"))
         finally:
             self.finish = finish
             self._chat.messages = self._history(before)
@@ -337,6 +338,8 @@ class Chat:
         prompt = self._fitted(messages)
         settings = self.settings
         request: RequestKeywords = {"reuse_prefix": True, **self._request}
+        constraint, vocabulary = request.get("constraint"), self.session.vocabulary
+        request["constraint"] = after_thoughts(constraint, vocabulary, prompt.ids, thinking=settings.thinking)
         generation = self.session.generate(prompt.content, max_tokens=settings.max_tokens, sampling=settings.sampling, **request)
         self._answer = Answer(self, prompt, generation)
         return self._answer

@@ -20,7 +20,7 @@ from edge_runtime.drafting.draft_store import DraftStore
 from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.drafting.sources import Sources
 from edge_runtime.errors import RequestError
-from edge_runtime.interfaces import Drafter, MediaTarget, Target, Vocabulary, inside_image
+from edge_runtime.interfaces import Drafter, KvRows, MediaTarget, SavableTarget, Target, Vocabulary, inside_image
 from edge_runtime.media.soft_rows import MediaPrompt, pieces
 from edge_runtime.session.cache_claim import SUPERSEDED, CacheClaim
 from edge_runtime.session.monitor import RequestMonitor
@@ -173,8 +173,10 @@ class Generation:
         sources: Sources | None = None,
         draft_store: DraftStore | None = None,
         cached: CachedPrompt | None = None,
+        shares_policy: bool = False,
     ) -> None:
-        """`cached` is what a prompt cache has of the prompt; with `reuse_prefix` alone."""
+        """`cached` is what a prompt cache has of the prompt; with `reuse_prefix` alone. `shares_policy`: the policy is that of all
+        requests of the session."""
         self.prompt_input = prompt
         self._spans = prompt.spans if isinstance(prompt, MediaPrompt) else ()
         ids = prompt.ids if isinstance(prompt, MediaPrompt) else prompt
@@ -187,6 +189,7 @@ class Generation:
         self._pair = pair
         self._draft_store = draft_store
         self._cached = cached
+        self.shares_policy = shares_policy
         self._reading: Iterator[int] = iter(())
         defaults = pair.generation or GenerationDefaults()
         self._detokenizer = _Detokenizer(pair.vocabulary, options.stop, constraint, defaults.end_tokens)
@@ -195,6 +198,7 @@ class Generation:
         self._pieces: list[str] = []
         self._text_ended = False
         self._prefilled: int | None = None  # tokens of the prompt whose rows are in the cache; None before the request begins
+        self._copied: tuple[list[int], KvRows] | None = None  # tokens and rows of a request that is suspended
         self._failure: str | None = None
         text_ids = prompt.text_ids if isinstance(prompt, MediaPrompt) else prompt
         rule = acceptance_rule(options.sampling, options.acceptance, text_ids, place=len(ids))
@@ -247,6 +251,11 @@ class Generation:
         return "context" if self._full else None
 
     @property
+    def prefilled(self) -> bool:
+        """Whether the rows of the prompt, but for its last token, are there."""
+        return self._prefilled is not None and self._prefilled >= len(self.prompt) - 1
+
+    @property
     def _full(self) -> bool:
         """Whether prompt and answer fill the context. Not the cache's length, which may be another request's by now."""
         return len(self.prompt) - 1 + len(self.tokens) >= self._pair.target.context
@@ -294,7 +303,7 @@ class Generation:
         A piece ends at the next multiple of `PREFILL_ROWS`, and has at most as many tokens as `longest` returns for it, but an image whose
         rows attend to each other is one. Between two of them, requests on other sequences may run.
         """
-        while self._prefilled is None or self._prefilled < len(self.prompt) - 1:
+        while not self.prefilled:
             with self._pair.claim.lock.computing(), self.guarded():
                 rows = self._prefill_piece(longest())
             yield rows
@@ -307,6 +316,40 @@ class Generation:
             raise RequestError(f"the request was interrupted ({self._failure}) and cannot continue; start it again")
         if self._prefilled is not None and not claim.holds(self):
             raise RequestError(SUPERSEDED)
+
+    def suspend(self) -> None:
+        """Copies the rows out of the cache, which another request may then use; `Session.resume` puts them back, and the request goes on.
+
+        Raises RequestError if it cannot continue, or where rows cannot be copied; BackendError, MemoryError: then nothing has changed.
+        """
+        self.require_claim()
+        target = self._pair.target
+        if not isinstance(target, SavableTarget):
+            raise RequestError("this backend cannot copy the rows of a request; let it run to its end")
+        if self._prefilled is not None and target.length:
+            self._copied = target.tokens.tolist(), target.state()
+        self._pair.claim.release()
+
+    def resume(self, pair: LoadedPair, policy: DraftLengthPolicy | None = None) -> None:
+        """Puts the rows of a suspended request into the cache of this pair, which is its own or one of the same context; it goes on there.
+
+        The first round has no drafts. `policy` takes the place of one that it shares with another session's requests.
+        Raises RequestError, BackendError for rows that cannot be put back; then it cannot continue.
+        """
+        self._pair, copied, self._copied = pair, self._copied, None
+        target = pair.target
+        self.decoding.move(target, policy)
+        self._decode = decode(target, pair.drafter, self.decoding)
+        if self._prefilled is None:
+            return
+        pair.claim.claim(self)
+        with self.guarded():
+            target.rollback(0)
+            if copied is not None and isinstance(target, SavableTarget):
+                target.restore(*copied)
+            if self._cached is not None and isinstance(target, SavableTarget):
+                self._cached.target = target
+                self._reading = self._cached.reading(self._prefilled)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:

@@ -203,7 +203,7 @@ class Monitor:
             }
 
     def prometheus_text(self) -> str:
-        """Returns all totals in Prometheus' text format (`prometheus.CONTENT_TYPE`)."""
+        """Returns all totals in Prometheus' text format (`CONTENT_TYPE`)."""
         with self._lock:
             totals, rejection = self._totals, self._window.rejection
             return exposition(

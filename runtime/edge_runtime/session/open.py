@@ -168,7 +168,6 @@ class _PairLoader:
             backend=kind,
             row_kernels=opened.row_kernels,
             device=opened.accelerator.name if opened.accelerator else CPU,
-            draft_place=opened.draft_place,
             stock_attention=opened.stock_attention,
             settings=settings,
             monitor=self.monitor,

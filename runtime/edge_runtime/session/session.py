@@ -54,7 +54,7 @@ class SessionParts(LoadedPair):
     `keep_costs` is called at the end.
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
     `draft_store` holds earlier answers and files to copy drafts from. `row_kernels` names the variant of the project's kernels that
-    multiplies, None for stock ones; `device` is where the graphs run; `draft_place` and `stock_attention` are as of `OpenedPair`.
+    multiplies, None for stock ones; `device` is where the graphs run; `stock_attention` is as of `OpenedPair`.
     `prompt_cache` keeps the rows of prompts on disk; `row_facts` are what rows belong to.
     `fingerprint` stands for all that an answer depends on beside its request.
     """
@@ -64,7 +64,6 @@ class SessionParts(LoadedPair):
     backend: str = ""
     row_kernels: str | None = None
     device: str = "cpu"
-    draft_place: str = ""
     stock_attention: bool = False
     settings: Settings | None = None
     monitor: Monitor | None = None
@@ -93,7 +92,6 @@ class Session:
         self.backend = parts.backend
         self.row_kernels = parts.row_kernels
         self.device = parts.device
-        self.draft_place = parts.draft_place
         self.stock_attention = parts.stock_attention
         self.vocabulary = parts.vocabulary
         self.claim = parts.claim
@@ -160,11 +158,13 @@ class Session:
                 raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
             enforced = self.compile_constraint(constraint) if compiled is None else compiled
             monitor, sources = RequestMonitor(self.monitor, self._log_settings(options, draft_length, policy)), None
+            shares_policy = False
             if policy is None and draft_length is None:
                 # Profit knows what drafts cost; the safety net does not, and would only interfere.
                 if self._weighs:
                     sources = self._sources([token for token in ids if token >= 0], enforced, prediction)
                 policy = self.profit(assisted=sources is not None)
+                shares_policy = policy is not None
                 policy = policy or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
             elif policy is None:
                 policy = Fixed(self.draft_length_for(draft_length))
@@ -179,7 +179,16 @@ class Session:
                 sources=sources,
                 draft_store=self._parts.draft_store,
                 cached=self._cached(ids, client) if reuse_prefix else None,
+                shares_policy=shares_policy,
             )
+
+    def resume(self, generation: Generation) -> None:
+        """Puts a suspended request (`Generation.suspend`) on this session, which is its own or one of the same `open_sessions`.
+
+        It ends the request that is here. Raises as `Generation.resume` does.
+        """
+        with self._open():
+            generation.resume(self._parts, self.profit(assisted=True) if generation.shares_policy else None)
 
     def _cached(self, prompt: Sequence[int], client: str) -> CachedPrompt | None:
         cache = self._parts.prompt_cache

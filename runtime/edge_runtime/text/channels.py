@@ -7,13 +7,14 @@ Source: ai.google.dev/gemma/docs/core/prompt-formatting-gemma4. A vocabulary wit
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Vocabulary
-from edge_runtime.text.tool_calls import ToolCall, cut_tool_call, parse_tool_call
+from edge_runtime.text.constraints import THOUGHTS_BEGIN, THOUGHTS_END, AfterThoughts, ConstraintSource
+from edge_runtime.text.tool_calls import CALL_BEGINS, CALL_ENDS, QUOTE, ToolCall, cut_tool_call, parse_tool_call
 
 MAX_STOP_LENGTH = 1000
 # Splits no character: bytes of an unfinished one are kept for the next token.
@@ -34,36 +35,70 @@ class StopStrings:
             if not 0 < len(stop) <= MAX_STOP_LENGTH:
                 raise RequestError(f"a stop string has {len(stop)} characters; give it 1 to {MAX_STOP_LENGTH}")
         self.stopped_by: str | None = None
-        self._stops = tuple(stops)
+        self._stops = tuple(map(_StopString, dict.fromkeys(stops)))
         self._held = ""
 
     def feed(self, text: str) -> str:
         """Returns the text that no stop string can cut; nothing after a stop string was found."""
         if self.stopped_by is not None:
             return ""
+        hits = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.feed(text)) is not None]
         text = self._held + text
-        hits = [(place + len(stop), place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if hits:
-            _, place, self.stopped_by = min(hits)
-            self._held = ""
-            return text[:place]
-        begun = max((_begun(text, stop) for stop in self._stops), default=0)
+            end, negative, self.stopped_by = min(hits)
+            text, self._held = text[: len(self._held) + end + negative], ""
+            return text
+        begun = max((stop.begun for stop in self._stops), default=0)
         self._held = text[len(text) - begun :]
         return text[: len(text) - begun]
 
     def finish(self) -> str:
         """Returns the text that was held back and is not part of a stop string."""
         held, self._held = self._held, ""
+        for stop in self._stops:
+            stop.begun = 0
         return held
 
 
-def _begun(text: str, stop: str) -> int:
-    """Returns how many characters at the end of `text` may be the beginning of `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+class _StopString:
+    """Searches a stream for one string, each character once (Knuth, Morris and Pratt): texts may be made to match almost everywhere.
+
+    `begun` is how many characters at the end of the stream are the beginning of the string.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.begun = 0
+        # Of each beginning of the string, the longest shorter one that it ends with; as many as the stream needed so far.
+        self._shorter = [0, 0]
+
+    def feed(self, text: str) -> int | None:
+        """Returns the place in `text` behind the first complete string; None if there is none."""
+        at = 0
+        while at < len(text):
+            if not self.begun and (at := text.find(self.text[0], at)) < 0:
+                return None
+            self.begun = self._longer(self.begun, text[at])
+            at += 1
+            if self.begun == len(self.text):
+                return at
+        return None
+
+    def _longer(self, begun: int, letter: str) -> int:
+        """Returns how much has begun with one more letter."""
+        while begun and self.text[begun] != letter:
+            begun = self._longest_within(begun)
+        return begun + (self.text[begun] == letter)
+
+    def _longest_within(self, begun: int) -> int:
+        while len(self._shorter) <= begun:
+            self._shorter.append(self._longer(self._shorter[-1], self.text[len(self._shorter) - 1]))
+        return self._shorter[begun]
 
 
 MAX_CHANNEL_NAME = 32
-# A call is buffered until it is complete; a longer one cannot be parsed.
+_TURN = "model\n"
+# A call is kept until it is complete; a longer one is text.
 MAX_CALL_CHARACTERS = 1 << 20
 
 
@@ -82,34 +117,47 @@ class Thought:
 
 
 Event = Text | Thought | ToolCall
-Place = Literal["answer", "name", "thought", "call"]
+Place = Literal["answer", "name", "thought", "call", "turn"]
+_MARKS: Mapping[str, Place] = {
+    THOUGHTS_BEGIN: "name",
+    THOUGHTS_END: "answer",
+    CALL_BEGINS: "call",
+    CALL_ENDS: "answer",
+    "<|tool_response>": "answer",
+    "<tool_response|>": "answer",
+    "<|turn>": "turn",
+    "<turn|>": "answer",
+}
 
 
 class ChannelParser:
     """Turns tokens into events as soon as they are final; `stop` strings end the answer (not thoughts) before them.
 
-    Without `channels`, all tokens are the answer's, as completions have it.
+    What begins as a call and is none is text, and so is every call without `calls`. The answer continues `prompt`, whose last tokens may
+    have opened a channel or a call. Without `channels`, all tokens are the answer's, as completions have it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), *, channels: bool = True) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stop: Sequence[str] = (),
+        *,
+        prompt: Sequence[int] = (),
+        channels: bool = True,
+        calls: bool = True,
+    ) -> None:
         self._vocabulary = vocabulary
         control = vocabulary.control_tokens if channels else {}
-        self._marks = {
-            control[text]: mark
-            for text, mark in {
-                "<|channel>": "channel",
-                "<channel|>": "answer",
-                "<|tool_call>": "call",
-                "<tool_call|>": "answer",
-                "<|tool_response>": "answer",
-                "<tool_response|>": "answer",
-            }.items()
-            if text in control
-        }
+        self._marks: dict[int, Place] = dict.fromkeys(vocabulary.eog_tokens, "answer") if channels else {}
+        self._marks |= {control[text]: place for text, place in _MARKS.items() if text in control}
+        if not calls and CALL_BEGINS in control:
+            self._marks[control[CALL_BEGINS]] = "answer"
+        self._quote = control.get(QUOTE)
         self._stops = StopStrings(stop)
         self._place: Place = "answer"
         self._characters = _UTF8(errors="replace")
         self._held = ""
+        self._continue(prompt)
 
     @property
     def stopped_by(self) -> str | None:
@@ -127,27 +175,36 @@ class ChannelParser:
             return []
         mark = self._marks.get(token)
         if mark is not None:
-            events = self._close()
-            self._place = "name" if mark == "channel" else "call" if mark == "call" else "answer"
+            events = self._close(parse_tool_call)
+            self._place = mark
             return events
-        return self._take(self._characters.decode(self._vocabulary.piece(token, special=self._place == "call")))
+        return self._take(self._characters.decode(self._vocabulary.piece(token, special=self._place == "call" and token == self._quote)))
 
-    def finish(self) -> list[Event]:
-        """Returns the remaining events after the last token. A call that was cut off has partial arguments."""
-        return self._close(parse=cut_tool_call)
+    def finish(self, *, ended: bool = False) -> list[Event]:
+        """Returns the remaining events after the last token. Unless the model `ended` the answer, a call at its end may be a beginning."""
+        return self._close(parse_tool_call if ended else cut_tool_call)
 
-    def _close(self, parse: Callable[[str], ToolCall] = parse_tool_call) -> list[Event]:
+    def _continue(self, prompt: Sequence[int]) -> None:
+        """Takes over what the last mark of the prompt opened."""
+        begin = next((place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in self._marks), None) if self._marks else None
+        if begin is not None and self._marks[prompt[begin]] in ("name", "call"):
+            for token in prompt[begin:]:
+                self.feed(token)
+
+    def _close(self, parse: Callable[[str], ToolCall]) -> list[Event]:
         """Ends the current part; an unfinished character becomes U+FFFD."""
         events = self._take(self._characters.decode(b"", final=True))
         self._characters.reset()
         held, self._held = self._held, ""
-        if self._place == "call":
-            events.append(parse(held))
-        elif self._place == "name" and held and not "thought".startswith(held.strip()):
+        place, self._place = self._place, "answer"
+        if place == "name" and held and not "thought".startswith(held.strip()):
             events.append(Thought(held))
-        elif self._place == "answer" and self._stops.stopped_by is None and (text := self._stops.finish()):
+        elif place == "call" and (call := parse(held)).arguments_json is not None:
+            events.append(call)
+        elif place == "call":
+            events += self._take(held)
+        if self._stops.stopped_by is None and (text := self._stops.finish()):
             events.append(Text(text))
-        self._place = "answer"
         return events
 
     def _take(self, text: str) -> list[Event]:
@@ -160,7 +217,9 @@ class ChannelParser:
             return [Thought(text)]
         self._held += text
         if self._place == "call":
-            return self._overlong_call()
+            return self._answer() if len(self._held) > MAX_CALL_CHARACTERS else []
+        if self._place == "turn":
+            return self._begun_turn()
         name, newline, rest = self._held.partition("\n")
         if not newline and len(name) <= MAX_CHANNEL_NAME:
             return []
@@ -169,12 +228,33 @@ class ChannelParser:
         thought = rest if newline and name.strip() == "thought" else name + newline + rest
         return [Thought(thought)] if thought else []
 
-    def _overlong_call(self) -> list[Event]:
-        if len(self._held) <= MAX_CALL_CHARACTERS:
+    def _begun_turn(self) -> list[Event]:
+        """Drops what begins a turn of the model: it writes that itself behind a prompt that a template left without."""
+        if _TURN.startswith(self._held) and self._held != _TURN:
             return []
-        call = ToolCall(name=None, arguments=None, raw=self._held)
-        self._held, self._place = "", "answer"
-        return [call]
+        self._held = self._held.removeprefix(_TURN)
+        return self._answer()
+
+    def _answer(self) -> list[Event]:
+        """Takes what was held back for text of the answer."""
+        self._place = "answer"
+        text, self._held = self._held, ""
+        return self._take(text)
+
+
+def opens_thoughts(vocabulary: Vocabulary, prompt: Sequence[int]) -> bool:
+    """Whether a prompt ends in a thinking channel that it opened."""
+    return ChannelParser(vocabulary, prompt=prompt).place in ("name", "thought")
+
+
+def after_thoughts(
+    constraint: ConstraintSource | None, vocabulary: Vocabulary, prompt: Sequence[int], *, thinking: bool
+) -> ConstraintSource | None:
+    """Returns the constraint of an answer to a prompt: it holds behind the thoughts where the model shall think, or the prompt began to."""
+    opened = opens_thoughts(vocabulary, prompt)
+    if constraint is None or isinstance(constraint, AfterThoughts) or not (thinking or opened):
+        return constraint
+    return AfterThoughts(constraint, opened=opened)
 
 
 def merged(events: Iterable[Event]) -> tuple[Event, ...]:

@@ -29,6 +29,10 @@ MARK = "\ufdd0"
 # Characters that are searched at a time: a search holds the interpreter's lock.
 _SLICE = 1 << 13
 TURN_TOKENS = ("<|turn>", "<turn|>")
+# Variables of a template for special tokens that a Gemma tokenizer has, beside bos_token and eos_token.
+_SPECIAL_TOKENS = {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
+# Names for the thoughts of a message, in the order in which they count.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # The family of a model whose size is none of the released ones (exporter's SIZES): whether it was tuned to answer is not known.
 _UNKNOWN_FAMILY = "custom"
 # For bundles without a template. The first writes Gemma 4's turns, the second needs no control token.
@@ -76,9 +80,11 @@ class ChatTemplate:
         It ends where an answer begins, unless the `generation_prompt` is left out, and with what of the answer is `begun`.
         Raises RequestError if the template refuses the messages or exceeds a limit.
         """
-        variables = {
-            "messages": self._foreign.guard(list(messages)),
+        control = self._vocabulary.control_tokens
+        variables = {name: text for name, text in _SPECIAL_TOKENS.items() if text in control} | {
+            "messages": self._foreign.guard([_with_thoughts(message) for message in messages]),
             "tools": self._foreign.guard(list(tools)) or None,
+            "documents": None,
             "add_generation_prompt": generation_prompt,
             "enable_thinking": thinking,
             "bos_token": self._text_of(self._vocabulary.bos),
@@ -101,6 +107,12 @@ class ChatTemplate:
 
     def _text_of(self, token: int) -> str:
         return self._vocabulary.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+
+def _with_thoughts(message: Message) -> Message:
+    """A message with its thoughts under the names that templates read, as transformers gives them."""
+    thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 class _ForeignText:
@@ -152,9 +164,10 @@ def _anywhere(control: str) -> str:
 
 def is_instruction_tuned(bundle: Bundle, vocabulary: Vocabulary) -> bool:
     """Whether the model answers messages: its checkpoint came with a chat template, and it is a released size or ends its own turns."""
-    manifest = bundle.manifest
+    manifest, control = bundle.manifest, vocabulary.control_tokens
     ends = manifest.generation.end_tokens if manifest.generation else ()
-    ends_turns = vocabulary.control_tokens.get(TURN_TOKENS[1]) in ends
+    # A fine-tune may have another token for it; the end of a text alone tells nothing.
+    ends_turns = control.get(TURN_TOKENS[1]) in ends or bool({*ends} & {*control.values()} - {vocabulary.eos})
     return bundle.has(ROLE) and (manifest.architecture.family != _UNKNOWN_FAMILY or ends_turns)
 
 

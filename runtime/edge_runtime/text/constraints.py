@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+THOUGHTS_BEGIN, THOUGHTS_END = "<|channel>", "<channel|>"
+
 
 @dataclass(frozen=True)
 class JsonSchema:
@@ -43,4 +45,15 @@ class ToolCalls:
     answer: JsonSchema | None = None
 
 
-ConstraintSource = JsonSchema | Gbnf | Regex | ToolCalls
+@dataclass(frozen=True)
+class AfterThoughts:
+    """The model may think first: its thinking channel is free, and what follows satisfies `answer`.
+
+    `opened` says that the prompt has opened the channel already. In a vocabulary without a thinking channel `answer` holds at once.
+    """
+
+    answer: JsonSchema | Gbnf | Regex | ToolCalls
+    opened: bool = False
+
+
+ConstraintSource = JsonSchema | Gbnf | Regex | ToolCalls | AfterThoughts

@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.children.forked import Host
+from edge_devices.machine.device_package import how_to_get
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text import matcher as matchers
-from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema, ToolCalls
+from edge_runtime.text.constraints import THOUGHTS_BEGIN, THOUGHTS_END, AfterThoughts, ConstraintSource, Gbnf, JsonSchema, ToolCalls
 from edge_runtime.text.forced_text import BlankStyle, ForcedText
 from edge_runtime.text.grammar_limits import check_size, read_grammar, read_schema
 from edge_runtime.text.matcher import Matcher
-from edge_runtime.text.tool_calls import tool_call_grammar
+from edge_runtime.text.tool_grammar import tool_call_grammar
 
-INSTALL = "pip install 'edge-mtp[grammar]'"
 # Tokens that begin with this byte are special to llguidance; no UTF-8 text has it.
 _MARKER = b"\xff"
 # All tokens that spell valid text are allowed, not only those that the tokenizer would choose.
@@ -34,6 +34,9 @@ _BLANK = r"\x20|\x0A{1,2}[\x20\x09]{0,40}"
 # The library handles the tokens inside a JSON string as one set: 0.2 instead of 3.5 ms per mask there, for 28 MiB at 262144 tokens. Its
 # default of four such sets takes 86 MiB and is faster only in strings of limited length.
 _STRING = r'[^"\\\x00-\x1F\x7F]+'
+_FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
+# Keywords whose values are values, not schemas.
+_VALUES = {"const", "default", "enum", "examples"}
 _MAX_REASON = 300
 _NOTHING_FOLLOWS = "NoExtensionBias"
 
@@ -46,7 +49,7 @@ class Grammars:
         try:
             self._library = matchers.llguidance_module()
         except ImportError as error:
-            raise BackendError(f"constrained output needs llguidance, which is not installed; run: {INSTALL}") from error
+            raise BackendError(f"constrained output needs llguidance, which is not installed; {how_to_get('grammar')}") from error
         if not vocabulary.eog_tokens:
             raise RequestError("the vocabulary has no end token, so no grammar could end; leave the constraint out")
         self._eog = vocabulary.eog_tokens
@@ -72,6 +75,8 @@ class Grammars:
 
     def _lark(self, source: ConstraintSource) -> str:
         """Returns the grammar in the library's dialect of Lark."""
+        if isinstance(source, AfterThoughts):
+            return self._behind_thoughts(self._lark(source.answer), opened=source.opened)
         if isinstance(source, JsonSchema):
             return f"start: {_json_rule(source)}"
         if isinstance(source, Gbnf):
@@ -82,9 +87,18 @@ class Grammars:
         check_size("the regular expression", source.pattern)
         return f"start: /{self._library.regex_to_lark(source.pattern, '')}/"
 
+    def _behind_thoughts(self, answer: str, *, opened: bool) -> str:
+        """Returns the grammar of an answer behind thoughts, which may have any tokens but control tokens."""
+        begin, end = (self._control.get(mark) for mark in (THOUGHTS_BEGIN, THOUGHTS_END))
+        if begin is None or end is None:
+            return answer
+        start = "thoughts answer" if opened else f"(<[{begin}]> thoughts)? answer"
+        closed = ",".join(map(str, sorted(self._eog.union(self._control.values()))))
+        return f"start: {start}\nthoughts: <[^{closed}]>* <[{end}]>\nanswer: %lark {{\n{answer}\n}}\n"
+
 
 def _json_rule(source: JsonSchema) -> str:
-    return f"%json {json.dumps(_with_bounded_blanks(read_schema(source.schema)))}"
+    return f"%json {json.dumps(_prepared(read_schema(source.schema)))}"
 
 
 _made: weakref.WeakKeyDictionary[Vocabulary, Grammars] = weakref.WeakKeyDictionary()
@@ -221,20 +235,32 @@ def _text(piece: bytes) -> bytes:
     return b"" if piece.startswith(_MARKER) else piece
 
 
-def _with_bounded_blanks(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
+def _prepared(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
+    """Returns a schema with our defaults for the library: bounded blanks, and oneOf as anyOf, since both say what the text looks like."""
     if schema is False:
         return False
-    schema = {} if schema is True else schema
+    schema = {} if schema is True else _with_known_formats(schema)
     guidance = schema.get("x-guidance", {})
-    if not isinstance(guidance, dict) or "whitespace_flexible" in guidance or "whitespace_pattern" in guidance:
+    if not isinstance(guidance, dict):
         return schema
-    return schema | {"x-guidance": guidance | {"whitespace_pattern": _BLANK}}
+    blanks = {} if "whitespace_flexible" in guidance else {"whitespace_pattern": _BLANK}
+    return schema | {"x-guidance": {"coerce_one_of": True} | blanks | guidance}
+
+
+def _with_known_formats(schema: Any) -> Any:
+    """Returns a schema without formats that the library has not: JSON Schema has them ignored."""
+    if isinstance(schema, list):
+        return [_with_known_formats(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if key != "format" or not isinstance(value, str) or value in _FORMATS}
+    return {key: value if key in _VALUES else _with_known_formats(value) for key, value in kept.items()}
 
 
 def _blankless(source: JsonSchema) -> str:
     """Returns the grammar of the same schema without blanks."""
     schema = read_schema(source.schema)
-    layout = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+    layout = {"coerce_one_of": True, "whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
     return f"start: %json {json.dumps(({} if schema is True else schema or {'not': {}}) | {'x-guidance': layout})}"
 
 

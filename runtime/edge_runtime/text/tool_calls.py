@@ -1,40 +1,41 @@
-"""Gemma 4's notation for a tool call: call:NAME{key:value,...}, with strings between <|"|> marks and bare keys; and its grammar for given
-functions, in llguidance's dialect of Lark.
+"""Gemma 4's notation for a tool call: call:NAME{key:value,...}, with strings between <|"|> marks and bare keys.
 
-The grammar enforces of a function's parameters: names, required ones, types, nesting, enum, const, anyOf, oneOf and local references. Other
-keywords of JSON Schema are not enforced. Properties are in alphabetical order, as the chat template writes them.
+Models do not always keep to it. What they are known to write instead is read as what it means: strings in other quotes or without their
+first mark, marks for the quotes within a string, round brackets around the arguments, '=' after a key, a comma too many. No argument
+ever holds a mark. Anything else is no call, but text.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
-from edge_runtime.errors import RequestError
-from edge_runtime.text.constraints import ToolCalls
-
 MAX_DEPTH = 32
-QUOTE = '<|"|>'
-_NAME = re.compile(r"\s*call\s*:\s*([\w.\-]+)\s*")
-_KEY = re.compile(r"([^:{}\[\],\"]+):")
-_BARE = re.compile(r"[^,{}\[\]]+")
+CALL_BEGINS, CALL_ENDS, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+_NAME = re.compile(r"\s*(?:call)?\s*:\s*([\w.\-]+)\s*")
+# Stands for the mark of a string, as one character: Unicode reserves it for internal use.
+_MARK = "\ufdd0"
+_KEY = re.compile(rf'([^:={{}}\[\],"{_MARK}]+)([:=]|\Z)')
+_NEXT_KEY = re.compile(r",\s*[\w.\-]+\s*[:=]")
+_BARE = re.compile(rf"[^,{{}}\[\]{_MARK}]+")
 _SOLID = re.compile(r"\S")
-# A string between Gemma's marks, or one of JSON; the end of one that was cut off is the text's.
-_STRING = re.compile(
-    rf"""{re.escape(QUOTE)}(?P<quoted>.*?)(?:{re.escape(QUOTE)}|(?P<cut>\Z))|"(?:[^"\\]|\\.)*(?:"|(?P<cut_json>\\?\Z))""", re.DOTALL
-)
+_AFTER_STRING = re.compile(r"\s*(?:[,:=}\]]|\Z)")
+# The end of a string that was cut off is the text's.
+_JSON_STRING = re.compile(rf'"((?:[^"\\{_MARK}]|\\[^{_MARK}])*)(?:"|(\\?\Z))', re.DOTALL)
+_PYTHON_END = re.compile(r"(?<!\\)'(?=\s*(?:[,:=}\]]|\Z))")
+_LONGEST_ESCAPE = len(r"\u00e9")
+_BRACKETS = {"{": "}", "[": "]"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A tool call of the model. `arguments`, and possibly `name`, are None if `raw`, the generated text, could not be parsed.
+    """A tool call of the model; `raw` is what it wrote. `arguments` is None where that is no whole call.
 
-    `partial` is the beginning of the arguments' JSON where the answer ended within them; None for other calls.
+    `partial` is then the beginning of the arguments' JSON if the answer was cut off within them; None for other calls.
     """
 
     name: str | None
@@ -44,223 +45,230 @@ class ToolCall:
 
     @property
     def arguments_json(self) -> str | None:
-        """The arguments as JSON text, whole or partial; None for a call that could not be parsed."""
+        """The arguments as JSON text, whole or partial; None for what is no call."""
         return self.partial if self.arguments is None else json.dumps(self.arguments, ensure_ascii=False)
 
 
 def parse_tool_call(raw: str) -> ToolCall:
-    """Parses one call, the text between the two tool-call tokens; arguments may also be JSON. Never raises."""
+    """Parses one call, the text between the two tool-call tokens. Never raises."""
     named = _NAME.match(raw)
     if named is None:
         return ToolCall(name=None, arguments=None, raw=raw)
-    try:
-        arguments = json.loads("".join(_json(raw[named.end() :])))
-    except ValueError:
-        arguments = None
-    return ToolCall(name=named[1], arguments=arguments if isinstance(arguments, dict) else None, raw=raw)
+    reader = _Arguments(_braced(raw[named.end() :]))
+    return ToolCall(name=named[1], arguments=json.loads(reader.json) if reader.whole else None, raw=raw)
 
 
 def cut_tool_call(raw: str) -> ToolCall:
-    """Parses a call that the end of the answer may have cut off: what is there becomes `partial`. Without a whole name, `raw` is empty."""
-    call = parse_tool_call(raw)
-    if call.arguments is not None:
+    """Parses a call that the end of the answer may have cut off: what is there of its arguments becomes `partial`. Never raises."""
+    call, named = parse_tool_call(raw), _NAME.match(raw)
+    if call.arguments is not None or named is None:
         return call
-    named = _NAME.match(raw)
-    if named is None or named.end() == len(raw):
-        return ToolCall(name=None, arguments=None, raw="")
-    parts: list[str] = []
-    with contextlib.suppress(ValueError):
-        parts.extend(_json(raw[named.end() :], cut=True))
-    return ToolCall(name=named[1], arguments=None, raw=raw, partial="".join(parts))
+    reader = _Arguments(re.sub(r"^\(", "{", raw[named.end() :]), cut=True)
+    return ToolCall(name=named[1], arguments=None, raw=raw, partial=None if reader.failed else reader.json or None)
 
 
-def _json(text: str, *, cut: bool = False) -> Iterator[str]:
-    """Yields the parts of an object's JSON; with `cut` of its beginning, whose last word may go on, and is left out.
+def begun_arguments(text: str) -> dict[str, Any]:
+    """Returns what the beginning of an object's JSON says, as far as it is JSON; nothing for any other text. Never raises."""
+    return dict(json.loads(_Arguments(text, cut=True).completed or "{}"))
 
-    Raises ValueError for what is none, as far as marks and strings say: the parser of JSON decides on the rest.
+
+def _braced(body: str) -> str:
+    body = body.rstrip()
+    return f"{{{body[1:-1]}}}" if body.startswith("(") and body.endswith(")") else body
+
+
+class _Arguments:
+    """An object in the notation, or in JSON. With `cut` it may be a beginning, whose last word may go on, and is left out.
+
+    `whole` and `failed` say whether the text is one, and whether it cannot become one.
     """
-    inside, follows, at = "", "object", 0
-    while solid := _SOLID.search(text, at):
-        at, mark = solid.start(), solid[0]
-        if follows in ("key", "value") and (string := _STRING.match(text, at)):
-            yield _string(string, cut=cut)
-            at, follows = string.end(), "colon" if follows == "key" else "mark"
-        elif follows == "key" and (key := _KEY.match(text, at)):
-            yield f"{json.dumps(key[1].strip(), ensure_ascii=False)}:"
-            at, follows = key.end(), "value"
-        elif follows == "value" and (word := _BARE.match(text, at)):
-            if cut and word.end() == len(text):
-                return
-            yield json.dumps(_scalar(word[0].strip()), ensure_ascii=False)
-            at, follows = word.end(), "mark"
-        elif (
-            (mark == ":" and follows == "colon")
-            or (mark in "}]," and inside)
-            or (mark in "{[" and follows in ("object", "value") and len(inside) <= MAX_DEPTH)
-        ):
-            yield mark
-            inside = inside + mark if mark in "{[" else inside[:-1] if mark in "}]" else inside
-            at, follows = at + 1, "mark" if mark in "}]" else "key" if mark != ":" and inside[-1] == "{" else "value"
+
+    def __init__(self, text: str, *, cut: bool = False) -> None:
+        self._parts: list[str] = []
+        self._inside = ""
+        self._follows = "object"
+        # How many parts are whole but for closing brackets, which, and a closing quote.
+        self._kept = (0, "", "")
+        text = text.replace(_MARK, "\ufffd").replace(QUOTE, _MARK)
+        self.whole = self.failed = False
+        try:
+            self.whole = self._read(text, _Strings(text, cut=cut), cut=cut)
+        except ValueError:
+            self.failed = True
+
+    @property
+    def json(self) -> str:
+        """JSON of the object, or its beginning."""
+        return "".join(self._parts)
+
+    @property
+    def completed(self) -> str:
+        """JSON of what is there: a key without a value and a word that may go on are left out."""
+        count, inside, quote = self._kept
+        return "".join((*self._parts[:count], quote, *(_BRACKETS[bracket] for bracket in reversed(inside))))
+
+    def _read(self, text: str, strings: _Strings, *, cut: bool) -> bool:
+        """Reads it all; returns whether it ends. Raises ValueError for what is no object and no beginning of one."""
+        at = 0
+        while solid := _SOLID.search(text, at):
+            at, letter, follows = solid.start(), solid[0], self._follows
+            if follows in ("key", "value") and (string := strings.read(at, value=follows == "value")):
+                content, at, ended = string
+                self._add(_written(content) if ended else _written(content)[:-1], "colon" if follows == "key" else "mark")
+                if not ended:
+                    if follows == "value":
+                        self._kept = (len(self._parts), self._inside, '"')
+                    return False
+            elif follows == "key" and (key := _KEY.match(text, at)) and (key[2] or cut):
+                if not key[2]:
+                    return False
+                self._add(f"{_written(key[1].strip())}:", "value")
+                at = key.end()
+            elif follows == "value" and (word := _BARE.match(text, at)):
+                at = word.end()
+                if cut and at == len(text):
+                    return False
+                self._add(_written(_scalar(word[0].strip())), "mark")
+            else:
+                self._add_mark(letter)
+                at += 1
+            if self._follows == "mark" or letter in _BRACKETS:
+                self._kept = (len(self._parts), self._inside, "")
+        return bool(self._parts) and not self._inside
+
+    def _add_mark(self, letter: str) -> None:
+        """Adds what is neither a string nor a word."""
+        inside, last = self._inside[-1:], self._parts[-1] if self._parts else ""
+        if letter in _BRACKETS and self._follows in ("value", "object" if letter == "{" else "value") and len(self._inside) <= MAX_DEPTH:
+            self._inside += letter
+            self._add(letter, "key" if letter == "{" else "value")
+        elif letter == _BRACKETS.get(inside) and (self._follows == "mark" or last in (inside, ",")):
+            if last == ",":
+                self._parts.pop()
+            self._inside = self._inside[:-1]
+            self._add(letter, "mark")
+        elif letter == "," and inside and self._follows == "mark":
+            self._add(letter, "key" if inside == "{" else "value")
+        elif letter in ":=" and self._follows == "colon":
+            self._add(":", "value")
         else:
-            raise ValueError(f"{mark!r} stands where a {follows} belongs")
+            raise ValueError(f"{letter!r} stands where a {self._follows} belongs")
+
+    def _add(self, part: str, follows: str) -> None:
+        self._parts.append(part)
+        self._follows = follows
 
 
-def _string(string: re.Match[str], *, cut: bool) -> str:
-    """Returns JSON of a string. Half of a surrogate pair, as \\ud800, is no character: no answer could be encoded with it."""
-    unended = string["cut"] is not None or string["cut_json"] is not None
-    if unended and not cut:
-        raise ValueError("a string does not end")
-    if string["quoted"] is not None:
-        value = string["quoted"]
-    elif unended:
-        return string[0]
-    else:
-        value = json.loads(string[0], strict=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return json.dumps(value, ensure_ascii=False)[: -1 if unended else None]
+class _Strings:
+    """Finds the strings of a text, in which `_MARK` stands for the mark; with `cut` the last one may go on."""
+
+    def __init__(self, text: str, *, cut: bool) -> None:
+        self._text, self._cut = text, cut
+        self._marks = [match.start() for match in re.finditer(_MARK, text)]
+        self._closing = [place for place in self._marks if _AFTER_STRING.match(text, place + 1)]
+        self._opening = {place for place in self._marks if self._may_open(place)}
+        self._python_ends = [match.start() for match in _PYTHON_END.finditer(text)]
+        self._next_key = -1
+
+    def read(self, at: int, *, value: bool) -> tuple[str, int, bool] | None:
+        """Returns what the string at a place says, where it ends, and whether it does; None where there is none.
+
+        Raises ValueError where it does not end, or its escapes or marks make no sense.
+        """
+        first = self._text[at]
+        if first == _MARK:
+            found = self._marked(at)
+        elif first == '"' and (string := _JSON_STRING.match(self._text, at)):
+            found = _unescaped(string[1]) if string[2] is None else _begun(string[1] + string[2]), string.end(), string[2] is None
+        elif first == "'" and (end := _next(self._python_ends, at)) is not None and end < (_next(self._marks, at) or len(self._text)):
+            found = _python(self._text[at + 1 : end]), end + 1, True
+        elif not value or first in ",{}[]":
+            return None
+        elif self._marks and (mark := self._closes_without_opening(at)) is not None:
+            found = self._text[at + (first in "\"'") : mark], mark + 1, True
+        elif first == "'" and self._cut and _next(self._marks, at) is None:
+            found = self._text[at + 1 :], len(self._text), False
+        else:
+            return None
+        if not (found[2] or self._cut):
+            raise ValueError("a string does not end")
+        return found
+
+    def _marked(self, at: int) -> tuple[str, int, bool]:
+        """Returns a string that a mark opens. A mark within it that nothing follows as behind a string is one of its quotes."""
+        end = _next(self._closing, at)
+        content = self._text[at + 1 : end]
+        inner = self._marks[bisect_right(self._marks, at) : None if end is None else bisect_right(self._marks, end) - 1]
+        if not self._opening.isdisjoint(inner):
+            raise ValueError("a mark within a string opens another one")
+        return content.replace(_MARK, '"'), len(self._text) if end is None else end + 1, end is not None
+
+    def _closes_without_opening(self, at: int) -> int | None:
+        """Returns the next mark if it closes what begins here."""
+        mark = _next(self._marks, at)
+        if mark is None or mark in self._opening or mark != _next(self._closing, at):
+            return None
+        word = _BARE.match(self._text, at)
+        if word is not None and word.end() < mark and not isinstance(_scalar(word[0].strip()), str):
+            return None
+        if self._next_key < at:
+            key = _NEXT_KEY.search(self._text, at)
+            self._next_key = key.start() if key else len(self._text)
+        return None if self._next_key < mark else mark
+
+    def _may_open(self, place: int) -> bool:
+        """Whether what is before a mark can be before a string."""
+        place -= 1
+        while place >= 0 and self._text[place].isspace():
+            place -= 1
+        return place < 0 or self._text[place] in ",:={["
+
+
+def _next(places: list[int], at: int) -> int | None:
+    """Returns the first place behind another one."""
+    number = bisect_right(places, at)
+    return places[number] if number < len(places) else None
+
+
+def _unescaped(content: str) -> str:
+    """Returns what a string of JSON says. Half of a surrogate pair, as \\ud800, is no character: no answer could be encoded with it."""
+    return str(json.loads(f'"{content}"', strict=False)).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _begun(content: str) -> str:
+    """Returns what the beginning of a string of JSON says, without an escape that the end cuts."""
+    for end in range(len(content), max(len(content) - 2 * _LONGEST_ESCAPE, -1), -1):
+        try:
+            value = json.loads(f'"{content[:end]}"', strict=False)
+        except ValueError:
+            continue
+        if not "\ud800" <= value[-1:] <= "\udbff":
+            return _unescaped(content[:end])
+    raise ValueError("an escape makes no sense")
+
+
+def _python(content: str) -> str:
+    """Returns what a string of Python says, as far as JSON has its escapes."""
+    if "\\" not in content:
+        return content
+    try:
+        return _unescaped(re.sub(r"\\(.)|\"", lambda match: {"'": "'", None: '\\"'}.get(match[1], match[0]), content, flags=re.DOTALL))
+    except ValueError:
+        return content
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _scalar(word: str) -> Any:
-    """Returns the value of true, false, null, None or a number; any other bare word is text."""
-    if word in ("None", "null"):
-        return None
+    """Returns the value of a number, or of true, false and null as JSON and Python write them; any other bare word is text."""
+    if word in ("None", "True", "False"):
+        return {"None": None, "True": True, "False": False}[word]
     try:
         value = json.loads(word)
     except (ValueError, RecursionError):
         return word
     if isinstance(value, float) and not math.isfinite(value):
         return word  # NaN, Infinity and 1e999, which no JSON that clients read can state
-    return value if isinstance(value, bool | int | float) else word
-
-
-CALL_BEGINS, CALL_ENDS = "<|tool_call>", "<tool_call|>"
-MAX_RULES = 2000
-_FUNCTION_NAME = re.compile(r"[\w.\-]+", re.ASCII)
-_BARE_KEY = re.compile(r"[^:{}\[\],\"\s][^:{}\[\],\"\n]*")
-_COMMON = """
-string: {quote} /([^<]|<+[^<|])*<*/ {quote}
-integer: /-?(0|[1-9][0-9]{{0,17}})/
-number: /-?(0|[1-9][0-9]{{0,17}})(\\.[0-9]{{1,17}})?([eE][+-]?[0-9]{{1,3}})?/
-boolean: "true" | "false"
-null: "null"
-key: /[A-Za-z_][A-Za-z0-9_.\\-]*/
-array: "[" (value ("," value)*)? "]"
-object: "{{" (key ":" value ("," key ":" value)*)? "}}"
-value: string | number | boolean | null | array | object
-"""
-_PLAIN = {"string", "integer", "number", "boolean", "null", "array", "object"}
-
-
-def tool_call_grammar(calls: ToolCalls, control: Mapping[str, int]) -> str:
-    """Returns the grammar of one call, or of one or more; the rule `answer` is left open where there may be one instead.
-
-    Raises RequestError if the vocabulary has no tokens for calls.
-    """
-    if missing := [text for text in (CALL_BEGINS, CALL_ENDS, QUOTE) if text not in control]:
-        raise RequestError(f"this model cannot be made to call a function: its vocabulary has no {missing[0]}; leave tool_choice at 'auto'")
-    return _Writer(calls, control).text()
-
-
-class _Writer:
-    def __init__(self, calls: ToolCalls, control: Mapping[str, int]) -> None:
-        self._calls = calls
-        self._control = control
-        self._rules: list[str] = []
-        self._references: dict[tuple[int, str], str] = {}
-        self._root: Any = {}
-        self._function = 0
-
-    def text(self) -> str:
-        bodies = []
-        for number, (name, schema) in enumerate(self._calls.functions):
-            if not _FUNCTION_NAME.fullmatch(name):
-                raise RequestError(f"the function name {name[:60]!r} cannot be called; use letters, digits, '_', '-' and '.'")
-            self._function, self._root = number, schema or {"type": "object"}
-            try:
-                bodies.append(f"{_literal(f'call:{name}')} {self._value(self._root | {'type': 'object'})}")
-            except RecursionError:
-                raise RequestError(f"the parameters of the function {name[:60]!r} lead too deep; use fewer references") from None
-        call = f"call: {self._token(CALL_BEGINS)} ({' | '.join(bodies)}) {self._token(CALL_ENDS)}"
-        start = "start: call+" if self._calls.several else "start: call"
-        start += "" if self._calls.answer is None else " | answer"
-        return "\n".join((start, call, *self._rules)) + _COMMON.format(quote=self._token(QUOTE))
-
-    def _value(self, schema: object) -> str:
-        """Returns the expression of a value that fits a schema."""
-        if not isinstance(schema, Mapping):
-            return "value"
-        if isinstance(reference := schema.get("$ref"), str):
-            return self._referenced(reference)
-        if "const" in schema or isinstance(schema.get("enum"), list):
-            options = [schema["const"]] if "const" in schema else schema["enum"]
-            return self._choice([self._constant(option) for option in options])
-        for keyword in ("anyOf", "oneOf"):
-            if isinstance(schema.get(keyword), list):
-                return self._choice([self._value(option) for option in schema[keyword]])
-        kinds = schema.get("type")
-        if isinstance(kinds, list):
-            # Each once, else each level would multiply those below; others than JSON's are any value, and each would copy the schema.
-            once = dict.fromkeys(kind if kind in _PLAIN else "" for kind in kinds if isinstance(kind, str))
-            return self._choice([self._value({**schema, "type": kind}) for kind in once])
-        if kinds == "object" and isinstance(schema.get("properties"), Mapping) and schema["properties"]:
-            return self._object(schema["properties"], schema.get("required"))
-        if kinds == "array" and ("items" in schema or schema.get("minItems")):
-            item = self._named("i", self._value(schema.get("items")))
-            return f'"[" {item} ("," {item})* "]"' if schema.get("minItems") else f'"[" ({item} ("," {item})*)? "]"'
-        return str(kinds) if isinstance(kinds, str) and kinds in _PLAIN else "value"
-
-    def _object(self, properties: Mapping[str, Any], required: object) -> str:
-        """One rule for each place: `first` before any property was written, `more` after one."""
-        needed = set(required) if isinstance(required, list) and all(isinstance(name, str) for name in required) else set()
-        number, names = len(self._rules), sorted(properties, key=str.lower)
-        first, more = [f"o{number}_{i}" for i in range(len(names) + 1)], [f"m{number}_{i}" for i in range(len(names) + 1)]
-        self._add(f'{first[-1]}: ""', f'{more[-1]}: ""')
-        for i, name in enumerate(names):
-            rule = self._add(f"p{number}_{i}: {self._key(name)} {self._value(properties[name])}")
-            skip = "" if name in needed else f" | {first[i + 1]}"
-            self._add(f"{first[i]}: {rule} {more[i + 1]}{skip}")
-            self._add(f'{more[i]}: "," {rule} {more[i + 1]}' + ("" if name in needed else f" | {more[i + 1]}"))
-        return f'"{{" {first[0]} "}}"'
-
-    def _referenced(self, reference: str) -> str:
-        if (self._function, reference) not in self._references:
-            schema = self._root
-            for part in reference.removeprefix("#").split("/")[1:]:
-                schema = schema.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
-            if not reference.startswith("#") or schema is None:
-                raise RequestError(f"the reference {reference[:60]!r} in a function's parameters leads nowhere; use '#/$defs/NAME'")
-            name = self._references[self._function, reference] = f"r{len(self._references)}"
-            self._add(f"{name}: {self._value(schema)}")
-        return self._references[self._function, reference]
-
-    def _constant(self, value: object) -> str:
-        if isinstance(value, str):
-            quote = self._token(QUOTE)
-            return f"{quote} {_literal(value)} {quote}" if value else f"{quote} {quote}"
-        if isinstance(value, Mapping | list):
-            return "value"
-        return _literal(json.dumps(value))
-
-    def _named(self, kind: str, expression: str) -> str:
-        """Returns a short name of an expression that is needed twice: written out twice at each level, 30 levels would fill any memory."""
-        return expression if expression.isalpha() else self._add(f"{kind}{len(self._rules)}: {expression}")
-
-    def _choice(self, options: list[str]) -> str:
-        if not options:
-            raise RequestError("a function's parameters have an empty enum, anyOf or oneOf, which nothing satisfies; give it a value")
-        return f"({' | '.join(options)})" if len(options) > 1 else options[0]
-
-    def _key(self, name: str) -> str:
-        return _literal(f"{name if _BARE_KEY.fullmatch(name) else json.dumps(name)}:")
-
-    def _token(self, text: str) -> str:
-        return f"<[{self._control[text]}]>"
-
-    def _add(self, *rules: str) -> str:
-        self._rules += rules
-        if len(self._rules) > MAX_RULES:
-            raise RequestError(f"the functions' parameters need more than {MAX_RULES} grammar rules; declare fewer or simpler ones")
-        return rules[0].partition(":")[0]
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return value if value is None or isinstance(value, bool | int | float) else word

@@ -37,8 +37,8 @@ _TRACED = 20
 _PER_CHILD = 20_000
 _MAX_FAILURES = 50
 _MAX_MESSAGE = 2000
-# Encodings that json.loads tries on bytes; imported before the audit hook, which forbids running code.
-_ENCODINGS = ("utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be", "utf_8_sig", "idna")
+# Encodings that json.loads tries on bytes, and those of tables; imported before the audit hook, which forbids running code.
+_ENCODINGS = ("utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be", "utf_8_sig", "cp1252", "idna")
 _FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "pickle.find_class", "socket.connect", "exec")
 _PATH_EVENTS = ("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod", "os.truncate")
 
@@ -132,7 +132,7 @@ def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = N
 
 def make_input(opened: Opened, seed: int, number: int) -> bytes:
     """Returns input `number` of a campaign."""
-    return input_of(opened.seeds, seed, number, structured=opened.structured, focus=opened.focus)
+    return input_of(opened.seeds, seed, number, structured=opened.structured, focus=opened.focus, by_meaning=opened.by_meaning)
 
 
 def _watch(child: int, shared: _Shared) -> tuple[str, str] | None:

@@ -8,7 +8,7 @@ import gguf
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.gguf_source import open_gguf
-from edge_export.checkpoint.safetensors import READABLE, SOURCE_TYPE, read_chunks, read_float_chunks, stored_tensors
+from edge_export.checkpoint.safetensors import READABLE, SOURCE_TYPE, read_rows, read_stored, stored_tensors
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_export.gguf.keys import CARD_NAME, unfit_values
@@ -20,10 +20,10 @@ from fuzzing.readers import PARSED, Read, Reader, corpus, from_file
 def _safetensors(path: Path) -> None:
     for tensor in stored_tensors(path.parent).values():
         if tensor.dtype in SOURCE_TYPE:
-            for _ in read_float_chunks(tensor, "f32"):
+            for _ in read_rows(tensor):
                 pass
         elif tensor.dtype in READABLE:
-            for _ in read_chunks(tensor):
+            for _ in read_stored(tensor):
                 pass
 
 

@@ -1,5 +1,6 @@
-"""Readers behind which C, C++ or Rust code stands: ggml, llama.cpp, onnxruntime, tokenizers; and the template sandbox. Whole GGUF models
-are in gguf_readers.py."""
+"""Readers behind which C, C++ or Rust code stands: ggml, llama.cpp, onnxruntime, tokenizers; and chat templates in their child.
+
+Whole GGUF models are in gguf_readers.py."""
 
 from __future__ import annotations
 
@@ -109,16 +110,16 @@ def _prompt(_: Path, bundle: Path | None) -> Read:
 
 
 def _template(_: Path, __: Path | None) -> Read:
-    from edge_runtime.text.template.sandbox import FAILURES, compile_template
+    from edge_runtime.text.template.renderer import Renderer, TemplateError
 
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "tool_calls": []}]
 
     def read(data: bytes) -> None:
         try:
-            render = compile_template(data.decode("utf-8", "replace"))
-            render({"messages": messages, "bos_token": "<bos>", "eos_token": "<eos>", "add_generation_prompt": True, "tools": []})
-        except FAILURES as error:
-            raise BackendError(f"refused: {type(error).__name__}") from error
+            renderer = Renderer(data.decode("utf-8", "replace"))
+            renderer.render({"messages": messages, "bos_token": "<bos>", "eos_token": "<eos>", "add_generation_prompt": True, "tools": []})
+        except TemplateError as error:
+            raise BackendError(f"refused: {error}") from error
 
     return read
 

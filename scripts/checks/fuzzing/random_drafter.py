@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_runtime.backends.kernels.arrays import handed
 from edge_runtime.backends.kernels.draft import (
     DraftLayer,
     DraftWeights,
@@ -17,7 +18,6 @@ from edge_runtime.backends.kernels.draft import (
     Matrix,
     NativeDraft,
     SparseHeadWeights,
-    address,
 )
 
 Array = NDArray[Any]
@@ -61,8 +61,12 @@ class Rows:
     turns: tuple[int, int] = (0, 0)
 
     def describe(self, draft: NativeDraft, place: int) -> None:
-        """Fills in the drafter's source of that number."""
+        """Fills in the drafter's source of that number, where the rows may be of types that no NumPy array has."""
         source = draft.sources[place]
+
+        def address(array: Array) -> int:
+            return handed(array, array.dtype, array.size)
+
         source.type, source.kv_heads = self.type, len(self.keys)
         source.count = self.keys.shape[1] if self.cells is None else len(self.cells)
         source.keys, source.values = address(self.keys), address(self.values)
@@ -70,7 +74,7 @@ class Rows:
         source.key_head, source.value_head = self.keys[0].nbytes, self.values[0].nbytes
         source.cells = None if self.cells is None else address(self.cells)
         source.key_scales, source.value_scales = map(address, self.scales) if self.scales else (None, None)
-        source.cosine, source.sine = address(self.cosine), address(self.sine)
+        source.cosine, source.sine = draft.rotations(place, self.cosine, self.sine)
         source.key_turn, source.value_turn = self.turns
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ OWN_ERRORS: tuple[type[Exception], ...] = (EdgeRuntimeError, ExportError, Device
 PARSED = 60.0
 
 Read = Callable[[bytes], None]
+ByMeaning = Callable[[bytes, random.Random], bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +31,17 @@ class Opened:
     structured: bool
     focus: Sequence[tuple[int, int]] = ()
     beside: int = 0
+    by_meaning: ByMeaning | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
     """One reader. `make` returns its read function; it gets an empty folder and, if `needs_bundle`, the folder of an exported bundle, which
-    has an encoder of images if `needs_encoder`.
+    has an encoder of images if `needs_encoder`, and ONNX graphs with an int8 drafter if `needs_graphs`.
 
     `memory_factor`: bytes it may allocate per byte of input, plus a fixed slack. `guarded`: it may open no file outside its folder and run
     no code; jinja2, which compiles templates to Python, is not guarded. `header_of`: the GGUF file whose header is the only valid input.
+    `by_meaning` makes most inputs.
     """
 
     name: str
@@ -46,11 +50,13 @@ class Reader:
     memory_factor: float = 2.0
     needs_bundle: bool = False
     needs_encoder: bool = False
+    needs_graphs: bool = False
     guarded: bool = True
     corpus: str | None = None
     seeds: Callable[[Path], Sequence[bytes]] | None = None
     header_of: Callable[[Path], Path] | None = None
     focus: Callable[[bytes], Sequence[tuple[int, int]]] | None = None
+    by_meaning: ByMeaning | None = None
     errors: tuple[type[Exception], ...] = OWN_ERRORS
 
     def open(self, folder: Path, bundle: Path | None) -> Opened:
@@ -61,7 +67,15 @@ class Reader:
         seeds, beside = self._seeds(bundle)
         focus = self.focus(seeds[0]) if self.focus else ()
         read = self.make(folder, bundle)
-        return Opened(folder=folder, seeds=seeds, read=read, structured=self.structured, focus=focus, beside=beside)
+        return Opened(
+            folder=folder,
+            seeds=seeds,
+            read=read,
+            structured=self.structured,
+            focus=focus,
+            beside=beside,
+            by_meaning=self.by_meaning,
+        )
 
     def _seeds(self, bundle: Path | None) -> tuple[Sequence[bytes], int]:
         if self.header_of and bundle:

@@ -202,6 +202,19 @@ def test_an_external_meter_finds_its_own_clock(tmp_path):
     assert observed.trace.times[0] - table.times[0] == pytest.approx(-5000.25, abs=0.06)
     report = make_report(observed)
     assert report.scope == Scope.EXTERNAL
+    assert "the joules are from meter.csv, column 'power_W'" in report.warnings
+    assert report.variants[0].joules_per_output_token.value == pytest.approx(15.0 * 2 / 50, rel=2e-3)
+
+
+def test_what_was_made_of_a_table_stands_beside_its_figures(tmp_path):
+    """A shunt the other way round, and a logger that lost a row in forty: the report says both."""
+    tap = Tapped(-12.5)
+    recorded = run_protocol(tap, {"plain": tap.workload(12.0)}, replace(PLAN, soak=False), tap.load)
+    lost = [row if at % 40 else f"{row.partition(';')[0]};" for at, row in enumerate(tap.rows[1:], start=1)]
+    (tmp_path / "meter.csv").write_text("\n".join([tap.rows[0], *(row.replace(";", ";-") for row in lost)]))
+    report = make_report(with_external_meter(recorded, import_csv(tmp_path / "meter.csv")))
+    assert any("is negative throughout" in warning for warning in report.warnings)
+    assert any("rows have no figure and were left out: row 41 holds '-'" in warning for warning in report.warnings)
     assert report.variants[0].joules_per_output_token.value == pytest.approx(15.0 * 2 / 50, rel=2e-3)
 
 

@@ -84,6 +84,38 @@ def test_replay_repeats_a_recording(log):
         ReplayMeter(System(), Trace(facts=log.facts))
 
 
+def test_a_replay_says_so_in_every_output(log):
+    """Nothing of it was measured in the run beside which it stands."""
+    now = [0.0]
+    meter = ReplayMeter(System(clock=lambda: now[0]), log.trace)
+    steady = Trace(facts=meter.facts, times=[0.1 * i for i in range(300)], values=[0.5 * i for i in range(300)])
+    energy = run_energy(steady, [], 1.0, 29.0, 100)
+    assert energy.kind == energy.to_json()["kind"] == "replayed"
+    label, text = energy.row()
+    assert (label, text.startswith("REPLAYED from a recording of another run: ")) == ("energy", True)
+    assert "measured" not in text
+    report = make_report(replace(log, facts=meter.facts, trace=replace(log.trace, facts=meter.facts)))
+    assert head_lines(report)[0].startswith("REPLAYED from a recording of another run: meter replay:simulated")
+
+
+def test_a_file_that_is_no_energy_log_is_named(tmp_path):
+    """Such as a log of speeds, which begins with a header too."""
+    speeds = tmp_path / "speeds.jsonl"
+    for head in (
+        '{"kind": "header", "schema": 1, "device": {}}',
+        '{"kind": "header", "schema": 1, "meter": 5, "environment": {}}',
+        '{"schema": 3}',
+        "5",
+    ):
+        speeds.write_text(head + "\n")
+        with pytest.raises(
+            MeterError, match=r"speeds.jsonl holds no readings of a meter; give the file that edge-bench run --energy wrote"
+        ):
+            virtual_meter(System(), f"replay:{speeds}")
+    with pytest.raises(MeterError, match=r"give a file, such as replay:RUN\.jsonl"):
+        virtual_meter(System(), "replay:")
+
+
 def test_estimates_say_so_in_every_output(log):
     meter = EstimateMeter(System(), idle_watts=5.0, core_watts=10.0)
     estimate = replace(log, facts=meter.facts, trace=Trace(facts=meter.facts, times=log.trace.times, values=log.trace.values))

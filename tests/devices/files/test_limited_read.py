@@ -65,10 +65,12 @@ def test_a_regular_file_is_held_once_and_no_longer_than_it_may_be(tmp_path):
             read(path, 4_999_999)
 
 
-def test_lines_are_cut_and_counted(tmp_path):
+def test_lines_are_measured_and_counted(tmp_path):
     path = tmp_path / "lines"
     path.write_text("abcd\nef\n")
     with path.open() as file:
-        assert list(lines_at_most(file, 3, 3)) == ["abc", "d\n", "ef\n"]
+        assert list(lines_at_most(file, 5, 3)) == ["abcd\n", "ef\n"]
+    with path.open() as file, pytest.raises(OSError, match="line 1 has more than 4 characters"):
+        list(lines_at_most(file, 4, 3))
     with path.open() as file, pytest.raises(OSError, match="it has more than 1 lines"):
         list(lines_at_most(file, 10, 1))

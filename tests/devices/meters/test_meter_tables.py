@@ -38,7 +38,7 @@ def test_tables_of_real_meters(tmp_path, table):
         ("time,voltage\n0,5\n1,5\n", "have no time"),
         ("time,W\n0,1\n", "1 rows"),
         ("time,W\n0,1\n1,\n", "row 3"),
-        ("time;W\n0;1\n1;1,5 W\n", "row 3"),
+        ("time;W\n0;1\n1;1,5 X\n", "row 3"),
         ("time,W\n0,1\n1,inf\n", "row 3"),
         ("time,voltage,current\n0,5.1,1200\n1,5.1,1200\n", "6.12e[+]03 W on average.*unit=mA"),
         ("time,power\n0,5100\n1,5100\n", "5.1e[+]03 W on average.*mW"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 
@@ -119,6 +120,31 @@ def test_rapl_wraps():
     before = meter.read().value
     files["sys/class/powercap/intel-rapl:0/energy_uj"] = "1000000"
     assert meter.read().value - before == pytest.approx((65532610987 - 65532610000 + 1000000) * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "counted"), [(65532000000, 5000000, 5.610987), (40000000000, 3000000, None), (3000000, 60000000000, None)]
+)
+def test_a_rapl_register_that_is_reset_or_leaps_is_refused_and_goes_on(before, after, counted):
+    """A second between readings: 5.6 J are a wrap at 65.5 kJ; 25 kJ are a driver that was loaded again, 60 kJ a night asleep."""
+    recording = vars(recorded("rapl-amd"))["_recording"]
+    files, now = recording.files, iter(range(1000))
+    place = "sys/class/powercap/intel-rapl:0/energy_uj"
+    meter = choose_meter(find_meters(RecordedSystem(recording, clock=lambda: float(next(now)))), "rapl:package")
+    meter.read()
+    files[place] = str(before)
+    with contextlib.suppress(MeterError):
+        meter.read()
+    first = meter.read().value
+    files[place] = str(after)
+    if counted is None:
+        with pytest.raises(MeterError, match="more than any device takes: it was reset; measure again"):
+            meter.read()
+        first = meter.read().value
+        files[place] = str(after + 7_000_000)
+        assert meter.read().value - first == pytest.approx(7.0)
+    else:
+        assert meter.read().value - first == pytest.approx(counted)
 
 
 def test_psys_below_its_package_is_refused():

@@ -54,6 +54,30 @@ ASSISTANT = ["gemma-4-E2B-it-Q8_0.gguf", "gemma-4-E2B-it-assistant-Q8_0.gguf"]
         (OURS, None, "gemma-4-E2B-it-Q4_K_M.gguf", "mtp-gemma-4-E2B-it-Q8_0.gguf"),
         (ASSISTANT, None, *ASSISTANT),
         ([], None, None, None),
+        # Words count in any case and between any marks, in the file's name or its folder's.
+        (["MTP/g-it-Q8_0-MTP.gguf", "g-it-Q8_0.gguf", "g-it-UD-Q4_K_XL.gguf"], "Q8_0", "g-it-Q8_0.gguf", "MTP/g-it-Q8_0-MTP.gguf"),
+        (["MTP/g-it-Q8_0-MTP.gguf", "g-it-UD-Q4_K_XL.gguf"], None, "g-it-UD-Q4_K_XL.gguf", "MTP/g-it-Q8_0-MTP.gguf"),
+        (["MTP-g-it-Q8_0.gguf", "g-it-Q8_0.gguf"], "q8_0", "g-it-Q8_0.gguf", "MTP-g-it-Q8_0.gguf"),
+        (["g-it.Mtp.Q8_0.gguf", "g-it.Q8_0.gguf"], "Q8_0", "g-it.Q8_0.gguf", "g-it.Mtp.Q8_0.gguf"),
+        (["g_it_mtp_Q8_0.gguf", "g_it_Q8_0.gguf"], "Q8_0", "g_it_Q8_0.gguf", "g_it_mtp_Q8_0.gguf"),
+        (["mtp/g-it-Q8_0.gguf", "g-it-Q8_0.gguf"], None, "g-it-Q8_0.gguf", "mtp/g-it-Q8_0.gguf"),
+        (["g-it-Assistant/g-Q8_0.gguf", "g-it/g-Q4_0.gguf"], None, "g-it/g-Q4_0.gguf", "g-it-Assistant/g-Q8_0.gguf"),
+        (["MTP-pair/g-it-Q4_0.gguf", "MTP-pair/g-it-mtp.gguf"], None, "MTP-pair/g-it-Q4_0.gguf", "MTP-pair/g-it-mtp.gguf"),
+        (["MMPROJ-F16.gguf", "g-Imatrix.gguf", "g-it-Q5_K_M.gguf"], None, "g-it-Q5_K_M.gguf", None),
+        # A tag is a whole word.
+        (["g-BF16.gguf", "g-F16.gguf", "mtp-g-BF16.gguf", "mtp-g-F16.gguf"], "F16", "g-F16.gguf", "mtp-g-F16.gguf"),
+        (["g-BF16.gguf", "mtp-g-F16.gguf"], "F16", None, "mtp-g-F16.gguf"),
+        (["g-IQ4_0.gguf", "g-q4_0.gguf"], "Q4_0", "g-q4_0.gguf", None),
+        (["g-Q4_K_M.gguf", "g-Q4_K_S.gguf"], "Q4_K", None, None),
+        (["g-UD-Q4_K_XL.gguf", "g-Q4_K_XL.gguf"], "UD-Q4_K_XL", "g-UD-Q4_K_XL.gguf", None),
+        (["Q4_0/model.gguf", "Q8_0/model.gguf", "Q8_0/model-mtp.gguf"], "q8_0", "Q8_0/model.gguf", "Q8_0/model-mtp.gguf"),
+        (["g-1.5-Q4_0-00002-of-00002.gguf", "g-1.5-Q4_0-00001-of-00002.gguf"], "Q4_0", "g-1.5-Q4_0-00001-of-00002.gguf", None),
+        (
+            ["g-Q8_0.gguf", "mtp-g-Q8_0-00002-of-00002.gguf", "mtp-g-Q8_0-00001-of-00002.gguf"],
+            "Q8_0",
+            "g-Q8_0.gguf",
+            "mtp-g-Q8_0-00001-of-00002.gguf",
+        ),
     ],
 )
 def test_a_name_means_a_pair(files: list[str], tag: str | None, target: str | None, drafter: str | None) -> None:
@@ -67,6 +91,21 @@ def test_the_nearest_bits_count_where_no_tag_does() -> None:
     assert chosen == {"Q4_K_M": "mtp-x-Q4_0.gguf", "Q8_0": "mtp-x-Q8_0.gguf", "F16": "mtp-x-BF16.gguf", "Q5_0": "mtp-x-Q4_0.gguf"}
 
 
-def test_a_tag_is_the_last_part_of_a_name() -> None:
-    names = {"a-Q4_0.gguf": "Q4_0", "a.F16.gguf": "F16", "a-BF16-00001-of-00002.gguf": "BF16", "a.gguf": None}
+def test_headers_count_more_than_names() -> None:
+    files = ["a-mtp-Q4_0.gguf", "b.gguf", "mmproj-c.gguf"]
+    roles = {"a-mtp-Q4_0.gguf": "target", "b.gguf": "drafter", "mmproj-c.gguf": "other"}
+    assert (target_file(files, None, roles), drafter_file(files, "a-mtp-Q4_0.gguf", None, roles)) == ("a-mtp-Q4_0.gguf", "b.gguf")
+    assert (target_file(files, "Q4_0"), drafter_file(files, "b.gguf")) == (None, "a-mtp-Q4_0.gguf")
+
+
+def test_a_tag_is_the_quantization_in_a_name() -> None:
+    names = {
+        "a-Q4_0.gguf": "Q4_0",
+        "a.F16.gguf": "F16",
+        "a-BF16-00001-of-00002.gguf": "BF16",
+        "a.gguf": None,
+        "sub-1/a-it-Q8_0-MTP.gguf": "Q8_0",
+        "gemma-4-E2B_q4_0-it.gguf": "q4_0",
+        "a-26B-A4B-it.gguf": "it",
+    }
     assert {name: quantization_tag(name) for name in names} == names

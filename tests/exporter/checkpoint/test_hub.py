@@ -14,7 +14,7 @@ import pytest
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.published.hub import HubName, fetch, fetch_config, hub_name, own_drafter, with_revision
+from edge_export.checkpoint.published.hub import HubName, chosen_gguf, fetch, fetch_config, hub_name, own_drafter, with_revision
 from edge_export.checkpoint.sources import resolve_pair
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError
@@ -198,6 +198,32 @@ def test_a_hostile_hub_writes_nothing(hub: FakeHub, tmp_path: Path, headers: dic
     assert not list((tmp_path / "cache").rglob("blobs/*"))
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_answers_are_checked_whatever_the_client_calls_its_parts(known: bool, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release may have no such private name; and the client makes itself anew after an error of the connection."""
+    from huggingface_hub.utils import _http
+
+    made: list[object] = []
+
+    def own() -> object:
+        made.append(_http.default_client_factory())
+        return made[-1]
+
+    huggingface_hub.set_client_factory(own)
+    huggingface_hub.get_session()
+    if not known:
+        monkeypatch.delattr(_http, "_GLOBAL_CLIENT_FACTORY")
+    assert fetch_config(HubName("google/gemma-4-E2B-it")).is_dir()
+    assert known == (huggingface_hub.get_session() in made), "a client that was set up by others is kept, where it can be"
+    hub.headers = {"ETag": f'"{OUT}"'}
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="is no name inside the cache"):
+            fetch(HubName("google/gemma-4-E2B-it"), "target")
+        huggingface_hub.close_session()
+    hub.headers = {}
+    assert fetch_config(HubName("google/gemma-4-E2B-it")).is_dir()
+
+
 @pytest.mark.parametrize("kind", ["revision", "tree"])
 @pytest.mark.parametrize(
     "answer",
@@ -242,10 +268,32 @@ def test_other_targets_have_none(target: str) -> None:
         ("someone/x:Q4_0", "someone/x:Q4_0"),
         ("someone/x@v1:sub/x-Q8_0.gguf", "someone/x@v1:Q8_0"),
         ("someone/x:x.gguf", "someone/x"),
+        ("someone/x:UD-Q4_K_XL", "someone/x:UD-Q4_K_XL"),
+        ("google/gemma-4-E2B:gemma-4-E2B_q4_0-it.gguf", "google/gemma-4-E2B:q4_0"),
     ],
 )
 def test_the_drafter_of_a_gguf_repository_lies_in_it(target: str, drafter: str) -> None:
     assert own_drafter(target) == drafter
+
+
+@pytest.mark.parametrize(("target", "drafter"), [("x-mtp.gguf", "x.gguf"), ("a.gguf", "MTP/X-MTP.gguf"), ("assistant.gguf", "mmproj.gguf")])
+def test_the_headers_of_a_folder_decide(target: str, drafter: str, files: Path, tmp_path: Path) -> None:
+    for source, name in ((TARGET, target), (DRAFTER, drafter)):
+        path = tmp_path / "downloaded" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(files / source, path)
+    folder = tmp_path / "downloaded"
+    first, second = resolve_pair(str(folder), str(folder))
+    assert (first.path, second.path) == (folder / target, folder / drafter)
+    assert own_drafter(str(folder / target)) == str(folder / drafter)
+
+
+def test_parts_of_a_gguf_are_refused_before_they_are_fetched() -> None:
+    parts = [f"BF16/g-BF16-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for name in (HubName("someone/x-GGUF", tag="BF16"), HubName("someone/x-GGUF", file=parts[0])):
+        with pytest.raises(CheckpointError, match=r"00001-of-00002.gguf in someone/x-GGUF is one of 2 parts of a GGUF; .*--merge"):
+            chosen_gguf([*parts, "g-Q4_0.gguf"], name, "target")
+    assert chosen_gguf([*parts, "g-Q4_0.gguf"], HubName("someone/x-GGUF", tag="Q4_0"), "target") == "g-Q4_0.gguf"
 
 
 def test_a_folder_of_gguf_files_is_a_pair(files: Path, tmp_path: Path) -> None:

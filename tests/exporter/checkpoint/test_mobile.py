@@ -24,7 +24,6 @@ from edge_export.onnx.weights import WeightFile
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.backends.kernels.loader import kernels_path, usable_variants
-from edge_runtime.backends.onnx.row_kernels import with_row_kernels
 from edge_runtime.session.open import open_session
 from published_formats import packed_codes, to_mobile
 
@@ -68,7 +67,7 @@ def test_a_product_rounds_as_transformers_does(bits: int, tmp_path: Path) -> Non
     tensors, rounding = with_codes(
         {f"x.{name}": result for name, result in stored_tensors(tmp_path).items()}, {"x.weight": (rows, columns)}
     )
-    graph = GraphBuilder("product")
+    graph = GraphBuilder("product", kernels=True)
     with WeightFile(tmp_path / "data") as weights:
         matrix = weights.codes(tensors["x.weight"])
         assert matrix is not None
@@ -85,12 +84,9 @@ def test_a_product_rounds_as_transformers_does(bits: int, tmp_path: Path) -> Non
     assert np.abs(result - expected).max() < 0.31
     if not usable_variants():
         return
-    model, count = with_row_kernels((tmp_path / "product.onnx").read_bytes())
-    assert count == 1
     options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(tmp_path))
     options.register_custom_ops_library(str(kernels_path()))
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(tmp_path / "product.onnx", options, providers=["CPUExecutionProvider"])
     (rows,) = session.run(None, {"x": values})
     exact = layer.double()(torch.from_numpy(values.astype(np.float64))).detach().numpy()
     assert np.abs(rows - exact).max() < 1e-5, "sums of integers lie on an edge only where exact ones do"

@@ -16,7 +16,8 @@ from edge_export.checkpoint.safetensors import INDEX_NAME
 from edge_export.checkpoint.sources import mixed_training, resolve_pair
 from edge_export.checkpoint.tokenizer_vocabulary import CONTROL, read_vocabulary
 from edge_export.errors import CheckpointError
-from published_formats import edit_json, put_tensors, take_tensors
+from edge_export.onnx.request import OnnxRequest
+from published_formats import MOBILE, W4A16, edit_json, put_tensors, take_tensors
 from tiny_members import FULL, SLIDING, write_member
 
 Folders = Callable[[str], Path]
@@ -128,6 +129,7 @@ def test_the_first_name_of_the_experts_size_is_read(copy: Folders) -> None:
 
 def test_a_list_of_templates_gives_its_default(copy: Folders) -> None:
     folder = copy("e2b")
+    (folder / "chat_template.jinja").unlink()
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     edit_json(folder / "tokenizer_config.json", lambda config: config.update(chat_template=templates))
     assert read_vocabulary(folder).chat_template == "plain"
@@ -157,6 +159,7 @@ def test_an_adapter_is_to_be_merged(copy: Folders, tmp_path: Path) -> None:
 
 
 FOREIGN = [
+    ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors weights of the format 'unknown'"),
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes weights"),
     ({"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}}, "NVFP4 weights"),
     ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "NVFP4 weights"),
@@ -174,16 +177,35 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize(("section", "words", "inner"), [*((*each, False) for each in FOREIGN), (*FOREIGN[0], True), (*FOREIGN[5], True)])
+@pytest.mark.parametrize(("section", "words", "inner"), [*((*each, False) for each in FOREIGN), (*FOREIGN[1], True), (*FOREIGN[6], True)])
 def test_other_quantized_formats_are_named(section: dict[str, Any], words: str, inner: bool, copy: Folders) -> None:
+    import torch
+
     folder = copy("12b")
     edit_json(folder / "config.json", lambda config: (config["text_config"] if inner else config).update(section))
+    tensors = take_tensors(folder)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    put_tensors(folder, tensors | {name: tensors[name].to(torch.uint8)})
     with pytest.raises(CheckpointError, match=f"{words}.*which are not read; give the unquantized checkpoint"):
         open_checkpoint(folder)
-    sizes = {"num_hidden_layers": 48, "hidden_size": 3840}
-    edit_json(folder / "config.json", lambda config: config["text_config"].update(sizes))
+    sizes = {"num_hidden_layers": 48, "hidden_size": 3840, "layer_types": None}
+    edit_json(folder / "config.json", lambda config: config["text_config"].update(sizes, per_layer_config=None))
     with pytest.raises(CheckpointError, match="such as google/gemma-4-12B-it or -it-qat-q4_0-unquantized"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "section", [FOREIGN[1][0], {"quantization_config": {}}, {"quantization_config": MOBILE}, {"compression_config": W4A16}]
+)
+def test_plain_weights_are_read_beside_what_is_left_of_a_format(section: dict[str, Any], copy: Folders, export: Any) -> None:
+    """A fine-tune is often merged into a quantized model and saved in full, with the old config: its tensors say what it is."""
+    folder = copy("e2b")
+    edit_json(folder / "config.json", lambda config: config.update(section))
+    opened = open_checkpoint(folder)
+    assert opened.rounding == {}
+    onnx = OnnxRequest(target="f32", drafter="f32")
+    parity = export(target=str(folder), verify=True, onnx=onnx, context=512).manifest.parity
+    assert max(each["unquantized"]["mean_kl"] for each in (parity, parity["onnx"])) < 0.001
 
 
 def test_halves_of_different_training_are_warned_of(member_folder: Folders, tmp_path: Path) -> None:

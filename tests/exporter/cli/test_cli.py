@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -186,8 +188,40 @@ def test_a_plan_makes_nothing_and_its_sizes_are_those_of_an_export(pair: list[Pa
     )
 
 
-def test_an_output_is_needed_unless_it_is_a_plan(pair: list[Path], tmp_path: Path) -> None:
-    assert invoke(*pair).exit_code == 2
+@pytest.mark.parametrize(
+    ("target", "output"),
+    [
+        ("google/gemma-4-E2B-it", "gemma-4-E2B-it"),
+        ("google/gemma-4-E2B-it@main", "gemma-4-E2B-it"),
+        ("unsloth/gemma-4-E2B-it-GGUF:UD-Q4_K_XL", "gemma-4-E2B-it-GGUF"),
+        ("unsloth/x-GGUF@v1:sub/x-Q4_0.gguf", "x-GGUF"),
+        ("/models/gemma-4-1.5-it/", "gemma-4-1.5-it"),
+        ("../models/x-Q4_0.gguf", "x-Q4_0"),
+    ],
+)
+def test_without_an_output_the_bundle_has_the_targets_name(
+    target: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    requests: list[Any] = []
+    monkeypatch.setattr(export, "export_pair", lambda request, _: requests.append(request))
+    monkeypatch.setattr(export, "show", lambda *_: None)
+    assert invoke(target, "drafter", "--format", "onnx").exit_code == 0
+    assert requests[0].output == Path(output)
+
+
+def test_a_checkpoint_here_is_not_taken_for_its_bundle(pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(pair[0], "x")
+    for words in (["x"], ["./x", "--force"], [str(tmp_path / "x"), "--force"]):
+        result = invoke(words[0], pair[1], *words[1:], *QUICK)
+        assert (result.exit_code, "Traceback" in result.stderr) == (1, False)
+    assert "x exists already; choose another name with --output" in invoke("x", pair[1], *QUICK).stderr
+    assert (tmp_path / "x" / "config.json").is_file()
+
+
+def test_other_commands_need_what_they_need(pair: list[Path], tmp_path: Path) -> None:
+    assert invoke(command="reference").exit_code == 2
     assert invoke(*pair, "-o", tmp_path / "out", "--profile", "apple-m").exit_code == 2
     assert "no device profile 'x'" in invoke(*pair, "--profile", "x", command="plan").stderr
 

@@ -11,9 +11,10 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import tarfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,19 +22,23 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from edge_devices.files.limited_read import sha256_of
 from edge_devices.files.temp_files import locked
+from edge_devices.waiting import no_report
 from edge_export.cli.command import main
+from edge_export.cli.display import Steps
 from edge_export.device_package import build as making
-from edge_export.device_package import debian, llama_build, wheels
-from edge_export.device_package.inventory import check_pages, cut_symbols, take_inventory, write_file
+from edge_export.device_package import debian, llama_build, readme, row_kernels, wheels
+from edge_export.device_package.inventory import Inventory, check_pages, cut_symbols, take_inventory, write_file
 from edge_export.device_package.own_code import add_own_code, write_launchers
 from edge_export.device_package.platforms import PLATFORMS, SITE
 from edge_export.errors import ExportError, PackageError
 from edge_export.output.atomic_folder import check_output
 
 LINUX = PLATFORMS["linux-arm64"]
+INVENTORY = Inventory(platform="linux-arm64", version="1", backends=("onnx",))
 
 
 def package_with_echo(folder: Path, cpuinfo: str, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -144,7 +149,7 @@ def test_wheel_that_leads_out_of_the_package_is_refused(name: str, tmp_path: Pat
 
 
 def test_own_code_is_the_light_packages(tmp_path: Path) -> None:
-    component = add_own_code(tmp_path, replace(PLATFORMS["linux-arm64"], machine="unknown"))
+    component = add_own_code(tmp_path, ("onnx", "serve"))
     site = tmp_path / "lib/python3/dist-packages"
     assert sorted(path.name for path in site.iterdir() if not path.name.endswith(".dist-info")) == [
         "edge_bench",
@@ -155,7 +160,8 @@ def test_own_code_is_the_light_packages(tmp_path: Path) -> None:
     assert "Apache License" in (tmp_path / component.texts[0]).read_text()
     about = next(site.glob("*.dist-info/METADATA")).read_text()
     assert f"Version: {version('edge-mtp')}\n" in about
-    assert "edge-export" not in about
+    assert [line for line in about.splitlines() if "starlette" in line] == ['Requires-Dist: starlette<2,>=1.10; extra == "serve"']
+    assert not [word for word in ("edge-export", "llguidance", "numpy") if word in about]  # what a device does not have, or has anyway
 
 
 def elf(*aligns: int, skew: int = 0, kind: int = 1) -> bytes:
@@ -207,7 +213,7 @@ def test_inventory_names_every_file_with_its_hash(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/edge-python").write_bytes(b"abc")
     (tmp_path / "bin/edge-python").chmod(0o755)
-    inventory = take_inventory(tmp_path, "linux-arm64", "1", ("onnx",), [])
+    inventory = take_inventory(tmp_path, INVENTORY)
     reported = json.loads((tmp_path / "package.json").read_text())
     assert reported["files"] == [
         {"path": "bin/edge-python", "bytes": 3, "sha256": sha256_of(tmp_path / "bin/edge-python"), "executable": True}
@@ -222,7 +228,7 @@ def test_a_package_built_on_windows_is_the_same(tmp_path: Path, monkeypatch: pyt
     write_launchers(tmp_path, LINUX, ("onnx",))
     for name in (f"lib/{LINUX.loader}", "lib/libc.so.6", "tools/llama-bench"):
         write_file(tmp_path / name, b"")
-    listed = take_inventory(tmp_path, "linux-arm64", "1", ("onnx",), []).files
+    listed = take_inventory(tmp_path, INVENTORY).files
     started = {"bin/edge-python", "bin/edge-run", "bin/edge-bench", "bin/edge-devices", f"lib/{LINUX.loader}", "tools/llama-bench"}
     assert {file.path for file in listed if file.executable} == started
     texts = {path.name: path.read_text(encoding="utf-8") for path in Path(str(making.__file__)).parent.glob("*.py")}
@@ -416,7 +422,7 @@ def test_wheels_decode_images_and_sound_where_asked(media: bool, tmp_path: Path,
     monkeypatch.setattr(making, "open_toolchain", lambda _: None)
     request = making.PackageRequest(platform=LINUX.name, output=tmp_path / "p", backends=("llama", "onnx"), media=media)
     with pytest.raises(PackageError, match="numpy's wheel is not built as"):  # of which there is none here
-        making._build(request, tmp_path, lambda _: None)
+        making._build(request, tmp_path, lambda _: no_report)
     names = [re.split("[<>=!~]", word)[0] for word in commands[0][commands[0].index("--implementation") + 2 :]]
     assert ({"pillow", "soundfile", "cffi"} & {*names} == {"pillow", "soundfile", "cffi"}) is media
     assert {"typing_extensions", "numpy"} <= {*names}
@@ -425,14 +431,22 @@ def test_wheels_decode_images_and_sound_where_asked(media: bool, tmp_path: Path,
 
 def test_llama_cpp_comes_with_its_media_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
+    shares: list[float] = []
 
-    def build(command: list[str | Path], _: str) -> None:
+    def build(command: list[str | Path], _: str, each_poll: Callable[[], None] = lambda: None) -> str:
         commands.append([str(word) for word in command])
+        if "-n" in commands[-1]:
+            return "ninja: Entering directory\n[1/2] compile\n[2/2] link\n"
         if "--target" in commands[-1]:
-            (Path(commands[-1][2]) / "bin").mkdir(parents=True)
+            folder = Path(commands[-1][2])
+            for lines in range(3):
+                (folder / ".ninja_log").write_text("entry\n" * lines)
+                each_poll()
+            (folder / "bin").mkdir(parents=True)
             for target in commands[-1][commands[-1].index("--target") + 1 :]:
                 for name in ("llama", "ggml", "ggml-base", "ggml-cpu") if target == "llama" else (target,):
-                    (Path(commands[-1][2]) / f"bin/lib{name}.so").write_text(name)
+                    (folder / f"bin/lib{name}.so").write_text(name)
+        return ""
 
     monkeypatch.setattr(llama_build, "run", build)
     monkeypatch.setattr(llama_build, "_zig_version", lambda: "0")
@@ -442,12 +456,72 @@ def test_llama_cpp_comes_with_its_media_library(tmp_path: Path, monkeypatch: pyt
         (sources / path).write_text("text")
     (tmp_path / f"{sources.name}.tar.gz").write_text("archive")
     toolchain = llama_build.Toolchain(zig=tmp_path / "zig", cmake="cmake", ninja="ninja", home=tmp_path, sources=sources)
-    llama_build.add_llama(tmp_path / "p", LINUX, toolchain, lambda _: None)
+    llama_build.add_llama(tmp_path / "p", LINUX, toolchain, lambda _: lambda share, _="": shares.append(share))
+    assert shares == [0.0, 0.5, 1.0] * 2  # for each kind of processor
     folder = tmp_path / "p" / SITE / "llama_cpp"
     assert (folder / "lib/libmtmd.so").read_text() == "mtmd"
     assert (folder / "mtmd_cpp.py").is_file()
+    assert "Version: 0.3.36\n" in (folder.parent / "llama_cpp_python-0.3.36.dist-info/METADATA").read_text()  # by which a doctor finds it
     configured = [command for command in commands if "-S" in command]
     assert all({"-DLLAMA_BUILD_MTMD=ON", "-DMTMD_VIDEO=OFF"} <= set(command) for command in configured)
+
+
+def test_zig_compiles_what_the_installation_lacks_and_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ziglang", reason="needs edge-mtp[package]")
+    compiled: list[str] = []
+
+    def compile_two(target: str, folder: Path, *, cache: Path, report: Callable[[float], None]) -> None:
+        for done in (0.5, 1.0):
+            report(done)
+        compiled.append(f"{target} {folder.relative_to(tmp_path)} {cache.relative_to(tmp_path)}")
+
+    monkeypatch.setattr(row_kernels, "LIBRARIES", tmp_path / "none")
+    monkeypatch.setattr(row_kernels, "build", compile_two)
+    with Steps(Console(file=(out := io.StringIO()))) as step:
+        assert row_kernels.add_kernels(tmp_path / "p", LINUX, tmp_path / "cache", step) == ("neon", "dotprod", "i8mm")
+    assert compiled == [f"aarch64-linux-gnu.2.17 p/{row_kernels.IN_PACKAGE} cache/zig"]
+    title = "row kernels for aarch64 (minutes the first time, then kept)"
+    assert out.getvalue().splitlines() == [title, f"{title}: 50 %", f"{title}: 100 %"]
+
+
+def test_without_zig_and_kernels_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an environment without zig, as that of make demo: the command ends before it downloads anything."""
+    monkeypatch.setattr(row_kernels, "LIBRARIES", tmp_path / "none")
+    monkeypatch.setattr(debian, "MIRROR", (tmp_path / "none").as_uri())
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(sys.modules, "ziglang", None)
+    status, output = run_command("android-arm64", "-o", str(tmp_path / "package"))
+    assert (status, output) == (
+        1,
+        "Error: this installation has no row kernels for android-arm64, and ziglang, which compiles them, is missing;"
+        " pip install 'ziglang<0.18,>=0.17.1', or give --without-kernels, with which standard operators run, which are slower\n",
+    )
+    status, output = run_command("android-arm64", "-o", str(tmp_path / "package"), "--without-kernels")
+    assert (status, "cannot be fetched" in output) == (1, True)  # it went on
+
+
+@pytest.mark.parametrize(
+    ("platform", "backends"), [("android-arm64", ("llama", "onnx")), ("linux-x64", ("onnx",)), ("linux-arm64", ("llama",))]
+)
+def test_a_readme_has_four_commands_for_its_device(platform: str, backends: tuple[str, ...], tmp_path: Path) -> None:
+    readme.write_readme(tmp_path, PLATFORMS[platform], "my package", "9.9", backends, ("neon",))
+    text = (tmp_path / "README.md").read_text()
+    copy, *rest = re.findall("^    (.*)$", text, re.MULTILINE)
+    assert copy == readme.copy_command(PLATFORMS[platform], "my package")
+    assert [line.split()[:4] for line in rest] == [
+        ["'my", f"package'/bin/{command}", action, "my-bundle"]
+        for command, action in (("edge-run", "chat"), ("edge-run", "serve"), ("edge-bench", "run"))
+    ]
+    assert ("ONNX" in text, "GGUF" in text) == ("onnx" in backends, "llama" in backends)
+    assert f"--format {'onnx' if 'onnx' in backends else 'gguf'}" in text
+    assert not [word for word in ("PLATFORM", "VERSION", "FORMAT", "SHELL", "SECRET", "KERNELS") if word in text]
+
+
+def test_a_package_knows_how_another_one_is_made(tmp_path: Path) -> None:
+    request = making.PackageRequest(platform="linux-arm64", output=tmp_path, backends=("onnx",), without_kernels=True)
+    assert request.command == "edge-export package linux-arm64 -o FOLDER --backend onnx --without-kernels"
+    assert request.additions() == {"llama": "--backend llama", "onnx": "", "media": "--with-media", "grammar": "", "serve": ""}
+    assert "llama" not in replace(request, platform="linux-x64").additions()  # which has none
 
 
 def test_failure_leaves_no_folder_and_an_old_package_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,10 +533,10 @@ def test_failure_leaves_no_folder_and_an_old_package_stays(tmp_path: Path, monke
     old = tmp_path / "package"
     (old / "bin").mkdir(parents=True)
     (old / "bin/edge-python").write_text("old")
-    take_inventory(old, "linux-arm64", "0", ("onnx",), [])
+    take_inventory(old, INVENTORY)
     request = making.PackageRequest(platform="linux-arm64", output=old, backends=("onnx",), force=True)
     with pytest.raises(PackageError, match="Debian is away"):
-        making.make_package(request, lambda _: None)
+        making.make_package(request, lambda _: no_report)
     assert (old / "bin/edge-python").read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} <= {"package", "cache"}
 
@@ -495,7 +569,7 @@ def test_one_package_at_a_time_uses_the_cache(tmp_path: Path, monkeypatch: pytes
 
         request = making.PackageRequest(platform="linux-arm64", output=tmp_path / "package", backends=("onnx",))
         with pytest.raises(PackageError, match="far enough"):
-            making.make_package(request, lambda _: None, say)
+            making.make_package(request, lambda _: no_report, say)
     assert notes == [f"Another package is being built with {cache}; waiting for its end."]
 
 
@@ -505,13 +579,13 @@ def test_force_replaces_packages_only(listed: dict[str, Any], tmp_path: Path) ->
     (tmp_path / "web/package.json").write_text(json.dumps(listed))
     request = making.PackageRequest(platform="linux-arm64", output=tmp_path / "web", backends=("onnx",), force=True)
     with pytest.raises(ExportError, match="is not a package, so --force does not replace it"):
-        making.make_package(request, lambda _: None)
+        making.make_package(request, lambda _: no_report)
 
 
 def test_force_replaces_no_package_with_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "lib/__pycache__").mkdir(parents=True)
     (tmp_path / "lib/a.py").write_text("")
-    take_inventory(tmp_path, "linux-arm64", "0", ("onnx",), [])
+    take_inventory(tmp_path, INVENTORY)
     (tmp_path / "lib/__pycache__/a.cpython-311.pyc").write_text("what Python made of it is ours")
     check_output(tmp_path, force=True, kind=making.PACKAGE)
     (tmp_path / "lib/notes.txt").write_text("")

@@ -25,9 +25,14 @@ from emulated import ANDROID_TMP, Userland, make_userland, missing_programs, wri
 if reason := missing_programs():
     pytest.skip(reason, allow_module_level=True)
 
+from edge_devices.waiting import no_report
 from edge_export.device_package.inventory import check_pages
 from edge_export.device_package.own_code import add_own_code
 from edge_export.device_package.platforms import PLATFORMS, SITE
+from edge_export.device_package.row_kernels import IN_PACKAGE, add_kernels
+from edge_runtime.backends.kernels import loader
+from edge_runtime.backends.kernels.build import TARGETS, library_name
+from package_home import Home, chat_bundle
 from stub_package import made_package
 
 pytestmark = pytest.mark.slow(8)
@@ -50,7 +55,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
+def packages(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Packages:
     """From a platform to its package, with today's light packages in it."""
     root, value = tmp_path_factory.mktemp("packages"), os.environ.get("EDGE_MTP_PACKAGES")
 
@@ -63,7 +68,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
             shutil.copytree(ready, folder, copy_function=link_or_copy)
             for old in [*(folder / SITE).glob("edge_*")]:
                 shutil.rmtree(old)
-            add_own_code(folder, PLATFORMS[platform])
+            add_own_code(folder, ("llama", "onnx", "grammar", "serve"))
+            add_kernels(folder, PLATFORMS[platform], cache, lambda _: no_report)
             return folder
         return made_package(platform, folder)
 
@@ -155,6 +161,23 @@ def load_alignment(elf: bytes) -> int:
     return min(int.from_bytes(header[48:56], "little") for header in headers if int.from_bytes(header[:4], "little") == 1)
 
 
+def test_the_readme_of_a_package_is_true_on_a_pi(pi: Userland, packages: Packages) -> None:
+    """As on this machine; times under emulation mean nothing."""
+    pi = replace(pi, shared={**pi.shared, "/home/pi/linux-arm64": packages("linux-arm64")})
+    shutil.copytree(chat_bundle(), pi.path("/home/pi/my-bundle"), dirs_exist_ok=True)
+    home = Home(
+        folder=pi.path("/home/pi"),
+        readme=(packages("linux-arm64") / "README.md").read_text(),
+        command=lambda line: pi.command([pi.shell, "-c", line]),
+        environment=pi.environment(),
+    )
+    copy, chat, serve, bench = home.lines()
+    assert copy == "scp -r linux-arm64 my-bundle pi@raspberrypi:"
+    home.chat(chat)
+    home.serve(serve)
+    assert home.bench(bench).header.row_kernels == "dotprod"
+
+
 def test_onnx_drafts_on_a_pi_are_those_of_this_machine(
     pi: Userland, onnx_pair: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +208,22 @@ def test_a_device_runs_the_kernels_of_its_processor(device: str, cpu: str, varia
     code = "import json; from edge_runtime.backends.kernels.loader import usable_variants; print(json.dumps(usable_variants()))"
     words = [userland.shell, "-c", 'exec "$@"', "sh", "package/bin/edge-python", "-c", code]
     assert output_of(replace(userland, cpu=cpu).run(words))[0] == variant
+
+
+def test_a_device_loads_no_library_of_another_platform(pi: Userland, packages: Packages) -> None:
+    """From a folder that has this machine's, too, as a released wheel has those of all."""
+    both = pi.path("/home/pi/both")
+    shutil.copytree(loader.FOLDER, both)
+    for system, machine in TARGETS:
+        (both / library_name(TARGETS[system, machine])).touch()
+    shutil.copytree(packages("linux-arm64") / IN_PACKAGE, both, dirs_exist_ok=True)
+    code = (
+        "import json, pathlib; from edge_runtime.backends.kernels import loader; loader.FOLDER = pathlib.Path('/home/pi/both');"
+        "names, maps = loader.usable_variants(), open('/proc/self/maps').read().split();"
+        "print(json.dumps([names, sorted({word.rpartition('/')[2] for word in maps if 'libedge_rows' in word})]))"
+    )
+    names, loaded = output_of(pi.run([pi.shell, "-c", 'exec "$@"', "sh", "package/bin/edge-python", "-c", code]))
+    assert (names[0], loaded) == ("dotprod", ["libedge_rows-linux-aarch64.so"])
 
 
 def test_edge_run_on_a_phone_with_llama(phone: Userland, packages: Packages, exported_pair: Path, probe_memory: None) -> None:

@@ -26,6 +26,7 @@ from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization import calibration
 from edge_export.quantization.importance_sources import ImportanceSources
 from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.bundle.onnx_graph import KERNELS
 from edge_runtime.session.open import open_session
 from tiny_members import settled
 
@@ -129,8 +130,10 @@ def test_the_manifest_names_every_buffer_operator_set_and_contrib_operator(expor
     graphs = [onnx.load(bundle.path(role, "onnx"), load_external_data=False) for role in ("target", "target_head", "drafter")]
     facts, layout = bundle.manifest.onnx, bundle.manifest.cache_layout
     assert facts is not None
-    assert {(opset.domain, opset.version) for graph in graphs for opset in graph.opset_import} == {("", facts.opset), ("com.microsoft", 1)}
-    used = {node.op_type for graph in graphs for node in nodes_of(graph.graph) if node.domain == "com.microsoft"}
+    opsets = {("", facts.opset), ("com.microsoft", 1), (KERNELS, 1)}
+    assert {(opset.domain, opset.version) for graph in graphs for opset in graph.opset_import} == opsets
+    nodes = [node for graph in graphs for part in (graph.graph, *graph.functions) for node in nodes_of(part)]
+    used = {node.op_type for node in nodes if node.domain == "com.microsoft"}
     assert set(facts.contrib_ops) == used >= {"GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits"}
     inputs = {value.name: [size.dim_value for size in value.type.tensor_type.shape.dim] for value in graphs[0].graph.input}
     for buffer in layout.buffers:
@@ -200,7 +203,7 @@ def test_a_gguf_is_no_source_of_graphs(exported: Callable[..., Bundle], member_f
 def test_too_small_a_disk_is_told_before_anything_is_written(exported: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    with pytest.raises(ExportError, match="the ONNX graphs need about"):
+    with pytest.raises(ExportError, match="the export needs about"):
         exported()
 
 

@@ -34,9 +34,10 @@ def forms_of(graph: Path) -> Counter[tuple[int, int, int]]:
     """How many products there are of each (rows, bits, block)."""
     result: Counter[tuple[int, int, int]] = Counter()
     for node in onnx.load(graph, load_external_data=False).graph.node:
-        if node.op_type == "MatMulNBits":
-            values = {attribute.name: attribute.i for attribute in node.attribute}
-            result[values["N"], values["bits"], values["block_size"]] += 1
+        values = {attribute.name: attribute.i for attribute in node.attribute}
+        for prefix in ("", "second_"):  # a feed-forward has two
+            if (f"{prefix}block_size" in values and "MatMul" in node.op_type) or node.op_type == "FeedForwardRows":
+                result[values[f"{prefix}N"], values[f"{prefix}bits"], values[f"{prefix}block_size"]] += 1
     return result
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("gguf")
 from edge_export.checkpoint import safetensors as safetensors_file
 from edge_export.checkpoint.architecture import needed_shapes, parse_architecture
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.safetensors import StoredTensor, read_chunks, read_float_chunks, to_bfloat16
+from edge_export.checkpoint.safetensors import StoredTensor, read_rows, read_stored, read_values
 from edge_export.errors import CheckpointError
 from edge_export.gguf.keys import read_card
 from edge_export.gguf.writer import write_gguf
@@ -71,50 +71,41 @@ def test_golden_file(tmp_path: Path) -> None:
     assert hashlib.sha256((tmp_path / "golden.gguf").read_bytes()).hexdigest() == GOLDEN
 
 
-def test_bfloat16_rounds_to_nearest_even() -> None:
-    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0xFF800000, 0x80000000, 0x7F800001, 0xFFC00000], np.uint32)
-    expected = [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0x7F80, 0xFF80, 0x8000, 0x7FC0, 0xFFC0]
-    assert to_bfloat16(bits.view(np.float32)).tolist() == expected
-
-
-def test_bfloat16_equals_torch() -> None:
-    torch = pytest.importorskip("torch")
-    values = np.random.default_rng(3).integers(0, 1 << 32, 20_000, dtype=np.uint32).view(np.float32)
-    values = values[np.isfinite(values)]
-    assert np.array_equal(to_bfloat16(values), torch.from_numpy(values).bfloat16().view(torch.uint16).numpy())
-
-
-def test_pieces_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "CHUNK_ELEMENTS", 7)
-    halves = np.arange(33, dtype=np.float16) / 3
-    tensor = stored(tmp_path / "w", halves, "F16")
-    pieces = [piece.copy() for piece in read_float_chunks(tensor, "f32")]
-    assert [len(piece) for piece in pieces] == [7, 7, 7, 7, 5]
+def test_pieces_are_whole_rows_and_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "PIECE_VALUES", 7)
+    halves = (np.arange(33, dtype=np.float16) / 3).reshape(11, 3)
+    pieces = list(read_rows(stored(tmp_path / "w", halves, "F16")))
+    assert [piece.shape for piece in pieces] == [(2, 3)] * 5 + [(1, 3)]
     assert np.array_equal(np.concatenate(pieces), halves.astype(np.float32))
-    order = stored(tmp_path / "order", np.arange(20, dtype=np.int64), "I64")
-    assert np.concatenate([piece.copy() for piece in read_chunks(order)]).tolist() == list(range(20))
+    wide = stored(tmp_path / "wide", np.arange(20, dtype=np.int64).reshape(2, 10), "I64")
+    assert [piece.tolist() for piece in read_stored(wide)] == [[[*range(10)]], [[*range(10, 20)]]]
+    vector = stored(tmp_path / "vector", np.arange(9, dtype=np.float32), "F32")
+    assert [len(piece) for piece in read_rows(vector)] == [7, 2]
+    for shape in ((0, 3), (3, 0), ()):
+        values = np.ones(shape, np.float32)
+        assert np.array_equal(read_values(stored(tmp_path / "few", values, "F32")), values)
 
 
 def test_bfloat16_source_is_exact(tmp_path: Path) -> None:
     bits = np.arange(0, 1 << 16, dtype=np.uint16)
     bits = bits[bits & 0x7F80 != 0x7F80]  # numbers that are not finite are refused
     tensor = stored(tmp_path / "w", bits, "BF16")
-    assert np.array_equal(next(iter(read_float_chunks(tensor, "bf16"))), bits)
-    widened = next(iter(read_float_chunks(tensor, "f32")))
+    assert np.array_equal(np.concatenate(list(read_rows(tensor, "bf16"))).view(np.uint16), bits)
+    widened = np.concatenate(list(read_rows(tensor)))
     assert np.array_equal(widened.view(np.uint32), bits.astype(np.uint32) << 16)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("I64", np.int64), ("U8", np.uint8)])
 def test_integers_are_no_weights(dtype: str, kind: type, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"'w' is {dtype}"):
-        list(read_float_chunks(stored(tmp_path / "w", np.ones(4, kind), dtype), "f32"))
+        list(read_rows(stored(tmp_path / "w", np.ones(4, kind), dtype)))
 
 
 def test_file_cut_while_it_is_read(tmp_path: Path) -> None:
     tensor = stored(tmp_path / "w", np.ones(100, np.float32), "F32")
     (tmp_path / "w").write_bytes(b"short")
     with pytest.raises(CheckpointError, match="ended inside 'w'"):
-        list(read_float_chunks(tensor, "f16"))
+        list(read_rows(tensor, "f16"))
 
 
 def test_float16_overflow_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
@@ -125,7 +116,7 @@ def test_float16_overflow_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "CHUNK_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(safetensors_file, "PIECE_VALUES", 1 << 14)
     checkpoint = open_checkpoint(write_by_hand(tmp_path / "wide", CONFIG | {"intermediate_size": 1 << 15}))
     tracemalloc.start()
     write_gguf(checkpoint, tmp_path / "wide.gguf", "bf16", lambda _: None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +16,15 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from click.testing import CliRunner
 
+from edge_devices.machine.memory import byte_text
 from edge_devices.machine.profiles import profiles
 from edge_export.checkpoint.checkpoint import planned_checkpoint
 from edge_export.checkpoint.published import hub
 from edge_export.checkpoint.published.formats import SIZES, published_config
+from edge_export.checkpoint.shipped_pair import reference_pair
 from edge_export.cli.command import main
 from edge_export.errors import CheckpointError, ExportError
-from edge_export.pipeline.dry_run import planned_manifest
+from edge_export.pipeline.dry_run import planned_export
 from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import manifest_plan
 
@@ -31,7 +35,7 @@ ASSISTANTS = {"E2B": 157_565_344, "26B-A4B": 839_427_840, "31B": 939_042_560}
 
 @pytest.mark.parametrize("size", SIZES.values())
 def test_a_built_in_size_is_planned_on_every_profile(size: str) -> None:
-    manifest = planned_manifest(size, size)
+    manifest = planned_export(size, size).manifest
     assert manifest.architecture.family == size
     for name in profiles():
         plan = manifest_plan(manifest, device_speed(name, None), context=manifest.runtime.context, power=None)
@@ -50,7 +54,7 @@ def test_built_in_assistants_have_the_published_bytes(size: str, published: int)
 def test_other_sizes_are_unknown() -> None:
     assert published_config("3B", assistant=False) is None
     with pytest.raises(CheckpointError, match="the target 3B does not exist"):
-        planned_manifest("3B", "3B")
+        planned_export("3B", "3B")
 
 
 @pytest.mark.parametrize("place", ["target", "text"])
@@ -59,7 +63,7 @@ def test_what_a_gguf_is_refused_for_has_no_plan(place: str, member_folder: Folde
     (config if place == "target" else config["text_config"])["quantization_config"] = {"quant_method": "gemma"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ExportError, match=r"rounds its activations, which GGUF files cannot, .*export this one with --format onnx"):
-        planned_manifest(str(tmp_path), "E2B")
+        planned_export(str(tmp_path), "E2B")
 
 
 def test_a_folder_with_config_json_alone_is_planned_like_the_whole(member_folder: Folders, tmp_path: Path) -> None:
@@ -68,7 +72,7 @@ def test_a_folder_with_config_json_alone_is_planned_like_the_whole(member_folder
     for whole, folder in zip(pair, bare, strict=True):
         folder.mkdir()
         shutil.copy(whole / "config.json", folder)
-    plans = [planned_manifest(*map(str, folders)) for folders in (bare, pair)]
+    plans = [planned_export(*map(str, folders)).manifest for folders in (bare, pair)]
     assert plans[0].cache_layout == plans[1].cache_layout
     # The checkpoint stores K and V of layers that share them too.
     assert [file.bytes for file in plans[0].files] == [pytest.approx(file.bytes, rel=0.02) for file in plans[1].files]
@@ -85,12 +89,58 @@ def test_a_hub_name_fetches_its_config_alone(member_folder: Folders, tmp_path: P
         return folder
 
     monkeypatch.setattr(hub, "_download", download)
+    monkeypatch.setattr(hub, "listing", lambda *_: {"model.safetensors": 7_000_000, "config.json": 5, "onnx/model.onnx": 10**9})
+    monkeypatch.setattr(hub, "is_cached", lambda _repository, _revision, file: file == "config.json")
     result = CliRunner().invoke(main, ["plan", "google/e2b", "google/e2b-assistant@v1", "--revision", "v2", "--json"])
     assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["plan"]["memory"]["weights"] > 0
+    made = json.loads(result.stdout)
+    assert made["plan"]["memory"]["weights"] > 0
+    assert made["export"] == {"download_bytes": 14_000_000, "download_from": "listing", "disk_bytes": made["export"]["disk_bytes"]}
     assert asked == [("google/e2b@v2", ["config.json"]), ("google/e2b-assistant@v1", ["config.json"])]
     with pytest.raises(CheckpointError, match="is a GGUF file; plan for its size instead"):
-        planned_manifest("unsloth/x:x.gguf", "google/e2b-assistant")
+        planned_export("unsloth/x:x.gguf", "google/e2b-assistant")
+
+
+@pytest.mark.parametrize("size", SIZES.values())
+def test_a_plan_says_the_download_and_the_disk(size: str) -> None:
+    result = CliRunner().invoke(main, ["plan", size, "--profile", "raspberry-pi-5"])
+    assert result.exit_code == 0, result.stderr
+    download, disk, device = result.stdout.splitlines()[:3]
+    assert device.startswith("Raspberry Pi 5")
+    planned = planned_export(size, size)
+    weights = planned.manifest.architecture.parameters + planned.manifest.architecture.drafter_parameters
+    assert planned.download_bytes == pytest.approx(2 * weights, rel=0.001), "16 bits each, and the order of tokens"
+    assert planned.disk_bytes == pytest.approx(2 * weights + sum(file.bytes for file in planned.manifest.files), rel=0.001)
+    label = "estimated from the config: the text model in 16 bits, without images and sound"
+    assert download == f"To download: {byte_text(planned.download_bytes)} ({label})."
+    assert disk.startswith(f"Free disk for the export: about {byte_text(planned.disk_bytes)}, ")
+
+
+def test_where_the_hub_cannot_be_asked_the_download_is_estimated(
+    member_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(member_folder("e2b") / "config.json", tmp_path)
+    monkeypatch.setattr(hub, "_download", lambda *_: tmp_path)
+    monkeypatch.setattr(hub, "listing", lambda *_: {})
+    planned = planned_export("google/e2b", str(member_folder("e2b-assistant")))
+    assert not planned.listed
+    assert planned.download_bytes == pytest.approx(2 * planned.manifest.architecture.parameters, rel=0.05)
+
+
+@pytest.mark.parametrize("kinds", [("q4_k_m", "q8_0"), ("f16", "bf16"), ("q6_k", "f16")])
+def test_what_is_here_is_not_downloaded_and_takes_what_an_export_asks_for(
+    kinds: tuple[str, str], export: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = map(str, reference_pair())
+    quantizations = dict(zip(("target_quantization", "drafter_quantization"), kinds, strict=True))
+    planned = planned_export(target, drafter, **quantizations)
+    assert (planned.download_bytes, planned.lines()[0]) == (0, "To download: nothing, its files are here.")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1234))
+    with pytest.raises(ExportError, match="needs about") as refused:
+        export(target=target, drafter=drafter, **quantizations)
+    asked = float(re.search(r"needs about ([\d.]+) MB", str(refused.value))[1]) * 1e6  # type: ignore[index]
+    assert planned.disk_bytes == pytest.approx(asked, rel=0.1), "all but vocabularies and texts"
 
 
 def test_one_name_is_enough_for_a_plan_of_a_size() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,10 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint import sources
 from edge_export.checkpoint.gguf_source import read_gguf_header
+from edge_export.checkpoint.shipped_pair import reference_pair
 from edge_export.errors import ExportError
 from edge_export.gguf.writer import GgufPlan
+from edge_export.onnx.request import OnnxRequest
 from edge_export.output import atomic_folder
 from edge_export.pipeline import bundle_files, gguf_step
 from edge_export.pipeline import export as pipeline
@@ -28,12 +31,13 @@ from polling import dead_process
 from progress_log import ProgressLog
 
 Export = Callable[..., Bundle]
+NO_GGUF = {"target_quantization": None, "drafter_quantization": None}
 STEPS = [
     (pipeline, "resolve_pair"),
     (sources, "read_vocabulary"),
     (pipeline, "cache_layout"),
     (gguf_step, "plan_gguf"),
-    (gguf_step, "check_space"),
+    (pipeline, "_check_space"),
     (GgufPlan, "write"),
     (gguf_step, "quantize_gguf"),
     (gguf_step, "write_head"),
@@ -245,3 +249,26 @@ def test_no_space_is_refused_with_both_numbers(export: Export, tmp_path: Path, m
     with pytest.raises(ExportError, match=rf"{tmp_path} has 1.2 kB free, the export needs about [\d.]+ MB .*another disk"):
         export()
     assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize("changes", [{}, {"onnx": OnnxRequest()}, {"gguf": False, "onnx": OnnxRequest()}])
+def test_the_export_asks_for_as_much_disk_as_it_takes(
+    changes: dict[str, Any], export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes |= NO_GGUF | dict(zip(("target", "drafter"), map(str, reference_pair()), strict=True))
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1234))
+        with pytest.raises(ExportError, match="needs about") as refused:
+            export(**changes)
+    number, unit = re.search(r"needs about ([\d.]+) (kB|MB)", str(refused.value)).groups()  # type: ignore[union-attr]
+    asked, peak = float(number) * {"kB": 1e3, "MB": 1e6}[unit], 0
+
+    class Watching(ProgressLog):
+        def step(self, title: str, total_bytes: int | None) -> None:
+            nonlocal peak
+            peak = max(peak, sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()))
+            super().step(title, total_bytes)
+
+    export(Watching(), **changes)
+    assert 0.95 * peak < asked < 1.1 * peak

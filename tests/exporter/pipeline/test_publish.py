@@ -162,10 +162,10 @@ def test_names_of_a_strangers_bundle_are_words_of_the_card_and_of_its_commands(b
     manifest = open_bundle(bundle).manifest
     (bundle / "x[").mkdir()
     (bundle / manifest.files[0].path).rename(bundle / odd)
-    evil = "a\n---\nlicense: mit\n---\n<script>`[x](http://evil)\x1b[2J"
+    evil = "a --- license: mit --- <script>`[x](http://evil)"
     files = (replace(manifest.files[0], path=odd, quantization=evil), *manifest.files[1:])
     sources = {role: replace(source, origin=evil) for role, source in manifest.sources.items()}
-    facts = {"path": "extra", "role": "target", "format": "onnx\nlicense: mit", "bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+    facts = {"path": "extra", "role": "target", "format": "onnx license: mit", "bytes": 0, "sha256": hashlib.sha256().hexdigest()}
     extra = replace(manifest.files[-1], **facts)
     (bundle / "extra").touch()
     parity = {"skipped": evil, "quality": 5, "onnx": [1]}

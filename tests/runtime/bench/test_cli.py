@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from edge_bench.measure.request import BenchRequest
 from edge_bench.report.figures import ROWS
 from edge_devices.energy.run_log import write_log
 from edge_devices.errors import DeviceError
+from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.llama.open import LlamaBackend
 from edge_runtime.backends.onnx.open import OrtBackend
 from edge_runtime.bundle.exported_quality import Quality
@@ -62,6 +64,7 @@ def test_a_real_pair_is_measured_in_all_respects(measured):
     assert "a text of 4000 tokens is left out" in result.stdout
     records = read_records(folder / "run.jsonl")
     assert records.header.machine["usable_processors"] >= 1
+    assert records.header.row_kernels in (variant(), "none")  # without repacked weights llama.cpp's own multiply
     runs = [run for run in records.runs if run.part == "domains"]
     assert len(runs) == 2 * 2 * 5
     assert {run.domain for run in records.runs if run.part == "contexts"} == {"32"}
@@ -219,14 +222,15 @@ def test_an_accelerator_is_checked_before_the_child_that_measures_memory(exporte
     assert order == first
 
 
-def test_records_say_where_drafts_were_made(exported_pair):
+def test_records_say_on_which_device_it_ran(exported_pair, monkeypatch):
     measuring = benchmark.Benchmark(exported_pair, BenchRequest(), LoadOptions(backend="llama", check="none"))
     measuring._load = replace(measuring._load, device="gpu")
-    ran = SimpleNamespace(device="webgpu", draft_place="drafts are made on the CPU: a draft of 3 takes less there")
-    assert [note.text for note in measuring._places({"split": ran})] == [
-        "asked for the device gpu; it ran on webgpu",
-        f"split: {ran.draft_place}",
-    ]
+    opened = nullcontext(SimpleNamespace(device="vulkan0", drafter_kind="dense", row_kernels=None))
+    opened.close = lambda: None
+    monkeypatch.setattr(benchmark, "measure_memory", lambda *_, **__: 1)
+    monkeypatch.setattr(benchmark, "open_session", lambda *_, **__: opened)
+    notes = (record.text for record in measuring.records() if isinstance(record, Note))
+    assert "asked for the device gpu; it ran on vulkan0" in notes
 
 
 def test_energy_comes_from_its_log(made_up, tmp_path):
@@ -243,7 +247,7 @@ def test_energy_comes_from_its_log(made_up, tmp_path):
 def test_a_log_of_speeds_is_no_recording_of_a_meter(made_up):
     result = bench("run", "bundle", "--energy", "x.jsonl", "--meter", f"replay:{made_up}")
     assert result.exit_code == 1
-    assert "the header of speeds, which --runs wrote, has no meter; the log of --energy is needed" in result.stderr
+    assert "holds no readings of a meter; give the file that edge-bench run --energy wrote" in result.stderr
     assert "KeyError" not in result.stderr
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from bench_records import ONE_OF_EACH
 from edge_bench.devices import remote_run
-from edge_bench.devices.remote_run import RemoteRequest, deploy, read_package
+from edge_bench.devices.remote_run import RemoteRequest, deploy
 from edge_bench.measure.records import read_records
 from edge_devices.errors import EdgeError
+from edge_devices.machine.device_package import read_package
 from edge_runtime.bundle.integrity import CheckMode
 from local_transport import LocalTransport
 from stub_package import stub_bundle, stub_package

@@ -125,6 +125,14 @@ def test_a_program_that_times_no_first_token_has_none():
     assert (row.first_token_seconds, row.prompt_tokens_per_second) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("row_kernels", "words"),
+    [("avx2", "2 threads, row kernels avx2;"), ("none", "2 threads, no row kernels: standard operators;"), (None, "2 threads;")],
+)
+def test_the_line_above_the_tables_names_the_row_kernels(row_kernels, words):
+    assert words in machine_line(header(row_kernels=row_kernels))
+
+
 def test_headers_of_earlier_versions_name_no_engines(tmp_path):
     lines = [json.loads(line_of(record)) for record in (header(engines={"onnxruntime": "1.31.0"}), run(BASELINE))]
     assert "edge-mtp 0, onnxruntime 1.31.0" in machine_line(header(engines=lines[0]["engines"]))

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from edge_bench.measure import quality
 from edge_bench.measure.quality import BundleQuality, QualityResult
 from edge_bench.report.quality import quality_plots, quality_tables
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.manifest import with_hash
+from edge_runtime.bundle.manifest import Manifest
 from edge_runtime.decoding.quality import KINDS, ReferenceText, RowFigures, held_out_text, joined, row_figures, text_rows
 from edge_runtime.session.open import open_session
 from kept import PAIR
@@ -44,21 +46,6 @@ def test_a_bundle_beside_another(exported_pair: Path, quantized_pair: Path) -> N
     assert rounded["target_bytes"] == open_bundle(quantized_pair).file("target", "gguf").bytes
 
 
-def test_two_models_are_not_compared_without_a_word(exported_pair: Path, tmp_path: Path) -> None:
-    """Both read texts as the same tokens, as a model and its finer form do."""
-    other = tmp_path / "other"
-    shutil.copytree(exported_pair, other)
-    data = json.loads((other / "manifest.json").read_text())
-    data["sources"]["target"]["files"][0]["sha256"] = "ab" * 32
-    data.pop("manifest_sha256", None)
-    (other / "manifest.json").write_text(with_hash(data))
-    shown = bench("quality", other, "--against", exported_pair, *QUICK)
-    assert shown.exit_code == 0, shown.output
-    sentence = f"{other} was exported from another checkpoint than {exported_pair}: what differs are the models, not only their types"
-    assert sentence.replace(" ", "") in shown.stdout.replace("\n", "").replace(" ", "")
-    assert figures(exported_pair, "--against", exported_pair)["remarks"] == []
-
-
 def test_a_bundle_beside_its_checkpoint(exported_pair: Path) -> None:
     for library in ("torch", "transformers"):
         pytest.importorskip(library, reason="needs edge-mtp[verify]")
@@ -82,6 +69,53 @@ def test_what_cannot_be_a_reference_is_one_sentence(exported_pair: Path, words: 
     assert result.exit_code == code
     assert sentence in " ".join(result.stderr.split()).replace(" │ │ ", " ")
     assert "Traceback" not in result.output
+
+
+def copied(bundle: Path, folder: Path, change: Callable[[Manifest], Manifest]) -> Path:
+    """A copy of a bundle whose manifest says otherwise."""
+    shutil.copytree(bundle, folder)
+    (folder / "manifest.json").write_bytes(change(open_bundle(bundle).manifest).to_json().encode())
+    return folder
+
+
+def tuned(manifest: Manifest) -> Manifest:
+    target = manifest.sources["target"]
+    files = tuple(replace(file, sha256="0" * 64) for file in target.files)
+    return replace(manifest, sources=manifest.sources | {"target": replace(target, files=files)})
+
+
+def test_a_bundle_of_other_weights_is_compared_with_a_warning(exported_pair: Path, quantized_pair: Path, tmp_path: Path) -> None:
+    other = copied(exported_pair, tmp_path / "tuned", tuned)
+    result = bench("quality", quantized_pair, other, "--against", exported_pair, *QUICK, "--json", tmp_path / "record.json")
+    assert result.exit_code == 0, result.output
+    (warning,) = json.loads((tmp_path / "record.json").read_text())["warnings"]
+    assert warning.startswith(f"{other} was made from target, with other weights than {exported_pair} from ")
+    assert f"Warning: {other} was made from" in " ".join(result.stderr.split())
+    assert "Warning: " in " ".join(result.stdout.split())
+    assert figures(quantized_pair, "--against", exported_pair)["warnings"] == []
+
+
+def test_a_bundle_of_another_shape_is_refused(exported_pair: Path, tmp_path: Path) -> None:
+    def larger(manifest: Manifest) -> Manifest:
+        return replace(manifest, architecture=replace(manifest.architecture, hidden_size=4096))
+
+    result = bench("quality", exported_pair, "--against", copied(exported_pair, tmp_path / "larger", larger), *QUICK)
+    assert result.exit_code == 1
+    assert "layers of 4096 values" in result.stderr
+    assert "these are different models; compare forms of one" in result.stderr
+
+
+def test_a_checkpoint_of_other_files_is_compared_with_a_warning(exported_pair: Path, tmp_path: Path) -> None:
+    for library in ("torch", "transformers", "safetensors.torch"):
+        pytest.importorskip(library, reason="needs edge-mtp[verify]")
+    import safetensors.torch
+
+    assert figures(exported_pair, "--checkpoint", PAIR / "target")["warnings"] == []
+    folder = Path(shutil.copytree(PAIR / "target", tmp_path / "tuned"))
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", "saved": "once more"})
+    (warning,) = figures(exported_pair, "--checkpoint", folder)["warnings"]
+    assert warning.startswith(f"{exported_pair} was made from target, with other weights than {folder}")
 
 
 def test_another_models_tokens_are_refused(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

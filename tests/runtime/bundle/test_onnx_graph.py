@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from edge_devices.files.protobuf_wire import bytes_field
 from edge_runtime.bundle import onnx_file
 from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES
-from edge_runtime.bundle.onnx_graph import LOOP_INPUT, check_onnx
+from edge_runtime.bundle.onnx_graph import KERNELS, LOOP_INPUT, check_onnx
 from edge_runtime.errors import BundleError
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
@@ -98,11 +98,82 @@ def test_operators_are_those_of_their_own_domain(tmp_path: Path) -> None:
             check(graph_of([helper.make_node(kind, ["x"], ["y"], domain=domain)]), tmp_path)
 
 
-def test_functions_and_sparse_or_empty_tensors_are_refused(tmp_path: Path) -> None:
-    model = graph_of([helper.make_node("Identity", ["x"], ["y"])])
-    model.functions.append(helper.make_function("", "Add", ["a"], ["b"], [helper.make_node("Identity", ["a"], ["b"])], []))
-    with pytest.raises(BundleError, match="field 25 of a model"):
+def function(*nodes: Any, name: str = "Mine", overload: str = "", domain: str = KERNELS) -> Any:
+    made = helper.make_function(domain, name, ["a"], ["b"], nodes, [helper.make_opsetid("", 21)])
+    made.overload = overload
+    return made
+
+
+def call(name: str = "Mine", overload: str = "", into: str = "y") -> Any:
+    node = helper.make_node(name, ["x"], [into], domain=KERNELS)
+    node.overload = overload
+    return node
+
+
+def constant(numbers: Any, **others: Any) -> Any:
+    return helper.make_node("Constant", [], ["s"], value=whole("", numbers), **others)
+
+
+SAME = helper.make_node("Identity", ["a"], ["b"])
+REPEATED = helper.make_node("Expand", ["a", "s"], ["b"])
+IN_A_FILE = TensorProto(data_type=INT64, dims=[1], data_location=TensorProto.EXTERNAL)
+IN_A_FILE.external_data.add(key="location", value="model.onnx")
+PASSED_ON = helper.make_node("Softmax", ["a"], ["b"])
+PASSED_ON.attribute.add(name="axis", type=onnx.AttributeProto.INT, ref_attr_name="axis")
+
+
+def with_functions(*functions: Any, calls: int = 1, node: Any = None) -> Any:
+    model = graph_of([node] if node is not None else [call(into=f"y{number}") for number in range(calls)])
+    model.functions.extend(functions)
+    return model
+
+
+def test_functions_of_trusted_operators_are_taken(tmp_path: Path) -> None:
+    """Some of one name, told apart by their overloads; constants are their own."""
+    both = function(SAME, overload="1"), function(constant([1, 64, 1]), REPEATED, overload="2")
+    model = graph_of([call(overload="1"), call(overload="2", into="z")])
+    model.functions.extend(both)
+    check(model, tmp_path)
+    branch = helper.make_graph([call()], "inner", [], [value("y")])
+    check(with_functions(function(SAME), node=helper.make_node("If", ["x"], ["z"], then_branch=branch, else_branch=branch)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (with_functions(function(SAME, domain="")), "a function of ''"),
+        (with_functions(function(SAME, name="Add", domain="com.microsoft"), node=helper.make_node("Add", ["x"], ["y"])), "a function of"),
+        (with_functions(function(helper.make_node("Mine", ["a"], ["b"], domain=KERNELS))), "operator 'Mine' of 'edge.mtp'"),
+        (
+            with_functions(function(SAME, name="Other"), function(helper.make_node("Other", ["a"], ["b"], domain=KERNELS))),
+            "operator 'Other'",
+        ),
+        (with_functions(function(SAME), function(SAME)), "two functions of the name 'Mine'"),
+        (with_functions(), "operator 'Mine' of 'edge.mtp'"),
+        (with_functions(function(SAME, overload="1")), "operator 'Mine' of 'edge.mtp'"),
+        (with_functions(function(SAME), node=helper.make_node("Mine", ["x"], ["y"])), "operator 'Mine' of ''"),
+        (with_functions(function(helper.make_node("Range", ["a", "a", "a"], ["b"]))), "operator 'Range'"),
+        (with_functions(function(REPEATED)), "operator 'Expand'"),
+        (with_functions(function(constant([1 << 40]), REPEATED)), "operator 'Expand'"),
+        (with_functions(function(constant([1]), helper.make_node("Expand", ["a"], ["b"]))), "operator 'Expand'"),
+        (with_functions(function(loop("a"))), "holds a graph"),
+        (with_functions(function(PASSED_ON)), "field 21 of a attribute"),
+        (with_functions(function(helper.make_node("Constant", [], ["b"], value_int=3))), "a Constant of a function is none of one tensor"),
+        (with_functions(function(helper.make_node("Constant", [], [], value=whole("", 3)))), "a Constant gives something else"),
+        (with_functions(function(helper.make_node("Constant", [], ["b"], value=IN_A_FILE))), "lies in a file"),
+        (graph_of([helper.make_node("Constant", [], ["y"], value=whole("", 3))]), "operator 'Constant'"),
+        (graph_of([helper.make_node("Identity", ["x"], ["y"], value=whole("", 3))]), "a tensor as an attribute"),
+        (with_functions(function(*[SAME] * 2000), calls=300), "make more than 524288 nodes"),
+        (with_functions(function(constant([1] * (1 << 18)), SAME), calls=40), "67108864 bytes of constants"),
+        (with_functions(*(function(SAME, overload=str(number)) for number in range(4097))), "more than 4096 functions"),
+    ],
+)
+def test_functions_compute_nothing_that_a_graph_may_not(model: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=words):
         check(model, tmp_path)
+
+
+def test_sparse_or_empty_tensors_are_refused(tmp_path: Path) -> None:
     few = helper.make_tensor("s", FLOAT, [1], [1.0])
     model = graph_of([helper.make_node("Identity", ["s"], ["y"])])
     model.graph.sparse_initializer.append(helper.make_sparse_tensor(few, whole("i", [0]), [3_000_000_000]))
@@ -112,16 +183,19 @@ def test_functions_and_sparse_or_empty_tensors_are_refused(tmp_path: Path) -> No
         check(graph_of([], [TensorProto(name="t", data_type=FLOAT, dims=[3_000_000_000])]), tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["opsets", "names", "inputs", "nodes", "names of a node"])
+@pytest.mark.parametrize("kind", ["opsets", "names", "inputs", "nodes", "names of a node", "a function's names"])
 def test_fields_without_end_are_refused_and_take_little(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two bytes are the least a field has; as many as are allowed take some 3 seconds."""
     monkeypatch.setattr(onnx_file, "MAX_FIELDS", 50_000)
     pieces = {"opsets": b"\x42\0", "names": b"\x12\0", "inputs": b"\x5a\0", "nodes": b"\x0a\x05\x22\x03Add", "names of a node": b"\x0a\0"}
+    pieces["a function's names"] = b"\x22\0"
     data = pieces[kind] * ((2 << 20) // len(pieces[kind]))
     if kind == "names of a node":
         data = bytes_field(1, data)
     path = tmp_path / "model.onnx"
-    path.write_bytes(data if kind == "opsets" else bytes_field(7, data))
+    path.write_bytes(
+        data if kind == "opsets" else bytes_field(7, b"") + bytes_field(25, data) if "function" in kind else bytes_field(7, data)
+    )
     size = path.stat().st_size
     tracemalloc.start()
     with pytest.raises(BundleError, match=r"more than \d+ fields"):

@@ -21,6 +21,7 @@ from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.cli.terminal import screens
 from edge_runtime.cli.terminal.screens import introduction
+from edge_runtime.text.chat_template import TURNS_TEMPLATE
 
 pty = pytest.importorskip("pty", reason="there are no pseudo-terminals on this system")
 from terminal import CTRL_C, CTRL_D, Terminal
@@ -74,7 +75,15 @@ def test_json_is_one_object_per_turn(run):
 
 def test_thoughts_stay_out_of_a_pipe_and_calls_are_shown(run):
     result = run("hi\n", replies=["<|channel>thought\nhm<channel|>\x1b one" + CALL + "<|tool_call>junk<tool_call|>"])
-    assert result.stdout == '\x1b one\n[call: now(zone="UTC", n=2)]\n\n[unreadable tool call: junk]\n\n'
+    assert result.stdout == '\x1b one\n[call: now(zone="UTC", n=2)]\njunk\n'
+
+
+def test_thoughts_of_a_channel_that_the_prompt_opened_stay_out_of_a_pipe(run, monkeypatch):
+    opening = TURNS_TEMPLATE + "{{ '<|channel>thought\n' }}"
+    monkeypatch.setattr("edge_runtime.text.chat_template.TURNS_TEMPLATE", opening)
+    assert run("hi\n", replies=["<|channel>thought\nhm<channel|>one"]).stdout == "one\n"
+    record = json.loads(run("hi\n", "--json", replies=["<|channel>thought\nhm<channel|>one"]).stdout)
+    assert (record["text"], record["thoughts"]) == ("one", "hm")
 
 
 def test_commands(run, tmp_path):

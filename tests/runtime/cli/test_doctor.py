@@ -34,8 +34,8 @@ LLAMA = {"version": "0.3.36", "system_info": "CPU : AVX2 = 1 | AMX_INT8 = 0 | RE
     "devices": [],
 }
 CPU = {"name": "cpu", "kind": "cpu", "hardware": "", "driver": "", "software": False}
-GPU = {"name": "webgpu", "kind": "gpu", "hardware": "Radeon", "driver": "onnxruntime-ep-webgpu 0.4.0; amdgpu 6.12", "software": False}
-ONNX = {"version": "1.31.1", "devices": [CPU, GPU], "plug_in_failures": {}, "row_kernels": "avx2"}
+GPU = {"name": "openvino:GPU", "kind": "gpu", "hardware": "Arc", "driver": "onnxruntime-ep-openvino 1.8.1; xe 6.12", "software": False}
+ONNX = {"version": "1.31.1", "devices": [CPU, GPU], "plug_in_failures": {}, "row_kernels": "avx2", "stock_reason": None}
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_a_machine_with_both_backends_is_ready(monkeypatch):
     assert actual.ready
     assert "llama-cpp-python 0.3.36 with the MTP interface; built for AVX2 REPACK\n" in text
     assert "not yet tested with a model" in text
-    assert "onnxruntime 1.31.1; devices: cpu, webgpu" in text
+    assert "onnxruntime 1.31.1; devices: cpu, openvino:GPU" in text
 
 
 def test_without_a_backend_nothing_runs_and_the_line_to_install_it_is_there(monkeypatch):
@@ -88,7 +88,8 @@ def test_without_a_backend_nothing_runs_and_the_line_to_install_it_is_there(monk
 
 
 def test_without_llama_cpp_onnx_graphs_can_be_exported_and_the_screen_says_so(monkeypatch):
-    there = {"edge-mtp": "9.9", "gguf": "1", "onnx": "2", "tokenizers": "3", "huggingface_hub": "4"}
+    names = ("edge-mtp", "gguf", "onnx", "safetensors", "ml_dtypes", "tokenizers", "huggingface_hub")
+    there = dict.fromkeys(names, "9.9")
     monkeypatch.setattr(doctor.metadata, "version", only(**there))
     states = {name: state for name, state, _ in doctor.rows(diagnosis(monkeypatch, onnx=ONNX))}
     assert (states["export-onnx"], states["export"]) == ("ok", "missing")

@@ -173,8 +173,8 @@ def test_a_chat_says_its_joules_per_token_when_asked(chat: Any, meter: Finding) 
     result = chat("hi\nand?\n/stats\n", "--lines", findings=[meter])
     assert result.exit_code == 0, result.output
     last, every = [line for line in result.stderr.splitlines() if line.startswith("energy of")]
-    assert last.startswith("energy of the last answer: measured: ")
-    assert every.startswith("energy of all 2 answers: measured: ")
+    assert last.startswith("energy of the last answer: REPLAYED from a recording of another run: ")
+    assert every.startswith("energy of all 2 answers: REPLAYED from a recording of another run: ")
     assert "2 runs together" in every
     assert all("J/token, scope rails, idle power" in line for line in (last, every))
     records = [json.loads(line) for line in chat("hi\n", "--json", findings=[meter]).stdout.splitlines()]
@@ -197,7 +197,7 @@ def test_compare_has_joules_of_both_sides(run: Any, meter: Finding) -> None:
     assert result.exit_code == 0, result.output
     assert "energy, J/token" in result.stdout
     energy = json.loads(run(*arguments, "--json", command="compare", findings=[meter], pause=0.003).stdout)["energy"]
-    assert [energy[side]["kind"] for side in ("plain", "drafted")] == ["measured", "measured"]
+    assert [energy[side]["kind"] for side in ("plain", "drafted")] == ["replayed", "replayed"]
 
 
 def test_compare_has_joules_of_a_prompt_token(run: Any, meter: Finding) -> None:

@@ -21,7 +21,7 @@ from edge_runtime.cli import run as cli
 from edge_runtime.cli.messages import MessageOptions, sent_prompt
 from edge_runtime.media.image import Image
 from edge_runtime.session.session import Session
-from edge_runtime.text.chat_template import is_instruction_tuned
+from edge_runtime.text.chat_template import TURNS_TEMPLATE, is_instruction_tuned
 from scripted import make_session
 
 
@@ -44,6 +44,19 @@ def asked(result: Result) -> dict[str, Any]:
 def test_an_instruction_tuned_bundle_gets_a_message(ask) -> None:
     record = asked(ask("Hi", "--json", tuned=True))
     assert (record["text"], record["templated"]) == ("hello you", True)
+
+
+def test_the_answer_has_no_thoughts_and_all_of_its_text(ask, monkeypatch) -> None:
+    monkeypatch.setattr("edge_runtime.text.chat_template.TURNS_TEMPLATE", TURNS_TEMPLATE + "{{ '<|channel>thought\n' }}")
+    reply = "<|channel>thought\nhm<channel|>so <|tool_call>call:f{a:1}<tool_call|>"
+    assert asked(ask("Hi", "--json", tuned=True, session=chat_session(reply)))["text"] == "so call:f{a:1}"
+
+
+def test_an_answer_by_a_schema_comes_behind_its_thoughts(ask) -> None:
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    session = chat_session("<|channel>thought\nhm<channel|>12")
+    record = asked(ask("Hi", "--json", "--thinking", "--json-schema", '{"type": "integer", "minimum": 10}', session=session))
+    assert (record["text"], record["whole"]) == ("12", True)
 
 
 @pytest.mark.parametrize("option", [["--templated"], ["--system", "Be brief."], ["--thinking"]])

@@ -70,27 +70,3 @@ def test_fills_the_context_and_ends_there(length):
     target, _, _, emitted = run([1, 2, 3], right, length, 100, context=20)
     assert target.length == 20
     assert emitted == plain_greedy([1, 2, 3], 18)
-
-
-class Choosing(ScriptedTarget):
-    """A target that chooses by itself, on a device."""
-
-    def choose(self, tokens, suppressed):
-        rows = super().verify(tokens).copy()
-        rows[:, suppressed] = -1
-        return rows.argmax(axis=1).tolist()
-
-    def verify(self, tokens):
-        raise AssertionError("logits came out")
-
-
-@pytest.mark.parametrize("suppressed", [(), (next_token([1, 2, 3]),)])
-def test_a_target_that_chooses_gives_the_text_of_its_logits(suppressed):
-    texts = []
-    for kind in (ScriptedTarget, Choosing):
-        target = kind(context=512)
-        target.prefill([1, 2])
-        decoding = Decoding(target, 3, Fixed(3), max_tokens=20, suppressed=suppressed)
-        texts.append([token for round_done in decode(target, ScriptedDrafter(target, right), decoding) for token in round_done.tokens])
-    assert texts[0] == texts[1]
-    assert not set(texts[1][:1]) & set(suppressed)

@@ -285,6 +285,13 @@ def run(exported_pair: Path, probe_memory: None):
     return call
 
 
+def test_a_plan_of_what_is_not_exported_names_the_other_command() -> None:
+    result = CliRunner().invoke(cli.main, ["plan", "google/gemma 4"])
+    assert result.exit_code == 1
+    assert "google/gemma 4 is not a bundle" in result.stderr
+    assert result.stderr.rstrip().endswith("edge-export plan 'google/gemma 4'")
+
+
 def test_a_plan_of_a_bundle_opens_no_model(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: pytest.fail("a model was opened"))
     (tmp_path / "watts.json").write_text('{"draft": 2, "verify": 4}')

@@ -8,7 +8,7 @@ import pytest
 
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.server.engine.jobs import Job
-from edge_runtime.server.engine.worker import MAX_PASSED_OVER, Slot, choose_slot
+from edge_runtime.server.engine.schedule import MAX_PASSED_OVER, Slot, choose_slot
 from edge_runtime.server.requests.completions import CompletionRequest
 from scripted import ScriptedTarget
 

@@ -105,6 +105,24 @@ def test_pieces_are_as_long_as_their_time_allows() -> None:
     assert pace.rows == PREFILL_ROWS
 
 
+def test_a_prompt_alone_may_have_pieces_that_another_one_waits_for() -> None:
+    pace = PrefillPace()
+    assert pace.rows_in(1.0) == 32, "nothing is known yet"
+    pace.count(32, 0.5)
+    assert [pace.rows_in(seconds) for seconds in (0.1, 1.0, 3.0, 100.0)] == [32, 64, 192, PREFILL_ROWS]
+    _, sessions = scripted_sessions(1, context=4096)
+    long = [i % 17 for i in range(2 * PREFILL_ROWS)]
+    sessions.decoder.longest_piece = 1e-9
+    joining = sessions.sessions[0].generate(long, max_tokens=5)
+    sessions.decoder.join(joining)
+    for length in (32, 64, 96):
+        sessions.decoder.step()
+        assert joining.target.length == length
+    while sessions.decoder.running:
+        sessions.decoder.step()
+    assert joining.tokens == plain_greedy(long, 5)
+
+
 def test_a_piece_may_take_as_long_as_the_others_round() -> None:
     pace = PrefillPace()
     for seconds in (1.0, 0.01, 1.0, 30.0, 1.0):  # a busy machine

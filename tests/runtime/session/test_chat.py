@@ -17,6 +17,7 @@ from edge_runtime.session.chat import Answer, Chat
 from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.session.saved import chat_file
 from edge_runtime.text.channels import Text, Thought
+from edge_runtime.text.constraints import JsonSchema
 from edge_runtime.text.tool_calls import ToolCall
 
 CALL = '<|tool_call>call:now{zone:<|"|>UTC<|"|>}<tool_call|>'
@@ -105,12 +106,43 @@ def test_tool_calls_and_their_results(monkeypatch):
         chat.answer_tools(["x"])
 
 
-def test_a_call_that_cannot_be_read_stays_out_of_the_history():
-    chat = Chat(chat_session("ok<|tool_call>nonsense<tool_call|>"))
+def test_a_call_that_cannot_be_read_is_text():
+    chat = Chat(chat_session("ok <|tool_call>nonsense<tool_call|>"))
     answer = chat.say("a")
     list(answer)
-    assert answer.tool_calls == [ToolCall(name=None, arguments=None, raw="nonsense")]
-    assert chat.messages[-1] == {"role": "assistant", "content": "ok"}
+    assert (answer.text, answer.tool_calls) == ("ok nonsense", [])
+    assert chat.messages[-1] == {"role": "assistant", "content": "ok nonsense"}
+
+
+def test_a_call_that_ends_with_the_answer_is_one_and_a_cut_one_has_its_beginning():
+    answer = Chat(chat_session("<|tool_call>call:f{a:1}")).say("a")
+    list(answer)
+    assert [call.arguments for call in answer.tool_calls] == [{"a": 1}]
+    answer = Chat(chat_session("<|tool_call>call:f{a:1}"), max_tokens=10).say("a")
+    list(answer)
+    assert [(call.arguments, call.partial) for call in answer.tool_calls] == [(None, '{"a":')]
+
+
+def test_thoughts_of_a_channel_that_the_prompt_opened(monkeypatch):
+    opening = TOOL_TEMPLATE.replace("<tool_response|>", "<tool_response|><|turn>model\n<|channel>thought\n")
+    monkeypatch.setattr("edge_runtime.text.chat_template.TURNS_TEMPLATE", opening)
+    chat = Chat(chat_session(CALL, "<|channel>thought\nhm<channel|>noon"), tools=TOOLS, thinking=True)
+    chat.say("time?").read()
+    answer = chat.answer_tools(["12:00"])
+    assert (answer.read(), answer.thoughts) == ("noon", "hm")
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_constrained_answer_comes_behind_free_thoughts(drafts):
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    reply = '<|channel>thought\nh m , "{<channel|>{"a":    1}'
+    schema = JsonSchema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False})
+    for thinking, thoughts in ((True, 'h m , "{'), (False, "")):
+        chat = Chat(chat_session(reply, drafts=drafts), thinking=thinking, constraint=schema, max_tokens=60, draft_length=3 * drafts)
+        answer = chat.say("a")
+        assert answer.read().startswith('{"a": ' if thinking else "{")
+        assert answer.thoughts == thoughts
+        assert answer.stats.drafted > 0 or not drafts
 
 
 def test_answers_end_at_limits_and_stop_strings():

@@ -163,7 +163,7 @@ def reference(pair: tuple[Any, Any]) -> Answers:
 
 
 def checked(reference: Answers, target: Any, drafter: Any, *, routed: bool = False) -> DeviceCheck:
-    return compared("webgpu", reference, target, drafter, longest=LONGEST, parity=PARITY, routed=routed)
+    return compared("cuda", reference, target, drafter, longest=LONGEST, parity=PARITY, routed=routed)
 
 
 def test_a_sound_device_passes(pair: tuple[Any, Any], reference: Answers) -> None:
@@ -178,7 +178,7 @@ def test_a_sound_device_passes(pair: tuple[Any, Any], reference: Answers) -> Non
 def test_each_fault_of_a_target_is_refused(fault: type[Faulty], pair: tuple[Any, Any], reference: Answers) -> None:
     check = checked(reference, fault(pair[0]), pair[1])
     assert not check.passed
-    assert "webgpu" in check.sentence()
+    assert "cuda" in check.sentence()
 
 
 @pytest.mark.parametrize("fault", [DraftsAnything, SecondDraftWrong], ids=lambda fault: fault.__name__)
@@ -222,7 +222,7 @@ def test_float32_weights_that_nobody_measured_have_their_limit(
     rounded: bool, limit: float, pair: tuple[Any, Any], reference: Answers
 ) -> None:
     lost: Any = Fails(pair[0])
-    assert compared("webgpu", reference, lost, pair[1], longest=LONGEST, parity=None, rounded=rounded).limit == limit
+    assert compared("cuda", reference, lost, pair[1], longest=LONGEST, parity=None, rounded=rounded).limit == limit
 
 
 def test_which_bundles_are_rounded(onnx_pair: Bundles) -> None:
@@ -313,4 +313,4 @@ def test_a_faulty_kind_falls_to_the_cpu_and_a_faulty_name_ends(fake: Callable[..
         assert session.generate("def area(r):", max_tokens=4).text()
     assert next(sentence for sentence in sentences if "fake" in sentence).endswith("so this runs on the CPU.")
     with pytest.raises(BackendError, match=r"fake computes something else than the CPU: KL .*, in .*; leave --device out"):
-        open_session(onnx_pair("f32"), device="webgpu", context=256, threads=1)
+        open_session(onnx_pair("f32"), device="cuda", context=256, threads=1)

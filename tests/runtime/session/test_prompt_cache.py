@@ -453,7 +453,7 @@ def test_the_disk_is_not_waited_for(cache: PromptCache, monkeypatch: pytest.Monk
     tokens = text(2000)
     request = cache.request(Rows(tokens), tokens)
     for length in range(MAX_TOKENS, 2000, MAX_TOKENS):
-        request._target.tokens = np.asarray(tokens[:length], np.int32)  # type: ignore[misc]
+        request.target.tokens = np.asarray(tokens[:length], np.int32)  # type: ignore[misc]
         request.keep(MAX_TOKENS, 1.0, complete=True)
     go.set()
     cache.close()

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chat_words import CONTROL, ChatWords
-from edge_runtime.text.channels import ChannelParser, Event, Text, Thought
-from edge_runtime.text.tool_calls import QUOTE, ToolCall, cut_tool_call, parse_tool_call
+from edge_runtime.server.json_text import values_of
+from edge_runtime.text.channels import MAX_CHANNEL_NAME, ChannelParser, Event, Text, Thought
+from edge_runtime.text.tool_calls import QUOTE, ToolCall, begun_arguments, cut_tool_call, parse_tool_call
 
 WORDS = ChatWords()
 
 
-def parse(text: str, stop: tuple[str, ...] = (), words: ChatWords = WORDS) -> list[Event]:
+def parse(text: str, stop: tuple[str, ...] = (), words: ChatWords = WORDS, *, ended: bool = False, **options: Any) -> list[Event]:
     """All events, neighbours of one kind joined."""
-    parser = ChannelParser(words, stop)
+    parser = ChannelParser(words, stop, **options)
     events: list[Event] = []
     for token in words.encode(text, add_bos=False, parse_special=True):
         events += parser.feed(token)
-    events += parser.finish()
+    events += parser.finish(ended=ended)
     joined: list[Event] = []
     for event in events:
         if joined and type(event) is type(joined[-1]) and not isinstance(event, ToolCall):
@@ -47,6 +49,20 @@ def parse(text: str, stop: tuple[str, ...] = (), words: ChatWords = WORDS) -> li
         ("a<channel|>b", [Text("ab")]),
         ("a<|tool_response>", [Text("a")]),
         ('a<|"|>b', [Text('a<|"|>b')]),
+        ("<|tool_call>é", [Text("é")]),
+        ("so <|tool_call>I will look<tool_call|>.", [Text("so I will look.")]),
+        ("<|tool_call>call: I do not know<turn|>", [Text("call: I do not know")]),
+        ("<|tool_call>call:f{a:1,b:<turn|>", [Text("call:f{a:1,b:")]),
+        ('<|tool_call>call:f{a:<|"|>x<channel|>y', [Text('call:f{a:<|"|>xy')]),
+        ("<|channel>thought\na<|tool_call>b<|channel>thought\nc", [Thought("a"), Text("b"), Thought("c")]),
+        ("<|channel><|channel>thought\nhm<channel|>so<channel|>", [Thought("hm"), Text("so")]),
+        ("<|turn>model\n<|channel>thought\nhm<channel|>so", [Thought("hm"), Text("so")]),
+        ("a<|turn>modes", [Text("amodes")]),
+        ("a<|turn>mod<|turn>model\nb", [Text("ab")]),
+        ("<|tool_call>call:f{}", [ToolCall(name="f", arguments={}, raw="call:f{}")]),
+        ("<|tool_call>call:f{}<turn|>", [ToolCall(name="f", arguments={}, raw="call:f{}")]),
+        ("<|tool_call>call:f{}<|tool_call>x", [ToolCall(name="f", arguments={}, raw="call:f{}"), Text("x")]),
+        ("<|tool_call>call:f{a:<mask>1}", [ToolCall(name="f", arguments={"a": 1}, raw="call:f{a:1}")]),
     ],
 )
 def test_answers_and_thoughts(text, events):
@@ -91,10 +107,79 @@ def test_a_call_after_thoughts_that_were_not_closed():
         ("", None, None),
         ("call:f{a:NaN,b:[-Infinity,1e999]}", "f", {"a": "NaN", "b": ["-Infinity", "1e999"]}),
         ('call:f{"\\ud800":"\\ud83d\\ude00\\udc00"}', "f", {"\ufffd": "\U0001f600\ufffd"}),
+        ("call:f(a:1,b=Q2Q)", "f", {"a": 1, "b": "2"}),
+        ("call:f()", "f", {}),
+        (":f{a:[1,],}", "f", {"a": [1]}),
+        ("call:f{a:True,b:[False,None]}", "f", {"a": True, "b": [False, None]}),
+        ("call:f{a:[1}]}", "f", None),
+        ("call:f{a:1,,b:2}", "f", None),
     ],
 )
 def test_calls_are_read_where_they_can_be(raw, name, arguments):
+    raw = raw.replace("Q", QUOTE)
     assert parse_tool_call(raw) == ToolCall(name=name, arguments=arguments, raw=raw)
+
+
+# As models wrote them, with Q for the mark.
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("pattern:abcQ", {"pattern": "abc"}),
+        ("where:Q*.pyQ,pattern:abcQ", {"where": "*.py", "pattern": "abc"}),
+        ("pattern:'abcQ", {"pattern": "abc"}),
+        ('pattern:"abcQ', {"pattern": "abc"}),
+        ("query:Paris, FranceQ,limit:5", {"query": "Paris, France", "limit": 5}),
+        ("city:Bern,days:3,note:sunny, they sayQ", {"city": "Bern", "days": 3, "note": "sunny, they say"}),
+        ("zip:90210Q", {"zip": "90210"}),
+        ("a:[1,xQ,QyQ,true],b:{c:false},d:zQ", {"a": [1, "x", "y", True], "b": {"c": False}, "d": "z"}),
+        ("refs:['a','it\\'s'],names:{'k':\"v\"}", {"refs": ["a", "it's"], "names": {"k": "v"}}),
+        ("say:'a \"b\"\\n'", {"say": 'a "b"\n'}),
+        ("code:Qsql(QQQ SELECT 1 QQQ).df()Q,refs:[QdfQ]", {"code": 'sql(""" SELECT 1 """).df()', "refs": ["df"]}),
+        ("a:QQ,b:Q,Q,c:Qx:Q", {"a": "", "b": ",", "c": "x:"}),
+        ("a:Qa'bQ,b:'tis fine", {"a": "a'b", "b": "'tis fine"}),
+        ("old:Qcode with }],path:Qfile.txtQ", None),
+        ("a:Qx,b:QyQ", None),
+        ("a:xQyQ", None),
+        ("aQ:1", None),
+        ("a:QxQ QyQ", {"a": 'x" "y'}),
+    ],
+)
+def test_no_argument_holds_a_mark(written, arguments):
+    assert parse_tool_call(f"call:f{{{written}}}".replace("Q", QUOTE)).arguments == arguments
+
+
+@given(st.text(st.sampled_from("aQ'\"\\,:{}[] 1=<|")))
+def test_no_mark_gets_into_an_argument(written):
+    for call in (parse_tool_call(f"call:f{{{written}}}".replace("Q", QUOTE)), cut_tool_call(f"call:f{{{written}".replace("Q", QUOTE))):
+        arguments = call.arguments or begun_arguments(call.partial or "")
+        assert QUOTE not in str(list(values_of([arguments])))
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"text": "Par', {"text": "Par"}),
+        ('{"a": 1, "b', {"a": 1}),
+        ('{"a": 1, "b": ', {"a": 1}),
+        ('{"a": [1, {"b": tr', {"a": [1, {}]}),
+        ('{"a": "x\\u00', {"a": "x"}),
+        ('{"a": "x\\ud83d\\ude0', {"a": "x"}),
+        ('{"a": "x\\', {"a": "x"}),
+        ('{"a": 1}}', {"a": 1}),
+        ('{"a": 1, oops]', {"a": 1}),
+        *((text, {}) for text in ("", "null", "[]", "[1", '"x"', "12", "what?", "{", "}", "{]")),
+    ],
+)
+def test_what_the_beginning_of_arguments_says(text, arguments):
+    assert begun_arguments(text) == arguments
+
+
+@given(st.dictionaries(st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5)), st.data())
+def test_any_beginning_of_arguments_is_taken(arguments, data):
+    text = json.dumps(arguments, ensure_ascii=data.draw(st.booleans()))
+    cut = begun_arguments(text[: data.draw(st.integers(0, len(text)))])
+    assert {name: cut[name] for name in list(cut)[:-1]}.items() <= arguments.items()
+    assert list(cut) == list(arguments)[: len(cut)]
 
 
 @given(
@@ -126,7 +211,13 @@ def test_what_the_notation_writes_is_read_back(value):
     [
         "call:f{" + "a " * 500_000,
         "call:f{a" + " " * 1_000_000 + "{}",
-        "call:f{" + "a:1," * 250_000 + "}",
+        "call:f{" + "a:1," * 250_000 + "b}",
+        "call:f{a:[" + "x," * 250_000 + QUOTE + "y]}",
+        "call:f{a:[" + "'x," * 250_000 + QUOTE,
+        "call:f{a:[" + "x," * 250_000 + "k:z" + QUOTE,
+        "call:f{a:" + f"{QUOTE},{QUOTE}x" * 100_000,
+        "call:f{a:" + f"{QUOTE}   " * 200_000,
+        "call:f{a:" + "'b\\" * 200_000,
         "call:" + " " * 1_000_000,
         "call:f{a:" + '"\\' * 500_000,
     ],
@@ -139,9 +230,7 @@ def test_long_nonsense_is_read_quickly(raw):
 
 def test_a_call_without_end_does_not_fill_the_memory(monkeypatch):
     monkeypatch.setattr("edge_runtime.text.channels.MAX_CALL_CHARACTERS", 10)
-    first, *rest = parse("<|tool_call>" + "x" * 15)
-    assert first == ToolCall(name=None, arguments=None, raw="x" * 11)
-    assert rest == [Text("xxxx")]
+    assert parse("<|tool_call>" + "x" * 15) == [Text("x" * 15)]
 
 
 def test_stop_strings_end_answers_and_not_thoughts():
@@ -153,11 +242,80 @@ def test_a_vocabulary_without_channels_has_answers_only():
     assert parse("<|channel>thought\n", words=ChatWords(["<bos>"])) == [Text("<|channel>thought\n")]
 
 
-@example(["<|channel>", "é", "thought\n"])
-@given(st.lists(st.sampled_from([*CONTROL, "thought\n", "call:f{", "}", "a", "é"])))
-def test_any_sequence_is_taken_and_keeps_its_text(parts):
-    kept = "".join(e.raw if isinstance(e, ToolCall) else e.text for e in parse("".join(parts)))
-    assert kept.count("é") == parts.count("é")
+MARKS = {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", "<|turn>", "<turn|>", "<eos>"}
+PARTS = st.lists(st.sampled_from([*CONTROL, *("<|channel>", "<|tool_call>", QUOTE) * 4, "thought\n", "call:f{", "a:", "}", "a", "é"]))
+
+
+def kept_of(parts: list[str]) -> str:
+    """What an answer says, in order: all but control tokens, and but for the first line of a channel that is its name."""
+    text, name = "", None
+    for part in [*parts, "<eos>"]:
+        if part in MARKS:
+            text += "" if name is None or "thought".startswith(name.strip()) else name
+            name = "" if part == "<|channel>" else None
+        elif part not in CONTROL or part == QUOTE:
+            line, newline, rest = ("" if name is None else name + part).partition("\n")
+            text += part if name is None else "" if not newline else rest if line.strip() == "thought" else line + newline + rest
+            name = line if name is not None and not newline else None
+    return text
+
+
+def said(events: list[Event]) -> str:
+    return "".join(e.raw if isinstance(e, ToolCall) else e.text for e in events)
+
+
+@example(["<|channel>", "é", "thought\n"], False)
+@example(["<|tool_call>", "é"], False)
+@example(["<|tool_call>", "call:f{", QUOTE, "é", "<|channel>", "é"], True)
+@given(PARTS, st.booleans())
+def test_any_sequence_is_taken_and_keeps_its_text(parts, ended):
+    events = parse("".join(parts), ended=ended)
+    assert said(events) == kept_of(parts)
+    assert not any(QUOTE in str(list(values_of([e.arguments]))) for e in events if isinstance(e, ToolCall))
+
+
+@example(["<|channel>"], ["thought\n", "é"])
+@given(PARTS, PARTS)
+def test_an_answer_goes_on_where_its_prompt_ended(prompt, answer):
+    """What the prompt opened is as if the answer had opened it."""
+    whole = ["<|turn>", *prompt]
+    opened = whole[max(i for i, part in enumerate(whole) if part in MARKS) :]
+    ids = WORDS.encode("".join(whole), add_bos=False, parse_special=True)
+    events = parse("".join(answer), prompt=ids)
+    line = "".join(part for part in opened[1:] if part not in CONTROL or part == QUOTE)
+    if opened[0] == "<|channel>" and ("\n" in line or len(line) > MAX_CHANNEL_NAME):
+        assert kept_of(opened) + said(events) == kept_of([*opened, *answer])
+    elif opened[0] in ("<|channel>", "<|tool_call>"):  # which is not over
+        assert said(events) == kept_of([*opened, *answer])
+    else:
+        assert said(events) == kept_of(answer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "events"),
+    [
+        ("<|turn>model\n<|channel>thought\n", "hm<channel|>so", [Thought("hm"), Text("so")]),
+        ("<|channel>", "thought\nhm<channel|>so", [Thought("hm"), Text("so")]),
+        ("<|channel>thought\nhm", "m", [Thought("m")]),
+        ("<|channel>thought\n", "<|channel>thought\nhm<channel|>so", [Thought("hm"), Text("so")]),
+        ("<|channel>thought\n", "hm<|tool_call>call:f{}", [Thought("hm"), ToolCall(name="f", arguments={}, raw="call:f{}")]),
+        ("<|channel>thought\n<channel|>", "so", [Text("so")]),
+        ("<|channel>thought\na<turn|>\n<|turn>model\nEND", "so", [Text("so")]),
+        ("<|tool_call>call:f", "{}", [ToolCall(name="f", arguments={}, raw="call:f{}")]),
+        ("no marks", "so", [Text("so")]),
+    ],
+)
+def test_a_prompt_may_open_a_channel_or_a_call(prompt, answer, events):
+    assert parse(answer, ("END",), prompt=WORDS.encode(prompt, parse_special=True)) == events
+
+
+def test_calls_are_text_where_none_are_wanted():
+    assert parse("so <|tool_call>call:f{a:1}<tool_call|>!", calls=False) == [Text("so call:f{a:1}!")]
+
+
+def test_what_is_no_call_ends_at_stop_strings():
+    assert parse("a<|tool_call>bSTOPc<tool_call|>d", stop=("STOP",)) == [Text("ab")]
+    assert parse("a<|tool_call>bST<channel|>OP", stop=("STOP",)) == [Text("abSTOP")]
 
 
 def test_a_call_that_was_cut_off_has_the_beginning_of_its_arguments():
@@ -187,6 +345,7 @@ def test_a_call_that_was_cut_off_has_the_beginning_of_its_arguments():
             assert (call.name, whole.startswith(call.partial)) == ("get.time", True), call.partial
     assert cut_tool_call("".join(tokens[:5])).partial == '{"city":"Tokyo \\"x\\"'
     assert cut_tool_call("".join(tokens)).arguments_json == json.dumps(json.loads(whole))
-    assert parse("so <|tool_call>call:ge") == [Text("so "), ToolCall(name=None, arguments=None, raw="")]
+    assert parse("so <|tool_call>call:ge") == [Text("so call:ge")]
     assert parse("<|tool_call>call:f{a:1")[0].partial == '{"a":'
-    assert [cut_tool_call(f"call:f{{a:{text}").partial for text in ("x{b", '<|"|>x<|"|>:', "[x{")] == ['{"a":"x"', '{"a":"x"', '{"a":["x"']
+    assert [cut_tool_call(f"call:f{{a:{text}").partial for text in ("x{b", '<|"|>x<|"|>:', "[x{")] == [None] * 3
+    assert parse("<|tool_call>call:f{a:x{b") == [Text("call:f{a:x{b")]

@@ -29,7 +29,7 @@ from edge_runtime.text import matcher
 from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema, Regex, ToolCalls
 from edge_runtime.text.grammar import Constraint, Grammars, grammars_for
 from edge_runtime.text.grammar_limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_LEVELS
-from edge_runtime.text.tool_calls import tool_call_grammar
+from edge_runtime.text.tool_grammar import tool_call_grammar
 from scripted import LetterVocabulary
 from tables import byte_vocabulary
 
@@ -177,6 +177,21 @@ def test_blanks_between_json_parts_are_bounded():
     own = GRAMMARS.constrain(JsonSchema({"type": "array", "x-guidance": {"whitespace_flexible": False}}))
     assert own.valid(VOCABULARY.encode("[1,2]")) == 5
     assert own.valid(VOCABULARY.encode("[ 1")) == 1
+
+
+def test_one_of_several_schemas_is_any_of_them():
+    tagged = [{"properties": {"kind": {"const": kind}, "size": {"type": "integer"}}, "required": ["size"]} for kind in "ab"]
+    constraint = GRAMMARS.constrain(JsonSchema({"type": "array", "items": {"oneOf": tagged}}))
+    assert constraint.valid(VOCABULARY.encode('[{"kind":"b","size":1}]')) == len('[{"kind":"b","size":1}]')
+    assert constraint.valid(VOCABULARY.encode('[{"kind":"c"')) == len('[{"kind":"')
+
+
+def test_a_format_that_nobody_knows_is_ignored():
+    schema = {"properties": {"format": {"type": "string", "format": "password"}}}
+    assert GRAMMARS.constrain(JsonSchema(schema | {"const": {"format": "x"}})).valid(VOCABULARY.encode('{"format":"x"}')) == 14
+    known = GRAMMARS.constrain(JsonSchema({"type": "string", "format": "date"}))
+    assert known.valid(VOCABULARY.encode('"2026-01-01"')) == 12
+    assert known.valid(VOCABULARY.encode('"x')) == 1
 
 
 def test_a_schema_may_be_text_or_a_dictionary():

@@ -17,7 +17,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.shipped_pair import reference_pair
 from edge_export.errors import ExportError
-from edge_export.pipeline import gguf_step
+from edge_export.pipeline import export
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from faults import KINDS, Outcome, campaign
@@ -44,7 +44,7 @@ def test_a_disk_that_is_full_sooner_than_it_seemed(tmp_path: Path, monkeypatch: 
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting a small file system needs root")
     try:
-        monkeypatch.setattr(gguf_step, "check_space", lambda *_: None)
+        monkeypatch.setattr(export, "_check_space", lambda *_: None)
         pair = reference_pair()
         request = ExportRequest(target=str(pair[0]), drafter=str(pair[1]), output=place / "bundle", verify=False)
         with pytest.raises(ExportError, match=r"No space left on device|could not quantize"):

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.energy.characteristics import Characteristics, change_times
+from edge_devices.energy.recorder import SLEPT
 from edge_devices.energy.run_log import RunLog
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, Sample, Trace
@@ -40,7 +41,8 @@ def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
     fit, best = float(scores.max()), float(tried[scores.argmax()])
     if fit < MIN_FIT:
         raise MeasurementError(
-            f"no load step is visible in the meter's recording (fit {fit:.2f} of 1); make the steps longer or the load heavier"
+            f"no load step is visible in the meter's recording (fit {fit:.2f} of 1): the shortest lasts {width:.0f} s and a row"
+            f" {trace.facts.refresh_s:.3g} s; name the seconds between the rows, as in --meter external:10, and measure again"
         )
     if scores[np.abs(tried - best) > width].max(initial=0.0) > MAX_RIVAL_SHARE * fit:
         raise MeasurementError("the load steps fit the meter's recording at two places; make steps and rests of different lengths")
@@ -90,22 +92,34 @@ def with_external_meter(log: RunLog, table: Trace) -> RunLog:
 
     Raises MeasurementError when the clocks cannot be aligned.
     """
+    if slept := next((reason for _, reason in log.faults if reason.startswith(SLEPT)), None):
+        raise MeasurementError(f"{slept} while the external meter's clock went on, so they cannot be aligned; measure again without sleep")
     steps = log.loads or [(run.start_s, run.end_s) for run in log.runs]
     if not steps:
         raise MeasurementError("the log holds neither load steps nor runs to align the external meter's clock with")
+    gaps = sorted(b - a for a, b in pairwise(change_times(table)))
+    refresh_s = max(gaps[len(gaps) // 2] if gaps else table.facts.refresh_s, 1e-6)
+    # The steps fit within a row or so. A row late, no window holds the time after it, and its lead-in takes what is late.
+    trace = shifted(table, offset_of(table, steps) + refresh_s)
+    characteristics = Characteristics(
+        refresh_s=refresh_s, longest_gap_s=max(gaps, default=refresh_s), lag_s=refresh_s, zero_rate=0.0, read_s=0.0
+    )
+    return replace(
+        log,
+        facts=trace.facts,
+        trace=trace,
+        characteristics=characteristics,
+        faults=_pauses(trace),
+        warnings=[*log.warnings, f"the joules are from {trace.facts.source}", *trace.facts.notes],
+    )
+
+
+def offset_of(table: Trace, steps: Sequence[Span]) -> float:
+    """Returns the seconds to add to the table's times, wherever in it the steps are. Raises MeasurementError."""
     span = table.times[-1] - table.times[0]
     if span > MAX_RECORDING_S:
         raise MeasurementError(f"the external recording lasts {span:.0f} s; cut it to the run, at most {MAX_RECORDING_S:.0f} s")
-    # The first step is somewhere inside the recording.
-    search = (steps[0][0] - table.times[-1], steps[0][0] - table.times[0])
-    trace = shifted(table, clock_offset(table, steps, search=search))
-    changes = change_times(trace)
-    gaps = sorted(b - a for a, b in pairwise(changes))
-    refresh_s = gaps[len(gaps) // 2] if gaps else table.facts.refresh_s
-    characteristics = Characteristics(
-        refresh_s=max(refresh_s, 1e-6), longest_gap_s=max(gaps, default=refresh_s), lag_s=0.0, zero_rate=0.0, read_s=0.0
-    )
-    return replace(log, facts=trace.facts, trace=trace, characteristics=characteristics, faults=_pauses(trace))
+    return clock_offset(table, steps, search=(steps[0][0] - table.times[-1], steps[0][0] - table.times[0]))
 
 
 def _pauses(trace: Trace) -> list[tuple[float, str]]:

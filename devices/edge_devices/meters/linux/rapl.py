@@ -19,6 +19,7 @@ REMEDY = (
 )
 SCOPES = {"package": Scope.PACKAGE, "dram": Scope.DRAM, "psys": Scope.PLATFORM}
 PSYS_PROBE_S = 0.05
+MOST_WATTS = 1000.0  # of one zone; the largest sockets take half of it
 
 
 def zones_meter(system: System, scope: Scope, folders: Sequence[str]) -> SumMeter:
@@ -41,7 +42,7 @@ def zones_meter(system: System, scope: Scope, folders: Sequence[str]) -> SumMete
         return [(folder, required_number(system, f"{folder}/energy_uj", missing, denied)) for folder in folders]
 
     spans = {folder: system.number(f"{folder}/max_energy_range_uj") or None for folder in folders}
-    return SumMeter(system, facts, read, scale=1e-6, spans=spans)
+    return SumMeter(system, facts, read, scale=1e-6, spans=spans, most_watts=MOST_WATTS)
 
 
 def find(system: System) -> list[Finding]:

@@ -51,6 +51,11 @@ def refuse_quantized(config: dict[str, Any], path: Path) -> None:
         raise CheckpointError(f"{path}: the checkpoint holds {_described(section)}, which are not read; {_instead(config)}")
 
 
+def names_quantization(config: dict[str, Any]) -> bool:
+    """Whether a parsed config.json names any quantized format."""
+    return _section(config) is not None
+
+
 def rounds_activations(config: dict[str, Any]) -> str | None:
     """Returns the method of a format that rounds activations and is read (-qat-mobile-transformers, -ct); None for others."""
     section = _section(config) or {}

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
-from edge_export.checkpoint.safetensors import StoredTensor, read_float_chunks, to_bfloat16, widen
+from edge_export.checkpoint.safetensors import StoredTensor, read_rows
 
 BLOCK = 32
 _LEVELS = 8
@@ -49,8 +50,8 @@ def lies_on_grid(tensor: StoredTensor) -> bool:
     """Whether a matrix lies on a grid, as far as a sample of its rows shows. Raises CheckpointError."""
     if len(tensor.shape) < 2 or tensor.shape[-1] % BLOCK:
         return False
-    for piece in read_float_chunks(tensor, "f32"):
-        blocks = piece[: _SAMPLE_BLOCKS * BLOCK].reshape(-1, BLOCK)
+    for piece in read_rows(tensor):
+        blocks = piece.reshape(-1, BLOCK)[:_SAMPLE_BLOCKS]
         return bool(blocks.any()) and bool(find_grid(blocks, half_scales=False).on_grid.all())
     return False
 
@@ -120,6 +121,6 @@ def _equal(weights: NDArray[np.float32], levels: NDArray[np.int8], scales: NDArr
     with np.errstate(invalid="ignore"):
         back = levels.astype(np.float32) * scales[:, None]
     if rounded:
-        back = widen(to_bfloat16(np.ascontiguousarray(back)), "BF16")
+        back = back.astype(bfloat16).astype(np.float32)
     equal: NDArray[np.bool_] = back == weights
     return equal

@@ -5,6 +5,7 @@ The client's answers are checked in `hub_client`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -15,17 +16,20 @@ from pathlib import Path, PurePosixPath
 
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.published.formats import ADAPTER_NAME
-from edge_export.checkpoint.published.gguf_listing import drafter_file, file_of_role, quantization_tag
+from edge_export.checkpoint.published.gguf_listing import Roles, drafter_file, file_of_role, quantization_tag, split_parts
 from edge_export.checkpoint.published.hub_client import cache_folder, download, hub_errors, is_cached, listing
 from edge_export.errors import CheckpointError
+from edge_runtime.bundle.gguf_header import GgufError, read_architecture
 
 # Files that an export reads of a checkpoint's repository.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")
 _WITH_ASSISTANT = re.compile(r"google/gemma-4-[\w.]+(-A4B)?-it(-qat-q4_0-unquantized)?")
 _QUANTIZED = re.compile(r"(google/gemma-4-[\w.]+(-A4B)?-it-qat)-(q4_0-gguf|w4a16-ct|mobile-ct|mobile-transformers)")
 _SIZE = re.compile(r"gemma-4-([\w.]+?(-A4B)?)-it", re.IGNORECASE)
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w.][\w./-]*))?(?::([^:]+\.gguf)|:(\w+))?", re.ASCII)
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w.][\w./-]*))?(?::([^:]+\.gguf)|:(\w[\w-]*))?", re.ASCII)
 _NAMED = 8
+# What a GGUF file is, by the architecture in its header; the third is an early spelling.
+_ROLES = {"gemma4": "target", "gemma4-assistant": "drafter", "gemma4_assistant": "drafter", "clip": "other"}
 # The folder of a repository in the hub's cache is models--OWNER--NAME.
 _HUB_CACHE = "models--"
 
@@ -62,7 +66,8 @@ def own_drafter(target: str) -> str | None:
     """
     path, name = Path(target), hub_name(target)
     if path.is_file():
-        beside = drafter_file(local_ggufs(path.parent), path.name)
+        files = local_ggufs(path.parent)
+        beside = drafter_file(files, path.name, roles=header_roles(path.parent, files))
         if beside is None:
             return None
         check_links(path.parent, [path.parent / beside])
@@ -91,6 +96,22 @@ def local_ggufs(folder: Path) -> list[str]:
     if any(folder.glob("*.safetensors")):
         return []
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+
+
+def header_roles(folder: Path, files: Iterable[str]) -> Roles:
+    """What the headers of these files say; a file that cannot be read, or of another model, is not in it."""
+    roles = {}
+    for name in files:
+        with contextlib.suppress(GgufError):
+            if (folder / name).is_file() and (role := _ROLES.get(read_architecture(folder / name))):
+                roles[name] = role
+    return roles
+
+
+def local_gguf(folder: Path, role: str) -> str | None:
+    """The GGUF file of this role in a folder of such files; None if there is none."""
+    files = local_ggufs(folder)
+    return file_of_role(files, role, None, header_roles(folder, files))
 
 
 def check_links(folder: Path, files: Iterable[Path]) -> None:
@@ -162,7 +183,7 @@ def chosen_gguf(files: list[str], name: HubName, role: str) -> str | None:
     if name.file is not None:
         if files and name.file not in files:
             raise CheckpointError(f"{name.repository} has no file {name.file}; it has {_listed(files)}")
-        return name.file
+        return _whole(name, name.file)
     ggufs = [file for file in files if file.endswith(".gguf")]
     if not ggufs or ADAPTER_NAME in files or any(file.endswith(".safetensors") for file in files):
         if name.tag is not None and files:
@@ -171,6 +192,16 @@ def chosen_gguf(files: list[str], name: HubName, role: str) -> str | None:
     file = file_of_role(ggufs, role, name.tag)
     if file is None:
         raise CheckpointError(_no_gguf(files, name, role))
+    return _whole(name, file)
+
+
+def _whole(name: HubName, file: str) -> str:
+    """Returns `file`. Raises CheckpointError for a part of one, before gigabytes are fetched of which nothing can be made."""
+    if (parts := split_parts(file)) > 1:
+        raise CheckpointError(
+            f"{file} in {name.repository} is one of {parts} parts of a GGUF; name a file that is whole, or fetch the parts and join them"
+            " with llama-gguf-split --merge"
+        )
     return file
 
 
@@ -197,6 +228,13 @@ def _check_room(name: HubName, needed: int) -> None:
             f"{name} needs {needed / 1e9:.1f} GB of downloads, {folder} has {free / 1e9:.1f} GB free; free some space"
             " or set HF_HOME to a larger disk"
         )
+
+
+def bytes_to_fetch(name: HubName) -> int | None:
+    """Bytes that an export would download, by the hub's listing; None where it cannot be asked. Raises CheckpointError."""
+    with _reading(name):
+        sizes = listing(name.repository, name.revision)
+        return _missing_bytes(name, list(PATTERNS), sizes) if sizes else None
 
 
 def fetch_config(name: HubName) -> Path:

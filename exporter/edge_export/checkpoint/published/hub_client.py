@@ -8,8 +8,8 @@ from __future__ import annotations
 import glob
 import re
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,21 +60,31 @@ def _of_transport(error: BaseException) -> bool:
 
 def _check_answers() -> None:
     """Makes the client of this process check each answer before it is used; the client is otherwise as it was set."""
-    from huggingface_hub import set_client_factory
-    from huggingface_hub.utils import _http
+    from huggingface_hub import get_session, set_client_factory
 
     with _CLIENT_LOCK:
-        factory = _http._GLOBAL_CLIENT_FACTORY
-        if getattr(factory, "checks_answers", False):
+        session = get_session()
+        if _check_answer in session.event_hooks.get("response", ()):
             return
+        make = _client_factory(session)
 
-        def checked() -> Any:
-            client = factory()
+        def checked() -> Any:  # also called for a new client after an error of the connection
+            client = make()
             client.event_hooks = client.event_hooks | {"response": [*client.event_hooks.get("response", ()), _check_answer]}
             return client
 
-        checked.checks_answers = True  # type: ignore[attr-defined]
         set_client_factory(checked)
+
+
+def _client_factory(session: Any) -> Callable[[], Any]:
+    """Returns what makes clients like this one. The client has no public name for it; in a release without ours, a plain one is made."""
+    with suppress(ImportError, AttributeError):
+        from huggingface_hub.utils import _http
+
+        factory: Callable[[], Any] = _http._GLOBAL_CLIENT_FACTORY
+        return factory
+    kind, hooks = type(session), session.event_hooks
+    return lambda: kind(event_hooks=hooks, follow_redirects=session.follow_redirects, timeout=session.timeout)
 
 
 def _check_answer(response: Any) -> None:

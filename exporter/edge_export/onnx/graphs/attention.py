@@ -10,16 +10,19 @@ long contexts. The target outputs the new rows, and the host binds the memory be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
-from edge_export.onnx.graph_builder import CONTRIB, GraphBuilder
+from edge_export.onnx.graph_builder import Body, GraphBuilder
 from edge_export.onnx.graphs.kv import KvFormat
 from edge_export.onnx.request import reads_rows
+from edge_runtime.bundle.onnx_graph import CONTRIB
 
 LAYER_KINDS = {SLIDING: "sliding", FULL: "full"}
 
@@ -106,39 +109,20 @@ class ReadRows:
     def __init__(self, graph: GraphBuilder) -> None:
         self._graph = graph
         self._skipped = graph.input("skipped_rows", "i64", (1,))
-        self._made: dict[str, str] = {}
 
-    @property
+    @cached_property
     def positions(self) -> str:
         """Their positions int64 [1, n]."""
-        return self._once("positions", lambda: self.of("position_ids"))
+        return self.of("position_ids")
 
     def of(self, value: str) -> str:
         """These rows of value [1, T, width]."""
-        return self._behind(value, self._skipped)
+        return rows_behind(self._graph, value, self._skipped)
 
-    def attended(self, query: str, width: int, attention: Callable[[str, str], str]) -> str:
-        """Attention of query [1, n, width] and their positions by an operator that takes at least one row."""
-        graph = self._graph
-        none = self._once(f"none_{width}", lambda: self._if_none(graph.floats(np.zeros((1, 1, width), np.float32))))
-        positions = self._once("padded", lambda: graph.op("Concat", self._if_none(self._newest()), self.positions, axis=1))
-        rows = attention(graph.op("Concat", none, query, axis=1), positions)
-        return self._behind(rows, self._once("padding", lambda: graph.op("Shape", none, start=1, end=2)))
 
-    def _newest(self) -> str:
-        return self._behind("position_ids", self._graph.integers([-1]))
-
-    def _if_none(self, row: str) -> str:
-        """A row [1, 1, ...] if no row is read, else none."""
-        return self._behind(row, self._once("count", lambda: self._graph.op("Shape", self.positions, start=1, end=2)))
-
-    def _behind(self, value: str, start: str) -> str:
-        return self._graph.op("Slice", value, start, self._graph.integers([np.iinfo(np.int64).max]), self._graph.integers([1]))
-
-    def _once(self, key: str, make: Callable[[], str]) -> str:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+def rows_behind(graph: GraphBuilder, value: str, start: str, *, name: str | None = None) -> str:
+    """The rows of value [1, n, ...] from `start` int64 [1] on."""
+    return graph.op("Slice", value, start, graph.integers([np.iinfo(np.int64).max]), graph.integers([1]), name=name)
 
 
 class Attention:
@@ -149,7 +133,6 @@ class Attention:
         self._model = model
         self._inputs = inputs
         self._kv = kv
-        self._made: dict[str, str] = {}
         self._own: dict[str, CacheNames] = {}
         # The names of buffers in layers that only read them; see on_buffers.
         self.again: dict[str, int] = {}
@@ -166,19 +149,12 @@ class Attention:
     ) -> str:
         """Attention to the buffers of the layer `cache.owner`. `new` keys and values, if any, are written into them first; the buffers
         are then named `present`."""
-        model, heads = self._model, self._model.heads
-        if self.read is None:
-            return self._grouped((query, heads, "position_ids"), new, layer, (cache, present), window)
-        if new is not None:
+        if self.read is not None and new is not None:
             assert present is not None
             # The operator writes as many rows as it has queries: here keys, which attend to themselves.
-            self._grouped((new[0], model.kv_heads_of(layer), "position_ids"), new, layer, (cache, present), 1)
-            cache = present
-
-        def attention(rows: str, positions: str) -> str:
-            return self._grouped((rows, heads, positions), None, layer, (cache, None), window)
-
-        return self.read.attended(query, heads * model.head_dim_of(layer), attention)
+            self._grouped((new[0], self._model.kv_heads_of(layer), "position_ids"), new, layer, (cache, present), 1)
+            cache, new, present = present, None, None
+        return self._grouped((query, self._model.heads, self._positions), new, layer, (cache, present), window)
 
     def _grouped(
         self,
@@ -190,35 +166,33 @@ class Attention:
     ) -> str:
         """A GroupQueryAttention of queries, so many heads of them, and their positions; `caches` before it and behind it, with new rows."""
         graph, model, kv, (query, heads, positions), (cache, present) = self._graph, self._model, self._kv, queries, caches
-        inputs, kv_heads = self._inputs[model.layer_types[layer]], model.kv_heads_of(layer)
-        key, value = new or (graph.floats(np.empty((1, 0, kv_heads * model.head_dim_of(layer)), np.float32)),) * 2
-        rows = [query, key, value]
-        if kv.kind == "f16":
-            rows = [graph.op("Cast", part, to=10) for part in rows]
+        inputs, kv_heads, head_dim = self._inputs[model.layer_types[layer]], model.kv_heads_of(layer), model.head_dim_of(layer)
+        key, value = new or (graph.floats(np.empty((1, 0, kv_heads * head_dim), np.float32)),) * 2
         attended, outputs = graph.fresh("attended"), [present.key, present.value] if present else []
-        extra: dict[str, Any] = {}
+        sizes, extra = {"num_heads": heads, "kv_num_heads": kv_heads, "local_window_size": window}, dict[str, Any]()
         scales: list[str] = []
         if kv.kind == "int8":
             extra = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-            shape = (1, kv_heads, 1, model.head_dim_of(layer))
-            scales = ["", "", *(graph.weight(stored.shaped(*shape)) for stored in kv.scales[cache.owner])]
+            scales = ["", "", *(graph.weight(stored.shaped(1, kv_heads, 1, head_dim)) for stored in kv.scales[cache.owner])]
             if not outputs:
                 # The kernel requires them, even where nothing is written.
                 outputs = [f"present_{word}.{cache.owner}@{layer}" for word in ("key", "value")]
                 self.again |= dict.fromkeys(outputs, cache.owner)
-        graph.ops(
-            "GroupQueryAttention",
-            [*rows, cache.key, cache.value, inputs.last_row, inputs.rows, inputs.cosine, inputs.sine, positions, *scales],
-            [attended, *outputs],
-            domain=CONTRIB,
-            num_heads=heads,
-            kv_num_heads=kv_heads,
-            scale=1.0,
-            local_window_size=window,
-            do_rotary=1,
-            **extra,
-        )
-        return graph.op("Cast", attended, to=1) if kv.kind == "f16" else attended
+        rows, buffers = [query, key, value], [cache.key, cache.value, inputs.last_row, inputs.rows, inputs.cosine, inputs.sine]
+        # The kernels attend to float32 rows.
+        kind = None if kv.kind != "f32" else "AttendBuffers" if new else "ReadBuffers"
+        may_have_none = self.read is not None and new is None
+        zeros = [graph.floats(np.zeros((1, 1, heads * head_dim), np.float32))] * may_have_none
+        named = graph.kernel(kind, [*rows, *buffers, positions, *scales, *zeros], [attended, *outputs], **sizes)
+        with named as body, _padded(body) if may_have_none else nullcontext(body) as stock:
+            given, result, halved = stock.inputs[:3], stock.outputs[0], kv.kind == "f16"
+            if halved:
+                given, result = [stock.graph.op("Cast", part, to=10) for part in given], stock.graph.fresh("attended")
+            inner, facts = [*given, *stock.inputs[3:]], {"scale": 1.0, "do_rotary": 1, **sizes, **extra}
+            stock.graph.ops("GroupQueryAttention", inner, [result, *stock.outputs[1:]], domain=CONTRIB, **facts)
+            if halved:
+                stock.graph.op("Cast", result, to=1, name=stock.outputs[0])
+        return attended
 
     def keep(self, new: tuple[str, str], layer: int, present: CacheNames) -> None:
         """Outputs a layer's own keys and values as the new rows `present`."""
@@ -249,33 +223,46 @@ class Attention:
         """Attention to the rows of `past`, and to those of `new` up to each query's own position."""
         graph, model = self._graph, self._model
         turned = self._turned(query, layer, model.heads, self._positions)
-        scores = graph.op("FusedMatMul", turned, past.key, domain=CONTRIB, transB=1)
         if new is None:
+            scores = graph.op("FusedMatMul", turned, past.key, domain=CONTRIB, transB=1)
             attended = graph.op("MatMul", graph.op("Softmax", scores, axis=-1), past.value)
         else:
-            new = self._own.get(new.key, new)
-            own = graph.op("Add", graph.op("FusedMatMul", turned, new.key, domain=CONTRIB, transB=1), self._causal())
-            shares = graph.op("Softmax", graph.op("Concat", scores, own, axis=-1), axis=-1)
-            before, behind = graph.ops("Split", [shares, self._sizes(past, new)], 2, axis=-1)
-            attended = graph.op("Add", graph.op("MatMul", before, past.value), graph.op("MatMul", behind, new.value))
+            new, attended = self._own.get(new.key, new), graph.fresh("attended")
+            inputs = [turned, past.key, past.value, new.key, new.value, self._positions, "position_ids"]
+            with graph.kernel("AttendRows", inputs, [attended], num_heads=model.heads) as body:
+                _attend_rows(body, model.heads)
         return graph.op("Reshape", attended, graph.integers([1, -1, model.heads * model.head_dim_of(layer)]))
 
-    def _causal(self) -> str:
-        """The causal mask to add to the scores [1, 1, n x heads, T] of queries to a forward's own rows."""
-        positions = self._positions
-        if positions not in self._made:
-            graph, heads = self._graph, self._model.heads
-            queries = graph.op("Reshape", positions, graph.integers([-1, 1, 1]))
-            visible = graph.op("GreaterOrEqual", queries, graph.op("Reshape", "position_ids", graph.integers([1, 1, -1])))
-            mask = graph.op("Where", visible, graph.floats(0.0), graph.floats(float(np.finfo(np.float32).min)))
-            apart = graph.op("Expand", mask, graph.integers([1, heads, 1]))
-            self._made[positions] = graph.op("Flatten", apart, axis=2)
-        return self._made[positions]
 
-    def _sizes(self, past: CacheNames, new: CacheNames) -> str:
-        """How many rows come from the cache and from the forward itself; the same for all full layers."""
-        if "sizes" not in self._made:
-            graph = self._graph
-            counts = [graph.op("Shape", names.key, start=2, end=3) for names in (past, new)]
-            self._made["sizes"] = graph.op("Concat", *counts, axis=0)
-        return self._made["sizes"]
+@contextmanager
+def _padded(body: Body) -> Iterator[Body]:
+    """Yields inputs and outputs for an attention that takes at least one query: the last input, a row of zeros, where there is none.
+
+    What comes of it is dropped again. The kernels, which take no query as it is, ignore that input.
+    """
+    graph, (query, *others), (positions, *scales, zeros) = body.graph, body.inputs[:9], body.inputs[9:]
+    none = graph.op("Shape", positions, start=1, end=2)
+    row = rows_behind(graph, zeros, none)
+    place = rows_behind(graph, graph.integers(np.zeros((1, 1), np.int64)), none)
+    query, positions = (graph.op("Concat", *parts, axis=1) for parts in ((row, query), (place, positions)))
+    attended = graph.fresh("padded")
+    yield Body(graph, [query, *others, positions, *scales], [attended, *body.outputs[1:]])
+    rows_behind(graph, attended, graph.op("Shape", row, start=1, end=2), name=body.outputs[0])
+
+
+def _attend_rows(body: Body, heads: int) -> None:
+    """Attention of queries [1, 1, n x heads, head_dim] to rows that were there, and, as far as positions allow, to those of a forward."""
+    graph, (queries, past_keys, past_values, keys, values, own_positions, positions) = body.graph, body.inputs
+    visible = graph.op(
+        "GreaterOrEqual",
+        graph.op("Reshape", own_positions, graph.integers([-1, 1, 1])),
+        graph.op("Reshape", positions, graph.integers([1, 1, -1])),
+    )
+    mask = graph.op("Where", visible, graph.floats(0.0), graph.floats(float(np.finfo(np.float32).min)))
+    mask = graph.op("Flatten", graph.op("Expand", mask, graph.integers([1, heads, 1])), axis=2)
+    scores = graph.op("FusedMatMul", queries, past_keys, domain=CONTRIB, transB=1)
+    own = graph.op("Add", graph.op("FusedMatMul", queries, keys, domain=CONTRIB, transB=1), mask)
+    shares = graph.op("Softmax", graph.op("Concat", scores, own, axis=-1), axis=-1)
+    counts = graph.op("Concat", *(graph.op("Shape", rows, start=2, end=3) for rows in (past_keys, keys)), axis=0)
+    before, behind = graph.ops("Split", [shares, counts], 2, axis=-1)
+    graph.op("Add", graph.op("MatMul", before, past_values), graph.op("MatMul", behind, values), name=body.outputs[0])

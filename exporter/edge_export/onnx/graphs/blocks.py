@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
@@ -12,6 +13,13 @@ from edge_export.onnx.graphs.attention import Attention, AttentionInputs, CacheN
 from edge_export.onnx.graphs.experts import ExpertWeights, add_experts, store_experts
 from edge_export.onnx.graphs.kv import KvFormat
 from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
+
+
+class Hidden(NamedTuple):
+    """Hidden rows [1, T, hidden_size] in front of a layer, and the norm that it begins with."""
+
+    rows: str
+    normed: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +39,26 @@ class BlockWeights:
     per_layer: tuple[Matrix, Matrix] | None
     experts: ExpertWeights | None
 
+    @property
+    def matrices(self) -> Iterator[Matrix]:
+        """All matrices but the router's, which is never in blocks."""
+        yield from (*self.projections, self.output, self.gate_up, self.down, *(self.per_layer or ()))
+        for expert in self.experts.experts if self.experts else ():
+            yield from expert
 
+
+def are_in_blocks(matrices: Iterable[Matrix]) -> bool:
+    """Whether the kernels multiply with one of these."""
+    return any(part.sizes for matrix in matrices for part in (matrix.parts or (matrix,)))
+
+
+def norms_behind(layers: Sequence[BlockWeights], last: Stored) -> list[Stored]:
+    """The weight of the norm behind each layer: that at the beginning of the next one, or the last of all."""
+    return [*(layer.norms["input_layernorm"] for layer in layers[1:]), last]
+
+
+# The fewest outputs of each half of a gate that a thread of the kernels computes together: whole blocks of the product behind it.
+_MIN_WIDTH = 64
 _NORMS = (
     "input_layernorm",
     "self_attn.q_norm",
@@ -77,22 +104,67 @@ class Blocks:
         self._model = model
         self.attends = Attention(graph, model, attention, kv)
 
-    def norm(self, value: str, weight: str, epsilon_factor: float = 1.0) -> str:
-        """Root-mean-square norm over the last axis."""
-        return self._graph.op("RMSNormalization", value, weight, axis=-1, epsilon=self._model.norm_epsilon * epsilon_factor)
+    def norm(self, value: str, weight: str) -> str:
+        """Root-mean-square norm of rows of the hidden size."""
+        normed = self._graph.fresh("normed")
+        with self._graph.kernel("NormRows", [value, weight], [normed], **self._norm_facts()) as (graph, (rows, scale), (name,)):
+            self._normed(graph, rows, scale, name=name)
+        return normed
+
+    def head_norm(self, value: str, weight: str, heads: int, head_dim: int, epsilon_factor: float = 1.0) -> str:
+        """The norm of each head of value [1, T, heads x head_dim]."""
+        normed = self._graph.fresh("normed")
+        facts = self._norm_facts(epsilon_factor) | {"width": heads * head_dim}
+        with self._graph.kernel("NormRows", [value, weight], [normed], **facts) as (graph, (rows, scale), (name,)):
+            apart = graph.op("Reshape", rows, graph.integers([0, 0, heads, head_dim]))
+            parts = self._normed(graph, apart, scale, epsilon_factor)
+            graph.op("Reshape", parts, graph.integers([0, 0, heads * head_dim]), name=name)
+        return normed
+
+    def added(self, value: str, branch: str, weight: str) -> str:
+        """value plus the norm of a branch, as rows of the hidden size."""
+        total = self._graph.fresh("sum")
+        with self._graph.kernel("ResidualRows", [value, branch, weight, "", ""], [total], **self._norm_facts()) as body:
+            rows, other, scale, *_ = body.inputs
+            body.graph.op("Add", rows, self._normed(body.graph, other, scale), name=body.outputs[0])
+        return total
+
+    def _added_and_normed(
+        self, value: str, branch: str, weight: str, following: str, *, factor: str = "", name: str | None = None
+    ) -> Hidden:
+        """As `added`, times a factor; and the norm of that with the weight `following`, called `name`."""
+        hidden = Hidden(self._graph.fresh("sum"), name or self._graph.fresh("normed"))
+        with self._graph.kernel("ResidualRows", [value, branch, weight, factor, following], hidden, **self._norm_facts()) as body:
+            graph, (rows, other, scale, times, next_scale), (total, normed) = body
+            terms = rows, self._normed(graph, other, scale)
+            if factor:
+                graph.op("Mul", graph.op("Add", *terms), times, name=total)
+            else:
+                graph.op("Add", *terms, name=total)
+            self._normed(graph, total, next_scale, name=normed)
+        return hidden
+
+    def _norm_facts(self, epsilon_factor: float = 1.0) -> dict[str, float]:
+        return {"epsilon": float(self._model.norm_epsilon * epsilon_factor), "width": self._model.hidden_size}
+
+    def _normed(self, graph: GraphBuilder, value: str, weight: str, epsilon_factor: float = 1.0, *, name: str | None = None) -> str:
+        """The stock nodes of a norm over the last axis."""
+        return graph.op("RMSNormalization", value, weight, axis=-1, epsilon=self._model.norm_epsilon * epsilon_factor, name=name)
 
     def block(
         self,
-        value: str,
+        hidden: Hidden,
         layer: int,
         weights: BlockWeights,
+        following: Stored,
         *,
         cache: CacheNames,
         present: CacheNames | None = None,
         per_layer: str = "",
         read: ReadRows | None = None,
-    ) -> str:
-        """One decoder layer over value [1, T, hidden_size], which attends to `cache`.
+        name: str | None = None,
+    ) -> Hidden:
+        """One decoder layer, which attends to `cache`; the norm behind it has the weight `following` and is called `name`.
 
         A layer with K/V of its own adds them; they, or the buffers with them, are named `present`. On rows, `present` names a forward's
         own rows also for layers that share them. With `read`, only K and V are of all rows, all else is of the rows that are read.
@@ -102,28 +174,28 @@ class Blocks:
         def weight(name: str) -> str:
             return graph.weight(weights.norms[name])
 
-        normed = self.norm(value, weight("input_layernorm"))
-        queried = normed
+        value, queried = hidden
         if read is not None:
-            value, queried = read.of(value), read.of(normed)
+            value, queried = read.of(value), read.of(queried)
             self.attends.read = read
-        attended = self._attention((queried, normed), layer, weights, cache, present)
-        value = graph.op("Add", value, self.norm(graph.linear(attended, weights.output), weight("post_attention_layernorm")))
-        fed = self._gated(graph, self.norm(value, weight("pre_feedforward_layernorm")), weights.gate_up, weights.down)
+        attended = graph.linear(self._attention((queried, hidden.normed), layer, weights, cache, present), weights.output)
+        before, behind = weight("post_attention_layernorm"), weight("pre_feedforward_layernorm")
+        value, normed = self._added_and_normed(value, attended, before, behind)
+        fed, last = self._gated(graph, normed, weights.gate_up, weights.down), weight("post_feedforward_layernorm")
         if weights.experts is not None:
             fed = self._with_experts(value, fed, weights.experts)
-        value = graph.op("Add", value, self.norm(fed, weight("post_feedforward_layernorm")))
         if weights.per_layer is not None:
             into, back = weights.per_layer
+            value = self.added(value, fed, last)
             gated = graph.op("Mul", self._gelu(graph, graph.linear(value, into)), per_layer)
-            value = graph.op("Add", value, self.norm(graph.linear(gated, back), weight("post_per_layer_input_norm")))
-        return graph.op("Mul", value, graph.weight(weights.layer_scalar))
+            fed, last = graph.linear(gated, back), weight("post_per_layer_input_norm")
+        return self._added_and_normed(value, fed, last, graph.weight(following), factor=graph.weight(weights.layer_scalar), name=name)
 
     def _attention(self, rows: tuple[str, str], layer: int, weights: BlockWeights, cache: CacheNames, present: CacheNames | None) -> str:
         """Attention of the first of `rows`, where a layer has its own K/V to those of the second too."""
         attention, head_dim = self.attends, self._model.head_dim_of(layer)
         query, new = self._projected(rows, layer, weights)
-        query = self._head_norm(query, self._graph.weight(weights.norms["self_attn.q_norm"]), self._model.heads, head_dim)
+        query = self.head_norm(query, self._graph.weight(weights.norms["self_attn.q_norm"]), self._model.heads, head_dim)
         if not cache.on_rows:
             return attention.on_buffers(query, new, layer, cache, present, self.window_of(layer))
         if new is not None:
@@ -138,8 +210,8 @@ class Blocks:
         query, *own = self._apart(rows, layer, weights)
         if not own:
             return query, None
-        key = self._head_norm(own[0], graph.weight(weights.norms["self_attn.k_norm"]), kv_heads, head_dim)
-        return query, (key, self._head_norm(own[-1], graph.floats([1.0] * head_dim), kv_heads, head_dim))
+        key = self.head_norm(own[0], graph.weight(weights.norms["self_attn.k_norm"]), kv_heads, head_dim)
+        return query, (key, self.head_norm(own[-1], graph.floats([1.0] * head_dim), kv_heads, head_dim))
 
     def _apart(self, rows: tuple[str, str], layer: int, weights: BlockWeights) -> list[str]:
         """The projections of the first of `rows` to Q, and of the second to K and V, as far as the layer has them."""
@@ -156,21 +228,21 @@ class Blocks:
         """How many keys a query of this layer attends to, its own included; -1 for all."""
         return self._model.window if self._model.is_sliding(layer) else -1
 
-    def _head_norm(self, value: str, weight: str, heads: int, head_dim: int) -> str:
-        graph = self._graph
-        apart = graph.op("Reshape", value, graph.integers([0, 0, heads, head_dim]))
-        return graph.op("Reshape", self.norm(apart, weight), graph.integers([0, 0, heads * head_dim]))
-
     def _with_experts(self, value: str, fed: str, weights: ExpertWeights) -> str:
         graph, model = self._graph, self._model
         mixed = add_experts(graph, model, weights, value, norm=self.norm, gated=self._gated)
         dense = self.norm(fed, graph.weight(weights.norms["post_feedforward_layernorm_1"]))
-        return graph.op("Add", dense, self.norm(mixed, graph.weight(weights.norms["post_feedforward_layernorm_2"])))
+        return self.added(dense, mixed, graph.weight(weights.norms["post_feedforward_layernorm_2"]))
 
     def _gated(self, graph: GraphBuilder, value: str, gate_up: Matrix, down: Matrix) -> str:
         """The gated feed-forward; its nodes go into `graph`, which may be a branch."""
-        gate, up = self._products(graph, value, gate_up, [down.columns] * 2)
-        return graph.linear(graph.op("Mul", self._gelu(graph, gate), up), down)
+        width, trained, fed = down.columns, gate_up.parts or gate_up.rounding or down.rounding, graph.fresh("fed")
+        fits = gate_up.sizes and down.sizes and not trained and width % max(_MIN_WIDTH, down.sizes["block_size"]) == 0
+        sizes = {**gate_up.sizes, **{f"second_{name}": size for name, size in down.sizes.items()}}
+        with graph.kernel("FeedForwardRows" if fits else None, [value], [fed], **sizes) as body:
+            gate, up = self._products(body.graph, body.inputs[0], gate_up, [width] * 2)
+            body.graph.linear(body.graph.op("Mul", self._gelu(body.graph, gate), up), down, name=body.outputs[0])
+        return fed
 
     def _gelu(self, graph: GraphBuilder, value: str) -> str:
         return graph.op("Gelu", value, approximate="tanh")
@@ -200,7 +272,7 @@ class DrafterBlocks(Blocks):
 
 def per_layer_inputs(
     graph: GraphBuilder,
-    norm: Callable[[str, str, float], str],
+    head_norm: Callable[[str, str, int, int, float], str],
     model: TextArchitecture,
     embedded: str,
     identity: str,
@@ -214,7 +286,5 @@ def per_layer_inputs(
     """
     size = model.per_layer_size
     layers = projection.rows // size
-    apart = graph.op("Reshape", graph.linear(embedded, projection), graph.integers([0, 0, layers, size]))
-    normed = norm(apart, graph.weight(weight), float(model.hidden_size))
-    together = graph.op("Add", graph.op("Reshape", normed, graph.integers([0, 0, layers * size])), identity)
-    return graph.equal_parts(together, layers, size)
+    normed = head_norm(graph.linear(embedded, projection), graph.weight(weight), layers, size, float(model.hidden_size))
+    return graph.equal_parts(graph.op("Add", normed, identity), layers, size)

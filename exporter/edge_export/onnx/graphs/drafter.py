@@ -15,7 +15,7 @@ from edge_export.checkpoint.architecture import AssistantArchitecture, TextArchi
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.attention import CacheNames, counted_kinds, declare_attention, declare_caches
-from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, DrafterBlocks, store_block
+from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, DrafterBlocks, Hidden, are_in_blocks, norms_behind, store_block
 from edge_export.onnx.graphs.kv import KvFormat
 from edge_export.onnx.graphs.sparse_head import Head, sparse_head
 from edge_export.onnx.graphs.target import embed
@@ -56,7 +56,8 @@ def write_drafter(
     `scores` float32 [n, candidates] and `candidates` int64 [n, candidates] (both without columns unless `with_scores`), `hidden_out`.
     """
     model = drafter.model
-    graph = GraphBuilder("drafter")
+    matrices = [drafter.before, drafter.after, *(matrix for layer in drafter.layers for matrix in layer.matrices)]
+    graph = GraphBuilder("drafter", kernels=are_in_blocks(matrices))
     caches = declare_caches(graph, target, sorted(set(sources)), kv, drafter=True)
     attention = declare_attention(graph, model, 1, counted_kinds(target, caches), kv)
     token, hidden = graph.input("token", "i64", (1, 1)), graph.input("hidden", "f32", (1, 1, model.target_hidden_size))
@@ -86,10 +87,11 @@ def step(
 ) -> tuple[str, tuple[str, str | None]]:
     """Emits a draft step; returns the next hidden row, and the scores with the candidates they belong to."""
     value = graph.linear(graph.op("Concat", embedded, hidden, axis=-1), drafter.before)
-    for layer, cache in enumerate(caches):
-        value = blocks.block(value, layer, drafter.layers[layer], cache=cache)
-    value = blocks.norm(value, graph.weight(drafter.norm))
-    return graph.linear(value, drafter.after), drafter.head(graph, value)
+    rows = Hidden(value, blocks.norm(value, graph.weight(drafter.layers[0].norms["input_layernorm"])))
+    following = norms_behind(drafter.layers, drafter.norm)
+    for layer, (cache, weights) in enumerate(zip(caches, drafter.layers, strict=True)):
+        rows = blocks.block(rows, layer, weights, following[layer], cache=cache)
+    return graph.linear(rows.normed, drafter.after), drafter.head(graph, rows.normed)
 
 
 def _continue(graph: GraphBuilder, model: AssistantArchitecture, following: str, scores: str, candidates: str | None, minimum: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.safetensors import read_float_chunks
+from edge_export.checkpoint.safetensors import read_values
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.request import KvKind
 from edge_export.onnx.weights import Stored, ValueType, WeightFile
@@ -64,7 +64,7 @@ def store_kv(kind: KvKind, checkpoint: Checkpoint, weights: WeightFile) -> KvFor
     scales = {}
     for layer in range(model.owning_layers):
         channels, bound = model.kv_heads_of(layer) * model.head_dim_of(layer), sqrt(model.head_dim_of(layer)) / _LEVELS
-        norm = np.concatenate(list(read_float_chunks(checkpoint.tensors[f"model.layers.{layer}.self_attn.k_norm.weight"], "f32")))
+        norm = read_values(checkpoint.tensors[f"model.layers.{layer}.self_attn.k_norm.weight"])
         scales[layer] = tuple(
             weights.array(np.full(channels, bound * largest, np.float32), "f32") for largest in (max(float(np.abs(norm).max()), 1e-6), 1.0)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -10,7 +11,7 @@ from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.attention import CacheNames, ReadRows, cache_shape, counted_kinds, declare_attention, declare_caches
-from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, per_layer_inputs, store_block
+from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, Hidden, are_in_blocks, norms_behind, per_layer_inputs, store_block
 from edge_export.onnx.graphs.kv import FLOAT_ROWS, KvFormat
 from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
@@ -43,6 +44,14 @@ class TargetWeights:
     norm: Stored
     head: Matrix
     per_layer: PerLayerWeights | None
+
+    @property
+    def matrices(self) -> Iterator[Matrix]:
+        """The matrices that its layers multiply with."""
+        for layer in self.layers:
+            yield from layer.matrices
+        if self.per_layer is not None:
+            yield self.per_layer.projection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +87,7 @@ def store_target(checkpoint: Checkpoint, weights: WeightFile, formats: TargetFor
 def write_target(target: TargetWeights, path: Path, head_path: Path, formats: TargetFormats) -> set[str]:
     """Writes the two graphs of the target; returns the contrib ops in use."""
     model = target.model
-    graph = GraphBuilder("target")
+    graph = GraphBuilder("target", kernels=are_in_blocks(target.matrices))
     ids = graph.input("input_ids", "i64", (1, "tokens"))
     assert target.table is not None
     embedded = embed(graph, target.table, ids, sqrt(model.hidden_size))
@@ -89,7 +98,7 @@ def write_target(target: TargetWeights, path: Path, head_path: Path, formats: Ta
     hidden = _layers(graph, target, formats.kv, embedded, ids)
     graph.output(hidden, "f32", (1, "read", model.hidden_size))
     graph.save(path)
-    head = GraphBuilder("head")
+    head = GraphBuilder("head", kernels=are_in_blocks([target.head]))
     rows = head.input("hidden", "f32", (1, "tokens", model.hidden_size))
     head.output(logits(head, target, rows), "f32", (1, "tokens", model.vocab_size))
     head.save(head_path)
@@ -103,25 +112,28 @@ def _layers(graph: GraphBuilder, target: TargetWeights, kv: KvFormat, embedded: 
     presents = {layer: _present(layer, past) for layer, past in pasts.items()}
     last, read = model.owning_layers - 1, ReadRows(graph)
     per_layer = _per_layer(graph, target, blocks, embedded, ids, read)
-    value = embedded
+    first, following = graph.weight(target.layers[0].norms["input_layernorm"]), norms_behind(target.layers, target.norm)
+    hidden = Hidden(embedded, blocks.norm(embedded, first))
     for layer, kind in enumerate(model.layer_types):
         owner = layer if layer in pasts else model.last_owner(kind)
         own = layer == owner or pasts[owner].on_rows
-        value = blocks.block(
-            value,
+        hidden = blocks.block(
+            hidden,
             layer,
             target.layers[layer],
+            following[layer],
             cache=pasts[owner] if own else presents[owner],
             present=presents[owner] if own else None,
             per_layer=per_layer[layer] if per_layer else "",
             read=read if layer == last else None,
+            name="hidden" if layer == model.layers - 1 else None,
         )
     for layer, names in presents.items():
         for name in (names.key, names.value):
             graph.output(name, kv.type, cache_shape(model, layer, "tokens" if names.on_rows else None))
     for name, owner in blocks.attends.again.items():
         graph.output(name, kv.type, cache_shape(model, owner, None))
-    return graph.op("RMSNormalization", value, graph.weight(target.norm), name="hidden", axis=-1, epsilon=model.norm_epsilon)
+    return hidden.normed
 
 
 def _per_layer(graph: GraphBuilder, target: TargetWeights, blocks: Blocks, embedded: str, ids: str, read: ReadRows) -> list[str]:
@@ -137,7 +149,7 @@ def _per_layer(graph: GraphBuilder, target: TargetWeights, blocks: Blocks, embed
             own = graph.op("Slice", of(looked_up), *(graph.integers([number]) for number in (*columns, 2)))
             identity = graph.op("Mul", own, graph.floats(sqrt(model.per_layer_size) / sqrt(2)))
             projection = weights.projection.between(*columns)
-            parts += per_layer_inputs(graph, blocks.norm, model, of(embedded), identity, projection, weights.norm)
+            parts += per_layer_inputs(graph, blocks.head_norm, model, of(embedded), identity, projection, weights.norm)
     return parts
 
 
@@ -151,9 +163,11 @@ def logits(graph: GraphBuilder, target: TargetWeights, hidden: str) -> str:
     cap, head = target.model.logit_softcap, target.head
     if cap is None:
         return graph.op("Identity", graph.linear(hidden, head), name="logits")
-    value = graph.floats(cap)
     if head.rounding is not None:
-        shares = graph.op("Div", graph.linear(hidden, head), value)
-    else:  # the short hidden row is divided instead of the logits
-        shares = graph.linear(graph.op("Div", hidden, value), head)
-    return graph.op("Mul", graph.op("Tanh", shares), value, name="logits")
+        value = graph.floats(cap)
+        return graph.op("Mul", graph.op("Tanh", graph.op("Div", graph.linear(hidden, head), value)), value, name="logits")
+    # The short hidden row is divided instead of the logits.
+    divided, kind = graph.op("Div", hidden, graph.floats(cap)), "MatMulCapRows" if head.sizes else None
+    with graph.kernel(kind, [divided], ["logits"], cap=float(cap), **head.sizes) as (body, (rows,), (capped,)):
+        body.op("Mul", body.op("Tanh", body.linear(rows, head)), body.floats(cap), name=capped)
+    return "logits"

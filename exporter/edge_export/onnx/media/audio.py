@@ -65,10 +65,9 @@ def _convolved(tower: Tower, value: str, layer: str) -> str:
 
 
 def _layer(tower: Tower, audio: AudioTower, value: str, at: str, shared: _Shared) -> str:
-    graph = tower.graph
     value = _feed_forward(tower, value, f"{at}feed_forward1.")
     attended = _attention(tower, audio, tower.norm(value, f"{at}norm_pre_attn"), f"{at}self_attn.", shared)
-    value = graph.op("Add", value, tower.norm(attended, f"{at}norm_post_attn"))
+    value = tower.added(value, attended, f"{at}norm_post_attn")
     value = _convolution(tower, audio, value, f"{at}lconv1d.")
     return tower.norm(_feed_forward(tower, value, f"{at}feed_forward2."), f"{at}norm_out")
 
@@ -80,7 +79,7 @@ def _silu(graph: GraphBuilder, value: str) -> str:
 def _feed_forward(tower: Tower, value: str, at: str) -> str:
     fed = tower.clipped(tower.norm(value, f"{at}pre_layer_norm"), f"{at}ffw_layer_1")
     fed = tower.clipped(_silu(tower.graph, fed), f"{at}ffw_layer_2")
-    return tower.graph.op("Add", value, tower.norm(fed, f"{at}post_layer_norm", 0.5))
+    return tower.added(value, fed, f"{at}post_layer_norm", 0.5)
 
 
 def _convolution(tower: Tower, audio: AudioTower, value: str, at: str) -> str:

@@ -36,9 +36,10 @@ def write_encoders(
     for role, prefix, build in towers:
         path = folder / f"{role.replace('_', '-')}-{weights}.onnx"
         data = path.with_suffix(".onnx_data")
-        graph = GraphBuilder(role)
+        format = weight_format(weights, OnnxRequest(block=_BLOCK))
+        graph = GraphBuilder(role, kernels=format.kind == "blocks")
         with WeightFile(data, progress) as file:
-            build(Tower(graph, checkpoint, file, weight_format(weights, OnnxRequest(block=_BLOCK)), prefix))
+            build(Tower(graph, checkpoint, file, format, prefix))
         graph.save(path)
         parts.append(BundlePart(role=role, path=path, format="onnx", quantization=weights))
         parts.append(BundlePart(role=f"{role}_data", path=data, format="onnx_data", quantization=weights))

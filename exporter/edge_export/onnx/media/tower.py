@@ -62,11 +62,28 @@ class Tower:
 
     def norm(self, value: str, name: str, factor: float = 1.0) -> str:
         """RMS norm with the weight `name`, times a factor."""
-        return self.graph.op("RMSNormalization", value, self.vector(f"{name}.weight", factor), axis=-1, epsilon=EPSILON)
+        weight = self.values(f"{name}.weight") * np.float32(factor)
+        return self._normed(value, self.stored(weight), len(weight))
 
     def plain_norm(self, value: str, size: int) -> str:
         """RMS norm of rows of `size` without a weight."""
-        return self.graph.op("RMSNormalization", value, self.graph.floats(np.ones(size, np.float32)), axis=-1, epsilon=EPSILON)
+        return self._normed(value, self.graph.floats(np.ones(size, np.float32)), size)
+
+    def _normed(self, value: str, weight: str, width: int) -> str:
+        normed = self.graph.fresh("normed")
+        with self.graph.kernel("NormRows", [value, weight], [normed], epsilon=EPSILON, width=width) as body:
+            body.graph.op("RMSNormalization", *body.inputs, name=body.outputs[0], axis=-1, epsilon=EPSILON)
+        return normed
+
+    def added(self, value: str, branch: str, name: str, factor: float = 1.0) -> str:
+        """value plus the RMS norm of a branch with the weight `name`, times a factor."""
+        weight, total = self.values(f"{name}.weight") * np.float32(factor), self.graph.fresh("sum")
+        inputs = [value, branch, self.stored(weight), "", ""]
+        with self.graph.kernel("ResidualRows", inputs, [total], epsilon=EPSILON, width=len(weight)) as body:
+            rows, other, scale, *_ = body.inputs
+            normed = body.graph.op("RMSNormalization", other, scale, axis=-1, epsilon=EPSILON)
+            body.graph.op("Add", rows, normed, name=body.outputs[0])
+        return total
 
     def shaped(self, value: str, shape: Sequence[int]) -> str:
         """The value in another shape; -1 is a size known at run time."""

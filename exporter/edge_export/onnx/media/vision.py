@@ -10,8 +10,9 @@ import math
 import numpy as np
 
 from edge_export.checkpoint.media_architecture import EMBED_VISION, VisionTower
-from edge_export.onnx.graph_builder import CONTRIB, GraphBuilder
+from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.media.tower import Tower
+from edge_runtime.bundle.onnx_graph import CONTRIB
 
 _PIXELS, _GROUP = 768, 9
 _ROPE_BASE = 100.0
@@ -53,12 +54,12 @@ def _turns(tower: Tower, vision: VisionTower, x: str, y: str) -> tuple[str, str]
 def _layer(tower: Tower, vision: VisionTower, value: str, at: str, turns: tuple[str, str]) -> str:
     graph = tower.graph
     attended = _attention(tower, vision, tower.norm(value, f"{at}input_layernorm"), f"{at}self_attn.", turns)
-    value = graph.op("Add", value, tower.norm(attended, f"{at}post_attention_layernorm"))
+    value = tower.added(value, attended, f"{at}post_attention_layernorm")
     normed = tower.norm(value, f"{at}pre_feedforward_layernorm")
     gate = graph.op("Gelu", tower.clipped(normed, f"{at}mlp.gate_proj"), approximate="tanh")
     product = graph.op("Mul", gate, tower.clipped(normed, f"{at}mlp.up_proj"))
     fed = tower.clipped(product, f"{at}mlp.down_proj")
-    return graph.op("Add", value, tower.norm(fed, f"{at}post_feedforward_layernorm"))
+    return tower.added(value, fed, f"{at}post_feedforward_layernorm")
 
 
 def _attention(tower: Tower, vision: VisionTower, value: str, at: str, turns: tuple[str, str]) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.onnx.graph_builder import GraphBuilder, PlainGraph
 from edge_export.onnx.graphs.attention import LAYER_KINDS, CacheNames
-from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, per_layer_inputs
+from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, Hidden, norms_behind, per_layer_inputs
 from edge_export.onnx.graphs.drafter import DrafterWeights, step
 from edge_export.onnx.graphs.kv import FLOAT_ROWS
 from edge_export.onnx.graphs.target import TargetWeights, logits
@@ -70,9 +70,8 @@ class StaticBlocks(Blocks):
         self._static_inputs = inputs
         self._new_rows: dict[str, CacheNames] = {}
 
-    def norm(self, value: str, weight: str, epsilon_factor: float = 1.0) -> str:
-        """Root-mean-square norm over the last axis."""
-        return self._graph.op("Mul", self._unweighted_norm(value, epsilon_factor), weight)
+    def _normed(self, graph: GraphBuilder, value: str, weight: str, epsilon_factor: float = 1.0, *, name: str | None = None) -> str:
+        return graph.op("Mul", self._unweighted_norm(value, epsilon_factor), weight, name=name)
 
     def _unweighted_norm(self, value: str, epsilon_factor: float = 1.0) -> str:
         graph = self._graph
@@ -97,9 +96,8 @@ class StaticBlocks(Blocks):
         query = self.norm(apart, graph.weight(weights.norms["self_attn.q_norm"]))
         return self._attended(self._turned(query, layer), layer, cache, self._new_rows.get(cache.key))
 
-    def keys_and_values(self, value: str, layer: int, weights: BlockWeights, present: CacheNames) -> None:
-        """Outputs K and V of a layer's input [1, rows, hidden_size], and nothing else of the layer."""
-        normed = self.norm(value, self._graph.weight(weights.norms["input_layernorm"]))
+    def keys_and_values(self, normed: str, layer: int, weights: BlockWeights, present: CacheNames) -> None:
+        """Outputs K and V of the norm of a layer's input [1, rows, hidden_size], and nothing else of the layer."""
         self._keep(self._apart((normed, normed), layer, weights)[1:], layer, weights, present)
 
     def _keep(self, own: list[str], layer: int, weights: BlockWeights, present: CacheNames) -> None:
@@ -159,30 +157,32 @@ def write_target_graph(target: TargetWeights, shape: Shape, graph: PlainGraph, p
     per_layer: list[str] = []
     if target.per_layer is not None:
         identity = graph.input("per_layer", "f32", (1, rows, model.layers * model.per_layer_size))
-        per_layer = per_layer_inputs(graph, blocks.norm, model, embedded, identity, target.per_layer.projection, target.per_layer.norm)
+        per_layer = per_layer_inputs(graph, blocks.head_norm, model, embedded, identity, target.per_layer.projection, target.per_layer.norm)
     buffers = {layer: declare_buffer(graph, model, shape, layer) for layer in range(model.owning_layers)}
     new_rows = {layer: CacheNames(key=f"new_key.{layer}", value=f"new_value.{layer}", owner=layer) for layer in buffers}
-    value = embedded
+    first, following = graph.weight(target.layers[0].norms["input_layernorm"]), norms_behind(target.layers, target.norm)
+    hidden = Hidden(embedded, blocks.norm(embedded, first))
     for layer, kind in enumerate(model.layer_types[: model.owning_layers - 1 if prefill else None]):
         owner = layer if layer in buffers else model.last_owner(kind)
-        value = blocks.block(
-            value,
+        hidden = blocks.block(
+            hidden,
             layer,
             target.layers[layer],
+            following[layer],
             cache=buffers[owner],
             present=new_rows.get(layer),
             per_layer=per_layer[layer] if per_layer else "",
+            name="hidden" if layer == model.layers - 1 else None,
         )
     if prefill:
         last = model.owning_layers - 1
-        blocks.keys_and_values(value, last, target.layers[last], new_rows[last])
+        blocks.keys_and_values(hidden.normed, last, target.layers[last], new_rows[last])
     for layer, names in new_rows.items():
         for name in (names.key, names.value):
             graph.output(name, "f32", (1, model.kv_heads_of(layer), rows, model.head_dim_of(layer)))
     if not prefill:
-        hidden = graph.op("Identity", blocks.norm(value, graph.weight(target.norm)), name="hidden")
-        graph.output(hidden, "f32", (1, rows, model.hidden_size))
-        graph.output(logits(graph, target, hidden), "f32", (1, rows, model.vocab_size))
+        graph.output(hidden.normed, "f32", (1, rows, model.hidden_size))
+        graph.output(logits(graph, target, hidden.normed), "f32", (1, rows, model.vocab_size))
     graph.save(path)
 
 

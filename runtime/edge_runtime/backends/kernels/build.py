@@ -2,8 +2,8 @@
 
     python runtime/edge_runtime/backends/kernels/build.py [TARGET [FOLDER]]
 
-The package's own build calls it for the machine it runs on, `edge-export package` for the device. Output depends on the sources and the
-compiler's version alone.
+The project's own build calls it (hatch_build.py), and `edge-export package` for a device. Output depends on the sources and the compiler's
+version alone.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
+LIBRARIES = Path(__file__).parent / "lib"
 # What runs on any processor of the architecture, and the files that need more, each with the processor it is compiled for.
 _COMMON = (
     *(
@@ -75,26 +76,35 @@ def host_target() -> str | None:
 
 
 def library_name(target: str) -> str:
-    """Returns the file name of the library for a target."""
-    return "libedge_rows.dylib" if "macos" in target else "libedge_rows.so"
+    """Returns the file name of the library for a target: the one that `loader` asks for there."""
+    system, machine = next(place for place, name in TARGETS.items() if name == target)
+    return f"libedge_rows-{system.lower()}-{machine}{'.dylib' if system == 'Darwin' else '.so'}"
 
 
-def build(target: str, folder: Path, flags: Sequence[str] = ()) -> Path:
+def variants(target: str) -> tuple[str, ...]:
+    """Returns the names of the variants in the library for a target, as `loader.usable_variants` has them, from the simplest on."""
+    sources = [Path(name).stem for name in _VARIANTS[target.partition("-")[0]]]
+    return tuple(name.removeprefix("rows_") for name in sources if name.startswith("rows_"))
+
+
+def build(
+    target: str, folder: Path, flags: Sequence[str] = (), *, cache: Path | None = None, report: Callable[[float], None] = lambda _: None
+) -> Path:
     """Compiles the library for `target` into `folder`, with more `flags`; returns its path.
 
+    `cache` keeps zig's results for the next time, unless zig's own variables name another folder. `report` gets the share that is done.
     Raises RuntimeError with the compiler's words if that fails.
     """
     processor = _BASE[target.partition("-")[0]]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / library_name(target)
     with tempfile.TemporaryDirectory(prefix="edge-mtp-kernels-") as scratch:
-        objects = compile_objects(target, Path(scratch), flags)
+        cache = cache or Path(scratch)
+        objects = compile_objects(target, Path(scratch), flags, cache=cache, report=report)
         # The C library is that of the process that loads this one: zig would first compile its own for a minute.
         system = ["-undefined", "dynamic_lookup"] if "macos" in target else ["-Wl,-z,max-page-size=16384"]
         partial = f"{scratch}/{path.name}"
-        run_compiler(
-            ["-target", target, f"-mcpu={processor}", "-shared", "-s", "-nostdlib", *system, *objects, "-o", partial], Path(scratch)
-        )
+        run_compiler(["-target", target, f"-mcpu={processor}", "-shared", "-s", "-nostdlib", *system, *objects, "-o", partial], cache)
         # A new file in the old one's place: a program that runs on the old one keeps it.
         fresh = path.with_suffix(".new")
         fresh.write_bytes(Path(partial).read_bytes())
@@ -102,10 +112,18 @@ def build(target: str, folder: Path, flags: Sequence[str] = ()) -> Path:
     return path
 
 
-def compile_objects(target: str, folder: Path, flags: Sequence[str] = (), without: Sequence[str] = ()) -> list[str]:
+def compile_objects(
+    target: str,
+    folder: Path,
+    flags: Sequence[str] = (),
+    without: Sequence[str] = (),
+    *,
+    cache: Path | None = None,
+    report: Callable[[float], None] = lambda _: None,
+) -> list[str]:
     """Compiles the library's sources, but those that begin with a word of `without`, into object files in `folder`; returns their paths.
 
-    Raises RuntimeError with the compiler's words if that fails.
+    `cache` (else `folder`) and `report` are as in `build`. Raises RuntimeError with the compiler's words if that fails.
     """
     architecture = target.partition("-")[0]
     jobs = [(name, _BASE[architecture]) for name in _COMMON] + list(_VARIANTS[architecture].items())
@@ -115,17 +133,22 @@ def compile_objects(target: str, folder: Path, flags: Sequence[str] = (), withou
         source, processor = job
         output = f"{folder}/{source.replace('/', '-')}.o"
         run_compiler(
-            [*_FLAGS, *flags, f"-I{SOURCES}", "-target", target, f"-mcpu={processor}", "-c", str(SOURCES / source), "-o", output], folder
+            [*_FLAGS, *flags, f"-I{SOURCES}", "-target", target, f"-mcpu={processor}", "-c", str(SOURCES / source), "-o", output],
+            cache or folder,
         )
         return output
 
+    outputs = []
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return list(pool.map(compile_job, jobs))
+        for output in pool.map(compile_job, jobs):
+            outputs.append(output)
+            report(len(outputs) / len(jobs))
+    return outputs
 
 
-def run_compiler(arguments: Sequence[str], scratch: Path) -> None:
-    """Runs zig's C++ compiler; its caches lie in `scratch` unless zig's own variables name others. Raises RuntimeError if it fails."""
-    environment = {"ZIG_LOCAL_CACHE_DIR": f"{scratch}/local", "ZIG_GLOBAL_CACHE_DIR": f"{scratch}/global"} | os.environ
+def run_compiler(arguments: Sequence[str], cache: Path) -> None:
+    """Runs zig's C++ compiler; its caches lie in `cache` unless zig's own variables name others. Raises RuntimeError if it fails."""
+    environment = {"ZIG_LOCAL_CACHE_DIR": f"{cache}/local", "ZIG_GLOBAL_CACHE_DIR": f"{cache}/global"} | os.environ
     result = subprocess.run(
         [sys.executable, "-P", "-m", "ziglang", "c++", *arguments], capture_output=True, text=True, env=environment, check=False
     )
@@ -138,7 +161,7 @@ def main() -> None:
     target = sys.argv[1] if len(sys.argv) > 1 else host_target()
     if target is None:
         sys.exit(f"Error: there are no kernels for {platform.system()} on {platform.machine()}")
-    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parent / "lib"
+    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else LIBRARIES
     print(build(target, folder))
 
 

@@ -12,14 +12,21 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_runtime.backends.kernels.arrays import handed
 from edge_runtime.backends.kernels.loader import load_library, variant
+from edge_runtime.bundle.gguf_types import TENSOR_TYPES
 from edge_runtime.errors import BackendError
 from edge_runtime.interfaces import DraftSampler, ShouldContinue, StopNumbers, StopRule
 
 _POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 # enum RowType in src/draft/steps.h
 FLOAT_ROWS, HALF_ROWS, Q8_ROWS, Q4_ROWS, INT8_ROWS = range(5)
+_ROW_TYPES = {np.float32: FLOAT_ROWS, np.float16: HALF_ROWS, np.int8: INT8_ROWS}
 _LEVELS, _GGUF = 1, 2
+# Tables of a stop rule that may go on behind its longest draft.
+_LONGER = ("row_costs", "further")
+# The place of the norm of queries among those of a layer.
+_OF_QUERIES = 1
 _CHOOSE = ctypes.CFUNCTYPE(_NUMBER, _NUMBER, _NUMBER)
 # Ends a draft before a token; below it, a token that is the last one.
 _NO_TOKEN = -1
@@ -83,11 +90,6 @@ class _Call(ctypes.Structure):
     )
 
 
-def address(array: NDArray[Any]) -> int:
-    """Where the first element of a contiguous array lies."""
-    return int(array.__array_interface__["data"][0])
-
-
 @dataclass(frozen=True, kw_only=True)
 class LevelMatrix:
     """A matrix [outputs, inputs] as MatMulNBits stores it: `levels` uint8 of `bits` each, `scales` float32 [outputs, inputs / block]."""
@@ -100,7 +102,11 @@ class LevelMatrix:
     block: int
 
     def described(self) -> _Matrix:
-        return _Matrix(_LEVELS, self.bits, self.block, self.outputs, self.inputs, address(self.levels), address(self.scales))
+        """Raises ValueError for levels or scales of another type or size."""
+        elements = self.outputs * self.inputs
+        levels = handed(self.levels, np.uint8, elements * self.bits // 8)
+        scales = handed(self.scales, np.float32, elements // max(1, self.block))
+        return _Matrix(_LEVELS, self.bits, self.block, self.outputs, self.inputs, levels, scales)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +118,18 @@ class GgufMatrix:
     outputs: int
     inputs: int
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row. Raises ValueError for a type that is none."""
+        if self.type not in TENSOR_TYPES:
+            raise ValueError("the type of a matrix")
+        stored = TENSOR_TYPES[self.type]
+        return self.inputs // stored.weights * stored.bytes
+
     def described(self) -> _Matrix:
-        return _Matrix(_GGUF, self.type, self.data.nbytes // max(1, self.outputs), self.outputs, self.inputs, address(self.data), None)
+        """Raises ValueError for data of another type or size."""
+        data = handed(self.data, np.uint8, self.outputs * self.row_bytes)
+        return _Matrix(_GGUF, self.type, self.row_bytes, self.outputs, self.inputs, data, None)
 
 
 Matrix = LevelMatrix | GgufMatrix
@@ -181,14 +197,22 @@ class NativeDraft:
         self._library.edge_draft_scores.restype = _NUMBER
         self._kept = weights
         self.sources = (KvSource * (1 + max(layer.source for layer in weights.layers)))()
+        self._dims = {layer.source: layer.dim for layer in weights.layers}
+        if any(self._dims[layer.source] != layer.dim for layer in weights.layers):
+            raise ValueError("the heads of a layer")
         shape, reason = _described(weights, len(self.sources)), ctypes.c_char_p()
         shape.threads = threads
         pointer = self._library.edge_draft_new(name.encode() if name else None, ctypes.byref(shape), ctypes.byref(reason))
         if pointer is None:
             raise ValueError((reason.value or b"").decode())
         self._model: Any = _POINTER(pointer)
+        self._longest, self._width = longest, weights.after.outputs
         self._tokens, self._probabilities = np.zeros(longest, np.int64), np.zeros(longest, np.float32)
-        self._call = _Call(sources=ctypes.addressof(self.sources), tokens=address(self._tokens), probabilities=address(self._probabilities))
+        self._call = _Call(
+            sources=ctypes.addressof(self.sources),
+            tokens=handed(self._tokens, np.int64, longest),
+            probabilities=handed(self._probabilities, np.float32, longest),
+        )
         self._reference = ctypes.byref(self._call)
         self._threshold, self._asked = 0.0, False  # as in `_call`
         self._rule = _Rule()
@@ -201,6 +225,15 @@ class NativeDraft:
         self._rule_source: ShouldContinue | None = None  # what was asked last whether it is a rule, and the answer
         self._stop_rule: StopRule | None = None
         self._error: BaseException | None = None
+
+    def rotations(self, number: int, *tables: NDArray[np.float32]) -> tuple[int, ...]:
+        """Returns where cosines or sines [..., dim / 2] lie, for the layers of the source of that number.
+
+        Raises ValueError for tables of another type or width.
+        """
+        if any(table.shape[-1] != self._dims[number] // 2 for table in tables):
+            raise ValueError("the rotations of K/V rows")
+        return tuple(handed(table, np.float32, table.size) for table in tables)
 
     def _views(self) -> tuple[NDArray[np.float32], NDArray[np.int32] | None]:
         scores, candidates = _POINTER(), _POINTER()
@@ -222,10 +255,13 @@ class NativeDraft:
     ) -> list[int]:
         """Drafts behind the token `last` and its `hidden` row float32 [target], a view, on the rows that `sources` name.
 
-        Without either of them a draft ends before a token that the drafter gives less than `min_probability`. Raises what they raise.
+        Without either of them a draft ends before a token that the drafter gives less than `min_probability`. Raises what they raise, and
+        ValueError for a row of another type or size, or a longer draft.
         """
         call = self._call
-        call.token, call.steps, call.hidden = last, draft_length, address(hidden)
+        if draft_length > self._longest:
+            raise ValueError(f"a draft of {draft_length} tokens, at most {self._longest}")
+        call.token, call.steps, call.hidden = last, draft_length, handed(hidden, np.float32, self._width)
         threshold = min_probability if sampler is None and should_continue is None else 0.0
         if threshold != self._threshold:
             self._threshold = call.min_probability = threshold
@@ -256,10 +292,14 @@ class NativeDraft:
         """The address of a rule's numbers."""
         rule = self._rule
         if numbers.tables is not self._numbers:
-            self._numbers = numbers.tables
-            for name, table in zip(("bounds", "row_costs", "draft_costs", "accept", "transition", "further"), numbers.tables, strict=True):
-                setattr(rule, name, address(table))
-            rule.bins, rule.longest = len(numbers.tables[3]), len(numbers.tables[2]) - 1
+            self._numbers, bins, lengths = numbers.tables, len(numbers.tables[3]), len(numbers.tables[2])
+            sizes = {
+                **{"bounds": bins - 1, "row_costs": lengths, "draft_costs": lengths},
+                **{"accept": bins, "transition": bins**2, "further": lengths * bins},
+            }
+            for (name, size), table in zip(sizes.items(), numbers.tables, strict=True):
+                setattr(rule, name, handed(table, np.float64, size, more=name in _LONGER))
+            rule.bins, rule.longest = bins, lengths - 1
         rule.rate, rule.any_prefix = numbers.rate, numbers.any_prefix
         return self._rule_address
 
@@ -284,12 +324,58 @@ class NativeDraft:
             self._model = None
 
 
+class ArrayRows:
+    """K/V rows [1, kv_heads, rows, dim] in two arrays, as the source of a drafter, with the rotations [positions, dim / 2] of queries."""
+
+    def __init__(
+        self,
+        draft: NativeDraft,
+        number: int,
+        arrays: tuple[NDArray[Any], NDArray[Any]],
+        rotations: tuple[NDArray[np.float32], NDArray[np.float32]],
+        scales: tuple[NDArray[np.float32], ...] = (),
+    ) -> None:
+        """Keys and values; cosines and sines; of int8 rows the `scales` of both [kv_heads x dim].
+
+        Raises ValueError for what the drafter's layers do not read.
+        """
+        kind, dim = arrays[0].dtype.type, draft._dims[number]
+        if kind not in _ROW_TYPES or any(array.shape != arrays[0].shape or array.shape[3] != dim for array in arrays):
+            raise ValueError("the K/V rows")
+        if len(scales) != (2 if kind is np.int8 else 0):
+            raise ValueError("the scales of K/V rows")
+        _, heads, self._rows, _ = arrays[0].shape
+        self._positions, self._kept = min(map(len, rotations)), (*arrays, *rotations, *scales)
+        self._source = source = draft.sources[number]
+        self._keys, self._values = (handed(array, kind, heads * self._rows * dim) for array in arrays)
+        self._cosine, self._sine = draft.rotations(number, *rotations)
+        self._step, self._turn = dim * arrays[0].itemsize, dim // 2 * np.dtype(np.float32).itemsize
+        source.type, source.kv_heads = _ROW_TYPES[kind], heads
+        source.key_step = source.value_step = self._step
+        source.key_head = source.value_head = self._rows * self._step
+        if scales:
+            source.key_scales, source.value_scales = (handed(part, np.float32, heads * dim) for part in scales)
+
+    def select(self, first: int, count: int, position: int) -> None:
+        """The next draft, at that position, reads `count` rows from `first` on.
+
+        Raises ValueError for rows or a position beyond the arrays.
+        """
+        if first < 0 or first + count > self._rows or not 0 <= position < self._positions:
+            raise ValueError(f"{count} rows from {first} on at {position}")
+        source = self._source
+        source.count = count
+        source.keys, source.values = self._keys + first * self._step, self._values + first * self._step
+        source.cosine, source.sine = self._cosine + position * self._turn, self._sine + position * self._turn
+
+
 def _described(weights: DraftWeights, sources: int) -> _Shape:
     """The structure for C; arrays must stay where they are."""
     layers = (_Layer * len(weights.layers))()
     for to, layer in zip(layers, weights.layers, strict=True):
         to.matrices = (_Matrix * 5)(*(matrix.described() for matrix in layer.matrices))
-        to.norms = (_POINTER * 5)(*map(address, layer.norms))
+        sizes = (layer.dim if place == _OF_QUERIES else weights.before.outputs for place in range(5))
+        to.norms = (_POINTER * 5)(*(handed(norm, np.float32, size) for norm, size in zip(layer.norms, sizes, strict=True)))
         to.dim, to.source, to.factor = layer.dim, layer.source, layer.factor
     before, after, rows, embedding, sparse = weights.before, weights.after, weights.rows, weights.embedding, weights.sparse
     shape = _Shape(
@@ -304,14 +390,15 @@ def _described(weights: DraftWeights, sources: int) -> _Shape:
         after=after.described(),
         rows=rows.described(),
         layer=ctypes.addressof(layers),
-        norm=address(weights.norm),
+        norm=handed(weights.norm, np.float32, before.outputs),
         embedding=embedding.described(),
         factor=weights.factor,
     )
     shape._layers = layers  # kept until the call
     if sparse is not None:
         shape.centroids, shape.per_centroid = sparse.order.shape
-        shape.top, shape.order, shape.centroid_rows = sparse.top, address(sparse.order), sparse.centroids.described()
+        shape.top, shape.centroid_rows = sparse.top, sparse.centroids.described()
+        shape.order = handed(sparse.order, np.int32, rows.outputs)
     if weights.read is not None and isinstance(embedding, GgufMatrix):
-        shape.read, shape.step = weights.read, embedding.data.nbytes // embedding.outputs
+        shape.read, shape.step = weights.read, embedding.row_bytes
     return shape

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels.draft import KvSource, address
-from edge_runtime.backends.kernels.loader import VARIABLE, load_library, variant
+from edge_runtime.backends.kernels.arrays import handed
+from edge_runtime.backends.kernels.draft import KvSource
+from edge_runtime.backends.kernels.loader import load_library, stock_reason
 
 # In the order of struct Functions in src/ggml/facts.h.
 FUNCTIONS = (
@@ -43,18 +44,16 @@ def register(llama: Any) -> str | None:
 
     Must come before the first model is loaded. `llama` is the ctypes library: its dependencies, ggml's libraries, are searched with it.
     """
-    kernels = _kernels()
-    if kernels is None:
-        return "the row kernels were not built for this machine"
-    if variant() is None:
-        return f"no row kernel runs on this processor, or ${VARIABLE} switches them off"
+    kernels, reason = _kernels(), stock_reason()
+    if kernels is None or reason is not None:
+        return reason
     missing = [name for name in (*FUNCTIONS, _NEW) if not hasattr(llama, name)]
     if missing:
         return f"this build of llama.cpp does not export {', '.join(missing)}"
     functions = (ctypes.c_void_p * len(FUNCTIONS))(*(_address(llama, name) for name in FUNCTIONS))
     kernels.edge_ggml_register.restype = ctypes.c_char_p
-    reason = kernels.edge_ggml_register(functions, ctypes.c_void_p(_address(llama, _NEW)))
-    return f"this build of llama.cpp is another than the one supported: {reason.decode('ascii')}" if reason else None
+    refusal = kernels.edge_ggml_register(functions, ctypes.c_void_p(_address(llama, _NEW)))
+    return f"this build of llama.cpp is another than the one supported: {refusal.decode('ascii')}" if refusal else None
 
 
 def switch(enabled: bool) -> None:
@@ -102,7 +101,7 @@ class CellWatch:
 
     def begin(self, flags: NDArray[np.int8], count: int) -> None:
         """This thread's next forward, whose first `count` of `flags` say which rows are flagged, is watched until `end`."""
-        self._kernels.edge_ggml_watch(self._pointer, ctypes.c_void_p(flags.ctypes.data), ctypes.c_int64(count))
+        self._kernels.edge_ggml_watch(self._pointer, ctypes.c_void_p(handed(flags[:count], np.int8, count)), ctypes.c_int64(count))
 
     def end(self) -> None:
         """Nothing is watched any more."""
@@ -114,11 +113,9 @@ class CellWatch:
 
     def visible(self, row: int, to: VisibleCells) -> bool:
         """Puts into `to` what the newest forward's flagged row of that number attends to; returns whether that is known."""
+        watched, count = self._kernels.edge_ggml_watch_cells, self._max_cells
         return all(
-            self._kernels.edge_ggml_watch_cells(
-                self._pointer, layer, row, ctypes.byref(to.sources[layer]), ctypes.c_void_p(address(cells)), self._max_cells
-            )
-            > 0
+            watched(self._pointer, layer, row, ctypes.byref(to.sources[layer]), ctypes.c_void_p(handed(cells, np.int32, count)), count) > 0
             for layer, cells in enumerate(to.cells)
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
+import platform
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from edge_devices.files.limited_read import sha256_of
 # Names a variant ("avx2"), or is "none": then the stock operators run.
 VARIABLE = "EDGE_MTP_KERNELS"
 FOLDER = Path(__file__).parent / "lib"
-NAME = "libedge_rows.dylib" if sys.platform == "darwin" else "libedge_rows.so"
+# A released wheel has the libraries of several systems: each has its system and processor in its name (build.py, `library_name`).
+NAME = f"libedge_rows-{platform.system().lower()}-{platform.machine()}{'.dylib' if platform.system() == 'Darwin' else '.so'}"
 _NAMES_BYTES = 256
 # Kept: C holds its address.
 _LOST_FILE = ctypes.c_char_p(
@@ -34,6 +35,21 @@ def variant() -> str | None:
     if requested:
         return requested if requested in usable else None
     return usable[0] if usable else None
+
+
+def stock_reason() -> str | None:
+    """Returns why the stock operators run, as a sentence; None where a variant does."""
+    if variant() is not None:
+        return None
+    if os.environ.get(VARIABLE) == "none":
+        return f"${VARIABLE} switches the row kernels off"
+    if not (FOLDER / NAME).is_file():
+        return "there are no row kernels in this installation"
+    if load_library() is None:
+        return f"{NAME} does not load on this system"
+    if not usable_variants():
+        return "no row kernel runs on this processor"
+    return f"${VARIABLE}={os.environ[VARIABLE]} is none of {', '.join(usable_variants())}"
 
 
 def build_hash() -> str:
@@ -61,11 +77,6 @@ def load_library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path)) if path.is_file() else None
     except OSError:  # built for another processor or C library
         return None
-
-
-def is_newest() -> bool:
-    """Whether the library has all operators; an earlier build has none for norms and caps."""
-    return hasattr(load_library(), "edge_rows_norm")
 
 
 def end_on_lost_files() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from edge_devices.children.commands import limited_command, print_answer
 from edge_devices.children.running import run_child
 from edge_devices.files.user_cache import entry_key
+from edge_devices.machine.device_package import this_package
 from edge_devices.machine.facts import cpu_identity, usable_processors
 from edge_devices.machine.load import LoadWatch
 from edge_devices.waiting import Report, Waiting, silent_wait
@@ -192,7 +193,12 @@ def _run(command: Sequence[str], setup: Mapping[str, object], timeout_seconds: f
 
 
 def workaround(version: str) -> str:
-    """Returns the workaround: how to build this version of llama-cpp-python without the CPU extensions that crash."""
+    """Returns the workaround: how to build this version of llama-cpp-python without the CPU extensions that crash.
+
+    A device package has the builds that it was made with: there the other backend is what is left.
+    """
+    if this_package():
+        return "a device package has no other build of llama.cpp; export the bundle with --format onnx"
     flags = _WORKAROUND_X86 if platform.machine().lower() in {"x86_64", "amd64"} else _WORKAROUND_OTHER
     build = f"pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=={version}"
     return f'build llama-cpp-python without the CPU extensions that crash here: CMAKE_ARGS="{flags}" {build}'

@@ -13,10 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from edge_devices.machine.device_package import how_to_get, this_package
 from edge_devices.machine.graphics import driver_facts
 from edge_devices.machine.system import System
 from edge_runtime.backends.interface import CPU, GPU, NPU
-from edge_runtime.backends.llama.loader import INSTALL, library_version, llama_library, opened_beside
+from edge_runtime.backends.llama.loader import library_version, llama_library, opened_beside
 from edge_runtime.errors import BackendError, RequestError
 
 # ggml's own variable: the path of a backend that was built alone, such as libggml-vulkan.so (ggml/src/ggml-backend-reg.cpp).
@@ -66,7 +67,8 @@ def device_named(name: str) -> LlamaDevice:
         if asked in (device.name, device.kind):
             return device
     names = ", ".join([CPU, *(device.name for device in there)])
-    build = "" if there or asked != GPU else f"; this build has no GPU, {_BUILD}=={library_version()} builds one with Vulkan"
+    one = "no device package has one that has" if this_package() else f"{_BUILD}=={library_version()} builds one with Vulkan"
+    build = "" if there or asked != GPU else f"; this build has no GPU, {one}"
     raise RequestError(f"there is no device {name!r} that llama.cpp computes on here; there are {names}{build}")
 
 
@@ -117,7 +119,7 @@ def _function(name: str, result: Any) -> Any:
         if (function := getattr(library, name, None)) is not None:
             function.restype = result
             return function
-    raise BackendError(f"this build of llama.cpp has no {name}, which devices need; run: {INSTALL}")
+    raise BackendError(f"this build of llama.cpp has no {name}, which devices need; {how_to_get('llama')}")
 
 
 @cache

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels.draft import DraftLayer, DraftWeights, GgufMatrix, NativeDraft, SparseHeadWeights, address, can_draft
+from edge_runtime.backends.kernels.draft import DraftLayer, DraftWeights, GgufMatrix, NativeDraft, SparseHeadWeights, can_draft
 from edge_runtime.backends.kernels.ggml import CellWatch, is_switched_on
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.drafter import check_length
@@ -59,6 +59,7 @@ class LlamaKernelDrafter:
         except KeyError as error:  # for which llama.cpp may have a default
             raise ValueError(f"it has no {error.args[0]}") from error
         self._draft: NativeDraft | None = NativeDraft(weights, longest=max(1, options.max_draft_length), threads=options.threads)
+        self._tables = [self._draft.rotations(number, *rotation.tables) for number, rotation in enumerate(self._rotations)]
         if options.kv_type != "f16":
             self._turns = [_turns(rotation.dim) for rotation in self._rotations]
         else:
@@ -96,7 +97,8 @@ class LlamaKernelDrafter:
         for place, (rotation, turns) in enumerate(zip(self._rotations, self._turns, strict=True)):
             draft.sources[place] = visible.sources[place]
             source = draft.sources[place]
-            source.cosine, source.sine = rotation.at(sequence.length)
+            rotation.turn_to(sequence.length)
+            source.cosine, source.sine = self._tables[place]
             source.key_turn, source.value_turn = turns
         return draft.run(request.last, request.draft_length, hidden, request.sampler, request.should_continue)
 
@@ -111,7 +113,7 @@ class LlamaKernelDrafter:
 
 
 class _Rotation:
-    """Cosines and sines of a position, of one kind of layer."""
+    """Cosines and sines of a position, of one kind of layer: `tables`."""
 
     def __init__(self, header: GgufHeader, path: Path, *, sliding: bool) -> None:
         """Raises ValueError for a scaling of positions."""
@@ -127,14 +129,12 @@ class _Rotation:
             file = MappedGguf(path)
             if file.shape(_TURNS):
                 self._frequencies /= file.tensor(_TURNS, (self.dim // 2,), ("f32",)).data.view(np.float32)[: len(self._frequencies)]
-        self._cosine, self._sine = np.zeros((2, self.dim // 2), np.float32)
-        self._addresses = address(self._cosine), address(self._sine)
+        self.tables = np.zeros(self.dim // 2, np.float32), np.zeros(self.dim // 2, np.float32)
 
-    def at(self, position: int) -> tuple[int, int]:
-        """The addresses of cosines and sines [dim / 2], until the next call."""
+    def turn_to(self, position: int) -> None:
+        """Puts the cosines and sines [dim / 2] of a position into `tables`."""
         angles = self._frequencies * position
-        self._cosine[:], self._sine[:] = np.cos(angles), np.sin(angles)
-        return self._addresses
+        self.tables[0][:], self.tables[1][:] = np.cos(angles), np.sin(angles)
 
 
 def _turns(dim: int) -> tuple[int, int]:

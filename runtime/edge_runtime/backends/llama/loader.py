@@ -22,12 +22,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from edge_devices.machine.device_package import how_to_get
 from edge_runtime.backends.kernels import ggml
 from edge_runtime.backends.kernels.loader import end_on_lost_files, variant
 from edge_runtime.errors import BackendError
 
 PACKAGE = "llama_cpp"
-INSTALL = "pip install 'edge-mtp[llama]'"
 FIRST_VERSION = (0, 3, 36)
 END_VERSION = (0, 3, 37)
 # enum ggml_log_level in ggml/include/ggml.h
@@ -95,14 +95,14 @@ def llama_library() -> LlamaLibrary:
     try:
         version, api = _package_version(), _bindings("llama_cpp")
     except ImportError as error:
-        raise BackendError(f"llama-cpp-python is not installed ({error}); run: {INSTALL}") from error
+        raise BackendError(f"llama-cpp-python is not installed ({error}); {how_to_get('llama')}") from error
     except (OSError, RuntimeError) as error:
-        raise BackendError(f"llama-cpp-python's shared library does not load ({error}); run: {INSTALL}") from error
+        raise BackendError(f"llama-cpp-python's shared library does not load ({error}); {how_to_get('llama')}") from error
     check_version(version)
     try:
         staging = _bindings("llama_cpp_ext")
     except (ImportError, AttributeError) as error:
-        raise BackendError(f"llama-cpp-python {version} has no MTP interface ({error}); run: {INSTALL}") from error
+        raise BackendError(f"llama-cpp-python {version} has no MTP interface ({error}); {how_to_get('llama')}") from error
     log, base = LogRing(), opened_beside(api, "ggml-base")
     callback = _route_log(api, log)
     _route_aborts(api._lib, base)
@@ -162,7 +162,7 @@ def media_library(library: LlamaLibrary) -> Any:
     try:
         media = _bindings("mtmd_cpp")
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        raise BackendError(f"this build of llama.cpp has no libmtmd, which encodes media ({error}); run: {INSTALL}") from error
+        raise BackendError(f"this build of llama.cpp has no libmtmd, which encodes media ({error}); {how_to_get('llama')}") from error
     media.mtmd_log_set(library.callback, ctypes.c_void_p(0))
     return media
 
@@ -175,7 +175,7 @@ def declare(library: Any, signatures: Mapping[str, tuple[Any, list[Any]]]) -> An
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name, None)
         if function is None:
-            raise BackendError(f"this build of llama.cpp has no {name}, which drafters and sound need; run: {INSTALL}")
+            raise BackendError(f"this build of llama.cpp has no {name}, which drafters and sound need; {how_to_get('llama')}")
         function.restype, function.argtypes = result, arguments
     return library
 
@@ -185,7 +185,7 @@ def check_version(version: str) -> None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     if not FIRST_VERSION <= numbers < END_VERSION:
         first = ".".join(map(str, FIRST_VERSION))
-        raise BackendError(f"llama-cpp-python is {version}, but the MTP interface is supported for {first} only; run: {INSTALL}")
+        raise BackendError(f"llama-cpp-python is {version}, but the MTP interface is supported for {first} only; {how_to_get('llama')}")
 
 
 def library_version() -> str:
@@ -204,7 +204,7 @@ def opened_beside(api: Any, name: str) -> Any:
     try:
         return api.load_shared_library(name, api._base_path)
     except (OSError, RuntimeError) as error:
-        raise BackendError(f"llama-cpp-python's {name} library does not load ({error}); run: {INSTALL}") from error
+        raise BackendError(f"llama-cpp-python's {name} library does not load ({error}); {how_to_get('llama')}") from error
 
 
 def _route_log(api: Any, log: LogRing) -> Any:

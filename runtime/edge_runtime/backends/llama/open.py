@@ -97,7 +97,7 @@ class LlamaBackend:
         return [
             ("llama.cpp", "ok", build),
             ("", "", "; ".join(_tested(description["probes"])) or untested),
-            kernel_finding(description["row_kernels"], f"llama.cpp's own kernels multiply: {description['stock_reason']}"),
+            kernel_finding(description["row_kernels"], description["stock_reason"]),
             *(
                 (f"device {each['name']}", "ok", f"{each['kind'].upper()}: {each['hardware'] or 'unnamed'} ({each['driver']})")
                 for each in description["devices"]

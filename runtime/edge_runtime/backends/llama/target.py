@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.committed_tokens import CommittedText
+from edge_runtime.backends.kernels.arrays import handed
 from edge_runtime.backends.kernels.ggml import CellWatch, VisibleCells
 from edge_runtime.backends.llama.context import (
     Batch,
@@ -229,7 +230,7 @@ class LlamaTargetContext(LlamaModel):
 
 def _bytes_of(array: NDArray[np.uint8]) -> Any:
     # ctypes.cast would leave a cycle of references that keeps the state until garbage is collected.
-    return ctypes.byref(ctypes.c_uint8.from_address(array.ctypes.data))
+    return ctypes.byref(ctypes.c_uint8.from_address(handed(array, np.uint8, array.size)))
 
 
 class LlamaSequence(CommittedText):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from edge_runtime.backends.committed_tokens import TokenRange
+from edge_runtime.backends.kernels.arrays import handed
 from edge_runtime.backends.llama.loader import LlamaLibrary
 from edge_runtime.errors import RequestError
 
@@ -84,7 +85,7 @@ class LlamaVocabulary(TokenRange):
         capacity = len(data) + 1
         # An array of ctypes would be a new type for each length, which only the garbage collector takes away.
         buffer = np.empty(capacity, np.int32)
-        first = ctypes.byref(ctypes.c_int32.from_address(buffer.ctypes.data))
+        first = ctypes.byref(ctypes.c_int32.from_address(handed(buffer, np.int32, capacity)))
         # llama.cpp would add <eos> along with <bos> if a file asks for it, so special tokens are added by `encode`.
         count: int = self._api.llama_tokenize(self._vocab, data, len(data), first, capacity, False, parse_special)
         if count < 0:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from edge_devices.errors import first_line
+from edge_devices.machine.device_package import how_to_get
 from edge_devices.machine.facts import installed_version
 from edge_devices.machine.graphics import board_name, driver_facts
 from edge_devices.machine.system import System
@@ -26,7 +27,7 @@ from edge_runtime.errors import BackendError, RequestError
 FIRST_VERSION = (1, 31)
 END_VERSION = (1, 33)
 KINDS = (CPU, GPU, NPU)
-_CPU_PROVIDER, _QNN, _WEBGPU = "CPUExecutionProvider", "QNNExecutionProvider", "WebGpuExecutionProvider"
+_CPU_PROVIDER, _QNN = "CPUExecutionProvider", "QNNExecutionProvider"
 # Only what ends the process (4: fatal) is written to standard error; what fails is raised.
 SEVERITY = 4
 
@@ -47,7 +48,6 @@ class PlugIn:
 
 # Those that were run.
 PLUG_INS = (
-    PlugIn(provider=_WEBGPU, module="onnxruntime_ep_webgpu", package="onnxruntime-ep-webgpu", extra="webgpu", kind=GPU),
     PlugIn(provider="OpenVINOExecutionProvider", module="onnxruntime_ep_openvino", package="onnxruntime-ep-openvino", extra="openvino"),
     PlugIn(provider=_QNN, module="onnxruntime_qnn", package="onnxruntime-qnn", extra="qnn", kind=NPU),
 )
@@ -66,7 +66,7 @@ _BUILT_IN = {
 
 @dataclass(frozen=True, kw_only=True)
 class OrtDevice:
-    """A device: its name for people ("webgpu", "openvino:NPU"), its execution provider and its kind, cpu, gpu or npu.
+    """A device: its name for people ("qnn", "openvino:NPU"), its execution provider and its kind, cpu, gpu or npu.
 
     `hardware` is its maker's name. `driver` is what its results depend on beside the hardware, in one line: versions of the plug-in and of
     drivers. `handle` is onnxruntime's own, None for a provider that needs no plug-in; `options` are the provider's. `software`: a processor
@@ -97,7 +97,7 @@ def onnxruntime_module() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise BackendError(f"onnxruntime is not installed ({error}); pip install 'edge-mtp[onnx]'") from error
+        raise BackendError(f"onnxruntime is not installed ({error}); {how_to_get('onnx')}") from error
     end_on_lost_files()
     onnxruntime.set_default_logger_severity(SEVERITY)
     onnxruntime.disable_telemetry_events()  # for a program that imported onnxruntime before us: then nothing more is collected
@@ -113,7 +113,7 @@ def check_version() -> None:
     """Raises BackendError if this onnxruntime is not one that was tested."""
     version = library_version()
     if not FIRST_VERSION <= tuple(int(part) for part in version.split(".")[:2]) < END_VERSION:
-        raise BackendError(f"onnxruntime {version} was not tested with these graphs, 1.31 and 1.32 were; pip install 'edge-mtp[onnx]'")
+        raise BackendError(f"onnxruntime {version} was not tested with these graphs, 1.31 and 1.32 were; {how_to_get('onnx')}")
 
 
 @cache
@@ -167,7 +167,7 @@ def device_named(name: str | None) -> OrtDevice:
 def _missing(name: str, typed: str) -> str:
     """Why there is no such device, and what to do."""
     there = f"there is no device {typed!r} that onnxruntime computes on here; there are {_names(devices())}"
-    meant = [each for each in PLUG_INS if name.partition(":")[0] in (each.extra, each.provider.lower()) or name in (each.kind or NPU, GPU)]
+    meant = [each for each in PLUG_INS if name.partition(":")[0] in (each.extra, each.provider.lower()) or name == NPU]
     for plug_in in meant:
         failure, installed = plug_in_failure(plug_in), f"{plug_in.package} {installed_version(plug_in.package)}"
         if failure:
@@ -175,8 +175,9 @@ def _missing(name: str, typed: str) -> str:
         if failure is None and not any(device.provider == plug_in.provider for device in devices()):
             return f"{there}; {installed} is installed and finds no device of its own on this machine"
     if meant and all(plug_in_failure(plug_in) == "" for plug_in in meant):
-        extras = [f"'edge-mtp[{plug_in.extra}]'" for plug_in in meant]
-        return f"{there}; pip install {' or '.join(extras)}"
+        return f"{there}; {how_to_get(*(plug_in.extra for plug_in in meant))}"
+    if name == GPU:
+        return f"{there}; llama.cpp computes on GPUs: export the bundle with --format gguf or both"
     return f"{there}; edge-run doctor says which drivers are installed"
 
 
@@ -215,12 +216,10 @@ def _options(plug_in: PlugIn, *, software: bool) -> tuple[tuple[str, str], ...]:
     """What a provider must be set to.
 
     OpenVINO's processor: not to round to bfloat16, which it does where the processor can. QNN: where its library for the NPU is, and to
-    compute in float16. WebGPU: to take int64 too, which a chosen token is, and which else goes to the processor and back.
+    compute in float16.
     """
     if plug_in.kind is None:
         return (("load_config", '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'),)
-    if plug_in.provider == _WEBGPU:
-        return (("enableInt64", "1"),)
     if plug_in.provider != _QNN:
         return ()
     settings = {"backend_path": import_module(plug_in.module).get_qnn_htp_path(), "enable_htp_fp16_precision": "1"}

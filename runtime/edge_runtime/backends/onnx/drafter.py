@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.files.user_cache import entry_key
-from edge_devices.machine.facts import installed_version
-from edge_runtime.backends.interface import CPU
-from edge_runtime.backends.kernels.draft import FLOAT_ROWS, HALF_ROWS, INT8_ROWS, KvSource, NativeDraft, address, can_draft
-from edge_runtime.backends.kernels.loader import build_hash, variant
-from edge_runtime.backends.onnx.device_drafter import FAILURES, PLACES, DeviceDrafter, failed, timed_places
-from edge_runtime.backends.onnx.device_target import DeviceTarget
-from edge_runtime.backends.onnx.devices import PROCESSOR, library_version
+from edge_runtime.backends.kernels.draft import ArrayRows, NativeDraft, can_draft
 from edge_runtime.backends.onnx.drafter_weights import OtherGraphError, channel_scales, read_weights, sources_of
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, check_length
 from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, scalar, value_over
@@ -30,7 +22,6 @@ from edge_runtime.interfaces import DraftSampler, ShouldContinue
 
 # A least probability that every token reaches.
 _ANY = float(np.finfo(np.float32).tiny)
-_ROW_TYPES = {"f32": FLOAT_ROWS, "f16": HALF_ROWS, "i8": INT8_ROWS}
 _OUTPUTS = ("drafts", "probabilities", "hidden_out", "scores", "candidates")
 
 T = TypeVar("T", bound=GraphTarget)
@@ -43,17 +34,6 @@ class Step(NamedTuple):
     probability: float
     scores: NDArray[np.float32]
     candidates: NDArray[np.int64] | None
-
-
-class _Place(NamedTuple):
-    """Where a source's rows and a position's rotations begin; bytes from one position to the next; scales of int8 rows."""
-
-    keys: int
-    values: int
-    cosine: int
-    sine: int
-    step: int
-    scales: tuple[NDArray[np.float32], ...]
 
 
 class GraphDrafter(ABC, Generic[T]):
@@ -100,6 +80,11 @@ class GraphDrafter(ABC, Generic[T]):
     def assignments(self) -> dict[str, dict[str, int]]:
         """Per execution provider how many nodes of each operator it runs."""
         return self._graph.assignments() if self._graph else {}
+
+    @property
+    def lacks_kernels(self) -> bool:
+        """As that of its graph."""
+        return self._graph is not None and self._graph.lacks_kernels
 
     def close(self) -> None:
         """Frees the session. Harmless when done twice."""
@@ -214,23 +199,19 @@ class KernelDrafter:
             raise OtherGraphError
         self._draft: NativeDraft | None = NativeDraft(weights, longest=MAX_ROWS - 1, threads=threads)
         self._buffers = [next(buffer for buffer in layout.buffers if buffer.layer == layer) for layer in sources_of(layout)]
-        self._places = [self._fixed(source, buffer, path) for source, buffer in zip(self._draft.sources, self._buffers, strict=True)]
+        try:
+            self._sources = [self._source(number, buffer, path) for number, buffer in enumerate(self._buffers)]
+        except BaseException:
+            self.close()
+            raise
         target.closers.append(self)
 
-    def _fixed(self, source: KvSource, buffer: CacheBuffer, path: Path) -> _Place:
-        """Fills in what stays: types, steps, scales. Returns where the rest comes from."""
+    def _source(self, number: int, buffer: CacheBuffer, path: Path) -> ArrayRows:
         cache, tables = self._target.cache, self._target.rotations.tables
-        keys, values = cache.array(buffer.key), cache.array(buffer.value)
-        source.type, source.kv_heads = _ROW_TYPES[buffer.dtype], buffer.kv_heads
-        source.key_step = source.value_step = buffer.head_dim * keys.itemsize
-        source.key_head = source.value_head = keys.shape[2] * source.key_step
+        assert self._draft is not None
         scales = channel_scales(path, buffer.key, buffer.value) if buffer.dtype == "i8" else ()
-        if scales:
-            if any(part.shape != (buffer.kv_heads * buffer.head_dim,) for part in scales):
-                raise OtherGraphError
-            source.key_scales, source.value_scales = map(address, scales)
-        cosine, sine = (tables[f"{word}_{buffer.kind}"] for word in ("cosine", "sine"))
-        return _Place(address(keys), address(values), address(cosine), address(sine), cosine.shape[1] * cosine.itemsize, scales)
+        arrays = cache.array(buffer.key), cache.array(buffer.value)
+        return ArrayRows(self._draft, number, arrays, (tables[f"cosine_{buffer.kind}"], tables[f"sine_{buffer.kind}"]), scales)
 
     def draft(
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
@@ -244,10 +225,8 @@ class KernelDrafter:
         if hidden is None or draft_length < 1:
             return []
         target.vocabulary.check(last)
-        for source, buffer, place in zip(self._draft.sources, self._buffers, self._places, strict=True):
-            first, source.count = target.cache.drafter_rows(buffer.kind, target.length)
-            source.keys, source.values = place.keys + first * source.key_step, place.values + first * source.value_step
-            source.cosine, source.sine = place.cosine + target.length * place.step, place.sine + target.length * place.step
+        for source, buffer in zip(self._sources, self._buffers, strict=True):
+            source.select(*target.cache.drafter_rows(buffer.kind, target.length), target.length)
         return self._draft.run(last, draft_length, hidden, sampler, should_continue)
 
     def assignments(self) -> dict[str, dict[str, int]]:
@@ -261,61 +240,14 @@ class KernelDrafter:
             self._draft = None
 
 
-AnyOrtDrafter = KernelDrafter | OrtDrafter | StaticOrtDrafter | DeviceDrafter
+AnyOrtDrafter = KernelDrafter | OrtDrafter | StaticOrtDrafter
 
 
 def open_drafter(path: Path, target: OrtTarget | StaticOrtTarget, session: SessionOptions, files: PairFiles) -> AnyOrtDrafter:
     """Opens the graph at `path` as the drafter of this target, where it drafts fastest. Raises BackendError, BundleError."""
     if not isinstance(target, OrtTarget):
         return StaticOrtDrafter(path, target, session)
-    if isinstance(target, DeviceTarget):
-        return _fastest_drafter(path, target, session, files)
-    return _drafter_on_processor(path, target, session, files, may_use_kernels=target.row_kernels)
-
-
-def _drafter_on_processor(
-    path: Path, target: OrtTarget, session: SessionOptions, files: PairFiles, *, may_use_kernels: bool
-) -> KernelDrafter | OrtDrafter:
-    """The drafter on the CPU's kernels where they run."""
-    if may_use_kernels and can_draft():
+    if target.row_kernels and can_draft():
         with suppress(OtherGraphError, ValueError):
             return KernelDrafter(path, target, files.layout, session.threads)
     return OrtDrafter(path, target, session)
-
-
-def _fastest_drafter(path: Path, target: DeviceTarget, session: SessionOptions, files: PairFiles) -> AnyOrtDrafter:
-    """The drafter on the device or on the CPU, to which a `DeviceTarget` gives the rows that it reads: whichever drafts faster.
-
-    That is not tried where a processor computes in the device's place. What is not chosen is opened to be timed only.
-    """
-    device, made = session.device, dict[str, AnyOrtDrafter]()
-
-    def on_processor() -> AnyOrtDrafter:
-        if CPU not in made:
-            made[CPU] = _drafter_on_processor(path, target, replace(session, device=PROCESSOR), files, may_use_kernels=True)
-        return made[CPU]
-
-    def on_device() -> AnyOrtDrafter:
-        if device.name not in made:
-            made[device.name] = DeviceDrafter(path, target, session, files.layout)
-        return made[device.name]
-
-    if device.software:
-        return on_processor()
-    facts: tuple[object, ...] = (files.identity, device.name, device.hardware, device.driver, library_version(), target.context)
-    facts += (session.threads, variant(), build_hash(), installed_version("edge-mtp"))
-    key = entry_key([*map(str, facts)])
-    places = timed_places(target, on_device, on_processor, key)
-    try:
-        chosen = on_device() if places.device_is_faster else on_processor()
-    except FAILURES as error:
-        if not places.device_is_faster:
-            raise
-        places = failed(error)
-        PLACES.keep(key, places, lambda _: None, provisional=places.passing)
-        chosen = on_processor()
-    for drafter in made.values():
-        if drafter is not chosen:
-            drafter.close()
-    target.draft_place = places.sentence(device.name)
-    return chosen

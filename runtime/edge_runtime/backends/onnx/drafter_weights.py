@@ -6,6 +6,8 @@ packed (kernels/src/draft/model.cpp).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.errors import errors_as
 from edge_runtime.backends.kernels.draft import DraftLayer, DraftWeights, LevelMatrix, SparseHeadWeights
 from edge_runtime.bundle.integrity import read_part
 from edge_runtime.bundle.manifest import CacheLayout
 from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES, Node, OnnxGraph, Tensor, read_graph
+from edge_runtime.errors import BackendError
 
 # TensorProto.DataType
 _DTYPES: dict[int, type[np.generic]] = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int32, 7: np.int64}
 _BLOCKS = (128, 64, 32, 16)
 _LAYER_MATRICES, _LAYER_NORMS = 4, 5
+_FEED_FORWARD = "FeedForwardRows"
+_PRODUCTS = {"MatMulRows", _FEED_FORWARD}
 
 
 class OtherGraphError(Exception):
@@ -33,13 +39,24 @@ def read_weights(path: Path, layout: CacheLayout) -> DraftWeights:
 
     Raises OtherGraphError for weights that are no levels in blocks, and for another number of nodes.
     """
-    graph = _Graph(path)
+    with _other_graphs():
+        return _weights(_Graph(path), layout)
+
+
+@contextmanager
+def _other_graphs() -> Iterator[None]:
+    """A node that has fewer inputs or attributes than the exporter's, or a constant of another shape, makes another graph."""
+    try:
+        yield
+    except (IndexError, KeyError, TypeError) as error:
+        raise OtherGraphError from error
+
+
+def _weights(graph: _Graph, layout: CacheLayout) -> DraftWeights:
     layers = len(layout.drafter_sources)
-    products, norms, factors = graph.nodes("MatMulNBits"), graph.nodes("RMSNormalization"), graph.layer_factors()
-    if len(products) != 3 + _LAYER_MATRICES * layers or len(norms) != 1 + _LAYER_NORMS * layers or len(factors) != layers:
+    sources, matrices, (vectors, factors, epsilon) = sources_of(layout), graph.matrices(), graph.norms()
+    if len(matrices) != 3 + _LAYER_MATRICES * layers or len(vectors) != 1 + _LAYER_NORMS * layers or len(factors) != layers:
         raise OtherGraphError
-    sources, matrices = sources_of(layout), [graph.levels(product) for product in products]
-    vectors = [graph.array(node.inputs[1]).copy() for node in norms]
     dims = {buffer.layer: buffer.head_dim for buffer in layout.buffers}
     made = []
     for n, source in enumerate(layout.drafter_sources):
@@ -60,7 +77,7 @@ def read_weights(path: Path, layout: CacheLayout) -> DraftWeights:
         raise OtherGraphError
     return DraftWeights(
         heads=made[0].matrices[0].outputs // made[0].dim,
-        epsilon=float(norms[0].numbers[b"epsilon"]),
+        epsilon=epsilon,
         before=matrices[0],
         after=matrices[-2],
         layers=tuple(made),
@@ -79,13 +96,14 @@ def sources_of(layout: CacheLayout) -> list[int]:
 
 def channel_scales(path: Path, key: str, value: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Returns the scales float32 [kv_heads x head_dim] of int8 rows in the buffers `key` and `value`. Raises OtherGraphError."""
-    graph = _Graph(path)
     names = [key.encode(), value.encode()]
-    for node in graph.nodes("GroupQueryAttention"):
-        if node.inputs[3:5] == names and len(node.inputs) == 14:
-            return graph.array(node.inputs[12]).reshape(-1).copy(), graph.array(node.inputs[13]).reshape(-1).copy()
-    scales = {node.inputs[0]: node.inputs[1] for node in graph.nodes("DequantizeLinear")}
-    keys, values = (graph.array(scales.get(name, b"")).copy() for name in names)
+    with _other_graphs():
+        graph = _Graph(path)
+        for node in graph.nodes("GroupQueryAttention"):
+            if node.inputs[3:5] == names and len(node.inputs) == 14:
+                return graph.array(node.inputs[12]).reshape(-1).copy(), graph.array(node.inputs[13]).reshape(-1).copy()
+        scales = {node.inputs[0]: node.inputs[1] for node in graph.nodes("DequantizeLinear")}
+        keys, values = (graph.array(scales.get(name, b"")).copy() for name in names)
     return keys, values
 
 
@@ -97,7 +115,7 @@ class _Graph:
         bodies: list[OnnxGraph] = [node.graphs[b"body"] for node in whole.nodes if node.operator == "Loop" and b"body" in node.graphs]
         if len(bodies) != 1:
             raise OtherGraphError
-        self._folder = path.parent
+        self._folder, self._files = path.parent, dict[str, NDArray[np.uint8]]()
         self._nodes = [*whole.nodes, *bodies[0].nodes]
         self._constants: dict[bytes, Tensor] = {**whole.constants, **bodies[0].constants}
 
@@ -115,29 +133,54 @@ class _Graph:
             if constant.raw is None or len(constant.raw) != prod(constant.shape) * dtype.itemsize:
                 raise OtherGraphError
             return np.frombuffer(constant.raw, dtype).reshape(constant.shape)
-        place = constant.external
-        return np.asarray(np.memmap(self._folder / place["location"], dtype, "r", int(place.get("offset", 0)), constant.shape))
+        mapped, first = self._mapped(constant.external["location"]), int(constant.external.get("offset", 0))
+        return mapped[first : first + prod(constant.shape) * dtype.itemsize].view(dtype).reshape(constant.shape)
 
-    def levels(self, node: Node) -> LevelMatrix:
-        """The matrix of a product."""
-        numbers = node.numbers
-        return self._levels(node.inputs, (numbers.get(b"N", 0), numbers.get(b"K", 0)), numbers)
+    def _mapped(self, name: str) -> NDArray[np.uint8]:
+        """A file of weights, mapped once: each mapping takes a descriptor. Raises BackendError where that is not possible."""
+        if name not in self._files:
+            with errors_as(
+                BackendError, f"{self._folder / name} cannot be mapped", "check the file, or free some memory", OSError, ValueError
+            ):
+                self._files[name] = np.asarray(np.memmap(self._folder / name, np.uint8, "r"))
+        return self._files[name]
 
-    def _levels(self, inputs: list[bytes], shape: tuple[float, float], numbers: dict[bytes, float]) -> LevelMatrix:
-        """`inputs` are the names of the value that is multiplied, of levels and of scales."""
-        if len(inputs) != 3:
+    def matrices(self) -> list[LevelMatrix]:
+        """The matrices of all products, in order."""
+        found = []
+        for node in self._nodes:
+            if node.operator in _PRODUCTS:
+                found.append(self._levels(node.inputs[1:3], node.numbers))
+            if node.operator == _FEED_FORWARD:
+                second = {name.removeprefix(b"second_"): number for name, number in node.numbers.items() if name.startswith(b"second_")}
+                found.append(self._levels(node.inputs[3:], second))
+        return found
+
+    def norms(self) -> tuple[list[NDArray[Any]], list[float], float]:
+        """The weights of all norms, in order, the numbers that layers multiply their output with, and the epsilon of the first norm."""
+        weights, factors, epsilon = list[bytes](), list[bytes](), 0.0
+        for node in self._nodes:
+            if node.operator == "NormRows":
+                weights += node.inputs[1:]
+                epsilon = epsilon or float(node.numbers.get(b"epsilon", 0))
+            elif node.operator == "ResidualRows":
+                weights += [node.inputs[2], *node.inputs[4:]]
+                factors += node.inputs[3:4]
+        numbers = [self.array(name) for name in factors if name]
+        if any(number.size != 1 for number in numbers):
             raise OtherGraphError
-        levels, scales = self.array(inputs[1]), self.array(inputs[2])
-        outputs, columns, bits, block = (int(number) for number in (*shape, numbers.get(b"bits", 0), numbers.get(b"block_size", 0)))
+        return [self.array(name).copy() for name in weights if name], [float(number.reshape(-1)[0]) for number in numbers], epsilon
+
+    def _levels(self, names: list[bytes], numbers: Mapping[bytes, float]) -> LevelMatrix:
+        """`names` are those of levels and of scales."""
+        if len(names) != 2:
+            raise OtherGraphError
+        levels, scales = map(self.array, names)
+        outputs, columns, bits, block = (int(numbers.get(name, 0)) for name in (b"N", b"K", b"bits", b"block_size"))
         if block not in _BLOCKS or (levels.nbytes, scales.size) != (outputs * columns * bits // 8, outputs * columns // block):
             raise OtherGraphError
         scales = np.ascontiguousarray(scales, np.float32)
         return LevelMatrix(levels=levels, scales=scales, outputs=outputs, inputs=columns, bits=bits, block=block)
-
-    def layer_factors(self) -> list[float]:
-        """The numbers that layers multiply their output with."""
-        names = [name for node in self.nodes("Mul") for name in node.inputs[1:] if name in self._constants]
-        return [float(self.array(name)[0]) for name in names if self._constants[name].shape == (1,)]
 
     def embedding(self) -> tuple[LevelMatrix, float]:
         """The target's embedding, and the factor of its rows."""
@@ -147,9 +190,12 @@ class _Graph:
         table, numbers = self._constants.get(gathered.inputs[0]), gathered.numbers
         if table is None or len(table.shape) != 2 or not numbers.get(b"bits"):
             raise OtherGraphError
-        shape = table.shape[0], table.shape[1] * 8 // numbers[b"bits"]
-        levels = self._levels([b"", gathered.inputs[0], gathered.inputs[2]], shape, numbers)
-        return levels, float(self.array(factors[0].inputs[1]))
+        shape = {b"N": table.shape[0], b"K": table.shape[1] * 8 // numbers[b"bits"]}
+        levels = self._levels([gathered.inputs[0], gathered.inputs[2]], {**numbers, **shape})
+        factor = self.array(factors[0].inputs[1])
+        if factor.size != 1:
+            raise OtherGraphError
+        return levels, float(factor.reshape(-1)[0])
 
     def sparse_head(self, centroids: LevelMatrix) -> SparseHeadWeights | None:
         """None where the head scores all tokens."""

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 
 from edge_devices.files.protobuf_wire import WireError
-from edge_devices.machine.memory import available_memory_bytes, byte_text
+from edge_devices.machine.memory import address_space_left, available_memory_bytes, byte_text
 from edge_runtime.bundle.integrity import read_part
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.bundle.onnx_file import INT64, MAX_DIMENSIONS, MAX_GRAPH_BYTES, Node, OnnxGraph, UnsoundGraphError, read_graph
@@ -49,21 +49,24 @@ class Value:
         return 0 if self.placed else prod(self.shape) * (8 if self.wide else 4)
 
 
-def check_graph_memory(path: Path, *forwards: Mapping[str, Shape]) -> int:
+def check_graph_memory(path: Path, *forwards: Mapping[str, Shape], beside: int = 0) -> int:
     """Returns the bytes of values that the graph at `path`, which passed `check_onnx`, needs at most, with inputs of any of these shapes.
 
+    `beside` are those of arrays that are there too.
     Raises BundleError if a shape cannot be computed, BackendError if that is more than the available memory.
     """
-    available = available_memory_bytes() or _UNKNOWN_LIMIT
+    limits = available_memory_bytes() or _UNKNOWN_LIMIT, address_space_left()
+    available = min(limit for limit in limits if limit is not None)
     data = read_part(path, MAX_GRAPH_BYTES, "graph")
     try:
         body = read_graph(data)
-        return max(_Peak(available).of_file(body, {name.encode(): shape for name, shape in shapes.items()}) for shapes in forwards)
+        return max(_Peak(available - beside).of_file(body, {name.encode(): shape for name, shape in shapes.items()}) for shapes in forwards)
     except (UnsoundGraphError, WireError) as error:
         raise unsound(path, error) from error
     except _TooMuchError as error:
+        what = "values and K/V rows" if beside else "values"
         raise BackendError(
-            f"{path.name} needs {byte_text(error.needed)} or more for its values, {byte_text(available)} of memory are available;"
+            f"{path.name} needs {byte_text(error.needed + beside)} or more for its {what}, {byte_text(available)} of memory are available;"
             " free some memory or ask for a shorter context"
         ) from error
 
@@ -88,6 +91,7 @@ class _Peak:
 
     def of_file(self, body: OnnxGraph, shapes: Mapping[bytes, Shape]) -> int:
         """Returns the most bytes at a time. Raises UnsoundGraphError, _TooMuchError."""
+        self._functions = body.functions
         known: dict[bytes, Value] = {}
         for name, declared in body.inputs.items():
             runtime_shape = shapes.get(name, ())
@@ -138,7 +142,18 @@ class _Peak:
             inputs.append(known[name] if name else Value(()))
         while inputs and not node.inputs[len(inputs) - 1]:  # inputs that are left out at the end
             inputs.pop()
-        return output_values(node, inputs)
+        function = self._functions.get(node.function)
+        return output_values(node, inputs) if function is None else self._called(node, function, inputs, held)
+
+    def _called(self, node: Node, function: OnnxGraph, inputs: Sequence[Value], held: int) -> list[Value]:
+        """What a function gives, or the kernel of its name, whichever runs: that needs less inside, and may not give more."""
+        self._kept += sum(len(tensor.raw or b"") for tensor in function.constants.values())
+        values = _outputs_of(function, self._follow(function, dict(zip(function.inputs, inputs, strict=False)), held))
+        if node.operator in KERNEL_RULES:
+            shapes = _shapes(KERNEL_RULES[node.operator], node, inputs)
+            if any(prod(shape) > prod(value.shape) for shape, value in zip(shapes, values, strict=False)):
+                raise UnsoundGraphError(f"the kernel of {node.operator} gives more than the function of that name")
+        return values
 
     def _branches(self, node: Node, known: Mapping[bytes, Value], held: int) -> list[Value]:
         branches: list[list[Value]] = []
@@ -183,14 +198,7 @@ def output_values(node: Node, inputs: Sequence[Value]) -> list[Value]:
     rule = RULES.get(node.operator)
     if rule is None:
         raise UnsoundGraphError(f"the operator {node.operator[:40]!r} has no known shape")
-    try:
-        shapes = rule(node, inputs)
-    except UnsoundGraphError:
-        raise
-    except (IndexError, ZeroDivisionError, ValueError) as error:
-        raise UnsoundGraphError(f"{node.operator} does not fit its inputs") from error
-    if any(len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0 for shape in shapes):
-        raise UnsoundGraphError(f"{node.operator} gives a shape that none can have")
+    shapes = _shapes(rule, node, inputs)
     # Dequantized weights stay as they are stored until their product needs them.
     constant = node.operator != "DequantizeLinear" and all(value.constant for value in inputs)
     wide = node.operator in _WIDE_OPERATORS or any(value.wide for value in inputs[: 2 if node.operator == "Where" else 1])
@@ -199,6 +207,18 @@ def output_values(node: Node, inputs: Sequence[Value]) -> list[Value]:
     buffers = (1, 2) if node.operator == "GroupQueryAttention" else ()  # where the presents are written
     items = _items(node, inputs)
     return [Value(shape, items, constant, wide, place in buffers) for place, shape in enumerate(shapes)]
+
+
+def _shapes(rule: Rule, node: Node, inputs: Sequence[Value]) -> list[Shape]:
+    try:
+        shapes = rule(node, inputs)
+    except UnsoundGraphError:
+        raise
+    except (IndexError, ZeroDivisionError, ValueError) as error:
+        raise UnsoundGraphError(f"{node.operator} does not fit its inputs") from error
+    if any(len(shape) > MAX_DIMENSIONS or min(shape, default=0) < 0 for shape in shapes):
+        raise UnsoundGraphError(f"{node.operator} gives a shape that none can have")
+    return shapes
 
 
 def _items(node: Node, inputs: Sequence[Value]) -> tuple[int, ...] | None:
@@ -382,4 +402,13 @@ RULES: dict[str, Rule] = {
     "Squeeze": _squeeze,
     "TopK": _top,
     "Transpose": _transpose,
+}
+# What the kernels of these names give, whatever their functions say.
+KERNEL_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("MatMulRows", "MatMulCapRows", "MatMulStatic"), _matmul_blocks),
+    **dict.fromkeys(("AttendBuffers", "ReadBuffers"), _attention),
+    **dict.fromkeys(("AttendRows", "NormRows"), _first),
+    "FeedForwardRows": lambda node, inputs: [(*inputs[0].shape[:-1], node.integer(b"second_N", 0))],
+    "MatMulHalves": lambda _, inputs: [(*inputs[0].shape[:-1], inputs[1].shape[0])],
+    "ResidualRows": lambda _, inputs: [inputs[0].shape, inputs[0].shape],
 }

@@ -12,17 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.onnx.loader import Call, PlacedRows, value_over
-from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, Rotation
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, MAX_HEAD_DIM, CacheBuffer, CacheLayout, Rotation
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import KvRows
 
 FULL, SLIDING = "full", "sliding"
 BUFFER, ROWS = "buffer", "rows"
 DTYPES: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "i8": np.int8}
+# Positions whose angles, in float64, are there at a time.
+_POSITIONS = 1024
 # A verify takes this many rows at most.
 MAX_ROWS = MAX_DRAFT_LENGTH + 1
-# Buffers larger than this are not laid out on a manifest's word.
-_MAX_HEADS, _MAX_HEAD_DIM = 1024, 8192
+# Buffers of more heads are not laid out on a manifest's word.
+_MAX_HEADS = 1024
 
 
 class RowCount(NamedTuple):
@@ -98,19 +100,17 @@ class LayerBuffers(ABC):
 class KeyValueCache(LayerBuffers):
     """Buffers of all owner layers. Row r of a full buffer is position r; of a sliding one it is position `first` + r.
 
-    When a sliding buffer is full its newest rows move to its front, so its size does not grow with the context. Without `moves` it does.
+    When a sliding buffer is full its newest rows move to its front, so its size does not grow with the context.
     """
-
-    moves = True
 
     def __init__(self, layout: CacheLayout, context: int) -> None:
         super().__init__(layout)
         buffers = layout.buffers
-        # The drafter sees `window` + 1 rows (see onnx_blocks), also after a roll back by the slack.
+        # The drafter sees `window` + 1 rows (see the exporter's graphs), also after a roll back by the slack.
         self.kept = 0 if self.window is None else self.window + 1 + layout.rewind_slack
         spare = context + MAX_ROWS
         sliding = next((buffer.rows for buffer in buffers if buffer.kind == SLIDING), 0)
-        self.capacity = {FULL: spare, SLIDING: min(sliding, spare) if self.moves else spare}
+        self.capacity = {FULL: spare, SLIDING: min(sliding, spare)}
         self.first = 0
         numbers = np.zeros(4, np.int32)
         self._numbers = numbers.data
@@ -256,20 +256,22 @@ class Rotations:
 
 def rotary_tables(rotations: Sequence[Rotation], context: int) -> dict[str, NDArray[np.float32]]:
     """Returns cosines and sines per position and pair, float32 [context, head_dim/2], as `cosine_` and `sine_` of each kind of layer."""
-    tables = {}
+    tables: dict[str, NDArray[np.float32]] = {}
     for rotation in rotations:
-        angles = rotation_angles(rotation, context)
-        for word, table in (("cosine", np.cos(angles)), ("sine", np.sin(angles))):
-            tables[f"{word}_{rotation.kind}"] = np.ascontiguousarray(table, np.float32)
+        cosine, sine = (np.empty((context, rotation.head_dim // 2), np.float32) for _ in range(2))
+        for first in range(0, context, _POSITIONS):
+            end = min(first + _POSITIONS, context)
+            angles = _rotation_angles(rotation, np.arange(first, end, dtype=np.float32))
+            cosine[first:end], sine[first:end] = np.cos(angles), np.sin(angles)
+        tables |= {f"cosine_{rotation.kind}": cosine, f"sine_{rotation.kind}": sine}
     return tables
 
 
-def rotation_angles(rotation: Rotation, context: int) -> NDArray[np.float64]:
-    """Angles [context, head_dim/2], rounded to float32 as the reference does; pairs that do not turn stay at 0."""
+def _rotation_angles(rotation: Rotation, positions: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Angles [positions, head_dim/2], rounded to float32 as the reference does; pairs that do not turn stay at 0."""
     frequencies = np.zeros(rotation.head_dim // 2, np.float32)
     exponents = np.arange(0, 2 * rotation.rotated_pairs, 2, dtype=np.float32) / np.float32(rotation.head_dim)
     frequencies[: rotation.rotated_pairs] = np.float32(1) / np.float32(rotation.base) ** exponents
-    positions = np.arange(context, dtype=np.float32)
     return (positions[:, None] * frequencies[None]).astype(np.float64)
 
 
@@ -280,7 +282,7 @@ def check_buffers(layout: CacheLayout) -> None:
     if {buffer.layer for buffer in buffers} != owners or len({name for b in buffers for name in (b.key, b.value)}) != 2 * len(buffers):
         raise BundleError("the cache layout does not name one pair of ONNX buffers for each owner layer; export the bundle again")
     for buffer in buffers:
-        sound = 0 < buffer.kv_heads <= _MAX_HEADS and 0 < buffer.head_dim <= _MAX_HEAD_DIM and buffer.kind in (FULL, SLIDING)
+        sound = 0 < buffer.kv_heads <= _MAX_HEADS and 0 < buffer.head_dim <= MAX_HEAD_DIM and buffer.kind in (FULL, SLIDING)
         # One head's rows lie in one piece.
         known = {BUFFER, ROWS} if buffer.kv_heads == 1 else {BUFFER}
         sound = sound and {buffer.read, buffer.drafter_read} <= known and (buffer.read == BUFFER or buffer.kind == FULL)

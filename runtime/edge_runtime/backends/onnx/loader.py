@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -13,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.errors import first_line
-from edge_runtime.backends.kernels.loader import is_newest, kernels_path
+from edge_runtime.backends.kernels.loader import kernels_path
 from edge_runtime.backends.onnx.devices import PROCESSOR, SEVERITY, OrtDevice, onnxruntime_module
-from edge_runtime.backends.onnx.row_kernels import with_row_kernels
+from edge_runtime.bundle.onnx_graph import CONTRIB, KERNELS
 from edge_runtime.errors import BackendError
 
+# The kernels' products with weights in blocks.
+PRODUCTS = frozenset((KERNELS, name) for name in ("MatMulRows", "MatMulCapRows", "MatMulStatic", "FeedForwardRows"))
 # GroupQueryAttention without its flash kernel: quicker for as few rows as a verify has. It is read while a session is made.
 _NO_FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 
@@ -33,9 +36,8 @@ class SessionOptions:
 class Graph:
     """An opened ONNX graph."""
 
-    def __init__(self, path: Path, options: SessionOptions, model: bytes | None = None) -> None:
-        """`model` stands in the place of the file at `path`, beside which its weights lie."""
-        self._session, self.row_kernels = _open_fastest(path, options) if model is None else (_open_model(path, options, model), 0)
+    def __init__(self, path: Path, options: SessionOptions) -> None:
+        self._session, self._has_kernels = _open_fastest(path, options)
         self.name, self.device = path.name, options.device
         try:
             self.inputs = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
@@ -43,15 +45,27 @@ class Graph:
         except UnicodeDecodeError as error:
             raise BackendError(f"{path.name} has an input or output whose name is not UTF-8; export the bundle again") from error
 
-    def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, fixed: Collection[str] = ()) -> Call:
-        """Prepares a call on values that stay where they are; an output that is None is allocated by each run.
-
-        What the inputs `fixed` hold never changes, or is changed by the device alone.
-        """
+    def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Call:
+        """Prepares a call on values that stay where they are; an output that is None is allocated by each run."""
         call = Call(self._session, self.name, inputs, outputs)
         if not self.device.is_cpu:
-            call.copied = {name: value for name, value in inputs.items() if name not in fixed}
+            call.copied = inputs
         return call
+
+    @property
+    def row_kernels(self) -> bool:
+        """Whether the project's own kernels multiply in it."""
+        return not PRODUCTS.isdisjoint(self._operators)
+
+    @property
+    def lacks_kernels(self) -> bool:
+        """Whether stock operators multiply with weights in blocks where kernels could: the graph of an earlier version names none."""
+        return self._has_kernels and (CONTRIB, "MatMulNBits") in self._operators and not any(name == KERNELS for name, _ in self._operators)
+
+    @cached_property
+    def _operators(self) -> set[tuple[str, str]]:
+        """Domain and name of all operators that run."""
+        return {(node.domain, node.op_type) for part in self._session.get_provider_graph_assignment_info() for node in part.get_nodes()}
 
     def assignments(self) -> dict[str, dict[str, int]]:
         """Per execution provider how many nodes of each operator it runs."""
@@ -63,31 +77,17 @@ class Graph:
         return providers
 
 
-def _open_model(path: Path, options: SessionOptions, model: bytes, kernels: Path | None = None) -> Any:
-    """Opens a model of bytes, which does not know where it lies, and so not its weights."""
-    return _open(path, options, {"session.model_external_initializers_file_folder_path": str(path.parent)}, model=model, kernels=kernels)
-
-
-def _open_fastest(path: Path, options: SessionOptions) -> tuple[Any, int]:
-    """Opens a graph on the project's own kernels, or with stock operators; returns how many nodes run on the kernels."""
+def _open_fastest(path: Path, options: SessionOptions) -> tuple[Any, bool]:
+    """Opens a graph with the project's own kernels for the operators that name them, or with stock ones; returns whether with kernels."""
     kernels = kernels_path() if options.device.is_cpu else None
     if kernels is not None:
-        model, replaced = with_row_kernels(path.read_bytes(), newest=is_newest())
-        if replaced:
-            with suppress(BackendError):  # the stock operators say what is wrong with the graph
-                return _open_model(path, options, model, kernels), replaced
-    return _open(path, options), 0
+        with suppress(BackendError):  # the stock operators say what is wrong with the graph
+            return _open(path, options, kernels), True
+    return _open(path, options), False
 
 
-def _open(
-    path: Path,
-    options: SessionOptions,
-    entries: Mapping[str, str] | None = None,
-    *,
-    model: bytes | None = None,
-    kernels: Path | None = None,
-) -> Any:
-    """Opens the graph at `path`, or `model` in its place, which needs the operators of the library `kernels`."""
+def _open(path: Path, options: SessionOptions, kernels: Path | None = None) -> Any:
+    """Opens the graph at `path`; operators of the library `kernels` run in the place of the functions of their names."""
     ort = onnxruntime_module()
     settings = ort.SessionOptions()
     settings.log_severity_level = SEVERITY
@@ -99,8 +99,6 @@ def _open(
     # has it for the whole process only: then whatever else runs graphs in it is refused, and its size is fixed once.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    for key, value in (entries or {}).items():
-        settings.add_session_config_entry(key, value)
     if kernels is not None:
         settings.register_custom_ops_library(str(kernels))
     providers = {"providers": list(dict.fromkeys((options.device.provider, PROCESSOR.provider)))}
@@ -109,7 +107,7 @@ def _open(
             settings.add_provider_for_devices([options.device.handle], dict(options.device.options))
             providers = {}
         with without_flash():
-            return ort.InferenceSession(model or str(path), settings, **providers)
+            return ort.InferenceSession(str(path), settings, **providers)
     except Exception as error:
         raise BackendError(f"onnxruntime cannot open {path.name} ({first_line(error)}); export the bundle again, or update it") from error
 

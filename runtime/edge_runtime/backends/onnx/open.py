@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
 from edge_runtime.backends.interface import Accelerator, OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
-from edge_runtime.backends.kernels.loader import VARIABLE, build_hash, variant
-from edge_runtime.backends.onnx.device_drafter import DeviceDrafter
-from edge_runtime.backends.onnx.device_target import DeviceTarget, keeps_rows
+from edge_runtime.backends.kernels.loader import build_hash, stock_reason, variant
 from edge_runtime.backends.onnx.devices import (
     PLUG_INS,
     PROCESSOR,
@@ -22,9 +23,9 @@ from edge_runtime.backends.onnx.devices import (
     library_version,
     plug_in_failure,
 )
-from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, open_drafter
+from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, GraphDrafter, open_drafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
-from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, SLIDING, check_buffers
+from edge_runtime.backends.onnx.kv_cache import DTYPES, MAX_ROWS, SLIDING, check_buffers
 from edge_runtime.backends.onnx.loader import SessionOptions
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget
@@ -44,8 +45,7 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.text_memory import LookupDrafter
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Drafter
-from edge_runtime.media.soft_rows import Media
-from edge_runtime.planning.memory import EncoderMemory
+from edge_runtime.planning.memory import EncoderMemory, rotation_bytes
 
 # What is described of a device.
 _SHOWN = {"name", "kind", "hardware", "driver", "software"}
@@ -95,24 +95,23 @@ class OrtBackend:
             row_kernels=variant() if target.row_kernels else None,
             # Of float16 and int8 rows: the kernels read float32 ones.
             stock_attention=any(buffer.dtype != "f32" for buffer in manifest.cache_layout.buffers),
-            draft_place=target.draft_place if isinstance(target, DeviceTarget) else "",
             accelerator=None if options.device.is_cpu else Accelerator(name=options.device.name, driver=_identity(options.device)),
-            encoder=None if whole_images else lazy_encoder(bundle, "onnx", lambda: media_encoder(bundle, options, request.notify), room),
+            encoder=None if whole_images else lazy_encoder(bundle, "onnx", lambda: media_encoder(bundle, options.threads), room),
         )
 
     def describe(self) -> dict[str, Any]:
-        """Beside what all have: the `devices` it computes on, and why a `plug_in` that is installed gives none."""
+        """Beside what all have: the `devices` it computes on, why a `plug_in` that is installed gives none, and `stock_reason`."""
         check_version()
         there = [{name: value for name, value in asdict(replace(each, handle=None)).items() if name in _SHOWN} for each in devices()]
         failures = {plug_in.package: failure for plug_in in PLUG_INS if (failure := plug_in_failure(plug_in))}
-        return {"version": library_version(), "devices": there, "plug_in_failures": failures, "row_kernels": variant()}
+        kernels = {"row_kernels": variant(), "stock_reason": stock_reason()}
+        return {"version": library_version(), "devices": there, "plug_in_failures": failures, **kernels}
 
     def findings(self, description: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         names = ", ".join(device["name"] for device in description["devices"])
-        stock = f"stock operators multiply: not built for this machine, no variant for its processor, or ${VARIABLE}=none"
         return [
             ("onnxruntime", "ok", f"onnxruntime {description['version']}; devices: {names}"),
-            kernel_finding(description["row_kernels"], stock),
+            kernel_finding(description["row_kernels"], description["stock_reason"]),
             *((f"device {each['name']}", "ok", _device_words(each)) for each in description["devices"] if each["name"] != PROCESSOR.name),
             *((package, "broken", failure) for package, failure in description["plug_in_failures"].items()),
         ]
@@ -150,7 +149,9 @@ def open_onnx(
     check_pair_memory(files, options.context)
     target, drafter = open_pair(files, options)
     owners = bundle.manifest.cache_layout.layer_owners
-    if not target.skips_unread_rows and any(owner != layer for layer, owner in enumerate(owners)):  # else 1.02 times less
+    if target.lacks_kernels or (isinstance(drafter, GraphDrafter) and drafter.lacks_kernels):
+        notify(f"The graphs of {bundle.folder.name} are of an earlier version and run slower; export the bundle again.")
+    elif not target.skips_unread_rows and any(owner != layer for layer, owner in enumerate(owners)):  # else 1.02 times less
         notify(
             f"The graphs of {bundle.folder.name} compute each token of a prompt in all layers; export the bundle again: that takes less."
         )
@@ -161,26 +162,17 @@ def open_onnx(
     return target, drafter, kind
 
 
-def media_encoder(bundle: Bundle, options: OrtOptions, notify: Callable[[str], None]) -> OrtMediaEncoder:
-    """Returns the encoders of a bundle that has graphs of them; each is opened at its first use."""
+def media_encoder(bundle: Bundle, threads: int) -> OrtMediaEncoder:
+    """Returns the encoders of a bundle that has graphs of them, on the CPU; each is opened at its first use."""
     image, sound = bundle.path(VISION_ENCODER, "onnx"), bundle.path(AUDIO_ENCODER, "onnx") if bundle.has(AUDIO_ENCODER, "onnx") else None
-    tried = keeps_rows(options.device) and not options.device.software  # a processor would compute in its place
-    session = SessionOptions(threads=options.threads, device=options.device if tried else PROCESSOR)
-    identity = " ".join(file.sha256 for file in bundle.manifest.files)
-    width = bundle.manifest.architecture.hidden_size
-
-    def admit(sample: Media) -> None:  # a room of its own, since its memory is free again afterwards
-        EncoderMemory(bundle.manifest, available_memory_bytes, one_file=False).admit(sample)
-
-    return OrtMediaEncoder(image, sound, session, width, identity=identity, notify=notify, admit=admit)
+    return OrtMediaEncoder(image, sound, threads, bundle.manifest.architecture.hidden_size)
 
 
 def open_pair(files: PairFiles, options: OrtOptions) -> tuple[GraphTarget, AnyOrtDrafter | None]:
     """Opens the target and, if there is one, its drafter. Closing the target closes both. Raises as `open_onnx` does."""
     check_version()
     session = SessionOptions(threads=options.threads, device=options.device)
-    dynamic = DeviceTarget if keeps_rows(options.device) else OrtTarget
-    target = (dynamic if files.static is None else StaticOrtTarget)(files, options, session)
+    target = (OrtTarget if files.static is None else StaticOrtTarget)(files, options, session)
     try:
         return target, open_drafter(files.drafter, target, session, files) if files.drafter else None
     except BaseException:
@@ -191,8 +183,7 @@ def open_pair(files: PairFiles, options: OrtOptions) -> tuple[GraphTarget, AnyOr
 def fallbacks(provider: str, target: GraphTarget, drafter: AnyOrtDrafter | None) -> list[str]:
     """One sentence per graph of which nodes run elsewhere than on `provider`."""
     graphs = target.assignments()
-    # Beside a target whose rows stay on a device, a drafter on the CPU is there by choice.
-    if drafter is not None and (isinstance(drafter, DeviceDrafter) or not isinstance(target, DeviceTarget)):
+    if drafter is not None:
         graphs["drafter"] = drafter.assignments()
     sentences = []
     for name, providers in graphs.items():
@@ -205,21 +196,32 @@ def fallbacks(provider: str, target: GraphTarget, drafter: AnyOrtDrafter | None)
 
 
 def check_pair_memory(files: PairFiles, context: int) -> int:
-    """Returns the most bytes of values that one graph of the pair needs. Raises as `check_graph_memory` does.
+    """Returns the most bytes of values that one graph of the pair needs beside the pair's arrays. Raises as `check_graph_memory` does.
 
     A target has two largest forwards: a whole chunk of a prefill, and a few rows at the end of the context.
     """
     check_buffers(files.layout)
+    check = partial(check_graph_memory, beside=_array_bytes(files, context))
     if files.static is not None:  # their shapes are in the graphs
         paths = [files.static.prefill, files.static.row, files.target, files.drafter]
-        return max(check_graph_memory(path, {}) for path in paths if path is not None)
+        return max(check(path, {}) for path in paths if path is not None)
     forwards = ((PREFILL_ROWS, min(context, PREFILL_SCORES // PREFILL_ROWS)), (MAX_ROWS, context))
-    needed = [check_graph_memory(files.target, *(_target(files, context, rows, length) for rows, length in forwards))]
+    needed = [check(files.target, *(_target(files, context, rows, length) for rows, length in forwards))]
     if files.target_head is not None:
-        needed.append(check_graph_memory(files.target_head, {"hidden": (1, MAX_ROWS, files.hidden_size)}))
+        needed.append(check(files.target_head, {"hidden": (1, MAX_ROWS, files.hidden_size)}))
     if files.drafter is not None:
-        needed.append(check_graph_memory(files.drafter, _shared(files, context, context)))
+        needed.append(check(files.drafter, _shared(files, context, context)))
     return max(needed)
+
+
+def _array_bytes(files: PairFiles, context: int) -> int:
+    """Bytes of the arrays that a target has beside its graphs: K/V rows, rotations, hidden rows and logits."""
+    rows, fixed = context + MAX_ROWS, files.static is not None
+    total = rotation_bytes(files.graphs.rotations, files.layout, rows)
+    for buffer in files.layout.buffers:
+        held = buffer.rows if fixed else min(buffer.rows, rows) if buffer.kind == SLIDING else rows
+        total += 2 * held * buffer.kv_heads * buffer.head_dim * (4 if fixed else np.dtype(DTYPES[buffer.dtype]).itemsize)
+    return total + 4 * (max(PREFILL_ROWS, MAX_ROWS) * files.hidden_size + MAX_ROWS * files.vocab_size)
 
 
 def _target(files: PairFiles, context: int, rows: int, length: int) -> dict[str, Shape]:

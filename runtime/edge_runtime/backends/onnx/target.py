@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +55,7 @@ class StaticParts:
 
 @dataclass(frozen=True, kw_only=True)
 class PairFiles:
-    """The files of a pair and what must be known of them; external data lies beside the graphs. `identity` is a hash of all of them.
+    """The files of a pair and what must be known of them; external data lies beside the graphs.
 
     With `static` the shapes are fixed: `target` is the graph of a verify, and there is no `target_head`.
     """
@@ -69,7 +68,6 @@ class PairFiles:
     graphs: OnnxGraphs
     hidden_size: int
     vocab_size: int
-    identity: str | None = None
     static: StaticParts | None = None
 
 
@@ -205,6 +203,11 @@ class GraphTarget(CommittedText):
         return any(graph.row_kernels for graph in self._graphs)
 
     @property
+    def lacks_kernels(self) -> bool:
+        """Whether kernels could multiply in one of its graphs, which is of an earlier version."""
+        return any(graph.lacks_kernels for graph in self._graphs)
+
+    @property
     def rollback_floor(self) -> int:
         """The smallest length above 0 that `rollback` can go back to now."""
         return self._kv_rows.rollback_floor
@@ -236,7 +239,7 @@ class OrtTarget(GraphTarget):
     """The target of graphs of dynamic shapes."""
 
     def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
-        self.cache = self._new_cache(files.layout, options.context, session.device)
+        self.cache = KeyValueCache(files.layout, options.context)
         chunk = min(PREFILL_ROWS, self.cache.chunk)
         assert files.target_head is not None  # only graphs of fixed shapes have none
         # Weights are packed while the tokenizer is read, which takes a good part of a second for 262,144 tokens.
@@ -244,7 +247,7 @@ class OrtTarget(GraphTarget):
             opening = beside.submit(self._open_layers, files, session)
             super().__init__(files, options.context, self.cache, chunk=chunk, longest_context=files.graphs.context)
             graph = opening.result()
-        self._graphs = [graph, self._open_head(files.target_head, session)]
+        self._graphs = [graph, Graph(files.target_head, session)]
         check_inputs(graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
         # A drafter is at the position behind the text.
         halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
@@ -255,9 +258,6 @@ class OrtTarget(GraphTarget):
         # The CPU's operators take tensors without rows; others were not tried.
         self._fewest_rows = 0 if session.device.is_cpu else 1
 
-    def _new_cache(self, layout: CacheLayout, context: int, _device: OrtDevice) -> KeyValueCache:
-        return KeyValueCache(layout, context)
-
     def _open_layers(self, files: PairFiles, session: SessionOptions) -> Graph:
         """Opens the graph of the layers, and checks that it gives all rows."""
         graph = Graph(files.target, session)
@@ -265,18 +265,6 @@ class OrtTarget(GraphTarget):
         if set(buffer_outputs(graph).values()) != set(self.cache.values) or new != self.cache.read_by_rows.keys():
             raise BundleError(f"{files.target} does not give the rows that the manifest's buffers hold; export the bundle again")
         return graph
-
-    def _open_head(self, path: Path, session: SessionOptions) -> Graph:
-        return Graph(path, session)
-
-    def bindings(self, graph: Graph) -> Bindings:
-        """What a forward of the layers reads and writes beside its tokens."""
-        values = self.cache.values
-        return Bindings({**shared_inputs(self), **values}, {name: values[buffer] for name, buffer in buffer_outputs(graph).items()})
-
-    def hidden_value(self, rows: int) -> Any:
-        """Where forwards write `rows` hidden rows, and the head reads them."""
-        return value_over(self.hidden_rows[:, :rows])
 
     @property
     def skips_unread_rows(self) -> bool:
@@ -309,22 +297,10 @@ class OrtTarget(GraphTarget):
     def _verify(self, tokens: Sequence[int]) -> None:
         rows = len(tokens)
         if (head := self._heads.get(rows)) is None:
-            head = self._heads[rows] = self.bind_head(rows, {"logits": value_over(self._logits[:, :rows])})
+            hidden, logits = value_over(self.hidden_rows[:, :rows]), value_over(self._logits[:, :rows])
+            head = self._heads[rows] = self._graphs[1].bind({"hidden": hidden}, {"logits": logits})
         self._forward(tokens, None, rows)
         head.run()
-
-    def bind_head(self, rows: int, outputs: Mapping[str, Any]) -> Call:
-        """Prepares a call of the head on the first hidden rows."""
-        return self._graphs[1].bind({"hidden": self.hidden_value(rows)}, outputs)
-
-
-class Bindings(NamedTuple):
-    """Values by the names of a graph's inputs and outputs; a result that is None is new in each run. What `fixed` inputs hold never
-    changes, or is changed by the device alone."""
-
-    read: Mapping[str, Any]
-    written: Mapping[str, Any]
-    fixed: frozenset[str] = frozenset()
 
 
 class Forward:
@@ -339,17 +315,16 @@ class Forward:
         # Token ids and positions, written at once.
         numbers = np.zeros((2, rows), np.int64)
         self._numbers, self._layout = numbers.data, struct.Struct(f"={2 * rows}q")
-        self._cache = target.cache
-        bindings = target.bindings(graph)
-        inputs = {"input_ids": value_over(numbers[:1]), "position_ids": value_over(numbers[1:]), **bindings.read}
+        self._cache, buffers = target.cache, target.cache.values
+        inputs = {"input_ids": value_over(numbers[:1]), "position_ids": value_over(numbers[1:]), **shared_inputs(target), **buffers}
         inputs |= {"soft_rows": value_over(self._soft), "is_soft": value_over(self._is_soft)}
+        written = {name: buffers[buffer] for name, buffer in buffer_outputs(graph).items()}
         given = rows_read if target.skips_unread_rows else rows
         self._skipped = np.array([rows - given], np.int64)
         inputs[SKIPPED_ROWS] = value_over(self._skipped)
         self._call = graph.bind(
             {name: value for name, value in inputs.items() if name in graph.inputs},
-            {"hidden": target.hidden_value(given) if given else None, **bindings.written},
-            fixed=bindings.fixed,
+            {"hidden": value_over(target.hidden_rows[:, :given]) if given else None, **written},
         )
 
     def run(self, ids: Tokens, start: int, soft: NDArray[np.float32] | None = None) -> None:
@@ -401,7 +376,6 @@ def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
         hidden_size=manifest.architecture.hidden_size,
         vocab_size=manifest.architecture.vocab_size,
         static=static,
-        identity=hashlib.sha256("".join(file.sha256 for file in manifest.files if file.format.startswith("onnx")).encode()).hexdigest(),
     )
 
 

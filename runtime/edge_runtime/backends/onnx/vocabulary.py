@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_devices.errors import first_line
+from edge_devices.machine.device_package import how_to_get
 from edge_runtime.backends.committed_tokens import TokenRange
 from edge_runtime.bundle.manifest import OnnxGraphs
 from edge_runtime.bundle.tokenizer_json import check_parts, read_tokenizer
@@ -40,7 +41,7 @@ class TokenizerVocabulary(TokenRange):
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise BackendError(f"tokenizers is not installed ({error}); pip install 'edge-mtp[onnx]'") from error
+            raise BackendError(f"tokenizers is not installed ({error}); {how_to_get('onnx')}") from error
         with _panics_as(BundleError, f"{path} is no tokenizer", "copy the bundle again"):
             self._tokenizer: Any = Tokenizer.from_buffer(read_tokenizer(path))
             # A checkpoint's file may say both: prompts would be cut off, or filled up to any length.

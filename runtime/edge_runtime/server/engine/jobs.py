@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -65,17 +66,70 @@ class Failed:
 StreamEvent = Started | Output | Finished | Failed
 
 
-class Job:
-    """A request in the worker's queue. The worker calls `deliver` and sets `prompt`, `prediction` and the compiled `constraint`.
+# Events that wait for the reader of a response: each is a round or a part of one, some kilobytes.
+MAX_UNREAD = 128
 
-    `children` is what decoding its media may take, shared by all answers to one request. `client` is the place of the client's key.
+
+class Unread:
+    """Counts the events of a response that its reader has not taken. Any thread may use it.
+
+    It is `full` from `MAX_UNREAD` on until the reader has taken half of them. `wake` has the worker look again: it is called then.
+    """
+
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        self.wake = wake
+        self._lock = threading.Lock()
+        self._count = 0
+        self.full = False
+
+    def add(self) -> None:
+        with self._lock:
+            self._count += 1
+            self.full = self.full or self._count >= MAX_UNREAD
+
+    def take(self) -> None:
+        with self._lock:
+            self._count -= 1
+            woken = self.full and self._count <= MAX_UNREAD // 2
+            self.full = self.full and not woken
+        if woken:
+            self.wake()
+
+
+class QueuePlace:
+    """A request's place in the queue, given back once both the worker and the reader are done with it. Any thread may use it."""
+
+    def __init__(self, give_back: Callable[[], None] = lambda: None) -> None:
+        self._give_back = give_back
+        self._lock = threading.Lock()
+        self._holders = {"worker", "reader"}
+
+    def leave(self, holder: Literal["worker", "reader"]) -> None:
+        """One of them is done; it may say so more than once."""
+        with self._lock:
+            last = self._holders == {holder}
+            self._holders.discard(holder)
+        if last:
+            self._give_back()
+
+
+class Job:
+    """A request in the worker's queue. The worker sets `prompt`, `prediction` and the compiled `constraint`.
+
+    `children` is what decoding its media may take, shared by all answers to one request, and `unread` what of them its reader has not
+    taken. `client` is the place of the client's key.
     """
 
     def __init__(
-        self, request: CompletionRequest, deliver: Callable[[StreamEvent], None], children: ChildBudget | None = None, client: int = 0
+        self,
+        request: CompletionRequest,
+        deliver: Callable[[StreamEvent], None],
+        children: ChildBudget | None = None,
+        client: int = 0,
+        place: QueuePlace | None = None,
+        unread: Unread | None = None,
     ) -> None:
         self.request = request
-        self.deliver = deliver
         self.client = client
         self.prompt: list[int] | MediaPrompt = []
         self.prediction: list[int] = []
@@ -83,13 +137,22 @@ class Job:
         self.passed_over = 0
         self.cancelled = False
         self.children = children or ChildBudget()
+        self.place, self.unread = place or QueuePlace(), unread or Unread()
+        self._deliver = deliver
 
     @property
     def ids(self) -> list[int]:
         """The prompt's token ids; those of soft rows are negative."""
         return self.prompt.ids if isinstance(self.prompt, MediaPrompt) else self.prompt
 
+    def deliver(self, event: StreamEvent) -> None:
+        """Hands an event to the reader."""
+        self.unread.add()
+        self._deliver(event)
+
     def cancel(self) -> None:
         """Ends the request after the current round, and the decoding of its media at once. Safe to call from any thread."""
         self.cancelled = True
         self.children.cancel()
+        self.place.leave("reader")
+        self.unread.wake()

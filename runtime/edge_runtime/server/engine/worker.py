@@ -7,27 +7,28 @@ import functools
 import itertools
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
 from edge_devices.children.running import ChildBudget
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError, RequestError
-from edge_runtime.interfaces import Target
 from edge_runtime.server.engine.active_request import ActiveRequest
 from edge_runtime.server.engine.fair_share import FairPool, Places
-from edge_runtime.server.engine.jobs import Failed, Job, StreamEvent
+from edge_runtime.server.engine.jobs import Failed, Job, QueuePlace, StreamEvent, Unread
 from edge_runtime.server.engine.prompts import Prompts, is_short, media_of
+from edge_runtime.server.engine.schedule import LONGEST_TURN, Slot, Turns, choose_slot, has_room
 from edge_runtime.server.errors import ApiError, to_api_error
 from edge_runtime.server.requests.completions import CompletionRequest, Prompt
-from edge_runtime.server.requests.messages import SentMedia
+from edge_runtime.server.requests.messages import Conversation, SentMedia
 from edge_runtime.session.batch import Sessions
-from edge_runtime.session.generation import Generation, reusable_prefix
+from edge_runtime.session.generation import Generation
 from edge_runtime.session.stats import DecodeStats
+from edge_runtime.text.channels import after_thoughts
 from edge_runtime.text.chat_template import ChatTemplate
 
 Result = TypeVar("Result")
@@ -37,8 +38,6 @@ COMPILERS = 2
 # request's.
 DECODERS = 2
 DECODING_SECONDS = 30.0
-# A request that was passed over this often is served next.
-MAX_PASSED_OVER = 4
 
 
 class Worker:
@@ -59,16 +58,21 @@ class Worker:
         alone: bool = False,
         exact: bool = False,
         clients: Sequence[str] = ("",),
+        max_tokens: int | None = None,
     ) -> None:
         """With `deterministic`, no answer depends on what other requests left in the caches; with `alone`, one request runs at a time.
 
         `exact` says that rows have the same bits however they were computed: then rows that are there already change no answer.
-        Each of several `clients`, by their names, has its share of the queue and of the turns, and prompts of its own in the prompt cache.
+        Each of several `clients`, by their names, has its share of the queue, of the sessions and of the turns, and prompts of its own in
+        the prompt cache. An answer has at most `max_tokens`.
         """
         self._client_names = clients
         self._deterministic, self._alone, self._exact = deterministic, alone, exact
+        self._max_tokens = max_tokens
         self._sessions = sessions.sessions
         self._lockstep = sessions.decoder
+        if len(clients) > 1 and exact:  # other rows would change with the lengths of pieces
+            self._lockstep.longest_piece = LONGEST_TURN
         self._template = template
         self._places = Places(len(self._sessions) + waiting, len(clients))
         self._notify = notify
@@ -80,9 +84,10 @@ class Worker:
         self._children: weakref.WeakSet[ChildBudget] = weakref.WeakSet()
         self._waiting: list[Job] = []
         self._active: dict[Generation, ActiveRequest] = {}
+        self._suspended: list[ActiveRequest] = []
         self._last_used = [0] * len(self._sessions)
         self._clients = [0] * len(self._sessions)
-        self._turns: dict[int, int] = {}
+        self._turns, self._swap_seconds = Turns(len(self._sessions)), 0.0
         self._clock = 0
         self._thread = threading.Thread(target=self._run, name="edge-mtp worker", daemon=True)
         # Templates and tokenizers have threads of their own, so that a long prompt delays neither rounds nor the short prompts of others.
@@ -99,7 +104,7 @@ class Worker:
     def stop(self) -> None:
         """Requests a shutdown, which fails all requests in progress. Returns at once; safe to call from a signal handler."""
         self._stopping = True
-        self._inbox.put(None)
+        self._wake()
 
     def close(self) -> None:
         """Stops the worker and waits for its thread."""
@@ -147,9 +152,19 @@ class Worker:
         """
         with self._lock:
             self._accept(client, len(requests))
-            children = ChildBudget(DECODING_SECONDS)
+            children, unread = ChildBudget(DECODING_SECONDS), Unread(self._wake)
             self._children.add(children)
-            jobs = [Job(request, functools.partial(deliver, number), children, client) for number, request in enumerate(requests)]
+            jobs = [
+                Job(
+                    request,
+                    functools.partial(deliver, number),
+                    children,
+                    client,
+                    QueuePlace(functools.partial(self._places.give_back, client)),
+                    unread,
+                )
+                for number, request in enumerate(requests)
+            ]
             for _, group in itertools.groupby(jobs, lambda job: id(job.request.prompt)):
                 same = list(group)
                 encoder = self._encoder_of(same[0].request.prompt, same[0].request.prediction)
@@ -173,13 +188,19 @@ class Worker:
             raise _shutting_down()
         self._places.take(client, requests)
 
+    def _wake(self) -> None:
+        """Has the worker's thread look again."""
+        self._inbox.put(None)
+
     def _run(self) -> None:
         while not self._stopping:
             self._receive()
             try:
                 self._drop_cancelled()
+                self._go_on()
                 self._assign()
-                self._step()
+                if self._lockstep.running:
+                    self._step()
             except Exception as error:  # noqa: BLE001 - no failure of one request may end the worker
                 self._fail_all(error)
         with self._lock:
@@ -199,7 +220,10 @@ class Worker:
     def _receive(self) -> None:
         """Takes submitted jobs from the queue; blocks if there is nothing else to do."""
         with contextlib.suppress(queue.Empty):
-            job = self._inbox.get(block=not (self._waiting or self._active or self._stopping))
+            if self._lockstep.running or self._stopping:
+                job = self._inbox.get_nowait()
+            else:  # what waits beside requests that wait for their readers may get a session later
+                job = self._inbox.get(timeout=self._turns.seconds if self._waiting or self._suspended else None)
             while True:
                 if job is not None:
                     self._waiting.append(job)
@@ -251,85 +275,166 @@ class Worker:
         """Compiles a job's constraint, in a thread of its own: that may take seconds, in which other requests go on."""
         with self._or_fail([job]):
             if self._goes_on([job]):
-                job.constraint = self._sessions[0].compile_constraint(job.request.constraint)
+                session, prompt = self._sessions[0], job.request.prompt
+                thinking = isinstance(prompt, Conversation) and prompt.thinking
+                constraint = after_thoughts(job.request.constraint, session.vocabulary, job.ids, thinking=thinking)
+                job.constraint = session.compile_constraint(constraint)
             self._inbox.put(job)
 
     def _drop_cancelled(self) -> None:
         for job in [job for job in self._waiting if job.cancelled]:
             self._waiting.remove(job)
-            self._places.give_back(job.client)
-        for active in [active for active in self._active.values() if active.job.cancelled]:
+            job.place.leave("worker")
+        for active in [active for active in (*self._active.values(), *self._suspended) if active.job.cancelled]:
             self._release(active)
 
+    def _go_on(self) -> None:
+        """Lets requests go on whose readers have taken enough."""
+        for active in self._active.values():
+            if active.stalled and not active.job.unread.full:
+                active.stalled = False
+                self._lockstep.join(active.generation)
+
     def _assign(self) -> None:
-        """Assigns waiting requests to free sessions."""
+        """Assigns waiting and suspended requests to free sessions, and to those of requests that are suspended for them."""
+        while ready := [*(active.client for active in self._ready()), *(job.client for job in self._waiting)]:
+            held = [*self._active.values()]
+            client = self._turns.next_of(ready, held)
+            if slots := self._free_slots():
+                self._turns.took(client)
+                suspended = next((active for active in self._ready() if active.client == client), None)
+                if suspended is not None:
+                    self._resume(suspended, min(slots, key=lambda slot: slot.last_used))
+                else:
+                    self._begin(*choose_slot(slots, [job for job in self._waiting if job.client == client], self._may_reuse))
+            elif (active := self._turns.gives_way(held, client, time.monotonic())) is None or not self._suspend(active):
+                return
+
+    def _ready(self) -> Iterator[ActiveRequest]:
+        """The suspended requests whose readers have taken enough."""
+        return (active for active in self._suspended if not active.job.unread.full)
+
+    def _free_slots(self) -> list[Slot]:
+        if self._alone and self._active:
+            return []
         used = {active.slot for active in self._active.values()}
-        slots = [
+        return [
             Slot(number=i, target=session.target, last_used=self._last_used[i], client=self._clients[i])
             for i, session in enumerate(self._sessions)
             if i not in used
         ]
-        while slots and self._waiting and not (self._alone and self._active):
-            slot, job = choose_slot(slots, self._of_next_client(), self._may_reuse)
-            self._waiting.remove(job)
-            try:
-                session = self._sessions[slot.number]
-                if job.client != slot.client:
-                    self._empty_for(job.client, slot.number)
-                name = self._client_names[job.client]
-                reuse = self._may_reuse(job)
-                active = ActiveRequest(job, slot.number, session, self._template, self.watch, reuse_prefix=reuse, client=name)
-            except EdgeRuntimeError as error:
-                self._fail(job, error)
-                continue
-            slots.remove(slot)
-            self._turns[job.client] = 1 + max(self._turns.values(), default=0)
-            self._active[active.generation] = active
-            self._lockstep.join(active.generation)
-            active.begin()
+
+    def _begin(self, slot: Slot, job: Job) -> None:
+        """Has a session begin a request."""
+        self._waiting.remove(job)
+        reuse, name = self._may_reuse(job), self._client_names[job.client]
+        try:
+            self._give(slot, job.client)
+            active = ActiveRequest(
+                job,
+                slot.number,
+                self._sessions[slot.number],
+                self._template,
+                self.watch,
+                reuse_prefix=reuse,
+                client=name,
+                max_tokens=self._max_tokens,
+            )
+        except EdgeRuntimeError as error:
+            self._fail(job, error)
+            return
+        self._active[active.generation] = active
+        self._lockstep.join(active.generation)
+        active.begin()
 
     def _may_reuse(self, job: Job) -> bool:
         """Whether a request may use rows that another one computed. With a seed that must not change the answer."""
         return not self._deterministic and (self._exact or not job.request.repeatable)
 
-    def _of_next_client(self) -> list[Job]:
-        """Returns the waiting requests, of which there are some, of the client whose turn was longest ago."""
-        client = min((job.client for job in self._waiting), key=lambda client: self._turns.get(client, 0))
-        return [job for job in self._waiting if job.client == client]
-
-    def _empty_for(self, client: int, slot: int) -> None:
+    def _give(self, slot: Slot, client: int) -> None:
         """Gives a session to another client, at once without the rows of the one before: `cached_tokens` and times would reveal them."""
-        with self._sessions[slot].exclusive():
-            self._sessions[slot].target.rollback(0)
-        self._clients[slot] = client
+        if client != slot.client:
+            with self._sessions[slot.number].exclusive():
+                slot.target.rollback(0)
+            self._clients[slot.number] = client
+
+    def _suspend(self, active: ActiveRequest) -> bool:
+        """Copies the rows of a request out of its session, which is free then; returns whether that was possible."""
+        begin = time.monotonic()
+        if self._alone:
+            return False
+        try:
+            if not has_room(active.generation.target):
+                raise MemoryError
+            active.generation.suspend()
+        except (EdgeRuntimeError, MemoryError):
+            active.since = begin  # it goes on, and is asked again a turn later
+            return False
+        self._vacate(active)
+        self._suspended.append(active)
+        self._swap_seconds = time.monotonic() - begin
+        return True
+
+    def _resume(self, active: ActiveRequest, slot: Slot) -> None:
+        """Has a session go on with a suspended request."""
+        begin = time.monotonic()
+        self._suspended.remove(active)
+        active.slot, active.stalled = slot.number, False
+        try:
+            self._give(slot, active.client)
+            self._sessions[slot.number].resume(active.generation)
+        except EdgeRuntimeError as error:
+            self._end(active)
+            self._fail(active.job, error)
+            return
+        self._active[active.generation] = active
+        self._lockstep.join(active.generation)
+        active.since = time.monotonic()
+        self._turns.swapped(self._swap_seconds + active.since - begin)
 
     def _step(self) -> None:
         for generation, newest in self._lockstep.step():
             self._active[generation].take(newest)
         for generation, error in self._lockstep.failures:
             self._release(failed := self._active[generation])
-            self._fail(failed.job, error, counted=False)
+            self._fail(failed.job, error)
         going = set(self._lockstep.running)
-        for running in [active for active in self._active.values() if active.stopped or active.generation not in going]:
+        ended = [active for active in self._active.values() if active.stopped or not (active.stalled or active.generation in going)]
+        for running in ended:
             self._release(running)  # before the last event: a client that has its answer finds the slot free
             running.end()
+        if not self._alone:
+            for active in self._active.values():
+                if active.job.unread.full and not active.stalled:
+                    active.stalled = True
+                    self._lockstep.remove(active.generation)
 
     def _release(self, active: ActiveRequest) -> None:
         """Frees a request's session. The KV cache is kept for the next prompt with the same prefix."""
-        active.end_energy()
+        if active in self._suspended:
+            self._suspended.remove(active)
+        else:
+            self._vacate(active)
+        self._end(active)
+
+    def _vacate(self, active: ActiveRequest) -> None:
+        """Takes a request from its session."""
         self._lockstep.remove(active.generation)
         del self._active[active.generation]
         self._clock += 1
         self._last_used[active.slot] = self._clock
-        self._places.give_back(active.job.client)
+
+    def _end(self, active: ActiveRequest) -> None:
+        """Counts a request that has no session any more."""
+        active.end_energy()
+        active.job.place.leave("worker")
         try:
             self._sessions[active.slot].record(active.generation)
         except EdgeRuntimeError as error:
             self._notify(str(error))
 
-    def _fail(self, job: Job, error: Exception, *, counted: bool = True) -> None:
-        if counted:
-            self._places.give_back(job.client)
+    def _fail(self, job: Job, error: Exception) -> None:
+        job.place.leave("worker")
         if not isinstance(error, RequestError | ApiError):
             self._notify(str(error) if isinstance(error, EdgeRuntimeError) else "".join(traceback.format_exception(error)))
         # Only the message: the frames of a traceback hold the request, and the error in them.
@@ -337,11 +442,12 @@ class Worker:
 
     def _fail_all(self, error: Exception) -> None:
         """Fails every request with `error` and clears the caches, whose contents are no longer trusted."""
-        for active in self._active.values():
+        begun = [*self._active.values(), *self._suspended]
+        for active in begun:
             active.end_energy()
-        jobs = [*self._waiting, *(active.job for active in self._active.values())]
-        self._waiting.clear()
-        self._active.clear()
+        jobs = [*self._waiting, *(active.job for active in begun)]
+        for requests in (self._waiting, self._active, self._suspended):
+            requests.clear()
         for job in jobs:
             self._fail(job, error)
         with contextlib.suppress(EdgeRuntimeError):
@@ -350,36 +456,3 @@ class Worker:
 
 def _shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down; try again when it is back", code="shutting_down")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slot:
-    """A free session: its number, its target, when it was last used (a growing count; 0 for never), and whose rows it has."""
-
-    number: int
-    target: Target
-    last_used: int
-    client: int = 0
-
-
-def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job], may_reuse: Callable[[Job], bool]) -> tuple[Slot, Job]:
-    """Returns the free session and the waiting request that share the longest prefix. `waiting` is oldest first; neither may be empty.
-
-    A cache counts only if it holds at least half of the prompt: a few shared tokens, as all chats have, are not worth discarding the
-    cached rows of another conversation. If no cache counts, the least recently used session is chosen.
-    """
-    overdue = [job for job in waiting if job.passed_over >= MAX_PASSED_OVER]
-    best = max(
-        ((slot, job) for job in overdue[:1] or waiting for slot in slots),
-        key=lambda pair: (_shared_prefix(pair[0], pair[1], may_reuse), -waiting.index(pair[1]), -pair[0].last_used),
-    )
-    for job in waiting[: waiting.index(best[1])]:
-        job.passed_over += 1
-    return best
-
-
-def _shared_prefix(slot: Slot, job: Job, may_reuse: Callable[[Job], bool]) -> int:
-    if not may_reuse(job) or job.client != slot.client:
-        return 0
-    shared = reusable_prefix(slot.target, job.ids[:-1])
-    return shared if 2 * shared >= len(job.ids) else 0

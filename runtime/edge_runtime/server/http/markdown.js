@@ -3,7 +3,9 @@
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/, HEADING = /^(#{1,6})\s+(.*)$/, RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+/, QUOTE = /^ {0,3}> ?/, ROW = /^\s*\|.*\|\s*$/, DIVIDER = /^\s*\|?(\s*:?-+:?\s*\|)+\s*:?-*:?\s*$/;
-const INLINE = /(`+)([^`]|[^`].*?[^`])\1(?!`)|\*\*(?=\S)(.+?\S?)\*\*|__(?=\S)(.+?)__(?!\w)|\*(?=[^\s*])([^*]+?)\*|(?<!\w)_(?=\S)([^_]+?)_(?!\w)|\[([^\]\n]+)\]\(([^\s)]+)\)/;
+const INLINE = /(`+)([^`]|[^`].*?[^`])\1(?!`)|\*\*(?=\S)(.+?\S?)\*\*|__(?=\S)(.+?)__(?!\w)|\*(?=[^\s*])([^*]+?)\*|(?<!\w)_(?=\S)([^_]+?)_(?!\w)|\[([^\]\n]{1,300})\]\(([^\s)]+)\)/;
+// The patterns take time in proportion to the square of a line's length: a longer one is shown as it is.
+const LONGEST_LINE = 2000;
 const SAFE_LINK = /^(https?:|mailto:)/i;
 
 function element(parent, tag, name = "") {
@@ -58,7 +60,13 @@ function inline(parent, text, at, drafted, depth = 0) {
 
 function blocks(parent, lines, drafted, depth = 0) {
   for (let i = 0; i < lines.length;) {
-    const { text, at } = lines[i], fence = FENCE.exec(text), heading = HEADING.exec(text);
+    const { text, at } = lines[i];
+    if (text.length > LONGEST_LINE) {
+      plain(element(parent, "p"), text, at, drafted);
+      i++;
+      continue;
+    }
+    const fence = fenceOf(text), heading = HEADING.exec(text);
     if (!text.trim()) i++;
     else if (fence) i = codeBlock(parent, lines, i, fence, drafted);
     else if (heading) {
@@ -77,8 +85,9 @@ function blocks(parent, lines, drafted, depth = 0) {
   }
 }
 
+const fenceOf = (text) => text.length > LONGEST_LINE ? null : FENCE.exec(text);
 const cut = ({ text, at }, size) => ({ text: text.slice(size), at: at + Math.min(size, text.length) });
-const begins = (text) => !text.trim() || FENCE.test(text) || HEADING.test(text) || QUOTE.test(text) || ITEM.test(text) || RULE.test(text);
+const begins = (text) => text.length > LONGEST_LINE || !text.trim() || fenceOf(text) || HEADING.test(text) || QUOTE.test(text) || ITEM.test(text) || RULE.test(text);
 
 function paragraph(parent, lines, i, drafted) {
   const made = element(parent, "p"), from = i;
@@ -97,7 +106,9 @@ function codeBlock(parent, lines, i, fence, drafted) {
   copy.type = "button";
   copy.textContent = "Copy";
   const first = ++i;
-  for (; i < lines.length && !(FENCE.exec(lines[i].text)?.[1].startsWith(fence[1]) && !FENCE.exec(lines[i].text)[2]); i++) {
+  for (; i < lines.length; i++) {
+    const end = fenceOf(lines[i].text);
+    if (end?.[1].startsWith(fence[1]) && !end[2]) break;
     if (i > first) code.append("\n");
     plain(code, lines[i].text, lines[i].at, drafted);
   }
@@ -128,7 +139,7 @@ function list(parent, lines, i, drafted, depth) {
 
 function table(parent, lines, i, drafted) {
   const made = element(element(parent, "div", "table"), "table");
-  for (let n = 0; i < lines.length && ROW.test(lines[i].text); n++, i++) {
+  for (let n = 0; i < lines.length && lines[i].text.length <= LONGEST_LINE && ROW.test(lines[i].text); n++, i++) {
     if (n === 1) continue;
     const row = element(made, "tr"), inner = lines[i].text.trim().slice(1, -1);
     let at = lines[i].at + lines[i].text.indexOf("|") + 1;

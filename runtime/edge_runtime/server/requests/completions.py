@@ -75,7 +75,8 @@ class CompletionRequest:
 
     Of the sampling, the request names what is `given`; the bundle's own values count for the rest. Before `min_tokens` tokens no end token
     comes. `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities. `draft_length` None
-    lets the server decide. `prediction` is a text that the answer is expected to repeat.
+    lets the server decide. `prediction` is a text that the answer is expected to repeat. The answer ends behind `max_calls`; with 0, calls
+    are text.
     """
 
     prompt: Prompt
@@ -88,6 +89,7 @@ class CompletionRequest:
     min_tokens: int = 0
     draft_length: int | None = None
     prediction: str = ""
+    max_calls: int | None = None
 
     @property
     def repeatable(self) -> bool:
@@ -123,10 +125,10 @@ def read_chat(body: dict[str, Any]) -> ApiRequest:
     prediction = _prediction(fields)
     tools = read_tools(fields)
     constraint = read_constraint(fields, tools)
-    thinking = _thinking(fields) and constraint is None  # a constrained answer has no place for thoughts
-    conversation = read_conversation(fields, tools, thinking=thinking)
+    conversation = read_conversation(fields, tools, thinking=_thinking(fields))
     limit, logprobs = read_limit(fields, "max_completion_tokens", "n_predict", "max_tokens"), _chat_logprobs(fields)
-    return _request(fields, (conversation,), limit, constraint=constraint, logprobs=logprobs, prediction=prediction)
+    calls = 0 if fields.get("tool_choice") == "none" else None if fields.flag("parallel_tool_calls", True) else 1
+    return _request(fields, (conversation,), limit, constraint=constraint, logprobs=logprobs, prediction=prediction, max_calls=calls)
 
 
 def read_completion(body: dict[str, Any]) -> ApiRequest:
@@ -195,6 +197,7 @@ def _request(
     constraint: ConstraintSource | None = None,
     logprobs: int | None = None,
     prediction: str = "",
+    max_calls: int | None = None,
 ) -> ApiRequest:
     n = fields.integer("n", 1, MAX_CHOICES, 1) or 1
     if n * len(prompts) > MAX_CHOICES:
@@ -221,6 +224,7 @@ def _request(
                 min_tokens=minimum,
                 draft_length=draft_length,
                 prediction=prediction,
+                max_calls=max_calls,
             )
             for prompt in prompts
             for number in range(n)

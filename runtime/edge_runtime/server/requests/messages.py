@@ -13,10 +13,11 @@ from typing import Any
 from edge_devices.children.running import ChildBudget
 from edge_runtime.media.reading import read_image, read_sound
 from edge_runtime.media.soft_rows import MEDIA, Media
-from edge_runtime.server.errors import invalid
+from edge_runtime.server.errors import ApiError, invalid
 from edge_runtime.server.json_text import MAX_VALUES, count_values, parse_object
 from edge_runtime.server.requests.fields import Fields
 from edge_runtime.text.chat_template import Message
+from edge_runtime.text.tool_calls import begun_arguments
 
 # Of one request. The context has no room for more, and each is decoded in a process of its own.
 MAX_MEDIA = 16
@@ -125,9 +126,20 @@ class _Calls:
         self._values = MAX_VALUES
 
     def arguments(self, function: Fields) -> dict[str, Any]:
-        """Returns the arguments of one more call. Raises ApiError."""
+        """Returns the arguments of one more call, sent as text or as an object; of a text that is none, as of a cut call, what it says.
+
+        A conversation with such a call goes on, as a server or another model wrote it. Raises ApiError for arguments beyond a limit.
+        """
+        if isinstance(function.get("arguments"), dict):
+            return function.object("arguments") or {}
         place, text = function.place("arguments"), function.text("arguments") or "{}"
-        arguments = parse_object(text, place, place, values=self._values)
+        try:
+            arguments = parse_object(text, place, place, values=self._values)
+        except ApiError as error:
+            stateable = isinstance(error.__cause__, json.JSONDecodeError | None)
+            if error.code != "invalid_json" or not stateable:
+                raise
+            arguments = begun_arguments(text)
         self._values -= count_values(text)
         return arguments
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict, deque
 from dataclasses import replace
 from typing import Any
@@ -136,10 +135,8 @@ def _content(fields: Fields, name: str) -> str | list[Json]:
 
 def _call(call: Fields) -> Json:
     function = call.inner("function")
-    arguments = function.get("arguments")
-    written = arguments if isinstance(arguments, str) else json.dumps(function.object("arguments") or {})
     number = {"id": name} if (name := call.text("id")) else {}
-    return {**number, "type": "function", "function": {"name": function.text("name"), "arguments": written}}
+    return {**number, "type": "function", "function": {"name": function.text("name"), "arguments": function.get("arguments")}}
 
 
 def _streamed(request: ApiRequest, fields: Fields) -> ApiRequest:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from edge_devices.machine.device_package import how_to_get
 from edge_runtime.server.requests.fields import Fields
 from edge_runtime.text.constraints import Gbnf, JsonSchema, ToolCalls
-from edge_runtime.text.grammar import INSTALL
 
 MAX_TOOLS = 128
 CONSTRAINT_FIELDS = frozenset({"grammar", "json_schema", "response_format"})
@@ -122,4 +122,4 @@ def _json_schema(fields: Fields) -> JsonSchema | None:
 
 def _require_library(fields: Fields, name: str) -> None:
     if find_spec("llguidance") is None:
-        raise fields.wrong(name, f"needs llguidance on the server; install it with: {INSTALL}", code="unsupported_parameter")
+        raise fields.wrong(name, f"needs llguidance on the server; {how_to_get('grammar')}", code="unsupported_parameter")

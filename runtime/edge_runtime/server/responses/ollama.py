@@ -41,13 +41,13 @@ class OllamaFormat(ResponseFormat):
         return self._stem() | self._body(()) | {"done": True, "done_reason": "load"}
 
     def _body(self, events: Sequence[Event], logprobs: Logprobs | None = None) -> Json:
+        calls = [event for event in events if isinstance(event, ToolCall) and event.arguments is not None]
         text = "".join(_text_of(event) for event in events)
         thoughts = "".join(event.text for event in events if isinstance(event, Thought))
-        calls = [event for event in events if isinstance(event, ToolCall) and event.arguments is not None]
         body: Json = {"role": "assistant", "content": text} if self._chat else {"response": text}
         if thoughts:
             body["thinking"] = thoughts
-        if calls and self._chat:
+        if calls:
             body["tool_calls"] = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
         content: Json = {"message": body} if self._chat else body
         return content | {"logprobs": logprobs.to_json()} if logprobs else content
@@ -60,9 +60,10 @@ class OllamaFormat(ResponseFormat):
 
 
 def _text_of(event: Event) -> str:
-    if isinstance(event, Text):
-        return event.text
-    return event.raw if isinstance(event, ToolCall) and event.arguments_json is None else ""
+    """Returns an event's part of the answer. That of a cut call is all of it: Ollama's arguments are an object, not its beginning."""
+    if isinstance(event, ToolCall):
+        return event.raw if event.arguments is None else ""
+    return event.text if isinstance(event, Text) else ""
 
 
 def _end(finished: Finished) -> Json:

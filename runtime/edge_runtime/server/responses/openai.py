@@ -157,8 +157,6 @@ class ChatFormat(ChunkedFormat):
         return self._call(choice, event)
 
     def _call(self, choice: int, call: ToolCall) -> Json:
-        if call.arguments_json is None:
-            return {"content": call.raw}  # an unreadable call is passed on as text
         function = {"name": call.name, "arguments": call.arguments_json}
         fields = {"index": self._counts[choice], "id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
         self._counts[choice] += 1

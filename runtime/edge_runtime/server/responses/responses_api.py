@@ -98,9 +98,7 @@ class ResponsesFormat(ResponseFormat):
 
     def _add(self, event: Event, logprobs: ChatLogprobs) -> list[bytes]:
         if isinstance(event, ToolCall):
-            if event.arguments_json is not None:
-                return [*self._close(), *self._call(event, event.arguments_json)]
-            event = Text(event.raw)  # an unreadable call is passed on as text
+            return [*self._close(), *self._call(event, event.arguments_json or "")]
         kind = "reasoning" if isinstance(event, Thought) else "message"
         begun = self._begin(kind)
         assert self._open is not None

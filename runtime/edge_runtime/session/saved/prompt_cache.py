@@ -241,11 +241,11 @@ class PromptCache:
 
 
 class CachedPrompt:
-    """One request's use of a prompt cache."""
+    """One request's use of a prompt cache; `target` is where its rows are."""
 
     def __init__(self, cache: PromptCache, target: SavableTarget, prompt: Sequence[int], root: hashlib._Hash) -> None:
         """`root` is the hash of what the rows belong to."""
-        self._cache, self._target, self._root = cache, target, root
+        self._cache, self.target, self._root = cache, target, root
         self._prompt = np.asarray(prompt, np.int32)
         self._stored: tuple[int, hashlib._Hash] | None = None
         self._computed, self._seconds = 0, 0.0
@@ -256,7 +256,7 @@ class CachedPrompt:
         `held` of them are there already.
         """
         for _ in range(_TRIES if self._cache.usable else 0):
-            _, known = self._cache.known(self._prompt, self._root, self._target)
+            _, known = self._cache.known(self._prompt, self._root, self.target)
             if known.length - held < MIN_TOKENS:
                 return
             if (yield from self._read(known, held)):
@@ -267,7 +267,7 @@ class CachedPrompt:
 
         Where that was not a `complete` piece, they are kept together with the rest of it.
         """
-        cache, target = self._cache, self._target
+        cache, target = self._cache, self.target
         self._computed, self._seconds = self._computed + computed, self._seconds + seconds
         if self._computed:
             cache.seconds_a_token = self._seconds / self._computed
@@ -302,13 +302,13 @@ class CachedPrompt:
                 after=after,
                 seconds=(end - first) * (self._cache.seconds_a_token or 0.0),
             )
-            if not self._cache.keep(after, text.hexdigest(), segment, self._target.context):
+            if not self._cache.keep(after, text.hexdigest(), segment, self.target.context):
                 return
             self._stored = end, text
 
     def _read(self, known: _Known, held: int) -> Generator[int, None, bool]:
         """Restores the rows of `known`; returns whether that is done or given up, False where a file turned out to be none."""
-        cache, target, seconds, computed = self._cache, self._target, 0.0, 0.0
+        cache, target, seconds, computed = self._cache, self.target, 0.0, 0.0
         try:
             read = _Read(known, target, self._root)
         except MemoryError as error:

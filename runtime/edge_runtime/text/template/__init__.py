@@ -1,1 +1,1 @@
-"""jinja2 for chat templates from outside: a sandbox with its filters and limits."""
+"""jinja2 for chat templates from outside: as transformers sets it up, in a limited child process."""

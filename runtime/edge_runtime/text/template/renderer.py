@@ -1,7 +1,7 @@
 """Renders a chat template in a limited child process.
 
-The sandbox counts steps and sizes, but a comparison or a slice of long lists, or a parser, works behind its counter: there the child's
-limits hold. Both ends of their messages are here; jinja2 is loaded in the child only.
+A template from outside may loop for ever or double a text until memory ends: the child's limits end it then, also inside C code. Both ends
+of the messages are here; jinja2 is loaded in the child only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ MEMORY_BYTES = 256 << 20
 STEP_SECONDS = 5.0
 MAX_REASON = 300
 _DONE, _REFUSED = b"D", b"R"
-_TOO_MUCH = f"it takes more than {STEP_SECONDS:g} s of processor time or {MEMORY_BYTES >> 20} MB"
 _lock = threading.Lock()
 
 
@@ -37,10 +36,14 @@ def _host() -> forked.Host:
 
 
 class Renderer:
-    """A compiled template. Raises TemplateError if it does not compile, BackendError if no process can be started."""
+    """A compiled template; compiling it, and each rendering, may take `seconds` of processor time.
 
-    def __init__(self, source: str) -> None:
-        self._source = source
+    Raises TemplateError if it does not compile, BackendError if no process can be started.
+    """
+
+    def __init__(self, source: str, seconds: float = STEP_SECONDS) -> None:
+        self._seconds = seconds
+        self._setup = json.dumps({"source": source, "seconds": seconds}).encode()
         self._idle = [self._new_child()]  # as many as threads have rendered at the same time
 
     def render(self, variables: dict[str, Any]) -> str:
@@ -53,7 +56,7 @@ class Renderer:
             child = self._idle.pop()
         except IndexError:
             child = self._new_child()
-        answer = _asked(child, message)
+        answer = self._asked(child, message)
         self._idle.append(child)  # one that has ended is not asked again
         return _text_of(answer)
 
@@ -61,15 +64,14 @@ class Renderer:
         with _lock:
             host = _host()
         child = host.new_child()
-        _text_of(_asked(child, self._source.encode("utf-8", "surrogatepass")))
+        _text_of(self._asked(child, self._setup))
         return child
 
-
-def _asked(child: forked.Child, message: bytes) -> bytes:
-    try:
-        return child.ask(message)
-    except forked.ChildError:
-        raise TemplateError(_TOO_MUCH) from None
+    def _asked(self, child: forked.Child, message: bytes) -> bytes:
+        try:
+            return child.ask(message)
+        except forked.ChildError:
+            raise TemplateError(f"it takes more than {self._seconds:g} s of processor time or {MEMORY_BYTES >> 20} MB") from None
 
 
 def _text_of(answer: bytes) -> str:
@@ -79,28 +81,30 @@ def _text_of(answer: bytes) -> str:
 
 
 def prepare(_setup: bytes) -> ModuleType:
-    """Returns the sandbox; a template is compiled in its child."""
-    from edge_runtime.text.template import sandbox
+    """Returns the module that compiles templates; each is compiled in its own child."""
+    from edge_runtime.text.template import environment
 
-    return sandbox
+    return environment
 
 
-def serve(sandbox: Any, connection: socket.socket) -> None:
+def serve(environment: Any, connection: socket.socket) -> None:
     """Compiles the template of the first message and renders it with the JSON of the others."""
-    source = receive(connection).decode("utf-8", "surrogatepass")
-    render = _answered(sandbox, connection, lambda: sandbox.compile_template(source), lambda _: "")
+    setup = json.loads(receive(connection))
+    source, seconds = setup["source"], setup["seconds"]
+    render = _answered(connection, seconds, lambda: environment.compile_template(source), lambda _: "")
     while render is not None:
         limit_step(0)
         message = receive(connection)
-        _answered(sandbox, connection, lambda: render(json.loads(message)), str)  # noqa: B023 - called at once
+        _answered(connection, seconds, lambda: render(json.loads(message)), str)  # noqa: B023 - called at once
 
 
-def _answered(sandbox: Any, connection: socket.socket, work: Callable[[], Any], text: Callable[[Any], str]) -> Any:
-    limit_step(STEP_SECONDS)
+def _answered(connection: socket.socket, seconds: float, work: Callable[[], Any], text: Callable[[Any], str]) -> Any:
+    """Sends the text of what this work returns, or why it returns nothing."""
+    limit_step(seconds)
     try:
         result = work()
         answer = _DONE + text(result).encode("utf-8", "surrogatepass")
-    except sandbox.FAILURES as error:
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
         result, answer = None, _REFUSED + _reason(error).encode("utf-8", "replace")
     send(connection, answer)
     return result
@@ -110,4 +114,6 @@ def _reason(error: Exception) -> str:
     """Returns an error as one line of limited length."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
+    if isinstance(error, MemoryError):
+        return f"it takes more than {MEMORY_BYTES >> 20} MB"
     return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__

@@ -147,12 +147,11 @@ def test_other_types_are_not_packed(kind: int) -> None:
 
 
 def test_a_library_without_the_symbols_keeps_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ggml, "load_library", lambda: SimpleNamespace(edge_ggml_watch_cells=None))
-    monkeypatch.setattr(ggml, "variant", lambda: "avx2")
+    kernels = SimpleNamespace(edge_ggml_watch_cells=None, edge_ggml_switch=lambda _: None)
+    monkeypatch.setattr(ggml, "load_library", lambda: kernels)
+    monkeypatch.setattr(ggml, "stock_reason", lambda: None)
     reason = ggml.register(SimpleNamespace(ggml_nbytes=1))
     assert reason is not None
     assert "does not export ggml_backend_buffer_init, " in reason
-    monkeypatch.setattr(ggml, "variant", lambda: None)
-    assert "EDGE_MTP_KERNELS" in str(ggml.register(SimpleNamespace()))
-    monkeypatch.setattr(ggml, "load_library", lambda: None)
-    assert ggml.register(SimpleNamespace()) == "the row kernels were not built for this machine"
+    monkeypatch.setattr(ggml, "stock_reason", lambda: "they are switched off")
+    assert ggml.register(SimpleNamespace()) == "they are switched off"

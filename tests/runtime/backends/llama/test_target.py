@@ -164,9 +164,7 @@ def test_a_target_without_a_drafter_keeps_no_hidden_rows(reference_pair: Any) ->
 
 @pytest.mark.parametrize("version", ["0.3.35", "0.3.37", "0.4.0", "1.0"])
 def test_other_library_versions_are_refused(version: str) -> None:
-    with pytest.raises(
-        BackendError, match=r"is .*, but the MTP interface is supported for 0.3.36 only; run: pip install 'edge-mtp\[llama\]'"
-    ):
+    with pytest.raises(BackendError, match=r"is .*, but the MTP interface is supported for 0.3.36 only; pip install 'edge-mtp\[llama\]'"):
         loader.check_version(version)
 
 
@@ -187,13 +185,13 @@ def test_missing_symbols_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return opened(name)
 
     monkeypatch.setattr(loader, "_bindings", bindings)
-    with pytest.raises(BackendError, match=r"no MTP interface .*llama_get_ctx_other.*; run"):
+    with pytest.raises(BackendError, match=r"no MTP interface .*llama_get_ctx_other.*; pip install"):
         loader.llama_library.__wrapped__()
 
 
 def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(BackendError, match=r"llama-cpp-python is not installed .*; run: pip install 'edge-mtp\[llama\]'"):
+    with pytest.raises(BackendError, match=r"llama-cpp-python is not installed .*; pip install 'edge-mtp\[llama\]'"):
         loader.llama_library.__wrapped__()
 
 

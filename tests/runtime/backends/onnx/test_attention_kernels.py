@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +14,8 @@ ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 from onnx import TensorProto, helper
 
 from edge_runtime.backends.kernels import loader
-from edge_runtime.backends.onnx.row_kernels import DOMAIN, NORM, READER, STOCK_ATTENTION, WRITER, with_row_kernels
+from edge_runtime.bundle.onnx_graph import KERNELS
 
-Bundles = Callable[[str], Path]
 Arrays = dict[str, NDArray[Any]]
 pytestmark = pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
 HEADS, KV_HEADS, DIM, CAPACITY = 4, 2, 48, 320
@@ -36,22 +33,18 @@ INPUTS = {
 }
 
 
-def model(window: int, *, writes: bool, **changes: Any) -> bytes:
-    """A graph of one attention on buffers, and a product whose sake it is opened for."""
+def model(window: int, *, writes: bool, stock: bool = False) -> bytes:
+    """A graph of one attention on buffers, by a kernel or by onnxruntime's own operator."""
     outputs = ["y", "new_keys", "new_values"] if writes else ["y"]
-    facts = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "scale": 1.0, "local_window_size": window, "do_rotary": 1, **changes}
-    attention = helper.make_node(STOCK_ATTENTION, list(INPUTS), outputs, domain="com.microsoft", **facts)
-    product = helper.make_node(
-        "MatMulNBits", ["y", "b", "s"], ["z"], domain="com.microsoft", K=HEADS * DIM, N=1, bits=8, block_size=32, accuracy_level=4
-    )
-    weights = [
-        onnx.numpy_helper.from_array(np.zeros((1, HEADS * DIM // 32, 32), np.uint8), "b"),
-        onnx.numpy_helper.from_array(np.ones((1, HEADS * DIM // 32), np.float32), "s"),
-    ]
+    facts: dict[str, float] = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "local_window_size": window}
+    attention = helper.make_node("AttendBuffers" if writes else "ReadBuffers", list(INPUTS), outputs, domain=KERNELS, **facts)
+    if stock:
+        facts |= {"scale": 1.0, "do_rotary": 1}
+        attention = helper.make_node("GroupQueryAttention", list(INPUTS), outputs, domain="com.microsoft", **facts)
     inputs = [helper.make_tensor_value_info(name, *facts) for name, facts in INPUTS.items()]
-    made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in [*outputs, "z"]]
-    graph = helper.make_graph([attention, product], "g", inputs, made, weights)
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
+    graph = helper.make_graph([attention], "g", inputs, made)
+    opsets = [helper.make_opsetid(*each) for each in (("", 21), ("com.microsoft", 1), (KERNELS, 1))]
     return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString())
 
 
@@ -85,13 +78,10 @@ def drawn(past: int, tokens: int, *, writes: bool = True) -> Arrays:
 @pytest.mark.parametrize("writes", [True, False])
 @pytest.mark.parametrize("window", [-1, 20, 150])
 def test_attention_on_buffers_is_that_of_the_stock_operator(window: int, writes: bool) -> None:
-    graph = model(window, writes=writes)
-    changed, _ = with_row_kernels(graph)
-    assert [node.op_type for node in onnx.load_from_string(changed).graph.node] == [WRITER if writes else READER, "MatMulRows"]
-    stock, ours = session(graph), session(changed)
+    stock, ours = (session(model(window, writes=writes, stock=stock)) for stock in (True, False))
     for past, tokens in [(0, 1), (0, 40), (7, 5), (127, 3), (200, 8), (250, 60), (300, 13)]:
         inputs = drawn(past, tokens, writes=writes)
-        expected, actual = (item.run(None, inputs)[:-1] for item in (stock, ours))
+        expected, actual = (item.run(None, inputs) for item in (stock, ours))
         for item, other in zip(expected, actual, strict=True):
             rows = slice(None) if item.ndim == 3 else slice(past + tokens)
             np.testing.assert_allclose(other[..., rows, :], item[..., rows, :], atol=2e-5)
@@ -101,7 +91,7 @@ def test_a_rows_attention_has_the_same_bits_in_every_batch_and_on_every_variant(
     actual = []
     for variant in loader.usable_variants():
         monkeypatch.setenv(loader.VARIABLE, variant)
-        ours = session(with_row_kernels(model(150, writes=True))[0])
+        ours = session(model(150, writes=True))
         actual.append({(past, n): ours.run(["y"], drawn(past, n))[0][0] for past in (0, 100, 123, 250) for n in (1, 2, 5, 8, 13, 60)})
     for few in actual:
         for (past, tokens), rows in few.items():
@@ -110,27 +100,11 @@ def test_a_rows_attention_has_the_same_bits_in_every_batch_and_on_every_variant(
 
 def test_a_reader_takes_no_queries_at_all() -> None:
     """A piece of a prompt that another piece follows has none behind the last layer with K/V rows."""
-    ours = session(with_row_kernels(model(20, writes=False))[0])
+    ours = session(model(20, writes=False))
     for past in (0, 100):
         assert ours.run(["y"], drawn(past, 0, writes=False))[0].shape == (1, 0, HEADS * DIM)
     with pytest.raises(Exception, match="queries must be"):
-        session(with_row_kernels(model(20, writes=True))[0]).run(["y"], drawn(100, 0))
-
-
-def test_attention_of_the_last_rows_takes_them_without_padding(onnx_pair: Bundles) -> None:
-    path = next(onnx_pair("int4").glob("target-int4*.onnx"))
-    stock = onnx.load(path, load_external_data=False)
-    nodes = onnx.load_from_string(with_row_kernels(stock.SerializeToString())[0]).graph.node
-    makers = {name: node.op_type for node in nodes for name in node.output}
-    readers = [node for node in nodes if node.op_type == READER]
-    assert [makers[node.input[0]] for node in readers] == [NORM] * 3
-    assert [makers[node.input[9]] for node in readers] == ["Slice"] * 3
-    for node in stock.graph.node:  # another end than the last row
-        if node.op_type == "Slice" and node.input[0].startswith("attended"):
-            node.input[2] = node.input[3]
-    padded = onnx.load_from_string(with_row_kernels(stock.SerializeToString())[0]).graph.node
-    makers = {name: node.op_type for node in padded for name in node.output}
-    assert [makers[node.input[0]] for node in padded if node.op_type == READER] == ["Concat"] * 3
+        session(model(20, writes=True)).run(["y"], drawn(100, 0))
 
 
 @pytest.mark.parametrize("name", ["q", "keys", "values"])
@@ -140,15 +114,9 @@ def test_what_is_no_number_reaches_the_result(name: str, monkeypatch: pytest.Mon
     inputs[name][..., 100 if name != "q" else 1, 7] = np.nan
     for variant in loader.usable_variants():
         monkeypatch.setenv(loader.VARIABLE, variant)
-        result = session(with_row_kernels(model(-1, writes=True))[0]).run(["y"], inputs)[0][0]
+        result = session(model(-1, writes=True)).run(["y"], inputs)[0][0]
         assert np.isnan(result[1]).any(), variant
         assert name != "q" or not np.isnan(result[[0, 2]]).any(), variant
-
-
-@pytest.mark.parametrize("change", [{"softcap": 30.0}, {"scale": 0.5}, {"do_rotary": 0}, {"smooth_softmax": 1}])
-def test_attention_of_another_kind_stays(change: dict[str, Any]) -> None:
-    graph = onnx.load_from_string(with_row_kernels(model(20, writes=True, **change))[0]).graph
-    assert [(node.op_type, node.domain) for node in graph.node] == [(STOCK_ATTENTION, "com.microsoft"), ("MatMulRows", DOMAIN)]
 
 
 @pytest.mark.parametrize(
@@ -165,21 +133,6 @@ def test_attention_of_another_kind_stays(change: dict[str, Any]) -> None:
     ],
 )
 def test_rows_and_positions_outside_the_buffers_are_refused(name: str, value: NDArray[Any]) -> None:
-    ours = session(with_row_kernels(model(20, writes=True))[0])
+    ours = session(model(20, writes=True))
     with pytest.raises(Exception, match="attention: "):
         ours.run(None, drawn(7, 5) | {name: value})
-
-
-@pytest.mark.parametrize(
-    ("operator", "attribute", "value"),
-    [("Softmax", "axis", 2), ("Split", "axis", 2), ("Flatten", "axis", 1), ("FusedMatMul", "transB", 0), ("Shape", "start", 1)],
-)
-def test_attention_on_rows_with_other_attributes_stays(onnx_pair: Bundles, operator: str, attribute: str, value: int) -> None:
-    path = next(onnx_pair("int4").glob("target-int4*.onnx"))
-    graph = onnx.load(path, load_external_data=False)
-    assert b"AttendRows" in with_row_kernels(graph.SerializeToString())[0]
-    for node in graph.graph.node:
-        for item in node.attribute:
-            if node.op_type == operator and item.name == attribute:
-                item.i = value
-    assert b"AttendRows" not in with_row_kernels(graph.SerializeToString())[0]

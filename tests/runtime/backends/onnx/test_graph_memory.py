@@ -22,7 +22,7 @@ from edge_runtime.backends.onnx.open import check_pair_memory, open_onnx
 from edge_runtime.backends.onnx.target import OrtOptions, pair_of
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.onnx_file import read_graph
-from edge_runtime.bundle.onnx_graph import CONTRIB_OPS, ONNX_OPS, check_onnx
+from edge_runtime.bundle.onnx_graph import CONTRIB_OPS, KERNELS, ONNX_OPS, check_onnx
 from edge_runtime.errors import BackendError, BundleError
 
 GB = 10**9
@@ -346,6 +346,59 @@ def test_an_output_of_a_branch_that_nothing_gives_is_refused(tmp_path: Path) -> 
         check_graph_memory(path, {"x": (100,)})
 
 
+def called(folder: Path, name: str, *nodes: Any, calls: int = 1, inputs: Sequence[str] = ("x",), **attributes: Any) -> Path:
+    """Writes a graph that calls a function of one or two inputs, a and b, and the output c."""
+    made = [helper.make_node(name, inputs, [f"y{n}"], domain=KERNELS, **attributes) for n in range(calls)]
+    path = saved(folder, made, {"x": (1, None, 10)}, {"w": f32(10)}, [f"y{n}" for n in range(calls)])
+    model = onnx.load(path)
+    model.functions.append(helper.make_function(KERNELS, name, ["a", "b"][: len(inputs)], ["c"], nodes, [helper.make_opsetid("", 23)]))
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def test_a_function_takes_what_its_nodes_take_and_each_call_has_its_constants(tmp_path: Path) -> None:
+    twice = helper.make_node("Concat", ["a", "a"], ["twice"], axis=1), helper.make_node("Slice", ["twice", "s", "e", "e"], ["c"])
+    ends = [helper.make_node("Constant", [], [name], value=numpy_helper.from_array(i64(number))) for name, number in (("s", 0), ("e", 1))]
+    path = called(tmp_path, "Mine", *ends, *twice, calls=3)
+    check_onnx(path)
+    # Of 100 rows: inside of the last call twice as many, and one that it gives, beside those of the calls before.
+    assert check_graph_memory(path, {"x": (1, 100, 10)}) == 2 * 40 + 8000 + 40 + 3 * 16
+
+
+def test_a_function_that_asks_for_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
+    path = called(
+        tmp_path, "Mine", *[helper.make_node("Concat", ["abcdefgh"[n]] * 2, ["abcdefgh"[n + 1]], axis=1) for n in range(7)], calls=1
+    )
+    model = onnx.load(path)
+    model.functions[0].output[0] = "h"
+    path.write_bytes(model.SerializeToString())
+    check_onnx(path)
+    with pytest.raises(BackendError, match="memory are available"):
+        check_graph_memory(path, {"x": (1, 1 << 30, 10)})
+
+
+@pytest.mark.parametrize(
+    ("operator", "inputs", "attributes"),
+    [
+        *((name, ["x"], {"K": 10, "N": 1 << 40, "bits": 8, "block_size": 16}) for name in ("MatMulRows", "MatMulCapRows", "MatMulStatic")),
+        ("FeedForwardRows", ["x"], {"second_N": 1 << 40}),
+        ("MatMulHalves", ["x", "x"], {}),
+        ("NormRows", ["x"], {}),
+        ("ResidualRows", ["x"], {}),
+        ("AttendRows", ["x"], {}),
+    ],
+)
+def test_a_kernel_that_gives_more_than_its_function_is_refused(
+    operator: str, inputs: list[str], attributes: dict[str, int], tmp_path: Path
+) -> None:
+    """Where kernels run, what the function says does not count."""
+    small = helper.make_node("ReduceMax", ["a"], ["c"])
+    with pytest.raises(BundleError, match=f"the kernel of {operator} gives more than the function of that name"):
+        check_graph_memory(called(tmp_path, operator, small, inputs=inputs, **attributes), {"x": (1, 100, 10)})
+    same = called(tmp_path, "Other", small, inputs=inputs, **attributes)
+    assert check_graph_memory(same, {"x": (1, 100, 10)}) < 100
+
+
 def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(onnx_pair("int4"))
     files = pair_of(bundle, drafter=True)
@@ -354,6 +407,13 @@ def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeyp
     monkeypatch.setattr(graph_memory, "available_memory_bytes", lambda: needed[64])
     monkeypatch.setattr("edge_runtime.backends.onnx.loader._open", lambda *_: pytest.fail("onnxruntime was given a graph"))
     with pytest.raises(BackendError, match="ask for a shorter context"):
+        open_onnx(bundle, OrtOptions(context=1024, threads=1), None)
+
+
+def test_what_a_process_may_map_is_a_limit_too(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = open_bundle(onnx_pair("int4"))
+    monkeypatch.setattr(graph_memory, "address_space_left", lambda: 1 << 20)
+    with pytest.raises(BackendError, match=r"for its values and K/V rows, 1.0 MB of memory are available"):
         open_onnx(bundle, OrtOptions(context=1024, threads=1), None)
 
 

@@ -12,10 +12,13 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
+from changed_graphs import of_an_earlier_version, with_graphs
+from edge_runtime.backends.kernels.loader import usable_variants, variant
 from edge_runtime.backends.onnx import devices as devices_module
 from edge_runtime.bundle.manifest import with_hash
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.session.open import open_session
+from kept import shipped_bundle
 
 Bundles = Callable[[str], Path]
 
@@ -50,7 +53,7 @@ def changed_buffers(folder: Path, **changes: Any) -> None:
     [
         ({"rows": 140}, "too short for a window of 128"),
         ({"dtype": "f8"}, "not one this reader knows"),
-        ({"head_dim": 1 << 40}, "not one this reader knows"),
+        ({"head_dim": 1 << 40}, "wider than any, 8192 at most"),
         ({"kv_heads": 2, "drafter_read": "buffer"}, r"is \[1, 2, .*\], the graph's"),
         ({"key": "value.0"}, "one pair of ONNX buffers"),
         ({"layer": 7}, "one pair of ONNX buffers"),
@@ -71,6 +74,26 @@ def test_a_bundle_without_graphs_names_the_format_to_export(exported_pair: Path,
         open_session(onnx_pair("f32"), backend="llama")
 
 
+@pytest.mark.skipif(not usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
+@pytest.mark.parametrize(("target", "drafter"), [("int8", "int8"), ("f32", "int8"), ("f32", "f32")])
+def test_a_bundle_of_before_the_kernels_operators_runs_and_says_that_it_is_slower(target: Any, drafter: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+    from edge_export.onnx.request import OnnxRequest
+
+    folder = shipped_bundle(gguf=False, onnx=OnnxRequest(target=target, drafter=drafter))
+    older = with_graphs(folder, tmp_path / "older", of_an_earlier_version)
+    texts, said = [], list[list[str]]()
+    for bundle in (folder, older):
+        sentences: list[str] = []
+        with open_session(bundle, threads=1, notify=sentences.append) as session:
+            texts.append(session.generate("class Stack:", max_tokens=12, draft_length=3).text())
+            assert session.row_kernels == (variant() if (bundle, target) == (folder, "int8") else None)
+        said.append([sentence for sentence in sentences if "earlier version" in sentence])
+    assert texts[0][:8] == texts[1][:8]
+    slower = ["The graphs of older are of an earlier version and run slower; export the bundle again."]
+    assert said == [[], slower if drafter == "int8" else []], "float32 graphs name none"
+
+
 def test_a_plug_in_that_finds_no_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices_module, "plug_in_failure", lambda _: None)
     monkeypatch.setattr(devices_module, "devices", lambda: (devices_module.PROCESSOR,))
@@ -78,3 +101,19 @@ def test_a_plug_in_that_finds_no_device_is_named(monkeypatch: pytest.MonkeyPatch
         RequestError, match=r"no device 'openvino:NPU' .* there are cpu; onnxruntime-ep-openvino .* finds no device of its own"
     ):
         devices_module.device_named("openvino:NPU")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpu", "llama.cpp computes on GPUs: export the bundle with --format gguf or both"),
+        ("npu", r"pip install 'edge-mtp\[openvino\]' or 'edge-mtp\[qnn\]'"),
+        ("qnn", r"pip install 'edge-mtp\[qnn\]'$"),
+        ("tpu", "edge-run doctor says which drivers are installed"),
+    ],
+)
+def test_a_device_that_is_not_there_ends_with_what_to_do(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices_module, "plug_in_failure", lambda _: "")
+    monkeypatch.setattr(devices_module, "devices", lambda: (devices_module.PROCESSOR,))
+    with pytest.raises(RequestError, match=words):
+        devices_module.device_named(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
-from edge_devices.files.limited_read import sha256_of
+from changed_graphs import with_graphs
 from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.static import export as static_export
 from edge_export.pipeline.export import export_pair
@@ -24,7 +23,6 @@ from edge_runtime.backends.kernels import loader
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
 from edge_runtime.backends.onnx.target import GraphTarget
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.manifest import with_hash
 from edge_runtime.interfaces import Drafter
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
@@ -182,20 +180,16 @@ def test_a_rollback_into_a_prompt_and_a_prefix_that_is_used_again_change_nothing
             assert all(map(np.array_equal, again[1:], first[1:]))
 
 
-def older(folder: Path, output: Path) -> Path:
-    """The bundle as one of an earlier version: its graph has no such input, and computes all rows."""
-    shutil.copytree(folder, output)
-    manifest = json.loads((output / "manifest.json").read_text())
-    entry = next(file for file in manifest["files"] if (file["role"], file["format"]) == ("target", "onnx"))
-    path = output / entry["path"]
-    model = onnx.load(path, load_external_data=False)
-    (passed,) = (value for value in model.graph.input if value.name == "skipped_rows")
-    model.graph.input.remove(passed)
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1, np.int64), "skipped_rows"))
-    path.write_bytes(model.SerializeToString())
-    entry |= {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-    (output / "manifest.json").write_text(with_hash(manifest))
-    return output
+def computing_all_rows(folder: Path, output: Path) -> Path:
+    """The bundle with a target of an earlier version: its graph has no such input, and computes all rows."""
+
+    def change(model: Any) -> Any:
+        (passed,) = (value for value in model.graph.input if value.name == "skipped_rows")
+        model.graph.input.remove(passed)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1, np.int64), "skipped_rows"))
+        return model
+
+    return with_graphs(folder, output, change, roles=["target"])
 
 
 def tokens_of(session: Session) -> list[list[tuple[int, ...]]]:
@@ -207,7 +201,7 @@ def tokens_of(session: Session) -> list[list[tuple[int, ...]]]:
 
 def test_older_bundles_answer_the_same_and_say_once_what_exporting_again_brings(onnx_pair: Bundles, tmp_path: Path) -> None:
     folder = onnx_pair("int4")
-    before = opened(older(folder, tmp_path / "older"))
+    before = opened(computing_all_rows(folder, tmp_path / "older"))
     with before.target:
         assert not before.target.skips_unread_rows
         assert ["export the bundle again" in sentence for sentence in before.notes] == [True]

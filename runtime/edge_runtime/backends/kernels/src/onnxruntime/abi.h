@@ -43,6 +43,7 @@ inline Status* element_count(Table api, const ShapeInfo* info, size_t* out) { re
 inline Status* shape_of(Table api, const Value* value, ShapeInfo** out) { return function<Status*(const Value*, ShapeInfo**)>(api, 65)(value, out); }
 inline Status* attribute(Table api, const KernelInfo* info, const char* name, float* out) { return function<Status*(const KernelInfo*, const char*, float*)>(api, 85)(info, name, out); }
 inline Status* attribute(Table api, const KernelInfo* info, const char* name, int64_t* out) { return function<Status*(const KernelInfo*, const char*, int64_t*)>(api, 86)(info, name, out); }
+inline Status* output_count(Table api, const KernelContext* context, size_t* out) { return function<Status*(const KernelContext*, size_t*)>(api, 89)(context, out); }
 inline Status* input(Table api, const KernelContext* context, size_t index, const Value** out) { return function<Status*(const KernelContext*, size_t, const Value**)>(api, 90)(context, index, out); }
 inline Status* output(Table api, KernelContext* context, size_t index, const int64_t* shape, size_t count, Value** out) { return function<Status*(KernelContext*, size_t, const int64_t*, size_t, Value**)>(api, 91)(context, index, shape, count, out); }
 inline void release_status(Table api, Status* status) { function<void(Status*)>(api, 93)(status); }

@@ -1,6 +1,7 @@
 // AttendBuffers and ReadBuffers: GroupQueryAttention on float32 buffers [1, heads, capacity, dim] that are past and present at once, with
 // rotary embedding and a window. The former writes new rows into them, the latter takes them as another layer has written them. Inputs are
-// those of GroupQueryAttention: queries, new keys and values, both buffers, last row, rows, cosines, sines, positions.
+// those of GroupQueryAttention: queries, new keys and values, both buffers, last row, rows, cosines, sines, positions. ReadBuffers may have one
+// more, which it ignores: a row of zeros for the function of stock operators that stands for it elsewhere, and takes no fewer queries than one.
 #include <stdlib.h>
 #include <string.h>
 
@@ -170,12 +171,20 @@ Status* compute(void* data, KernelContext* context) {
 const char* writer_name(const Op*) { return "AttendBuffers"; }
 const char* reader_name(const Op*) { return "ReadBuffers"; }
 size_t input_count(const Op*) { return 10; }
+size_t reader_inputs(const Op*) { return 11; }
+int last_may_lack(const Op*, size_t index) { return index > 9; }
 size_t three_outputs(const Op*) { return 3; }
 Type input_type(const Op*, size_t index) { return index == 5 || index == 6 ? kInt32 : index == 9 ? kInt64 : kFloat; }
+
+constexpr Op reader() {
+    Op op = operator_of({reader_name, reader_inputs, input_type, one_output, create_reader, compute, free});
+    op.input_kind = last_may_lack;
+    return op;
+}
 
 }  // namespace
 
 constexpr Op ort::kAttendBuffers = operator_of({writer_name, input_count, input_type, three_outputs, create_writer, compute, free});
-constexpr Op ort::kReadBuffers = operator_of({reader_name, input_count, input_type, one_output, create_reader, compute, free});
+constexpr Op ort::kReadBuffers = reader();
 
 }  // namespace edge

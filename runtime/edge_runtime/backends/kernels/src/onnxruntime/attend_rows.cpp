@@ -1,5 +1,6 @@
-// AttendRows(queries [1, 1, read x heads, dim], cached keys and values [1, 1, n, dim], new keys and values [1, 1, tokens, dim]): attention of
-// one K/V head to all cached rows, causal among the new ones, of whose last `read` the queries are.
+// AttendRows(queries [1, 1, read x heads, dim], cached keys and values [1, 1, n, dim], new keys and values [1, 1, tokens, dim], positions of the
+// queries [1, read] and of the new rows [1, tokens]): attention of one K/V head to all cached rows, causal among the new ones, of whose last
+// `read` the queries are. The positions are for the function of stock operators that stands for this one elsewhere: here they follow.
 #include <stdlib.h>
 
 #include "onnxruntime/attention.h"
@@ -55,10 +56,11 @@ Status* compute(void* data, KernelContext* context) {
 }
 
 const char* op_name(const Op*) { return "AttendRows"; }
-size_t input_count(const Op*) { return 5; }
+size_t input_count(const Op*) { return 7; }
+Type input_type(const Op*, size_t index) { return index < 5 ? kFloat : kInt64; }
 
 }  // namespace
 
-constexpr Op ort::kAttendRows = operator_of({op_name, input_count, float_type, one_output, create, compute, free});
+constexpr Op ort::kAttendRows = operator_of({op_name, input_count, input_type, one_output, create, compute, free});
 
 }  // namespace edge

@@ -71,6 +71,7 @@ Status* output_like(const Norm& norm, KernelContext* context, size_t index, cons
     Value* value = nullptr;
     void* data = nullptr;
     EDGE_TRY(output(norm.api, context, index, shape.sizes, shape.rank, &value));
+    if (!value) return create_status(norm.api, kFail, "norms: an output has no name");
     EDGE_TRY(tensor_data(norm.api, value, &data));
     *out = static_cast<float*>(data);
     return nullptr;
@@ -114,6 +115,9 @@ Status* add(void* kernel, KernelContext* context) {
     EDGE_TRY(few_values(norm, context, 2, rows.width, &rows.weight));
     EDGE_TRY(few_values(norm, context, 3, 1, &factor));
     EDGE_TRY(few_values(norm, context, 4, rows.width, &rows.next));
+    size_t outputs;
+    EDGE_TRY(output_count(norm.api, context, &outputs));
+    if ((outputs > 1) != (rows.next != nullptr)) return create_status(norm.api, kFail, "ResidualRows: a second output goes with a second weight");
     if (factor) rows.factor = *factor;
     rows.count = shape.count() / rows.width;
     EDGE_TRY(output_like(norm, context, 0, shape, &rows.sum));

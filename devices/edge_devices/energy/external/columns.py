@@ -1,0 +1,288 @@
+"""What the columns of a meter's table hold: quantities and units of their names, and what `--columns` says instead."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from edge_devices.errors import MeterError
+
+_PREFIXES = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "kilo": 1e3}
+_BASES: Mapping[str, Mapping[str, float]] = {
+    "voltage": dict.fromkeys(("v", "volt", "volts"), 1.0),
+    "current": dict.fromkeys(("a", "amp", "amps", "ampere", "amperes"), 1.0),
+    "power": dict.fromkeys(("w", "watt", "watts"), 1.0),
+    "energy": dict.fromkeys(("j", "joule", "joules", "ws"), 1.0) | {"wh": 3600.0},
+}
+_TIMES = {
+    1.0: ("s", "sec", "secs", "second", "seconds"),
+    1e-3: ("ms", "msec", "millis", "millisecond", "milliseconds"),
+    1e-6: ("us", "usec", "micros", "microsecond", "microseconds"),
+    1e-9: ("ns", "nanosecond", "nanoseconds"),
+    60.0: ("min", "mins", "minute", "minutes"),
+    3600.0: ("h", "hr", "hrs", "hour", "hours"),
+}
+UNITS: Mapping[str, Mapping[str, float]] = {
+    "time": {name: factor for factor, names in _TIMES.items() for name in names},
+    **{
+        quantity: {prefix + base: scale * factor for prefix, scale in _PREFIXES.items() for base, factor in bases.items()}
+        for quantity, bases in _BASES.items()
+    },
+}
+_QUANTITY_OF = {unit: quantity for quantity, units in UNITS.items() for unit in units}
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "time": (
+        *("t", "time", "times", "timestamp", "ts", "datetime", "date", "elapsed", "unixtime", "lastchanged", "runtime", "epoch", "clock"),
+        *("zeit", "uhrzeit", "zeitstempel", "datum"),
+    ),
+    "voltage": ("v", "u", "voltage", "volt", "volts", "vbus", "vavg", "spannung"),
+    "current": ("a", "i", "current", "amps", "ampere", "amperes", "intensity", "ibus", "iavg", "strom", "stromstärke"),
+    "power": ("w", "p", "power", "watt", "watts", "wavg", "pbus", "leistung"),
+    "energy": ("j", "e", "energy", "joule", "joules", "energie", "consumption", "verbrauch"),
+}
+_QUANTITY_WORDS = {word: quantity for quantity, words in _WORDS.items() for word in words}
+_COMPOUNDS = {"leistung": "power", "spannung": "voltage", "energie": "energy"}  # German writes a noun and its attribute together
+_NOT_POWER = ("schein", "blind")  # apparent and reactive
+# Words of other quantities, extremes, thresholds, and energy that flows the other way.
+_OTHERS = frozenset(
+    (
+        *(
+            "d",
+            "dp",
+            "dn",
+            "min",
+            "max",
+            "peak",
+            "record",
+            "minimum",
+            "maximum",
+            "std",
+            "stdev",
+            "stddev",
+            "deviation",
+            "variance",
+            "count",
+        ),
+        *(
+            "resistance",
+            "temp",
+            "temperature",
+            "capacity",
+            "ripple",
+            "reactive",
+            "apparent",
+            "aprt",
+            "factor",
+            "cost",
+            "shunt",
+            "frequency",
+        ),
+        *("limit", "tdp", "target", "threshold", "alarm", "rated", "nominal", "set", "setpoint", "budget", "state", "status", "on", "off"),
+        *("returned", "return", "ret", "export", "exported", "yesterday"),
+    )
+)
+_SECOND_LINES = frozenset(("usb", "aux"))  # beside the supply: taken where nothing else is there
+_OTHER_UNITS = frozenset(
+    ("c", "f", "hz", "khz", "mhz", "ghz", "rpm", "va", "kva", "var", "ah", "mah", "ohm", "db", "dbm", "ticks", "samples", "count")
+)
+_NUMBERED = frozenset(("phase", "channel", "ch", "port", "probe", "line", "sensor", "device", "output", "input"))  # "Phase A" is no ampere
+COARSE = frozenset(
+    unit for unit in UNITS["energy"] if unit.endswith("wh")
+)  # steps of several joules: watts, where there are any, are finer
+MARKS = {"comma": ",", "point": "."}
+COLUMNS_HELP = (
+    "Columns of the --external table, if they are not recognised: time=, voltage=, current=, power= or energy=NAME (or its number from 1),"
+    " unit= of the figure, time_unit=, device=NAME of a table with several, decimal=comma or point, and volts=5.1 where only amperes are"
+    " there."
+)
+_NAMES_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column: its number from 0, and the factor to SI units. `unit` is empty where the table names none."""
+
+    index: int
+    name: str
+    quantity: str
+    factor: float = 1.0
+    unit: str = ""
+
+    def in_unit(self, unit: str) -> Column:
+        """Returns the column with another unit of its quantity."""
+        return Column(index=self.index, name=self.name, quantity=self.quantity, factor=UNITS[self.quantity][unit], unit=unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What `--columns` says: names or numbers (from 1) by quantity, `unit` of the figure, `time_unit`, `device` of a table with several,
+    `decimal`, the mark of decimals, and volts of a table without.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    unit: str = ""
+    time_unit: str = ""
+    device: str = ""
+    decimal: str = ""
+    volts: float | None = None
+
+
+AUTOMATIC = Choice()
+
+
+def parse_choice(text: str) -> Choice:
+    """Parses `time=NAME,current=NAME,unit=mA,volts=5.1`. Raises MeterError for anything else."""
+    names: dict[str, str] = {}
+    words = {"unit": "", "time_unit": "", "device": "", "decimal": ""}
+    volts = None
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not value or key not in (*UNITS, *words, "volts"):
+            keys = ", ".join((*UNITS, *words))
+            raise MeterError(
+                f"--columns {part!r} is not KEY=NAME; keys are {keys} and volts (a name with a comma is given by the column's number)"
+            )
+        if key in UNITS:
+            names[key] = value
+        elif key == "volts":
+            volts = _volts(value)
+        elif key == "decimal":
+            if value not in MARKS:
+                raise MeterError(f"decimal={value} is no mark of decimals; use comma or point")
+            words[key] = MARKS[value]
+        elif key == "device":
+            words[key] = value
+        else:
+            known = [name for quantity, own in UNITS.items() for name in own if (quantity == "time") == (key == "time_unit")]
+            if (unit := simple(value)) not in known:
+                short = ", ".join(name for name in known if len(name) < 4)
+                raise MeterError(f"{key}={value} is not a unit that a column can have; use one of {short}")
+            words[key] = unit
+    return Choice(names=names, volts=volts, **words)
+
+
+def _volts(text: str) -> float:
+    try:
+        volts = float(text)
+    except ValueError:
+        volts = math.nan
+    if not 0.5 <= volts <= 480:
+        raise MeterError(f"volts={text} is not a supply's voltage; give a number from 0.5 to 480")
+    return volts
+
+
+def simple(text: str) -> str:
+    """Returns a name in small letters with u for µ."""
+    return text.lower().replace("µ", "u").replace("μ", "u").strip()
+
+
+class Meaning(NamedTuple):
+    """What a column's name says: its quantity or None, its unit or "", and whether it is of a second line beside the supply."""
+
+    quantity: str | None
+    unit: str
+    second: bool = False
+
+
+_NOTHING = Meaning(None, "")
+
+
+def meaning(name: str) -> Meaning:
+    """Returns what a column's name says. The unit decides; without one the last word that names a quantity does ("current power")."""
+    # powerMilliwatts, PowerW and currentmA are several words.
+    apart = re.sub(r"(?<=[a-z]{2})([numkµμ]?(?:Wh|[WAVJ]))$", r" \1", re.sub(r"(?<=[a-z]{2})(?=[A-Z][a-z])", " ", name))
+    text = re.sub(r"watt[- ]?hours?|w\s?[·⋅*]\s?h\b", "wh", simple(apart))
+    outside, unit, foreign = re.sub(r"[(\[{].*?[)\]}]", " ", text), "", "%" in text or "°" in text
+    for content in map(str.strip, re.findall(r"[(\[{](.*?)[)\]}]", text)):
+        if content in _QUANTITY_OF:
+            unit = content
+        elif content in _OTHER_UNITS or ("/" in content and content.split("/")[0] in _QUANTITY_OF):
+            foreign = True
+        else:
+            outside += f" {content}"
+    tokens = [token for token in re.split(r"[^a-zäöüß]+", outside) if token]
+    words = [quantity for token in tokens if (quantity := _quantity_word(token, alone=len(tokens) == 1))]
+    if "".join(tokens) in _QUANTITY_WORDS:  # last_changed
+        words.append(_QUANTITY_WORDS["".join(tokens)])
+    if len(set(words)) > 1 and "current" in words:  # the present power, not amperes
+        words = [word for word in words if word != "current"]
+    quantity = words[-1] if words else None
+    loose = _loose_unit(tokens)
+    if not unit or (loose and _QUANTITY_OF[loose] == quantity != _QUANTITY_OF[unit]):  # "Active energy Wh(A)": of the phase A
+        unit = loose
+    if foreign or any(token.startswith(_NOT_POWER) for token in tokens):
+        return _NOTHING
+    if unit and (len(tokens) > 1 or not tokens or tokens[0] != unit) and (quantity == "time") != (_QUANTITY_OF[unit] == "time"):
+        return _NOTHING  # such as the seconds of a voltage's rise
+    others = _OTHERS & set(tokens)
+    if others and not (quantity == "time" and others <= {unit}):
+        return _NOTHING
+    return Meaning(_QUANTITY_OF[unit] if unit else quantity, unit, bool(_SECOND_LINES & set(tokens)))
+
+
+def _quantity_word(token: str, *, alone: bool) -> str | None:
+    """Returns the quantity that a word names; a single letter names one only where it is the whole name."""
+    if len(token) == 1 and not alone:
+        return None
+    return _QUANTITY_WORDS.get(token) or next((quantity for end, quantity in _COMPOUNDS.items() if token.endswith(end)), None)
+
+
+def _loose_unit(tokens: Sequence[str]) -> str:
+    """Returns the unit among words without brackets, as in "power_mW", "mA current" or "W (total)"; "" without one."""
+    named = {quantity for token in tokens if (quantity := _quantity_word(token, alone=False))}
+    for at in reversed(range(len(tokens))):
+        token = tokens[at]
+        if token not in _QUANTITY_OF or (token in ("min", "h") and len(tokens) == 1):
+            continue
+        if len(token) == 1 and ((len(tokens) > 2 and at < len(tokens) - 1) or (at and tokens[at - 1] in _NUMBERED)):
+            continue
+        if len(token) > 2 and len(tokens) == 1 and _QUANTITY_WORDS.get(token) not in (None, "time"):
+            return token  # "watts"
+        if not named or _QUANTITY_OF[token] in named:
+            return token
+    return ""
+
+
+def candidates(header: Sequence[str]) -> dict[str, list[Column]]:
+    """Returns the columns that may hold each quantity, by their names. Those of a second line count where there are no others."""
+    found: dict[str, list[tuple[bool, Column]]] = {}
+    for index, name in enumerate(header):
+        means = meaning(name)
+        if means.quantity:
+            factor = UNITS[means.quantity].get(means.unit, 1.0)
+            column = Column(index=index, name=name, quantity=means.quantity, factor=factor, unit=means.unit)
+            found.setdefault(means.quantity, []).append((means.second, column))
+    return {
+        quantity: [column for second, column in columns if second == min(second for second, _ in columns)]
+        for quantity, columns in found.items()
+    }
+
+
+def named_column(header: Sequence[str], quantity: str, name: str, unit: str = "") -> Column:
+    """Returns the column of this name, or of this number from 1, in a `unit` of its quantity if one is given. Raises MeterError."""
+    places = [index for index, column in enumerate(header) if simple(column) == simple(name)]
+    if len(places) > 1:
+        numbers = ", ".join(str(index + 1) for index in places)
+        raise MeterError(
+            f"the table has {len(places)} columns {name!r}, the numbers {numbers}; choose one by its number: {quantity}=NUMBER"
+        )
+    if not places and re.fullmatch(r"\d{1,5}", name) and 1 <= int(name) <= len(header):
+        places = [int(name) - 1]
+    if not places:
+        raise MeterError(f"the table has no column {name!r} for {quantity}; it has {listed(header)}, or give a number from 1")
+    column = Column(index=places[0], name=header[places[0]], quantity=quantity)
+    if unit in UNITS[quantity]:
+        return column.in_unit(unit)
+    stated = meaning(column.name)
+    if stated.unit and stated.unit not in UNITS[quantity] and not re.fullmatch(r"\d+", column.name):
+        raise MeterError(f"the column {column.name!r} has the unit {stated.unit}, which is none of {quantity}; give its unit with unit=")
+    return column.in_unit(stated.unit) if stated.unit in UNITS[quantity] else column
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns names for a message, the first of many."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(map(repr, names[:_NAMES_SHOWN])) + more

@@ -1,0 +1,266 @@
+"""Which columns of a meter's table are taken, from its first rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from edge_devices.energy.external.cells import CLOCK, Times, is_number, readings_of, stamp_seconds
+from edge_devices.energy.external.columns import COARSE, UNITS, Choice, Column, candidates, listed, meaning, named_column, simple
+from edge_devices.energy.external.readings import MAINS_VOLTS, MAX_MISSING_SHARE
+from edge_devices.errors import MeterError
+
+PREAMBLE = 200  # rows from which the layout follows; the header is among the first of them
+UNIT_COLUMNS = frozenset(("unit", "units", "einheit", "unit_of_measurement"))
+Row = tuple[int, list[str]]  # the line's number in the file, and its cells
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableLayout:
+    """How the rows of one table are read: the time, and the columns whose product, times `volts`, is the figure.
+
+    `first`: rows before the figures; `unit_column`: the column that holds each row's unit.
+    """
+
+    header: list[str]
+    first: int
+    time: Column
+    factors: tuple[Column, ...]
+    counter: bool
+    volts: float = 1.0
+    unit_column: int | None = None
+
+    @property
+    def what(self) -> str:
+        """The columns that were taken, in words."""
+        names = " × ".join(
+            f"{column.name!r}" + ("" if column.unit or meaning(column.name).unit else " (no unit named)") for column in self.factors
+        )
+        return f"column{'s' * (len(self.factors) > 1)} {names}" + (f" × {self.volts:g} V" if self.volts != 1.0 else "")
+
+
+def layout_of(head: Sequence[Row], choice: Choice) -> TableLayout:
+    """Returns how to read the table that begins with these rows. Raises MeterError where columns are unknown, or several may be meant."""
+    rows = [row for _, row in head]
+    at = _header_at(rows, choice)
+    if at is None:
+        return _without_header(rows, choice)
+    header, first = rows[at], at + 1
+    words = [cell.lower() for cell in header]
+    if {"state", "last_changed"} <= set(words):
+        choice = _home_assistant(header, rows[first:], choice)
+    while first < len(rows) and not any(rows[first]):
+        first += 1
+    if first < len(rows) and _is_units(rows[first]):
+        header = _with_units(header, rows[first])
+        first += 1
+    factors, counter, volts = _figure(header, choice)
+    time = _time(header, rows[first:], choice)
+    unit = next((index for index, word in enumerate(words) if word in UNIT_COLUMNS), None)
+    layout = TableLayout(header=header, first=first, time=time, factors=factors, counter=counter, volts=volts, unit_column=unit)
+    _check_mains(layout, rows[first:], choice)
+    return layout
+
+
+def is_header(row: Sequence[str]) -> bool:
+    """Returns whether a row names a time and a figure."""
+    found = candidates(row)
+    return "time" in found and len(found) > 1
+
+
+def _header_at(rows: Sequence[Sequence[str]], choice: Choice) -> int | None:
+    """Returns the row of the header: the last one before the figures that names what is needed; None without one."""
+    names = {simple(name) for name in choice.names.values() if not name.isdecimal()}
+    at = None
+    for number, row in enumerate(rows):
+        if _is_figures(row) or (at is not None and any(_is_time(row, index) for index in _time_places(rows[at]))):
+            break
+        if names and names <= {simple(cell) for cell in row}:
+            return number
+        if {"state", "last_changed"} <= {cell.lower() for cell in row} or (is_header(row) and (at is None or not _is_units(row))):
+            at = number
+    return at
+
+
+def _time_places(header: Sequence[str]) -> list[int]:
+    return [column.index for column in candidates(header).get("time", [])]
+
+
+def _is_time(row: Sequence[str], index: int) -> bool:
+    return index < len(row) and (is_number(row[index]) or stamp_seconds(row[index]) is not None)
+
+
+def _is_figures(row: Sequence[str]) -> bool:
+    """Returns whether a row holds figures only: a time and at least one number."""
+    numbers = [is_number(cell) for cell in row]
+    return len(row) > 1 and all(n or stamp_seconds(cell) is not None for n, cell in zip(numbers, row, strict=True)) and any(numbers[1:])
+
+
+def _is_units(row: Sequence[str]) -> bool:
+    """Returns whether a row below the header holds units: no number, and at least one unit of a figure."""
+    bare = [simple(cell).strip("()[]{} ") for cell in row]
+    return not any(any(map(str.isdigit, cell)) for cell in row) and any(cell in units for cell in bare for units in UNITS.values())
+
+
+def _with_units(header: Sequence[str], units: Sequence[str]) -> list[str]:
+    bare = [unit.strip("()[]{} ") for unit in units]
+    return [
+        f"{name} [{unit}]" if unit and not meaning(name).unit else name
+        for name, unit in zip(header, (*bare, *[""] * len(header)), strict=False)
+    ]
+
+
+def _time(header: Sequence[str], rows: Sequence[Sequence[str]], choice: Choice) -> Column:
+    """Returns the column of the times: of several the one whose cells differ most, so a clock beside dates, and milliseconds."""
+    if "time" in choice.names:
+        return named_column(header, "time", choice.names["time"], choice.time_unit)
+    best: tuple[int, Column] | None = None
+    for column in candidates(header).get("time", []):
+        times = [cell for row in rows if column.index < len(row) and Times(column).parse(cell := row[column.index]) is not None]
+        enough = len(times) >= (1 - MAX_MISSING_SHARE) * len(rows) / 2
+        if enough and (best is None or len(set(times)) > best[0]):
+            best = len(set(times)), column
+    if best is None:
+        found = candidates(header).get("time", [])
+        if not found:
+            raise MeterError(_UNKNOWN.format(names=listed(header)))
+        best = 0, found[0]
+    return best[1].in_unit(choice.time_unit) if choice.time_unit else best[1]
+
+
+_UNKNOWN = (
+    "the columns {names} have no time with joules, watts, or volts and amperes; name them with"
+    " --columns time=NAME,power=NAME,unit=mW (or voltage= and current=, or energy=)"
+)
+
+
+def _figure(header: Sequence[str], choice: Choice) -> tuple[tuple[Column, ...], bool, float]:
+    """Returns the columns of the figure, whether they count joules, and the volts that they are multiplied with. Raises MeterError."""
+    found = candidates(header)
+    named = {quantity: [named_column(header, quantity, name, choice.unit)] for quantity, name in choice.names.items() if quantity != "time"}
+    if named:  # others do not count
+        found = named
+    found.pop("time", None)
+    if choice.unit:
+        found = _of_unit(found, choice.unit)
+    energy, power, voltage, current = (found.get(quantity, []) for quantity in ("energy", "power", "voltage", "current"))
+    fine, coarse = ([c for c in energy if c.unit and (c.unit in COARSE) == is_coarse] for is_coarse in (False, True))
+    if fine:
+        return (_one(fine),), True, 1.0
+    if power:
+        return (_one(power),), False, 1.0
+    if voltage and current:
+        return (_one(voltage), _one(current)), False, 1.0
+    if coarse:
+        return (_one(coarse),), True, 1.0
+    if energy:
+        raise MeterError(f"the column {energy[0].name!r} names no unit; add it, such as --columns unit=Wh")
+    if current and choice.volts:
+        return (_one(current),), False, choice.volts
+    if current:
+        raise MeterError(
+            f"the column {current[0].name!r} has amperes and no volts are in the table; give the supply's: --columns volts=5.1"
+        )
+    raise MeterError(_UNKNOWN.format(names=listed(header)))
+
+
+def _of_unit(found: dict[str, list[Column]], unit: str) -> dict[str, list[Column]]:
+    """Returns the columns that a unit of `--columns` leaves, in that unit."""
+    quantity = next(q for q, units in UNITS.items() if q != "time" and unit in units)
+    if quantity not in found:
+        raise MeterError(f"unit={unit} is a unit of {quantity}, and no column holds that; add {quantity}=NAME to --columns")
+    together = ("voltage", "current") if quantity in ("voltage", "current") else (quantity,)
+    return {q: [c.in_unit(unit) for c in columns] if q == quantity else columns for q, columns in found.items() if q in together}
+
+
+def _one(columns: Sequence[Column]) -> Column:
+    """Returns the only column. Raises MeterError where several may be meant."""
+    if len(columns) > 1:
+        key = columns[0].quantity
+        names = listed([column.name for column in columns])
+        raise MeterError(
+            f"{len(columns)} columns may be the device's {key}: {names}; choose one: --columns {key}=NAME (or its number from 1)"
+        )
+    return columns[0]
+
+
+def _check_mains(layout: TableLayout, rows: Sequence[Sequence[str]], choice: Choice) -> None:
+    """Raises MeterError for volts and amperes of the mains that nobody named: their product is not the power."""
+    if len(layout.factors) < 2 or "voltage" in choice.names:
+        return
+    volts = layout.factors[0]
+    values = [readings_of(row[volts.index])[0][0] for row in rows if volts.index < len(row)]
+    if any(value is not None and abs(value) * volts.factor >= MAINS_VOLTS for value in values):
+        raise MeterError(
+            f"the columns {layout.factors[0].name!r} and {layout.factors[1].name!r} are of the mains, where volts × amperes are no watts;"
+            " export the power, or name both columns with --columns"
+        )
+
+
+def _without_header(rows: Sequence[Sequence[str]], choice: Choice) -> TableLayout:
+    """Returns the layout of a table whose first rows name nothing. Raises MeterError where it cannot be known."""
+    at = next((number for number, row in enumerate(rows) if _is_figures(row) or _has_chosen(row, choice)), None)
+    if at is None:
+        raise MeterError(_UNKNOWN.format(names=listed(rows[0]) if rows else "(none)"))
+    above = rows[at - 1] if at and len(rows[at - 1]) == len(rows[at]) else None
+    header = list(above or map(str, range(1, len(rows[at]) + 1)))
+    if not above and not choice.names:
+        choice = _guessed(rows[at:], choice)
+    factors, counter, volts = _figure(header, choice)
+    if "time" not in choice.names:
+        raise MeterError(_UNKNOWN.format(names=listed(header)))
+    time = named_column(header, "time", choice.names["time"], choice.time_unit)
+    return TableLayout(header=header, first=at, time=time, factors=factors, counter=counter, volts=volts)
+
+
+def _has_chosen(row: Sequence[str], choice: Choice) -> bool:
+    """Returns whether a row holds a time and figures where the numbers of `--columns` say."""
+    places = {quantity: int(name) - 1 for quantity, name in choice.names.items() if name.isdecimal()}
+    if len(places) < 2 or "time" not in places or len(places) < len(choice.names) or not max(places.values()) < len(row):
+        return False
+    return all(_is_time(row, index) if quantity == "time" else is_number(row[index]) for quantity, index in places.items())
+
+
+def _guessed(rows: Sequence[Sequence[str]], choice: Choice) -> Choice:
+    """Returns which columns of a table without a header hold what: volts and amperes after a clock time, or watts as a product."""
+    width = len(rows[0])
+    power = _product(rows) if width > 3 else None
+    if power is not None:
+        return replace(choice, names={"time": "1", "power": str(power + 1)})
+    if width == 3 and CLOCK.fullmatch(rows[0][0]):  # WITRN
+        return replace(choice, names={"time": "1", "voltage": "2", "current": "3"})
+    raise MeterError("it has no header; say which columns are what, such as --columns time=1,current=2,voltage=3")
+
+
+def _product(rows: Sequence[Sequence[str]]) -> int | None:
+    """Returns the column that is the product of two others in every row: watts, of volts and amperes."""
+    table = [[_number(cell) for cell in row[1:]] for row in rows]
+    if len(table) < 3 or any(cell is None for row in table for cell in row) or len({len(row) for row in table}) > 1:
+        return None
+    figures = [[cell or 0.0 for cell in row] for row in table]
+    for power, a, b in permutations(range(min(8, len(figures[0]))), 3):
+        if all(abs(row[a] * row[b] - row[power]) <= 0.02 * abs(row[power]) for row in figures) and any(row[power] for row in figures):
+            return power + 1
+    return None
+
+
+def _number(cell: str) -> float | None:
+    (point, comma), _ = readings_of(cell)
+    return comma if "," in cell and comma is not None else point
+
+
+def _home_assistant(header: Sequence[str], rows: Sequence[Sequence[str]], choice: Choice) -> Choice:
+    """Returns which columns of a history export hold what: its sensor's name says whether it counts power or energy."""
+    words = [cell.lower() for cell in header]
+    entity = words.index("entity_id") if "entity_id" in words else None
+    entities = {row[entity] for row in rows if entity is not None and entity < len(row)}
+    name = choice.device or next(iter(entities), "")
+    if len(entities) > 1 and not choice.device:
+        raise MeterError(
+            f"it has {len(entities)} sensors ({', '.join(sorted(entities)[:4])}, ...); choose the power sensor: --columns device=NAME"
+        )
+    quantity = "energy" if "energy" in name and "power" not in name else "power"
+    if quantity == "energy" and not choice.unit:
+        raise MeterError(f"{name} counts energy, and its unit is not in the table; add it: --columns unit=kWh")
+    return replace(choice, names={"time": "last_changed", quantity: "state"})

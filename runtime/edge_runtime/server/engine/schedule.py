@@ -1,0 +1,119 @@
+"""Which request gets a session: whose turn it is, which session has most of its prompt, and who gives one up for another client.
+
+A request may be as long as the context, so a free session may not come for minutes. Where a client waits that has less than its share,
+the request that has run longest of the client with most sessions is suspended: its rows are copied out, and it goes on later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from edge_devices.machine.memory import available_memory_bytes
+from edge_runtime.interfaces import SavableTarget, Target
+from edge_runtime.server.engine.jobs import Job
+from edge_runtime.session.generation import reusable_prefix
+
+# A request that was passed over this often is served next.
+MAX_PASSED_OVER = 4
+# A request runs so many times as long as a suspension and its end take before it is suspended, in seconds within these.
+SWAP_SHARE = 10.0
+SHORTEST_TURN, LONGEST_TURN = 0.25, 1.0
+# The part of the available memory that the rows of one more suspended request may take.
+_MEMORY_SHARE = 0.25
+
+
+class Holder(Protocol):
+    """A request on a session: whose it is, since when (in seconds), and whether it waits for its reader."""
+
+    @property
+    def client(self) -> int: ...
+
+    @property
+    def since(self) -> float: ...
+
+    @property
+    def stalled(self) -> bool: ...
+
+
+Held = TypeVar("Held", bound=Holder)
+
+
+class Turns:
+    """Whose turn it is, and how long a request has a session at least."""
+
+    def __init__(self, sessions: int) -> None:
+        self._sessions = sessions
+        self._newest: dict[int, int] = {}
+        self.seconds = SHORTEST_TURN
+
+    def next_of(self, waiting: Iterable[int], held: Sequence[Holder]) -> int:
+        """Returns that of the waiting clients with the fewest sessions; of equals the one whose turn was longest ago, or the first."""
+        counts = Counter(holder.client for holder in held)
+        return min(waiting, key=lambda client: (counts[client], self._newest.get(client, 0)))
+
+    def took(self, client: int) -> None:
+        """A request of this client got a session."""
+        self._newest[client] = 1 + max(self._newest.values(), default=0)
+
+    def swapped(self, seconds: float) -> None:
+        """Copying rows out and putting them back takes so long, in which no session goes on."""
+        self.seconds = min(LONGEST_TURN, max(SHORTEST_TURN, SWAP_SHARE * self._sessions * seconds))
+
+    def gives_way(self, held: Sequence[Held], client: int, now: float) -> Held | None:
+        """Returns which of the requests on sessions, of which none is free, is suspended for the next client; None for none.
+
+        One that waits for its reader goes first, whosever it is. Another one goes for a client without a session, or with two less than
+        the client that has most.
+        """
+        over = [holder for holder in held if now - holder.since >= self.seconds]
+        if stalled := [holder for holder in over if holder.stalled]:
+            return min(stalled, key=lambda holder: holder.since)
+        counts = Counter(holder.client for holder in held)
+        least = counts[client] + (2 if counts[client] else 1)
+        owners = {owner for owner, count in counts.items() if owner != client and count >= least}
+        mature = [holder for holder in over if holder.client in owners]
+        return min(mature, key=lambda holder: (-counts[holder.client], holder.since), default=None)
+
+
+def has_room(target: Target) -> bool:
+    """Whether the rows in a target's cache can be copied into memory, and leave enough of it."""
+    if not isinstance(target, SavableTarget):
+        return False
+    available = available_memory_bytes()
+    return available is None or target.length * sum(target.row_bytes) <= available * _MEMORY_SHARE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A free session: its number, its target, when it was last used (a growing count; 0 for never), and whose rows it has."""
+
+    number: int
+    target: Target
+    last_used: int
+    client: int = 0
+
+
+def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job], may_reuse: Callable[[Job], bool]) -> tuple[Slot, Job]:
+    """Returns the free session and the waiting request that share the longest prefix. `waiting` is oldest first; neither may be empty.
+
+    A cache counts only if it holds at least half of the prompt: a few shared tokens, as all chats have, are not worth discarding the
+    cached rows of another conversation. If no cache counts, the least recently used session is chosen.
+    """
+    overdue = [job for job in waiting if job.passed_over >= MAX_PASSED_OVER]
+    best = max(
+        ((slot, job) for job in overdue[:1] or waiting for slot in slots),
+        key=lambda pair: (_shared_prefix(pair[0], pair[1], may_reuse), -waiting.index(pair[1]), -pair[0].last_used),
+    )
+    for job in waiting[: waiting.index(best[1])]:
+        job.passed_over += 1
+    return best
+
+
+def _shared_prefix(slot: Slot, job: Job, may_reuse: Callable[[Job], bool]) -> int:
+    if not may_reuse(job) or job.client != slot.client:
+        return 0
+    shared = reusable_prefix(slot.target, job.ids[:-1])
+    return shared if 2 * shared >= len(job.ids) else 0
