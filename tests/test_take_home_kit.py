@@ -79,7 +79,7 @@ def test_a_record_is_brought_home(
     with a_pi(tmp_path) if platform == "linux-arm64" else a_phone(desk) as reach:
         result = bench("devices", onnx_pair("int4"), *reach, *folders, *SMALL, "--energy", "--minutes", "5", "--run", "kit")
     assert result.exit_code == 0
-    (runs,) = tmp_path.rglob("runs.jsonl")
+    (runs,) = (tmp_path / "results").rglob("runs.jsonl")
     report, log = read_energy(runs.with_name("energy.jsonl"))
     assert report.scope == scope
     assert {variant.name for variant in report.variants} == {"plain", "split profit"}

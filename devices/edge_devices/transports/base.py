@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from edge_devices.errors import TransportError
+from edge_devices.errors import LinkError, TransportError
 from edge_devices.files.limited_read import parse_integer
 from edge_devices.machine.system import CommandResult
 
 COMMAND_SECONDS = 60.0
+TIMED_OUT = 124  # the exit code of a command that was ended because it took too long
 MAX_OUTPUT_BYTES = 64 << 20  # the longest output lists the files of a device package with their hashes
 
 
@@ -39,8 +40,13 @@ class Transport(Protocol):
 
 
 def shell(transport: Transport, script: str, *arguments: str, seconds: float = COMMAND_SECONDS) -> str:
-    """Runs an sh script ($1, $2, ... are `arguments`) and returns its output. Raises TransportError with its last line if it fails."""
+    """Runs an sh script ($1, $2, ... are `arguments`) and returns its output.
+
+    Raises TransportError with its last line if it fails, and LinkError if it does not end in time: a device may be busy, or swap.
+    """
     done = transport.run(["sh", "-c", script, "sh", *arguments], seconds=seconds)
+    if done.code == TIMED_OUT:
+        raise LinkError(f"{transport.name}: no answer in {seconds:g} s; files on the device are kept")
     if done.code != 0:
         raise TransportError(f"{transport.name}: {last_line(done)}")
     return done.text
@@ -79,7 +85,7 @@ class FramedCommand:
 
     def result(self, done: CommandResult, failure: Callable[[CommandResult], TransportError]) -> CommandResult:
         """Returns the command's result, or `done` if it timed out. Raises the error that `failure` makes of a broken link or a flood."""
-        if done.code == 124:
+        if done.code == TIMED_OUT:
             return done
         result = None if done.cut else self.parse(done.output, done.errors)
         if result is None:

@@ -6,6 +6,7 @@ Figures are never taken from a file: they are computed from its measurements. An
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,7 +50,17 @@ def read_record_files(files: Sequence[Path]) -> tuple[list[DeviceResult], list[s
             refused.append(f"{file}: it is of another machine than {owner}, which is of the same run; do not use it")
         else:
             log_of[owner] = file
-    return [_result(file, each, log_of.get(file), logs) for file, each in records.items()], refused
+    names = _short_names(list(records))
+    return [_result(names[file], each, log_of.get(file), logs) for file, each in records.items()], refused
+
+
+def _short_names(files: Sequence[Path]) -> dict[Path, str]:
+    """Returns a name for each file: its path without the folders that all have in common."""
+    try:
+        common = Path(os.path.commonpath([file.absolute().parent for file in files]))
+    except ValueError:  # on several drives
+        return {file: str(file) for file in files}
+    return {file: file.absolute().relative_to(common).as_posix() for file in files}
 
 
 def _check_size(file: Path) -> None:
@@ -79,13 +90,13 @@ def _run_hashes(records: Records) -> set[str]:
     return {hashlib.sha256(text.encode()).hexdigest() for text in timed}
 
 
-def _result(file: Path, records: Records, log: Path | None, logs: dict[Path, RunLog]) -> DeviceResult:
-    model, processor = (str(records.header.machine.get(name) or "") for name in ("model", "processor"))
+def _result(name: str, records: Records, log: Path | None, logs: dict[Path, RunLog]) -> DeviceResult:
+    model, processor = (str(records.header.machine.get(key) or "") for key in ("model", "processor"))
     energy, remarks = (None, []) if log is None else joules_of(log, logs[log])
     return DeviceResult(
         device=model or processor or "unknown",
         model=processor if model else "",
-        run=str(file),
+        run=name,
         figures=figures(records, energy, logs[log] if log and energy else None),
         happenings=tuple(remarks),
     )

@@ -301,3 +301,9 @@ def test_too_little_room_is_refused_before_anything_is_sent(transport: Transport
     with pytest.raises(TransportError, match="are free"):
         tree.push_tree(transport, folder, f"{prepare_folder(transport)}/no room")
     assert tree.device_files(transport, prepare_folder(transport)) == {}
+
+
+def test_a_device_that_does_not_answer_in_time_is_waited_for_and_no_failure(transport: Transport) -> None:
+    """As a board that swaps: who follows a run there asks again."""
+    with pytest.raises(LinkError, match=r"no answer in 0\.5 s"):
+        shell(transport, "sleep 20", seconds=0.5)
