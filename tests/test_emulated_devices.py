@@ -56,12 +56,14 @@ def pair_of_both() -> Path:
 
 
 def drafts(records: Records) -> list[tuple[str, str | None, int, int]]:
+    """Returns each variant's output and drafts, in one order: variants take turns, and another program beside ours changes them."""
+
     def row_of(run: Run) -> tuple[str, str | None, int, int]:
         return run.variant.label, run.output, run.drafted, run.accepted
 
     ours = [run for run in records.runs if run.variant.side == OURS]
     assert ours
-    return [row_of(run) for run in ours]
+    return sorted(map(row_of, ours), key=str)
 
 
 def test_a_phone_from_package_to_report(

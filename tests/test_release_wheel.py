@@ -57,8 +57,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(wheel: Path, code: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs Python on the wheel's code, beside the libraries that are installed here."""
-    command = [sys.executable, "-c", code, *map(str, words)]
+    """Runs Python on the wheel's code, beside the libraries that are installed here; it writes no bytecode beside the wheel's files."""
+    command = [sys.executable, "-B", "-c", code, *map(str, words)]
     return subprocess.run(command, cwd=wheel, env=os.environ | {"PYTHONPATH": str(wheel)}, capture_output=True, text=True, check=False)
 
 
