@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from edge_runtime.backends.kernels.race import native_race
 from edge_runtime.bundle.manifest import GenerationDefaults
 from edge_runtime.decoding.acceptance_rules import acceptance_rule, keeps_text
 from edge_runtime.decoding.constrained_acceptance import constrained
@@ -201,7 +202,7 @@ class Generation:
         self._copied: tuple[list[int], KvRows] | None = None  # tokens and rows of a request that is suspended
         self._failure: str | None = None
         text_ids = prompt.text_ids if isinstance(prompt, MediaPrompt) else prompt
-        rule = acceptance_rule(options.sampling, options.acceptance, text_ids, place=len(ids))
+        rule = acceptance_rule(options.sampling, options.acceptance, text_ids, place=len(ids), race=native_race())
         if constraint is not None:
             rule = constrained(rule, constraint)
         if options.logprobs is not None:
