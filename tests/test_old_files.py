@@ -25,13 +25,11 @@ from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import RuntimeSettings
 from edge_runtime.config.settings import defaults
 from edge_runtime.config.yaml_file import read_config
-from edge_runtime.drafting.draft_store import DraftStore, read_store
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import KvRows
 from edge_runtime.session.chat import ChatSettings
 from edge_runtime.session.saved.chat_file import load
 from edge_runtime.session.saved.kv_state_file import load_state
-from scripted import LetterVocabulary
 
 OLD = Path(__file__).parent / "data" / "old"
 
@@ -56,11 +54,6 @@ def test_the_first_configuration_means_what_it_meant() -> None:
     assert (old.cache.overflow, now.cache.overflow, old.cache.kv_type) == ("stop", "drop_oldest", "f16")
     assert (old.tuning.policy, now.tuning.policy, old.tuning.max_horizon) == ("fixed", "profit", 8)
     assert (old.tuning.objective, old.tuning.slowdown) == (None, None)
-
-
-class Letters(LetterVocabulary):
-    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
-        return super().encode(text)
 
 
 class Savable:
@@ -162,18 +155,3 @@ def test_a_device_package_of_another_schema_is_built_again(tmp_path: Path, schem
     path.write_text(path.read_text().replace('"bytes": 10', '"bytes": 1e999'))
     with pytest.raises(DeviceError, match=r"cannot be read .*infinity"):
         read_package(tmp_path)
-
-
-def test_a_memory_of_version_1_is_read_and_one_of_the_next_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "memory"
-    for version, texts in ((1, ["earlier answer"]), (2, [])):
-        content = f'edge-mtp memory {version}\n"earlier answer"\n'
-        path.write_text(content)
-        path.chmod(0o600)
-        output: list[str] = []
-        memory = DraftStore(path, Letters(), limit=1 << 20, notify=output.append)  # type: ignore[arg-type]
-        assert len(memory) == len(texts)
-        assert bool(output) == (version == 2)
-        assert path.read_text() == content
-    with pytest.raises(RequestError, match="its first line is not 'edge-mtp memory 1'"):
-        read_store(path)

@@ -95,7 +95,7 @@ USUAL = (
 @takes("files", MediaFiles)
 @takes_sampling
 @takes("limits", TextLimits)
-@opens_bundle("draft_store", "image_rows", prompt_cache=True)
+@opens_bundle("image_rows", prompt_cache=True)
 def generate(
     bundle: Path,
     prompt: str,

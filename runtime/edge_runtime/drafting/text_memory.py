@@ -112,10 +112,6 @@ class SuffixAutomaton:
         onward = self._next[state].get(token)
         return Place(0, 0) if onward is None else Place(onward, length + 1)
 
-    def copied(self, place: Place, limit: int) -> list[int]:
-        """Returns at most `limit` tokens that follow the newest occurrence of a place, up to a border."""
-        return within_text(self.tokens[self._end[place.state] : self._end[place.state] + limit])
-
 
 class TextMemory:
     """Guesses what followed the longest earlier occurrence of the newest tokens. Implements `sources.Source`.

@@ -16,7 +16,6 @@ from edge_runtime.decoding.constrained_acceptance import constrained
 from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS, LogprobRule, TokenLogprob
 from edge_runtime.decoding.loop import Decoding, Round, decode
 from edge_runtime.decoding.sampling import SamplingParams
-from edge_runtime.drafting.draft_store import DraftStore
 from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.drafting.sources import Sources
 from edge_runtime.errors import RequestError
@@ -171,7 +170,6 @@ class Generation:
         monitor: RequestMonitor,
         constraint: Constraint | None = None,
         sources: Sources | None = None,
-        draft_store: DraftStore | None = None,
         cached: CachedPrompt | None = None,
         shares_policy: bool = False,
     ) -> None:
@@ -187,7 +185,6 @@ class Generation:
         self.options = options
         self.monitor = monitor
         self._pair = pair
-        self._draft_store = draft_store
         self._cached = cached
         self.shares_policy = shares_policy
         self._reading: Iterator[int] = iter(())
@@ -379,8 +376,6 @@ class Generation:
             self._detokenizer.feed_rest(self.tokens)
             if self._cached is not None:
                 self._cached.keep(0, 0.0, complete=True)
-            if self._draft_store is not None:
-                self._draft_store.remember(b"".join(map(self._pair.vocabulary.piece, self.tokens)).decode("utf-8", "ignore"))
 
     def count(self, round_done: Round, seconds: float) -> None:
         """Adds the times of a recorded round, which took `seconds`, and calls the callbacks."""

@@ -35,11 +35,10 @@ from edge_runtime.calibration.measured import AcceptanceCache, exported_counts, 
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.cost_model import CostCurve
-from edge_runtime.drafting.draft_store import DraftStore
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, is_model
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.interfaces import SavableTarget, Vocabulary
+from edge_runtime.interfaces import SavableTarget
 from edge_runtime.planning.memory import memory_bytes
 from edge_runtime.planning.speed import computed_costs
 from edge_runtime.session.batch import Sessions
@@ -175,7 +174,6 @@ class _PairLoader:
             keep_costs=costs.keep,
             acceptance_cache=AcceptanceCache(facts, exported=exported_counts(opened.exported_parity)),
             encoder=opened.encoder,
-            draft_store=self._opened_draft_store(opened.vocabulary),
             prompt_cache=self._opened_prompt_cache(facts_of_rows),
             row_facts=facts_of_rows,
             fingerprint=entry_key([project_version(), cpu_identity(), str(settings.context), self.hashes, answer_facts]),
@@ -260,13 +258,6 @@ class _PairLoader:
             return replace(pair, facts=(*pair.facts, ThreadCounts.same(self.threads)))
         options = self.options
         return on_best_threads(pair, opened.set_threads, options.notify, measure=options.measure, waiting=options.waiting)
-
-    def _opened_draft_store(self, vocabulary: Vocabulary) -> DraftStore | None:
-        options = self.options
-        if options.draft_store is None:
-            return None
-        size = memory_bytes(options.draft_store_size)
-        return DraftStore(Path(options.draft_store), vocabulary, limit=size, notify=options.notify)
 
     def _row_facts(self, kind: BackendKind, opened: OpenedPair) -> dict[str, str]:
         target = opened.together.targets[0]

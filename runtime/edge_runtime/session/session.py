@@ -24,7 +24,6 @@ from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.drafting.acceptance_window import Guarded, SafetyNet
 from edge_runtime.drafting.cost_model import Costs
-from edge_runtime.drafting.draft_store import STORE_PRIORS, DraftStore
 from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.phase_power import EnergyCosts
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
@@ -53,7 +52,7 @@ class SessionParts(LoadedPair):
     `costs` is called when a policy that needs them is first used; without it that policy drafts a fixed length with a safety net.
     `keep_costs` is called at the end.
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
-    `draft_store` holds earlier answers and files to copy drafts from. `row_kernels` names the variant of the project's kernels that
+    `row_kernels` names the variant of the project's kernels that
     multiplies, None for stock ones; `device` is where the graphs run; `stock_attention` is as of `OpenedPair`.
     `prompt_cache` keeps the rows of prompts on disk; `row_facts` are what rows belong to.
     `fingerprint` stands for all that an answer depends on beside its request.
@@ -71,7 +70,6 @@ class SessionParts(LoadedPair):
     keep_costs: Callable[[], None] = lambda: None
     acceptance_cache: AcceptanceCache | None = None
     encoder: LazyEncoder | None = None
-    draft_store: DraftStore | None = None
     prompt_cache: PromptCache | None = None
     row_facts: Mapping[str, str] = field(default_factory=dict)
     fingerprint: str = ""
@@ -101,7 +99,7 @@ class Session:
         self._parts = parts
         self._net = SafetyNet(window=self.settings.window)
         self._profit: Profit | None = None
-        self._odds = SourceOdds(GRAMMAR_PRIORS | TEXT_PRIORS | STORE_PRIORS)
+        self._odds = SourceOdds(GRAMMAR_PRIORS | TEXT_PRIORS)
 
     @with_keywords(SamplingParams, GREEDY_PARAMS, elsewhere=OPENING)
     def generate(
@@ -177,7 +175,6 @@ class Session:
                 monitor=monitor,
                 constraint=enforced,
                 sources=sources,
-                draft_store=self._parts.draft_store,
                 cached=self._cached(ids, client) if reuse_prefix else None,
                 shares_policy=shares_policy,
             )
@@ -288,8 +285,6 @@ class Session:
         drafts = self.drafter is not None and is_model(self.drafter_kind)
         if drafts or prediction:
             sources.append(TextMemory(prompt, self._predicted_ids(prediction)))
-        if self._parts.draft_store is not None:
-            sources.append(self._parts.draft_store.source(prompt))
         if constraint is not None and not drafts:
             sources.append(GrammarSource(constraint))
         return Sources(sources, self._odds) if sources else None
@@ -402,11 +397,6 @@ class Session:
         if not isinstance(self.target, SavableTarget):
             raise RequestError("this backend cannot save or load a KV state; use llama.cpp or ONNX Runtime")
         return self.target
-
-    @property
-    def draft_store(self) -> DraftStore | None:
-        """The draft store, None without one; `draft_store.remember(text)` adds a text."""
-        return self._parts.draft_store
 
     @property
     def costs_are_provisional(self) -> bool | None:
