@@ -18,7 +18,6 @@ from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, MediaInputs
 from edge_runtime.calibration.measured import AcceptanceCache, exported_counts
 from edge_runtime.config.settings import Settings, resolve_settings
-from edge_runtime.decoding.constrained_acceptance import GRAMMAR_PRIORS, GrammarSource
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
@@ -28,7 +27,7 @@ from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.phase_power import EnergyCosts
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
 from edge_runtime.drafting.profit_policy import Profit, expected_rate
-from edge_runtime.drafting.sources import Source, SourceOdds, Sources
+from edge_runtime.drafting.sources import SourceOdds, Sources
 from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory, predicted_tokens
 from edge_runtime.drafting.time_bound import TimeBound
 from edge_runtime.errors import RequestError
@@ -99,7 +98,7 @@ class Session:
         self._parts = parts
         self._net = SafetyNet(window=self.settings.window)
         self._profit: Profit | None = None
-        self._odds = SourceOdds(GRAMMAR_PRIORS | TEXT_PRIORS)
+        self._odds = SourceOdds(TEXT_PRIORS)
 
     @with_keywords(SamplingParams, GREEDY_PARAMS, elsewhere=OPENING)
     def generate(
@@ -160,7 +159,7 @@ class Session:
             if policy is None and draft_length is None:
                 # Profit knows what drafts cost; the safety net does not, and would only interfere.
                 if self._weighs:
-                    sources = self._sources([token for token in ids if token >= 0], enforced, prediction)
+                    sources = self._sources([token for token in ids if token >= 0], prediction)
                 policy = self.profit(assisted=sources is not None)
                 shares_policy = policy is not None
                 policy = policy or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
@@ -276,18 +275,12 @@ class Session:
             if self._parts.encoder is not None:
                 self._parts.encoder.close()
 
-    def _sources(self, prompt: Sequence[int], constraint: Constraint | None, prediction: str | Sequence[int]) -> Sources | None:
-        """Returns what drafts beside the drafter: texts to copy from; without a model that drafts, what a constraint forces.
-
-        A drafter whose drafts are masked writes forced text as well (docs/drafting.md), and prompt lookup copies as the memory does.
-        """
-        sources: list[Source] = []
+    def _sources(self, prompt: Sequence[int], prediction: str | Sequence[int]) -> Sources | None:
+        """Returns what drafts beside the drafter: the text to copy from, which prompt lookup has already."""
         drafts = self.drafter is not None and is_model(self.drafter_kind)
-        if drafts or prediction:
-            sources.append(TextMemory(prompt, self._predicted_ids(prediction)))
-        if constraint is not None and not drafts:
-            sources.append(GrammarSource(constraint))
-        return Sources(sources, self._odds) if sources else None
+        if not (drafts or prediction):
+            return None
+        return Sources([TextMemory(prompt, self._predicted_ids(prediction))], self._odds)
 
     def _predicted_ids(self, prediction: str | Sequence[int]) -> list[int]:
         if isinstance(prediction, str):
