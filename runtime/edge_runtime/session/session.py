@@ -6,11 +6,8 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-
-import numpy as np
 
 from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.interface import SingleSequence
@@ -37,7 +34,6 @@ from edge_runtime.session.generation import GREEDY_PARAMS, Generation, Generatio
 from edge_runtime.session.load_options import OPENING, with_keywords
 from edge_runtime.session.monitor import Monitor, MonitorOptions, RequestMonitor
 from edge_runtime.session.row_equality import RowEquality, known_row_equality
-from edge_runtime.session.saved.kv_state_file import load_state, save_state
 from edge_runtime.session.saved.prompt_cache import CachedPrompt, PromptCache
 from edge_runtime.text.chat_template import Message, bundle_template
 from edge_runtime.text.constraints import ConstraintSource
@@ -365,31 +361,6 @@ class Session:
         elif draft_length is not None:
             values |= {"policy": "fixed", "draft_length": draft_length}
         return {**values, "max_tokens": options.max_tokens, "acceptance": options.acceptance, "sampling": options.sampling.to_json()}
-
-    def save_state(self, path: Path | str) -> None:
-        """Writes the K/V rows with their tokens to a file. Raises RequestError if there are none or it cannot be written."""
-        with self._open():
-            save_state(Path(path), self._savable(), self._parts.row_facts)
-
-    def load_state(self, path: Path | str) -> None:
-        """Replaces the cache's K/V rows with those of a file that `save_state` wrote.
-
-        A request with `reuse_prefix` whose prompt begins with `target.tokens` then continues from them. Beyond the sliding window a
-        file holds only what the next token needs: a prompt that ends more than one token earlier is computed again. Drafts begin after
-        the first verify. Raises RequestError, and changes nothing, if the file is damaged or of another bundle, engine, KV type or context.
-        Only a session that minimizes joules and has not measured its power yet measures it first, which empties the cache.
-        """
-        with self._open():
-            self.profit()  # measures the power now, since measuring later would empty the cache
-            media = np.iinfo(np.int32).min if self.bundle.manifest.media is not None else 0  # negative ids stand for their rows
-            ids = range(media, self.bundle.manifest.architecture.vocab_size)
-            load_state(Path(path), self._savable(), self._parts.row_facts, ids)
-            self.claim.release()
-
-    def _savable(self) -> SavableTarget:
-        if not isinstance(self.target, SavableTarget):
-            raise RequestError("this backend cannot save or load a KV state; use llama.cpp or ONNX Runtime")
-        return self.target
 
     @property
     def costs_are_provisional(self) -> bool | None:

@@ -92,16 +92,13 @@ def introduction(session: Session) -> list[str]:
     return lines
 
 
-def remarks(generation: Generation, *, loaded: bool) -> list[str]:
-    """Returns remarks for the user: that the context is full, and how much of a loaded state or of the prompt cache was used."""
+def remarks(generation: Generation) -> list[str]:
+    """Returns remarks for the user: that the context is full, and how much of the prompt cache was used."""
     sentences, stats = [], generation.stats
     if generation.finish_reason == "context":
         sentences.append(f"stopped: the context of {generation.target.context} tokens is full; raise --context or shorten the prompt")
     if stats.reused_tokens:
-        source = "state" if loaded else "prompt cache"
-        sentences.append(f"{stats.reused_tokens} of the prompt's {stats.prompt_tokens} tokens came from the {source}")
-    elif loaded:
-        sentences.append("the state could not be used, as the prompt does not begin with its whole text; the prompt was computed anew")
+        sentences.append(f"{stats.reused_tokens} of the prompt's {stats.prompt_tokens} tokens came from the prompt cache")
     return sentences
 
 
