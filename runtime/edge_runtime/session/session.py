@@ -18,7 +18,7 @@ from edge_runtime.config.settings import Settings, resolve_settings
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
-from edge_runtime.drafting.acceptance_window import Guarded, SafetyNet
+from edge_runtime.drafting.acceptance_window import LimitedPolicy, SafetyNet
 from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.phase_power import EnergyCosts
@@ -158,7 +158,7 @@ class Session:
                     sources = self._sources([token for token in ids if token >= 0], prediction)
                 policy = self.profit(assisted=sources is not None)
                 shares_policy = policy is not None
-                policy = policy or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
+                policy = policy or LimitedPolicy(self.settings.new_policy(), self._net, monitor.record_event)
             elif policy is None:
                 policy = Fixed(self.draft_length_for(draft_length))
             prompt_ids = prompt if isinstance(prompt, MediaPrompt) else ids
