@@ -21,7 +21,7 @@ from edge_runtime import Gbnf, JsonSchema, Regex, RequestError, SamplingParams, 
 from edge_runtime.cli.run import main
 from edge_runtime.session.chat import Chat
 from edge_runtime.session.open import open_sessions
-from edge_runtime.session.trials import check_lossless
+from edge_runtime.session.self_checks import check_lossless
 from edge_runtime.text.channels import Text
 from simulated_rounds import flat_costs
 

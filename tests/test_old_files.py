@@ -26,8 +26,8 @@ from edge_runtime.config.settings import defaults
 from edge_runtime.config.yaml_file import read_config
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.session.chat import ChatSettings
-from edge_runtime.session.saved.chat_file import load
-from edge_runtime.session.saved.kv_state_file import SegmentFile
+from edge_runtime.session.chat_file import load
+from edge_runtime.session.kv_state_file import SegmentFile
 
 OLD = Path(__file__).parent / "data" / "old"
 

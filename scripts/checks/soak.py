@@ -34,8 +34,8 @@ from edge_runtime.media.image import SIDE, Image
 from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation
 from edge_runtime.session.open import open_session
+from edge_runtime.session.self_checks import check_lossless
 from edge_runtime.session.session import Session
-from edge_runtime.session.trials import check_lossless
 from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema, Regex
 
 # Share of the run that is not counted: allocators and caches reach their final size, and the first use of a token faults pages in.

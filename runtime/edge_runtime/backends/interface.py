@@ -62,7 +62,7 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedPair:
-    """A pair in memory: a target and a drafter for each sequence, all closed with `together`.
+    """A pair in memory: a target and a drafter for each sequence, all closed with `batch`.
 
     `speed_facts` are what its speed depends on beside files, threads and machine; `answer_facts` what its answers depend on beside files,
     context and machine; `row_kernel_facts` what the bits of K/V rows depend on beside files, K/V type and machine. `exported_parity` is
@@ -71,7 +71,7 @@ class OpenedPair:
     as many threads. `accelerator` computes in the CPU's place; whoever opened it compares both before it is trusted.
     """
 
-    together: SequenceBatch
+    batch: SequenceBatch
     drafters: Sequence[Drafter | None]
     drafter_kind: DrafterKind
     vocabulary: Vocabulary

@@ -11,7 +11,7 @@ from edge_devices.command_line import PanelCommand
 from edge_devices.errors import errors_as
 from edge_runtime.cli.terminal.typed import history_file
 from edge_runtime.errors import RequestError
-from edge_runtime.session.saved.prompt_cache import default_folder, empty
+from edge_runtime.session.prompt_cache import default_folder, empty
 
 EXAMPLES = """
 \b

@@ -33,8 +33,8 @@ from edge_runtime.cli.terminal.screens import Explain, remarks, summary
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.chat import MAX_TOKENS
 from edge_runtime.session.generation import Generation, GenerationOptions
+from edge_runtime.session.self_checks import LosslessReport, check_lossless
 from edge_runtime.session.session import Session
-from edge_runtime.session.trials import LosslessReport, check_lossless
 
 RUN_TOKENS = 128
 EXAMPLES = """

@@ -38,7 +38,7 @@ from edge_runtime.session.generation import GREEDY_PARAMS
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
-from edge_runtime.session.saved.prompt_cache import LIMIT, default_folder
+from edge_runtime.session.prompt_cache import LIMIT, default_folder
 from edge_runtime.session.session import Session
 from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema
 from edge_runtime.text.grammar_limits import MAX_SCHEMA_BYTES

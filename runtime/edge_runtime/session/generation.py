@@ -23,7 +23,7 @@ from edge_runtime.interfaces import Drafter, KvRows, MediaTarget, SavableTarget,
 from edge_runtime.media.soft_rows import MediaPrompt, pieces
 from edge_runtime.session.cache_claim import SUPERSEDED, CacheClaim
 from edge_runtime.session.monitor import RequestMonitor
-from edge_runtime.session.saved.prompt_cache import CachedPrompt
+from edge_runtime.session.prompt_cache import CachedPrompt
 from edge_runtime.session.stats import DecodeStats, generation_html, shortened
 from edge_runtime.text.channels import ChannelParser, Event, Text
 from edge_runtime.text.constraints import ConstraintSource

@@ -22,7 +22,7 @@ from edge_runtime.drafting.phase_power import PhasePower, PowerSource
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET
 from edge_runtime.session.monitor import MonitorOptions
-from edge_runtime.session.saved.prompt_cache import LIMIT
+from edge_runtime.session.prompt_cache import LIMIT
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -33,8 +33,8 @@ from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checke
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair, sampled
 from edge_runtime.session.load_options import OPENING, with_keywords
 from edge_runtime.session.monitor import Monitor, MonitorOptions, RequestMonitor
+from edge_runtime.session.prompt_cache import CachedPrompt, PromptCache
 from edge_runtime.session.row_equality import RowEquality, known_row_equality
-from edge_runtime.session.saved.prompt_cache import CachedPrompt, PromptCache
 from edge_runtime.text.chat_template import Message, bundle_template
 from edge_runtime.text.constraints import ConstraintSource
 from edge_runtime.text.grammar import Constraint, grammars_for
@@ -324,7 +324,7 @@ class Session:
             return rate_with(self.costs(), self.bundle, self.settings, drafts=self.drafter is not None)
 
     def row_equality(
-        self, notify: Callable[[str], None] = lambda _: None, waiting: Waiting = silent_wait, *, together: SequenceBatch | None = None
+        self, notify: Callable[[str], None] = lambda _: None, waiting: Waiting = silent_wait, *, batch: SequenceBatch | None = None
     ) -> RowEquality:
         """Returns whether rows have the same bits alone and in a verify, compared on first use and kept; comparing empties the cache.
 
@@ -332,7 +332,7 @@ class Session:
         """
         with self._open():
             self.claim.release()
-            batch, longest = together or SingleSequence(self.target, self.drafter), self.settings.longest_draft + 1
+            batch, longest = batch or SingleSequence(self.target, self.drafter), self.settings.longest_draft + 1
             return known_row_equality(self.fingerprint, batch, longest, notify, waiting, stock_attention=self.stock_attention)
 
     def with_policy(self, name: str) -> Session:

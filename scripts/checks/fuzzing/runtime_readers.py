@@ -20,9 +20,9 @@ from edge_runtime.server.http.body import parse_json
 from edge_runtime.server.requests.completions import read_chat, read_completion
 from edge_runtime.server.requests.ollama import read_ollama_chat
 from edge_runtime.server.requests.responses_api import read_response
+from edge_runtime.session import chat_file
 from edge_runtime.session.chat import ChatSettings
-from edge_runtime.session.saved import chat_file
-from edge_runtime.session.saved.kv_state_file import SegmentFile
+from edge_runtime.session.kv_state_file import SegmentFile
 from fuzzing.readers import OWN_ERRORS, PARSED, Read, Reader, corpus, from_file
 from fuzzing.stand_ins import DUMMIES, make_weights
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import prove as proving
 from edge_runtime.cli import run as cli
-from edge_runtime.session.trials import LosslessReport, check_lossless
+from edge_runtime.session.self_checks import LosslessReport, check_lossless
 from scripted import make_session
 
 

@@ -84,7 +84,7 @@ class OrtBackend:
         room = EncoderMemory(manifest, available_memory_bytes, one_file=False)
         whole_images = manifest.media is not None and manifest.media.bidirectional
         return OpenedPair(
-            together=SingleSequence(target, drafter),
+            batch=SingleSequence(target, drafter),
             drafters=(drafter,),
             drafter_kind=kind,
             vocabulary=target.vocabulary,

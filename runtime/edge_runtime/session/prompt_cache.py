@@ -32,7 +32,7 @@ from edge_devices.files.temp_files import clear_stale_in
 from edge_devices.files.user_cache import cache_folder, is_own
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import KvRows, MediaTarget, SavableTarget, inside_image
-from edge_runtime.session.saved.kv_state_file import TOKEN, RowSegment, SegmentFile, write_segment
+from edge_runtime.session.kv_state_file import TOKEN, RowSegment, SegmentFile, write_segment
 
 LIMIT = "1GB"
 MIN_LIMIT = 1 << 20
