@@ -1,4 +1,4 @@
-"""What a backend is to those who open bundles: the options it has, the pair it opens, and what it reports of its library."""
+"""The interface of a backend for code that opens bundles: its options, the pair it opens, and the facts it reports of its library."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OpenRequest:
     waiting: Waiting
 
     def special_options(self) -> dict[str, object]:
-        """The options asked for that not every backend has."""
+        """The requested options that not every backend has."""
         options = {
             "kv_type": self.kv_type,
             "memory_limit": self.memory_limit,
@@ -99,7 +99,7 @@ class Backend(Protocol):
         """Returns the names of the devices beside the CPU, those by software left out, and in one line what their results depend on."""
 
     def missing_device(self, name: str, /) -> str | None:
-        """A sentence about a device beside the CPU that it does not compute on here, with those there are; None if it does."""
+        """Returns a sentence that names the available devices if the requested device is not usable here; None if it is."""
 
     def describe(self) -> dict[str, Any]:
         """Returns the `version` and features of its library, which it loads: on a wrong processor that may end the process.
@@ -111,7 +111,7 @@ class Backend(Protocol):
         """Returns what `edge-run doctor` prints of it: subject, "ok" or "missing", and a sentence. No subject: that of the row before."""
 
     def remedy(self, version: str) -> str | None:
-        """A sentence: what to do where this version of the library ends the process."""
+        """A sentence: what to do if this version of the library crashes the process."""
 
     def open(self, request: OpenRequest) -> OpenedPair:
         """Opens the pair; its options were checked.

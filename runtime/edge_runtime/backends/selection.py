@@ -31,9 +31,9 @@ KINDS = ("gpu", "npu")
 
 @dataclass(frozen=True, kw_only=True)
 class BackendCard:
-    """What is known of a backend without its code: its name for people, the format of its target's file, its library's module and package.
+    """What is known of a backend without its code: its display name, its target's file format, its library's module and package.
 
-    Where `compiled`, installing the package compiles it.
+    `compiled`: installing the package compiles it.
     """
 
     title: str

@@ -33,7 +33,7 @@ _NEWEST = 5
 
 
 class PrefillPace:
-    """How many tokens of prompts are computed between two rounds of others, so that these wait for `PIECE_SECONDS` or as for a round."""
+    """How many prompt tokens are computed between two rounds of others, so that these wait `PIECE_SECONDS` or as long as a round."""
 
     def __init__(self) -> None:
         self.rows = SHORTEST_PIECE
@@ -41,17 +41,17 @@ class PrefillPace:
         self._rounds: deque[float] = deque([0.0], maxlen=_NEWEST)
 
     def count_round(self, seconds: float) -> None:
-        """Takes a round of the others into account."""
+        """Records the time of a round of the other requests."""
         self._rounds.append(seconds)
 
     def count(self, rows: int, seconds: float) -> None:
-        """Takes a piece of `rows` tokens into account, which took `seconds`. It may be shorter than asked for, at a prompt's end."""
+        """Records that a piece of `rows` tokens took `seconds`. At a prompt's end it may be shorter than asked for."""
         self._rates.append(rows / max(seconds, MIN_SECONDS))
         fitting = max(self._rates) * max(PIECE_SECONDS, statistics.median(self._rounds))
         self.rows = int(max(SHORTEST_PIECE, min(fitting, 2 * self.rows, PREFILL_ROWS)))
 
     def rows_in(self, seconds: float) -> int:
-        """Returns how many tokens a piece of so many seconds has, where no others wait for a round."""
+        """Returns how many tokens a piece of `seconds` has when no other requests wait."""
         return int(max(SHORTEST_PIECE, min(max(self._rates, default=0.0) * seconds, PREFILL_ROWS)))
 
 

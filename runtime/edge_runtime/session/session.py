@@ -188,7 +188,7 @@ class Session:
 
     @property
     def _weighs(self) -> bool:
-        """Whether drafts are weighed by what they cost, those of sources beside the drafter too."""
+        """Whether the policy weighs drafts by their costs, those of other sources too."""
         return self.settings.needs_costs and self._parts.costs is not None
 
     def tokenize(self, text: str) -> list[int]:
@@ -272,7 +272,7 @@ class Session:
                 self._parts.encoder.close()
 
     def _sources(self, prompt: Sequence[int], prediction: str | Sequence[int]) -> Sources | None:
-        """Returns what drafts beside the drafter: the text to copy from, which prompt lookup has already."""
+        """Returns the sources of drafts beside the drafter: the text to copy from. Prompt lookup has it already."""
         drafts = self.drafter is not None and is_model(self.drafter_kind)
         if not (drafts or prediction):
             return None
@@ -328,7 +328,7 @@ class Session:
     ) -> RowEquality:
         """Returns whether rows have the same bits alone and in a verify, compared on first use and kept; comparing empties the cache.
 
-        `together` are all sequences of its context, None for this one alone.
+        `batch` has all sequences of its context, None for this one alone.
         """
         with self._open():
             self.claim.release()

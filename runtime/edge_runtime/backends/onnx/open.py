@@ -128,7 +128,7 @@ def _identity(device: OrtDevice) -> str:
 
 
 def _device_words(device: Mapping[str, Any]) -> str:
-    """What doctor prints of a device."""
+    """Returns the line about a device that doctor prints."""
     software = ", by a software driver" if device["software"] else ""
     return f"{device['kind'].upper()}{software}: {device['hardware'] or 'unnamed'} ({device['driver']})"
 
