@@ -143,7 +143,7 @@ def _widest_feed_forward(model: TextArchitecture) -> int:
 
 
 def generation_defaults(target: ResolvedSource) -> GenerationDefaults | None:
-    """Returns what the target says of generation, as transformers reads it; None for nothing. Raises CheckpointError for impossible values."""
+    """Returns the target's generation settings as transformers reads them; None for none. Raises CheckpointError for impossible values."""
     size = target.checkpoint.architecture.vocab_size
     ends: tuple[int, ...] = ()
     if target.gguf is None:

@@ -1,4 +1,4 @@
-"""`edge-run forget`: removes what edge-run keeps of a user's texts."""
+"""`edge-run forget`: removes the texts of a user that edge-run has kept."""
 
 from __future__ import annotations
 

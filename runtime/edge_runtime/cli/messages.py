@@ -73,7 +73,7 @@ class SentPrompt:
     thinking: bool = False
 
     def constraint(self, session: Session, constraint: ConstraintSource | None) -> ConstraintSource | None:
-        """Returns the constraint of the answer, which holds behind the thoughts of a message's answer."""
+        """Returns the constraint of the answer; in a message's answer it applies after the thoughts."""
         if self.template is None or isinstance(self.sent, str):
             return constraint
         ids = self.sent.ids if isinstance(self.sent, MediaPrompt) else self.sent
@@ -107,7 +107,7 @@ def read_prompt(prompt: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text for a terminal, which must not obey what is in it: control characters but tab and line feed are replaced."""
+    """Returns a text that is safe to print at a terminal: control characters but tab and line feed are replaced."""
     return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 

@@ -224,7 +224,7 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
 
 
 def _narrower(plan: SpeedPlan) -> str:
-    """Returns what to measure where a speed may be anything within a factor of WIDE; empty where none is that unsure."""
+    """Returns what to measure if a predicted speed may be off by more than a factor of WIDE; empty if none may."""
     speeds = {"prefill": plan.prefill, "plain": plan.plain, "drafted": plan.drafted}
     name, widest = max(speeds.items(), key=lambda item: item[1].high / item[1].low)
     if widest.high < WIDE * widest.low:

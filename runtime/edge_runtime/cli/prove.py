@@ -1,4 +1,4 @@
-"""`edge-run prove`: whether drafts leave the text as it is, with this bundle on this machine."""
+"""`edge-run prove`: checks that drafts do not change the text, with this bundle on this machine."""
 
 from __future__ import annotations
 

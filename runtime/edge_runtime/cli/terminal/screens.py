@@ -80,7 +80,7 @@ EXAMPLE_THAT_ANSWERS = "edge-export reference --chat --output small-chat"
 
 
 def introduction(session: Session) -> list[str]:
-    """Returns what somebody who begins a chat has to know about a model that says so: what it is, and where one is that can chat."""
+    """Returns what a user who begins a chat should know about a model that has a description: what it is, and which model can chat."""
     if (description := session.bundle.manifest.description) is None:
         return []
     lines = [
@@ -146,7 +146,7 @@ def _cells(number: int, done: Round, decision: Decision | None) -> list[str]:
 
 
 def _sources(done: Round) -> str:
-    """Returns the accepted tokens of each source, in order: "drafter 2, grammar 4"."""
+    """Returns the accepted tokens of each source, in order: "drafter 2, memory 4"."""
     return ", ".join(f"{source} {count}" for source, count in Counter(done.sources).items()) or NONE
 
 
