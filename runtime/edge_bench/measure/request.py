@@ -1,4 +1,4 @@
-"""What to measure, as options of the commands."""
+"""The options of a measurement."""
 
 from __future__ import annotations
 
