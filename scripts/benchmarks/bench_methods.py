@@ -1,4 +1,4 @@
-"""Times what brings more tokens out of a verify, by the whole program: acceptance methods, forced text of schemas, the memory of the text.
+"""Times what brings more tokens out of a verify, by the whole program: acceptance methods, schemas, the memory of the text.
 
     python scripts/benchmarks/bench_methods.py measure BUNDLE -o runs.jsonl --seconds 80
     python scripts/benchmarks/bench_methods.py report runs.jsonl
@@ -48,13 +48,12 @@ Case = tuple[str, dict[str, Callable[[], Timed]]]
 
 
 class Pair:
-    """Sessions on one bundle, each with a policy of its own: `both` drafts with everything, `alone` with the drafter, `bare` without it."""
+    """Sessions on one bundle, each with a policy of its own: `both` drafts with everything, `alone` with the drafter."""
 
     def __init__(self, opened: Session, tokens: int) -> None:
         parts = replace(opened._parts, settings=opened.settings, monitor=None, acceptance_cache=None)
         self.both, self.alone = Session(parts), Session(parts)
         self.by_method = {method: Session(parts) for method in ACCEPTANCE_METHODS}
-        self.bare = Session(replace(parts, drafter=None))
         self.policies = {name: self.both._new_profit(parts.costs) for name in (ALONE, "memory")} if parts.costs else {}
         self.odds = SourceOdds(TEXT_PRIORS)
         self.tokens = tokens
@@ -179,7 +178,7 @@ def sampled(pair: Pair, chance: random.Random) -> Iterator[Case]:
 
 
 def schemas(pair: Pair, chance: random.Random) -> Iterator[Case]:
-    """Yields greedy answers to random tool schemas, without a drafter and with one."""
+    """Yields greedy answers to random tool schemas, without drafts and with them."""
     while True:
         options: dict[str, Any] = {"constraint": JsonSchema(random_schema(chance)), "max_tokens": 160}
         prompt = f"def call_{chance.choice(('user', 'order', 'path'))}(tool):\n    return "
@@ -187,7 +186,6 @@ def schemas(pair: Pair, chance: random.Random) -> Iterator[Case]:
             "schemas",
             {
                 PLAIN: lambda p=prompt, o=options: pair.run(pair.alone, p, draft_length=0, **o),
-                "forced text": lambda p=prompt, o=options: pair.run(pair.bare, p, **o),
                 "drafter and memory": lambda p=prompt, o=options: pair.run(pair.both, p, **o),
             },
         )

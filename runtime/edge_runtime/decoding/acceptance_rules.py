@@ -27,7 +27,7 @@ class AcceptanceRule(Protocol):
         """Picks a draft from the drafter's logits; None: the likeliest token."""
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """Returns the drafts before the first that cannot be accepted, as a constraint forbids it: without one all."""
+        """Returns the drafts before the first one that a constraint forbids; without a constraint all of them."""
         return drafts
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
@@ -170,5 +170,5 @@ def acceptance_rule(
 
 
 def keeps_text(params: SamplingParams, method: str | None) -> bool:
-    """Whether drafts leave the text as it is, not just its distribution: greedy, or chosen by shared noise."""
+    """Whether drafts keep the text itself and not only its distribution: greedy, or chosen by shared noise."""
     return params.temperature == 0 or method == "coupled" or (method is None and params.seed is not None)

@@ -34,7 +34,7 @@ _WORD = (1 << 64) - 1
 # Tokens of a group, and how far they are apart; so many groups are a stretch of the vocabulary.
 _MEMBERS, _APART = 64, 512
 _STRETCH = _MEMBERS * _APART
-# So many groups are searched for a time that others must be below. A few more than win in a flat distribution.
+# Groups that are searched for a bound on the winner's time: a few more than can win in a flat distribution.
 _LIKELY = 8
 # Outputs of groups begin behind those of any vocabulary.
 _GROUPS = np.uint64(1 << 32)

@@ -17,7 +17,6 @@ from edge_runtime.decoding.constrained_acceptance import constrained
 from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS, LogprobRule, TokenLogprob
 from edge_runtime.decoding.loop import Decoding, Round, decode
 from edge_runtime.decoding.sampling import SamplingParams
-from edge_runtime.drafting.draft_store import DraftStore
 from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.drafting.sources import Sources
 from edge_runtime.errors import RequestError
@@ -25,7 +24,7 @@ from edge_runtime.interfaces import Drafter, KvRows, MediaTarget, SavableTarget,
 from edge_runtime.media.soft_rows import MediaPrompt, pieces
 from edge_runtime.session.cache_claim import SUPERSEDED, CacheClaim
 from edge_runtime.session.monitor import RequestMonitor
-from edge_runtime.session.saved.prompt_cache import CachedPrompt
+from edge_runtime.session.prompt_cache import CachedPrompt
 from edge_runtime.session.stats import DecodeStats, generation_html, shortened
 from edge_runtime.text.channels import ChannelParser, Event, Text
 from edge_runtime.text.constraints import ConstraintSource
@@ -172,7 +171,6 @@ class Generation:
         monitor: RequestMonitor,
         constraint: Constraint | None = None,
         sources: Sources | None = None,
-        draft_store: DraftStore | None = None,
         cached: CachedPrompt | None = None,
         shares_policy: bool = False,
     ) -> None:
@@ -188,7 +186,6 @@ class Generation:
         self.options = options
         self.monitor = monitor
         self._pair = pair
-        self._draft_store = draft_store
         self._cached = cached
         self.shares_policy = shares_policy
         self._reading: Iterator[int] = iter(())
@@ -380,8 +377,6 @@ class Generation:
             self._detokenizer.feed_rest(self.tokens)
             if self._cached is not None:
                 self._cached.keep(0, 0.0, complete=True)
-            if self._draft_store is not None:
-                self._draft_store.remember(b"".join(map(self._pair.vocabulary.piece, self.tokens)).decode("utf-8", "ignore"))
 
     def count(self, round_done: Round, seconds: float) -> None:
         """Adds the times of a recorded round, which took `seconds`, and calls the callbacks."""
