@@ -320,7 +320,7 @@ def test_rows_that_cannot_be_restored_change_nothing(target: Target) -> None:
         KvRows(full, sliding[-target.sliding_rows + 1 :]),
         KvRows(full, full),
     ):
-        with pytest.raises(RequestError, match="damaged"):
+        with pytest.raises(RequestError, match="do not fit this target"):
             target.restore(tokens, rows)
     with pytest.raises(RequestError, match="does not fit the context"):
         target.restore([5] * 1025, KvRows(full, sliding))
