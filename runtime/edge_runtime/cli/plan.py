@@ -26,7 +26,7 @@ from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET
 from edge_runtime.planning.device_speed import device_speed
-from edge_runtime.planning.speed import Range, SpeedPlan, deviation, manifest_plan
+from edge_runtime.planning.speed import Range, SpeedPlan, deviation, manifest_plan, of_backend
 from edge_runtime.session.session import Session
 from edge_runtime.session.trials import square, time_image
 
@@ -86,7 +86,7 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
             measured = measure_plan(session, prompt)
     power = opening.energy.power
     predicted = manifest_plan(
-        opened.manifest,
+        of_backend(opened.manifest, load.backend),
         device_speed(options.profile, load.threads, accelerator=accelerator),
         context=settings.context,
         kv_type=load.kv_type or settings.kv_type,
