@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -229,6 +230,15 @@ class SpeedPlan:
         return record
 
 
+_FORMATS = {"llama": ("gguf", "safetensors"), "onnx": ("onnx", "onnx_data")}
+
+
+def of_backend(manifest: Manifest, backend: str | None) -> Manifest:
+    """Returns the manifest without the other backend's models; `backend` is llama or onnx, None leaves it as it is."""
+    others = [name for kind, formats in _FORMATS.items() if backend not in (None, kind) for name in formats]
+    return replace(manifest, files=tuple(file for file in manifest.files if file.format not in others))
+
+
 def is_onnx(manifest: Manifest) -> bool:
     """Whether a plan is about ONNX graphs: where there is no target in another format."""
     targets = {file.format for file in manifest.files if file.role == "target"}
@@ -237,7 +247,7 @@ def is_onnx(manifest: Manifest) -> bool:
 
 def role_bytes(manifest: Manifest) -> dict[str, int]:
     """Returns the bytes of weights by role, of ONNX graphs with their data: the head is the target's."""
-    formats = ("onnx", "onnx_data") if is_onnx(manifest) else ("gguf", "safetensors")
+    formats = _FORMATS["onnx" if is_onnx(manifest) else "llama"]
     sizes: dict[str, int] = {}
     for file in manifest.files:
         if file.format in formats:
@@ -296,7 +306,16 @@ def manifest_plan(
             f"a plan needs a target and a dense or split drafter, but the bundle has {', '.join(sorted(roles)) or 'none'}; export them"
         )
     kv = check_kv_type(manifest.cache_layout, kv_type)
-    request = MemoryRequest(context=context, kv_type=kv, sequences=1, batch=BATCH, verify_rows=longest + 1, drafter=chosen, repack=True)
+    request = MemoryRequest(
+        context=context,
+        kv_type=kv,
+        sequences=1,
+        batch=BATCH,
+        verify_rows=longest + 1,
+        drafter=chosen,
+        repack=True,
+        gives_back=sys.platform != "darwin",
+    )
     facts, prompt_tokens = pair_facts(manifest, chosen, context, kv), min(PROMPT_TOKENS, context)
     memory = onnx_memory_plan(manifest, request) if onnx else memory_plan(manifest, request)
     plan = speed_plan(facts, device, memory, longest, power, prompt_tokens)
