@@ -193,9 +193,9 @@ def asked(server: Scripted, body: Any, path: str = CHAT, **headers: str) -> http
     return connection
 
 
-def send(server: Scripted | Child, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
+def send(server: Scripted | Child | str, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
     """Sends a request, with a body as bytes or as JSON; returns status, headers and the response, parsed where it is JSON."""
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(server if isinstance(server, str) else server.url).netloc, timeout=30)
     try:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from edge_runtime.errors import RequestError
 from edge_runtime.server.engine.worker import Worker
-from edge_runtime.server.errors import ApiError, to_api_error
+from edge_runtime.server.errors import ApiError, form_for, to_api_error
 from edge_runtime.server.http.access_log import REMARKS
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, BodyLimit, Trimmer, parse_json, read_body
 from edge_runtime.server.http.guard import CLIENT
@@ -22,8 +22,10 @@ from edge_runtime.server.http.page import page
 from edge_runtime.server.http.paths import nearest
 from edge_runtime.server.model_card import OLLAMA_VERSION, ModelCard
 from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize, wants_special
+from edge_runtime.server.requests.messages_api import read_message
 from edge_runtime.server.requests.ollama import read_ollama_chat, read_ollama_generate
 from edge_runtime.server.requests.responses_api import read_response
+from edge_runtime.server.responses.messages_api import MessagesFormat
 from edge_runtime.server.responses.ollama import OllamaFormat
 from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
 from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded
@@ -33,7 +35,6 @@ from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, c
 from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition, gauge
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
-_OLLAMA = "/api/"
 # A client that does not read has so much of a whole answer taken by its connection, and no more.
 _PART_BYTES = 1 << 16
 Read = TypeVar("Read")
@@ -110,7 +111,7 @@ class Api:
     async def model(self, request: Request) -> Response:
         if not self.card.is_called(request.path_params["name"]):
             raise self._no_such_model()
-        return Json200(self.card.openai_model())
+        return Json200(self.card.model())
 
     async def slots(self, request: Request) -> Response:
         """Answers with what each session does, without its texts; with 503 where none is free and the query asks for that."""
@@ -240,7 +241,7 @@ async def error_response(request: Request, error: Exception) -> Response:
         error = ApiError(error.status_code, f"{error.detail}: {_advice(request, error)}", headers=error.headers)
     failure = to_api_error(error)
     _remark(request.scope, repr(failure.param)[1:-1] if failure.param else failure.code or "")
-    return Json200(failure.body(ollama=request.url.path.startswith(_OLLAMA)), failure.status, failure.headers)
+    return Json200(failure.body(form_for(request.url.path)), failure.status, failure.headers)
 
 
 def _advice(request: Request, error: HTTPException) -> str:
@@ -273,14 +274,16 @@ def make_app(api: Api) -> Starlette:
                     ("/v1/chat/completions", read_chat, lambda _, read: ChatFormat(name, read, card.fingerprint)),
                     ("/v1/completions", read_completion, lambda _, read: CompletionFormat(name, read, card.fingerprint), TEXT_BODY),
                     ("/v1/responses", read_response, lambda body, _: ResponsesFormat(name, body)),
+                    ("/v1/messages", read_message, lambda *_: MessagesFormat(name)),
                     ("/api/chat", read_ollama_chat, lambda *_: OllamaFormat(name, chat=True)),
                     ("/api/generate", read_ollama_generate, lambda *_: OllamaFormat(name, chat=False)),
                 )
             ),
             Route("/v1/chat/completions/input_tokens", api.counts(read_chat), methods=["POST"]),
             Route("/v1/responses/input_tokens", api.counts(read_response), methods=["POST"]),
+            Route("/v1/messages/count_tokens", api.counts(read_message), methods=["POST"]),
             *(Route(path, _no_embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/api/embed", "/api/embeddings")),
-            Route("/v1/models", _facts(lambda: {"object": "list", "data": [card.openai_model()]})),
+            Route("/v1/models", _facts(card.models)),
             Route("/v1/models/{name:path}", api.model),
             Route("/tokenize", api.tokenize, methods=["POST"]),
             Route("/detokenize", api.detokenize, methods=["POST"]),
