@@ -1,4 +1,4 @@
-"""The ONNX half of an export: graphs, their external data, and their facts for the manifest. See docs/bundle.md and docs/npu.md."""
+"""The ONNX half of an export: graphs, their external data, and their facts for the manifest. See docs/design/onnx-graphs.md."""
 
 from __future__ import annotations
 

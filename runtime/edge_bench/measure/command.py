@@ -50,7 +50,7 @@ class RecordOptions(MeterOptions):
 
     runs: Path | None = option(panel="Results", help="Write each measurement to this file at once, one JSON line each.")
     energy: Path | None = option(
-        panel="Energy", help="Also measure energy by the protocol of docs/energy.md (takes long); write its log here."
+        panel="Energy", help="Also measure energy by the protocol of docs/measure-energy.md (takes long); write its log here."
     )
 
 

@@ -1,4 +1,4 @@
-"""Energy of the variants by the protocol of docs/energy.md. Takes minutes to hours, as windows depend on the meter."""
+"""Energy of the variants by the protocol of docs/measure-energy.md. Takes minutes to hours, as windows depend on the meter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The bundle: the file contract between the exporter, which writes it, and the runtime, which reads it.
 
 A bundle is a directory with `manifest.json` and the files it lists. This module checks files and opens no model.
-Layout and every field: docs/bundle.md.
+Layout and every field: docs/design/manifest.md.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any
 from edge_devices.errors import EdgeError
 from edge_devices.files.user_cache import cache_folder, cache_put, entry_key, read_entries
 
-# Above this mean KL, in nats, another word than the model's own is often the likeliest. Real matrices (docs/gguf.md): 8 bits have 0.03,
-# a calibrated mix of 4 to 8 bits 0.1.
+# Above this mean KL, in nats, another word than the model's own is often the likeliest. Of real matrices (docs/results.md) 8 bits have
+# 0.03, a calibrated mix of 4 to 8 bits 0.1.
 DEGRADED_KL = 0.3
 # Which bundles were mentioned.
 CACHE_NAME = "mentioned.json"

@@ -434,13 +434,13 @@ def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, 
     }
 
 
-# Bytes per second that forwards of one row read on two cores of a Xeon (docs/row-kernels.md); assumed of all processors.
+# Bytes per second that forwards of one row read on two cores of a Xeon, measured on 22 November 2026; assumed of all processors.
 BANDWIDTH = 20e9
 # What a further row takes of the first one: with the project's kernels on integer products of 64 bytes or of matrices, with its other
-# kernels, and with stock ones. The first and the last are measured (docs/row-kernels.md), the second is assumed.
+# kernels, and with stock ones. The first and the last are measured (docs/results.md), the second is assumed.
 WIDE_KERNELS = ("avx512vnni", "avxvnni", "i8mm")
 WIDE_ROW, NARROW_ROW, STOCK_ROW = 0.07, 0.2, 0.25
-# How many times as long stock kernels take for one row, by the format of the files (E2B's shapes, docs/row-kernels.md).
+# How many times as long stock kernels take for one row, by the format of the files (E2B's shapes, two cores of a Xeon, 22 November 2026).
 STOCK_FIRST = {"gguf": 2.0, "onnx": 1.7}
 # Seconds of starting a draft and of each of its steps, beside reading the drafter's weights; assumed from one small pair.
 DRAFT_SECONDS, STEP_SECONDS = 0.5e-3, 0.2e-3

@@ -2,7 +2,7 @@
 
 Shapes are upper bounds, for all operators that `check_onnx` admits: sizes that depend on values (NonZero, Slice, a Split by computed sizes)
 are taken as the largest possible ones. Rules: onnx/docs/Operators.md and onnxruntime/docs/ContribOperators.md. onnxruntime's own limit
-(OrtArenaCfg.max_mem) does not replace them, see docs/security-results.md.
+(OrtArenaCfg.max_mem) does not replace them, see docs/design/onnx-graphs.md.
 """
 
 from __future__ import annotations
