@@ -83,10 +83,9 @@ def picture(prompt: str, panels: tuple[Panel, ...], *, slower: int, caption: str
         for text, column, line, piece in placed(prompt, panel.pieces):
             lines = max(lines, line + 1)
             kind = "prompt" if piece is None else "accepted" if piece.accepted else ""
-            drawn.append(
-                f'<text class="{kind}" x="{left + column * COLUMN_PX:.1f}" y="{46 + line * LINE_PX}" textLength="{len(text) * COLUMN_PX:.1f}">'
-                f"{escape(text)}{hidden(slower * piece.seconds) if piece else ''}</text>"
-            )
+            place = f'x="{left + column * COLUMN_PX:.1f}" y="{46 + line * LINE_PX}" textLength="{len(text) * COLUMN_PX:.1f}"'
+            waits = hidden(slower * piece.seconds) if piece else ""
+            drawn.append(f'<text class="{kind}" {place}>{escape(text)}{waits}</text>')
     below = 46 + lines * LINE_PX + 8
     for number, panel in enumerate(panels):
         end = hidden(slower * panel.pieces[-1].seconds)
@@ -97,7 +96,7 @@ def picture(prompt: str, panels: tuple[Panel, ...], *, slower: int, caption: str
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
             f'<style>{STYLE}</style><rect width="{width}" height="{height}" rx="6" fill="#0d1117"/>',
-            f'<rect width="0" height="0"><animate id="loop" attributeName="x" from="0" to="0" dur="{seconds:.2f}s" begin="0s;loop.end"/></rect>',
+            f'<g><animate id="loop" attributeName="class" from="" to="" dur="{seconds:.2f}s" begin="0s;loop.end"/></g>',
             *drawn,
             "</svg>\n",
         ]

@@ -11,9 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 import headline
-from bench_records import PEER_PLAIN, header, run, whole_benchmark
-from edge_bench.measure.records import RecordFile, collect, read_records
-from edge_bench.measure.variants import BASELINE
+from bench_records import whole_benchmark
+from edge_bench.measure.records import RecordFile, read_records
 from edge_bench.report.figures import figures
 
 ENTRY = {
@@ -38,7 +37,12 @@ def test_the_pages_quote_the_kept_figures(page: Path):
 
 
 def test_each_class_of_processors_has_its_row():
-    fast = {**ENTRY, "processor": "Fast", "over_plain": [3.5, 3.0, 4.0], "tokens_per_second": {**ENTRY["tokens_per_second"], "litert_lm": 9.6}}
+    fast = {
+        **ENTRY,
+        "processor": "Fast",
+        "over_plain": [3.5, 3.0, 4.0],
+        "tokens_per_second": {**ENTRY["tokens_per_second"], "litert_lm": 9.6},
+    }
     rows = headline.table([ENTRY, fast]).splitlines()[2:]
     assert rows == [
         "| Fast, 4 cores, 1 November 2026 | 10 | **12** | 11 | 10 |",

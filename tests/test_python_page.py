@@ -1,4 +1,4 @@
-"""The Python examples of docs/api.md run, one after the other, on the reference pair."""
+"""The Python examples of docs/python.md run, one after the other, on the reference pair."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 EXAMPLES = EXAMPLE.findall(PAGE.read_text(encoding="utf-8"))
 
@@ -27,6 +27,6 @@ def test_an_example_runs(
         pytest.skip("the pair has no split drafter")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(exported_pair, tmp_path / "my-bundle")
-    exec(compile("import edge_runtime\n" + code, f"docs/api.md, example {number + 1}", "exec"), {})
+    exec(compile("import edge_runtime\n" + code, f"docs/python.md, example {number + 1}", "exec"), {})
     if "print" in code:
         assert capsys.readouterr().out
