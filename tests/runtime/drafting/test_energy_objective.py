@@ -281,7 +281,7 @@ def test_the_trade_is_that_of_the_best_lengths_where_drafts_have_no_confidence()
 def test_a_probe_costs_the_more_of_its_seconds_and_joules() -> None:
     """Where drafting takes five times the watts, single drafts now and then had cost 6 % of all joules."""
     case = Case(curve="steep", step=2.0, watts="30, 6, 5", acceptance=0.55)
-    assert case.by_energy(1500, 1, 0.05).joules < 1.03 * min(point.joules for point in case.fixed())
+    assert case.by_energy(1500, 1, 0.05).joules < 1.03 * min(point.joules for point in case.fixed(1500, (1,)))
 
 
 @pytest.mark.parametrize("chance", [0.05, 0.95])
