@@ -99,7 +99,7 @@ def test_a_stream_that_computes_its_prompt_for_long_says_that_it_lives(monkeypat
         waits = iter([0.3])
         import time
 
-        server.together.before_forward = lambda: time.sleep(next(waits, 0))
+        server.batch.before_forward = lambda: time.sleep(next(waits, 0))
         stream = events(ask(server, stream=True))
         names = [name for name, _ in stream]
         assert names[:2] == ["message_start", "ping"]
