@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import click
 from rich.console import Console
@@ -200,13 +200,13 @@ class Replay:
             drafted += 1
             if plan.should_continue is not None and not plan.should_continue(place.confidences[drafted - 1]):
                 break
-        shadow_accepted = place.accepted > 0 if plan.shadow and drafted else None
         verified, padding = plan.to_verify(0 if plan.shadow else drafted)
         accepted = min(verified, place.accepted)
+        left_out_right = place.accepted > verified if accepted == verified < drafted else None
         rows = 1 + verified + max(0, min(padding, left - 1 - verified))
         draft_seconds, verify_seconds = self.machine.round(self.clock, drafted, rows)
         timing = Timing(length=length, steps=drafted, draft_seconds=draft_seconds, rows=rows, verify_seconds=verify_seconds)
-        policy.observe(RoundResult(verified, accepted, shadow_accepted, timing))
+        policy.observe(RoundResult(verified, accepted, left_out_right, timing))
         return accepted + 1, draft_seconds + verify_seconds
 
     def rate(self, domain: str) -> float:
@@ -340,6 +340,33 @@ def record(bundle: Path, output: Path, own: tuple[Path, ...], max_tokens: int, c
                 "confidences": [[round(sure, 4) for sure in place.confidences] for place in places],
             }
             file.write(json.dumps(line) + "\n")
+
+
+# Tokens of each draft that counts are made of, as the export makes them (edge_export.parity.comparison).
+COUNTED = 4
+
+
+def counted(texts: Sequence[Text]) -> dict[str, Any]:
+    """Returns the counts of an acceptance model after rounds of COUNTED drafts along recorded texts."""
+    model = AcceptanceModel()
+    for text in texts:
+        at = 0
+        while at < len(text.places):
+            place = text.places[at]
+            accepted = min(place.accepted, COUNTED)
+            model.observe([model.bin_of(sure, n) for n, sure in enumerate(place.confidences[:COUNTED])], COUNTED, accepted)
+            at += accepted + 1
+    return model.to_json()
+
+
+@main.command()
+@click.argument("recorded", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@one_sentence_errors()
+def counts(recorded: Path, output: Path) -> None:
+    """Write how often drafts of each confidence are accepted on RECORDED texts: drafts.measured.json of a shipped pair."""
+    rounded = json.loads(json.dumps(counted(read_texts(recorded))), parse_float=lambda digits: float(f"{float(digits):.4g}"))
+    output.write_text(json.dumps(rounded) + "\n", encoding="utf-8")
 
 
 def record_load(session: Session, seconds: float) -> list[Sample]:

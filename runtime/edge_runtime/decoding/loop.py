@@ -68,7 +68,7 @@ class Decoding:
         self._plan = RoundPlan(0)
         self._start = self._room = self._steps = self._rows = 0
         self._drafts: list[int] = []
-        self._shadow: int | None = None
+        self._left_out: int | None = None
         self._sources = sources
         self._proposal = NO_PROPOSAL
         self._from: list[str] = []
@@ -111,18 +111,20 @@ class Decoding:
 
     def tokens_to_verify(self, drafts: list[int]) -> list[int]:
         """Takes the drafts of the round; returns the tokens to verify: the newest, the drafts, and padding, whose logits are ignored."""
-        self._steps, self._shadow = len(drafts), None
+        self._steps, drafted = len(drafts), drafts
         if self._plan.shadow:
-            self._shadow, drafts = drafts[0] if self.rule.cut(drafts) else None, []
+            # A sampled rule forgets its drafts of this round.
+            drafted, drafts = self.rule.cut(drafts), []
         elif self._plan.offered:
             drafts = list(self._proposal.guess.tokens[: self._plan.offered])
             self._from = [self._proposal.guess.source] * len(drafts)
         else:
-            drafts = self.rule.cut(drafts)
+            drafted = drafts = self.rule.cut(drafts)
             self._from = [MODEL] * len(drafts)
-            drafts += self._extension(drafts)
+            drafts = drafts + self._extension(drafts)
         verified, padding = self._plan.to_verify(len(drafts))
         self._drafts = drafts[:verified]
+        self._left_out = drafted[verified] if verified < len(drafted) else None
         padding = max(0, min(padding, self._room - len(self._drafts)))
         self._rows = 1 + len(self._drafts) + padding
         return [self.last, *self._drafts, *[self.last] * padding]
@@ -166,18 +168,26 @@ class Decoding:
 
         Of requests that share a round, one reports the timing to its policy: they share one cost model.
         """
+        begin = time.perf_counter()
         if self.suppressed.size:
             # In the backend's own memory, before anything reads it: so greedy, sampled and constrained tokens are chosen from the others.
             logits[:, self.suppressed] = -np.inf
         if self.min_tokens > 0:
             logits[: self.min_tokens, self._held_back] = -np.inf
-        result, drafts, shadow = self.rule.accept(self._drafts, logits), self._drafts, self._shadow
+        result, drafts = self.rule.accept(self._drafts, logits), self._drafts
         tokens, self.stopped = _until_stop((*drafts[: result.accepted], result.next_token), self._is_stop)
         self._target.rollback(self._start + len(tokens))  # all emitted tokens but the newest, and the one before them
         if self._sources is not None:
             self._sources.observe(tokens)
-        shadow_accepted = None if shadow is None else shadow == tokens[0]
-        self._policy.observe(RoundResult(len(drafts), result.accepted, shadow_accepted, timing if report_timing else None))
+        told = self._left_out is not None and result.accepted == len(drafts)
+        self._policy.observe(
+            RoundResult(
+                verified=len(drafts),
+                accepted=result.accepted,
+                left_out_right=self._left_out == result.next_token if told else None,
+                timing=_whole(timing, time.perf_counter() - begin) if report_timing else None,
+            )
+        )
         self.last, self._left, self.min_tokens = tokens[-1], self._left - len(tokens), self.min_tokens - len(tokens)
         return Round(
             drafted=len(drafts),
@@ -204,6 +214,11 @@ def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Itera
         middle = time.perf_counter()
         logits = target.verify(decoding.tokens_to_verify(drafts))
         yield decoding.finish_round(logits, decoding.timing(middle - begin, time.perf_counter() - middle))
+
+
+def _whole(timing: Timing, seconds: float) -> Timing:
+    """Returns the timing with the seconds in which each request chose tokens and rolled back: a policy counts all that a row costs."""
+    return timing._replace(verify_seconds=timing.verify_seconds + timing.requests * seconds)
 
 
 def _until_stop(tokens: tuple[int, ...], is_stop: Callable[[int], bool]) -> tuple[tuple[int, ...], bool]:

@@ -23,7 +23,7 @@ Chances = NDArray[np.float64]
 # Upper bounds of the confidence bins. Drafters are mostly confident, so the bins are narrow at the upper end.
 CONFIDENCE_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 # The priors count as this many observations: of a bin's acceptance, of the bin that follows, of the bin of a first draft.
-ACCEPT_WEIGHT, TRANSITION_WEIGHT, FIRST_WEIGHT = 2.0, 3.0, 2.0
+ACCEPT_WEIGHT, TRANSITION_WEIGHT, FIRST_WEIGHT = 2.0, 3.0, 1.0
 # Share of an old count that is left after a new one of the same sort: windows of about 200, 1000 and 50 observations.
 ACCEPT_DECAY, TRANSITION_DECAY, FIRST_DECAY = 0.995, 0.999, 0.98
 # The prior of the transition falls by 1/e over so many bins.
@@ -35,6 +35,10 @@ POSITION_DECAY = 0.96
 # Cached counts of an earlier use count as at most so many observations of each sort, because the text is another one. The counts of the
 # export, from a single text, count less.
 CACHED_WEIGHT, EXPORTED_WEIGHT = 40.0, 10.0
+EXPORTED_FIRST = 5.0
+# Accepted tokens over promised ones of all bins together: what the promise counts as before the first draft, what is left of the sums after
+# another round that drafted, and how far below 1 the quotient is luck.
+TRUST_WEIGHT, TRUST_DECAY, TRUST_LUCK = 1.0, 0.95, 1.15
 _MAX_UNCOUNTED = 32
 
 
@@ -89,6 +93,8 @@ class AcceptanceModel:
         self._accepted = middles * ACCEPT_WEIGHT
         self._transition = TRANSITION_WEIGHT * near / near.sum(axis=1, keepdims=True)
         self._first = np.full(len(middles), FIRST_WEIGHT / len(middles))
+        self.tried = False  # whether the counts are of sessions on this machine
+        self._promised = self._kept = 0.0
         self._observed = False
         self._uncounted: list[tuple[Sequence[int], int, int]] = []  # rounds, until somebody reads
 
@@ -100,7 +106,7 @@ class AcceptanceModel:
         """Returns the probabilities by the counts."""
         self._count_rounds()
         return _forecast(
-            self._accepted / self._verified,
+            self._accepted / self._verified * self._trust(),
             self._transition / self._transition.sum(axis=1, keepdims=True),
             self._first / self._first.sum(),
             longest,
@@ -121,7 +127,14 @@ class AcceptanceModel:
         for bins, verified, accepted in rounds:
             self._count(bins, verified, accepted)
 
+    def _trust(self) -> float:
+        """Returns the share of what the bins promise that is to be believed: a drafter may be sure and wrong, on any text of a kind."""
+        return min(1.0, TRUST_LUCK * (self._kept + TRUST_WEIGHT) / (self._promised + TRUST_WEIGHT))
+
     def _count(self, bins: Sequence[int], verified: int, accepted: int) -> None:
+        compared = bins[: min(verified, accepted + 1)]
+        self._promised = TRUST_DECAY * self._promised + sum(self._accepted[index] / self._verified[index] for index in compared)
+        self._kept = TRUST_DECAY * self._kept + accepted
         self._first *= FIRST_DECAY
         self._first[bins[0]] += 1
         for index, stood in zip(bins[:verified], [1.0] * accepted + [0.0], strict=False):
@@ -172,7 +185,7 @@ class AcceptanceModel:
         model._verified, model._accepted = verified * share, stood * share
         model._transition = transition * np.minimum(1.0, max_weight / transition.sum(axis=1, keepdims=True))
         model._first = first
-        model.fade(max_weight)
+        model.fade(min(max_weight, EXPORTED_FIRST))
         return model
 
 
@@ -188,6 +201,7 @@ class PositionModel:
         self._accepted = np.zeros(longest)
         self._verified[:1], self._accepted[:1] = PRIOR_WEIGHT, prior * PRIOR_WEIGHT
         self._prior = prior
+        self.tried = False
 
     def bin_of(self, confidence: float, position: int) -> int:  # noqa: ARG002
         return position

@@ -31,6 +31,8 @@ MIN_SECONDS = 1e-9
 _MAX_SECONDS = 3600.0
 # Of provisional costs the newest so many timings of a number of rows count, and so many settle it.
 WINDOW, SETTLED = 9, 3
+# How far the logarithm of what a number of rows costs beside others is thought to be from what was computed.
+PROPORTION_SPREAD = 0.3
 # Of shared verifies: what is left of a round's weight after another, and the rounds that each other figure counts as.
 SHARED_DECAY, SEED_ROUNDS = 0.995, 0.3
 _GROUP = 4
@@ -259,8 +261,14 @@ class CostCurve:
         overhead, step = self._drafts.get(requests, self._drafts[1])
         extrapolated = requests * overhead + steps * step
         count = self._draft_timings[requests] = self._draft_timings.get(requests, 0) + 1
-        share = DRAFT_SHARE if requests == 1 and self._timed is None else max(DRAFT_SHARE, 1 / count)
-        error = extrapolated * (_bounded(seconds / extrapolated) ** share - 1)
+        off, share = seconds / extrapolated, DRAFT_SHARE
+        if requests > 1:
+            share = max(DRAFT_SHARE, 1 / count)
+        elif self._timed is not None:  # the first timing counts as much as what was computed
+            share = max(DRAFT_SHARE, 1 / (count + 1))
+        # Other processes make a draft slower; nothing makes it faster than it is.
+        off = off if off < 1 and self._timed is not None else _bounded(off)
+        error = extrapolated * (off**share - 1)
         weight = OVERHEAD_VARIANCE * requests**2 + steps**2
         self._drafts[requests] = (
             max(overhead + error * OVERHEAD_VARIANCE * requests / weight, 0.0),
@@ -306,10 +314,44 @@ def _in_proportion(start: Sequence[float], timed: Mapping[int, Sequence[float]])
     """
     known = sorted(timed)
     off = {rows: [math.log(seconds / start[rows - 1]) for seconds in timed[rows]] for rows in known}
-    common = SETTLED * statistics.median(factor for factors in off.values() for factor in factors)
-    factors = [(len(off[rows]) * statistics.median(off[rows]) + common) / (len(off[rows]) + SETTLED) for rows in known]
+    middle = _quick([factor for factors in off.values() for factor in factors])
+    weight = max(SETTLED, (_spread(off.values()) / PROPORTION_SPREAD) ** 2)
+    factors = [middle + _own(off[rows], middle, weight) for rows in known]
     between: Iterable[float] = np.interp(range(1, MAX_ROWS + 1), known, factors).tolist()
-    return [seconds * math.exp(factor) for seconds, factor in zip(start, between, strict=True)]
+    verify = [seconds * math.exp(factor) for seconds, factor in zip(start, between, strict=True)]
+    return _rising(verify, [len(timed.get(rows, ())) for rows in range(1, MAX_ROWS + 1)])
+
+
+def _rising(verify: Sequence[float], timings: Sequence[int]) -> list[float]:
+    """Returns costs of which none is below that of fewer rows, unless both were timed WINDOW times: means of those that fall otherwise."""
+    blocks: list[tuple[float, int, int]] = []  # mean, weight, and how many numbers of rows
+    for seconds, count in zip(verify, timings, strict=True):
+        block = seconds, count + 1, 1
+        while blocks and blocks[-1][0] > block[0] and min(count, blocks[-1][1] - 1) < WINDOW:
+            before = blocks.pop()
+            weight = before[1] + block[1]
+            block = (before[0] * before[1] + block[0] * block[1]) / weight, weight, before[2] + block[2]
+        blocks.append(block)
+    return [seconds for seconds, _, count in blocks for _ in range(count)]
+
+
+def _own(factors: Sequence[float], middle: float, weight: float) -> float:
+    """Returns how far the logarithm of a number of rows is from that of all, as far as so many timings may tell beside a weight."""
+    count = len(factors)
+    most = count * math.log(MAX_FACTOR_OFF)
+    return count / (count + weight) * min(max(_quick(factors) - middle, -most), most)
+
+
+def _spread(timings: Iterable[Sequence[float]]) -> float:
+    """Returns how far logarithms of timings of the same number of rows are from their median, on average."""
+    off = [abs(factor - statistics.median(factors)) for factors in timings if len(factors) > 1 for factor in factors]
+    return statistics.fmean(off) if off else 0.0
+
+
+def _quick(timings: Iterable[float]) -> float:
+    """Returns the lower quartile: other processes make a round slower, and on a busy machine every second one."""
+    ordered = sorted(timings)
+    return ordered[(len(ordered) - 1) // 4]
 
 
 def _bounded(off: float) -> float:

@@ -13,11 +13,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.acceptance_model import Acceptance, Chances, Forecast
+from edge_runtime.drafting.ask_schedule import (
+    ASK_CHANCE,
+    ASK_LENGTH,
+    ASK_SHARE,
+    LONGEST_WAIT,
+    START_LEAST,
+    START_LEAST_SHARE,
+    START_SHARE,
+    AskSchedule,
+)
 from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
 from edge_runtime.drafting.time_bound import TimeBound
@@ -29,8 +40,9 @@ RATE_DECAY = 0.98
 PREDICTED_ROUNDS = 5.0
 # Probing budget for shadow drafts, in plain rounds: what each emitted token adds, and the most that can be saved.
 BUDGET_PER_TOKEN, MAX_BUDGET = 0.01, 2.0
-# Share of the cost of all rounds that trials may lose: rounds of another length, whose costs no round has told yet.
-TRIAL_SHARE = 0.02
+# Share of the cost of all rounds that trials may lose: rounds of another length, whose costs no round has told yet. While nothing is
+# drafted it is less, and before the first trial so many plain rounds have to be saved.
+TRIAL_SHARE, IDLE_TRIAL_SHARE, TRIAL_DEBT = 0.02, 0.01, 0.6
 # Rounds between two questions whether a trial is due: the answer needs all timings so far.
 TRIAL_INTERVAL = 4
 # While only shadow drafts are made, older observations of first drafts count as at most this many.
@@ -55,7 +67,7 @@ def expected_rate(costs: Costs, model: Acceptance, lengths: Sequence[int]) -> fl
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """The figures behind the last round. Rates are tokens per unit of cost; `mode` is "plain", "shadow", "draft", "offer" (tokens that
-    no drafter drafted) or "trial" (a length whose cost is to be timed).
+    no drafter drafted), "trial" (a length whose cost is to be timed) or "ask" (a few drafts to learn whether they pay).
 
     Of `drafted` tokens the first `verified` were verified, with `padding` rows more. `expected` is the expected number of emitted tokens
     when the draft ended; `cost` is the expected cost.
@@ -136,6 +148,8 @@ class Profit:
         # The highest rate at which a first draft step is known to pay, the lowest at which it is known not to, and what they hold for.
         self._pays, self._pays_not, self._paying_at = 0.0, math.inf, (self._row_costs, True)
         self._any_untimed, self._until_trial = True, 0
+        self._schedule = AskSchedule(untried=costs.is_provisional and not model.tried)
+        self._asks, self._refreshes = False, 0
         self._tokens_reached = self._cost_reached = 0.0
         self._rate = self._plain_rate = 0.0
         self._offer: Sequence[float] = ()
@@ -163,6 +177,9 @@ class Profit:
         offer, self._offer = self._offer, ()
         if requests != self._requests:
             self._requests, self._stale, self._until_refresh = requests, True, 0
+        self._asks = self._is_time_to_ask()
+        if self._asks:
+            self._stale, self._until_refresh = True, 0
         stale = self._stale or any_prefix != self._any_prefix
         if stale:
             self._update_rate()
@@ -172,14 +189,19 @@ class Profit:
         if offer and (offered := self._offered(offer)):
             self._mode, self._all_added = "offer", True
             return RoundPlan(0, to_verify=self._to_verify, offered=offered)
-        if requests == 1 and (rows := self._trial()):
+        if requests == 1 and not self._asks and (rows := self._trial()):
             self._mode, self._trial_rows = "trial", rows
             return RoundPlan(min(rows - 1, self._longest), False, self.continues, self._to_verify)
+        self._probe_cost = self._cost_of_probe()
         if self._length:
-            self._mode, length = "draft", self._length
+            self._mode, length = "draft", min(self._length, self._schedule.longest)
+            if self._schedule.untried:
+                length = min(length, self._length_to_start(length))
+        elif self._asks and (length := self._length_to_ask()):
+            self._mode = "ask"
+            return RoundPlan(length, False, self.continues, self._to_verify)
         else:
-            self._probe_cost = self._cost_of_probe()
-            self._mode = "shadow" if self._longest and self._probe_budget >= self._probe_cost else "plain"
+            self._mode = "shadow" if self._asks or (self._longest and self._probe_budget >= self._probe_cost) else "plain"
             length = int(self._mode == "shadow")
         return RoundPlan(length, self._mode == "shadow", self._rule, self._to_verify, extend=self._extend)
 
@@ -189,6 +211,27 @@ class Profit:
             return MAX_BUDGET
         drafts = float(self._draft_costs[1]) * self._plain_rate
         return min(drafts if self._bound is None else max(drafts, self._bound.probe_cost), MAX_BUDGET)
+
+    def _is_time_to_ask(self) -> bool:
+        # With a bound on time, rounds with drafts and without are mixed on purpose.
+        return self._longest > 0 and self._schedule.is_due and (self._bound is None or self._bound.is_plain_fastest)
+
+    def _length_to_ask(self) -> int:
+        """Returns how many tokens to draft although none seem to pay, 0 where that costs too much."""
+        return self._length_to_start(ASK_LENGTH) if self._schedule.untried else self._affordable(ASK_LENGTH, ASK_SHARE)
+
+    def _length_to_start(self, longest: int) -> int:
+        return max(self._affordable(longest, START_SHARE), self._affordable(START_LEAST, START_LEAST_SHARE))
+
+    def _affordable(self, longest: int, share: float) -> int:
+        """Returns the most tokens that take at most this share of a plain round to draft and verify, up to `longest`."""
+        drafts = self._draft_costs[1 : longest + 1]
+        costs = drafts + self._row_costs[1 : len(drafts) + 1] - self._row_costs[0]
+        return int((costs <= share * self._row_costs[0]).sum())
+
+    def begin_request(self) -> None:
+        """Another text begins: whether drafts pay is asked again soon."""
+        self._schedule.begin_request()
 
     def offer(self, chances: Sequence[float]) -> None:
         """Offers tokens to the next plan."""
@@ -273,7 +316,9 @@ class Profit:
         self._stale = False
         self._until_refresh -= 1
         if self._until_refresh < 0:
-            self._forecast, self._until_refresh = self._model.forecast(self._longest), REFRESH
+            # From the first rounds most is learned.
+            self._refreshes += 1
+            self._forecast, self._until_refresh = self._model.forecast(self._longest), min(self._refreshes, REFRESH)
             if self._bound is not None:
                 rows, drafts = self._max_rows + 1, self._longest
                 self._bound.renew(self._forecast, rows=rows, drafts=drafts, requests=self._requests, stepwise=self._stepwise)
@@ -303,6 +348,7 @@ class Profit:
         """Before the first round: takes the predicted rate of the best fixed length."""
         rates = self._tokens_of_lengths() / (self._draft_costs + self._row_costs[: self._longest + 1])
         self._cost_reached = PREDICTED_ROUNDS * self._row_list[0]
+        self._trial_budget = -TRIAL_DEBT * self._row_list[0]
         self._tokens_reached = float(rates.max()) * self._cost_reached
 
     def _tokens_of_lengths(self) -> Chances:
@@ -355,6 +401,8 @@ class Profit:
             return False
         if self._mode == "trial":
             return True
+        if self._mode == "ask":
+            return self._chain > ASK_CHANCE
         return self._gain_of_a_step(self._forecast.transition[self._bins[-1]]) > 0
 
     def _add_draft(self, index: int) -> None:
@@ -377,8 +425,15 @@ class Profit:
             self._add_unreported(drafted)
         if self._mode == "trial":
             self._verified = drafted
+        if self._mode == "ask" and self._any_prefix:
+            self._verified = self._worth_asking()
         verified = min(self._verified, drafted)
         return verified, self._padding(verified)
+
+    def _worth_asking(self) -> int:
+        """Returns how many drafts of a question to verify: a single one even if it is doubtful."""
+        least = ASK_CHANCE if len(self._bins) > 1 else ASK_CHANCE / 3
+        return sum(after - before > least for before, after in pairwise(self._tokens))
 
     def _padding(self, verified: int) -> int:
         if self._mode == "trial":
@@ -392,19 +447,15 @@ class Profit:
 
     def observe(self, result: RoundResult) -> None:
         """Learns from a round: acceptance, rate and costs."""
-        shadow = self._mode == "shadow"
-        if result.shadow_accepted is not None:
-            self._observe_shadow(result.shadow_accepted)
+        self._verified = verified = result.verified
         if (timing := result.timing) is not None:
             self._costs.learn(timing)
-        self._verified = verified = result.verified
-        if (self._bins or self._mode == "offer") and not shadow:
-            self._stale = True
-        if self._bins and not shadow:
-            self._model.observe(self._bins, min(verified, len(self._bins)), min(result.accepted, len(self._bins)))
-        self._trial_budget += TRIAL_SHARE * self._spent()
-        if self._mode not in ("draft", "trial"):
-            self._probe_budget = min(self._probe_budget + BUDGET_PER_TOKEN, MAX_BUDGET) - (self._probe_cost if shadow else 0.0)
+        if self._mode == "shadow":
+            self._add_unreported(1)
+        if self._bins:
+            self._observe_drafts(result)
+        self._stale = self._stale or self._mode == "offer"
+        self._count_round(result.accepted)
         # The prediction says as much about the rate as the outcome, and varies less.
         tokens = (self._tokens[verified] + result.accepted + 1) / 2
         self._tokens_reached = RATE_DECAY * self._tokens_reached + tokens
@@ -414,14 +465,31 @@ class Profit:
             self._bound.spend(tokens, len(self._bins), verified + self._padding(verified), promised)
             self._stale = True
 
-    def _observe_shadow(self, accepted: bool) -> None:
-        """Learns from a shadow draft; the next plan computes everything anew."""
-        self._stale, self._until_refresh = True, 0
-        self._add_unreported(1)
-        # Else drafts are part of the mix, and old ones say what it would be; but where none seem to pay, an unlucky start must not decide.
-        if self._bound is None or self._bound.is_plain_fastest:
-            self._model.fade(STALE)
-        self._model.observe(self._bins[:1], 1, int(accepted))
+    def _observe_drafts(self, result: RoundResult) -> None:
+        """Learns from the drafts of the drafter, and from the first one that was not verified where that can be told."""
+        if self._mode in ("shadow", "ask"):
+            self._until_refresh = 0  # the next plan computes everything anew
+            # Where drafts are part of a mix, old ones say what it would be; but where none seem to pay, an unlucky start must not decide.
+            if self._bound is None or self._bound.is_plain_fastest:
+                self._model.fade(STALE)
+        self._stale = True
+        compared, right = min(result.verified, len(self._bins)), min(result.accepted, len(self._bins))
+        if result.left_out_right is not None and compared < len(self._bins):
+            compared, right = compared + 1, right + result.left_out_right
+        self._model.observe(self._bins, compared, right)
+
+    def _count_round(self, accepted: int) -> None:
+        """Counts the round in the schedule and in the budgets of trials and probes."""
+        asked = self._mode in ("shadow", "ask")
+        if asked:
+            self._schedule.count_answer(accepted, max(LONGEST_WAIT, int(self._probe_cost / BUDGET_PER_TOKEN)))
+        elif self._mode == "draft" and self._bins:
+            self._schedule.count_draft(accepted)
+        else:
+            self._schedule.count_plain()
+        self._trial_budget += (TRIAL_SHARE if self._length else IDLE_TRIAL_SHARE) * self._spent()
+        if self._mode not in ("draft", "trial"):
+            self._probe_budget = min(self._probe_budget + BUDGET_PER_TOKEN, MAX_BUDGET) - (self._probe_cost if asked else 0.0)
 
     def _spent(self) -> float:
         """The cost of the round according to the cost model. Shadow drafts are paid from the probing budget instead."""

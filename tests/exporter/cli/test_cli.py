@@ -133,6 +133,7 @@ def test_an_interrupt_exits_130_and_leaves_nothing(pair: list[Path], tmp_path: P
 
 def test_the_reference_pair_stands_for_target_and_drafter(pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "reference_pair", lambda: tuple(pair))
+    monkeypatch.setattr(export, "shipped_acceptance", lambda _: None)
     result = invoke("-o", tmp_path / "out", *QUICK, command="reference")
     assert result.exit_code == 0, result.stderr
     assert open_bundle(tmp_path / "out").manifest.sources["target"].origin == pair[0].name

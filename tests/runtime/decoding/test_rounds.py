@@ -192,7 +192,7 @@ def test_a_shadow_draft_is_compared_and_not_verified(shift: int, accepted: bool)
     assert decoding.timing(0.1, 0.2).steps == 2, "it was drafted all the same"
     decoding.draft_request()
     finished(target, decoding, [])
-    assert policy.results[-1].shadow_accepted is None, "a drafter that drafted nothing was not compared"
+    assert policy.results[-1].left_out_right is None, "a drafter that drafted nothing was not compared"
 
 
 def test_a_stop_ends_the_round_where_plain_decoding_ends() -> None:
