@@ -157,10 +157,7 @@ class AcceptanceCache:
     def model(self) -> AcceptanceModel:
         """The model of all earlier uses. Missing or damaged counts are not trusted: then the exported ones or the prior count."""
         cached = AcceptanceModel.from_json(read_entries(self._path).get(self._name))
-        if cached is not None:
-            cached.tried = True
-            return cached
-        return AcceptanceModel.from_json(self._exported, EXPORTED_WEIGHT) or AcceptanceModel()
+        return cached or AcceptanceModel.from_json(self._exported, EXPORTED_WEIGHT) or AcceptanceModel()
 
     def save(self) -> None:
         """Caches what was learned; if the file cannot be written, the next use learns again."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.decoding.acceptance_rules import GREEDY, AcceptanceRule
 from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundResult, Timing, WeighingPolicy
 from edge_runtime.drafting.sources import MODEL, NO_PROPOSAL, Proposal, Sources
@@ -69,6 +70,7 @@ class Decoding:
         self._start = self._room = self._steps = self._rows = 0
         self._drafts: list[int] = []
         self._left_out: int | None = None
+        self._began = 0.0  # when the round did
         self._sources = sources
         self._proposal = NO_PROPOSAL
         self._from: list[str] = []
@@ -93,6 +95,7 @@ class Decoding:
     def draft_request(self, sequence: int = 0, requests: int = 1) -> DraftRequest:
         """Begins a round that `requests` requests share; returns the draft to make. A `draft_length` of 0 means none."""
         target, rule = self._target, self.rule
+        self._began = time.perf_counter()
         self._start = target.length
         # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
         self._room = min(self._left - 1, target.context - target.length - 1, target.rewind_slack)
@@ -133,7 +136,8 @@ class Decoding:
         """Returns what the sources of the request expect after `drafts`, as far as the rule allows it."""
         if self._sources is None:
             return NO_PROPOSAL
-        guess, chances = self._sources.propose(drafts, self._room - len(drafts))
+        # No policy verifies more, so no more can be compared.
+        guess, chances = self._sources.propose(drafts, min(self._room, MAX_DRAFT_LENGTH) - len(drafts))
         if not guess.tokens:
             return NO_PROPOSAL
         allowed = len(self.rule.cut([*drafts, *guess.tokens])) - len(drafts)
@@ -163,12 +167,15 @@ class Decoding:
             requests=len(sharing),
         )
 
+    def _whole(self, timing: Timing) -> Timing:
+        """Returns the timing with all of the round that is no draft: on a small pair, planning and choosing tokens are a large part."""
+        return timing._replace(verify_seconds=max(timing.verify_seconds, time.perf_counter() - self._began - timing.draft_seconds))
+
     def finish_round(self, logits: Logits, timing: Timing, *, report_timing: bool = True) -> Round:
         """Ends the round with the logits of `tokens_to_verify`, and rolls the cache back.
 
         Of requests that share a round, one reports the timing to its policy: they share one cost model.
         """
-        begin = time.perf_counter()
         if self.suppressed.size:
             # In the backend's own memory, before anything reads it: so greedy, sampled and constrained tokens are chosen from the others.
             logits[:, self.suppressed] = -np.inf
@@ -185,7 +192,7 @@ class Decoding:
                 verified=len(drafts),
                 accepted=result.accepted,
                 left_out_right=self._left_out == result.next_token if told else None,
-                timing=_whole(timing, time.perf_counter() - begin) if report_timing else None,
+                timing=self._whole(timing) if report_timing else None,
             )
         )
         self.last, self._left, self.min_tokens = tokens[-1], self._left - len(tokens), self.min_tokens - len(tokens)
@@ -206,19 +213,14 @@ def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Itera
     speed. Method: Leviathan et al. 2023 (arXiv 2211.17192), with Gemma 4's drafter, which reads the target's hidden rows.
     """
     while not decoding.done:
-        begin = time.perf_counter()
         request = decoding.draft_request()
+        begin = time.perf_counter()
         drafts: list[int] = []
         if drafter is not None and request.draft_length > 0:
             drafts = drafter.draft(request.last, request.draft_length, request.sampler, request.should_continue)
         middle = time.perf_counter()
         logits = target.verify(decoding.tokens_to_verify(drafts))
         yield decoding.finish_round(logits, decoding.timing(middle - begin, time.perf_counter() - middle))
-
-
-def _whole(timing: Timing, seconds: float) -> Timing:
-    """Returns the timing with the seconds in which each request chose tokens and rolled back: a policy counts all that a row costs."""
-    return timing._replace(verify_seconds=timing.verify_seconds + timing.requests * seconds)
 
 
 def _until_stop(tokens: tuple[int, ...], is_stop: Callable[[int], bool]) -> tuple[tuple[int, ...], bool]:

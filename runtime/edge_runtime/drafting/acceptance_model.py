@@ -35,10 +35,6 @@ POSITION_DECAY = 0.96
 # Cached counts of an earlier use count as at most so many observations of each sort, because the text is another one. The counts of the
 # export, from a single text, count less.
 CACHED_WEIGHT, EXPORTED_WEIGHT = 40.0, 10.0
-EXPORTED_FIRST = 5.0
-# Accepted tokens over promised ones of all bins together: what the promise counts as before the first draft, what is left of the sums after
-# another round that drafted, and how far below 1 the quotient is luck.
-TRUST_WEIGHT, TRUST_DECAY, TRUST_LUCK = 1.0, 0.95, 1.15
 _MAX_UNCOUNTED = 32
 
 
@@ -64,6 +60,10 @@ class Acceptance(Protocol):
     @property
     def bounds(self) -> Chances:
         """Ascending probabilities [bins - 1], each the least of the bin above it."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it began with counts of this pair, and not with a prior alone."""
 
     def bin_of(self, confidence: float, position: int) -> int:
         """Returns the bin of a draft from the drafter's probability of it, and its position in the round, from 0."""
@@ -93,9 +93,7 @@ class AcceptanceModel:
         self._accepted = middles * ACCEPT_WEIGHT
         self._transition = TRANSITION_WEIGHT * near / near.sum(axis=1, keepdims=True)
         self._first = np.full(len(middles), FIRST_WEIGHT / len(middles))
-        self.tried = False  # whether the counts are of sessions on this machine
-        self._promised = self._kept = 0.0
-        self._observed = False
+        self._observed = self._measured = False
         self._uncounted: list[tuple[Sequence[int], int, int]] = []  # rounds, until somebody reads
 
     def bin_of(self, confidence: float, position: int) -> int:  # noqa: ARG002
@@ -106,7 +104,7 @@ class AcceptanceModel:
         """Returns the probabilities by the counts."""
         self._count_rounds()
         return _forecast(
-            self._accepted / self._verified * self._trust(),
+            self._accepted / self._verified,
             self._transition / self._transition.sum(axis=1, keepdims=True),
             self._first / self._first.sum(),
             longest,
@@ -127,14 +125,7 @@ class AcceptanceModel:
         for bins, verified, accepted in rounds:
             self._count(bins, verified, accepted)
 
-    def _trust(self) -> float:
-        """Returns the share of what the bins promise that is to be believed: a drafter may be sure and wrong, on any text of a kind."""
-        return min(1.0, TRUST_LUCK * (self._kept + TRUST_WEIGHT) / (self._promised + TRUST_WEIGHT))
-
     def _count(self, bins: Sequence[int], verified: int, accepted: int) -> None:
-        compared = bins[: min(verified, accepted + 1)]
-        self._promised = TRUST_DECAY * self._promised + sum(self._accepted[index] / self._verified[index] for index in compared)
-        self._kept = TRUST_DECAY * self._kept + accepted
         self._first *= FIRST_DECAY
         self._first[bins[0]] += 1
         for index, stood in zip(bins[:verified], [1.0] * accepted + [0.0], strict=False):
@@ -148,6 +139,10 @@ class AcceptanceModel:
         """Keeps the proportions; new observations move them faster."""
         self._count_rounds()
         self._first *= min(1.0, weight / self._first.sum())
+
+    @property
+    def is_measured(self) -> bool:
+        return self._measured
 
     @property
     def observed(self) -> bool:
@@ -184,8 +179,8 @@ class AcceptanceModel:
         share = np.minimum(1.0, max_weight / verified)
         model._verified, model._accepted = verified * share, stood * share
         model._transition = transition * np.minimum(1.0, max_weight / transition.sum(axis=1, keepdims=True))
-        model._first = first
-        model.fade(min(max_weight, EXPORTED_FIRST))
+        model._first, model._measured = first, True
+        model.fade(max_weight)
         return model
 
 
@@ -195,13 +190,13 @@ class PositionModel:
     """
 
     bounds = np.zeros(0)
+    is_measured = False
 
     def __init__(self, prior: float = PRIOR, *, longest: int = MAX_DRAFT_LENGTH) -> None:
         self._verified = np.zeros(longest)
         self._accepted = np.zeros(longest)
         self._verified[:1], self._accepted[:1] = PRIOR_WEIGHT, prior * PRIOR_WEIGHT
         self._prior = prior
-        self.tried = False
 
     def bin_of(self, confidence: float, position: int) -> int:  # noqa: ARG002
         return position
@@ -240,8 +235,10 @@ def _counts(data: object, like: Chances) -> Chances | None:
 
 
 def _forecast(accept_prob: Chances, transition: Chances, first: Chances, longest: int) -> Forecast:
-    all_accepted, further = np.ones(len(accept_prob)), np.zeros((longest + 1, len(accept_prob)))
+    # Row n: the probability that the next n drafts are all accepted; their sum is the expected number of them.
+    chains, onward = np.zeros((longest + 1, len(accept_prob))), transition * accept_prob
+    all_accepted = np.ones(len(accept_prob))
     for more in range(1, longest + 1):
-        all_accepted = transition @ (accept_prob * all_accepted)  # probability that the next `more` drafts are all accepted
-        further[more] = further[more - 1] + all_accepted
+        chains[more] = all_accepted = onward @ all_accepted
+    further = chains.cumsum(axis=0)
     return Forecast(accept_prob=accept_prob, transition=transition, first=first, further=further)

@@ -1,56 +1,37 @@
-"""When a policy asks whether drafts pay although none seem to: before the first draft, and again and again while nothing is drafted."""
+"""When a policy drafts although no draft seems to pay: an unlucky start, or wrongly computed costs, must not end drafting for good."""
 
 from __future__ import annotations
 
-from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-
-# Rounds without a draft before a question: at first, and the most after it was doubled again and again.
+# Rounds without a draft before the policy asks: at first, and the most after they were doubled again and again.
 FIRST_WAIT, LONGEST_WAIT = 4, 32
-# What a question drafts at most: tokens, and what these may cost of a plain round. It goes on while all drafts are right by this chance.
-ASK_LENGTH, ASK_SHARE, ASK_CHANCE = 3, 0.35, 0.3
-# The same of the first draft of a pair that was never tried here: at least so many tokens as long as they cost at most two plain rounds.
-START_LENGTH, START_SHARE = 4, 1.2
-START_LEAST, START_LEAST_SHARE = 2, 2.0
+# What a question may cost of a plain round; what costs more waits until it is the second share of the rounds before it.
+ASK_SHARE, DEAR_SHARE = 0.35, 0.01
+# The most tokens that are drafted to ask, and how many are where nothing was measured yet, whatever was computed.
+ASK_LENGTH, START_LENGTH = 3, 2
 
 
 class AskSchedule:
-    """Counts the rounds without drafts.
+    """Counts the rounds without drafts: asks after 4, 8, 16 and then always 32 of them, and at once where a question brought tokens."""
 
-    `longest` limits drafts until one of a pair that was never tried is right: an error of what was computed must not cost much.
-    """
-
-    def __init__(self, *, untried: bool) -> None:
-        """`untried`: the pair was never run here, so what is known of it was computed or measured elsewhere."""
-        self.untried = untried
-        self.longest = START_LENGTH if untried else MAX_DRAFT_LENGTH
+    def __init__(self) -> None:
         self._quiet, self._wait = 0, FIRST_WAIT
 
-    @property
-    def is_due(self) -> bool:
-        """Whether to ask now."""
-        return self.untried or self._quiet >= self._wait
+    def is_due(self, cost: float, *, is_dear: bool) -> bool:
+        """Whether to ask now, where that costs so many plain rounds; what `is_dear` waits until it is a small share of the rounds."""
+        return self._quiet >= self._wait and (not is_dear or self._quiet * DEAR_SHARE >= cost)
 
     def begin_request(self) -> None:
-        """Another text begins, about which the last one says less: asks sooner."""
-        self._quiet, self._wait = 0, max(FIRST_WAIT, self._wait // 4)
-
-    def count_draft(self, accepted: int) -> None:
-        """Counts a round that drafted because that pays."""
-        self._limit(accepted)
-        self._quiet, self._wait = 0, FIRST_WAIT
-
-    def count_answer(self, accepted: int, longest_wait: int = LONGEST_WAIT) -> None:
-        """Counts a round that asked; where a draft was right, the next one asks again."""
-        self._limit(accepted)
-        self._quiet, self._wait = 0, 0 if accepted else min(max(2 * self._wait, FIRST_WAIT), longest_wait)
+        """Another text begins, of which the last one says little."""
+        self._wait = min(self._wait, FIRST_WAIT)
 
     def count_plain(self) -> None:
         """Counts a round without a draft of the drafter."""
         self._quiet += 1
 
-    def _limit(self, accepted: int) -> None:
-        self.untried = False
-        if accepted:
-            self.longest = MAX_DRAFT_LENGTH
-        elif self.longest < MAX_DRAFT_LENGTH:
-            self.longest = max(1, self.longest // 2)
+    def count_draft(self) -> None:
+        """Counts a round that drafted because that pays."""
+        self._quiet, self._wait = 0, FIRST_WAIT
+
+    def count_question(self, accepted: int) -> None:
+        """Counts a round that asked."""
+        self._quiet, self._wait = 0, 0 if accepted else min(max(2 * self._wait, FIRST_WAIT), LONGEST_WAIT)

@@ -31,8 +31,6 @@ MIN_SECONDS = 1e-9
 _MAX_SECONDS = 3600.0
 # Of provisional costs the newest so many timings of a number of rows count, and so many settle it.
 WINDOW, SETTLED = 9, 3
-# How far the logarithm of what a number of rows costs beside others is thought to be from what was computed.
-PROPORTION_SPREAD = 0.3
 # Of shared verifies: what is left of a round's weight after another, and the rounds that each other figure counts as.
 SHARED_DECAY, SEED_ROUNDS = 0.995, 0.3
 _GROUP = 4
@@ -170,6 +168,7 @@ class CostCurve:
         self._buckets = {0: 1.0}
         self._bucket = 0
         self._unlearned: list[Timing] = []  # of the newest rounds, until somebody reads
+        self._counts = list(kept.timings) if kept is not None and any(kept.timings) else [0] * MAX_ROWS  # of timings by rows
 
     def verify(self, rows: int) -> float:
         """Seconds of one target forward of `rows` rows at the current length."""
@@ -198,6 +197,8 @@ class CostCurve:
     def learn(self, timing: Timing) -> None:
         """Learns from the timing of one round."""
         self._unlearned.append(timing)
+        if 1 <= timing.rows <= MAX_ROWS:
+            self._counts[timing.rows - 1] += 1
         if len(self._unlearned) >= _MAX_UNLEARNED:
             self._bring_up_to_date()
 
@@ -224,8 +225,7 @@ class CostCurve:
         """Returns the number of rows, up to `limit`, that the fewest rounds timed; None where each has SETTLED, or a probe measured."""
         if self._timed is None:
             return None
-        self._bring_up_to_date()
-        counts = [len(self._timed.get(rows, ())) for rows in range(1, min(limit, MAX_ROWS) + 1)]
+        counts = self._counts[:limit]  # which need none of the curve: trials are asked for often
         return counts.index(min(counts)) + 1 if min(counts) < SETTLED else None
 
     def learned(self) -> MeasuredCosts | None:
@@ -261,13 +261,10 @@ class CostCurve:
         overhead, step = self._drafts.get(requests, self._drafts[1])
         extrapolated = requests * overhead + steps * step
         count = self._draft_timings[requests] = self._draft_timings.get(requests, 0) + 1
-        off, share = seconds / extrapolated, DRAFT_SHARE
-        if requests > 1:
-            share = max(DRAFT_SHARE, 1 / count)
-        elif self._timed is not None:  # the first timing counts as much as what was computed
-            share = max(DRAFT_SHARE, 1 / (count + 1))
-        # Other processes make a draft slower; nothing makes it faster than it is.
-        off = off if off < 1 and self._timed is not None else _bounded(off)
+        share = DRAFT_SHARE if requests == 1 and self._timed is None else max(DRAFT_SHARE, 1 / count)
+        off = seconds / extrapolated
+        if off > 1 or self._timed is None:  # other processes make a draft slower, but none makes it faster than was computed
+            off = _bounded(off)
         error = extrapolated * (off**share - 1)
         weight = OVERHEAD_VARIANCE * requests**2 + steps**2
         self._drafts[requests] = (
@@ -313,45 +310,12 @@ def _in_proportion(start: Sequence[float], timed: Mapping[int, Sequence[float]])
     tell more about the moment than about the number of rows.
     """
     known = sorted(timed)
-    off = {rows: [math.log(seconds / start[rows - 1]) for seconds in timed[rows]] for rows in known}
-    middle = _quick([factor for factors in off.values() for factor in factors])
-    weight = max(SETTLED, (_spread(off.values()) / PROPORTION_SPREAD) ** 2)
-    factors = [middle + _own(off[rows], middle, weight) for rows in known]
+    counts = [len(timed[rows]) for rows in known]
+    off = [math.log(statistics.median(timed[rows]) / start[rows - 1]) for rows in known]
+    common = SETTLED * statistics.median(factor for count, factor in zip(counts, off, strict=True) for _ in range(count))
+    factors = [(count * factor + common) / (count + SETTLED) for count, factor in zip(counts, off, strict=True)]
     between: Iterable[float] = np.interp(range(1, MAX_ROWS + 1), known, factors).tolist()
-    verify = [seconds * math.exp(factor) for seconds, factor in zip(start, between, strict=True)]
-    return _rising(verify, [len(timed.get(rows, ())) for rows in range(1, MAX_ROWS + 1)])
-
-
-def _rising(verify: Sequence[float], timings: Sequence[int]) -> list[float]:
-    """Returns costs of which none is below that of fewer rows, unless both were timed WINDOW times: means of those that fall otherwise."""
-    blocks: list[tuple[float, int, int]] = []  # mean, weight, and how many numbers of rows
-    for seconds, count in zip(verify, timings, strict=True):
-        block = seconds, count + 1, 1
-        while blocks and blocks[-1][0] > block[0] and min(count, blocks[-1][1] - 1) < WINDOW:
-            before = blocks.pop()
-            weight = before[1] + block[1]
-            block = (before[0] * before[1] + block[0] * block[1]) / weight, weight, before[2] + block[2]
-        blocks.append(block)
-    return [seconds for seconds, _, count in blocks for _ in range(count)]
-
-
-def _own(factors: Sequence[float], middle: float, weight: float) -> float:
-    """Returns how far the logarithm of a number of rows is from that of all, as far as so many timings may tell beside a weight."""
-    count = len(factors)
-    most = count * math.log(MAX_FACTOR_OFF)
-    return count / (count + weight) * min(max(_quick(factors) - middle, -most), most)
-
-
-def _spread(timings: Iterable[Sequence[float]]) -> float:
-    """Returns how far logarithms of timings of the same number of rows are from their median, on average."""
-    off = [abs(factor - statistics.median(factors)) for factors in timings if len(factors) > 1 for factor in factors]
-    return statistics.fmean(off) if off else 0.0
-
-
-def _quick(timings: Iterable[float]) -> float:
-    """Returns the lower quartile: other processes make a round slower, and on a busy machine every second one."""
-    ordered = sorted(timings)
-    return ordered[(len(ordered) - 1) // 4]
+    return [seconds * math.exp(factor) for seconds, factor in zip(start, between, strict=True)]
 
 
 def _bounded(off: float) -> float:
