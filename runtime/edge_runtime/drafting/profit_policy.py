@@ -37,8 +37,8 @@ STALE = 6.0
 # Whether a first draft pays is asked at this many times the rate, so that the answer holds while the rate moves a little.
 RATE_MARGIN = 1.1
 # Costs and acceptance change slowly; they are recomputed after so many rounds that drafted. Where no costs were measured, most is learned
-# from the first ones: then they are recomputed after 1, 2 and 4 of them as well.
-REFRESH = 8
+# from the first ones: then they are recomputed after 1, 2, 4, 8 and always 16 of them.
+REFRESH, LONGEST_REFRESH = 8, 16
 # The longest draft of a pair without any figures, until a draft was right.
 UNTRIED_LENGTH = 3
 EVEN_CHANCE = 0.5
@@ -139,7 +139,7 @@ class Profit:
         self._any_untimed, self._until_trial = True, 0
         self._schedule = AskSchedule()
         self._is_untried, self._starts = costs.is_provisional and not model.is_measured, costs.is_provisional
-        self._refresh = 1 if costs.is_provisional else REFRESH
+        self._refresh, self._longest_refresh = (1, LONGEST_REFRESH) if costs.is_provisional else (REFRESH, REFRESH)
         self._tokens_reached = self._cost_reached = 0.0
         self._rate = self._plain_rate = 0.0
         self._offer: Sequence[float] = ()
@@ -296,7 +296,7 @@ class Profit:
         self._until_refresh -= 1
         if self._until_refresh < 0:
             self._forecast, self._until_refresh = self._model.forecast(self._longest), self._refresh - 1
-            self._refresh = min(2 * self._refresh, REFRESH)
+            self._refresh = min(2 * self._refresh, self._longest_refresh)
             if self._bound is not None:
                 rows, drafts = self._max_rows + 1, self._longest
                 self._bound.renew(self._forecast, rows=rows, drafts=drafts, requests=self._requests, stepwise=self._stepwise)
