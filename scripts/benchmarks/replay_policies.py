@@ -4,6 +4,7 @@
     python scripts/benchmarks/replay_policies.py replay drafts.jsonl --costs ~/.cache/edge-mtp/measured.json
     python scripts/benchmarks/replay_policies.py load BUNDLE -o load.jsonl --seconds 60
     python scripts/benchmarks/replay_policies.py replay drafts.jsonl --load load.jsonl
+    python scripts/benchmarks/replay_policies.py first drafts.jsonl
 
 `record` decodes plainly and drafts 12 tokens at every position. Greedy text does not depend on drafts, so the rounds of any policy can be
 replayed on it exactly, without noise and without the models. `replay` prints the speed-up of each policy over plain decoding by domain,
@@ -26,7 +27,7 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -47,7 +48,7 @@ from edge_runtime.decoding.acceptance import VerifyResult, accept_greedy
 from edge_runtime.decoding.acceptance_rules import GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
-from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
+from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed, PolicyOptions, RoundPlan, RoundResult, Timing, policy_kind
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.errors import RequestError
@@ -436,6 +437,56 @@ def replay(recorded: Path, costs: Path | None, loads: tuple[Path, ...], longest:
     for path in loads:
         load = read_load(path)
         show(f"{path.name}: {load.words}", texts, load.computed, longest, load)
+
+
+# A pair of under a millisecond: rounded timings of the chat pair on two cores of a Zen 5 (ONNX graphs, row kernels). A session may have
+# computed these or other costs: without the fixed part of a forward, or of rows as dear as those of stock kernels.
+SMALL_PAIR = MeasuredCosts(verify=tuple(0.24e-3 + 0.02e-3 * n for n in range(MAX_ROWS)), step=0.025e-3, overhead=0.03e-3)
+FIRST_COSTS = {
+    "right": SMALL_PAIR,
+    "no fixed part": MeasuredCosts(verify=tuple(0.03e-3 + 0.004e-3 * n for n in range(MAX_ROWS)), step=0.06e-3, overhead=0.1e-3),
+    "dear rows": MeasuredCosts(verify=tuple(0.24e-3 * (1 + 0.25 * n) for n in range(MAX_ROWS)), step=0.06e-3, overhead=0.1e-3),
+}
+# How many of the first places accept no draft.
+UNLUCKY = (0, 1, 3, 6)
+LONGEST_FIXED = 7
+
+
+def first_answers(texts: Sequence[Text], tokens: int, unlucky: int) -> list[Text]:
+    """Returns the first `tokens` places of each text; the first `unlucky` places of the first text accept nothing."""
+    answers = [Text(text.domain, text.places[:tokens]) for text in texts]
+    wrong = tuple(Place(place.confidences, 0) for place in answers[0].places[:unlucky])
+    return [Text(answers[0].domain, wrong + answers[0].places[unlucky:]), *answers[1:]]
+
+
+def first_share(make: Callable[[], DraftLengthPolicy], answers: Sequence[Text]) -> float:
+    """Returns the speed of a new policy on the small pair, as a share of that of the best fixed length."""
+
+    def seconds(policy: DraftLengthPolicy) -> float:
+        by_domain = Replay.of(policy, answers, QuietMachine(CostCurve(SMALL_PAIR))).by_domain
+        return sum(spent for _, spent in by_domain.values())
+
+    return min(seconds(Fixed(length)) for length in range(LONGEST_FIXED + 1)) / seconds(make())
+
+
+def new_profit(start: MeasuredCosts) -> Profit:
+    """Returns the policy of a machine that knows nothing but computed costs."""
+    return Profit(CostCurve(replace(start, timings=(0,) * MAX_ROWS)), AcceptanceModel(), longest=8)
+
+
+@main.command()
+@click.argument("recorded", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--answers", "count", default=20)
+@click.option("--tokens", default=30, help="Tokens of an answer.")
+@one_sentence_errors()
+def first(recorded: Path, count: int, tokens: int) -> None:
+    """Print the share of the best fixed length's speed in the first answers of a pair of under a millisecond, after unlucky starts too."""
+    texts = read_texts(recorded)[:count]
+    table = Table("computed costs", *(f"{unlucky} unlucky rounds" for unlucky in UNLUCKY))
+    for name, start in FIRST_COSTS.items():
+        shares = (first_share(partial(new_profit, start), first_answers(texts, tokens, unlucky)) for unlucky in UNLUCKY)
+        table.add_row(name, *(f"{share:.3f}" for share in shares))
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from edge_export.checkpoint.shipped_pair import chat_pair, reference_pair, shipped_acceptance
+from edge_runtime.calibration.measured import AcceptanceCache, exported_counts
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
 from edge_runtime.drafting.ask_schedule import FIRST_WAIT, LONGEST_WAIT
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.drafting.policies import Fixed, RoundPlan, RoundResult, Timing
 from edge_runtime.drafting.profit_policy import Profit
+from scripted import MANIFEST
 from simulated_rounds import ExactCosts, played
 
 # Milliseconds of a pair of under a millisecond, the chat pair on Zen 5, and of one of E2B's shapes.
@@ -85,6 +90,19 @@ def test_a_measured_acceptance_lets_the_first_round_draft_more() -> None:
         counts.observe([12] * 8, 8, 8)
     model = AcceptanceModel.from_json(counts.to_json())
     assert play_round(Profit(computed(SMALL), model, longest=8), SMALL, [0.999] * 8, right=True)[1] == 8
+
+
+@pytest.mark.parametrize("pair", [chat_pair, reference_pair])
+def test_the_acceptance_that_shipped_pairs_carry_reaches_the_policy(pair: Callable[[], tuple[Path, Path]]) -> None:
+    """In place of what the export noted, which is nothing with --no-verify; without either the first draft is short."""
+    counts = shipped_acceptance(pair()[1])
+    assert exported_counts(MANIFEST, {"drafts": {"confidence": "noted"}}) == "noted"
+    carried = exported_counts(replace(MANIFEST, acceptance=counts), None)
+    drafted = [
+        play_round(Profit(computed(SMALL), AcceptanceCache(["pair"], exported).model, longest=8), SMALL, [0.999] * 8, right=True)[1]
+        for exported in (carried, None)
+    ]
+    assert drafted == [8, 3]
 
 
 @pytest.mark.parametrize("truth", [SMALL, LARGE], ids=["small", "large"])
