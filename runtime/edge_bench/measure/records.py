@@ -224,7 +224,7 @@ class Records:
         return len(self.runs) + len(self.concurrency) + len(self.images) + len(self.kv_types)
 
     def doubts(self) -> tuple[str, ...]:
-        """Returns why nothing follows from the figures, one text each, which begins with "incomplete" or "disturbed"."""
+        """Returns the reasons why the figures are not conclusive; each begins with "incomplete" or "disturbed"."""
         texts = []
         if self.header.planned is not None and self.measured < self.header.planned:
             texts.append(f"incomplete: {self.measured} of {self.header.planned} measurements")

@@ -39,7 +39,7 @@ _CHECKPOINT_FILES = ("config.json", "model.safetensors", "model.safetensors.inde
 
 
 def advice(folder: Path, manifest_name: str) -> str:
-    """Returns what to do about `folder`, which has no manifest; it is compared with what lies in it and beside it."""
+    """Returns what to do about `folder`, which has no manifest, judged by the files in it and beside it."""
     export = f"edge-export pair {shlex.quote(str(folder))} DRAFTER --output my-bundle"
     if folder.is_file():
         kind = "a GGUF file" if folder.suffix.lower() == ".gguf" else "a file"

@@ -67,7 +67,6 @@ TENSOR_TYPES = {
     39: TensorType(name="mxfp4", weights=32, bytes=17, copy_bytes=17),
 }
 TYPE_NUMBERS = {kind.name: number for number, kind in TENSOR_TYPES.items()}
-FLOATS = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ FROM_ZERO = frozenset(
 
 
 def files_key(files: Iterable[Any]) -> str:
-    """Returns a hash of what model files are, by role, format, quantization and bytes: figures of a bundle are known by it."""
+    """Returns a hash of the model files' roles, formats, quantizations and bytes, by which figures of a bundle are known."""
     facts = sorted(f"{file.role} {file.format} {file.quantization} {file.bytes}" for file in files)
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 

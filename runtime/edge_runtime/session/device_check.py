@@ -245,7 +245,7 @@ def _verified(width: int) -> str:
 
 
 def _finite_rows(target: Target, width: int, count: int) -> int:
-    """Computes so many rows more, in seconds at most, and returns how many. Raises FloatingPointError for a row with a NaN."""
+    """Computes up to `count` more rows within `_SECONDS`; returns how many. Raises FloatingPointError for a row with a NaN."""
     text, end, rows = _text(1), time.monotonic() + _SECONDS, 0
     target.rollback(0)
     target.prefill(text[:_PROMPT])

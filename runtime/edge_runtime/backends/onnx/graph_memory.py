@@ -185,7 +185,7 @@ def _outputs_of(body: OnnxGraph, known: Mapping[bytes, Value]) -> list[Value]:
 
 
 def _last_readers(body: OnnxGraph) -> dict[bytes, int]:
-    """The place of the last node that reads each name; outputs are read at the end."""
+    """The index of the last node that reads each name; outputs are read at the end."""
     last = {name: place for place, node in enumerate(body.nodes) for name in (*node.inputs, *node.names_within)}
     return last | dict.fromkeys(body.outputs, len(body.nodes))
 
