@@ -18,7 +18,7 @@ from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import Architecture, BundleFile
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
-from edge_runtime.cli.plan import Measured, plan_lines
+from edge_runtime.cli.plan import Measured, plan_lines, short_lines
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.planning import speed_profile as speed_profile_module
@@ -157,6 +157,15 @@ def test_the_first_token_comes_after_the_prompts_rows_and_one_forward() -> None:
     joules = plan(operations=400, power=PhasePower(draft=1, verify=4)).joules_per_prompt_token
     assert joules is not None
     assert joules.middle == pytest.approx(4 / actual.prefill.middle)
+
+
+def test_five_rows_are_enough_for_a_decision() -> None:
+    made = plan()
+    lines, full = short_lines(made), plan_lines(made)
+    names = [line[2:15].strip() for line in lines[1:-1]]
+    assert names == ["worth it", "first token", "plain", "drafted", "draft length"]
+    assert set(lines[:-1]) <= set(full)
+    assert "--how" in lines[-1]
 
 
 def test_a_wait_of_minutes_is_said_in_minutes() -> None:
