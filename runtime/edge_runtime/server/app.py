@@ -16,6 +16,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.server.engine.idle import WorkerOnDemand
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import ApiError, form_for, to_api_error
+from edge_runtime.server.heat import HeatWatch
 from edge_runtime.server.http.access_log import REMARKS
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, BodyLimit, Trimmer, parse_json, read_body
 from edge_runtime.server.http.guard import CLIENT
@@ -48,11 +49,19 @@ _MOST_SENTENCES = 256
 class Api:
     """The handlers of the routes. `card` describes the model to clients; `notify` gets what of the requests is left out."""
 
-    def __init__(self, workers: WorkerOnDemand, monitor: Monitor, card: ModelCard, notify: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        workers: WorkerOnDemand,
+        monitor: Monitor,
+        card: ModelCard,
+        notify: Callable[[str], None] = lambda _: None,
+        heat: HeatWatch | None = None,
+    ) -> None:
         self._workers = workers
         self._monitor = monitor
         self.card = card
         self._notify = notify
+        self._heat = heat
         self._said: set[str] = set()
         self._trimmer = Trimmer()
 
@@ -147,6 +156,7 @@ class Api:
             gauge("edge_mtp_requests_running", "Requests that sessions run.", running),
             gauge("edge_mtp_requests_waiting", "Requests that wait for a session.", waiting),
             *(energy_metrics(watch.total()) if watch else ()),
+            *(self._heat.metrics() if self._heat else ()),
         ]
         return PlainTextResponse(self._monitor.prometheus_text() + exposition(further), headers={"content-type": CONTENT_TYPE})
 

@@ -18,6 +18,7 @@ from edge_runtime.decoding.sampling import MODEL_SAMPLING, default_sampling, sam
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server.engine.idle import WorkerOnDemand
 from edge_runtime.server.engine.worker import Worker
+from edge_runtime.server.heat import HeatWatch
 from edge_runtime.server.http.access_log import AccessLog
 from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard, host_name
 from edge_runtime.server.model_card import ModelCard
@@ -57,9 +58,10 @@ def serve(
         contextlib.closing(
             WorkerOnDemand(loading.load, sessions=options.sessions, idle_seconds=options.idle_unload, notify=announce, watch=watch)
         ) as workers,
+        contextlib.closing(HeatWatch(announce, lambda: workers.load()[0] > 0)) as heat,
     ):
         card = loading.card
-        api = Api(workers, loading.monitor, card, announce)
+        api = Api(workers, loading.monitor, card, announce, heat)
         hosts = allowed_hosts(options.host, options.allow_host)
         guard = Guard(make_app(api), hosts=hosts, keys=options.api_key, origins=options.allow_origin)
         config = server_config(AccessLog(guard, announce), options.sessions + options.waiting + _EXTRA_CONNECTIONS)
