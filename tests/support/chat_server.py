@@ -121,6 +121,7 @@ def scripted_server(
     `buffer`: bytes that the system keeps of what a client has not read.
     """
     from edge_runtime.server.app import Api, make_app
+    from edge_runtime.server.engine.idle import WorkerOnDemand
     from edge_runtime.server.http.access_log import AccessLog
     from edge_runtime.server.http.connections import server_config
     from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard
@@ -142,9 +143,8 @@ def scripted_server(
         fingerprint="fp_scripted",
     )
     lines: list[str] = []
-    app = AccessLog(
-        Guard(make_app(Api(worker, Monitor(), card, notes.append)), hosts=LOOPBACK_NAMES, keys=keys, origins=origins), lines.append
-    )
+    api = Api(WorkerOnDemand(lambda: contextlib.nullcontext(worker), watch=worker.watch), Monitor(), card, notes.append)
+    app = AccessLog(Guard(make_app(api), hosts=LOOPBACK_NAMES, keys=keys, origins=origins), lines.append)
     server = uvicorn.Server(server_config(app, 64))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if buffer is not None:

@@ -13,8 +13,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from edge_runtime.errors import RequestError
+from edge_runtime.server.engine.idle import WorkerOnDemand
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import ApiError, form_for, to_api_error
+from edge_runtime.server.heat import HeatWatch
 from edge_runtime.server.http.access_log import REMARKS
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, BodyLimit, Trimmer, parse_json, read_body
 from edge_runtime.server.http.guard import CLIENT
@@ -47,11 +49,19 @@ _MOST_SENTENCES = 256
 class Api:
     """The handlers of the routes. `card` describes the model to clients; `notify` gets what of the requests is left out."""
 
-    def __init__(self, worker: Worker, monitor: Monitor, card: ModelCard, notify: Callable[[str], None] = lambda _: None) -> None:
-        self._worker = worker
+    def __init__(
+        self,
+        workers: WorkerOnDemand,
+        monitor: Monitor,
+        card: ModelCard,
+        notify: Callable[[str], None] = lambda _: None,
+        heat: HeatWatch | None = None,
+    ) -> None:
+        self._workers = workers
         self._monitor = monitor
         self.card = card
         self._notify = notify
+        self._heat = heat
         self._said: set[str] = set()
         self._trimmer = Trimmer()
 
@@ -65,11 +75,12 @@ class Api:
             return api_request, form(body, api_request)
 
         async def handler(request: Request) -> Response:
-            api_request, made = await self._read(request, both, limit)
-            if api_request is None:
-                return Json200(made.complete(()))
-            self._say(api_request.remarks)
-            return await self._answer(request, api_request, made)
+            async with self._workers.working() as worker:
+                api_request, made = await self._read(request, both, limit, worker)
+                if api_request is None:
+                    return Json200(made.complete(()))
+                self._say(api_request.remarks)
+                return await self._answer(request, api_request, made, worker)
 
         return handler
 
@@ -89,23 +100,26 @@ class Api:
         """Returns the handler of a path that counts the tokens of a request's prompt."""
 
         async def handler(request: Request) -> Response:
-            api_request = await self._read(request, read)
-            counting = self._worker.count(api_request.choices[0].prompt, request.scope[CLIENT])
-            count = await unless_disconnected(request.receive, result_of(counting))
+            async with self._workers.working() as worker:
+                api_request = await self._read(request, read, worker=worker)
+                counting = worker.count(api_request.choices[0].prompt, request.scope[CLIENT])
+                count = await unless_disconnected(request.receive, result_of(counting))
             return Json200({"object": "response.input_tokens", "input_tokens": count})
 
         return handler
 
     async def tokenize(self, request: Request) -> Response:
-        prompt, special = await self._read(request, lambda body: (read_tokenize(body), wants_special(body)))
-        encoding = self._worker.encode(prompt, request.scope[CLIENT], special=special)
-        tokens = await unless_disconnected(request.receive, result_of(encoding))
+        async with self._workers.working() as worker:
+            prompt, special = await self._read(request, lambda body: (read_tokenize(body), wants_special(body)), worker=worker)
+            encoding = worker.encode(prompt, request.scope[CLIENT], special=special)
+            tokens = await unless_disconnected(request.receive, result_of(encoding))
         return Json200({"tokens": tokens, "count": len(tokens), "max_model_len": self.card.context})
 
     async def detokenize(self, request: Request) -> Response:
-        ids = await self._read(request, lambda body: read_detokenize(body, self.card.context), TEXT_BODY)
-        decoding = self._worker.decode(ids, request.scope[CLIENT])
-        text = await unless_disconnected(request.receive, result_of(decoding))
+        async with self._workers.working() as worker:
+            ids = await self._read(request, lambda body: read_detokenize(body, self.card.context), TEXT_BODY, worker)
+            decoding = worker.decode(ids, request.scope[CLIENT])
+            text = await unless_disconnected(request.receive, result_of(decoding))
         return Json200({"content": text, "prompt": text})
 
     async def model(self, request: Request) -> Response:
@@ -115,7 +129,7 @@ class Api:
 
     async def slots(self, request: Request) -> Response:
         """Answers with what each session does, without its texts; with 503 where none is free and the query asks for that."""
-        running = self._worker.slots()
+        running = self._workers.slots()
         state = [
             {
                 "id": number,
@@ -131,23 +145,24 @@ class Api:
         return Json200(state)
 
     def health(self) -> Json:
-        """Returns how many requests run and wait."""
-        running, waiting = self._worker.load()
-        return {"status": "ok", "running": running, "waiting": waiting}
+        """Returns how many requests run and wait, and whether the model is in memory."""
+        running, waiting = self._workers.load()
+        return {"status": "ok", "running": running, "waiting": waiting, "loaded": self._workers.loaded}
 
     async def metrics(self, _request: Request) -> Response:
-        watch = self._worker.watch
-        running, waiting = self._worker.load()
+        watch = self._workers.watch
+        running, waiting = self._workers.load()
         further = [
             gauge("edge_mtp_requests_running", "Requests that sessions run.", running),
             gauge("edge_mtp_requests_waiting", "Requests that wait for a session.", waiting),
             *(energy_metrics(watch.total()) if watch else ()),
+            *(self._heat.metrics() if self._heat else ()),
         ]
         return PlainTextResponse(self._monitor.prometheus_text() + exposition(further), headers={"content-type": CONTENT_TYPE})
 
     async def energy(self, _request: Request) -> Response:
         """Answers with the joules so far, or with 503 and the reason why there are none."""
-        watch = self._worker.watch
+        watch = self._workers.watch
         body = energy_totals(watch.total()) if watch else {"error": "the server reads no energy meter; see `edge-devices meters`"}
         return Json200(body, 503 if "error" in body else 200)
 
@@ -155,18 +170,20 @@ class Api:
         text, headers = page()
         return HTMLResponse(text, headers=headers)
 
-    async def _read(self, request: Request, read: Callable[[Json], Read], limit: BodyLimit = MEDIA_BODY) -> Read:
+    async def _read(
+        self, request: Request, read: Callable[[Json], Read], limit: BodyLimit = MEDIA_BODY, worker: Worker | None = None
+    ) -> Read:
         """Returns what `read` makes of the body, which is kept no longer; large ones are parsed in a thread of their own."""
         body = await read_body(request.stream(), request.headers.get("content-length"), limit)
-        if len(body) <= SMALL_BODY:
+        if worker is None or len(body) <= SMALL_BODY:
             return read(parse_json(body, limit))
         self._trimmer.after_request()
-        parsing = self._worker.read(lambda: read(parse_json(body, limit)), request.scope[CLIENT])
+        parsing = worker.read(lambda: read(parse_json(body, limit)), request.scope[CLIENT])
         return await unless_disconnected(request.receive, result_of(parsing))
 
-    async def _answer(self, request: Request, api_request: ApiRequest, form: ResponseFormat) -> Response:
+    async def _answer(self, request: Request, api_request: ApiRequest, form: ResponseFormat, worker: Worker) -> Response:
         check_logprobs(api_request, self.card.context)
-        pending = PendingResponse(self._worker, api_request, form, request.scope[CLIENT])
+        pending = PendingResponse(worker, api_request, form, request.scope[CLIENT])
         answer: PieceStream | None = None
         try:
             await unless_disconnected(request.receive, pending.wait_started())

@@ -50,7 +50,6 @@ def test_a_message_has_thinking_text_and_calls_as_blocks() -> None:
         assert (thinking, text) == ({"type": "thinking", "thinking": "clock", "signature": ""}, {"type": "text", "text": "so "})
         assert (call["type"], call["name"], call["input"]) == ("tool_use", "now", {"zone": "UTC"})
         assert first["usage"]["output_tokens_details"]["thinking_tokens"] == len("thought\nclock") + 1
-        assert first["timings"]["prompt_n"] == first["usage"]["input_tokens"]
         turns = [*HI, {"role": "assistant", "content": first["content"]}]
         result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "12:00"}]}
         second = ask(server, tools=TOOLS, thinking={"type": "enabled"}, messages=[*turns, {"role": "user", "content": [result]}])

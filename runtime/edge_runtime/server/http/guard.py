@@ -135,7 +135,7 @@ async def _permit(send: Send, headers: Mapping[str, str]) -> None:
     allowed = {"access-control-allow-methods": _METHODS, "access-control-max-age": str(_PREFLIGHT_SECONDS)}
     if requested:
         allowed["access-control-allow-headers"] = requested
-    await _send_whole(send, 204, allowed, b"")
+    await _send_whole(send, 200, allowed, b"")
 
 
 async def _send_whole(send: Send, status: int, headers: Mapping[str, str], body: bytes) -> None:

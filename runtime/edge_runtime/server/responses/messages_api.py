@@ -9,7 +9,7 @@ from typing import Any
 from edge_runtime.server.engine.jobs import Finished, Output
 from edge_runtime.server.errors import ApiError, ErrorForm
 from edge_runtime.server.responses.response_format import ChoiceAnswer, Json, ResponseFormat, server_sent
-from edge_runtime.server.responses.usage import messages_usage, timings
+from edge_runtime.server.responses.usage import messages_usage
 from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import CallPiece, ToolCall, begun_arguments
@@ -53,7 +53,7 @@ class MessagesFormat(ResponseFormat):
     def end(self, choice: int, finished: Finished) -> list[bytes]:  # noqa: ARG002
         started = self._start(finished.stats)
         usage = messages_usage(finished.stats, finished.thought_tokens, finished.energy)
-        last = _event("message_delta", delta=self._stop(finished), usage=usage, timings=timings(finished.stats))
+        last = _event("message_delta", delta=self._stop(finished), usage=usage)
         return [*started, *self._close(), last, _event("message_stop")]
 
     def failed(self, error: ApiError) -> list[bytes]:
@@ -74,7 +74,7 @@ class MessagesFormat(ResponseFormat):
                 blocks[-1][kind] += event.text
         finished = answer.finished
         usage = messages_usage(finished.stats, finished.thought_tokens, finished.energy)
-        return {**self._message, "content": blocks, **self._stop(finished), "usage": usage, "timings": timings(finished.stats)}
+        return {**self._message, "content": blocks, **self._stop(finished), "usage": usage}
 
     def _start(self, stats: DecodeStats) -> list[bytes]:
         """Returns the first event, once."""
