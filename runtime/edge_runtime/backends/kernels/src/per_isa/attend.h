@@ -8,8 +8,9 @@ namespace edge {
 namespace {
 
 constexpr int64_t kPanel = kSumVectors * kWidth;  // lanes of values that are added up at once
-// Values whose panels lie in the nearest cache while all queries pass; few queries read them where they lie, so many rows side by side.
-constexpr int64_t kValues = 64, kFewValues = 16;
+// Values whose panels lie in the nearest cache while all queries pass; few queries read them where they lie, so many rows side by side. The next
+// rows are fetched ahead.
+constexpr int64_t kValues = 64, kFewValues = 16, kFewQueries = 8;
 
 // Where the row of a position lies: among older ones, or new ones.
 inline const float* row_at(const float* past, const float* fresh, const Attention& a, int64_t position) {
@@ -31,26 +32,34 @@ inline void score_near(const float* const* queries, int64_t count, const float**
 
 // Adds up the values at the positions [first, last) for `count` queries, whose shares begin at `shares` with the first position's.
 inline void gather_values(const Attention& a, int64_t first, int64_t last, const float* shares, int64_t count, float* states) {
-    const int64_t stride = a.state(), most = count <= kSumQueries ? kFewValues : kValues;
+    const int64_t stride = a.state(), whole = a.dim / kPanel * kPanel;
+    const bool few = count <= kFewQueries;
+    const int64_t most = few ? kFewValues : kValues;
     alignas(kLine) float packed[kValues * kPanel];
     const float* rows[kValues];
     for (; first < last; first += most, shares += most) {
-        const int64_t there = last - first < most ? last - first : most;
+        const int64_t there = last - first < most ? last - first : most, later = last - first - there < most ? last - first - there : most;
         for (int64_t j = 0; j < there; j++) rows[j] = row_at(a.past_values, a.new_values, a, first + j);
-        for (int64_t at = 0; at < a.dim; at += kPanel) {
+        const auto fetch_next = [&](int64_t at) {
+            for (int64_t j = 0; j < later; j++)
+                for (int64_t i = at; i < at + kPanel; i += kLine / 4) __builtin_prefetch(row_at(a.past_values, a.new_values, a, first + there + j) + i);
+        };
+        for (int64_t at = 0; few && at < whole; at += kPanel) {
+            fetch_next(at);
+            each_block<kFewBlock>(count, [&]<int kQueries>(int64_t r) {
+                sum_block<kQueries, kSumVectors>(shares + r * kSpan, kSpan, there, states + r * stride + at, stride, kPanel,
+                    [&](int64_t j, int v) __attribute__((always_inline)) { return load_register(rows[j] + at + v * kWidth); });
+            });
+        }
+        for (int64_t at = few ? whole : 0; at < a.dim; at += kPanel) {
             const int64_t lanes = a.dim - at < kPanel ? a.dim - at : kPanel;
-            const auto add = [&](auto load) {
-                each_block<kSumQueries>(count, [&]<int kQueries>(int64_t r) {
-                    sum_block<kQueries, kSumVectors>(shares + r * kSpan, kSpan, there, states + r * stride + at, stride, lanes, load);
-                });
-            };
-            if (most == kFewValues && lanes == kPanel) {
-                add([&](int64_t j, int v) __attribute__((always_inline)) { return load_register(rows[j] + at + v * kWidth); });
-                continue;
-            }
+            fetch_next(at);
             for (int64_t j = 0; j < there; j++)
                 for (int v = 0; v < kSumVectors; v++) store_register(packed + j * kPanel + v * kWidth, load_register(rows[j] + at + v * kWidth, lanes - v * kWidth));
-            add([&](int64_t j, int v) __attribute__((always_inline)) { return load_register(packed + j * kPanel + v * kWidth); });
+            each_block<kSumQueries>(count, [&]<int kQueries>(int64_t r) {
+                sum_block<kQueries, kSumVectors>(shares + r * kSpan, kSpan, there, states + r * stride + at, stride, lanes,
+                    [&](int64_t j, int v) __attribute__((always_inline)) { return load_register(packed + j * kPanel + v * kWidth); });
+            });
         }
     }
 }
@@ -85,6 +94,8 @@ void attend_span(const Attention& a, int64_t query, int64_t count, int64_t span,
     for (int64_t position = begin(0); position < all; position += near) {
         const int64_t there = all - position < near ? all - position : near;
         for (int64_t k = 0; k < there; k++) keys[k] = row_at(a.past_keys, a.new_keys, a, position + k);
+        for (int64_t next = position + near; next < position + 2 * near && next < all; next++)
+            for (int64_t i = 0; i < a.dim; i += kLine / 4) __builtin_prefetch(row_at(a.past_keys, a.new_keys, a, next) + i);
         score_near(queries, count, keys, there, a.dim, scores + position - start, kSpan);
     }
     for (int64_t r = 0; r < count; r++) {

@@ -70,6 +70,16 @@ void load_masks(const uint16_t* mask, const int32_t* list, int64_t count, float*
     for (int64_t j = 0; j < count; j++) to[j] = static_cast<float>(__builtin_bit_cast(_Float16, mask[list[j]]));
 }
 
+// Fetches part of some listed rows, `bytes` from `at` on, into the nearest cache ahead of their use: cells may lie anywhere, which a processor
+// does not guess.
+[[gnu::always_inline]] inline void fetch_rows(const Cells& c, const int32_t* list, int64_t count, int64_t at, int64_t bytes) {
+    for (int64_t k = 0; k < count; k++)
+        for (int64_t byte = at; byte < at + bytes; byte += kLine) __builtin_prefetch(cell_at(c, list[k]) + byte);
+}
+
+// Bytes of so many values of a row.
+inline int64_t bytes_of(const Cells& c, int64_t values) { return values / values_of_block(c.type) * static_cast<int64_t>(bytes_of_block(c.type)); }
+
 // Whether so few queries attend to rows of float16 that these are read where they lie, once for each block of queries.
 inline bool reads_in_place(const CellAttention& a, const Cells& c) { return a.queries <= kMostFew && c.type == CellType::kHalf && c.dim % kLanes == 0; }
 
@@ -104,6 +114,8 @@ void score_cells(const CellAttention& a, const CellMemory& m, const CellMemory::
     float masks[kMaxNearKeys];
     for (; first < last; first += near) {
         const int64_t chunk = last - first < near ? last - first : near;
+        const int64_t next = last - first - chunk < near ? last - first - chunk : near;
+        fetch_rows(a.keys, own.list + first + chunk, next, 0, bytes_of(a.keys, a.keys.dim));
         score(a, own, first, chunk, near);
         for (int64_t r = 0; r < a.queries; r++) {
             if (!r || a.mask[r] != a.mask[r - 1]) load_masks(a.mask[r], own.list + first, chunk, masks);
@@ -207,21 +219,36 @@ template <int kQueries, class Load>
         for (int v = 0; v < kCellVectors; v++) __builtin_memcpy(sums + r * stride + v * kDoubles, &sum[r][v], sizeof(Doubles));
 }
 
-void sum_panels(const CellAttention& a, const CellMemory::Own& own, int64_t count, int64_t dims) {
-    for (int64_t at = 0; at < dims; at += kCellPanel)
+// Values whose dims [first, last) are fetched ahead, in as many parts as other values have panels.
+struct Fetched {
+    const Cells& cells;
+    const int32_t* list;
+    int64_t count, first, last;
+
+    void part(int64_t at, int64_t dims) const {
+        const int64_t row = at * count / dims, end = (at + kCellPanel) * count / dims;
+        fetch_rows(cells, list + row, end - row, bytes_of(cells, first), bytes_of(cells, last - first));
+    }
+};
+
+void sum_panels(const CellAttention& a, const CellMemory::Own& own, int64_t count, int64_t dims, const Fetched& next) {
+    for (int64_t at = 0; at < dims; at += kCellPanel) {
+        next.part(at, dims);
         each_block<kCellQueries>(a.queries, [&]<int kQueries>(int64_t r) {
             const double* panel = own.values + at * kCellsAtOnce;
             sum_cells<kQueries>(own.shares + r * kCellsAtOnce, count, dims, own.sums + r * dims + at, [&](int64_t j, Doubles* value) __attribute__((always_inline)) {
                 for (int v = 0; v < kCellVectors; v++) value[v] = load_as<Doubles>(panel + j * kCellPanel + v * kDoubles);
             });
         });
+    }
 }
 
-// Adds up the dims [first, last) of `count` values that begin at `rows`.
-void sum_in_place(const CellAttention& a, const CellMemory::Own& own, const char* const* rows, int64_t count, int64_t first, int64_t last) {
+// Adds up the same dims of `count` values that begin at `rows`.
+void sum_in_place(const CellAttention& a, const CellMemory::Own& own, const char* const* rows, int64_t count, const Fetched& next) {
     using Panel = float __attribute__((ext_vector_type(kCellPanel)));
-    const int64_t dims = last - first;
-    for (int64_t at = 0; at < dims; at += kCellPanel)
+    const int64_t first = next.first, dims = next.last - first;
+    for (int64_t at = 0; at < dims; at += kCellPanel) {
+        next.part(at, dims);
         each_block<kFewCellQueries>(a.queries, [&]<int kQueries>(int64_t r) {
             sum_cells<kQueries>(own.shares + r * kCellsAtOnce, count, dims, own.sums + r * dims + at, [&](int64_t j, Doubles* value) __attribute__((always_inline)) {
                 using Wide = double __attribute__((ext_vector_type(kCellPanel)));
@@ -230,6 +257,7 @@ void sum_in_place(const CellAttention& a, const CellMemory::Own& own, const char
                 __builtin_memcpy(value, &wide, sizeof wide);
             });
         });
+    }
 }
 
 // Whether the dims [first, last) of all these float16 values are numbers, and none is greater than kGreatestValue.
@@ -252,12 +280,14 @@ void gather_cells(const CellAttention& a, const CellMemory& m, const CellMemory:
         for (int64_t r = 0; r < a.queries; r++) odd_shares(m.scores + r * m.stride + cell, factors[r], own.shares + r * kCellsAtOnce);
         const char* rows[kCellsAtOnce];
         for (int64_t j = 0; j < chunk; j++) rows[j] = cell_at(a.values, own.list[cell + j]);
+        const int64_t later = count - cell - chunk;
+        const Fetched next = {a.values, own.list + cell + chunk, later < kCellsAtOnce ? later : kCellsAtOnce, first, last < a.values.dim ? last : a.values.dim};
         if (in_place && are_good(rows, chunk, first, last)) {
-            sum_in_place(a, own, rows, chunk, first, last);
+            sum_in_place(a, own, rows, chunk, next);
             continue;
         }
         with_type(a.values.type, [&]<RowType kType>() { load_panels<kType>(a, m, own, cell, chunk, first, last); });
-        sum_panels(a, own, chunk, dims);
+        sum_panels(a, own, chunk, dims, next);
     }
     for (int64_t r = 0; r < a.queries; r++) {
         const double factor = 1 / (static_cast<double>(m.totals[r]) * kShareUnit * factors[r]);

@@ -43,6 +43,15 @@ void draft_rotate(float* x, int64_t dim, const float* cosine, const float* sine)
 // Queries whose scores are added up at once: a draft has few.
 constexpr int kDraftBlock = kScoreQueries < kDraftQueries ? 2 : kDraftQueries;
 constexpr int64_t kDraftRows = 16;  // values that are read side by side
+constexpr int64_t kKeysAhead = 8;   // of those that are read, keys are fetched
+
+// Fetches some rows into the nearest cache ahead of their use.
+template <RowType kType>
+[[gnu::always_inline]] inline void fetch_draft_rows(const char* const* rows, int64_t first, int64_t last, int64_t dim) {
+    const int64_t bytes = dim / values_of_unit(kType) * static_cast<int64_t>(bytes_of_unit(kType));
+    for (int64_t j = first; j < last && j < kDraftSpan; j++)
+        for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(rows[j] + byte);
+}
 
 template <RowType kType, int kQueries>
 void draft_span(const VisibleRows& rows, const float* queries, int64_t first, int64_t count, float* states) {
@@ -56,17 +65,21 @@ void draft_span(const VisibleRows& rows, const float* queries, int64_t first, in
     }
     for (int r = 0; r < kQueries; r++) query_at[r] = queries + r * rows.dim;
     alignas(kLine) float shares[kQueries * kDraftSpan];
-    for (int64_t j = 0; j < count; j += kScoreKeys)
+    for (int64_t j = 0; j < count; j += kScoreKeys) {
+        fetch_draft_rows<kType>(keys, j + kKeysAhead, j + kKeysAhead + kScoreKeys, rows.dim);
         each_block<kDraftBlock>(kQueries, [&]<int kBlock>(int64_t r) {
             const auto load = [&](int k, int64_t at, auto...) __attribute__((always_inline)) { return load_values<kType, kWidth>(keys[j + k], at); };
             score_block<kBlock>(query_at + r, rows.dim, shares + r * kDraftSpan + j, kDraftSpan, kScoreKeys, load);
         });
+    }
     for (int r = 0; r < kQueries; r++) {
         for (int64_t i = 0; i < rows.dim; i++) states[r * stride + i] = 0;
         share(shares + r * kDraftSpan, count, states[r * stride + rows.dim], states[r * stride + rows.dim + 1]);
     }
     for (int64_t j = 0; j < count; j += kDraftRows)
         for (int64_t at = 0; at < rows.dim; at += kPanel) {
+            const int64_t ahead = j + kDraftRows;
+            fetch_draft_rows<kType>(values, ahead + at * kDraftRows / rows.dim, ahead + (at + kPanel) * kDraftRows / rows.dim, rows.dim);
             const auto add = [&]<int kVectors>() {
                 sum_block<kQueries, kVectors>(shares + j, kDraftSpan, count - j < kDraftRows ? count - j : kDraftRows, states + at, stride, kVectors * kWidth,
                     [&](int64_t row, int v) __attribute__((always_inline)) { return load_values<kType, kWidth>(values[j + row], at + v * kWidth); });

@@ -6,13 +6,14 @@
 namespace edge {
 namespace {
 
-// Lanes of a register; queries and keys whose scores, and queries and registers of values whose sums, are added up at once.
+// Lanes of a register; queries and keys whose scores, and queries and registers of values whose sums, are added up at once. A block of eight
+// queries is cut into equal parts.
 #if defined(__AVX512F__)
-constexpr int kWidth = 16, kScoreQueries = 4, kSumQueries = 8;
+constexpr int kWidth = 16, kScoreQueries = 4, kSumQueries = 8, kFewBlock = 8;
 #elif defined(__AVX2__)
-constexpr int kWidth = 8, kScoreQueries = 3, kSumQueries = 6;
+constexpr int kWidth = 8, kScoreQueries = 3, kSumQueries = 6, kFewBlock = 4;
 #else
-constexpr int kWidth = 4, kScoreQueries = 4, kSumQueries = 8;
+constexpr int kWidth = 4, kScoreQueries = 4, kSumQueries = 8, kFewBlock = 8;
 #endif
 constexpr int kScoreKeys = 4, kSumVectors = 2;
 constexpr int kGroups = kLanes / kWidth;  // registers of 16 lanes
