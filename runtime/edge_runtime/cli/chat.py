@@ -249,7 +249,7 @@ class TerminalChat:
         for event in answer:
             shown = self._shown(event)
             if painter and isinstance(event, Text):
-                shown = painter.feed(shown)
+                shown = painter.feed(shown, accepted=answer.drafted)
             if not self._as_json and shown:
                 click.echo(shown, nl=False)
         if painter:
