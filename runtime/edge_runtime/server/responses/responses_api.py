@@ -10,6 +10,7 @@ from typing import Any
 from edge_runtime.server.engine.jobs import Finished, Output
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.json_text import values_of
+from edge_runtime.server.requests.responses_api import namespaces
 from edge_runtime.server.responses.response_format import ChatLogprobs, ChoiceAnswer, Json, Logprobs, ResponseFormat, server_sent
 from edge_runtime.server.responses.usage import responses_usage, timings
 from edge_runtime.text.channels import Event, Text, Thought
@@ -52,6 +53,7 @@ class ResponsesFormat(ResponseFormat):
             "output": [],
             "usage": None,
         }
+        self._namespaces = namespaces(body)
         self._number = 0
         self._open: Json | None = None
         self._text = ""
@@ -167,6 +169,7 @@ class ResponsesFormat(ResponseFormat):
             "call_id": f"call_{secrets.token_hex(8)}",
             "name": name,
             "arguments": "",
+            **({"namespace": self._namespaces[name]} if name in self._namespaces else {}),
         }
         return [*closed, self._event("response.output_item.added", output_index=self._index, item=self._open)]
 
