@@ -44,7 +44,7 @@ from edge_runtime.media.reading import read_image, read_sound
 from edge_runtime.media.soft_rows import Media
 from edge_runtime.session.chat import MAX_TOKENS, Answer, Chat, ChatSettings
 from edge_runtime.text.channels import Event, Text, Thought
-from edge_runtime.text.tool_calls import ToolCall
+from edge_runtime.text.tool_calls import CallPiece, ToolCall
 
 HELP = """\
 /help          this list
@@ -256,6 +256,8 @@ class TerminalChat:
             click.echo(painter.finish(), nl=False)
 
     def _shown(self, event: Event) -> str:
+        if isinstance(event, CallPiece):
+            return ""
         if isinstance(event, ToolCall):
             return "\n" + self._dimmed(printable(_call_line(event))) + "\n"
         if isinstance(event, Thought):

@@ -25,7 +25,7 @@ from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET
-from edge_runtime.planning.speed import Range, SpeedPlan, deviation, manifest_plan
+from edge_runtime.planning.speed import Range, SpeedPlan, deviation, manifest_plan, of_backend
 from edge_runtime.planning.speed_profile import speed_profile
 from edge_runtime.session.self_checks import square, time_image
 from edge_runtime.session.session import Session
@@ -90,7 +90,7 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
             measured = measure_plan(session, prompt)
     power = opening.energy.power
     predicted = manifest_plan(
-        opened.manifest,
+        of_backend(opened.manifest, load.backend),
         speed_profile(options.profile, load.threads, accelerator=accelerator),
         context=settings.context,
         kv_type=load.kv_type or settings.kv_type,

@@ -205,7 +205,7 @@ class Answer:
                 self.text += event.text
             elif isinstance(event, Thought):
                 self.thoughts += event.text
-            else:
+            elif isinstance(event, ToolCall):
                 self.tool_calls.append(event)
             yield event
 

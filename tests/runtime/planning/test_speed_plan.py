@@ -23,7 +23,17 @@ from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.planning import speed_profile as speed_profile_module
 from edge_runtime.planning.memory import MemoryPlan
-from edge_runtime.planning.speed import PairFacts, Range, SpeedPlan, SpeedProfile, deviation, manifest_plan, pair_facts, speed_plan
+from edge_runtime.planning.speed import (
+    PairFacts,
+    Range,
+    SpeedPlan,
+    SpeedProfile,
+    deviation,
+    manifest_plan,
+    of_backend,
+    pair_facts,
+    speed_plan,
+)
 from edge_runtime.planning.speed_profile import product_operations, speed_profile
 from scripted import MANIFEST
 
@@ -378,6 +388,19 @@ def test_onnx_graphs_are_planned() -> None:
     mapped = [BundleFile(path=role, role=role, format="gguf", bytes=9_000, sha256="0" * 64) for role in ("target", "drafter")]
     both = manifest_plan(replace(graphs, files=(*entries, *mapped)), device(20, 4000), context=64)
     assert both.memory.weights == 18_000, "a bundle of both is planned by its GGUF files"
+
+
+def test_a_bundle_of_both_formats_is_planned_for_the_backend_that_is_asked_for() -> None:
+    def entries(kind: str, size: int) -> list[BundleFile]:
+        return [BundleFile(path=f"{role}.{kind}", role=role, format=kind, bytes=size, sha256="0" * 64) for role in ("target", "drafter")]
+
+    graphs, mapped = entries("onnx", 1_000), entries("gguf", 9_000)
+    both = replace(MANIFEST, files=(*graphs, *mapped))
+    for backend, files in {"onnx": graphs, "llama": mapped, None: (*graphs, *mapped)}.items():
+        assert of_backend(both, backend) == replace(MANIFEST, files=tuple(files))
+    assert manifest_plan(of_backend(both, "onnx"), device(20, 4000), context=64).memory.repacked == 2_000
+    with pytest.raises(RequestError, match="a plan needs a target"):
+        manifest_plan(of_backend(replace(MANIFEST, files=tuple(graphs)), "llama"), device(20, 4000), context=64)
 
 
 def test_an_unsure_plan_says_which_measurement_would_narrow_it() -> None:
