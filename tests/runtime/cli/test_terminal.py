@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import click
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -77,6 +77,7 @@ def test_what_accepted_drafts_brought_is_green():
     assert re.findall("\x1b\\[32m([^\x1b]*)", shown) == ["stack ", "is", " list"]
 
 
+@example(pieces=[("---", False), (" ", True)], columns=3)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.text(alphabet="ab`*#- \n", max_size=6), st.booleans()), max_size=12), st.none() | st.integers(3, 12))
 def test_green_changes_no_text(pieces, columns):

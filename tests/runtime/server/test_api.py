@@ -286,7 +286,7 @@ def test_the_queue_is_bounded_and_waiting_clients_may_leave():
 
 
 def test_a_client_that_leaves_frees_its_session_and_disturbs_nobody():
-    with scripted_server(lambda _, before: "x" * 1900 if "much" in before else "y" * 300, count=2, waiting=0) as server:
+    with scripted_server(lambda _, before: "x" * 1900 if "much" in before else "y" * 900, count=2, waiting=0) as server:
         server.batch.before_forward = lambda: time.sleep(0.002)
         much: Any = [{"role": "user", "content": "much"}]
         beside: list[Any] = []
@@ -302,7 +302,7 @@ def test_a_client_that_leaves_frees_its_session_and_disturbs_nobody():
         time.sleep(0.1)
         leaving.close()
         thread.join()
-        assert beside[0].choices[0].message.content == "y" * 300
+        assert beside[0].choices[0].message.content == "y" * 900
         settled(server)
         assert max(len(target.rows) for target in server.batch.targets) < 1000, "nobody went on for 1900 tokens"
 

@@ -83,6 +83,9 @@ class MarkdownPainter:
         if not self._word or self._columns is None:
             return ""
         width = cell_len(_STYLE.sub("", self._word))
+        if not width:  # colours take no room, so the spaces before them wait for a word
+            placed, self._word = self._word, ""
+            return placed
         fits = not self._cells or self._cells + len(self._gap) + width <= self._columns
         placed = f"{self._gap if fits else chr(10)}{self._word}"
         cells = (self._cells + len(self._gap) if fits else 0) + width
