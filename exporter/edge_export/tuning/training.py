@@ -180,7 +180,7 @@ def draft_states(drafter: Any, rows: TargetRows, segment: Segment) -> Iterator[A
     first, last = segment.first, segment.first + segment.count
     masks = _masks(segment, rows.hidden.shape[1], drafter.config.get_text_config().sliding_window)
     hidden = rows.hidden[:, first - 1 : last - 1]
-    # transformers 5.24 cuts rows by a number of them, also the per-layer inputs, which an assistant has not; by places it cuts none.
+    # All places: by a number transformers 5.24 cuts rows before layers that share K/V, also per-layer inputs where there are none.
     kept = torch.arange(segment.count)
     for step in range(segment.steps):
         embedded = rows.embedded[:, first + step : last + step]

@@ -157,7 +157,7 @@ def draft_states(
     length = tokens.shape[1]
     masks = masks_for(length, target.config.sliding_window)
     positions = torch.arange(length)[None]
-    # transformers 5.24 cuts rows by a number of them, also the per-layer inputs, which an assistant has not; by places it cuts none.
+    # All places: by a number transformers 5.24 cuts rows before layers that share K/V, also per-layer inputs where there are none.
     kept = torch.arange(length)
     # Row n-1 for position n; position 0 has no row before it and is never scored.
     hidden = nn.functional.pad(rows.hidden, (0, 0, 1, 0))[:, :-1]
