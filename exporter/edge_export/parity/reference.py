@@ -24,8 +24,8 @@ from edge_export.errors import ParityError
 from edge_runtime.decoding.quality import agrees, divergence_of, log_softmax
 
 Rows = NDArray[np.float32]
-# transformers 5.19 added the assistant; 5.23.0 cannot build it ("cache-producing layer types").
-FIRST_TRANSFORMERS, END_TRANSFORMERS = (5, 19), (5, 23)
+# transformers 5.19 added the assistant; 5.23.0 alone cannot build it ("cache-producing layer types").
+FIRST_TRANSFORMERS, UNFIT_TRANSFORMERS, END_TRANSFORMERS = (5, 19), (5, 23), (5, 25)
 SEED = 20260101
 # Rows whose logits are compared. Before them are as many tokens as the sliding window has rows, so that its edge is tested.
 ROWS = 64
@@ -133,8 +133,12 @@ def why_no_run(needed: int, what: str) -> str | None:
         if installed_version(package) is None:
             return f"{package} is not installed; pip install 'edge-mtp[verify]' to compare with the reference"
     installed = installed_version("transformers") or ""
-    if not FIRST_TRANSFORMERS <= tuple(int(part) for part in re.findall(r"\d+", installed)[:2]) < END_TRANSFORMERS:
-        return f"transformers {installed} cannot build the Gemma 4 assistant, 5.19 to 5.22.2 can; pip install 'edge-mtp[verify]'"
+    release = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
+    if not FIRST_TRANSFORMERS <= release < END_TRANSFORMERS or release == UNFIT_TRANSFORMERS:
+        return (
+            f"transformers {installed} is not known to build the Gemma 4 assistant, 5.19 to 5.22.2 and 5.24 can; "
+            "pip install 'edge-mtp[verify]'"
+        )
     free = available_memory_bytes()
     if free is not None and needed > free:
         return f"{what} needs {byte_text(needed)} of memory, {byte_text(free)} are available"

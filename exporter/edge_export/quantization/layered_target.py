@@ -83,7 +83,9 @@ class LayeredTarget:
 
         self._model.layers = nn.ModuleList(_stand_in(layer(number)) for number in range(len(self._empty_layers)))
         ids = torch.tensor(texts)
-        rows = collect(self._model, "model", lambda: self._model(input_ids=ids, use_cache=False).last_hidden_state)
+        # All places: by a number transformers 5.24 cuts rows before layers that share K/V, also per-layer inputs where there are none.
+        kept = torch.arange(ids.shape[1])
+        rows = collect(self._model, "model", lambda: self._model(input_ids=ids, use_cache=False, logits_to_keep=kept).last_hidden_state)
         return LayerRows(layers=len(self._empty_layers), rows=rows, shared=shared)
 
     def _filled(self, module: Any, name: str) -> Any:

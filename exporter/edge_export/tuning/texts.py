@@ -66,7 +66,9 @@ def written_after(target: Any, prompts: Tokens, *, length: int, temperature: flo
     cache, step = DynamicCache(config=target.config.get_text_config()), tokens
     with torch.inference_mode():
         while tokens.shape[1] < length:
-            logits = target(input_ids=step, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+            # A place: by a number transformers 5.24 cuts rows before layers that share K/V, also per-layer inputs where there are none.
+            kept = torch.tensor([step.shape[1] - 1])
+            logits = target(input_ids=step, past_key_values=cache, logits_to_keep=kept).logits[:, -1].float()
             logits[:, list(banned)] = -torch.inf
             if temperature:
                 step = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)

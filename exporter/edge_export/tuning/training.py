@@ -180,6 +180,8 @@ def draft_states(drafter: Any, rows: TargetRows, segment: Segment) -> Iterator[A
     first, last = segment.first, segment.first + segment.count
     masks = _masks(segment, rows.hidden.shape[1], drafter.config.get_text_config().sliding_window)
     hidden = rows.hidden[:, first - 1 : last - 1]
+    # All places: by a number transformers 5.24 cuts rows before layers that share K/V, also per-layer inputs where there are none.
+    kept = torch.arange(segment.count)
     for step in range(segment.steps):
         embedded = rows.embedded[:, first + step : last + step]
         state = drafter.model(
@@ -188,6 +190,7 @@ def draft_states(drafter: Any, rows: TargetRows, segment: Segment) -> Iterator[A
             position_ids=torch.arange(first, last)[None],
             shared_kv_states=dict(rows.shared),
             use_cache=False,
+            logits_to_keep=kept,
         ).last_hidden_state
         hidden = drafter.post_projection(state)
         yield state

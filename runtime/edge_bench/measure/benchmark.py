@@ -257,7 +257,7 @@ class Benchmark:
         from edge_bench.measure.sweeps.kv_types import measure_kv_types
 
         with self._load.waiting("types of KV cache"):
-            costs = measure_kv_types(
+            yield from measure_kv_types(
                 self._folder,
                 [prompt.text for prompt in request.prompts()],
                 kv_types=request.kv_types,
@@ -267,7 +267,6 @@ class Benchmark:
                 context=self._settings.context,
                 notify=self._load.notify,
             )
-        yield from costs
 
     def energy_workloads(self, stack: ExitStack) -> dict[str, Workload]:
         """Opens the sessions, which `stack` closes, and returns the workloads of the energy protocol."""

@@ -157,6 +157,8 @@ def draft_states(
     length = tokens.shape[1]
     masks = masks_for(length, target.config.sliding_window)
     positions = torch.arange(length)[None]
+    # All places: by a number transformers 5.24 cuts rows before layers that share K/V, also per-layer inputs where there are none.
+    kept = torch.arange(length)
     # Row n-1 for position n; position 0 has no row before it and is never scored.
     hidden = nn.functional.pad(rows.hidden, (0, 0, 1, 0))[:, :-1]
     embedded = target.model.embed_tokens(tokens)
@@ -168,6 +170,7 @@ def draft_states(
             position_ids=positions,
             shared_kv_states=dict(rows.shared),
             use_cache=False,
+            logits_to_keep=kept,
         ).last_hidden_state
         hidden = drafter.post_projection(state)
         yield state

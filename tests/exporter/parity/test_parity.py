@@ -165,8 +165,9 @@ def test_a_broken_quantization_refuses_the_bundle(
     [
         ("torch", None, "torch is not installed"),
         ("transformers", None, "transformers is not installed"),
-        ("transformers", "5.23.0", "transformers 5.23.0 cannot build the Gemma 4 assistant, 5.19 to 5.22.2 can"),
-        ("transformers", "4.57.1", "transformers 4.57.1 cannot build"),
+        ("transformers", "5.23.0", "transformers 5.23.0 is not known to build the Gemma 4 assistant, 5.19 to 5.22.2 and 5.24 can"),
+        ("transformers", "4.57.1", "transformers 4.57.1 is not known to build"),
+        ("transformers", "5.25.0", "transformers 5.25.0 is not known to build"),
         ("llama-cpp-python", None, "llama-cpp-python is not installed"),
     ],
 )
@@ -176,7 +177,9 @@ def test_what_is_missing_is_the_reason_to_skip(package: str, actual: str | None,
     pair = cast(Any, SimpleNamespace(parameters=1000, context=1024))
     assert (reference.why_not(pair, "llama-cpp-python", "llama") or "").startswith(reason)
     monkeypatch.setattr(reference, "installed_version", lambda name: versions[name])
-    assert reference.why_not(pair, "llama-cpp-python", "llama") is None
+    for fit in ("5.19.0", "5.22.2", "5.24.0"):
+        versions["transformers"] = fit
+        assert reference.why_not(pair, "llama-cpp-python", "llama") is None
 
 
 def test_a_reference_that_does_not_fit_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from device_runs import bench
 from edge_bench.measure import command, conditions
 from edge_bench.measure.conditions import ConditionsWatch, MachineConditions, undisturbed
 from edge_bench.measure.energy import energy_figures
-from edge_bench.measure.records import Record, collect, line_of, read_records
+from edge_bench.measure.records import Concurrency, CostRecord, ImageCost, KvTypeCost, Record, collect, line_of, read_records
 from edge_bench.measure.request import BenchRequest
 from edge_bench.report.figures import figures
 from edge_devices.errors import MeasurementError
@@ -171,6 +171,48 @@ def test_a_local_run_asks_for_throttling(tmp_path, monkeypatch):
     assert [bool(each.conditions.bad) for each in records.runs] == [False, False, True, True, True, False, True, True]
     assert "left out: 5 of 8 measurements: the board throttled (get_throttled 0x40004)" in result.stdout
     assert "the device was warm and rested 5 times" in result.stdout
+
+
+def test_every_kind_of_timed_record_has_its_own_heat(tmp_path, monkeypatch):
+    """Costs of rows, types of cache, clients and images as well as requests; what is too short for its own has none."""
+    board = Board(tmp_path / "board")
+    timed: list[Record] = [
+        run(BASELINE),
+        CostRecord(drafter="dense", length=64, verify_seconds=(0.1,), draft_step_seconds=0.01),
+        KvTypeCost(
+            kv_type="f16", cache_bytes=1, tokens=1, acceptance_rate=0.5, tokens_per_second=1.0, kl_mean=0.0, kl_max=0.0, same_best=1.0
+        ),
+        Concurrency(
+            clients=2,
+            variant=BASELINE,
+            repeat=0,
+            requests=2,
+            tokens=8,
+            seconds=1.0,
+            request_seconds=(1.0, 1.0),
+            token_seconds=(0.1,),
+            equal=2,
+            compared=2,
+        ),
+        ImageCost(budget=70, repeat=1, rows=64, encode_seconds=0.5, prefill_seconds=0.5),
+    ]
+
+    class Timed(Played):
+        def records(self):
+            yield header()
+            for record in timed:
+                board.work(4.0)
+                yield record
+            yield run(BASELINE, repeat=1)
+
+    monkeypatch.setattr(command, "Benchmark", Timed)
+    monkeypatch.setattr(conditions, "System", lambda: board.system)
+    command.measure_speeds(Path("bundle"), BenchRequest(), LoadOptions(), tmp_path / "run.jsonl")
+    written = read_records(tmp_path / "run.jsonl")
+    (first, short), others = written.runs, (*written.cost_curves, *written.kv_types, *written.concurrency, *written.images)
+    expected = [MachineConditions(clock_mhz=2400.0, temperature_c=degrees) for degrees in (44.0, 48.0, 52.0, 56.0, 60.0)]
+    assert [each.conditions for each in (first, *others)] == expected
+    assert short.conditions is None
 
 
 def test_a_machine_that_speeds_have_left_hot_rests_before_its_joules(tmp_path, monkeypatch):

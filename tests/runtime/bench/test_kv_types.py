@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from edge_bench.measure.sweeps import kv_types
 from edge_bench.measure.sweeps.kv_types import measure_kv_types
 from edge_bench.report.tables import kv_table
 from edge_runtime.backends.llama.loader import llama_library
@@ -48,7 +50,7 @@ def margin(session: Session, prompt: str, plain: list[int], drafted: list[int]) 
 
 def test_what_the_types_cost(exported_pair: Path) -> None:
     """On the pair: acceptance on the same text within 3 points of float16's, the distributions of q8_0 far nearer than those of q4_0."""
-    costs = measure_kv_types(exported_pair, PROMPTS[:5], max_tokens=60, threads=1)
+    costs = list(measure_kv_types(exported_pair, PROMPTS[:5], max_tokens=60, threads=1))
     assert [cost.kv_type for cost in costs] == list(KV_TYPES)
     f16, q8, q4 = costs
     assert f16.kl_max == 0
@@ -66,7 +68,21 @@ def test_float16_is_measured_first_though_not_asked_for(exported_pair: Path) -> 
     costs = measure_kv_types(exported_pair, PROMPTS[:1], kv_types=["q8_0"], max_tokens=5, threads=1)
     assert [cost.kv_type for cost in costs] == ["f16", "q8_0"]
     with pytest.raises(RequestError, match="there is no prompt"):
-        measure_kv_types(exported_pair, [])
+        next(measure_kv_types(exported_pair, []))
+
+
+def test_a_type_is_handed_over_before_the_next_one_runs(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm machine rests there, and what it was like while the type ran is written with the type."""
+    ran: list[str] = []
+
+    def opening(*arguments: Any, kv_type: str, **named: Any) -> Session:
+        ran.append(kv_type)
+        return open_session(*arguments, kv_type=kv_type, **named)
+
+    monkeypatch.setattr(kv_types, "open_session", opening)
+    costs = measure_kv_types(exported_pair, PROMPTS[:1], kv_types=["q8_0"], max_tokens=5, threads=1)
+    assert (next(costs).kv_type, ran) == ("f16", ["f16"])
+    assert (next(costs).kv_type, ran) == ("q8_0", ["f16", "q8_0"])
 
 
 def test_the_command_says_why_it_stopped(exported_pair: Path) -> None:

@@ -37,14 +37,14 @@ def measure_kv_types(
     threads: int | None = None,
     context: int | None = None,
     notify: Callable[[str], None] = lambda _: None,
-) -> list[KvTypeCost]:
-    """Measures each type over texts of `max_tokens` tokens after `prompts`; float16 always comes first.
+) -> Iterator[KvTypeCost]:
+    """Measures each type over texts of `max_tokens` tokens after `prompts`; float16 always comes first. Yields each as soon as it is
+    measured, so that a warm machine may rest before the next.
 
     Temporary files take 4 bytes x tokens x vocabulary. Raises the errors of `open_session`, and RequestError without prompts.
     """
     if not prompts:
         raise RequestError("there is no prompt to measure with; give at least one")
-    costs: list[KvTypeCost] = []
     texts: list[Text] = []
     with tempfile.TemporaryDirectory(prefix="edge-mtp-") as scratch:
         for kv_type in (DEFAULT_KV_TYPE, *(kind for kind in kv_types if kind != DEFAULT_KV_TYPE)):
@@ -54,8 +54,8 @@ def measure_kv_types(
                 written, seconds = _write(session, prompts, max_tokens, draft_length)
                 texts = texts or written
                 speed = sum(len(tokens) for _, tokens in written) / seconds if seconds else 0.0
-                costs.append(_cost(session, kv_type, texts, draft_length, Path(scratch), speed))
-    return costs
+                cost = _cost(session, kv_type, texts, draft_length, Path(scratch), speed)
+            yield cost
 
 
 def _write(session: Session, prompts: Sequence[str], max_tokens: int, draft_length: int) -> tuple[list[Text], float]:
