@@ -15,7 +15,7 @@ from rich.console import Console
 
 from edge_devices.command_line import PanelCommand, given_options, one_sentence_errors, option_group, takes
 from edge_devices.option_fields import option
-from edge_export.checkpoint.published.formats import published_config
+from edge_export.checkpoint.published.formats import SIZES, published_config
 from edge_export.checkpoint.published.hub import hub_name, own_drafter, with_revision
 from edge_export.checkpoint.shipped_pair import (
     CHAT_DESCRIPTION,
@@ -92,10 +92,18 @@ class Models:
         if planning and target and not drafter and published_config(target, assistant=True):
             drafter = target
         if not (target and drafter):
-            raise click.UsageError(
-                "give TARGET and DRAFTER, or a --config with both; google/gemma-4-...-it and GGUF repositories need no DRAFTER"
-            )
+            raise click.UsageError(_names_needed(target, planning=planning))
         return with_revision(target, self.revision), with_revision(drafter, self.drafter_revision)
+
+
+def _names_needed(target: str | None, *, planning: bool) -> str:
+    if target and published_config(target, assistant=False):
+        return f"{target} is a size, which a plan takes; here, name the checkpoint: google/gemma-4-{target.upper()}-it"
+    no_drafter = f"no drafter of {target} is known here: " if target else ""
+    size = f"a size ({', '.join(SIZES.values())}), or " if planning else ""
+    return (
+        f"{no_drafter}give {size}TARGET and DRAFTER, or a --config with both; google/gemma-4-...-it and GGUF repositories need no DRAFTER"
+    )
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ def report(files: tuple[Path, ...], energy: Path | None, external: Path | None, 
             raise RequestError(f"{file} is an energy log itself; --energy is for a file from --runs")
         outputs.write_energy(*read_energy(file, external, columns))
         return
-    if external is not None and energy is None:
+    if external is not None and energy is None and file.exists():  # a file that is not there is refused below
         raise RequestError(f"--external needs an energy log, which {file} is not; add --energy LOG")
     joules, log = read_energy(energy, external, columns) if energy else (None, None)
     records = read_records(file)

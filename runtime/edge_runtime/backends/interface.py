@@ -146,7 +146,7 @@ def kernel_finding(row_kernels: str | None, stock_reason: str | None) -> tuple[s
     """Returns the finding about the project's own kernels; `stock_reason` says why there are none."""
     if row_kernels is None:
         return "row kernels", "missing", f"{NO_KERNELS}; {stock_reason}"
-    return "row kernels", "ok", f"{row_kernels}: a verify reads weights once for all its rows"
+    return "row kernels", "ok", f"{row_kernels}: all drafts of a step are checked in one reading of the weights"
 
 
 def lazy_encoder(bundle: Bundle, format: str, load: Callable[[], Encoder], room: Room) -> LazyEncoder | None:

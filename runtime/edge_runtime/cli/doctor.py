@@ -45,7 +45,7 @@ EXTRAS = {
     "media": "images and sound",
     "export-onnx": "edge-export to ONNX graphs",
     "export": "edge-export to GGUF files",
-    "package": "packages for devices",
+    "package": "packages for devices, with llama.cpp too",
     "sign": "signed bundles",
     "fleet": "edge-bench devices --fleet",
     "verify": "parity check of an export",

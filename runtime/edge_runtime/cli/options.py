@@ -32,6 +32,7 @@ from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
 from edge_runtime.config.settings import expanded
 from edge_runtime.config.yaml_file import read_config
 from edge_runtime.decoding.sampling import SamplingParams, default_sampling, over_defaults, sampling_sentence
+from edge_runtime.drafting.acceptance_window import Event
 from edge_runtime.drafting.phase_power import PhasePower, PowerSource, read_phase_power
 from edge_runtime.errors import RequestError
 from edge_runtime.session.generation import GREEDY_PARAMS
@@ -220,10 +221,13 @@ class Opening:
             measure=measure,
             notify=note,
             waiting=terminal_wait,
-            monitoring=replace(
-                monitoring or MonitorOptions(), on_event=lambda event: note(f"\nwarning: {event.sentence}") if warn else None
-            ),
+            monitoring=replace(monitoring or MonitorOptions(), on_event=lambda event: self._warn(event) if warn else None),
         )
+
+    def _warn(self, event: Event) -> None:
+        # Whoever chose the draft length can choose another one. A policy heeds rejected drafts itself, so nobody has to act.
+        if event.kind != "rejection" or self.draft_length is not None:
+            note(f"\nwarning: {event.sentence}")
 
     def session(self, bundle: Path, *, warn: bool = True, measure: bool = False) -> Session:
         """Opens a bundle. Raises what `open_session` raises, and a usage error for more threads than processors."""

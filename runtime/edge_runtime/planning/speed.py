@@ -211,7 +211,7 @@ class SpeedPlan:
             its_memory = f"{self.largest_gb} GB at most, a quarter of it left to the system"
             return False, f"no: it needs {byte_text(enough)} of memory, and the device has {its_memory}; take a smaller size or context"
         if self.drafted.middle < SLOWEST:
-            return False, f"no: about {self.drafted.middle:.2g} tokens per second, with drafts; take a smaller size"
+            return False, f"no: about {self.drafted.middle:.2g} tokens per second, with drafts; take a smaller size or a faster device"
         sizes = [size for size in DEVICE_GB if enough <= DEVICE_SHARE * size * 1e9]
         where = f"devices with {sizes[0]} GB and more" if sizes else f"more than {DEVICE_GB[-1]} GB"
         there = f"{byte_text(free)} are available" if free is not None else f"for {where}, a quarter of it left to the system"

@@ -61,6 +61,18 @@ def test_a_target_without_a_command_gets_the_way_out(tmp_path: Path) -> None:
     assert (result.exit_code, "give TARGET and DRAFTER" in result.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("arguments", [["E2C"], []])
+def test_a_plan_of_an_unknown_size_names_the_sizes(arguments: list[str]) -> None:
+    result = invoke(*arguments, command="plan")
+    assert (result.exit_code, "give a size (E2B, E4B, 12B, 26B-A4B, 31B), or TARGET" in result.stderr) == (2, True)
+    assert ("no drafter of E2C is known here" in result.stderr) == bool(arguments)
+
+
+def test_a_size_is_no_checkpoint(tmp_path: Path) -> None:
+    result = invoke("e2b", "-o", tmp_path / "out")
+    assert (result.exit_code, "name the checkpoint: google/gemma-4-E2B-it" in result.stderr) == (2, True)
+
+
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     """These packages are not installed."""
     from edge_export.pipeline import export

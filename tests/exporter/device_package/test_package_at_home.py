@@ -51,7 +51,7 @@ def test_doctor_judges_what_is_there(home: Home) -> None:
     assert (found["package"]["faults"], found["install"]) == ([], None)
     text = home.run(f"COLUMNS=300 {PLATFORM}/bin/edge-run doctor").stdout
     assert f"{PLATFORM}: all " in text
-    assert f"ok  {variant()}: a verify reads weights once" in text
+    assert f"ok  {variant()}: all drafts of a step are checked" in text
     assert "images and sound (--with-media)" in text
     assert not [word for word in ("pip ", "none of its packages", "webgpu", "export-onnx") if word in text]
     library = home.folder / PLATFORM / SITE / "edge_runtime/backends/kernels/lib" / NAME

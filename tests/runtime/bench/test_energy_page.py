@@ -151,6 +151,7 @@ def test_files_that_do_not_fit_are_refused(path: Path, tmp_path: Path) -> None:
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     assert not is_energy_log(tmp_path / "deep.jsonl")
     assert "needs an energy log" in bench("report", tmp_path / "other.jsonl", "--external", tmp_path / "table.csv").stderr
+    assert "No such file" in bench("report", tmp_path / "nothing", "--external", tmp_path / "table.csv").stderr
     assert bench("run", "bundle", "--external", tmp_path / "table.csv").exit_code == 2
 
 

@@ -205,6 +205,15 @@ def test_warnings_go_to_the_person(monkeypatch):
     assert json.loads(result.stdout)["stats"]["tokens"] == 60
 
 
+def test_rejected_drafts_of_a_policy_are_no_warning(monkeypatch):
+    """The policy heeds them, so nobody has to act; what changes in drafting is still told."""
+    result, _ = opened_with(monkeypatch, "--max-tokens", "200", "--json")
+    stats = json.loads(result.stdout)["stats"]
+    assert stats["drafted_tokens"] - stats["accepted_tokens"] > 50
+    assert [line for line in result.stderr.splitlines() if line.endswith("rejected, more than 30%")] == []
+    assert "drafts have at most" in result.stderr
+
+
 def test_too_many_threads_are_a_usage_error(run):
     result = run("generate", "bundle", "abc", "--threads", "100000")
     assert result.exit_code == 2
