@@ -58,8 +58,8 @@ class Costs(Protocol):
     def learn(self, timing: Timing) -> None:
         """Learns from the timing of one round."""
 
-    def rows_to_time(self, limit: int) -> int | None:
-        """Returns the number of rows, up to `limit`, that the fewest rounds timed; None where all are known well enough."""
+    def rows_to_time(self, limit: int) -> Sequence[int]:
+        """Returns the numbers of rows, up to `limit`, that too few rounds timed, those that the fewest timed first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,12 +221,12 @@ class CostCurve:
         """Whether no probe measured these costs, however many rounds taught them."""
         return self._timed is not None
 
-    def rows_to_time(self, limit: int) -> int | None:
-        """Returns the number of rows, up to `limit`, that the fewest rounds timed; None where each has SETTLED, or a probe measured."""
+    def rows_to_time(self, limit: int) -> list[int]:
+        """Returns the numbers of rows, up to `limit`, that fewer than SETTLED rounds timed, the fewest first; none of measured costs."""
         if self._timed is None:
-            return None
+            return []
         counts = self._counts[:limit]  # which need none of the curve: trials are asked for often
-        return counts.index(min(counts)) + 1 if min(counts) < SETTLED else None
+        return [rows for _, rows in sorted((count, rows) for rows, count in enumerate(counts, 1) if count < SETTLED)]
 
     def learned(self) -> MeasuredCosts | None:
         """Returns what rounds made of provisional costs; None for measured ones, and before the first round."""

@@ -284,11 +284,11 @@ def test_the_rows_that_were_timed_least_are_named_until_all_are_settled() -> Non
     curve = CostCurve(COMPUTED)
     for _ in range(3):
         for n in range(1, 6):
-            assert curve.rows_to_time(5) == n
+            assert curve.rows_to_time(5)[0] == n
             curve.learn(took(rows=n, verify=LINEAR[n - 1]))
-    assert curve.rows_to_time(5) is None
-    assert curve.rows_to_time(6) == 6
-    assert CostCurve(COSTS).rows_to_time(6) is None, "measured ones need no more"
+    assert curve.rows_to_time(5) == []
+    assert curve.rows_to_time(6) == [6]
+    assert CostCurve(COSTS).rows_to_time(6) == [], "measured ones need no more"
 
 
 def test_batches_of_several_requests_follow_provisional_costs() -> None:
