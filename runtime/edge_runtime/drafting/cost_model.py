@@ -307,13 +307,16 @@ def _in_proportion(start: Sequence[float], timed: Mapping[int, Sequence[float]])
     """Returns the seconds of 1 to MAX_ROWS rows: `start` times a factor for each, whose logarithm is interpolated between timed rows.
 
     A factor is the median of its rows' timings, drawn to that of all timings, which counts as SETTLED more: few timings on a busy machine
-    tell more about the moment than about the number of rows.
+    tell more about the moment than about the number of rows. So one timing alone counts as at most MAX_FACTOR_OFF beside the others, and
+    two as its square.
     """
     known = sorted(timed)
     counts = [len(timed[rows]) for rows in known]
     off = [math.log(statistics.median(timed[rows]) / start[rows - 1]) for rows in known]
-    common = SETTLED * statistics.median(factor for count, factor in zip(counts, off, strict=True) for _ in range(count))
-    factors = [(count * factor + common) / (count + SETTLED) for count, factor in zip(counts, off, strict=True)]
+    common = statistics.median(factor for count, factor in zip(counts, off, strict=True) for _ in range(count))
+    most = [count * math.log(MAX_FACTOR_OFF) for count in counts]
+    beside = [min(max(factor - common, -bound), bound) for factor, bound in zip(off, most, strict=True)]
+    factors = [common + count * factor / (count + SETTLED) for count, factor in zip(counts, beside, strict=True)]
     between: Iterable[float] = np.interp(range(1, MAX_ROWS + 1), known, factors).tolist()
     return [seconds * math.exp(factor) for seconds, factor in zip(start, between, strict=True)]
 
