@@ -40,8 +40,9 @@ class ExactCosts:
     def learn(self, timing: Timing) -> None:
         """Exact costs have nothing to learn."""
 
-    def rows_to_time(self, limit: int) -> int | None:
+    def rows_to_time(self, limit: int) -> Sequence[int]:
         """Nor are any to be timed."""
+        return ()
 
 
 class SettledCosts(CostCurve):

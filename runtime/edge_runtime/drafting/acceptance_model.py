@@ -120,20 +120,27 @@ class AcceptanceModel:
             self._count_rounds()
 
     def _count_rounds(self) -> None:
-        """Counts several rounds together: behind a forward the counts have left the caches, and reading them again costs most."""
-        rounds, self._uncounted = self._uncounted, []
-        for bins, verified, accepted in rounds:
-            self._count(bins, verified, accepted)
+        """Counts several rounds together: behind a forward the counts have left the caches, and reading them again costs most.
 
-    def _count(self, bins: Sequence[int], verified: int, accepted: int) -> None:
-        self._first *= FIRST_DECAY
-        self._first[bins[0]] += 1
-        for index, stood in zip(bins[:verified], [1.0] * accepted + [0.0], strict=False):
-            self._verified[index] = self._verified[index] * ACCEPT_DECAY + 1
-            self._accepted[index] = self._accepted[index] * ACCEPT_DECAY + stood
-        for index, following in pairwise(bins[: accepted + 1]):
-            self._transition[index] *= TRANSITION_DECAY
-            self._transition[index, following] += 1
+        They are counted as numbers of Python, of which single ones are quicker to change than those of an array. Instead of all counts of
+        a kind falling with each new one, the new one weighs more.
+        """
+        rounds, self._uncounted = self._uncounted, []
+        if not rounds:
+            return
+        compared, stood, first = self._verified.tolist(), self._accepted.tolist(), self._first.tolist()
+        transition, weights, weight = self._transition.tolist(), [1.0] * len(first), 1.0
+        for bins, verified, accepted in rounds:
+            weight /= FIRST_DECAY
+            first[bins[0]] += weight
+            for place, index in enumerate(bins[: min(verified, accepted + 1)]):
+                compared[index] = compared[index] * ACCEPT_DECAY + 1
+                stood[index] = stood[index] * ACCEPT_DECAY + (place < accepted)
+            for index, following in pairwise(bins[: accepted + 1]):
+                weights[index] /= TRANSITION_DECAY
+                transition[index][following] += weights[index]
+        self._verified, self._accepted, self._first = np.array(compared), np.array(stood), np.array(first) / weight
+        self._transition = np.array(transition) / np.array(weights)[:, None]
 
     def fade(self, weight: float) -> None:
         """Keeps the proportions; new observations move them faster."""

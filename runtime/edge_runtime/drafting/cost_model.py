@@ -58,8 +58,8 @@ class Costs(Protocol):
     def learn(self, timing: Timing) -> None:
         """Learns from the timing of one round."""
 
-    def rows_to_time(self, limit: int) -> int | None:
-        """Returns the number of rows, up to `limit`, that the fewest rounds timed; None where all are known well enough."""
+    def rows_to_time(self, limit: int) -> Sequence[int]:
+        """Returns the numbers of rows, up to `limit`, that too few rounds timed, those that the fewest timed first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,12 +221,12 @@ class CostCurve:
         """Whether no probe measured these costs, however many rounds taught them."""
         return self._timed is not None
 
-    def rows_to_time(self, limit: int) -> int | None:
-        """Returns the number of rows, up to `limit`, that the fewest rounds timed; None where each has SETTLED, or a probe measured."""
+    def rows_to_time(self, limit: int) -> list[int]:
+        """Returns the numbers of rows, up to `limit`, that fewer than SETTLED rounds timed, the fewest first; none of measured costs."""
         if self._timed is None:
-            return None
+            return []
         counts = self._counts[:limit]  # which need none of the curve: trials are asked for often
-        return counts.index(min(counts)) + 1 if min(counts) < SETTLED else None
+        return [rows for _, rows in sorted((count, rows) for rows, count in enumerate(counts, 1) if count < SETTLED)]
 
     def learned(self) -> MeasuredCosts | None:
         """Returns what rounds made of provisional costs; None for measured ones, and before the first round."""
@@ -307,13 +307,16 @@ def _in_proportion(start: Sequence[float], timed: Mapping[int, Sequence[float]])
     """Returns the seconds of 1 to MAX_ROWS rows: `start` times a factor for each, whose logarithm is interpolated between timed rows.
 
     A factor is the median of its rows' timings, drawn to that of all timings, which counts as SETTLED more: few timings on a busy machine
-    tell more about the moment than about the number of rows.
+    tell more about the moment than about the number of rows. So one timing alone counts as at most MAX_FACTOR_OFF beside the others, and
+    two as its square.
     """
     known = sorted(timed)
     counts = [len(timed[rows]) for rows in known]
     off = [math.log(statistics.median(timed[rows]) / start[rows - 1]) for rows in known]
-    common = SETTLED * statistics.median(factor for count, factor in zip(counts, off, strict=True) for _ in range(count))
-    factors = [(count * factor + common) / (count + SETTLED) for count, factor in zip(counts, off, strict=True)]
+    common = statistics.median(factor for count, factor in zip(counts, off, strict=True) for _ in range(count))
+    most = [count * math.log(MAX_FACTOR_OFF) for count in counts]
+    beside = [min(max(factor - common, -bound), bound) for factor, bound in zip(off, most, strict=True)]
+    factors = [common + count * factor / (count + SETTLED) for count, factor in zip(counts, beside, strict=True)]
     between: Iterable[float] = np.interp(range(1, MAX_ROWS + 1), known, factors).tolist()
     return [seconds * math.exp(factor) for seconds, factor in zip(start, between, strict=True)]
 

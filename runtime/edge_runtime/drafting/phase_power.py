@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -123,8 +123,8 @@ class EnergyCosts:
         watts = [self._power.forward(n * requests) for n in range(1, rows + 1)]
         return RoundCosts(verify, draft), RoundCosts(verify * watts, draft * self._power.draft)
 
-    def rows_to_time(self, limit: int) -> int | None:
-        """Returns the number of rows whose seconds the fewest rounds timed."""
+    def rows_to_time(self, limit: int) -> Sequence[int]:
+        """Returns the numbers of rows whose seconds too few rounds timed, the fewest first."""
         return self.seconds.rows_to_time(limit)
 
     def learn(self, timing: Timing) -> None:

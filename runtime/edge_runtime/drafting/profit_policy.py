@@ -11,8 +11,10 @@ Where several requests share their forwards, each counts its part of a plain ver
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -30,14 +32,16 @@ RATE_DECAY = 0.98
 PREDICTED_ROUNDS = 5.0
 # Share of the cost of all rounds that trials may lose: rounds of another length, whose costs no round has told yet.
 TRIAL_SHARE = 0.02
+# Of that budget, what a trial may take that would not pay even if its verify took half of what is assumed, or that only adds padding.
+DOUBTFUL_SHARE = 0.1
 # Rounds between two questions whether a trial is due: the answer needs all timings so far.
 TRIAL_INTERVAL = 4
 # While drafts are made to ask alone, older observations of first drafts count as at most this many.
 STALE = 6.0
 # Whether a first draft pays is asked at this many times the rate, so that the answer holds while the rate moves a little.
 RATE_MARGIN = 1.1
-# Costs and acceptance change slowly; they are recomputed after so many rounds that drafted. Where no costs were measured, most is learned
-# from the first ones: then they are recomputed after 1, 2, 4, 8 and always 16 of them.
+# Costs and acceptance change slowly; they are recomputed where a request begins, and after so many rounds that drafted. Where no costs were
+# measured, most is learned from the first ones: then they are recomputed after 1, 2, 4, 8 and always 16 of them.
 REFRESH, LONGEST_REFRESH = 8, 16
 # The longest draft of a pair without any figures, until a draft was right.
 UNTRIED_LENGTH = 3
@@ -127,13 +131,18 @@ class Profit:
         self._mode = "plain"
         self._forecast = model.forecast(longest)
         self._until_refresh = 0
+        self._is_new = True  # no round was observed yet
+        self._has_news = True  # nor were forecast and costs computed, or rounds with drafts were observed since
         self._stale = True
         self._requests = self._priced = 1
         self._rows = [0] * (self._max_rows + 1)
         # Costs of verifying n drafts, and of drafting them.
         self._row_costs: Chances = np.zeros(self._max_rows + 1)
         self._draft_costs: Chances = np.zeros(longest + 1)
+        # The same as numbers of Python, which a round reads one by one, and by length: expected tokens of a round, and its costs.
         self._row_list: list[float] = self._row_costs.tolist()
+        self._draft_list: list[float] = self._draft_costs.tolist()
+        self._length_tokens, self._length_costs = [1.0], [0.0]
         # The highest rate at which a first draft step is known to pay, the lowest at which it is known not to, and what they hold for.
         self._pays, self._pays_not, self._paying_at = 0.0, math.inf, (self._row_costs, True)
         self._any_untimed, self._until_trial = True, 0
@@ -178,7 +187,7 @@ class Profit:
             return RoundPlan(0, to_verify=self._to_verify, offered=offered)
         if requests == 1 and not self._starts and (rows := self._trial()):
             self._mode, self._trial_rows = "trial", rows
-            return RoundPlan(min(rows - 1, self._longest), False, self.continues, self._to_verify)
+            return RoundPlan(min(rows - 1, self._longest), False, self._rule, self._to_verify)
         if self._length:
             self._mode, length = "draft", min(self._length, UNTRIED_LENGTH) if self._is_untried else self._length
         else:
@@ -192,7 +201,7 @@ class Profit:
             return "plain", 0
         if self._starts:
             return "ask", min(START_LENGTH, self._longest)
-        probe = float(self._draft_costs[1]) * self._plain_rate
+        probe = self._draft_list[1] * self._plain_rate
         # With a bound on time, rounds with drafts and without are mixed on purpose, and a probe may be a waste of seconds or of joules.
         if self._bound is not None and not self._bound.is_plain_fastest:
             is_due = self._schedule.is_due(max(probe, self._bound.probe_cost), is_dear=True)
@@ -209,8 +218,12 @@ class Profit:
         return int((costs <= share * self._row_costs[0]).sum())
 
     def begin_request(self) -> None:
-        """Another text begins: whether drafts pay is asked again soon."""
+        """Another text begins: whether drafts pay is asked again soon. What rounds taught is computed now, when no token waits for it."""
         self._schedule.begin_request()
+        if self._has_news:
+            self._until_refresh = 0
+            self._update_rate()
+            self._length = self._first_length()
 
     def offer(self, chances: Sequence[float]) -> None:
         """Offers tokens to the next plan."""
@@ -222,24 +235,26 @@ class Profit:
             self._until_trial -= 1
             return 0
         self._until_trial = TRIAL_INTERVAL
-        rows = self._costs.rows_to_time(self._max_rows + 1) if self._longest else None
-        self._any_untimed = rows is not None  # for good: what was timed often enough stays so
-        if rows is None:
-            return 0
-        worths = self._worth_of_lengths()
-        drafts = min(rows - 1, self._longest)
-        costs = self._draft_costs[drafts] + self._row_costs[rows - 1]
-        lost = (
-            float(worths.max() - (self._tokens_of_lengths()[drafts] - self._rate * costs - 1 + self._rate * self._row_costs[0]))
-            / self._rate
-        )
-        if lost > self._trial_budget:
-            return 0
-        self._trial_budget -= max(lost, 0.0)
-        return rows
+        untimed = self._costs.rows_to_time(self._max_rows + 1) if self._longest else []
+        self._any_untimed = bool(untimed)  # for good: what was timed often enough stays so
+        # At the rate that rounds reach, they are worth nothing on average, and a plain one less.
+        best = max(*self._worth_of_lengths(), self._rate * self._row_list[0] - 1)
+        for rows in untimed:
+            drafts = min(rows - 1, self._longest)
+            costs = self._draft_list[drafts] + self._row_list[rows - 1]
+            worth = self._length_tokens[drafts] - 1 - self._rate * (costs - self._row_list[0])
+            lost = max(best - worth, 0.0) / self._rate
+            is_likely = drafts == rows - 1 and lost < self._row_list[rows - 1] / 2
+            if lost <= self._trial_budget * (1.0 if is_likely else DOUBTFUL_SHARE):
+                self._trial_budget -= lost
+                return rows
+        return 0
 
     def _offered(self, offer: Sequence[float]) -> int:
         """Returns how many offered tokens to verify, 0 where a draft or plain decoding is worth more; keeps them as the round's tokens."""
+        at_most = self._worth + sum(accumulate(offer, operator.mul)) - self._rate * (self._row_list[1] - self._row_list[0])
+        if self._length and at_most <= self._worth + max(self._worth_of_lengths()):
+            return 0  # without a close look: a draft of a fixed length is worth more already
         drafting = self._worth_of_drafting()
         for chance in offer[: self._max_rows]:
             self._add(chance, may_leave_out=True)
@@ -252,8 +267,8 @@ class Profit:
         if not self._length:
             return self._worth
         if self._stepwise:
-            return self._worth + self._gain_of_a_step(self._forecast.first)
-        return self._worth + float(self._worth_of_lengths()[self._length])
+            return self._worth + self._gain_of_the_first(self._rate)
+        return self._worth + self._worth_of_lengths()[self._length]
 
     def _extend(self, drafted: int, chances: Sequence[float]) -> int:
         """Returns how many of the tokens that could follow the drafts to verify with them."""
@@ -274,8 +289,7 @@ class Profit:
         if self._stepwise:
             return self._longest if self._first_step_pays() else 0
         worth = self._worth_of_lengths()
-        best = int(worth.argmax())
-        return best if worth[best] > 0 else 0
+        return worth.index(max(worth))  # the first one is 0
 
     def _first_step_pays(self) -> bool:
         """Whether a first draft adds to the worth of the round. The higher the rate, the less it adds: a bound serves for many rounds."""
@@ -284,7 +298,7 @@ class Profit:
             self._pays, self._pays_not, self._paying_at = 0.0, math.inf, holds_for
         for rate in (self._rate * RATE_MARGIN, self._rate):
             if self._pays < self._rate < self._pays_not:
-                if self._gain_of_a_step(self._forecast.first, rate) > 0:
+                if self._gain_of_the_first(rate) > 0:
                     self._pays = rate
                 else:
                     self._pays_not = rate
@@ -296,6 +310,7 @@ class Profit:
         self._until_refresh -= 1
         if self._until_refresh < 0:
             self._forecast, self._until_refresh = self._model.forecast(self._longest), self._refresh - 1
+            self._has_news = False
             self._refresh = min(2 * self._refresh, self._longest_refresh)
             if self._bound is not None:
                 rows, drafts = self._max_rows + 1, self._longest
@@ -309,7 +324,7 @@ class Profit:
 
     def _update_row_costs(self) -> None:
         costs = np.array([self._costs.share(rows, self._requests) for rows in range(1, self._max_rows + 2)])
-        if self._cost_reached and self._requests == self._priced:
+        if not self._is_new and self._requests == self._priced:
             # Sums of earlier rounds at what a plain round is known to cost now.
             self._cost_reached *= float(costs.min()) / self._row_list[0]
         self._priced = self._requests
@@ -317,38 +332,47 @@ class Profit:
         self._row_costs = np.minimum.accumulate(costs[::-1])[::-1]
         self._row_list = self._row_costs.tolist()
         self._rows = [n + int(costs[n:].argmin()) for n in range(len(costs))]
-        self._draft_costs = np.array([self._costs.draft(n, self._requests) for n in range(self._longest + 1)])
+        self._draft_list = [self._costs.draft(n, self._requests) for n in range(self._longest + 1)]
+        self._draft_costs = np.array(self._draft_list)
+        self._length_tokens = self._tokens_of_lengths().tolist()
+        self._length_costs = (self._draft_costs + self._row_costs[: self._longest + 1]).tolist()
         self._plain_rate = 1 / self._row_list[0]
-        if not self._cost_reached:
+        if self._is_new:
             self._predict_rate()
 
     def _predict_rate(self) -> None:
         """Before the first round: takes the predicted rate of the best fixed length."""
-        rates = self._tokens_of_lengths() / (self._draft_costs + self._row_costs[: self._longest + 1])
         self._cost_reached = PREDICTED_ROUNDS * self._row_list[0]
-        self._tokens_reached = float(rates.max()) * self._cost_reached
+        self._tokens_reached = max(map(operator.truediv, self._length_tokens, self._length_costs)) * self._cost_reached
 
     def _tokens_of_lengths(self) -> Chances:
         """Returns the expected tokens of rounds of 0 to `longest` drafts."""
         known = self._forecast
         return np.concatenate(([1.0], 1.0 + (1.0 + known.further[: self._longest]) @ (known.first * known.accept_prob)))
 
-    def _worth_of_lengths(self) -> Chances:
+    def _worth_of_lengths(self) -> list[float]:
         """Returns how much more rounds of 0 to `longest` drafts are worth than a plain one."""
-        worth = self._tokens_of_lengths() - self._rate * (self._draft_costs + self._row_costs[: self._longest + 1])
-        return np.asarray(worth - worth[0])
+        rate, plain = self._rate, 1.0 - self._rate * self._length_costs[0]
+        return [tokens - rate * cost - plain for tokens, cost in zip(self._length_tokens, self._length_costs, strict=True)]
 
-    def _gain_of_a_step(self, next_bin: Chances, first_at: float | None = None) -> float:
-        """Returns what another draft adds to the worth of the round; `next_bin` [bins]: the probability that it is of each bin.
+    def _gain_of_the_first(self, rate: float) -> float:
+        """Returns what a first draft adds to the worth of a round at this rate."""
+        return self._gain_after([1.0], 1.0, 1.0 - rate * self._row_list[0], self._forecast.first, rate)
 
-        `first_at` is another rate than now's, for the first draft alone.
+    def _gain_of_a_step(self) -> float:
+        """Returns what another draft after the newest adds to the worth of the round."""
+        return self._gain_after(self._tokens, self._chain, self._worth, self._forecast.transition[self._bins[-1]], self._rate)
+
+    def _gain_after(self, tokens_so_far: Sequence[float], chain: float, reached: float, next_bin: Chances, rate: float) -> float:
+        """Returns what another draft adds to the worth that a round has `reached` at this rate.
+
+        `tokens_so_far` [drafts + 1] and `chain`: expected tokens of the first n drafts, and the probability that all of them are accepted;
+        `next_bin` [bins]: the probability that the next draft is of each bin.
         """
-        known, drafted, rate, reached = self._forecast, len(self._bins), self._rate, self._worth
-        if first_at is not None:
-            rate, reached = first_at, 1.0 - first_at * self._row_list[0]
+        known, drafted = self._forecast, len(tokens_so_far) - 1
         drafts = self._draft_costs[drafted + 1 :]
-        chains = self._chain * known.accept_prob
-        tokens = self._tokens[-1] + chains
+        chains = chain * known.accept_prob
+        tokens = tokens_so_far[-1] + chains
         worth = tokens - rate * self._row_costs[drafted + 1]
         if self._any_prefix:
             worth = np.maximum(worth, reached)
@@ -364,7 +388,8 @@ class Profit:
         if self._tables[0] is not known or self._tables[1] is not self._row_costs:
             parts = (self._model.bounds, self._row_costs, self._draft_costs, known.accept_prob, known.transition, known.further)
             self._tables = known, self._row_costs, tuple(np.ascontiguousarray(part, np.float64) for part in parts)
-        return StopNumbers(self._tables[2], self._rate, self._any_prefix)
+        # Where drafts are made to be timed, they are weighed as if they cost nothing: none ends the draft.
+        return StopNumbers(self._tables[2], 0.0 if self._mode == "trial" else self._rate, self._any_prefix)
 
     def add_confidence(self, confidence: float) -> None:
         """Takes the drafter's probability of the token it just drafted."""
@@ -380,7 +405,7 @@ class Profit:
             return True
         if self._mode == "ask":  # on, as long as a draft after these is more likely compared than not
             return self._starts or self._chain > EVEN_CHANCE
-        return self._gain_of_a_step(self._forecast.transition[self._bins[-1]]) > 0
+        return self._gain_of_a_step() > 0
 
     def _add_draft(self, index: int) -> None:
         """Adds a draft of this bin to the round."""
@@ -417,7 +442,8 @@ class Profit:
 
     def observe(self, result: RoundResult) -> None:
         """Learns from a round: acceptance, rate and costs."""
-        self._verified = verified = result.verified
+        self._verified, self._is_new = result.verified, False
+        verified = result.verified
         if (timing := result.timing) is not None:
             self._costs.learn(timing)
         if self._mode == "shadow":
@@ -442,7 +468,7 @@ class Profit:
             # Where drafts are part of a mix, old ones say what it would be; but where none seem to pay, an unlucky start must not decide.
             if self._bound is None or self._bound.is_plain_fastest:
                 self._model.fade(STALE)
-        self._stale = True
+        self._stale = self._has_news = True
         compared, right = min(result.verified, len(self._bins)), min(result.accepted, len(self._bins))
         if result.left_out_right is not None and compared < len(self._bins):
             compared, right = compared + 1, right + result.left_out_right
@@ -464,7 +490,7 @@ class Profit:
     def _spent(self) -> float:
         """The cost of the round according to the cost model. A shadow draft is no part of what plain rounds are worth."""
         steps = 0 if self._mode == "shadow" else len(self._bins)
-        return float(self._draft_costs[steps]) + self._row_list[self._verified]
+        return self._draft_list[steps] + self._row_list[self._verified]
 
     @property
     def last(self) -> Decision:

@@ -39,16 +39,21 @@ class SourceOdds:
         self._priors = dict(priors)
         self._compared: dict[str, float] = {}
         self._right: dict[str, float] = {}
+        self._chances: dict[str, float] = {}  # of the bins that were asked for since their counts changed
 
     def chance(self, index: str) -> float:
         """Returns the probability of a bin; one without a prior counts as a coin toss."""
-        right = self._right.get(index, 0.0) + PRIOR_WEIGHT * self._priors.get(index, 0.5)
-        return right / (self._compared.get(index, 0.0) + PRIOR_WEIGHT)
+        known = self._chances.get(index)
+        if known is None:
+            right = self._right.get(index, 0.0) + PRIOR_WEIGHT * self._priors.get(index, 0.5)
+            known = self._chances[index] = right / (self._compared.get(index, 0.0) + PRIOR_WEIGHT)
+        return known
 
     def observe(self, index: str, *, right: bool) -> None:
         """Counts a guess that was compared with an emitted token."""
         self._compared[index] = self._compared.get(index, 0.0) * DECAY + 1
         self._right[index] = self._right.get(index, 0.0) * DECAY + right
+        self._chances.pop(index, None)
 
 
 class Proposal(NamedTuple):
@@ -85,7 +90,7 @@ class Sources:
             guess = source.guess(ahead, limit)
             if guess.tokens:
                 self._pending.append((tuple(ahead), guess))
-                proposal = Proposal(guess, tuple(self._odds.chance(index) for index in guess.bins))
+                proposal = Proposal(guess, tuple(map(self._odds.chance, guess.bins)))
                 if best is NO_PROPOSAL or proposal.expected > best.expected:
                     best = proposal
         return best

@@ -28,6 +28,8 @@ TEXT_PRIORS = {f"{SOURCE} {bound}": chance for bound, chance in zip(_BOUNDS, (0.
 MAX_TOKENS = 32768
 # Tokens that are read at a time: 4 ms at best, 25 ms of texts of two different tokens.
 SLICE_TOKENS = 4096
+# Fewer unread tokens wait until something may be guessed: 0.2 ms.
+WAITING_TOKENS = 256
 # Characters of a prediction for each token of the context: texts have 3 to 6 of them per token, and no answer repeats what is beyond.
 PREDICTED_CHARACTERS = 16
 # What no text contains; matches and copies end there. Copies end before soft rows of images and sound too, whose ids are negative.
@@ -117,27 +119,47 @@ class TextMemory:
     """Guesses what followed the longest earlier occurrence of the newest tokens. Implements `sources.Source`.
 
     A long text is read in slices, one at each call, and nothing is guessed before its end: requests side by side wait for each other.
+    The last tokens are read only where the newest two occurred before: without a repetition a text costs next to nothing.
     """
 
     def __init__(self, tokens: Sequence[int], predicted: Sequence[int] = ()) -> None:
         """`predicted` is what the output is expected to be, or to contain parts of."""
         self._automaton = SuffixAutomaton()
-        self._unread = [*tokens[-LEAD:], *predicted[:MAX_TOKENS], BORDER] if predicted else []
-        self.add(tokens[-MAX_TOKENS:])
+        self._unread: list[int] = []
+        # All pairs of neighbours, unread ones too; the newest token; and whether its pair occurred earlier.
+        self._pairs: set[tuple[int, int]] = set()
+        self._newest, self._recurs = BORDER, False
+        before = [*tokens[-LEAD:], *predicted[:MAX_TOKENS], BORDER] if predicted else []
+        self.add([*before, *tokens[-MAX_TOKENS:]])
 
     def add(self, tokens: Sequence[int]) -> None:
+        if not tokens:
+            return
+        pairs = list(zip((self._newest, *tokens), tokens, strict=False))
+        self._pairs.update(pairs[:-1])
+        self._newest, self._recurs = tokens[-1], pairs[-1] in self._pairs
+        self._pairs.add(pairs[-1])
         self._unread += tokens
+        if len(self._unread) > WAITING_TOKENS:
+            self._read()
+
+    def _read(self) -> None:
         for token in self._unread[:SLICE_TOKENS]:
             self._automaton.append(token)
         del self._unread[:SLICE_TOKENS]
 
+    def _occurred(self, ahead: Sequence[int]) -> bool:
+        """Whether the last two tokens of the text and `ahead` occur in the text before: the SHORTEST_MATCH."""
+        if not ahead:
+            return self._recurs
+        return (ahead[-2] if len(ahead) > 1 else self._newest, ahead[-1]) in self._pairs
+
     def guess(self, ahead: Sequence[int], limit: int) -> Guess:
         """A copy that reaches the end of the text repeats itself, so that a loop is guessed as a loop."""
-        if self._unread:
-            return Guess(SOURCE)
+        if not self._occurred(ahead) or len(self._unread) > WAITING_TOKENS:
+            return NO_GUESS
+        self._read()
         length, end = self._automaton.longest_repeat(ahead)
-        if length < SHORTEST_MATCH:
-            return Guess(SOURCE)
         ends = end + limit > len(self._automaton.tokens)
         copy = self._automaton.tokens[end : end + limit] + (list(ahead) if ends else [])
         if copy and min(copy) < 0:
@@ -203,5 +225,6 @@ def evidences(length: int, count: int) -> tuple[str, ...]:
     return (_EVIDENCE[first : first + count] + _EVIDENCE[-1:] * count)[:count]
 
 
+NO_GUESS = Guess(SOURCE)
 # By the length of the match: each round asks for many of them.
 _EVIDENCE = ("", "", *(evidence(length) for length in range(_BOUNDS[0], _BOUNDS[-1] + 1)))

@@ -490,7 +490,7 @@ def computed_costs(manifest: Manifest, format: str, drafter: DrafterKind, row_ke
     reads, slower = row_reads(manifest, format), STOCK_FIRST[format] if row_kernels is None else 1.0
     further = STOCK_ROW if row_kernels is None else WIDE_ROW if row_kernels in WIDE_KERNELS else NARROW_ROW
     first = (STOCK_CALL_SECONDS if row_kernels is None else CALL_SECONDS) + _reading(reads) * slower
-    row = ROW_SECONDS + reads / BANDWIDTH * slower * further
+    row = ROW_SECONDS + _reading(reads) * slower * further
     step, overhead = COPY_SECONDS, 0.0
     if is_model(drafter):
         sizes = {file.role: file.bytes for file in manifest.files if file.format.startswith(format)}

@@ -10,7 +10,16 @@ import pytest
 
 from edge_devices.files.typed_json import from_json, to_json
 from edge_runtime.calibration.cost_probe import measure_costs, overhead_and_step, steady
-from edge_runtime.drafting.cost_model import FIRST_BUCKET, MAX_ROWS, MIN_SECONDS, WINDOW, CostCurve, MeasuredCosts, extrapolated
+from edge_runtime.drafting.cost_model import (
+    FIRST_BUCKET,
+    MAX_FACTOR_OFF,
+    MAX_ROWS,
+    MIN_SECONDS,
+    WINDOW,
+    CostCurve,
+    MeasuredCosts,
+    extrapolated,
+)
 from edge_runtime.drafting.policies import Timing
 from scripted import ScriptedDrafter, ScriptedTarget
 from simulated_rounds import LINEAR
@@ -275,7 +284,7 @@ def test_what_is_kept_counts_as_its_timings_beside_what_is_computed() -> None:
     kept = replace(COMPUTED, verify=tuple(3 * v * (16 if n == 3 else 1) for n, v in enumerate(LINEAR)), step=16 * 3.0, overhead=16 * 1.5)
     curve = CostCurve(COMPUTED, replace(kept, timings=(1,) * MAX_ROWS))
     assert [curve.verify(n) for n in (1, 3, 13)] == pytest.approx([3 * LINEAR[n - 1] for n in (1, 3, 13)])
-    assert curve.verify(4) == pytest.approx(3 * LINEAR[3] * 16**0.25)
+    assert curve.verify(4) == pytest.approx(3 * LINEAR[3] * MAX_FACTOR_OFF**0.25)
     assert curve.draft(3) == pytest.approx(3 * 3.5 * 16**0.25)
     assert CostCurve(COMPUTED, kept).verify(4) == LINEAR[3], "what no round timed is what was computed"
 
@@ -284,11 +293,11 @@ def test_the_rows_that_were_timed_least_are_named_until_all_are_settled() -> Non
     curve = CostCurve(COMPUTED)
     for _ in range(3):
         for n in range(1, 6):
-            assert curve.rows_to_time(5) == n
+            assert curve.rows_to_time(5)[0] == n
             curve.learn(took(rows=n, verify=LINEAR[n - 1]))
-    assert curve.rows_to_time(5) is None
-    assert curve.rows_to_time(6) == 6
-    assert CostCurve(COSTS).rows_to_time(6) is None, "measured ones need no more"
+    assert curve.rows_to_time(5) == []
+    assert curve.rows_to_time(6) == [6]
+    assert CostCurve(COSTS).rows_to_time(6) == [], "measured ones need no more"
 
 
 def test_batches_of_several_requests_follow_provisional_costs() -> None:

@@ -92,6 +92,26 @@ def test_a_measured_acceptance_lets_the_first_round_draft_more() -> None:
     assert play_round(Profit(computed(SMALL), model, longest=8), SMALL, [0.999] * 8, right=True)[1] == 8
 
 
+def test_what_a_request_taught_counts_in_the_first_round_of_the_next() -> None:
+    """Costs and acceptance are computed anew between two requests, and not only every few rounds."""
+    policy = Profit(ExactCosts([1.0 + 0.1 * n for n in range(13)], 0.05), PositionModel(prior=0.9), stepwise=False)
+    lengths = [play_round(policy, SMALL, [0.9] * 12, right=False)[0].draft_length for _ in range(4)]
+    assert lengths == sorted(lengths)
+    policy.begin_request()
+    assert policy.plan().draft_length < lengths[0]
+
+
+def test_rounds_that_are_only_timed_wait_where_they_could_hardly_pay() -> None:
+    """Where all drafts are right, a round without drafts brings a ninth of the tokens, and padded rows none: both are timed late."""
+    policy, trials = Profit(computed(SMALL), AcceptanceModel(), longest=8, max_rows=12), list[int]()
+    for number in range(2000):
+        _, drafted = play_round(policy, SMALL, [0.999] * 8, right=True)
+        if policy.last.mode == "trial" and (not drafted or policy.last.padding):
+            trials.append(number)
+    assert min(trials) > 30
+    assert len(trials) >= 3 * 5, "they are timed in the end"
+
+
 @pytest.mark.parametrize("pair", [chat_pair, reference_pair])
 def test_the_acceptance_that_shipped_pairs_carry_reaches_the_policy(pair: Callable[[], tuple[Path, Path]]) -> None:
     """In place of what the export noted, which is nothing with --no-verify; without either the first draft is short."""
