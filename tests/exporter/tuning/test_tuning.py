@@ -81,6 +81,23 @@ def test_parts_are_all_of_a_text_and_apart():
     }
 
 
+def test_a_target_without_per_layer_inputs_may_share_its_key_value_rows():
+    """Asked for a number of rows, transformers 5.24 cuts the inputs of layers that share K/V, also per-layer ones where there are none."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(reference_pair()[0]).get_text_config()
+    config.hidden_size_per_layer_input = 0
+    assert config.num_kv_shared_layers > 0
+    target = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    prompts = a_text(12)
+    texts = written_after(target, prompts, length=16, temperature=0.0, banned=[1], seed=1)
+    assert (texts[:, :12] == prompts).all()
+    with torch.no_grad():
+        logits = target(input_ids=torch.from_numpy(texts), use_cache=False, output_hidden_states=True).logits
+    logits[..., 1] = -torch.inf
+    assert (texts[:, 12:] == logits[:, 11:-1].argmax(-1).numpy()).all()
+
+
 def test_texts_have_no_end_tokens_and_are_greedy_at_zero(models):
     from transformers import PreTrainedTokenizerFast
 
