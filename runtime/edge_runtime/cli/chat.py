@@ -48,8 +48,8 @@ from edge_runtime.text.tool_calls import CallPiece, ToolCall
 
 HELP = """\
 /help          this list
-/image FILE    show an image with the next message (jpeg, png, webp)
-/audio FILE    play a sound with the next message (wav, flac, mp3)
+/image FILE    send an image with the next message (jpeg, png, webp)
+/audio FILE    send a sound with the next message (wav, flac, mp3)
 /clear         start a new conversation
 /regenerate    answer the last message again
 /system TEXT   set the system message; without TEXT, remove it
@@ -161,7 +161,7 @@ class TerminalChat:
         """Runs to the end of the input. Raises EdgeError and KeyboardInterrupt unless it is interactive."""
         if self._interactive:
             self._note("\n".join(introduction(self._chat.session)))
-            self._note(f"{greeting(self._chat.session)}; {self._chat.template.name}. /help lists the commands.")
+            self._note(f"{greeting(self._chat.session)}; chat template: {self._chat.template.name}. /help lists the commands.")
         elif not self._lines:
             message = "".join(self._piped()).rstrip("\r\n")
             if not message.strip():

@@ -74,7 +74,7 @@ class RowEquality:
 
 
 _KNOWN = MeasuredValue(
-    kind="rows", value_class=RowEquality, doing="comparing rows alone and in a verify", times=1, disturbed_by_load=lambda _: False
+    kind="rows", value_class=RowEquality, doing="checking whether drafts can change a text", times=1, disturbed_by_load=lambda _: False
 )
 
 
