@@ -14,7 +14,7 @@ COMMANDS = LazyCommands(
     {
         "chat": ("edge_runtime.cli.chat", "Chat with BUNDLE in the terminal."),
         "generate": ("edge_runtime.cli.generate", "Generate text after PROMPT ('-' reads standard input)."),
-        "serve": ("edge_runtime.cli.serve", "Serve the OpenAI and Ollama APIs and a chat page over HTTP."),
+        "serve": ("edge_runtime.cli.serve", "Serve OpenAI's, Anthropic's and Ollama's APIs and a chat page over HTTP."),
         "compare": ("edge_runtime.cli.compare", "Run PROMPT with and without drafts in turn and print a table."),
         "prove": ("edge_runtime.cli.prove", "Check on this machine that drafts change neither the text nor the logits."),
         "demo": ("edge_runtime.cli.demo", "Stream several kinds of text with accepted drafts in colour, beside plain decoding."),

@@ -1,4 +1,4 @@
-"""`edge-run serve`: the OpenAI and Ollama APIs and a chat page over HTTP."""
+"""`edge-run serve`: OpenAI's, Anthropic's and Ollama's APIs and a chat page over HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USUAL = (
 @opens_bundle("image_rows", prompt_cache=True)
 @takes("monitoring", MonitorOptions)
 def serve(bundle: Path, options: ServeOptions, opening: Opening, monitoring: MonitorOptions) -> None:
-    """Serve the OpenAI and Ollama APIs and a chat page over HTTP."""
+    """Serve OpenAI's, Anthropic's and Ollama's APIs and a chat page over HTTP."""
     from edge_runtime.server.serve import serve as run_server
 
     refuse_threads(opening.load.threads)

@@ -53,12 +53,12 @@ class RowEquality:
         if self.exact:
             return (
                 f"drafts do not change the text here, greedy or with a seed: {self.compared} of {self.compared} rows have the same bits"
-                " alone and in a verify"
+                " alone and in a step of several tokens"
             )
         seldom = ", and the engine's own attention on these K/V rows differs in few" if self.stock_attention else ""
         return (
             f"drafts may change the text here, greedy text at near ties and sampled text anywhere: {self.different} of {self.compared} rows"
-            f" differ alone and in a verify, by up to {self.largest:.2g}{seldom}"
+            f" differ between a step of one token and a step of several, by up to {self.largest:.2g}{seldom}"
         )
 
     def to_json(self) -> dict[str, Any]:
