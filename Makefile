@@ -48,7 +48,7 @@ help:
 	@echo "make lint       ruff, mypy, import-linter, hadolint, the issue forms"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make audit      licences of what is installed, advisories about what is locked"
-	@echo "make release    audit, then make packages; make wheel-check tries the wheel on each Python there is"
+	@echo "make release    audit, make packages, try what was made, print the commands that tag and upload; make wheel-check: the wheel alone"
 	@echo "make dist       source archive, wheel and SBOM, in dist/; the wheel has the kernels of every platform"
 	@echo "make packages   make dist, and the device packages of a release, of the wheel in dist/"
 	@echo "make lock       choose the locked versions in requirements/ anew"
@@ -139,7 +139,10 @@ wheel-check: $(TOOLS)/.ready
 release: setup-all $(TOOLS)/.ready
 	$(AUDIT) --require-advisories
 	$(MAKE) packages
+	scripts/setup/check_wheel.sh $(TOOLS) dist/*.whl
+	[ "$$(uname -sm)" != "Linux x86_64" ] || build/release-packages/linux-x64/bin/edge-run doctor
 	cd dist && sha256sum * >SHA256SUMS
+	@scripts/setup/release_commands.sh
 
 # What a phone or a board needs, for those who build nothing; each is built whole or not at all, and its own list has every file's hash. By
 # the released wheel's own code, with its kernels; the other wheels are those of the lock, for the packages' Python.

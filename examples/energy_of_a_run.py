@@ -18,5 +18,5 @@ with edge_runtime.open_session(sys.argv[1]) as session:
     with EnergyWatch(system, meter) as watch:
         generation = session.generate("class Queue:", max_tokens=200)
         text = "".join(generation)
-    # Gross energy, idle power included; `edge-bench run --energy` follows the whole protocol of docs/energy.md.
+    # Gross energy, idle power included; `edge-bench run --energy` follows the whole protocol of docs/measure-energy.md.
     print(f"{generation.stats.tokens} tokens: {watch.energy(generation.stats.tokens).sentence()}")

@@ -14,7 +14,16 @@ import edge_runtime
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     path
-    for folder in (".", "docs", "examples", ".github", ".github/ISSUE_TEMPLATE", "exporter/edge_export/reference_pair")
+    for folder in (
+        ".",
+        "docs",
+        "docs/design",
+        "examples",
+        "scripts",
+        ".github",
+        ".github/ISSUE_TEMPLATE",
+        "exporter/edge_export/reference_pair",
+    )
     for path in (ROOT / folder).glob("*.md")
 )
 FENCES = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)

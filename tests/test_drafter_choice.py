@@ -15,7 +15,7 @@ from edge_runtime.bundle.manifest import BundleFile
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS
 from edge_runtime.errors import BackendError, BundleError
 from edge_runtime.session.open import open_session
-from edge_runtime.session.trials import check_lossless
+from edge_runtime.session.self_checks import check_lossless
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 

@@ -63,7 +63,7 @@ def test_help_is_a_list_of_commands(name):
 @pytest.mark.parametrize("name", [name for name, group in GROUPS.items() if isinstance(group.commands, LazyCommands)])
 def test_the_list_has_the_first_sentence_of_each_command(name):
     commands = GROUPS[name].commands
-    assert commands.sentences() == [(command, used.get_short_help_str(limit=200)) for command, used in commands.items()]
+    assert commands.sentences == {command: used.get_short_help_str(limit=200) for command, used in commands.items()}
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ Whoever changes a format keeps these passing, or raises its version and adds a f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,13 +24,10 @@ from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import RuntimeSettings
 from edge_runtime.config.settings import defaults
 from edge_runtime.config.yaml_file import read_config
-from edge_runtime.drafting.draft_store import DraftStore, read_store
 from edge_runtime.errors import BundleError, RequestError
-from edge_runtime.interfaces import KvRows
 from edge_runtime.session.chat import ChatSettings
-from edge_runtime.session.saved.chat_file import load
-from edge_runtime.session.saved.kv_state_file import load_state
-from scripted import LetterVocabulary
+from edge_runtime.session.chat_file import load
+from edge_runtime.session.kv_state_file import SegmentFile
 
 OLD = Path(__file__).parent / "data" / "old"
 
@@ -58,46 +54,26 @@ def test_the_first_configuration_means_what_it_meant() -> None:
     assert (old.tuning.objective, old.tuning.slowdown) == (None, None)
 
 
-class Letters(LetterVocabulary):
-    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
-        return super().encode(text)
-
-
-class Savable:
-    """A target that takes rows, as a saved state needs it."""
-
-    context, kv_type, length, row_bytes, sliding_rows = 64, "f16", 0, (16, 8), 4
-    tokens = np.zeros(0, np.int32)
-
-    def __init__(self) -> None:
-        self.restored: tuple[list[int], list[bytes]] | None = None
-
-    def restore(self, tokens: Sequence[int], rows: KvRows) -> None:
-        self.restored = list(tokens), [part.tobytes() for part in rows]
-
-    def _unused(self, *_: object) -> Any:
-        raise AssertionError
-
-    prefill = verify = rollback = close = state = _unused
-    rewind_slack, rollback_floor = 12, 0
-
-
 FACTS = {"bundle": "ab" * 32, "engine": "llama", "kv_type": "f16", "rows": "16+8", "kernels": "cd" * 32}
 
 
-def test_a_saved_state_of_version_2_is_restored() -> None:
-    target: Any = Savable()
-    load_state(OLD / "state-2.kv", target, FACTS, range(6))
-    assert target.restored == ([1, 2, 3, 4, 5], [bytes(range(80)), bytes(range(40))])
+def read_state(path: Path) -> tuple[list[int], list[bytes]]:
+    with SegmentFile(path, FACTS, (16, 8)) as file:
+        full, sliding = (np.empty((count, size), np.uint8) for count, size in ((file.header.tokens, 16), (file.header.sliding, 8)))
+        tokens = file.read_full(full).tolist()
+        file.read_sliding(sliding)
+    return tokens, [full.tobytes(), sliding.tobytes()]
+
+
+def test_rows_of_version_2_are_read() -> None:
+    assert read_state(OLD / "state-2.kv") == ([1, 2, 3, 4, 5], [bytes(range(80)), bytes(range(40))])
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_a_saved_state_of_another_version_is_refused(tmp_path: Path, version: int) -> None:
-    target: Any = Savable()
+def test_rows_of_another_version_are_refused(tmp_path: Path, version: int) -> None:
     (tmp_path / "state").write_bytes((OLD / "state-2.kv").read_bytes().replace(b'"version": 2', b'"version": %d' % version))
-    with pytest.raises(RequestError, match=f"has version {version}, this reader supports 2; save it again"):
-        load_state(tmp_path / "state", target, FACTS, range(6))
-    assert target.restored is None
+    with pytest.raises(RequestError, match=f"has version {version}, this reader supports 2"):
+        read_state(tmp_path / "state")
 
 
 def test_a_conversation_of_version_1_goes_on(tmp_path: Path) -> None:
@@ -162,18 +138,3 @@ def test_a_device_package_of_another_schema_is_built_again(tmp_path: Path, schem
     path.write_text(path.read_text().replace('"bytes": 10', '"bytes": 1e999'))
     with pytest.raises(DeviceError, match=r"cannot be read .*infinity"):
         read_package(tmp_path)
-
-
-def test_a_memory_of_version_1_is_read_and_one_of_the_next_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "memory"
-    for version, texts in ((1, ["earlier answer"]), (2, [])):
-        content = f'edge-mtp memory {version}\n"earlier answer"\n'
-        path.write_text(content)
-        path.chmod(0o600)
-        output: list[str] = []
-        memory = DraftStore(path, Letters(), limit=1 << 20, notify=output.append)  # type: ignore[arg-type]
-        assert len(memory) == len(texts)
-        assert bool(output) == (version == 2)
-        assert path.read_text() == content
-    with pytest.raises(RequestError, match="its first line is not 'edge-mtp memory 1'"):
-        read_store(path)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-import gc
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -17,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from edge_devices.errors import OUT_OF_MEMORY, EdgeError
-from edge_devices.option_fields import OPTION, Declaration
+from edge_devices.option_fields import OPTION, spelling
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 # Types whose arguments are no alternatives.
@@ -60,21 +59,17 @@ class PanelCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the usual options; or all, a section for each panel in order of first occurrence, the others last."""
-        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
+        options = {str(each.name): each for each in self.get_params(ctx) if isinstance(each, click.Option)}
+        panels: dict[str, list[click.Option]] = {}
         if self.usual and not ctx.meta.get(_WHOLE_HELP):
-            named = {str(option.name): option for option in options}
-            usual = [named[name].get_help_record(ctx) for name in (*self.usual, "help_all")]
-            with formatter.section(f"Options (the usual ones of {len(options)})"):
-                formatter.write_dl([row for row in usual if row is not None])
-            return
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for option in options:
-            row = option.get_help_record(ctx)
-            if row is not None:
-                panels.setdefault(getattr(option, _PANEL, _OTHER), []).append(row)
-        others = panels.pop(_OTHER, [])
-        for title, rows in [*panels.items(), (_OTHER if panels else "Options", others)]:
-            if rows:
+            panels[f"Options (the usual ones of {len(options)})"] = [options[name] for name in (*self.usual, "help_all")]
+        else:
+            for option in options.values():
+                panels.setdefault(getattr(option, _PANEL, _OTHER), []).append(option)
+            others = panels.pop(_OTHER, [])
+            panels[_OTHER if panels else "Options"] = others
+        for title, listed in panels.items():
+            if rows := [row for option in listed if (row := option.get_help_record(ctx)) is not None]:
                 with formatter.section(title):
                     formatter.write_dl(rows)
 
@@ -115,35 +110,20 @@ def _show_whole_help(ctx: click.Context, _option: click.Parameter, value: bool) 
         ctx.exit()
 
 
-class LazyCommands(UserDict[str, click.Command]):
+class LazyCommands(UserDict[str, Any]):
     """Commands by name, each imported when it is first used: a list of them and their help needs none of their modules."""
 
     def __init__(self, homes: Mapping[str, tuple[str, str]]) -> None:
         """`homes`: the module of each command, where it has its own name, and the first sentence of its help."""
-        super().__init__()
-        self._homes = homes
+        super().__init__(dict.fromkeys(homes))
+        self.sentences = {name: sentence for name, (_, sentence) in homes.items()}
+        self._modules = {name: module for name, (module, _) in homes.items()}
 
     def __getitem__(self, name: str) -> click.Command:
-        if name not in self.data:
-            gc.disable()  # what a module makes stays: collecting garbage meanwhile finds none
-            try:
-                self.data[name] = getattr(import_module(self._homes[name][0]), name)
-            finally:
-                gc.enable()
-        return self.data[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._homes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._homes)
-
-    def __len__(self) -> int:
-        return len(self._homes)
-
-    def sentences(self) -> list[tuple[str, str]]:
-        """Returns the names with the first sentences."""
-        return [(name, sentence) for name, (_, sentence) in self._homes.items()]
+        if self.data[name] is None:
+            self.data[name] = getattr(import_module(self._modules[name]), name)
+        command: click.Command = self.data[name]
+        return command
 
 
 class PanelGroup(click.Group):
@@ -177,9 +157,9 @@ class PanelGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the commands with their whole first sentences."""
         lazy = self.commands
-        rows = lazy.sentences() if isinstance(lazy, LazyCommands) else [(n, each.get_short_help_str(limit=100)) for n, each in lazy.items()]
+        own = lazy.sentences if isinstance(lazy, LazyCommands) else {n: each.get_short_help_str(limit=100) for n, each in lazy.items()}
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl(list(own.items()))
         with formatter.section("Help"):
             formatter.write_dl([(f"{ctx.command_path} COMMAND --help", "the options of a command")])
 
@@ -215,41 +195,36 @@ def takes(name: str, of: object, *, only: Sequence[str] | None = None, panel: st
 def declared_options(of: object, *, only: Sequence[str] | None = None, panel: str = "") -> list[click.Option]:
     """Returns the options that a dataclass declares, as `takes` adds them. Raises KeyError for a name that declares none."""
     kind: Any = of if isinstance(of, type) else type(of)
-    hints = get_type_hints(kind)
-    declared = {each.name: each for each in dataclasses.fields(kind) if OPTION in each.metadata}
-    if unknown := set(only or ()) - declared.keys():
-        raise KeyError(f"no declared options of {kind.__name__}: {', '.join(sorted(unknown))}")
+    hints, declared = get_type_hints(kind), {each.name: each for each in dataclasses.fields(kind) if OPTION in each.metadata}
     chosen = [declared[name] for name in (declared if only is None else only)]
     return [_option(field, hints[field.name], field.default if of is kind else getattr(of, field.name), panel) for field in chosen]
 
 
 def _option(field: dataclasses.Field[Any], hint: Any, default: Any, panel: str) -> click.Option:
-    declared: Declaration = field.metadata[OPTION]
+    attributes = dict(field.metadata[OPTION][1])
+    panel = attributes.pop("panel", "") or panel or _OTHER
+    bounds = (attributes.pop("low", None), attributes.pop("high", None))
+    choices = attributes.pop("choices", ())
     alternatives = [hint] if get_origin(hint) in _WHOLE else [kind for kind in get_args(hint) if kind is not type(None)]
     kind = alternatives[0] if alternatives else hint
-    attributes: dict[str, Any] = {"help": declared.help}
     if kind is bool:
         attributes["is_flag"] = True
     elif get_origin(kind) in (tuple, Sequence):
-        attributes |= {"multiple": True, "type": _click_type(get_args(kind)[0], declared)}
+        attributes = {"multiple": True, "type": _click_type(get_args(kind)[0], bounds, choices), **attributes}
     else:
-        attributes["type"] = _click_type(kind, declared)
+        attributes = {"type": _click_type(kind, bounds, choices), **attributes}
     attributes |= {"required": True} if default is dataclasses.MISSING else {"default": default}
-    option = click.Option([*declared.spelling(field.name), field.name], **{**attributes, **declared.attributes})
-    setattr(option, _PANEL, declared.panel or panel or _OTHER)
+    option = click.Option([*spelling(field), field.name], **attributes)
+    setattr(option, _PANEL, panel)
     return option
 
 
-def _click_type(kind: Any, declared: Declaration) -> Any:
-    """Returns the type of an option's values, which the field's type and the declaration define."""
-    choices = declared.choices or (get_args(kind) if get_origin(kind) is Literal else ())
-    low, high = declared.low, declared.high
-    if choices:
-        return _NumberChoice([str(choice) for choice in choices]) if kind is int else click.Choice(choices)
-    if kind is int and (low, high) != (None, None):
-        return _WholeNumber(None if low is None else int(low), None if high is None else int(high))
-    if kind is float and (low, high) != (None, None):
-        return click.FloatRange(low, high)
+def _click_type(kind: Any, bounds: tuple[Any, Any], choices: Sequence[Any]) -> Any:
+    """Returns the type of an option's values, which the field's type and its declaration define."""
+    if choices or get_origin(kind) is Literal:
+        return _NumberChoice(list(map(str, choices))) if kind is int else click.Choice(choices or get_args(kind))
+    if bounds != (None, None):
+        return _WholeNumber(*bounds) if kind is int else click.FloatRange(*bounds)
     return click.Path(path_type=Path) if kind is Path else kind
 
 

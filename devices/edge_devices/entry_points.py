@@ -5,7 +5,6 @@ The commands' modules are imported only inside `run`: the import takes a good pa
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 
@@ -13,8 +12,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
-
-    from _typeshed import ReadableBuffer
 
 STOPPED = 130
 # OpenBLAS's threads wait 2 ** so many cycles for work before they sleep. With its own 26 each keeps a processor busy from numpy's import
@@ -40,29 +37,13 @@ edge_bench_on_device = _command("edge_bench.measure.command", "edge-bench")
 edge_export = _command("edge_export.cli.start", "edge-export")
 
 
-class StandardOutput(io.FileIO):
-    """Standard output that keeps its write error: the OSError that reaches `run` does not name the file."""
-
-    error: OSError | None = None
-
-    def write(self, data: ReadableBuffer, /) -> int:
-        """Writes, and keeps an error."""
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-
 def run(module: str, name: str) -> NoReturn:
     """Runs the command `main` of a module and ends the process with its exit code."""
-    output = None
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", _BLAS_WAITING)
     import gc
 
     gc.set_threshold(_NEW_VALUES)
     try:
-        output = _replace_output()
         _try_numpy_first()
         code = _call(module, name)
         if sys.stdout is not None:
@@ -73,13 +54,8 @@ def run(module: str, name: str) -> NoReturn:
         code = STOPPED
     except MemoryError:  # also while modules load
         code = _print_error(_NO_MEMORY)
-    except OSError:
-        if output is not None and output.error is not None:
-            code = _output_failed(output.error)
-        elif _folder_is_gone():
-            code = _print_error("the working directory no longer exists; change to one that does")
-        else:
-            raise
+    except OSError as error:
+        code = _failed(error)
     _ignore_interrupts()
     sys.exit(code)
 
@@ -89,19 +65,6 @@ def _ignore_interrupts() -> None:
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _replace_output() -> StandardOutput | None:
-    """Puts a `StandardOutput` under sys.stdout; returns None where stdout is closed or no file (a Windows console)."""
-    old = sys.stdout
-    if not isinstance(old, io.TextIOWrapper) or type(getattr(old.buffer, "raw", old.buffer)) is not io.FileIO:
-        return None
-    output = StandardOutput(old.fileno(), "w", closefd=False)
-    buffer: Any = output if old.write_through else io.BufferedWriter(output)
-    sys.stdout = io.TextIOWrapper(
-        buffer, encoding=old.encoding, errors=old.errors, line_buffering=old.line_buffering, write_through=old.write_through
-    )
-    return output
 
 
 class NumpyTrial:
@@ -161,22 +124,21 @@ def _call(module: str, name: str) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _output_failed(error: OSError) -> int:
-    """Prints what went wrong, unless the reader closed the pipe. Returns the exit code."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what is still buffered
-    if isinstance(error, BrokenPipeError):
-        return 1
-    return _print_error(f"standard output cannot be written ({error.strerror})")
+def _failed(error: OSError) -> int:
+    """Prints what is wrong with standard output, unless its reader closed the pipe, or that the working directory is gone.
 
+    Returns the exit code. Raises any other error.
+    """
+    import errno
 
-def _folder_is_gone() -> bool:
-    from pathlib import Path
-
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EPIPE):  # the error of another file names it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what is still buffered
+        return 1 if error.errno == errno.EPIPE else _print_error(f"standard output cannot be written ({error.strerror})")
     try:
-        Path.cwd()
+        os.getcwd()  # noqa: PTH109 - pathlib is not loaded yet
     except FileNotFoundError:
-        return True
-    return False
+        return _print_error("the working directory no longer exists; change to one that does")
+    raise error
 
 
 def _print_error(sentence: str) -> int:

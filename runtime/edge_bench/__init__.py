@@ -1,1 +1,1 @@
-"""`edge-bench`: what drafts bring on this machine. Records first, figures from them, so that figures can be made again from a file."""
+"""`edge-bench`: measures what drafts gain on this machine. It writes raw records, from which all figures can be computed again."""

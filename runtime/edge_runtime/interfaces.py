@@ -74,9 +74,9 @@ class Target(Protocol):
     def prefill(self, tokens: Sequence[int], *, rows_read: int = 1) -> None:
         """Appends tokens to the cache; computes no logits. `tokens` may be any length up to the context.
 
-        `rows_read`, 0 or 1: how many of their last rows are read afterwards. A draft before the next verify reads the last one. With 0, for
-        a piece that another piece follows, there are no drafts until the next forward. Of the other rows only K and V are needed: a backend
-        may leave out the rest, and what follows has the same bits.
+        `rows_read`, 0 or 1: how many of the last rows are read afterwards; a draft before the next verify reads the last one. Pass 0 for
+        all but the last piece of a prompt: then there are no drafts until the next forward. Of rows that are not read only K and V are
+        needed; a backend may skip the rest, and later rows have the same bits.
         """
 
     def verify(self, tokens: Sequence[int]) -> Logits:

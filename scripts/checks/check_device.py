@@ -34,7 +34,7 @@ from edge_runtime.cli.demo import TEXTS
 from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.session.open import open_session
-from edge_runtime.session.trials import check_lossless
+from edge_runtime.session.self_checks import check_lossless
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
 import remote_gpu

@@ -2,7 +2,7 @@
 
     python scripts/checks/check_energy_coverage.py --runs 1000
 
-Each run is a complete measurement by the protocol of docs/energy.md. Device and meter are drawn at random from ranges: one workload
+Each run is a complete measurement by the protocol of docs/measure-energy.md. Device and meter are drawn at random from ranges: one workload
 (tests/support/simulated_meter.py), and requests of three phases with calibration loops on a device that heats up and throttles
 (tests/support/simulated_phases.py). A thousand runs take a minute or two per meter and simulator.
 """
@@ -127,7 +127,7 @@ def phased_coverage(meter: str, runs: int, first: int = 0) -> PhasedCoverage:
 
 
 def phased_table(rows: list[PhasedCoverage]) -> Iterator[str]:
-    """Yields the lines of the second Markdown table in docs/energy-reference.md."""
+    """Yields the lines of the second Markdown table in docs/design/meters.md."""
     yield f"| meter, {rows[0].runs} runs with phases | median error | mean error | J/output token holds the truth | {' | '.join(PHASES)} |"
     yield "|---|---|---|---|" + "---|" * len(PHASES)
     for row in rows:
@@ -136,7 +136,7 @@ def phased_table(rows: list[PhasedCoverage]) -> Iterator[str]:
 
 
 def table(rows: list[Coverage]) -> Iterator[str]:
-    """Yields the lines of the Markdown table in docs/energy-reference.md."""
+    """Yields the lines of the Markdown table in docs/design/meters.md."""
     yield f"| meter | counted of {rows[0].runs} | too short, refused | median error | mean error | interval holds the truth | above idle |"
     yield "|---|---|---|---|---|---|---|"
     for row in rows:

@@ -12,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,10 +25,31 @@ from urllib.parse import urlsplit
 
 import click
 
-from check_neighbours import percentile, served
-
+_ADDRESS = re.compile(r"http://\S+")
 KEYS = ("key-of-a", "key-of-b")
 PROMPTS = [f"class Stack{number}:\n    def push(self, item):\n        " for number in range(8)]
+
+
+@contextlib.contextmanager
+def served(bundle: Path, *options: str) -> Iterator[str]:
+    """Serves a bundle in a child process; yields the address."""
+    code = "from edge_runtime.cli.run import main; main()"
+    command = [sys.executable, "-c", code, "serve", str(bundle), "--port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        assert server.stdout is not None
+        try:
+            address = next((match for line in server.stdout if line.startswith("serving") and (match := _ADDRESS.search(line))), None)
+            if address is None:
+                raise click.ClickException("the server did not start; try the same options with edge-run serve")
+            threading.Thread(target=lambda: [None for _ in server.stdout or ()], daemon=True).start()
+            yield address.group()
+        finally:
+            server.terminate()
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Returns the value below which that share of the values is."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def answer(address: str, key: str, path: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +124,7 @@ def figures(measured: list[float]) -> dict[str, float]:
 def main(bundle: Path, tokens: int, seconds: float, limit: float, options: tuple[str, ...]) -> None:
     """Serve BUNDLE for two keys and print how long one waits for the other, as JSON lines. OPTIONS after -- go to `edge-run serve`."""
     keys = [word for key in KEYS for word in ("--api-key", key)]
-    with served(bundle, *keys, *options) as (address, _):
+    with served(bundle, *keys, *options) as address:
         alone = chats(address, 5)
         click.echo(json.dumps({"chats": "alone", "requests": len(alone), **figures(alone)}))
         expected, begin = {prompt: long_answer(address, prompt, tokens) for prompt in PROMPTS}, time.monotonic()

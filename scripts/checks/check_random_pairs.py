@@ -33,7 +33,7 @@ from edge_runtime.backends.selection import BackendKind
 from edge_runtime.bundle.gguf_types import OFFERED
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.session.open import open_session
-from edge_runtime.session.trials import check_lossless
+from edge_runtime.session.self_checks import check_lossless
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
 from random_pairs import Scales, write_random_pair

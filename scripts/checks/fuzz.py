@@ -6,7 +6,7 @@
     python scripts/checks/fuzz.py gguf-model gguf-weights --bundle my-bundle --sanitize build/kernels --first 100000
 
 Every input must be read, or refused with an error of the package, within 10 seconds and in memory proportional to its size. No file outside
-the folder may be opened and no code run. Figures: docs/security-results.md. Linux only (fork).
+the folder may be opened and no code run. Figures: docs/security.md. Linux only (fork).
 """
 
 from __future__ import annotations

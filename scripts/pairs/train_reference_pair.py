@@ -43,9 +43,9 @@ def log(record: dict[str, object]) -> None:
     click.echo(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}), err=True)
 
 
-def target_stage(output: Path, minutes: float, seed: int) -> None:
+def target_stage(output: Path, minutes: float, seed: int, text: Path | None) -> None:
     """Trains the tokenizer and the target, and measures the target as it is shipped."""
-    train, held = corpus.load_splits()
+    train, held = corpus.load_splits(text)
     tokenizer = gemma_tokenizer.build([d.text for d in train.code + train.prose], TargetRecipe.vocab_size)
     folder = output / "target"
     gemma_tokenizer.save(tokenizer, folder)
@@ -88,10 +88,10 @@ def greedy_texts(target: Gemma4ForCausalLM, prompts: np.ndarray) -> np.ndarray:
         return written_after(target, prompts.astype(np.int64), length=TEXT_LENGTH, temperature=0.0, banned=(), seed=0).astype(np.uint16)
 
 
-def write_stage(output: Path, minutes: float, seed: int) -> None:
+def write_stage(output: Path, minutes: float, seed: int, text: Path | None) -> None:
     """Generates the drafter's training text with the target: greedy continuations of training prompts, for `minutes`."""
     target, tokenizer = load_target(output / "target"), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
-    train, _ = corpus.load_splits()
+    train, _ = corpus.load_splits(text)
     encode = _encoder(tokenizer)
     texts, started, batch = [], time.monotonic(), 0
     while time.monotonic() - started < 60 * minutes:
@@ -121,11 +121,11 @@ def drafter_stage(output: Path, minutes: float, write_minutes: float, seed: int)
     (output / "drafter.measured.json").write_text(json.dumps(measured, indent=2) + "\n")
 
 
-def evaluate_stage(output: Path, seed: int) -> None:
+def evaluate_stage(output: Path, seed: int, text: Path | None) -> None:
     """Measures acceptance of the reference assistant at draft lengths 1 to 6 on greedy text after held-out prompts."""
     target, tokenizer = load_target(output / "target"), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
     drafter = Gemma4AssistantForCausalLM.from_pretrained(output / "drafter", dtype=torch.float32, attn_implementation="eager").eval()
-    _, held = corpus.load_splits()
+    _, held = corpus.load_splits(text)
     encode = _encoder(tokenizer)
     measured: dict[str, object] = {}
     for kind, documents in {"code": held.code, "prose": held.prose}.items():
@@ -174,21 +174,31 @@ def save_model(model: torch.nn.Module, folder: Path) -> None:
 @click.option("--stage", "stages", multiple=True, type=click.Choice(STAGES), default=STAGES, help="Run only these, in order.")
 @click.option("--threads", default=0, help="Threads for torch; 0 leaves torch's choice.")
 @click.option("--seed", default=20261121)
+@click.option(
+    "--text", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Train on the C++ and Markdown files below this folder."
+)
 def main(
-    output: Path, minutes: float, drafter_minutes: float, write_minutes: float, stages: tuple[str, ...], threads: int, seed: int
+    output: Path,
+    minutes: float,
+    drafter_minutes: float,
+    write_minutes: float,
+    stages: tuple[str, ...],
+    threads: int,
+    seed: int,
+    text: Path | None,
 ) -> None:
-    """Train the reference pair from the standard library of the running Python."""
+    """Train the reference pair from the standard library of the running Python, or a pair like it from another text."""
     if threads:
         torch.set_num_threads(threads)
     output.mkdir(parents=True, exist_ok=True)
     if "target" in stages:
-        target_stage(output, minutes, seed)
+        target_stage(output, minutes, seed, text)
     if "write" in stages:
-        write_stage(output, write_minutes, seed)
+        write_stage(output, write_minutes, seed, text)
     if "drafter" in stages:
         drafter_stage(output, drafter_minutes, write_minutes, seed)
     if "evaluate" in stages:
-        evaluate_stage(output, seed)
+        evaluate_stage(output, seed, text)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# Builds the wheel and tries it in clean environments, on each Python from 3.11 to 3.13 that this machine has: check_wheel.sh TOOLS_VENV
+# Tries a wheel in clean environments, on each Python from 3.11 to 3.13 that this machine has: check_wheel.sh TOOLS_VENV [WHEEL]
+# Without WHEEL it builds one, with this machine's kernels alone.
 # From wheels only: the ONNX half, so that nothing is compiled per Python; llama.cpp is what the test-suite runs on.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-tools=${1:?usage: check_wheel.sh TOOLS_VENV}
+tools=${1:?usage: check_wheel.sh TOOLS_VENV [WHEEL]}
+wheel=${2:+$(realpath "$2")}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"$tools/bin/python" -m build --no-isolation --wheel --outdir "$work/dist" >"$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
-wheel=$(echo "$work"/dist/*.whl)
+if [ -z "$wheel" ]; then
+    "$tools/bin/python" -m build --no-isolation --wheel --outdir "$work/dist" >"$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
+    wheel=$(echo "$work"/dist/*.whl)
+fi
 echo "wheel: $(basename "$wheel"), $(stat -c %s "$wheel" 2>/dev/null || stat -f %z "$wheel") bytes"
 
 # A Python by its version: from the PATH, or where pyenv keeps it.

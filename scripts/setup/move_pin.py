@@ -3,7 +3,7 @@
     python scripts/setup/move_pin.py onnxruntime 1.32.0 --keep-older
     python scripts/setup/move_pin.py llama-cpp-python 0.3.37
 
-What has to be run before and after: docs/scripts.md.
+What has to be run before and after: scripts/README.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A short campaign of scripts/checks/fuzz.py over every reader, and regression inputs. Long campaigns: docs/security-results.md."""
+"""A short campaign of scripts/checks/fuzz.py over every reader, and regression inputs. Long campaigns: docs/security.md."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Scripted:
     """A server that runs: where, on what, what it said to the person who started it, and its line about each request."""
 
     url: str
-    together: SpeakingTogether
+    batch: SpeakingTogether
     worker: Worker
     notes: list[str]
     lines: list[str]
@@ -99,11 +99,11 @@ def scripted_worker(
     """A worker, not started, whose `count` sessions all give these replies; where `savable`, their rows can be copied."""
     kind = SavableSpeakingTarget if savable else SpeakingTarget
     own = [chat_session(*replies, context=context, kind=kind) for _ in range(count)]
-    together = SpeakingTogether([session.target for session in own])  # type: ignore[misc]
+    batch = SpeakingTogether([session.target for session in own])  # type: ignore[misc]
     notes: list[str] = []
     template = bundle_template(own[0].bundle, own[0].vocabulary)
-    worker = Worker(Sessions(own, together), template, waiting=waiting, notify=notes.append, watch=watch, clients=clients, **options)
-    return worker, together, notes
+    worker = Worker(Sessions(own, batch), template, waiting=waiting, notify=notes.append, watch=watch, clients=clients, **options)
+    return worker, batch, notes
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ def scripted_server(
     from edge_runtime.server.model_card import ModelCard
     from edge_runtime.session.monitor import Monitor
 
-    worker, together, notes = scripted_worker(*replies, **sessions, clients=client_names(keys))
+    worker, batch, notes = scripted_worker(*replies, **sessions, clients=client_names(keys))
     card = ModelCard(
         name="scripted",
         context=2048,
@@ -154,7 +154,7 @@ def scripted_server(
         thread.start()
         try:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            yield Scripted(url=url, together=together, worker=worker, notes=notes, lines=lines)
+            yield Scripted(url=url, batch=batch, worker=worker, notes=notes, lines=lines)
         finally:
             worker.close()
             server.should_exit = True

@@ -250,6 +250,6 @@ class ScriptedBatch:
 
 
 def scripted_sessions(count: int, context: int = 512, kind: type[ScriptedTarget] = ScriptedTarget) -> tuple[ScriptedBatch, Sessions]:
-    together = ScriptedBatch(count, context, kind)
-    own = zip(together.targets, together.drafters, strict=True)
-    return together, Sessions([make_session(target=target, drafter=drafter) for target, drafter in own], together)
+    batch = ScriptedBatch(count, context, kind)
+    own = zip(batch.targets, batch.drafters, strict=True)
+    return batch, Sessions([make_session(target=target, drafter=drafter) for target, drafter in own], batch)

@@ -420,9 +420,7 @@ def meter_lines(findings: Sequence[Finding], measured: Mapping[str, Characterist
     if not any(f.meter for f in findings):
         denied = [f.name for f in findings if f.state is MeterState.PRESENT]
         lines.insert(0, f"{NO_METER} can be used now" + (f"; what stands in the way of {', '.join(denied)} is below" if denied else ""))
-        lines.append(
-            "a meter in the supply line that writes a table will do: edge-bench run BUNDLE --energy LOG --meter external (docs/energy.md)"
-        )
+        lines.append("a meter in the supply line that writes a table is enough: edge-bench run BUNDLE --energy LOG --meter external")
     return list(map(printable, lines))
 
 

@@ -49,19 +49,6 @@ def varints(message: bytes | memoryview) -> Iterator[int]:
         yield value
 
 
-def bytes_field(number: int, value: bytes) -> bytes:
-    """Returns a field that holds bytes, as `fields_of` reads it."""
-    return _encoded(number << 3 | BYTES) + _encoded(len(value)) + value
-
-
-def _encoded(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
 def _varint(message: bytes | memoryview, at: int) -> tuple[int, int]:
     value = 0
     for shift in range(0, 70, 7):

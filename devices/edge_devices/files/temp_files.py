@@ -15,14 +15,10 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
-    import msvcrt
 
 PARTIAL = "partial"
 # A running process may have got the number of a killed one: an unlocked file this old is stale even so.
 _STALE_SECONDS = 3600.0
-_LOCK_PAUSE = 0.002
-# Windows keeps others from what is locked: a byte that lies behind the contents.
-_WINDOWS_LOCK_AT = (1 << 31) - 2
 
 
 def temporary_of(path: Path, kind: str = PARTIAL) -> Path:
@@ -112,40 +108,11 @@ def _lock(path: Path, *, wait: bool) -> int:
         raise OSError("this system has no locks of folders and of files that are being renamed")
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        if wait:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        else:
-            lock_open(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def lock_open(descriptor: int, seconds: float = 0.0) -> None:
-    """Locks an open file until it is closed, at the latest when the process ends, however it ends.
-
-    Raises BlockingIOError if another has the lock for longer than `seconds`, OSError where the file system has no locks.
-    """
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            return _try_lock(descriptor)
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                raise
-        time.sleep(_LOCK_PAUSE)
-
-
-def _try_lock(descriptor: int) -> None:
-    if fcntl is not None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return
-    os.lseek(descriptor, _WINDOWS_LOCK_AT, os.SEEK_SET)
-    try:
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-    except PermissionError as error:
-        raise BlockingIOError(*error.args) from error
 
 
 def is_running(process: int) -> bool:

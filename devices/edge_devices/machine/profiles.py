@@ -41,7 +41,7 @@ class Profile:
     `giga_operations`: operations per second of a forward in thousand millions, from others' measurements; None if unknown.
     `idle_watts`, `core_watts`: the device without work, and more for each busy core, as others measured them; None if unknown. `watts_of`:
     "laptop" for watts of machines with a battery alone, "processor" where `idle_watts` are those of each processor of a shared server.
-    `threads` None: all big cores. `execution_providers`: the first is the default.
+    `threads` None: all big cores.
     """
 
     name: str
@@ -59,7 +59,6 @@ class Profile:
     watts_of: WattsOf = "device"
     meters: tuple[str, ...] = ()
     energy_note: str = ""
-    execution_providers: tuple[str, ...] = ("cpu",)
     quantization: str = "q4_0"
     threads: int | None = None
     draft_length: tuple[int, int] = (0, 6)

@@ -1,6 +1,6 @@
 """A snapshot of a remote device: the files and command outputs that meters and state are read from, fetched with one command.
 
-Its preflight: reasons to refuse a run, and warnings for the reader of its figures (docs/energy.md, protocol).
+Its preflight: reasons to refuse a run, and warnings for the reader of its figures (docs/measure-energy.md, protocol).
 """
 
 from __future__ import annotations

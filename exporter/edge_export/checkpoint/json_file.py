@@ -100,6 +100,6 @@ class CheckedValues:
         return CheckedValues({**defaults, **self.values}, self.path, self.where, self._advice)
 
     def demand(self, key: str, *allowed: Any) -> None:
-        """Raises CheckpointError for another value than these, the first of which is the default."""
+        """Raises CheckpointError unless the value is one of these; the first is the default."""
         if self.values.get(key, allowed[0]) not in allowed:
             raise self.wrong(key, " or ".join(repr(value) for value in allowed))

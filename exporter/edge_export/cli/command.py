@@ -38,7 +38,7 @@ Examples:
 
 
 class TargetNamed(PanelGroup):
-    """A group that says what a target alone would need."""
+    """A group that explains the right command if a target stands in a command's place."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Returns the command. Raises a usage error for a checkpoint in its place."""

@@ -167,7 +167,7 @@ def parity_sentence(parity: dict[str, Any]) -> str:
 
 
 def calibration_sentence(figures: dict[str, Any]) -> str:
-    """What the calibration brought, with a space before it; nothing without one."""
+    """What the calibration gained, with a space before it; empty without a calibration."""
     before = figures.get("mean_kl_uncalibrated")
     return "" if before is None else f" The calibration brought mean KL from {before:.3g} to {figures['mean_kl']:.3g}."
 

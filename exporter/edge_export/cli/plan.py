@@ -13,8 +13,8 @@ from edge_export.pipeline.dry_run import planned_export
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.cli.plan import PlanOptions, plan_lines
 from edge_runtime.drafting.phase_power import read_phase_power
-from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import manifest_plan
+from edge_runtime.planning.speed_profile import speed_profile
 
 
 @click.command(cls=PanelCommand)
@@ -52,7 +52,7 @@ def plan(
         context=request.context or config.cache.max_context_length,
     )
     manifest, power = planned.manifest, read_phase_power(phase_power) if phase_power is not None else None
-    predicted = manifest_plan(manifest, device_speed(options.profile, None), context=manifest.runtime.context, power=power)
+    predicted = manifest_plan(manifest, speed_profile(options.profile, None), context=manifest.runtime.context, power=power)
     if options.as_json:
         click.echo(json.dumps({"export": planned.to_json(), "plan": predicted.to_json()}, ensure_ascii=False))
         return

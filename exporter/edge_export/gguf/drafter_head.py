@@ -1,4 +1,4 @@
-"""The file of a drafter's sparse head (transformers, Gemma4AssistantMaskedEmbedder). See docs/bundle.md.
+"""The file of a drafter's sparse head (transformers, Gemma4AssistantMaskedEmbedder). See docs/design/manifest.md.
 
 Output rows have the bytes of the exported drafter, in cluster order, each cluster contiguous.
 """

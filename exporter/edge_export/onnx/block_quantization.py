@@ -92,7 +92,7 @@ def quantize_matrix(weight: Floats, spec: WeightSpec, importance: Floats | None 
 
 
 def _compensated(weight: Floats, plain: PackedMatrix, importance: Floats, factor: Factor) -> PackedMatrix:
-    """A matrix in 4 bits that loses less; `importance` [block, blocks] weighs the errors of a block for its scale."""
+    """Returns a matrix in 4 bits whose products err less; `importance` [block, blocks] weighs the errors of a block for its scale."""
     zero = np.float32(8)
 
     def grid_of(block: int, weights: Floats) -> tuple[Floats, Floats]:

@@ -1,4 +1,4 @@
-"""The ONNX half of an export: graphs, their external data, and their facts for the manifest. See docs/bundle.md and docs/npu.md."""
+"""The ONNX half of an export: graphs, their external data, and their facts for the manifest. See docs/design/onnx-graphs.md."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def compare(
 
 
 def _better(reference: Reference, request: OnnxRequest) -> str | None:
-    """The option for the next better type of weights, with about how many bytes the graphs take then."""
+    """Returns the option for the next better type of weights, with about how many bytes the graphs take then."""
     types = list(reversed(WEIGHT_TYPES))
     place = types.index(request.target) + 1
     if place == len(types):

@@ -118,7 +118,7 @@ class GraphBuilder:
         self._nodes.append(node)
 
     def _overload(self, function: Any) -> str:
-        """What tells a function from others of its name. Equal ones are one."""
+        """The name that tells a function from others of its name; equal functions share one."""
         known = self._functions.setdefault(function.SerializeToString(deterministic=True), function)
         if not known.overload:
             known.overload = str(sum(other.name == known.name for other in self._functions.values()))

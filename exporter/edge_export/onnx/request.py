@@ -33,7 +33,7 @@ DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qn
 _HEAD_STEP = 16
 # Default blocks: the fastest for dynamic shapes, and the size that was tested with fixed shapes.
 _BLOCK, _STATIC_BLOCK = 128, 32
-# Of an int8 target. On real matrices it loses 0.023 so, and 0.040 in blocks of 128; a row takes 1.06 times as long (onnx-reference.md).
+# Of an int8 target (docs/design/quantization.md). Real matrices lose 0.023, and 0.040 in blocks of 128; a row takes 1.06 times as long.
 _INT8_BLOCK: Block = 32
 # Kinds of a layer's matrices that have 8 bits where int4 is mixed, and the embedding, by GGUF names.
 _IN_8_BITS, _TABLE = frozenset({"attn_k", "attn_v", "ffn_down", "proj"}), "token_embd"
@@ -60,8 +60,8 @@ WEIGHT_TYPES: dict[OnnxWeights, WeightType] = {
     "int4": WeightType("blocks", 4, 1.0),
 }
 # Of mixed int4. Limits are above what real matrices of 270 million weights show, which lose more than larger models: 0.53 mixed without a
-# calibration (docs/gguf.md), 0.92 the layers alone in blocks of 128 with it (docs/onnx-reference.md). They are at most 1.0, where a
-# model's perplexity has doubled or tripled: all in blocks of 128 without a calibration (3.24, docs/gguf.md) is refused.
+# calibration, 0.92 the layers alone in blocks of 128 with it. They are at most 1.0, where a model's perplexity has doubled or tripled:
+# all in blocks of 128 without a calibration (3.24) is refused. Figures: docs/results.md and docs/design/quantization.md.
 _MIXED_KL = 0.6
 
 
@@ -75,7 +75,7 @@ class OnnxRequest:
     Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
     `on_grid`: the target was trained for int4 in blocks of 32, as `block` says then; its int4 matrices that lie on no grid get 8 bits.
     `media`: the weights of the encoders of images and sound, None leaves them out.
-    `kv` is the type of K/V rows. With a `device` the graphs have fixed shapes and plain operators (docs/npu.md).
+    `kv` is the type of K/V rows. With a `device` the graphs have fixed shapes and plain operators (docs/design/onnx-graphs.md).
     """
 
     target: OnnxWeights = option("--onnx-target", default="int4", help="Weight type of the target's ONNX graphs.")

@@ -1,7 +1,7 @@
 """Weights of ONNX graphs: the format of each of a pair's matrices, and data files, written piece by piece as the graphs are built.
 
 int4 is mixed unless a block is asked for: blocks of 64, and 8 bits in blocks of 128 for the embedding and the layers' weights that lose
-most; of these K and V are in blocks of 32, as all of an int8 target. Figures: docs/onnx-reference.md.
+most; of these K and V are in blocks of 32, as all of an int8 target. Figures: docs/design/quantization.md.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def sync_files(folder: Path) -> None:
 
 
 def sync_names(folder: Path) -> None:
-    """Flushes a folder's list of names to the disk; does nothing on Windows, which cannot. Raises OSError."""
+    """Flushes a folder's list of names to the disk; does nothing on Windows, where that is not possible. Raises OSError."""
     if os.name != "nt":
         _sync(folder, os.O_RDONLY)
 

@@ -1,4 +1,4 @@
-"""A folder beside an export's output with the state of what takes long, so that a stopped call goes on where it was."""
+"""A folder beside an export's output with the state of long steps, so that a repeated call continues where the last one stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a bundle holds beside its models: the manifest's facts, tokenizer, chat template, config.yaml, signature."""
+"""The files of a bundle beside its models: the manifest's facts, tokenizer, chat template, config.yaml, signature."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _widest_feed_forward(model: TextArchitecture) -> int:
 
 
 def generation_defaults(target: ResolvedSource) -> GenerationDefaults | None:
-    """Returns what the target says, as transformers reads it; None for nothing. Raises CheckpointError for values that cannot be."""
+    """Returns the target's generation settings as transformers reads them; None for none. Raises CheckpointError for impossible values."""
     size = target.checkpoint.architecture.vocab_size
     ends: tuple[int, ...] = ()
     if target.gguf is None:

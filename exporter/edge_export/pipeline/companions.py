@@ -1,7 +1,7 @@
-"""What a bundle's folder holds for other programs: presets for llama.cpp's server and Ollama; the model card is in `model_card`.
+"""Files in a bundle's folder for other programs: presets for llama.cpp's server and Ollama; the model card is in `model_card`.
 
-Formats: llama.cpp's docs/preset.md and tools/server/README.md, Ollama's parser/parser.go. They are not part of the manifest: whoever
-changes them changes nothing that edge-mtp reads.
+Formats: llama.cpp's docs/preset.md and tools/server/README.md, Ollama's parser/parser.go. They are not part of the manifest: changing them
+changes nothing that edge-mtp reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an export would write and take, as far as a plan needs it: from the checkpoints' headers or configs alone."""
+"""What an export would write and need, computed from the checkpoints' headers or configs alone."""
 
 from __future__ import annotations
 

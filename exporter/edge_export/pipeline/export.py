@@ -1,4 +1,4 @@
-"""The export: a target and its drafter in, a bundle out, in steps that are shown. The bundle appears complete or not at all."""
+"""The export: reads a target and its drafter and writes a bundle, in steps that are shown. The bundle appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def calibration_folder(request: ExportRequest) -> Path:
 
 @contextlib.contextmanager
 def _kept_calibration(job: ExportJob) -> Iterator[None]:
-    """Keeps the state if the export does not end, once a layer has been run, and says where it is."""
+    """Keeps the state of a calibration that ran at least one layer if the export fails, and says where it is."""
     folder = calibration_folder(job.request)
     existed = folder.exists()
     try:

@@ -127,7 +127,7 @@ def planned_head_bytes(drafter: Checkpoint, quantization: str) -> int:
 
 
 def _check_runs(source: ResolvedSource, plan: GgufPlan | None) -> None:
-    """Raises ExportError if the runtime would refuse this half's file, planned or existing."""
+    """Raises ExportError if the runtime would refuse this model's file, planned or existing."""
     try:
         header = source.gguf if plan is None else parse_gguf_header(source.path, plan.header, plan.bytes)
         assert header is not None  # only an existing GGUF has no plan

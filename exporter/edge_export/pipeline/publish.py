@@ -1,4 +1,4 @@
-"""A bundle's way to the hub: what would be uploaded, its model card, and the upload."""
+"""Uploads a bundle to the hub: the files, the model card, and the upload itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an export is asked for, and what it makes of that once its sources are open."""
+"""The export request, and the plan that follows from it once its sources are open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tuning part of an export: trains the drafter, and takes the tuned one if it is better. Imports torch only when it is asked for."""
+"""The tuning step of an export: trains the drafter, and takes the tuned one if it is better. Imports torch only on request."""
 
 from __future__ import annotations
 

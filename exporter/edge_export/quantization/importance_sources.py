@@ -59,7 +59,7 @@ class ImportanceSources:
         default=True,
         flag_value=False,
         show_default=False,
-        help="Leave the calibration out: the export takes minutes less, and answers get worse (see docs/gguf.md).",
+        help="Leave the calibration out: the export takes minutes less, and answers get worse (see docs/results.md).",
     )
     save: Path | None = option("--save-imatrix", metavar="FOLDER", help="Save the matrices of --calibrate here, in llama.cpp's format.")
     imatrix: Path | None = option(metavar="FILE", help="The target's importance matrix, as written by llama-imatrix.")

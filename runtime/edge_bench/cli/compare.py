@@ -1,4 +1,4 @@
-"""`edge-bench compare`: results of devices beside each other."""
+"""`edge-bench compare`: shows the results of several devices side by side."""
 
 from __future__ import annotations
 

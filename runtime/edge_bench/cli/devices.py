@@ -77,7 +77,7 @@ class FleetOptions(ReachOptions):
     stop: bool = option(default=False, help="End the run --run on the devices; BUNDLE is not needed for it, but to collect the run.")
     clean: bool = option(default=False, help="Remove everything edge-bench put on the devices, after collecting; without BUNDLE at once.")
     energy: bool = option(
-        default=False, panel="Energy", help="Also measure energy on the devices by the protocol of docs/energy.md (takes long)."
+        default=False, panel="Energy", help="Also measure energy on the devices by the protocol of docs/measure-energy.md (takes long)."
     )
 
 

@@ -1,4 +1,4 @@
-"""Where the results of a command go: tables on standard output, a JSON file, a page."""
+"""The outputs of a command's results: tables on standard output, a JSON file, a page."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Outputs:
             print_tables(tables)
 
     def write_quality(self, result: QualityResult) -> None:
-        """Writes what bundles keep of a model's answers to all outputs."""
+        """Writes how well bundles keep a model's answers to all outputs."""
         from edge_bench.report.quality import quality_plots, quality_tables
 
         tables = quality_tables(result)

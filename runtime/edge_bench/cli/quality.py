@@ -1,4 +1,4 @@
-"""`edge-bench quality`: what bundles keep of a model's answers."""
+"""`edge-bench quality`: measures how well bundles keep a model's answers."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _files_of(name: str, files: RecordOptions) -> RecordOptions:
 
 
 def _end(measured: Sequence[tuple[BenchResult, Path | None]], failures: Sequence[BaseException]) -> None:
-    """Says what is missing of all devices, `failures` last. Raises the last, as only that may be Ctrl-C; those before are notes."""
+    """Reports which measurements failed and raises the last error, as only that may be Ctrl-C; the errors before it become notes."""
     ends = list[BaseException]()
     for each, energy in measured:
         try:

@@ -153,7 +153,7 @@ class _Fleet:
 
 
 def _store(phone: str, files: dict[str, bytes], folder: Path) -> DeviceResult:
-    """Writes a phone's files and reads them. The host is part of the name: two hosts may have phones of the same serial."""
+    """Writes a phone's files and reads them. The host is part of the name, because phones of two hosts may have the same serial."""
     target = folder / phone.replace(":", "-").replace("/", "-")
     target.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():

@@ -85,7 +85,7 @@ def _new_records(file: Path, known: dict[Path, Records]) -> Records:
 
 
 def _run_hashes(records: Records) -> set[str]:
-    """Returns a hash of each run's times: records that share one hold the same measurement, whatever else they say."""
+    """Returns a hash of each run's times: records with equal hashes hold the same measurement, whatever else they say."""
     timed = (f"{run.variant.label} {run.prompt} {run.repeat} {run.seconds!r} {run.round_seconds!r}" for run in records.runs)
     return {hashlib.sha256(text.encode()).hexdigest() for text in timed}
 

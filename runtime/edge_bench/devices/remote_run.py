@@ -148,7 +148,7 @@ def clean(transport: Transport, log: Log) -> None:
 
 
 def _refuse_beside_another(transport: Transport) -> None:
-    """Raises RequestError while a run goes on on the device: two would take power and processors from each other."""
+    """Raises RequestError if another run is active on the device: two would share its power and processors."""
     job = running_job(transport)
     if job:
         raise RequestError(busy(transport, job))
@@ -177,7 +177,7 @@ def _started(request: RemoteRequest) -> str:
 
 
 def _awaits_table(request: RemoteRequest) -> bool:
-    """Whether the joules come from the table of a meter that is read after the run."""
+    """Whether the joules come from an external meter's table that is read after the run."""
     return request.energy and external_meter(request.meter) is not None
 
 

@@ -216,7 +216,7 @@ def _energy(results: Sequence[DeviceResult], *, wide: bool) -> list[TextTable]:
 
 
 def _incidents(results: Sequence[DeviceResult]) -> TextTable:
-    """Each device's doubts, incidents and notes; among the notes, `read_result` puts the incidents and warnings too."""
+    """Each device's doubts, incidents and notes; `read_result` puts incidents and warnings among the notes, too."""
     rows = []
     for result in results:
         texts = dict.fromkeys((*result.figures.doubts, *result.happenings, *result.figures.records.notes))

@@ -1,1 +1,1 @@
-"""What is run, in which order, and what is recorded."""
+"""Measurements: what is run, in which order, and what is recorded."""

@@ -188,7 +188,7 @@ class Benchmark:
             yield run(*request)
 
     def _announce(self, warm: Sequence[Run], runs: int) -> None:
-        """Says how long the runs here and those of longer texts will take, as fast as the `warm` ones."""
+        """Prints how long the runs here and those of longer texts will take at the speed of the `warm` ones."""
         request = self._request
         seconds = statistics.mean(run.seconds + (run.first_token_seconds or 0.0) for run in warm)
         prompt_seconds = statistics.median((run.first_token_seconds or 0.0) / max(run.prompt_tokens, 1) for run in warm)
@@ -289,5 +289,5 @@ def _middle(lengths: Sequence[int]) -> int:
 
 
 def _few(lengths: Sequence[int], policies: Sequence[str]) -> Sequence[int]:
-    """Returns no fixed length if policies are measured, else only the middle one."""
+    """Returns the fixed lengths for a short measurement: none if policies are measured, otherwise only the middle one."""
     return () if policies or not lengths else (_middle(lengths),)

@@ -50,7 +50,7 @@ class RecordOptions(MeterOptions):
 
     runs: Path | None = option(panel="Results", help="Write each measurement to this file at once, one JSON line each.")
     energy: Path | None = option(
-        panel="Energy", help="Also measure energy by the protocol of docs/energy.md (takes long); write its log here."
+        panel="Energy", help="Also measure energy by the protocol of docs/measure-energy.md (takes long); write its log here."
     )
 
 
@@ -68,7 +68,7 @@ class BenchResult:
     speeds_shown: bool = False
 
     def end(self, energy_file: Path | None) -> None:
-        """Says what is missing after the results are written: raises `failure`, or exits with the code of Ctrl-C."""
+        """Reports what is missing after the results are written: raises `failure`, or exits with the code of Ctrl-C."""
         if self.failure is not None:
             raise self.failure
         if self.log is not None and self.energy is None:

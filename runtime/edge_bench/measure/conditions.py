@@ -79,7 +79,7 @@ class ConditionsWatch:
         return MachineConditions(clock_mhz=state.clock_mhz, temperature_c=state.temperature_c, bad=tuple(bad), unknown=lost)
 
     def rested(self) -> str:
-        """Returns a sentence on the rests until now; an empty one without any."""
+        """Returns a sentence about the rests so far; empty if there were none."""
         if not self._rests:
             return ""
         end = ", and was still warm, so that it did not rest again" if self._hopeless else ""
@@ -87,7 +87,7 @@ class ConditionsWatch:
         return f"the device was warm and rested {times}, {self._rested_s:.0f} s in all{end}"
 
     def _rest(self) -> None:
-        """Waits until the machine is no longer warm. One that stays warm, as in the sun, does not hold up the measurement again."""
+        """Waits until the machine is no longer warm. A machine that stays warm, as in the sun, does not delay the measurement again."""
         if self._hopeless or self._rested_s >= ALL_REST_SECONDS:
             return
         begin = self._system.clock()

@@ -1,4 +1,4 @@
-"""Energy of the variants by the protocol of docs/energy.md. Takes minutes to hours, as windows depend on the meter."""
+"""Energy of the variants by the protocol of docs/measure-energy.md. Takes minutes to hours, as windows depend on the meter."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def measure_energy(
     plan = Plan(repeats=repeats)
     if minutes is not None:
         plan, workloads = fitted(plan, workloads, characteristics, 60 * minutes)
-        # What does not become steady takes no longer than was asked for.
+        # If the state never becomes steady, warming up takes no longer than was asked for.
         spare_s = 60 * minutes - planned_seconds(plan, workloads, characteristics)
         plan = replace(plan, max_soak_s=min(MAX_SOAK_S, soak_seconds(plan, characteristics) + max(0.0, spare_s)))
     minutes_needed = planned_seconds(plan, workloads, characteristics) / 60
@@ -181,7 +181,7 @@ def session_sentence(plan: Plan, workloads: Mapping[str, Workload], characterist
 
 
 def _interval_width(repeats: int) -> float:
-    """Returns the width of an interval of so many repeats, in units of their scatter."""
+    """Returns the width of an interval of that many repeats, in units of their scatter."""
     freedom = repeats - 2 if repeats >= MIN_TO_DETREND else repeats - 1
     return t_quantile(freedom) / math.sqrt(repeats)
 

@@ -25,7 +25,7 @@ def note(text: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Returns a time in words, as exactly as an estimate deserves."""
+    """Returns a duration in words, rounded as far as an estimate allows."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 

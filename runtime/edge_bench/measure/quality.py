@@ -1,4 +1,4 @@
-"""What bundles keep of a model's answers, on each engine that runs them: against a checkpoint, or against another bundle."""
+"""Compares bundles' answers, on each engine that runs them, with those of a checkpoint or of another bundle."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The raw records of a benchmark, one JSON object per line: every figure can be computed again from the file.
 
-The first line is the header; each other line names its kind. Seconds are wall time. Fields: docs/measuring.md.
+The first line is the header; each other line names its kind. Seconds are wall time. Fields: docs/measure-speed.md.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Records:
         return len(self.runs) + len(self.concurrency) + len(self.images) + len(self.kv_types)
 
     def doubts(self) -> tuple[str, ...]:
-        """Returns why nothing follows from the figures, one text each, which begins with "incomplete" or "disturbed"."""
+        """Returns the reasons why the figures are not conclusive; each begins with "incomplete" or "disturbed"."""
         texts = []
         if self.header.planned is not None and self.measured < self.header.planned:
             texts.append(f"incomplete: {self.measured} of {self.header.planned} measurements")
@@ -255,7 +255,7 @@ def collect(records: Sequence[Record]) -> Records:
 
 
 def trace_lines(runs: Sequence[Run]) -> Iterator[str]:
-    """Yields a line of JSON for each round of this program's runs, with the words of vLLM's counters (docs/measuring.md)."""
+    """Yields a line of JSON for each round of this program's runs, with the words of vLLM's counters (docs/measure-speed.md)."""
     for request, run in enumerate(runs):
         place = {"request": request, "part": run.part, "domain": run.domain, "prompt": run.prompt, "repeat": run.repeat}
         rounds = zip(run.round_drafted, run.round_accepted, run.round_draft_seconds, run.round_verify_seconds, strict=True)

@@ -1,4 +1,4 @@
-"""What to measure, as options of the commands."""
+"""The options of a measurement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edge_bench.measure.prompts import DOMAINS, Prompt, read_prompts, shipped_pr
 from edge_bench.measure.variants import CHOOSING_POLICIES, LLAMA_CPP, parse_lengths, parse_names, parse_numbers
 from edge_devices.energy.virtual_meters import VIRTUAL
 from edge_devices.machine.cpu_affinity import MAX_THREADS
-from edge_devices.option_fields import OPTION, option
+from edge_devices.option_fields import OPTION, option, spelling
 from edge_runtime.bundle.kv_types import KV_TYPES, KvType
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, DrafterKind
 from edge_runtime.drafting.policies import DEFAULT_POLICY
@@ -193,11 +193,12 @@ def option_words(options: BenchRequest | LoadOptions | MeterOptions) -> list[str
     """
     usual, words = type(options)(), list[str | Path]()
     for field in fields(options):
-        value, declared = getattr(options, field.name), field.metadata.get(OPTION)
-        if declared is None or field.name in ("meter", "tools", "public_key", "thorough") or value == getattr(usual, field.name):
+        value = getattr(options, field.name)
+        left_out = OPTION not in field.metadata or field.name in ("meter", "tools", "public_key", "thorough")
+        if left_out or value == getattr(usual, field.name):
             continue
-        if declared.attributes.get("multiple") is False:
+        if field.metadata[OPTION][1].get("multiple") is False:
             value = ",".join(map(str, value)) or "none"
         for word in value if isinstance(value, tuple) else (value,):
-            words += [declared.spelling(field.name)[0], word if isinstance(word, Path) else str(word)]
+            words += [spelling(field)[0], word if isinstance(word, Path) else str(word)]
     return words

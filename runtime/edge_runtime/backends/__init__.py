@@ -1,1 +1,1 @@
-"""Backends: one module per library, each behind the `Target` and `Drafter` seam of `base`."""
+"""Backends: a folder per library, each behind the interfaces `Target` and `Drafter`."""

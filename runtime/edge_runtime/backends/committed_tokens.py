@@ -122,7 +122,7 @@ class CommittedText(ABC):
             raise RequestError(f"a state of {length} tokens does not fit the context of {self.context}; raise it")
         sizes = (*rows.full.shape, rows.sliding.shape[1])
         if sizes != (length, full, sliding) or not min(length, self.sliding_rows) <= len(rows.sliding) <= length:
-            raise RequestError(f"the KV state has {sizes} rows and bytes, {len(rows.sliding)} sliding; it is damaged, save it again")
+            raise RequestError(f"the KV state has {sizes} rows and bytes, {len(rows.sliding)} sliding; they do not fit this target")
 
     def append(self, ids: Tokens) -> None:
         """Records tokens whose rows are in the cache."""

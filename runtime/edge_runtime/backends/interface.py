@@ -1,4 +1,4 @@
-"""What a backend is to those who open bundles: the options it has, the pair it opens, and what it reports of its library."""
+"""The interface of a backend for code that opens bundles: its options, the pair it opens, and the facts it reports of its library."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OpenRequest:
     waiting: Waiting
 
     def special_options(self) -> dict[str, object]:
-        """The options asked for that not every backend has."""
+        """The requested options that not every backend has."""
         options = {
             "kv_type": self.kv_type,
             "memory_limit": self.memory_limit,
@@ -62,7 +62,7 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedPair:
-    """A pair in memory: a target and a drafter for each sequence, all closed with `together`.
+    """A pair in memory: a target and a drafter for each sequence, all closed with `batch`.
 
     `speed_facts` are what its speed depends on beside files, threads and machine; `answer_facts` what its answers depend on beside files,
     context and machine; `row_kernel_facts` what the bits of K/V rows depend on beside files, K/V type and machine. `exported_parity` is
@@ -71,7 +71,7 @@ class OpenedPair:
     as many threads. `accelerator` computes in the CPU's place; whoever opened it compares both before it is trusted.
     """
 
-    together: SequenceBatch
+    batch: SequenceBatch
     drafters: Sequence[Drafter | None]
     drafter_kind: DrafterKind
     vocabulary: Vocabulary
@@ -99,7 +99,7 @@ class Backend(Protocol):
         """Returns the names of the devices beside the CPU, those by software left out, and in one line what their results depend on."""
 
     def missing_device(self, name: str, /) -> str | None:
-        """A sentence about a device beside the CPU that it does not compute on here, with those there are; None if it does."""
+        """Returns a sentence that names the available devices if the requested device is not usable here; None if it is."""
 
     def describe(self) -> dict[str, Any]:
         """Returns the `version` and features of its library, which it loads: on a wrong processor that may end the process.
@@ -111,7 +111,7 @@ class Backend(Protocol):
         """Returns what `edge-run doctor` prints of it: subject, "ok" or "missing", and a sentence. No subject: that of the row before."""
 
     def remedy(self, version: str) -> str | None:
-        """A sentence: what to do where this version of the library ends the process."""
+        """A sentence: what to do if this version of the library crashes the process."""
 
     def open(self, request: OpenRequest) -> OpenedPair:
         """Opens the pair; its options were checked.

@@ -21,8 +21,8 @@ from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
 
 BackendKind = str
-# A backend, or a backend and a device of its own, "llama vulkan0": where a bundle can run.
-Place = str
+# A backend on the CPU, "llama", or a backend and a device, "llama vulkan0".
+BackendChoice = str
 # As the name of a device: the fastest there is.
 AUTO = "auto"
 # As the name of a device: the first of this kind that there is.
@@ -31,9 +31,9 @@ KINDS = ("gpu", "npu")
 
 @dataclass(frozen=True, kw_only=True)
 class BackendCard:
-    """What is known of a backend without its code: its name for people, the format of its target's file, its library's module and package.
+    """What is known of a backend without its code: its display name, its target's file format, its library's module and package.
 
-    Where `compiled`, installing the package compiles it.
+    `compiled`: installing the package compiles it.
     """
 
     title: str
@@ -51,20 +51,20 @@ CARDS: dict[BackendKind, BackendCard] = {
 BACKENDS = tuple(CARDS)
 
 
-def backend_of(place: Place) -> BackendKind:
-    """Returns the backend of a place."""
-    return place.partition(" ")[0]
+def backend_of(choice: BackendChoice) -> BackendKind:
+    """Returns the backend of a choice."""
+    return choice.partition(" ")[0]
 
 
-def device_of(place: Place) -> str | None:
-    """Returns the device of a place; None is the CPU."""
-    return place.partition(" ")[2] or None
+def device_of(choice: BackendChoice) -> str | None:
+    """Returns the device of a choice; None is the CPU."""
+    return choice.partition(" ")[2] or None
 
 
-def title(place: Place) -> str:
-    """Returns a place's name for people: "ONNX Runtime", "llama.cpp on vulkan0"."""
-    device = device_of(place)
-    return CARDS[backend_of(place)].title + (f" on {device}" if device else "")
+def title(choice: BackendChoice) -> str:
+    """Returns a choice's name for people: "ONNX Runtime", "llama.cpp on vulkan0"."""
+    device = device_of(choice)
+    return CARDS[backend_of(choice)].title + (f" on {device}" if device else "")
 
 
 def load_backend(kind: BackendKind) -> Backend:
@@ -149,26 +149,26 @@ class BackendRates:
     """
 
     bundle: str
-    rates: Mapping[Place, float]
+    rates: Mapping[BackendChoice, float]
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be rates of backends."""
         if (
             not self.rates
-            or not {backend_of(place) for place in self.rates} <= set(BACKENDS)
+            or not {backend_of(choice) for choice in self.rates} <= set(BACKENDS)
             or not all(rate > 0 for rate in self.rates.values())
         ):
             raise ValueError(f"{self.rates!r} are not rates of backends")
 
     @property
-    def fastest(self) -> Place:
+    def fastest(self) -> BackendChoice:
         """The backend, or its device, of the highest rate."""
         return max(self.rates, key=self.rates.__getitem__)
 
     def sentence(self) -> str:
         """What was found, for people."""
         best = self.fastest
-        others = [f"{self.rates[best] / rate:.2f} times the speed of {title(place)}" for place, rate in self.rates.items() if place != best]
+        others = [f"{self.rates[best] / rate:.2f} times the speed of {title(other)}" for other, rate in self.rates.items() if other != best]
         return f"{title(best)}, {', '.join(others)}" if others else f"{title(best)}, the only one that opens it"
 
 
@@ -178,39 +178,39 @@ _RATES = MeasuredValue(kind="backends", value_class=BackendRates, doing="measuri
 def measured_rates(
     bundle: str,
     facts: Sequence[object],
-    places: Sequence[Place],
-    rate_of: Callable[[Place], float],
+    choices: Sequence[BackendChoice],
+    rate_of: Callable[[BackendChoice], float],
     notify: Callable[[str], None],
 ) -> BackendRates:
-    """Returns the cached rates of the bundle with these facts on this machine; without any, measures each of `places` by `rate_of`.
+    """Returns the cached rates of the bundle with these facts on this machine; without any, measures each of `choices` by `rate_of`.
 
     A backend or a device that cannot open the bundle has no rate. Raises its error if that is so of all.
     """
 
     def measure(_: Report, __: object) -> BackendRates:
-        devices = any(" " in place for place in places)
+        devices = any(" " in choice for choice in choices)
         what = "where the bundle" if devices else "which of the bundle's backends"
         notify(f"Measuring {what} is faster on this machine.")
-        rates: dict[Place, float] = {}
+        rates: dict[BackendChoice, float] = {}
         failure: EdgeRuntimeError | None = None
-        for place in places:
+        for choice in choices:
             try:
-                rates[place] = rate_of(place)
+                rates[choice] = rate_of(choice)
             except EdgeRuntimeError as error:
                 failure = failure or error
-                notify(f"{title(place)} is left out: {error}.")
+                notify(f"{title(choice)} is left out: {error}.")
         if failure is not None and not rates:
             raise failure
         measured = BackendRates(bundle=bundle, rates=rates)
         notify(f"Backend: {measured.sentence()}; {'--device' if devices else '--backend'} takes the other one.")
         return measured
 
-    return _RATES.known_or_measured(_rates_key(facts), measure, notify, fits=lambda known: set(known.rates) <= set(places))
+    return _RATES.known_or_measured(_rates_key(facts), measure, notify, fits=lambda known: set(known.rates) <= set(choices))
 
 
-def kept_rates(facts: Sequence[object], places: Sequence[Place]) -> BackendRates | None:
+def kept_rates(facts: Sequence[object], choices: Sequence[BackendChoice]) -> BackendRates | None:
     """Returns the kept rates of the bundle with these facts on this machine; measures nothing."""
-    known = _RATES.known(_rates_key(facts), fits=lambda known: set(known.rates) <= set(places))
+    known = _RATES.known(_rates_key(facts), fits=lambda known: set(known.rates) <= set(choices))
     return None if known is None else known.value
 
 

@@ -1,7 +1,7 @@
 """The bundle: the file contract between the exporter, which writes it, and the runtime, which reads it.
 
 A bundle is a directory with `manifest.json` and the files it lists. This module checks files and opens no model.
-Layout and every field: docs/bundle.md.
+Layout and every field: docs/design/manifest.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CHECKPOINT_FILES = ("config.json", "model.safetensors", "model.safetensors.inde
 
 
 def advice(folder: Path, manifest_name: str) -> str:
-    """Returns what to do about `folder`, which has no manifest; it is compared with what lies in it and beside it."""
+    """Returns what to do about `folder`, which has no manifest, judged by the files in it and beside it."""
     export = f"edge-export pair {shlex.quote(str(folder))} DRAFTER --output my-bundle"
     if folder.is_file():
         kind = "a GGUF file" if folder.suffix.lower() == ".gguf" else "a file"

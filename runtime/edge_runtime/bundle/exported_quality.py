@@ -1,4 +1,4 @@
-"""What a bundle's quantization keeps of its model's answers, as its export measured it, in figures and in words."""
+"""How well a bundle's quantization keeps its model's answers, as measured by its export, in figures and in words."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from edge_devices.errors import EdgeError
 from edge_devices.files.user_cache import cache_folder, cache_put, entry_key, read_entries
 
-# Above this mean KL, in nats, another word than the model's own is often the likeliest. Real matrices (docs/gguf.md): 8 bits have 0.03,
-# a calibrated mix of 4 to 8 bits 0.1.
+# Above this mean KL, in nats, another word than the model's own is often the likeliest. Of real matrices (docs/results.md) 8 bits have
+# 0.03, a calibrated mix of 4 to 8 bits 0.1.
 DEGRADED_KL = 0.3
 # Which bundles were mentioned.
 CACHE_NAME = "mentioned.json"
@@ -39,7 +39,7 @@ class Quality:
 
 
 def exported_quality(parity: object) -> Quality | None:
-    """The quality in one format's part of the manifest's `parity`; None where it was not measured, or where figures are none."""
+    """The quality in one format's part of the manifest's `parity`; None if it was not measured or a figure is invalid."""
     figures = parity.get("quality") if isinstance(parity, dict) else None
     if not isinstance(figures, dict):
         return None
@@ -49,7 +49,7 @@ def exported_quality(parity: object) -> Quality | None:
 
 
 def first_time(facts: Sequence[str]) -> bool:
-    """Whether a bundle of these facts is mentioned for the first time on this machine, which is kept; without a cache, every time."""
+    """Whether a bundle of these facts is mentioned for the first time on this machine; always True without a cache."""
     try:
         path = cache_folder() / CACHE_NAME
     except EdgeError:  # a user without a home folder
@@ -62,7 +62,7 @@ def first_time(facts: Sequence[str]) -> bool:
 
 
 def degradation(parity: object, name: str) -> str | None:
-    """A sentence about a bundle of this name that has lost much of its model's answers; None if it has not, or nobody measured it."""
+    """A sentence about a bundle of this name that has lost much of its model's answers; None if it has not, or if that was not measured."""
     quality = exported_quality(parity)
     if quality is None or quality.mean_kl <= DEGRADED_KL:
         return None

@@ -77,8 +77,10 @@ def check_gguf(path: Path) -> GgufHeader:
 
 @lru_cache(maxsize=16)
 def _header(path: Path, _state: tuple[int, ...]) -> GgufHeader:
-    """Reads a file once as long as nobody changes it: whoever opens a pair asks for each header two or three times, and a vocabulary of
-    262,144 tokens takes a tenth of a second."""
+    """Returns the header of a file, read again only after the file changed.
+
+    Opening a pair asks for each header two or three times, and reading a vocabulary of 262,144 tokens takes a tenth of a second.
+    """
     return read_gguf_header(path)
 
 

@@ -26,7 +26,7 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 # Gemma 4's files have some 50 keys, less than 2000 tensors, and half a million merges.
 _MAX_KEYS, _MAX_TENSORS, _MAX_STRINGS = 1 << 10, 1 << 13, 1 << 22
-# The longest strings known are chat templates; a name may have 65535 bytes (docs/gguf.md).
+# The longest strings known are chat templates; a name may have 65535 bytes (ggml's docs/gguf.md).
 _MAX_STRING_BYTES, _MAX_NAME_BYTES = 1 << 20, (1 << 16) - 1
 ARCHITECTURE_KEY, VOCABULARY_KEY = "general.architecture", "tokenizer.ggml.tokens"
 # One value per layer. Longer arrays, and all arrays of strings (vocabulary, scores, merges), are kept as a length and a hash.

@@ -67,7 +67,6 @@ TENSOR_TYPES = {
     39: TensorType(name="mxfp4", weights=32, bytes=17, copy_bytes=17),
 }
 TYPE_NUMBERS = {kind.name: number for number, kind in TENSOR_TYPES.items()}
-FLOATS = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +102,9 @@ def _named(name: str) -> TensorType:
     return TENSOR_TYPES[TYPE_NUMBERS[name]]
 
 
-# KL limits: at least twice what such files show of real matrices of 270 million weights (docs/gguf.md), which lose more than larger models,
-# and at most 1.0, where perplexity has doubled or tripled; q5_k_m and q6_k, which were not measured there, have those of their neighbours.
+# KL limits: at least twice what such files show of real matrices of 270 million weights (docs/results.md), which lose more than
+# larger models, and at most 1.0, where perplexity has doubled or tripled. q5_k_m and q6_k were not measured there and have those of
+# their neighbours.
 # In the mixes named _M a fifth of the weights of a Gemma 4 is q6_K, with all of ffn_down three tenths.
 _QUANTIZATIONS = (
     Quantization(name="q4_0", file_type=2, matrices=(("q4_0", 1),), tables="q6_K", kl_limit=1.0, weighed=True),

@@ -1,4 +1,4 @@
-"""manifest.json as dataclasses, with its own hash and the ranges of its numbers. Layout and every field: docs/manifest.md.
+"""manifest.json as dataclasses, with its own hash and the ranges of its numbers. Layout and every field: docs/design/manifest.md.
 
 The hash is the last key: the sha256 of the whole file with zeros in place of the 64 digits. It covers bytes rather than what the JSON
 means, so that every changed bit is found.
@@ -49,7 +49,7 @@ FROM_ZERO = frozenset(
 
 
 def files_key(files: Iterable[Any]) -> str:
-    """Returns a hash of what model files are, by role, format, quantization and bytes: figures of a bundle are known by it."""
+    """Returns a hash of the model files' roles, formats, quantizations and bytes, by which figures of a bundle are known."""
     facts = sorted(f"{file.role} {file.format} {file.quantization} {file.bytes}" for file in files)
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
@@ -97,7 +97,7 @@ def _check(number: float, where: str, from_zero: bool) -> None:
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20
-# A draft is never longer than this (see docs/manifest.md, rewind slack).
+# A draft is never longer than this (see docs/design/manifest.md, rewind slack).
 MAX_DRAFT_LENGTH = 12
 # No head is wider: buffers and tables are not laid out on a manifest's word.
 MAX_HEAD_DIM = 8192
@@ -107,7 +107,7 @@ MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER = "media_encoder", "vision_encoder"
 
 @dataclass(frozen=True, kw_only=True)
 class BundleFile:
-    """One file of the bundle; `path` is relative, with forward slashes. `role` is one of those in docs/bundle.md.
+    """One file of the bundle; `path` is relative, with forward slashes. `role` is one of those in docs/design/manifest.md.
 
     `bits_per_weight` is what a weight of its model takes in it on average, None for files that hold no model's weights.
     """
@@ -199,7 +199,7 @@ class CacheBuffer:
 
     `kind` is "sliding" or "full"; `rows` is the number of rows at the bundle's context, for a sliding layer with spare room. `read` is
     what the target's graph gets: the whole "buffer", or only the existing "rows"; `drafter_read` is the same for the drafter's graph
-    (docs/manifest.md).
+    (docs/design/manifest.md).
     """
 
     layer: int

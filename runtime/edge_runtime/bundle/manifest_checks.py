@@ -1,4 +1,4 @@
-"""What the parts of a manifest must be to each other: owners of rows, ids and sizes that others rest on. Needs no model."""
+"""Checks how the parts of a manifest fit together: owners of rows, and ids and sizes that other parts use. Needs no model."""
 
 from __future__ import annotations
 

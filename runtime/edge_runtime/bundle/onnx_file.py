@@ -54,7 +54,7 @@ FunctionName = tuple[str, str, str]
 
 
 class UnsoundGraphError(ValueError):
-    """What is wrong with a graph, without the file's name."""
+    """An error that says what is wrong with a graph, without the file's name."""
 
 
 @dataclass(slots=True)

@@ -115,12 +115,12 @@ def check_onnx(path: Path, names: Set[str] | None = None) -> None:
 
 
 def unsound(path: Path, error: Exception) -> BundleError:
-    """The error of a file that is no graph."""
+    """Returns the error for a file that is not a valid graph."""
     return BundleError(f"{path} is no sound ONNX graph ({error}); copy the bundle again, or do not use it")
 
 
 def shown(name: bytes) -> str:
-    """A name in a file as a sentence shows it."""
+    """Returns a name of a file in the form in which a sentence quotes it."""
     return repr(name[:80].decode("utf-8", "replace"))
 
 
@@ -255,7 +255,7 @@ class _Check:
 
 
 def _product(shape: Tensor) -> int:
-    """The product of the integers in a short list of them; of others a huge number."""
+    """The product of the integers in a short list; a huge number for any other value."""
     if shape.external is not None or shape.integers is None or prod(shape.shape) > MAX_DIMENSIONS:
         return LARGEST
     return prod(LARGEST if number < 0 else max(1, number) for number in shape.integers)

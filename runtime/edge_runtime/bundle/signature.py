@@ -1,4 +1,4 @@
-"""The signature of a bundle: Ed25519 over its manifest, which holds the sha256 of every other file except config.yaml. And of a file.
+"""The signature of a bundle: Ed25519 over its manifest, which holds the sha256 of every other file except config.yaml.
 
 `cryptography` is used rather than sigstore's model-signing, because the manifest already hashes all files and no identity service is
 needed. openssl reads and writes the same key and signature files. The only module of the runtime that imports cryptography.
@@ -28,12 +28,26 @@ _MAX_SIGNATURE_FILE_BYTES = 4 << 10
 
 def check_signature(folder: Path, manifest: bytes, public_key: Path) -> None:
     """Raises BundleError unless the bundle is signed by the owner of the key in `public_key`, a PEM file, over exactly these bytes."""
-    _check(folder / SIGNATURE_NAME, manifest, public_key, "this manifest", "this bundle")
-
-
-def check_file_signature(path: Path, data: bytes, public_key: Path) -> None:
-    """Raises BundleError unless the signature beside the file (`NAME.sig`) is over `data`, by the owner of the key in `public_key`."""
-    _check(path.with_name(path.name + SIGNATURE_SUFFIX), data, public_key, path.name, "this file")
+    path = folder / SIGNATURE_NAME
+    with errors_as(BackendError, "checking signatures needs cryptography, which is not installed", how_to_get("sign"), ImportError):
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+    try:
+        key = load_pem_public_key(_read_key(public_key, "public"))
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise BundleError(
+            f"{public_key} is not a public key in PEM format; make one with: openssl pkey -in KEY -pubout -out {public_key}"
+        ) from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise BundleError(f"{public_key} is not an Ed25519 key; make a pair with: openssl genpkey -algorithm ed25519 -out KEY")
+    unsigned = "this bundle is not signed, so do not trust it, or ask its maker for a signed one"
+    with errors_as(BundleError, f"the signature {path} cannot be read", unsigned):
+        text = read_regular(path, _MAX_SIGNATURE_FILE_BYTES)
+    try:
+        key.verify(base64.b64decode(text.strip(), validate=True), manifest)
+    except (InvalidSignature, binascii.Error, ValueError) as error:
+        raise BundleError(f"{path} is not a signature of this manifest by the owner of {public_key}; do not use this bundle") from error
 
 
 def sign_file(path: Path, key: Ed25519PrivateKey) -> Path:
@@ -58,28 +72,6 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
     if not isinstance(key, Ed25519PrivateKey):
         raise BundleError(f"{path} is no Ed25519 key; make one: openssl genpkey -algorithm ed25519 -out KEY")
     return key
-
-
-def _check(path: Path, data: bytes, public_key: Path, what: str, thing: str) -> None:
-    with errors_as(BackendError, "checking signatures needs cryptography, which is not installed", how_to_get("sign"), ImportError):
-        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-        from cryptography.hazmat.primitives.serialization import load_pem_public_key
-    try:
-        key = load_pem_public_key(_read_key(public_key, "public"))
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise BundleError(
-            f"{public_key} is not a public key in PEM format; make one with: openssl pkey -in KEY -pubout -out {public_key}"
-        ) from error
-    if not isinstance(key, Ed25519PublicKey):
-        raise BundleError(f"{public_key} is not an Ed25519 key; make a pair with: openssl genpkey -algorithm ed25519 -out KEY")
-    unsigned = f"{thing} is not signed, so do not trust it, or ask its maker for a signed one"
-    with errors_as(BundleError, f"the signature {path} cannot be read", unsigned):
-        text = read_regular(path, _MAX_SIGNATURE_FILE_BYTES)
-    try:
-        key.verify(base64.b64decode(text.strip(), validate=True), data)
-    except (InvalidSignature, binascii.Error, ValueError) as error:
-        raise BundleError(f"{path} is not a signature of {what} by the owner of {public_key}; do not use {thing}") from error
 
 
 def _read_key(path: Path, kind: str) -> bytes:

@@ -1,7 +1,7 @@
-"""What a pair starts with on this machine: what drafts cost, in time or joules, and the fastest threads of each phase.
+"""The costs of drafts, in seconds or joules, and the thread counts that a pair starts with on this machine.
 
-Nothing is measured before the first token: a session takes what is kept, else what is computed, and keeps what its rounds taught. Whoever
-asks for it has everything measured at once. Joules need that: a meter's watts cannot be computed.
+Nothing is measured before the first token: a session takes the cached values, otherwise computed ones, and updates them from its rounds.
+Commands can have everything measured at once. Costs in joules need that, because the watts of a meter cannot be computed.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class PairCosts:
         return self._costs
 
     def keep(self) -> None:
-        """Keeps what the rounds taught, unless measured costs are kept; provisional until a quiet machine timed all numbers of rows."""
+        """Caches the costs learned from rounds, unless measured ones are cached; provisional until a quiet machine timed all row counts."""
         learned = None if self._curve is None else self._curve.learned()
         if learned is None or ((known := COSTS.known(self._pair.key)) is not None and not known.provisional):
             return
         busy = self._load.load().is_busy
         settled = min(learned.timings[: self._pair.rows]) >= SETTLED and not busy
-        # What a busy machine taught settles nothing: a quiet one has to time each number of rows itself.
+        # Timings of a busy machine are not final: a quiet one has to time each number of rows itself.
         timings = () if settled else tuple(min(count, SETTLED - 1) for count in learned.timings) if busy else learned.timings
         COSTS.keep(self._pair.key, replace(learned, timings=timings), self._notify, provisional=not settled)
 
@@ -105,7 +105,7 @@ class PairCosts:
 
 
 def kept_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None]) -> ThreadCounts:
-    """Sets the kept numbers of threads, else those that such processors mostly run fastest on; measures nothing.
+    """Sets the cached thread counts, or the usual ones for such processors if none are cached; measures nothing.
 
     Where cores differ, the process is pinned to the fastest from then on.
     """
@@ -120,7 +120,7 @@ def kept_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None]
 def measured_threads(
     pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, waiting: Waiting = silent_wait
 ) -> ThreadCounts:
-    """Sets the numbers of threads; the first calls measure the best ones, in about two seconds.
+    """Sets the thread counts; the first calls measure the best ones, in about two seconds.
 
     Where cores differ, the process is pinned to the fastest from then on. Measuring empties the KV cache.
     """
@@ -148,6 +148,6 @@ def measured_threads(
 def on_best_threads(
     pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, measure: bool, waiting: Waiting = silent_wait
 ) -> MeasuredPair:
-    """Sets the best threads that are known, with `measure` the best there are; returns the pair with them among its facts."""
+    """Sets the cached thread counts, or measures the best ones with `measure`; returns the pair with the counts among its facts."""
     threads = measured_threads(pair, set_threads, notify, waiting=waiting) if measure else kept_threads(pair, set_threads)
     return replace(pair, facts=(*pair.facts, threads))

@@ -1,7 +1,7 @@
-"""What is measured on first use of a bundle on a machine and then kept: in one file, by one rule for a busy machine.
+"""Values that are measured on the first use of a bundle on a machine, and cached in one file.
 
-Load comes and goes, so each of the first measurements counts. What other programs disturbed is provisional: it is used at once and by the
-next starts, none of which measures because of load alone, and it is measured anew later, when the machine is quiet.
+The load of a machine changes, so each of the first measurements counts. A value that other programs disturbed is provisional: it is used at
+once and by the next starts, none of which measures again because of load alone, and it is measured again later, when the machine is quiet.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Known(Generic[T]):
     provisional: bool
 
     def is_due(self, times: int) -> bool:
-        """Whether it is to be measured again, if the machine is quiet."""
+        """Whether the value is to be measured again if the machine is quiet."""
         return abs(time.time() - self.measured_at) > RETRY_SECONDS if self.provisional else self.times < times
 
 
@@ -48,7 +48,7 @@ class Known(Generic[T]):
 class MeasuredValue(Generic[T]):
     """A kind of value: the name of its entries, its dataclass, and what a command shows while it is measured on the first `times` uses.
 
-    The dataclass refuses what cannot be by ValueError or an EdgeError. `disturbed_by_load`: whether load may have changed a value.
+    The dataclass raises ValueError or an EdgeError for impossible values. `disturbed_by_load`: whether load may have changed a value.
     """
 
     kind: str
@@ -66,10 +66,10 @@ class MeasuredValue(Generic[T]):
         waiting: Waiting = silent_wait,
         fits: Callable[[T], bool] = lambda _: True,
     ) -> T:
-        """Returns the known value, or what `measure` returns: a new value, combined with the one it gets, if any.
+        """Returns the cached value, or the result of `measure`, which gets the cached value, if any, to combine its own with.
 
-        Measures what is not known, does not fit, was measured fewer times than it should, or was disturbed a while ago; what is known only
-        while the machine is quiet. What load disturbs while a sound value is known is used once.
+        Measures if no cached value fits. A cached value is measured again only on a quiet machine, if it was measured too few times
+        or was disturbed a while ago. A disturbed measurement does not replace a sound value; it is used once.
         """
         known = self.known(key, fits)
         if known is not None and not known.is_due(self.times):
@@ -154,7 +154,7 @@ class AcceptanceCache:
 
     @cached_property
     def model(self) -> AcceptanceModel:
-        """The model of all earlier uses. Missing or damaged counts are not trusted: then the exported ones or the prior count."""
+        """The model of all earlier uses. If its counts are missing or damaged, the model of the exported counts, or the prior."""
         cached = AcceptanceModel.from_json(read_entries(self._path).get(self._name))
         return cached or AcceptanceModel.from_json(self._exported, EXPORTED_WEIGHT) or AcceptanceModel()
 

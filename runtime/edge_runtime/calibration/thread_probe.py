@@ -1,4 +1,4 @@
-"""The number of threads that each phase runs fastest on, and on machines with fast and slow cores which cores: measured when asked for.
+"""The number of threads that each phase runs fastest on, and which cores where fast and slow ones differ; measured on request.
 
 More threads are not always faster: batches of one row wait for memory, a draft step is shorter than the wake-up time of a thread, and the
 slowest core of a team delays the others.
@@ -51,7 +51,7 @@ class ThreadCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadTimes:
-    """Seconds of each phase by number of threads. Raises ValueError for what no clock gives."""
+    """Seconds of each phase by number of threads. Raises ValueError for times that are negative or longer than MAX_PHASE_SECONDS."""
 
     seconds: Mapping[Phase, Mapping[int, float]]
 
@@ -88,7 +88,7 @@ def candidates(groups: Sequence[Sequence[int]]) -> dict[Phase, list[int]]:
 
 
 def usual_threads(groups: Sequence[Sequence[int]]) -> ThreadCounts:
-    """Returns the counts to start with where none was measured: all cores but the slowest cluster, if that leaves two; few for a draft."""
+    """Returns the default counts where none was measured: all cores but the slowest cluster, if that leaves two; few for a draft."""
     sums = list(accumulate(map(len, groups)))
     forward = sums[-2] if len(sums) > 1 and sums[-2] > 1 else sums[-1]
     return ThreadCounts(prefill=forward, verify=forward, draft=min(USUAL_DRAFT, forward))

@@ -96,7 +96,7 @@ USUAL = (
 @takes("options", ChatOptions)
 @takes("message", MessageOptions, only=("system", "thinking"))
 @takes_sampling
-@opens_bundle("draft_store", "image_rows", prompt_cache=True)
+@opens_bundle("image_rows", prompt_cache=True)
 def chat(bundle: Path, options: ChatOptions, message: MessageOptions, sampling: SamplingParams, opening: Opening) -> None:
     """Chat with BUNDLE in the terminal. Piped input is one message."""
     refuse_greedy_filters(sampling)

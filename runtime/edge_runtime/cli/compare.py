@@ -176,7 +176,7 @@ class RunsInTurn:
         return PairedRuns(plain=tuple(plain), drafted=tuple(drafted), same_tokens=same, output=tuple(outputs[0]))
 
     def conditions(self) -> Conditions:
-        """Returns what all runs until now took."""
+        """Returns the conditions of all runs so far."""
         plain, drafted, prompt = (pool.energy() for pool in (*self._pools, self._prompts))
         return Conditions(
             plain_energy=plain, drafted_energy=drafted, prompt_energy=prompt, load_before=self._before, load=self._load.load()

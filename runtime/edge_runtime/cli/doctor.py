@@ -248,7 +248,7 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
 
 
 def _package_rows(diagnosis: Diagnosis) -> Iterator[Row]:
-    """What lies in a device package, and what could be in it too."""
+    """Yields what a device package contains, and what could be added to it."""
     package, faults = diagnosis.package, diagnosis.package_faults
     if package is None:
         return

@@ -1,4 +1,4 @@
-"""`edge-run forget`: removes what edge-run keeps of a user's texts."""
+"""`edge-run forget`: removes the texts of a user that edge-run has kept."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import click
 from edge_devices.command_line import PanelCommand
 from edge_devices.errors import errors_as
 from edge_runtime.cli.terminal.typed import history_file
-from edge_runtime.drafting.draft_store import forget_store
 from edge_runtime.errors import RequestError
-from edge_runtime.session.saved.prompt_cache import default_folder, empty
+from edge_runtime.session.prompt_cache import default_folder, empty
 
 EXAMPLES = """
 \b
 Examples:
   edge-run forget                                the prompt cache and what was typed in chats
   edge-run forget --prompt-cache /data/prompts   a prompt cache in a folder of its own, alone
-  edge-run forget --draft-store notes.drafts     a draft store too
 """
 
 
@@ -31,26 +29,22 @@ Examples:
     metavar="FOLDER",
     help="Prompt cache to empty.  [default: the one in ~/.cache/edge-mtp, and the history of chats]",
 )
-@click.option("--draft-store", "store", type=click.Path(path_type=Path), metavar="FILE", help="Remove this draft store too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-def forget(folder: Path | None, store: Path | None, as_json: bool) -> None:
-    """Forget texts: empty the prompt cache, and remove the history of chats and a draft store.
+def forget(folder: Path | None, as_json: bool) -> None:
+    """Forget texts: empty the prompt cache, and remove the history of chats.
 
     Nothing else is removed, whatever else is in the folder. A command that is still running keeps what it computes afterwards.
     """
     emptied = default_folder() if folder is None else folder
-    texts = None if store is None else forget_store(store)
     with errors_as(RequestError, f"the prompt cache {emptied} cannot be emptied", "remove the folder"):
         files, size = empty(emptied)
     history = None if folder is not None else _forgotten_history(history_file())
     if as_json:
-        click.echo(json.dumps({"prompt_cache": str(emptied), "files": files, "bytes": size, "texts": texts, "chat_history": history}))
+        click.echo(json.dumps({"prompt_cache": str(emptied), "files": files, "bytes": size, "chat_history": history}))
         return
     click.echo(f"prompt cache {emptied}: {files} files of {size / 1e6:.1f} MB removed")
     if history is not None:
         click.echo(f"history of chats {history}: removed")
-    if texts is not None:
-        click.echo(f"draft store {store}: {texts} texts removed")
 
 
 def _forgotten_history(path: Path) -> str | None:

@@ -31,11 +31,10 @@ from edge_runtime.cli.options import (
 )
 from edge_runtime.cli.terminal.screens import Explain, remarks, summary
 from edge_runtime.decoding.sampling import SamplingParams
-from edge_runtime.errors import RequestError
 from edge_runtime.session.chat import MAX_TOKENS
 from edge_runtime.session.generation import Generation, GenerationOptions
+from edge_runtime.session.self_checks import LosslessReport, check_lossless
 from edge_runtime.session.session import Session
-from edge_runtime.session.trials import LosslessReport, check_lossless
 
 RUN_TOKENS = 128
 EXAMPLES = """
@@ -47,18 +46,15 @@ Examples:
   edge-run generate my-bundle --image photo.jpg "What is this?"
   edge-run generate my-bundle --explain "what was drafted, and why"
   edge-run generate my-bundle --kv-type q8_0 --memory-limit 2GB "half the KV cache"
-  edge-run generate my-bundle --max-tokens 1 --save-state notes.kv "a long text"
-  edge-run generate my-bundle --load-state notes.kv "a long text, and what comes after it"
   echo "from standard input" | edge-run generate my-bundle -
   edge-run generate my-bundle -- "-1 + 2 ="
 """
 PROVISIONAL = "computed from the bundle's sizes, then learned from rounds; edge-run tune measures them"
-_STATE_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What is generated and printed. A request starts from the state in `load_state` and leaves one in `save_state`."""
+    """What is generated and printed."""
 
     max_tokens: int | None = option(
         "-n",
@@ -75,10 +71,6 @@ class OutputOptions:
         panel="Output",
         help="Print one line per round: decision, expected and emitted tokens, cost, time, gain and confidence. The text follows them.",
     )
-    load_state: Path | None = option(
-        type=_STATE_FILE, panel="Saved state", help="Start from a saved KV state; PROMPT must begin with its text."
-    )
-    save_state: Path | None = option(type=_STATE_FILE, panel="Saved state", help="Save the KV state to this file afterwards.")
 
 
 USUAL = (
@@ -95,7 +87,7 @@ USUAL = (
 @takes("files", MediaFiles)
 @takes_sampling
 @takes("limits", TextLimits)
-@opens_bundle("draft_store", "image_rows", prompt_cache=True)
+@opens_bundle("image_rows", prompt_cache=True)
 def generate(
     bundle: Path,
     prompt: str,
@@ -113,21 +105,17 @@ def generate(
     constraint, text = limits.constraint(), read_prompt(prompt)
     if not (text or files.images or files.sounds):
         raise click.UsageError("PROMPT is empty; give a text, or - for standard input")
-    if output.save_state and not output.save_state.parent.is_dir():
-        raise RequestError(f"the state cannot be written to {output.save_state}: there is no folder {output.save_state.parent}")
     with opening.session(hub_bundle(bundle)) as session:
         if not output.verify_lossless:
             sampling = sampling_of(sampling, session.bundle)
-        if output.load_state:
-            session.load_state(output.load_state)
         media = files.read(session, opening.load.image_rows)
-        sent = sent_prompt(session, text, message, bare=bool(output.load_state or output.save_state), media=media)
+        sent = sent_prompt(session, text, message, media=media)
         generation = session.generate(
             sent.sent,
             max_tokens=output.max_tokens or (RUN_TOKENS if sent.template is None else MAX_TOKENS),
             draft_length=opening.draft_length,
             # Stock kernels compute rows with other last bits in pieces of other lengths.
-            reuse_prefix=output.load_state is not None or session.row_kernels is not None,
+            reuse_prefix=session.row_kernels is not None,
             on_round=explain_round(session, opening) if output.explain else None,
             sampling=sampling,
             constraint=sent.constraint(session, constraint),
@@ -142,8 +130,6 @@ def generate(
                     click.echo(shown(piece), nl=False)
         energy = watch.energy(generation.stats.tokens)
         session.record(generation)
-        if output.save_state:
-            session.save_state(output.save_state)
         if not output.as_json:
             click.echo(shown("".join(pieces)) if output.explain else "")
         lossless = check_again(session, generation) if output.verify_lossless else None
@@ -151,7 +137,7 @@ def generate(
             record = {"prompt": text, "text": "".join(pieces), "templated": sent.template is not None}
             click.echo(json.dumps(record | figures(session, generation, energy, lossless), ensure_ascii=False))
         else:
-            print_figures(session, generation, energy, lossless, loaded=output.load_state is not None)
+            print_figures(session, generation, energy, lossless)
 
 
 def explain_round(session: Session, opening: Opening) -> Explain:
@@ -188,9 +174,9 @@ def figures(session: Session, generation: Generation, energy: RunEnergy, lossles
     return record
 
 
-def print_figures(session: Session, generation: Generation, energy: RunEnergy, lossless: LosslessReport | None, *, loaded: bool) -> None:
-    """Prints them on standard error, after remarks; `loaded` is whether the request started from a saved state."""
-    for sentence in remarks(generation, loaded=loaded):
+def print_figures(session: Session, generation: Generation, energy: RunEnergy, lossless: LosslessReport | None) -> None:
+    """Prints them on standard error, after remarks."""
+    for sentence in remarks(generation):
         note(sentence)
     note(summary(generation.stats, session.drafter_kind))
     if energy.facts is not None or energy.reason != NO_METER:  # of a machine without a meter there is nothing to say each time

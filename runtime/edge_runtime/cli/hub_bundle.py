@@ -1,4 +1,4 @@
-"""The bundle of a hub name, such as google/gemma-4-E2B-it: exported once into the user's cache by `edge-export`, after a question."""
+"""The bundle of a hub name, such as google/gemma-4-E2B-it: exported once into the user's cache by `edge-export`, after asking the user."""
 
 from __future__ import annotations
 

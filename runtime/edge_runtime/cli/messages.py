@@ -38,7 +38,7 @@ class MessageOptions:
         "--raw/--templated",
         panel="Messages",
         help="Continue PROMPT as bare text, or send it through the chat template as a message."
-        "  [default: templated for models that were taught to answer, unless a KV state is loaded or saved]",
+        "  [default: templated for models that were taught to answer]",
     )
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class SentPrompt:
     thinking: bool = False
 
     def constraint(self, session: Session, constraint: ConstraintSource | None) -> ConstraintSource | None:
-        """Returns the constraint of the answer, which holds behind the thoughts of a message's answer."""
+        """Returns the constraint of the answer; in a message's answer it applies after the thoughts."""
         if self.template is None or isinstance(self.sent, str):
             return constraint
         ids = self.sent.ids if isinstance(self.sent, MediaPrompt) else self.sent
@@ -107,14 +107,14 @@ def read_prompt(prompt: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text for a terminal, which must not obey what is in it: control characters but tab and line feed are replaced."""
+    """Returns a text that is safe to print at a terminal: control characters but tab and line feed are replaced."""
     return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
-def sent_prompt(session: Session, prompt: str, options: MessageOptions, *, bare: bool = False, media: Sequence[Media] = ()) -> SentPrompt:
-    """Returns what PROMPT is sent as. Where nobody chose, `bare` keeps it bare text. Raises RequestError if the template refuses it."""
+def sent_prompt(session: Session, prompt: str, options: MessageOptions, *, media: Sequence[Media] = ()) -> SentPrompt:
+    """Returns what PROMPT is sent as. Raises RequestError if the template refuses it."""
     chosen = not options.raw if options.raw is not None else options.system is not None or options.thinking
-    if not (chosen or media) and (options.raw or bare or not is_instruction_tuned(session.bundle, session.vocabulary)):
+    if not (chosen or media) and (options.raw or not is_instruction_tuned(session.bundle, session.vocabulary)):
         return SentPrompt(sent=prompt, template=None)
     if media and not session.bundle.has(ROLE):
         return SentPrompt(sent=session.media_prompt(prompt, media), template=None)

@@ -38,7 +38,7 @@ from edge_runtime.session.generation import GREEDY_PARAMS
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
-from edge_runtime.session.saved.prompt_cache import LIMIT, default_folder
+from edge_runtime.session.prompt_cache import LIMIT, default_folder
 from edge_runtime.session.session import Session
 from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema
 from edge_runtime.text.grammar_limits import MAX_SCHEMA_BYTES
@@ -96,7 +96,7 @@ class EnergyOptions:
     )
 
     def open(self, notify: Callable[[str], None], tuning: TuningConfig) -> Energy:
-        """Opens the meter. Raises MeterError if the named one cannot be used, and a usage error for watts that nothing needs."""
+        """Opens the meter. Raises MeterError if the named one cannot be used, and a usage error for watts without a use."""
         if self.phase_power is not None and tuning.objective == "time":
             raise click.UsageError("--phase-power is for --objective energy; leave one of them out")
         system = System()
@@ -256,7 +256,7 @@ def opens_bundle(
 
 
 def with_policy(tuning: TuningConfig) -> TuningConfig:
-    """Returns the tuning in which a given draft length is that of every round. Raises a usage error where an objective chooses it."""
+    """Returns the tuning with a given draft length for every round. Raises a usage error if an objective chooses the length."""
     if tuning.draft_length is None:
         return tuning
     if tuning.objective == "energy":

@@ -25,10 +25,10 @@ from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET
-from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import Range, SpeedPlan, deviation, manifest_plan
+from edge_runtime.planning.speed_profile import speed_profile
+from edge_runtime.session.self_checks import square, time_image
 from edge_runtime.session.session import Session
-from edge_runtime.session.trials import square, time_image
 
 PROMPT = "def area(width, height):\n"
 WIDE = 3.0  # highest / lowest speed of a plan from which one measurement says more than the plan
@@ -87,7 +87,7 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
     power = opening.energy.power
     predicted = manifest_plan(
         opened.manifest,
-        device_speed(options.profile, load.threads, accelerator=accelerator),
+        speed_profile(options.profile, load.threads, accelerator=accelerator),
         context=settings.context,
         kv_type=load.kv_type or settings.kv_type,
         longest=min(settings.longest, settings.longest_draft),
@@ -224,7 +224,7 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
 
 
 def _narrower(plan: SpeedPlan) -> str:
-    """Returns what to measure where a speed may be anything within a factor of WIDE; empty where none is that unsure."""
+    """Returns what to measure if a predicted speed may be off by more than a factor of WIDE; empty if none may."""
     speeds = {"prefill": plan.prefill, "plain": plan.plain, "drafted": plan.drafted}
     name, widest = max(speeds.items(), key=lambda item: item[1].high / item[1].low)
     if widest.high < WIDE * widest.low:

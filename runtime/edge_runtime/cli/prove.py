@@ -1,4 +1,4 @@
-"""`edge-run prove`: whether drafts leave the text as it is, with this bundle on this machine."""
+"""`edge-run prove`: checks that drafts do not change the text, with this bundle on this machine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from edge_runtime.drafting.policies import Fixed
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.session.generation import GREEDY_PARAMS
 from edge_runtime.session.row_equality import RowEquality
+from edge_runtime.session.self_checks import LosslessReport, check_lossless
 from edge_runtime.session.session import Session
-from edge_runtime.session.trials import LosslessReport, check_lossless
 from edge_runtime.text.chat_template import answering_template
 
 # Tokens between two comparisons; each is drafted with another length.
@@ -158,4 +158,4 @@ def prove(bundle: Path, options: ProveOptions, opening: Opening) -> None:
             sign_file(options.record, key)
     click.echo(record if options.as_json else "\n".join(result.sentences()))
     if result.equal != result.tokens:
-        raise EdgeRuntimeError("drafts changed the text; they can where rows are not exact (docs/limits.md)")
+        raise EdgeRuntimeError("drafts changed the text; they can where rows are not exact (docs/lossless.md)")

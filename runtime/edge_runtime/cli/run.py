@@ -27,7 +27,7 @@ COMMANDS = LazyCommands(
             "Predict memory, first token, speed, best draft length and joules per token, here or on a device.",
         ),
         "doctor": ("edge_runtime.cli.doctor", "Show what works on this machine and what is missing."),
-        "forget": ("edge_runtime.cli.forget", "Forget texts: empty the prompt cache, and remove the history of chats and a draft store."),
+        "forget": ("edge_runtime.cli.forget", "Forget texts: empty the prompt cache, and remove the history of chats."),
     }
 )
 

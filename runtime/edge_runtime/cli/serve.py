@@ -21,7 +21,7 @@ USUAL = (
 @click.command(cls=PanelCommand, usual=USUAL)
 @click.argument("bundle", type=BundlePath())
 @takes("options", ServeOptions)
-@opens_bundle("draft_store", "image_rows", prompt_cache=True)
+@opens_bundle("image_rows", prompt_cache=True)
 @takes("monitoring", MonitorOptions)
 def serve(bundle: Path, options: ServeOptions, opening: Opening, monitoring: MonitorOptions) -> None:
     """Serve the OpenAI and Ollama APIs and a chat page over HTTP."""

@@ -112,7 +112,7 @@ class Section:
                 each.metadata["check"](f"{BLOCK}.{self.name}.{each.name}", value)
 
     def over(self, lower: Self) -> Self:
-        """Returns this section; keys that are not set have the values of `lower`."""
+        """Returns this section; keys that are not set take the values of `lower`."""
         return dataclasses.replace(lower, **{name: value for name, value in vars(self).items() if value is not None})
 
 

@@ -77,7 +77,7 @@ class Settings:
         return policy_kind(self.policy).needs_costs
 
     def new_policy(self) -> DraftLengthPolicy:
-        """Returns a policy for one request that needs no costs: the configured one, or what that is without costs."""
+        """Returns a policy for one request that needs no costs: the configured one, or its replacement without costs."""
         options = PolicyOptions(
             first=self.draft_length,
             shortest=max(self.shortest, 1),

@@ -110,7 +110,7 @@ def _name(key: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses what a configuration does not need: aliases, which make a small file huge, tags, deep nesting, merged and repeated keys."""
+    """Refuses what a configuration does not need: aliases, which can make a small file huge, tags, deep nesting, merges, repeated keys."""
 
     def __init__(self, text: str, where: str) -> None:
         super().__init__(text)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_block, accept_by_match, accept_greedy
 from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.decoding.sampling import NothingToDraw, Sampler, SamplingParams
-from edge_runtime.decoding.shared_noise import SharedNoise
+from edge_runtime.decoding.shared_noise import Race, SharedNoise
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftSampler, Logits
 
@@ -27,7 +27,7 @@ class AcceptanceRule(Protocol):
         """Picks a draft from the drafter's logits; None: the likeliest token."""
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """Returns the drafts before the first that cannot be accepted, as a constraint forbids it: without one all."""
+        """Returns the drafts before the first one that a constraint forbids; without a constraint all of them."""
         return drafts
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
@@ -149,11 +149,13 @@ ACCEPTANCE_METHODS = ("coupled", "block")
 GREEDY = GreedyRule()
 
 
-def acceptance_rule(params: SamplingParams, method: str | None, past: Sequence[int], place: int | None = None) -> AcceptanceRule:
+def acceptance_rule(
+    params: SamplingParams, method: str | None, past: Sequence[int], place: int | None = None, race: Race | None = None
+) -> AcceptanceRule:
     """Returns the rule of one request after the tokens `past`, which are text. Raises RequestError for an unknown method.
 
     Without a method it is "coupled" for a seed, and "block" without one: it accepts more drafts, but the text depends on them. `place` is
-    the number of tokens before the request, images and sound included; None counts `past`.
+    the number of tokens before the request, images and sound included; None counts `past`. `race` finds the winners of shared noise.
     """
     if method not in (None, *ACCEPTANCE_METHODS):
         raise RequestError(f"acceptance method {method!r} is not known; choose one of {', '.join(ACCEPTANCE_METHODS)}")
@@ -163,10 +165,10 @@ def acceptance_rule(params: SamplingParams, method: str | None, past: Sequence[i
     if keeps_text(params, method):
         # Nothing is drawn at temperature 0.
         seed = params.seed if params.seed is not None else 0 if params.temperature == 0 else secrets.randbits(64)
-        return CoupledRule(sampler, past, SharedNoise(seed), len(past) if place is None else place)
+        return CoupledRule(sampler, past, SharedNoise(seed, race), len(past) if place is None else place)
     return BlockRule(sampler, past, np.random.default_rng(params.seed).random)
 
 
 def keeps_text(params: SamplingParams, method: str | None) -> bool:
-    """Whether drafts leave the text as it is, not just its distribution: greedy, or chosen by shared noise."""
+    """Whether drafts keep the text itself and not only its distribution: greedy, or chosen by shared noise."""
     return params.temperature == 0 or method == "coupled" or (method is None and params.seed is not None)

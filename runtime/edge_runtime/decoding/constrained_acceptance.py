@@ -1,4 +1,4 @@
-"""What a constraint does to drafts: acceptance rules on masked logits, and its forced text as a source of drafts.
+"""What a constraint does to drafts: acceptance rules on masked logits.
 
 A masked target is another model, one that writes only valid text; the guarantees of the rules hold for it too. So the output with drafts
 equals constrained plain decoding, token for token or in distribution.
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_match
 from edge_runtime.decoding.acceptance_rules import GREEDY, AcceptanceRule
-from edge_runtime.drafting.sources import Guess
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import DraftSampler, Logits
 from edge_runtime.text.grammar import Constraint
@@ -125,26 +124,3 @@ class _MaskedRows:
 
     def __getitem__(self, position: int) -> Logits:
         return self.rule._masked(self.logits[position], self.drafts[:position])
-
-
-_GRAMMAR = "grammar"
-# The last token of a forced text may merge with the free text after it.
-_INNER, _LAST = f"{_GRAMMAR} inner", f"{_GRAMMAR} last"
-GRAMMAR_PRIORS = {_INNER: 0.95, _LAST: 0.8}
-
-
-class GrammarSource:
-    """Implements `sources.Source`. The constraint is advanced by the request itself."""
-
-    def __init__(self, constraint: Constraint) -> None:
-        self._constraint = constraint
-
-    def guess(self, ahead: Sequence[int], limit: int) -> Guess:
-        if self._constraint.valid(ahead) < len(ahead):
-            return Guess(_GRAMMAR)
-        tokens = self._constraint.forced(ahead)
-        bins = [_INNER] * (len(tokens) - 1) + [_LAST] * bool(tokens)
-        return Guess(_GRAMMAR, tuple(tokens[:limit]), tuple(bins[:limit]))
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Does nothing: the constraint has the tokens."""

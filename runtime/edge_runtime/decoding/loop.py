@@ -128,7 +128,7 @@ class Decoding:
         return [self.last, *self._drafts, *[self.last] * padding]
 
     def _propose(self, drafts: list[int]) -> Proposal:
-        """Returns what the sources of the request expect after `drafts`, as far as the rule allows it."""
+        """Returns what the sources of the request expect after `drafts`, limited to what the rule allows."""
         if self._sources is None:
             return NO_PROPOSAL
         guess, chances = self._sources.propose(drafts, self._room - len(drafts))

@@ -100,7 +100,7 @@ def row_figures(reference: Logits, export: Iterable[Logits], tokens: Sequence[in
 
 
 def joined(kinds: Mapping[str, RowFigures]) -> RowFigures:
-    """All kinds as one text: every row counts alike."""
+    """Returns the figures of all kinds as one text, in which every row counts the same."""
     parts = kinds.values()
     return RowFigures(
         kl=tuple(value for part in parts for value in part.kl),

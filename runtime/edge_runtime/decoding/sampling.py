@@ -281,7 +281,7 @@ BUNDLE_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def default_sampling(held: GenerationDefaults | None, otherwise: SamplingParams) -> SamplingParams:
-    """Returns the bundle's sampling; `otherwise` where it says nothing. Raises RequestError for a value out of range."""
+    """Returns the bundle's sampling settings; `otherwise` for those that it does not set. Raises RequestError for a value out of range."""
     named = {name: value for name in BUNDLE_NAMES if held is not None and (value := getattr(held, name)) is not None}
     if named.get("temperature", otherwise.temperature) == 0:
         named |= _GREEDY
@@ -297,7 +297,7 @@ def over_defaults(chosen: SamplingParams, named: Collection[str], defaults: Samp
 
 
 def sampling_sentence(sampling: SamplingParams) -> str:
-    """What the values are, for the user."""
+    """Returns a sentence with the values for the user."""
     if sampling.temperature == 0:
         return "greedy"
     parts = [f"temperature {sampling.temperature:g}"]

@@ -21,6 +21,8 @@ in vector registers. The logarithm is computed by additions, multiplications and
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +34,7 @@ _WORD = (1 << 64) - 1
 # Tokens of a group, and how far they are apart; so many groups are a stretch of the vocabulary.
 _MEMBERS, _APART = 64, 512
 _STRETCH = _MEMBERS * _APART
-# So many groups are searched for a time that others must be below. A few more than win in a flat distribution.
+# Groups that are searched for a bound on the winner's time: a few more than can win in a flat distribution.
 _LIKELY = 8
 # Outputs of groups begin behind those of any vocabulary.
 _GROUPS = np.uint64(1 << 32)
@@ -42,11 +44,22 @@ _HALF_ROOT = 0.7071067811865476
 _ODD = tuple(2.0 / n for n in range(15, 0, -2))
 
 
+class Race(Protocol):
+    """A faster way to find the winner of a race; `key` is that of the place."""
+
+    def choose(self, key: int, tokens: Tokens, weights: Weights) -> int:
+        """As `PlaceNoise.choose`."""
+
+    def choose_of_all(self, key: int, logits: NDArray[np.float32], temperature: float) -> int:
+        """As `PlaceNoise.choose_of_all`."""
+
+
 class PlaceNoise:
     """The arrival times at one place of a text."""
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, key: int, race: Race | None = None) -> None:
         self._key = np.uint64(key)
+        self._race = race
 
     def arrivals(self, tokens: Tokens) -> Weights:
         """Returns the arrival times of `tokens` int64 [n], each below 2^32: float64 [n], above 0."""
@@ -59,6 +72,8 @@ class PlaceNoise:
 
     def choose(self, tokens: Tokens, weights: Weights) -> int:
         """Returns the token that wins the race; `weights` float64 [n], some above 0 and none below, need not sum to 1."""
+        if self._race is not None:
+            return self._race.choose(int(self._key), tokens, weights)
         with np.errstate(divide="ignore"):  # a weight of 0 never arrives
             return int(tokens[int((self.arrivals(tokens) / weights).argmin())])
 
@@ -67,6 +82,8 @@ class PlaceNoise:
 
         `logits` [vocabulary], the largest finite. A group whose first arrival is too late even for its best weight is left out.
         """
+        if self._race is not None:
+            return self._race.choose_of_all(int(self._key), np.ascontiguousarray(logits), temperature)
         best = logits[int(logits.argmax())]
         firsts = _exponential(_outputs(self._key, np.arange(_group_count(len(logits)), dtype=np.uint64) + _GROUPS)) / _MEMBERS
         with np.errstate(divide="ignore"):
@@ -80,9 +97,10 @@ class PlaceNoise:
 
 
 class SharedNoise:
-    """The noise of one seed, a whole number of 0 or more."""
+    """The noise of one seed, a whole number of 0 or more. `race` finds winners; None: arrays of NumPy do, which need no native code."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, race: Race | None = None) -> None:
+        self._race = race
         state = 0
         while True:
             state = _output(state, seed & _WORD)
@@ -93,7 +111,7 @@ class SharedNoise:
 
     def at(self, place: int) -> PlaceNoise:
         """Returns the noise at a place: the number of tokens before it, those of the prompt included."""
-        return PlaceNoise(_output(self._state, place))
+        return PlaceNoise(_output(self._state, place), self._race)
 
 
 def _group_count(vocabulary: int) -> int:

@@ -52,16 +52,34 @@ class Event:
 
 
 class AcceptanceWindow:
-    """Rejected / drafted over the last `size` drafted tokens, one by one, across rounds."""
+    """Rejected / drafted over the last `size` drafted tokens, one by one, across rounds.
 
-    def __init__(self, size: int = WINDOW_TOKENS) -> None:
+    Each threshold of `warn_above` is reported once when a full window exceeds it, and again only after the ratio fell well below it.
+    """
+
+    def __init__(self, size: int = WINDOW_TOKENS, warn_above: Sequence[float] = ()) -> None:
         if size < 1:
             raise RequestError(f"the window is {size} drafted tokens; it must be at least 1")
+        for threshold in warn_above:
+            if not 0 < threshold < 1:
+                raise RequestError(f"the warning threshold is {threshold}; it must be between 0 and 1")
         self._rejected: deque[bool] = deque(maxlen=size)
+        self._armed = dict.fromkeys(sorted(warn_above), True)
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """Counts one round, whose first `accepted` drafts were accepted."""
+    def add(self, drafted: int, accepted: int) -> Event | None:
+        """Counts one round, whose first `accepted` drafts were accepted; returns the warning of the highest threshold now exceeded."""
         self._rejected.extend((False,) * accepted + (True,) * (drafted - accepted))
+        rejection = self.rejection if drafted and self.full else None
+        if rejection is None:
+            return None
+        event = None
+        for threshold, armed in self._armed.items():
+            if armed and rejection > threshold:
+                self._armed[threshold] = False
+                event = Event(kind="rejection", rejection=rejection, limit=threshold, drafted=self.drafted)
+            elif rejection <= max(threshold - REARM, 0):
+                self._armed[threshold] = True
+        return event
 
     def clear(self) -> None:
         self._rejected.clear()
@@ -80,30 +98,6 @@ class AcceptanceWindow:
     def rejection(self) -> float | None:
         """Rejected / drafted; None before the first draft."""
         return self._rejected.count(True) / len(self._rejected) if self._rejected else None
-
-
-class RejectionAlarm:
-    """Reports once when the rejection ratio of a full window exceeds a threshold, and again only after it fell well below."""
-
-    def __init__(self, thresholds: Sequence[float] = WARN_ABOVE) -> None:
-        for threshold in thresholds:
-            if not 0 < threshold < 1:
-                raise RequestError(f"the warning threshold is {threshold}; it must be between 0 and 1")
-        self._armed = dict.fromkeys(sorted(thresholds), True)
-
-    def event(self, window: AcceptanceWindow) -> Event | None:
-        """Returns the event to report now; where several thresholds are exceeded at once, that of the highest."""
-        rejection = window.rejection if window.full else None
-        if rejection is None:
-            return None
-        event = None
-        for threshold, armed in self._armed.items():
-            if armed and rejection > threshold:
-                self._armed[threshold] = False
-                event = Event(kind="rejection", rejection=rejection, limit=threshold, drafted=window.drafted)
-            elif rejection <= max(threshold - REARM, 0):
-                self._armed[threshold] = True
-        return event
 
 
 LIMIT = 0.5
@@ -175,8 +169,8 @@ class SafetyNet:
         self._probe.clear()
 
 
-class Guarded:
-    """A policy limited by a safety net. Implements `policies.DraftLengthPolicy`; `on_event` receives the events of the net."""
+class LimitedPolicy:
+    """A policy whose drafts a safety net limits. Implements `policies.DraftLengthPolicy`; `on_event` receives the events of the net."""
 
     def __init__(self, policy: DraftLengthPolicy, net: SafetyNet, on_event: Callable[[Event], None] = lambda _: None) -> None:
         self._policy = policy

@@ -77,7 +77,7 @@ class MeasuredCosts:
     timings: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what no measurement gives."""
+        """Raises ValueError unless all costs are positive, finite and complete."""
         times = [*self.verify, self.step, self.overhead or MIN_SECONDS]
         if len(self.verify) != MAX_ROWS or not all(0 < seconds < _MAX_SECONDS for seconds in times):
             raise ValueError(f"{self} are not the costs of 1 to {MAX_ROWS} rows")

@@ -75,7 +75,7 @@ def read_phase_power(path: Path) -> PhasePower:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); write watts per phase, such as {_EXAMPLE}") from error
     if isinstance(data, dict) and data.get("estimate") is True:
-        raise ConfigError(f"{path} is an estimate, nothing in it was measured; calibrate with a meter (docs/energy.md)")
+        raise ConfigError(f"{path} is an estimate, nothing in it was measured; calibrate with a meter (docs/measure-energy.md)")
     watts = data.get("phase_watts", data) if isinstance(data, dict) else None
     if not isinstance(watts, dict) or not {"draft", "verify"} <= set(watts):
         raise ConfigError(f"{path} has no watts for draft and verify; write them such as {_EXAMPLE}")

@@ -57,8 +57,8 @@ class Decision:
     """The figures behind the last round. Rates are tokens per unit of cost; `mode` is "plain", "shadow", "draft", "offer" (tokens that
     no drafter drafted) or "trial" (a length whose cost is to be timed).
 
-    Of `drafted` tokens the first `verified` were verified, with `padding` rows more. `expected` is the expected number of emitted tokens
-    when the draft ended; `cost` is the expected cost.
+    Of the `drafted` tokens the first `verified` were sent to the target, plus `padding` dummy rows. `expected` is the expected number of
+    emitted tokens when the draft ended; `cost` is the expected cost.
     """
 
     mode: str

@@ -1,4 +1,4 @@
-"""Drafts that need no drafter: what a grammar forces, what the text repeats. One calibrated probability for all of them.
+"""Drafts that need no drafter, such as what the text repeats, and one calibrated probability for all of them.
 
 A source guesses tokens and sorts each into a bin by its evidence. How often the guesses of a bin are right is counted on every emitted
 token, whether the guess was used or not: what the target emitted tells both. So a source costs nothing until it is worth using.

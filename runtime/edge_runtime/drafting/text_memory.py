@@ -38,8 +38,8 @@ LEAD = 40
 _MAX_SUFFIXES = 32
 
 
-class Place(NamedTuple):
-    """A state of the automaton, and how many tokens of the text are matched there."""
+class TextMatch(NamedTuple):
+    """A state of the automaton, and how many tokens of the text match there."""
 
     state: int
     length: int
@@ -98,23 +98,19 @@ class SuffixAutomaton:
     def longest_repeat(self, ahead: Sequence[int] = ()) -> tuple[int, int]:
         """Returns the length of the longest end of the text and `ahead` that occurs earlier, and where its newest occurrence ends."""
         state = max(self._link[self._last], 0)
-        place = Place(state, self._length[state])
+        match = TextMatch(state, self._length[state])
         for token in ahead:
-            place = self.follow(place, token)
-        return place.length, self._end[place.state]
+            match = self.follow(match, token)
+        return match.length, self._end[match.state]
 
-    def follow(self, place: Place, token: int) -> Place:
+    def follow(self, match: TextMatch, token: int) -> TextMatch:
         """Returns where the longest end of a text is that occurs here, from where it was before the text's newest token."""
-        state, length = place
+        state, length = match
         while state > 0 and token not in self._next[state]:
             state = self._link[state]
             length = self._length[state]
         onward = self._next[state].get(token)
-        return Place(0, 0) if onward is None else Place(onward, length + 1)
-
-    def copied(self, place: Place, limit: int) -> list[int]:
-        """Returns at most `limit` tokens that follow the newest occurrence of a place, up to a border."""
-        return within_text(self.tokens[self._end[place.state] : self._end[place.state] + limit])
+        return TextMatch(0, 0) if onward is None else TextMatch(onward, length + 1)
 
 
 class TextMemory:

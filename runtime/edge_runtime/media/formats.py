@@ -37,7 +37,7 @@ def format_of(data: bytes) -> Format:
     # An MPEG frame: eleven bits of sync, a version that exists, layer III.
     if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2 and data[1] & 0x18 != 0x08:
         return "MP3"
-    raise RequestError("it is none of the formats jpeg, png, webp, wav, flac and mp3; convert it to one of them")
+    raise RequestError("its format is not supported; convert it to jpeg, png, webp, wav, flac or mp3")
 
 
 def kind_of(data: bytes) -> Kind:

@@ -61,7 +61,7 @@ class LazyEncoder:
         self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
 
     def digest(self, media: Media, client: int = 0) -> bytes:
-        """Returns what identifies the media's rows for one of a server's clients: nobody else's are faster for having been sent before."""
+        """Returns what identifies the media's rows for one client of a server, so that no client can time what another one sent."""
         digest = hashlib.sha256(f"{type(media).__name__} {self._sha256} {client or ''}".encode())
         values: NDArray[np.uint8] | NDArray[np.float32] = media.rgb if isinstance(media, Image) else media.samples
         digest.update(str(values.shape).encode())

@@ -4,7 +4,7 @@ K/V rows and logits are exact for llama.cpp. Activations are estimated from the 
 Weights are mapped: unlike the rest, the system can drop them and read them again.
 
 The encoder is checked before its first use: libmtmd copies its file into memory, onnxruntime computes float16 weights as float32, and
-activations, estimated from the towers' sizes as measured (docs/media.md), stay allocated for the largest media so far."""
+activations, estimated from the towers' sizes as measured, stay allocated for the largest media so far."""
 
 from __future__ import annotations
 

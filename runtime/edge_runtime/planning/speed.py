@@ -138,7 +138,7 @@ DRAFTER_ROLES = {"dense": ("drafter",), "split": ("drafter", "drafter_head")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceSpeed:
+class SpeedProfile:
     """Speed of a device: bytes read per second, and operations per second in a forward of few rows. `*_from` name their sources.
 
     `memory_available` is in bytes, None for a device that is not here; `largest_gb` is the most that such a device is sold with, if known;
@@ -276,7 +276,7 @@ def pair_facts(manifest: Manifest, drafter: str, context: int, kv_type: KvType) 
 
 def manifest_plan(
     manifest: Manifest,
-    device: DeviceSpeed,
+    device: SpeedProfile,
     *,
     context: int,
     kv_type: str = "f16",
@@ -306,7 +306,7 @@ def manifest_plan(
 
 
 def speed_plan(
-    facts: PairFacts, device: DeviceSpeed, memory: MemoryPlan, longest: int, power: PhasePower | None, prompt_tokens: int = PROMPT_TOKENS
+    facts: PairFacts, device: SpeedProfile, memory: MemoryPlan, longest: int, power: PhasePower | None, prompt_tokens: int = PROMPT_TOKENS
 ) -> SpeedPlan:
     """Returns the predictions for drafts of at most `longest` tokens; with joules if the watts of each phase are known."""
     ends = [_Scene.of(facts, device, i) for i in (0, 1, 2)]
@@ -352,7 +352,7 @@ class _Scene:
     acceptance: float
 
     @classmethod
-    def of(cls, facts: PairFacts, device: DeviceSpeed, number: int, accept: int | None = None) -> _Scene:
+    def of(cls, facts: PairFacts, device: SpeedProfile, number: int, accept: int | None = None) -> _Scene:
         """`number` 0 takes the slow end of every assumption, 1 the middle, 2 the fast end; `accept` does so for the acceptance alone."""
 
         def pick(values: Range) -> float:
@@ -409,7 +409,7 @@ def read_parameters(own: Architecture) -> float:
     return min(matrices, own.layers * (layer + own.hidden_size * (own.per_layer_size or 0) * 3) + own.vocab_size * own.hidden_size)
 
 
-def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, power: PhasePower | None) -> dict[str, str]:
+def _derived(facts: PairFacts, device: SpeedProfile, slow: _Scene, fast: _Scene, power: PhasePower | None) -> dict[str, str]:
     band = f"{device.bandwidth.low / 1e9:.3g} to {device.bandwidth.high / 1e9:.3g} GB/s ({device.bandwidth_from})"
     low, high = device.operations.low / 1e9, device.operations.high / 1e9
     rows = f"2 x {facts.parameters / 1e6:.4g} M operations a row at {low:.3g} to {high:.3g} G/s ({device.operations_from})"
@@ -434,13 +434,13 @@ def _derived(facts: PairFacts, device: DeviceSpeed, slow: _Scene, fast: _Scene, 
     }
 
 
-# Bytes per second that forwards of one row read on two cores of a Xeon (docs/row-kernels.md); assumed of all processors.
+# Bytes per second that forwards of one row read on two cores of a Xeon, measured on 22 November 2026; assumed of all processors.
 BANDWIDTH = 20e9
 # What a further row takes of the first one: with the project's kernels on integer products of 64 bytes or of matrices, with its other
-# kernels, and with stock ones. The first and the last are measured (docs/row-kernels.md), the second is assumed.
+# kernels, and with stock ones. The first and the last are measured (docs/results.md), the second is assumed.
 WIDE_KERNELS = ("avx512vnni", "avxvnni", "i8mm")
 WIDE_ROW, NARROW_ROW, STOCK_ROW = 0.07, 0.2, 0.25
-# How many times as long stock kernels take for one row, by the format of the files (E2B's shapes, docs/row-kernels.md).
+# How many times as long stock kernels take for one row, by the format of the files (E2B's shapes, two cores of a Xeon, 22 November 2026).
 STOCK_FIRST = {"gguf": 2.0, "onnx": 1.7}
 # Seconds of starting a draft and of each of its steps, beside reading the drafter's weights; assumed from one small pair.
 DRAFT_SECONDS, STEP_SECONDS = 0.5e-3, 0.2e-3

@@ -45,8 +45,6 @@ def serve(
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.http.connections import run_server, server_config
 
-    if len(options.api_key) > 1 and load.draft_store is not None:
-        raise RequestError("--draft-store copies drafts for all clients from one store; leave it out, or give one --api-key")
     sys.setswitchinterval(_SWITCH_SECONDS)
     with _open_socket(options) as listener, open_sessions(folder, options.sessions, load) as sessions:
         first = sessions.sessions[0]

@@ -1,1 +1,1 @@
-"""The Python API: open a bundle, run one or several requests, chat, save KV state, monitor."""
+"""The Python API: open a bundle, run one or several requests, chat, cache prompts, monitor."""

@@ -33,7 +33,7 @@ _NEWEST = 5
 
 
 class PrefillPace:
-    """How many tokens of prompts are computed between two rounds of others, so that these wait for `PIECE_SECONDS` or as for a round."""
+    """How many prompt tokens are computed between two rounds of others, so that these wait `PIECE_SECONDS` or as long as a round."""
 
     def __init__(self) -> None:
         self.rows = SHORTEST_PIECE
@@ -41,26 +41,26 @@ class PrefillPace:
         self._rounds: deque[float] = deque([0.0], maxlen=_NEWEST)
 
     def count_round(self, seconds: float) -> None:
-        """Takes a round of the others into account."""
+        """Records the time of a round of the other requests."""
         self._rounds.append(seconds)
 
     def count(self, rows: int, seconds: float) -> None:
-        """Takes a piece of `rows` tokens into account, which took `seconds`. It may be shorter than asked for, at a prompt's end."""
+        """Records that a piece of `rows` tokens took `seconds`. At a prompt's end it may be shorter than asked for."""
         self._rates.append(rows / max(seconds, MIN_SECONDS))
         fitting = max(self._rates) * max(PIECE_SECONDS, statistics.median(self._rounds))
         self.rows = int(max(SHORTEST_PIECE, min(fitting, 2 * self.rows, PREFILL_ROWS)))
 
     def rows_in(self, seconds: float) -> int:
-        """Returns how many tokens a piece of so many seconds has, where no others wait for a round."""
+        """Returns how many tokens a piece of `seconds` has when no other requests wait."""
         return int(max(SHORTEST_PIECE, min(max(self._rates, default=0.0) * seconds, PREFILL_ROWS)))
 
 
 class BatchDecoder:
     """Runs requests of different sequences of one context. Requests may join and leave between two steps, from any thread."""
 
-    def __init__(self, together: SequenceBatch, lock: PairLock | None = None) -> None:
+    def __init__(self, batch: SequenceBatch, lock: PairLock | None = None) -> None:
         """`lock` is that of the sessions on the context; None makes one, for a context that nothing else uses."""
-        self._together = together
+        self._batch = batch
         self.longest_piece: float | None = None  # seconds that a piece of a prompt may take where no requests run beside it
         self._lock = lock or PairLock()
         self._joining: dict[Generation, Iterator[int]] = {}
@@ -110,7 +110,7 @@ class BatchDecoder:
         with self._lock.held():
             self._joining.clear()
             self._running = []
-            for target in self._together.targets:
+            for target in self._batch.targets:
                 target.rollback(0)
 
     def step(self) -> list[tuple[Generation, Round]]:
@@ -171,7 +171,7 @@ class BatchDecoder:
             yield from new
 
     def _require_free(self, generation: Generation) -> None:
-        if not any(target is generation.target for target in self._together.targets):
+        if not any(target is generation.target for target in self._batch.targets):
             raise RequestError("the request is of another pair's session; run it with the sessions it was started on")
         if any(other.target is generation.target for other in self.running):
             raise RequestError("two requests cannot share a sequence; start each on its own session")
@@ -224,7 +224,7 @@ class BatchDecoder:
             (self._number(generation), generation.decoding.tokens_to_verify(draft))
             for generation, draft in zip(running, drafts, strict=True)
         ]
-        logits = self._together.verify_all(batches)
+        logits = self._batch.verify_all(batches)
         first, *others = [generation.decoding for generation in running]
         timing = first.timing(middle - begin, time.perf_counter() - middle, *others)
         # One request reports the timing, as their policies share one cost model: the first that learns from it and does not fail.
@@ -248,12 +248,12 @@ class BatchDecoder:
         drafting = [i for i, request in enumerate(requests) if request.draft_length > 0]
         drafts: list[list[int]] = [[] for _ in running]
         if drafting:
-            for i, draft in zip(drafting, self._together.draft_all([requests[i] for i in drafting]), strict=True):
+            for i, draft in zip(drafting, self._batch.draft_all([requests[i] for i in drafting]), strict=True):
                 drafts[i] = draft
         return drafts
 
     def _number(self, generation: Generation) -> int:
-        return next(i for i, target in enumerate(self._together.targets) if target is generation.target)
+        return next(i for i, target in enumerate(self._batch.targets) if target is generation.target)
 
 
 class Sessions:
@@ -262,14 +262,14 @@ class Sessions:
     Close this object, or use it as a context manager. Closing one of several sessions ends that one only.
     """
 
-    def __init__(self, sessions: Sequence[Session], together: SequenceBatch) -> None:
+    def __init__(self, sessions: Sequence[Session], batch: SequenceBatch) -> None:
         self.sessions = tuple(sessions)
         self._lock = self.sessions[0].claim.lock
         for session in self.sessions:
             session.claim.lock = self._lock
             session.claim.alone = len(self.sessions) == 1
-        self.decoder = BatchDecoder(together, self._lock)
-        self._together = together
+        self.decoder = BatchDecoder(batch, self._lock)
+        self._batch = batch
 
     def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
         """Runs requests of these sessions to their ends, those of different sessions at once; yields their rounds."""
@@ -283,7 +283,7 @@ class Sessions:
             for session in self.sessions:
                 session.claim.release()
             still_open = next((session for session in self.sessions if not session.claim.closed), self.sessions[0])
-            return still_open.row_equality(notify, waiting, together=self._together)
+            return still_open.row_equality(notify, waiting, batch=self._batch)
 
     def close(self) -> None:
         """Saves the acceptance models, frees the pair and ends all sessions. Can be called twice."""
@@ -294,7 +294,7 @@ class Sessions:
                     session.save_learned()
                 self._lock.closed = True
                 self.sessions[0].close_prompt_cache()
-                self._together.close()
+                self._batch.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._lock.closed else f"{len(self.decoder.running)} running"

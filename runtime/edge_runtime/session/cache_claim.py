@@ -1,7 +1,7 @@
-"""Who may use a loaded pair: one thread at a time, and of a sequence's requests only the newest that began.
+"""Who may use a loaded pair: one thread at a time, and of a sequence's requests only the one that began last.
 
-A session runs one request at a time. A request that begins claims the sequence's cache; the one before it, if it has not ended, raises
-RequestError when it is continued, instead of going on in rows that are no longer its own.
+A session runs one request at a time. A request that begins claims the sequence's cache. The request before it, if it has not ended, raises
+RequestError when it is continued, because the rows in the cache are no longer its own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PairLock:
 
 
 class _Computing(AbstractContextManager[None]):
-    """One object for all rounds, in the place of a generator for each."""
+    """A reusable context manager, so that no generator is made for each round."""
 
     def __init__(self, lock: PairLock) -> None:
         self._pair = lock

@@ -15,10 +15,10 @@ from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.errors import RequestError
 from edge_runtime.media.soft_rows import MEDIA, Media, MediaPrompt, user_message, without_media
+from edge_runtime.session import chat_file
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, sampled
 from edge_runtime.session.load_options import OPENING, LoadOptions, with_keywords
 from edge_runtime.session.open import open_session
-from edge_runtime.session.saved import chat_file
 from edge_runtime.session.session import Session
 from edge_runtime.session.stats import DecodeStats, generation_html, shortened
 from edge_runtime.text.channels import ChannelParser, Event, Text, Thought, after_thoughts

@@ -26,7 +26,7 @@ _WIDTHS = (1, 2, 4, 8, 13)
 _VERIFY = "a verify's rows"
 _DRAFTS = 4
 # The mean KL, in nats, that is allowed: of weights that lose nothing, of others at least, and the share of what their quantization loses.
-# Two ways of rounding activations to 8 bits differ by 0.0003 (docs/npu.md); what one wrong operator adds may be no more than 0.001.
+# Two ways of rounding activations to 8 bits differ by 0.0003 (docs/design/onnx-graphs.md). What one wrong operator adds may be 0.001.
 _FLOAT_LIMIT, _ROUNDED_LIMIT, _SHARE = 1e-4, 0.002, 0.1
 _FLOAT_BITS = 32
 # Of rounded weights, where the export measured nothing: of 80 random pairs on llama.cpp's RPC device the largest was 0.0024.
@@ -245,7 +245,7 @@ def _verified(width: int) -> str:
 
 
 def _finite_rows(target: Target, width: int, count: int) -> int:
-    """Computes so many rows more, in seconds at most, and returns how many. Raises FloatingPointError for a row with a NaN."""
+    """Computes up to `count` more rows within `_SECONDS`; returns how many. Raises FloatingPointError for a row with a NaN."""
     text, end, rows = _text(1), time.monotonic() + _SECONDS, 0
     target.rollback(0)
     target.prefill(text[:_PROMPT])

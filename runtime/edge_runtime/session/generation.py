@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from edge_runtime.backends.kernels.race import native_race
 from edge_runtime.bundle.manifest import GenerationDefaults
 from edge_runtime.decoding.acceptance_rules import acceptance_rule, keeps_text
 from edge_runtime.decoding.constrained_acceptance import constrained
 from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS, LogprobRule, TokenLogprob
 from edge_runtime.decoding.loop import Decoding, Round, decode
 from edge_runtime.decoding.sampling import SamplingParams
-from edge_runtime.drafting.draft_store import DraftStore
 from edge_runtime.drafting.policies import DraftLengthPolicy
 from edge_runtime.drafting.sources import Sources
 from edge_runtime.errors import RequestError
@@ -24,7 +24,7 @@ from edge_runtime.interfaces import Drafter, KvRows, MediaTarget, SavableTarget,
 from edge_runtime.media.soft_rows import MediaPrompt, pieces
 from edge_runtime.session.cache_claim import SUPERSEDED, CacheClaim
 from edge_runtime.session.monitor import RequestMonitor
-from edge_runtime.session.saved.prompt_cache import CachedPrompt
+from edge_runtime.session.prompt_cache import CachedPrompt
 from edge_runtime.session.stats import DecodeStats, generation_html, shortened
 from edge_runtime.text.channels import ChannelParser, Event, Text
 from edge_runtime.text.constraints import ConstraintSource
@@ -171,7 +171,6 @@ class Generation:
         monitor: RequestMonitor,
         constraint: Constraint | None = None,
         sources: Sources | None = None,
-        draft_store: DraftStore | None = None,
         cached: CachedPrompt | None = None,
         shares_policy: bool = False,
     ) -> None:
@@ -187,7 +186,6 @@ class Generation:
         self.options = options
         self.monitor = monitor
         self._pair = pair
-        self._draft_store = draft_store
         self._cached = cached
         self.shares_policy = shares_policy
         self._reading: Iterator[int] = iter(())
@@ -201,7 +199,7 @@ class Generation:
         self._copied: tuple[list[int], KvRows] | None = None  # tokens and rows of a request that is suspended
         self._failure: str | None = None
         text_ids = prompt.text_ids if isinstance(prompt, MediaPrompt) else prompt
-        rule = acceptance_rule(options.sampling, options.acceptance, text_ids, place=len(ids))
+        rule = acceptance_rule(options.sampling, options.acceptance, text_ids, place=len(ids), race=native_race())
         if constraint is not None:
             rule = constrained(rule, constraint)
         if options.logprobs is not None:
@@ -379,8 +377,6 @@ class Generation:
             self._detokenizer.feed_rest(self.tokens)
             if self._cached is not None:
                 self._cached.keep(0, 0.0, complete=True)
-            if self._draft_store is not None:
-                self._draft_store.remember(b"".join(map(self._pair.vocabulary.piece, self.tokens)).decode("utf-8", "ignore"))
 
     def count(self, round_done: Round, seconds: float) -> None:
         """Adds the times of a recorded round, which took `seconds`, and calls the callbacks."""

@@ -17,13 +17,12 @@ from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.bundle.kv_types import KvType
 from edge_runtime.config.schema import MAX_CONTEXT, PRESET_NAMES, SpeculativeConfig
-from edge_runtime.drafting.draft_store import STORE_SIZE
 from edge_runtime.drafting.drafter_kinds import DrafterKind
 from edge_runtime.drafting.phase_power import PhasePower, PowerSource
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET
 from edge_runtime.session.monitor import MonitorOptions
-from edge_runtime.session.saved.prompt_cache import LIMIT
+from edge_runtime.session.prompt_cache import LIMIT
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,11 +55,9 @@ class LoadOptions:
         backend: llama or onnx; None takes the one that was measured to be faster on this machine, else that is by the files' sizes.
         device: Where the model runs: "cpu", "gpu", "npu", or a device's own name such as "vulkan0", "openvino:NPU", which `edge-run doctor`
             lists, or that of an execution provider of ONNX Runtime. "auto" is the fastest one, measured on first use.
-        draft_store: File of earlier answers and remembered texts, from which drafts are copied; made if it is missing. None keeps nothing.
         prompt_cache: Folder in which the K/V rows of prompts are kept, for you alone, and found again; made if it is missing. None keeps
             none.
         prompt_cache_limit: The most bytes of that folder, or a text such as "500MB"; the least recently used go.
-        draft_store_size: The most bytes of that file, or a text such as "2MB"; the oldest texts make room.
         image_rows: The largest budget of an image, in soft rows, where an image must fit one batch: 12B and larger. Above 512 it takes more
             memory (llama.cpp).
     """
@@ -120,12 +117,6 @@ class LoadOptions:
         panel="Backend",
         help="Where a model runs: cpu, gpu, npu, a name that edge-run doctor lists, or auto: the fastest, measured once.  [default: cpu]",
     )
-    draft_store: Path | None = option(
-        metavar="FILE",
-        panel="Drafting",
-        help="Keep answers in this file, readable by you alone, and draft from them: faster where texts repeat.  [default: keep nothing]",
-    )
-    draft_store_size: str | int = STORE_SIZE
     prompt_cache: Path | None = None
     prompt_cache_limit: str | int = LIMIT
     image_rows: int = option(

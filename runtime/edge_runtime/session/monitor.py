@@ -19,7 +19,7 @@ from typing import Any, Literal
 from edge_devices.errors import errors_as
 from edge_devices.option_fields import option
 from edge_runtime.decoding.loop import Round
-from edge_runtime.drafting.acceptance_window import WARN_ABOVE, WINDOW_TOKENS, AcceptanceWindow, Event, RejectionAlarm
+from edge_runtime.drafting.acceptance_window import WARN_ABOVE, WINDOW_TOKENS, AcceptanceWindow, Event
 from edge_runtime.errors import RequestError
 from edge_runtime.session.stats import DecodeStats, Latencies
 
@@ -125,8 +125,7 @@ class Monitor:
     def __init__(self, options: MonitorOptions | None = None) -> None:
         """Raises RequestError for a window or threshold out of range and for a log that cannot be appended to."""
         self.options = options = options or MonitorOptions()
-        self._window = AcceptanceWindow(options.window)
-        self._alarm = RejectionAlarm(options.warn_above)
+        self._window = AcceptanceWindow(options.window, options.warn_above)
         self._token_latencies = Latencies(KEPT_ROUNDS)
         self._first_tokens = Latencies(KEPT_REQUESTS)
         self._totals: Counter[str] = Counter()
@@ -149,8 +148,7 @@ class Monitor:
             self._drafted_at.update(range(round_done.drafted))
             self._accepted_at.update(range(round_done.accepted))
             self._token_latencies.add(seconds, len(round_done.tokens))
-            self._window.add(round_done.drafted, round_done.accepted)
-            event = self._alarm.event(self._window) if round_done.drafted else None
+            event = self._window.add(round_done.drafted, round_done.accepted)
         if event is not None:
             self.record_event(event)
         return event

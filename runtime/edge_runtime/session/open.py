@@ -17,8 +17,8 @@ from edge_runtime.backends.selection import (
     AUTO,
     CARDS,
     KINDS,
+    BackendChoice,
     BackendKind,
-    Place,
     backend_of,
     check_options,
     device_of,
@@ -35,20 +35,19 @@ from edge_runtime.calibration.measured import AcceptanceCache, exported_counts, 
 from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.cost_model import CostCurve
-from edge_runtime.drafting.draft_store import DraftStore
 from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, is_model
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.interfaces import SavableTarget, Vocabulary
+from edge_runtime.interfaces import SavableTarget
 from edge_runtime.planning.memory import memory_bytes
 from edge_runtime.planning.speed import computed_costs
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.cache_claim import CacheClaim
 from edge_runtime.session.device_check import CHECKS, DeviceCheck, answers, compared, is_rounded
+from edge_runtime.session.kv_state_file import row_facts
 from edge_runtime.session.load_options import LoadOptions, with_keywords
 from edge_runtime.session.monitor import Monitor, MonitorOptions
-from edge_runtime.session.saved.kv_state_file import row_facts
-from edge_runtime.session.saved.prompt_cache import PromptCache
+from edge_runtime.session.prompt_cache import PromptCache
 from edge_runtime.session.session import Session, SessionParts, rate_with
 
 # The options of a request, which a session takes when it is open.
@@ -79,13 +78,13 @@ def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = 
     taken.
     """
     loader = _PairLoader(folder, replace(options or LoadOptions(), **keywords))
-    return loader.load(loader.choose_place(count), count)
+    return loader.load(loader.choose_backend(count), count)
 
 
 @with_keywords(LoadOptions, LoadOptions, elsewhere=_OF_REQUESTS)
 def faster_backend(folder: Path | str, options: LoadOptions | None = None, **keywords: Any) -> BackendKind:
     """Returns the backend that `open_session` would take with these options; measures as it does, and raises as it does."""
-    return _PairLoader(folder, replace(options or LoadOptions(), **keywords)).choose_place(1).partition(" ")[0]
+    return _PairLoader(folder, replace(options or LoadOptions(), **keywords)).choose_backend(1).partition(" ")[0]
 
 
 class _PairLoader:
@@ -108,7 +107,7 @@ class _PairLoader:
         self.threads = options.threads or default_threads()
         self.auto = options.device == AUTO
 
-    def choose_place(self, count: int) -> Place:
+    def choose_backend(self, count: int) -> BackendChoice:
         """Returns the backend that the options need, else the one that is faster by what was measured here, else by computed costs.
 
         With images or sound, or a drafter that not all have, the first of those that fit. With the device "auto" also that device which is
@@ -123,8 +122,8 @@ class _PairLoader:
             return fitting[0]
         policy = [settings.context, settings.policy, settings.draft_length, settings.longest, settings.longest_draft, settings.objective]
 
-        def rate_of(place: Place) -> float:
-            with self.load(place, 1) as sessions:
+        def rate_of(choice: BackendChoice) -> float:
+            with self.load(choice, 1) as sessions:
                 return sessions.sessions[0].expected_rate()
 
         named = None if self.auto else options.device
@@ -140,10 +139,10 @@ class _PairLoader:
         costs = computed_costs(self.bundle.manifest, CARDS[kind].format, self.drafter or "dense", variant())
         return rate_with(CostCurve(costs), self.bundle, self.settings, drafts=self.drafter != "none")
 
-    def load(self, place: Place, count: int) -> Sessions:
+    def load(self, choice: BackendChoice, count: int) -> Sessions:
         """Loads the bundle for `count` requests at once. Raises RequestError for options that the backend does not have."""
-        kind, settings, options = backend_of(place), self.settings, self.options
-        request = replace(self._request(count), device=device_of(place)) if self.auto else self._request(count)
+        kind, settings, options = backend_of(choice), self.settings, self.options
+        request = replace(self._request(count), device=device_of(choice)) if self.auto else self._request(count)
         check_options(kind, request)
         opened = self._trusted(kind, request)
         if (sentence := degradation(opened.exported_parity, self.bundle.folder.name)) is not None and first_time([kind, *self.hashes]):
@@ -161,7 +160,7 @@ class _PairLoader:
         shared = SessionParts(
             bundle=self.bundle,
             generation=self.bundle.manifest.generation,
-            target=opened.together.targets[0],
+            target=opened.batch.targets[0],
             drafter=opened.drafters[0],
             vocabulary=opened.vocabulary,
             drafter_kind=opened.drafter_kind,
@@ -175,16 +174,15 @@ class _PairLoader:
             keep_costs=costs.keep,
             acceptance_cache=AcceptanceCache(facts, exported=exported_counts(opened.exported_parity)),
             encoder=opened.encoder,
-            draft_store=self._opened_draft_store(opened.vocabulary),
             prompt_cache=self._opened_prompt_cache(facts_of_rows),
             row_facts=facts_of_rows,
             fingerprint=entry_key([project_version(), cpu_identity(), str(settings.context), self.hashes, answer_facts]),
         )
         sessions = [
             Session(replace(shared, target=target, drafter=drafter, claim=CacheClaim()))
-            for target, drafter in zip(opened.together.targets, opened.drafters, strict=True)
+            for target, drafter in zip(opened.batch.targets, opened.drafters, strict=True)
         ]
-        return Sessions(sessions, opened.together)
+        return Sessions(sessions, opened.batch)
 
     def _trusted(self, kind: BackendKind, request: OpenRequest) -> OpenedPair:
         """Opens the pair, on an accelerator only if it computes what the CPU does; that is compared once for its driver.
@@ -199,12 +197,12 @@ class _PairLoader:
 
         def measure(*_: object) -> DeviceCheck:
             nonlocal opened
-            opened.together.close()  # both may not fit into the memory
+            opened.batch.close()  # both may not fit into the memory
             cpu = backend.open(replace(on_cpu, drafter=opened.drafter_kind))
-            reference = answers(cpu.together.targets[0], cpu.drafters[0], rows)
-            cpu.together.close()
+            reference = answers(cpu.batch.targets[0], cpu.drafters[0], rows)
+            cpu.batch.close()
             opened = backend.open(request)
-            pair = opened.together.targets[0], opened.drafters[0]
+            pair = opened.batch.targets[0], opened.drafters[0]
             manifest, parity = self.bundle.manifest, opened.exported_parity
             routed, rounded = bool(manifest.architecture.experts), is_rounded(manifest, CARDS[kind].format)
             return compared(accelerator.name, reference, *pair, longest=rows, parity=parity, routed=routed, rounded=rounded)
@@ -220,7 +218,7 @@ class _PairLoader:
                 options.notify(f"{check.sentence()}.")
         if check.passed:
             return opened
-        opened.together.close()
+        opened.batch.close()
         if request.device not in KINDS:
             raise BackendError(f"{check.sentence()}; leave --device out, or update its driver")
         options.notify(f"{check.sentence()}, so this runs on the CPU.")
@@ -246,7 +244,7 @@ class _PairLoader:
     def _measured_pair(self, opened: OpenedPair) -> MeasuredPair:
         """Returns the pair to be measured, on its best threads if the options name no number."""
         pair = MeasuredPair(
-            target=opened.together.targets[0],
+            target=opened.batch.targets[0],
             drafter=opened.drafters[0],
             token=max(opened.vocabulary.bos, 0),
             rows=self.settings.longest_draft + 1,
@@ -261,15 +259,8 @@ class _PairLoader:
         options = self.options
         return on_best_threads(pair, opened.set_threads, options.notify, measure=options.measure, waiting=options.waiting)
 
-    def _opened_draft_store(self, vocabulary: Vocabulary) -> DraftStore | None:
-        options = self.options
-        if options.draft_store is None:
-            return None
-        size = memory_bytes(options.draft_store_size)
-        return DraftStore(Path(options.draft_store), vocabulary, limit=size, notify=options.notify)
-
     def _row_facts(self, kind: BackendKind, opened: OpenedPair) -> dict[str, str]:
-        target = opened.together.targets[0]
+        target = opened.batch.targets[0]
         kernels = entry_key([project_version(), cpu_identity(), [*map(str, opened.row_kernel_facts)]])
         return row_facts(target, entry_key(self.hashes), kind, kernels) if isinstance(target, SavableTarget) else {}
 

@@ -1,4 +1,4 @@
-"""Whether drafts, and requests beside, can change the text: rows of logits alone and in verifies, compared on this machine."""
+"""Whether drafts, or other requests in a batch, can change the text: compares rows of logits computed alone and in verifies."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _COMPARED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RowEquality:
-    """Of `compared` rows of verifies, how many have not the bits of the same row alone, and the largest difference of two logits.
+    """How many of the `compared` rows of verifies differ in their bits from the same row alone, and the largest difference of two logits.
 
-    `stock_attention`: the engine's own attention reads K/V rows, whose sums depend on the batch in too few rows for this to find out.
+    `stock_attention`: the engine's own attention reads the K/V rows; its sums depend on the batch in too few rows for this comparison
+    to find all of them.
     """
 
     compared: int
@@ -80,9 +81,10 @@ _KNOWN = MeasuredValue(
 def known_row_equality(
     fingerprint: str, batch: SequenceBatch, longest: int, notify: Notify, waiting: Waiting = silent_wait, *, stock_attention: bool = False
 ) -> RowEquality:
-    """Returns what is kept for a context of this fingerprint, else compares, which empties the caches; without a fingerprint always.
+    """Returns the cached result for a context of this fingerprint; otherwise compares, which empties the caches.
 
-    A verify has at most `longest` rows of each sequence. `stock_attention` is as of `RowEquality`.
+    Without a fingerprint it always compares. A verify has at most `longest` rows of each sequence. `stock_attention` is as of
+    `RowEquality`.
     """
     if not fingerprint:
         return replace(compare_rows(batch, longest), stock_attention=stock_attention)
@@ -92,7 +94,7 @@ def known_row_equality(
 
 
 def compare_rows(batch: SequenceBatch, longest: int) -> RowEquality:
-    """Compares rows alone with those of verifies of 2 to `longest` rows of each sequence, of several sequences with one row each too.
+    """Compares rows computed alone with the same rows in verifies: of 2 to `longest` rows per sequence, and of one row per sequence.
 
     The first sequence has a text of up to 300 tokens. Empties the caches.
     """

@@ -6,11 +6,8 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-
-import numpy as np
 
 from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.interface import SingleSequence
@@ -18,18 +15,16 @@ from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, MediaInputs
 from edge_runtime.calibration.measured import AcceptanceCache, exported_counts
 from edge_runtime.config.settings import Settings, resolve_settings
-from edge_runtime.decoding.constrained_acceptance import GRAMMAR_PRIORS, GrammarSource
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
-from edge_runtime.drafting.acceptance_window import Guarded, SafetyNet
+from edge_runtime.drafting.acceptance_window import LimitedPolicy, SafetyNet
 from edge_runtime.drafting.cost_model import Costs
-from edge_runtime.drafting.draft_store import STORE_PRIORS, DraftStore
 from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.phase_power import EnergyCosts
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
 from edge_runtime.drafting.profit_policy import Profit, expected_rate
-from edge_runtime.drafting.sources import Source, SourceOdds, Sources
+from edge_runtime.drafting.sources import SourceOdds, Sources
 from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory, predicted_tokens
 from edge_runtime.drafting.time_bound import TimeBound
 from edge_runtime.errors import RequestError
@@ -38,9 +33,8 @@ from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checke
 from edge_runtime.session.generation import GREEDY_PARAMS, Generation, GenerationOptions, LoadedPair, sampled
 from edge_runtime.session.load_options import OPENING, with_keywords
 from edge_runtime.session.monitor import Monitor, MonitorOptions, RequestMonitor
+from edge_runtime.session.prompt_cache import CachedPrompt, PromptCache
 from edge_runtime.session.row_equality import RowEquality, known_row_equality
-from edge_runtime.session.saved.kv_state_file import load_state, save_state
-from edge_runtime.session.saved.prompt_cache import CachedPrompt, PromptCache
 from edge_runtime.text.chat_template import Message, bundle_template
 from edge_runtime.text.constraints import ConstraintSource
 from edge_runtime.text.grammar import Constraint, grammars_for
@@ -53,7 +47,7 @@ class SessionParts(LoadedPair):
     `costs` is called when a policy that needs them is first used; without it that policy drafts a fixed length with a safety net.
     `keep_costs` is called at the end.
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
-    `draft_store` holds earlier answers and files to copy drafts from. `row_kernels` names the variant of the project's kernels that
+    `row_kernels` names the variant of the project's kernels that
     multiplies, None for stock ones; `device` is where the graphs run; `stock_attention` is as of `OpenedPair`.
     `prompt_cache` keeps the rows of prompts on disk; `row_facts` are what rows belong to.
     `fingerprint` stands for all that an answer depends on beside its request.
@@ -71,7 +65,6 @@ class SessionParts(LoadedPair):
     keep_costs: Callable[[], None] = lambda: None
     acceptance_cache: AcceptanceCache | None = None
     encoder: LazyEncoder | None = None
-    draft_store: DraftStore | None = None
     prompt_cache: PromptCache | None = None
     row_facts: Mapping[str, str] = field(default_factory=dict)
     fingerprint: str = ""
@@ -101,7 +94,7 @@ class Session:
         self._parts = parts
         self._net = SafetyNet(window=self.settings.window)
         self._profit: Profit | None = None
-        self._odds = SourceOdds(GRAMMAR_PRIORS | TEXT_PRIORS | STORE_PRIORS)
+        self._odds = SourceOdds(TEXT_PRIORS)
 
     @with_keywords(SamplingParams, GREEDY_PARAMS, elsewhere=OPENING)
     def generate(
@@ -162,10 +155,10 @@ class Session:
             if policy is None and draft_length is None:
                 # Profit knows what drafts cost; the safety net does not, and would only interfere.
                 if self._weighs:
-                    sources = self._sources([token for token in ids if token >= 0], enforced, prediction)
+                    sources = self._sources([token for token in ids if token >= 0], prediction)
                 policy = self.profit(assisted=sources is not None)
                 shares_policy = policy is not None
-                policy = policy or Guarded(self.settings.new_policy(), self._net, monitor.record_event)
+                policy = policy or LimitedPolicy(self.settings.new_policy(), self._net, monitor.record_event)
             elif policy is None:
                 policy = Fixed(self.draft_length_for(draft_length))
             prompt_ids = prompt if isinstance(prompt, MediaPrompt) else ids
@@ -177,7 +170,6 @@ class Session:
                 monitor=monitor,
                 constraint=enforced,
                 sources=sources,
-                draft_store=self._parts.draft_store,
                 cached=self._cached(ids, client) if reuse_prefix else None,
                 shares_policy=shares_policy,
             )
@@ -196,7 +188,7 @@ class Session:
 
     @property
     def _weighs(self) -> bool:
-        """Whether drafts are weighed by what they cost, those of sources beside the drafter too."""
+        """Whether the policy weighs drafts by their costs, those of other sources too."""
         return self.settings.needs_costs and self._parts.costs is not None
 
     def tokenize(self, text: str) -> list[int]:
@@ -279,20 +271,12 @@ class Session:
             if self._parts.encoder is not None:
                 self._parts.encoder.close()
 
-    def _sources(self, prompt: Sequence[int], constraint: Constraint | None, prediction: str | Sequence[int]) -> Sources | None:
-        """Returns what drafts beside the drafter: texts to copy from; without a model that drafts, what a constraint forces.
-
-        A drafter whose drafts are masked writes forced text as well (docs/drafting.md), and prompt lookup copies as the memory does.
-        """
-        sources: list[Source] = []
+    def _sources(self, prompt: Sequence[int], prediction: str | Sequence[int]) -> Sources | None:
+        """Returns the sources of drafts beside the drafter: the text to copy from. Prompt lookup has it already."""
         drafts = self.drafter is not None and is_model(self.drafter_kind)
-        if drafts or prediction:
-            sources.append(TextMemory(prompt, self._predicted_ids(prediction)))
-        if self._parts.draft_store is not None:
-            sources.append(self._parts.draft_store.source(prompt))
-        if constraint is not None and not drafts:
-            sources.append(GrammarSource(constraint))
-        return Sources(sources, self._odds) if sources else None
+        if not (drafts or prediction):
+            return None
+        return Sources([TextMemory(prompt, self._predicted_ids(prediction))], self._odds)
 
     def _predicted_ids(self, prediction: str | Sequence[int]) -> list[int]:
         if isinstance(prediction, str):
@@ -340,15 +324,15 @@ class Session:
             return rate_with(self.costs(), self.bundle, self.settings, drafts=self.drafter is not None)
 
     def row_equality(
-        self, notify: Callable[[str], None] = lambda _: None, waiting: Waiting = silent_wait, *, together: SequenceBatch | None = None
+        self, notify: Callable[[str], None] = lambda _: None, waiting: Waiting = silent_wait, *, batch: SequenceBatch | None = None
     ) -> RowEquality:
         """Returns whether rows have the same bits alone and in a verify, compared on first use and kept; comparing empties the cache.
 
-        `together` are all sequences of its context, None for this one alone.
+        `batch` has all sequences of its context, None for this one alone.
         """
         with self._open():
             self.claim.release()
-            batch, longest = together or SingleSequence(self.target, self.drafter), self.settings.longest_draft + 1
+            batch, longest = batch or SingleSequence(self.target, self.drafter), self.settings.longest_draft + 1
             return known_row_equality(self.fingerprint, batch, longest, notify, waiting, stock_attention=self.stock_attention)
 
     def with_policy(self, name: str) -> Session:
@@ -377,36 +361,6 @@ class Session:
         elif draft_length is not None:
             values |= {"policy": "fixed", "draft_length": draft_length}
         return {**values, "max_tokens": options.max_tokens, "acceptance": options.acceptance, "sampling": options.sampling.to_json()}
-
-    def save_state(self, path: Path | str) -> None:
-        """Writes the K/V rows with their tokens to a file. Raises RequestError if there are none or it cannot be written."""
-        with self._open():
-            save_state(Path(path), self._savable(), self._parts.row_facts)
-
-    def load_state(self, path: Path | str) -> None:
-        """Replaces the cache's K/V rows with those of a file that `save_state` wrote.
-
-        A request with `reuse_prefix` whose prompt begins with `target.tokens` then continues from them. Beyond the sliding window a
-        file holds only what the next token needs: a prompt that ends more than one token earlier is computed again. Drafts begin after
-        the first verify. Raises RequestError, and changes nothing, if the file is damaged or of another bundle, engine, KV type or context.
-        Only a session that minimizes joules and has not measured its power yet measures it first, which empties the cache.
-        """
-        with self._open():
-            self.profit()  # measures the power now, since measuring later would empty the cache
-            media = np.iinfo(np.int32).min if self.bundle.manifest.media is not None else 0  # negative ids stand for their rows
-            ids = range(media, self.bundle.manifest.architecture.vocab_size)
-            load_state(Path(path), self._savable(), self._parts.row_facts, ids)
-            self.claim.release()
-
-    def _savable(self) -> SavableTarget:
-        if not isinstance(self.target, SavableTarget):
-            raise RequestError("this backend cannot save or load a KV state; use llama.cpp or ONNX Runtime")
-        return self.target
-
-    @property
-    def draft_store(self) -> DraftStore | None:
-        """The draft store, None without one; `draft_store.remember(text)` adds a text."""
-        return self._parts.draft_store
 
     @property
     def costs_are_provisional(self) -> bool | None:

@@ -20,7 +20,6 @@ from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text import matcher as matchers
 from edge_runtime.text.constraints import THOUGHTS_BEGIN, THOUGHTS_END, AfterThoughts, ConstraintSource, Gbnf, JsonSchema, ToolCalls
-from edge_runtime.text.forced_text import BlankStyle, ForcedText
 from edge_runtime.text.grammar_limits import check_size, read_grammar, read_schema
 from edge_runtime.text.matcher import Matcher
 from edge_runtime.text.tool_grammar import tool_call_grammar
@@ -56,22 +55,13 @@ class Grammars:
         self._control = vocabulary.control_tokens
         self._size = size
         pieces, ends = _pieces(vocabulary, size), sorted(vocabulary.eog_tokens)
-        self._vocabulary = weakref.ref(vocabulary)  # which owns this object in `_made`
-        self._style = BlankStyle()
         self._host = Host(matchers.__name__, matchers.packed_setup(pieces, ends, [_STRING]), BackendError)
 
     def constrain(self, source: ConstraintSource) -> Constraint:
         """Returns a constraint in its initial state. Raises RequestError, with the library's reason, if it cannot be compiled."""
-        matcher = self._matcher(self._lark(source))
-        blankless = (lambda: self._matcher(_blankless(source))) if isinstance(source, JsonSchema) else None
-        vocabulary = self._vocabulary()
-        forced = None if vocabulary is None else ForcedText(vocabulary, matcher, blankless, self._style)
-        constraint = Constraint(matcher, self._eog, self._size, forced)
+        constraint = Constraint(Matcher(self._host, _HEADER + self._lark(source)), self._eog, self._size)
         constraint.allowed(())  # fails for a grammar that allows no text
         return constraint
-
-    def _matcher(self, lark: str) -> Matcher:
-        return Matcher(self._host, _HEADER + lark)
 
     def _lark(self, source: ConstraintSource) -> str:
         """Returns the grammar in the library's dialect of Lark."""
@@ -129,9 +119,8 @@ class Constraint:
     matcher's state is after the emitted tokens and the drafts in `_path`.
     """
 
-    def __init__(self, matcher: Matcher, eog: frozenset[int], size: int, forced: ForcedText | None = None) -> None:
+    def __init__(self, matcher: Matcher, eog: frozenset[int], size: int) -> None:
         self._matcher = matcher
-        self._forced = forced
         self._eog = eog
         self._size = size
         self._ended = False
@@ -181,21 +170,12 @@ class Constraint:
         if self._over((token,)):
             self._ended = True
             return True
-        if self._forced is not None:
-            self._forced.add(token)
         if self._path[:1] != [token]:
             self._go_to((token,))
         del self._path[0], self._masks[0]
         if self._path:
             return False
         return self._matcher.is_stopped()
-
-    def forced(self, ahead: Sequence[int]) -> list[int]:
-        """Returns the tokens expected after `ahead` because the constraint leaves no choice but blanks; a guess, to be verified."""
-        if self._forced is None or self._over(ahead):
-            return []
-        self._go_to(ahead)
-        return self._forced.tokens(ahead)
 
     @property
     def complete(self) -> bool:
@@ -255,13 +235,6 @@ def _with_known_formats(schema: Any) -> Any:
         return schema
     kept = {key: value for key, value in schema.items() if key != "format" or not isinstance(value, str) or value in _FORMATS}
     return {key: value if key in _VALUES else _with_known_formats(value) for key, value in kept.items()}
-
-
-def _blankless(source: JsonSchema) -> str:
-    """Returns the grammar of the same schema without blanks."""
-    schema = read_schema(source.schema)
-    layout = {"coerce_one_of": True, "whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-    return f"start: %json {json.dumps(({} if schema is True else schema or {'not': {}}) | {'x-guidance': layout})}"
 
 
 def _reason(error: str) -> str:

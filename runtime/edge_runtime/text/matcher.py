@@ -26,9 +26,9 @@ COMPILE_SECONDS, STEP_SECONDS = 5.0, 0.5
 MEAN_STEP_SECONDS, LEFT_SECONDS = 0.03, 5.0
 _SHORTEST_SECONDS = 0.001  # 0 would be no limit
 _STACK_BYTES = 64 << 20
-COMPILE, MASK, VALIDATE, CONSUME, ROLL_BACK, ACCEPTING, FORCED = b"CMVTRAF"
+COMPILE, MASK, VALIDATE, CONSUME, ROLL_BACK, ACCEPTING = b"CMVTRA"
 FAILED, STOPPED = 1, 2
-# Flags and a number; the mask, the forced bytes or the error follow.
+# Flags and a number; the mask or the error follows.
 ANSWER = struct.Struct("<Bi")
 _COUNTS = struct.Struct("<III")
 _MEGABYTES = MEMORY_BYTES >> 20
@@ -122,8 +122,6 @@ def serve(shared: tuple[Any, Any], connection: socket.socket) -> None:
 def _call(matcher: Any, operation: int, body: bytes) -> tuple[int, bytes]:
     if operation == MASK:
         return 0, matcher.compute_bitmask()
-    if operation == FORCED:
-        return 0, matcher.compute_ff_bytes()
     if operation == ACCEPTING:
         return int(matcher.is_accepting()), b""
     numbers = list(struct.unpack(f"<{len(body) // 4}I", body))
@@ -181,10 +179,6 @@ class Matcher:
     def compute_bitmask(self) -> bytes:
         """One bit per token: whether it may follow."""
         return self._ask(MASK)[1]
-
-    def compute_ff_bytes(self) -> bytes:
-        """The bytes that must follow."""
-        return self._ask(FORCED)[1]
 
     def validate_tokens(self, tokens: Sequence[int]) -> int:
         """How many of the tokens, from the first, may follow."""

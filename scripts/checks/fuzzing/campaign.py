@@ -1,7 +1,7 @@
 """Runs a reader on many inputs in a child process and checks for foreign errors, signals, hangs, memory, opened files and code that is run.
 
 A child that dies or hangs is replaced, and the campaign continues after the input that caused it. Mutations are our own, so that it runs
-wherever Linux does; fuzz_coverage.py mutates by coverage, with atheris.
+wherever Linux does.
 """
 
 from __future__ import annotations

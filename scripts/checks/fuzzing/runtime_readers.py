@@ -20,11 +20,11 @@ from edge_runtime.server.http.body import parse_json
 from edge_runtime.server.requests.completions import read_chat, read_completion
 from edge_runtime.server.requests.ollama import read_ollama_chat
 from edge_runtime.server.requests.responses_api import read_response
+from edge_runtime.session import chat_file
 from edge_runtime.session.chat import ChatSettings
-from edge_runtime.session.saved import chat_file
-from edge_runtime.session.saved.kv_state_file import load_state, row_facts
+from edge_runtime.session.kv_state_file import SegmentFile
 from fuzzing.readers import OWN_ERRORS, PARSED, Read, Reader, corpus, from_file
-from fuzzing.stand_ins import DUMMIES, StateTarget, make_weights
+from fuzzing.stand_ins import DUMMIES, make_weights
 
 
 def _manifest(folder: Path, _: Path | None) -> Read:
@@ -66,12 +66,14 @@ def _onnx(folder: Path, _: Path | None) -> Read:
 
 
 def _state(folder: Path, _: Path | None) -> Read:
-    path, target = folder / "state", StateTarget()
-    facts = row_facts(target, "bundle", "llama", "kernels")
+    path, sizes = folder / "state", (16, 8)
+    facts = {"bundle": "bundle", "engine": "llama", "kv_type": "f16", "rows": "16+8", "kernels": "kernels"}
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        load_state(path, target, facts, range(64))
+        with SegmentFile(path, facts, sizes) as file:
+            file.read_full(np.empty((file.header.tokens, sizes[0]), np.uint8))
+            file.read_sliding(np.empty((file.header.sliding, sizes[1]), np.uint8))
 
     return read
 

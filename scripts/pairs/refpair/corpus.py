@@ -1,4 +1,4 @@
-"""Training text that every Python machine has: the standard library's own sources.
+"""Training text that every Python machine has: the standard library's own sources; or a folder of other sources.
 
 Splits by file, never inside one: a held-out file shares no line of its own with training. Prose (docstrings and the
 language reference that `pydoc_data.topics` carries) is drawn from the same files, so a held-out docstring is held out too.
@@ -48,8 +48,12 @@ def _is_language(text: str) -> bool:
 
 def standard_library() -> Iterator[Document]:
     """Yields the sources of the running Python's standard library, tests included, in sorted order."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
+    return sources(Path(sysconfig.get_paths()["stdlib"]), ("*.py",))
+
+
+def sources(root: Path, patterns: tuple[str, ...]) -> Iterator[Document]:
+    """Yields the texts below a folder whose names match, in sorted order."""
+    for path in sorted(path for pattern in patterns for path in root.rglob(pattern)):
         relative = path.relative_to(root)
         if SKIPPED_PARTS & set(relative.parts) or not MIN_FILE_BYTES <= path.stat().st_size <= MAX_FILE_BYTES:
             continue
@@ -111,10 +115,10 @@ class Split:
         return np.concatenate([np.array([bos, *e.ids, eos], dtype=np.uint16) for e in encoded])
 
 
-def load_splits() -> tuple[Split, Split]:
-    """Returns (train, held out)."""
-    code = list(standard_library())
-    prose = list(prose_documents(code))
+def load_splits(folder: Path | None = None) -> tuple[Split, Split]:
+    """Returns (train, held out), of C++ sources and their Markdown below a folder, or of the standard library."""
+    code = list(standard_library() if folder is None else sources(folder, ("*.cpp", "*.h")))
+    prose = list(prose_documents(code) if folder is None else sources(folder, ("*.md",)))
     train = Split(code=[d for d in code if not d.held_out], prose=[d for d in prose if not d.held_out])
     held = Split(code=[d for d in code if d.held_out], prose=[d for d in prose if d.held_out])
     return train, held

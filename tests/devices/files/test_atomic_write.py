@@ -10,15 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from edge_bench.measure.records import RecordFile
 from edge_devices.errors import EdgeError
-from edge_devices.files import temp_files
 from edge_devices.files.atomic_write import atomic_write, write_text
-from edge_devices.files.temp_files import lock_open, locked, stale_of, temporary_of, unforeseen_temporary_of
+from edge_devices.files.temp_files import locked, stale_of, temporary_of, unforeseen_temporary_of
 from edge_devices.files.user_cache import cache_put, read_entries
 from polling import dead_process
 
@@ -199,29 +197,3 @@ def test_a_path_without_a_name_is_an_os_error() -> None:
     with pytest.raises(OSError, match=r"\."):
         atomic_write(Path(), [b"x"])
     assert not temporary_of(Path()).exists()
-
-
-def test_an_open_file_is_locked_by_one_at_a_time(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.touch()
-    with path.open("rb") as first, path.open("rb") as second:
-        lock_open(first.fileno())
-        with pytest.raises(BlockingIOError):
-            lock_open(second.fileno(), seconds=0.01)
-        first.close()
-        lock_open(second.fileno())
-
-
-def test_windows_locks_a_byte_behind_the_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int, int]] = []
-
-    def locking(descriptor: int, mode: int, count: int) -> None:
-        calls.append((os.lseek(descriptor, 0, os.SEEK_CUR), mode, count))
-        if len(calls) == 1:
-            raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(temp_files, "fcntl", None)
-    monkeypatch.setattr(temp_files, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2), raising=False)
-    with (tmp_path / "file").open("w+b") as file:
-        lock_open(file.fileno(), seconds=5)
-    assert calls == [((1 << 31) - 2, 2, 1)] * 2

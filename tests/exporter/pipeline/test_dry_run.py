@@ -25,8 +25,8 @@ from edge_export.checkpoint.shipped_pair import reference_pair
 from edge_export.cli.command import main
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.pipeline.dry_run import planned_export
-from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.speed import manifest_plan
+from edge_runtime.planning.speed_profile import speed_profile
 
 Folders = Callable[[str], Path]
 # Bytes of the published model.safetensors, without the header of up to some 100 kB.
@@ -38,7 +38,7 @@ def test_a_built_in_size_is_planned_on_every_profile(size: str) -> None:
     manifest = planned_export(size, size).manifest
     assert manifest.architecture.family == size
     for name in profiles():
-        plan = manifest_plan(manifest, device_speed(name, None), context=manifest.runtime.context, power=None)
+        plan = manifest_plan(manifest, speed_profile(name, None), context=manifest.runtime.context, power=None)
         assert plan is not None
 
 

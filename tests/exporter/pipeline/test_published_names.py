@@ -29,7 +29,7 @@ from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.session.open import open_session
-from edge_runtime.session.trials import check_lossless
+from edge_runtime.session.self_checks import check_lossless
 from fake_hub import FakeHub, point_client_at, serving
 from published_formats import bfloat16, to_mobile, to_q4_grid, to_w4a16
 from tiny_members import settle, settled, write_member

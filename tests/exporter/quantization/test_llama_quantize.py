@@ -16,7 +16,7 @@ from edge_export.errors import ExportError
 from edge_export.gguf.writer import write_gguf
 from edge_export.quantization import llama_quantize as quantize
 from edge_export.quantization.llama_quantize import DIRECT, check_quantization, quantize_gguf
-from edge_runtime.bundle.gguf_types import FLOATS, OFFERED, QUANTIZATIONS, TENSOR_TYPES
+from edge_runtime.bundle.gguf_types import OFFERED, QUANTIZATIONS, TENSOR_TYPES
 
 pytest.importorskip("llama_cpp", reason="llama.cpp quantizes")
 Folders = Callable[[str], Path]
@@ -58,7 +58,7 @@ def test_a_file_has_the_types_and_the_size_of_its_entry_in_the_table(quantizatio
     assert stored["token_embd.weight"] == stored["per_layer_token_embd.weight"] == entry.tables
     # 65,536 weights are in rows of 32, which fit no block of 256.
     matrices = {kind for name, kind in stored.items() if "embd" not in name and "inp_gate" not in name and "proj" not in name}
-    assert matrices - set(FLOATS) == {kind for kind, _ in entry.matrices}
+    assert matrices - {"f32", "f16", "bf16"} == {kind for kind, _ in entry.matrices}
     for part, kind in entry.raised:
         assert {stored[name] for name in stored if part in name} == {kind}
     size = sum(tensor.bytes for tensor in header.tensors if stored[tensor.name] != "f32")

@@ -88,13 +88,13 @@ def case(request: pytest.FixtureRequest, probe_memory: None) -> Case:
 def opened(case: Case) -> Iterator[OpenedPair]:
     opened = case.backend.open(case.request())
     yield opened
-    opened.together.close()
+    opened.batch.close()
 
 
 @pytest.fixture
 def target(opened: OpenedPair) -> Target:
-    opened.together.targets[0].rollback(0)
-    return opened.together.targets[0]
+    opened.batch.targets[0].rollback(0)
+    return opened.batch.targets[0]
 
 
 @pytest.fixture
@@ -109,25 +109,25 @@ def random_tokens(seed: int, count: int) -> list[int]:
 
 
 def test_a_pair_has_what_its_request_asked_for(case: Case, opened: OpenedPair) -> None:
-    assert len(opened.together.targets) == len(opened.drafters) == 1
+    assert len(opened.batch.targets) == len(opened.drafters) == 1
     assert opened.drafter_kind in ("dense", "split")
-    assert opened.together.targets[0].context == CONTEXT
+    assert opened.batch.targets[0].context == CONTEXT
     assert opened.vocabulary.encode(PROMPT)
     plain = case.backend.open(case.request(drafter="none"))
     assert (plain.drafters[0], plain.drafter_kind) == (None, "none")
-    plain.together.close()
+    plain.batch.close()
 
 
 @pytest.mark.parametrize("before", [1, 300])
 def test_rows_together_equal_one_by_one(case: Case, target: Target, before: int) -> None:
     tokens = random_tokens(1, before + 13)
     target.prefill(tokens[:before])
-    together = target.verify(tokens[before:]).copy()
-    assert together.shape == (13, 4096)
-    assert together.dtype == np.float32
+    batch = target.verify(tokens[before:]).copy()
+    assert batch.shape == (13, 4096)
+    assert batch.dtype == np.float32
     target.rollback(before)
     single = np.stack([target.verify([token])[0].copy() for token in tokens[before:]])
-    case.assert_same(together, single)
+    case.assert_same(batch, single)
     assert target.tokens.tolist() == tokens
 
 
@@ -320,7 +320,7 @@ def test_rows_that_cannot_be_restored_change_nothing(target: Target) -> None:
         KvRows(full, sliding[-target.sliding_rows + 1 :]),
         KvRows(full, full),
     ):
-        with pytest.raises(RequestError, match="damaged"):
+        with pytest.raises(RequestError, match="do not fit this target"):
             target.restore(tokens, rows)
     with pytest.raises(RequestError, match="does not fit the context"):
         target.restore([5] * 1025, KvRows(full, sliding))
@@ -337,14 +337,14 @@ def test_several_sequences_share_forwards_where_there_may_be_several(case: Case)
         return
     opened = case.backend.open(case.request(sequences=2, settings=load_settings(open_bundle(case.bundle), context=256)))
     texts, alone = [random_tokens(seed, 41) for seed in (21, 22)], []
-    for target, text in zip(opened.together.targets, texts, strict=True):
+    for target, text in zip(opened.batch.targets, texts, strict=True):
         target.prefill(text[:40])
         alone.append(target.verify(text[40:]).copy())
         target.rollback(40)
-    together = opened.together.verify_all([(number, text[40:]) for number, text in enumerate(texts)])
-    for ours, expected in zip(together, alone, strict=True):
+    batch = opened.batch.verify_all([(number, text[40:]) for number, text in enumerate(texts)])
+    for ours, expected in zip(batch, alone, strict=True):
         case.assert_same(ours, expected)
-    opened.together.close()
+    opened.batch.close()
 
 
 def test_options_of_other_backends_are_refused_in_one_sentence(case: Case) -> None:
@@ -369,10 +369,10 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(case: Case) -
 
 def test_a_closed_pair_is_of_no_more_use(case: Case) -> None:
     opened = case.backend.open(case.request())
-    target, drafter = opened.together.targets[0], opened.drafters[0]
+    target, drafter = opened.batch.targets[0], opened.drafters[0]
     target.prefill([5])
-    opened.together.close()
-    opened.together.close()
+    opened.batch.close()
+    opened.batch.close()
     uses = [lambda: target.verify([5]), lambda: target.prefill([5]), lambda: target.rollback(0), lambda: drafter.draft(5, 1)]
     if case.kind == "llama":  # these are llama.cpp's own memory
         uses += [lambda: opened.vocabulary.encode("x"), target.state, lambda: target.rollback_floor]

@@ -22,12 +22,12 @@ from edge_runtime.bundle.manifest import VisionSize
 from edge_runtime.cli.plan import measure_plan, plan_lines
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
-from edge_runtime.planning.speed import DeviceSpeed, Range, image_operations, manifest_plan
+from edge_runtime.planning.speed import Range, SpeedProfile, image_operations, manifest_plan
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 from tiny_media import export_media_pair
 
-DEVICE = DeviceSpeed(
+DEVICE = SpeedProfile(
     name="a board",
     bandwidth=Range.between(5e9, 10e9),
     bandwidth_from="assumed",

@@ -75,14 +75,14 @@ def test_clients_at_once_get_what_they_would_get_alone(variant):
     prompts = [PROMPT, OTHER]
     expected = alone(make_session(), prompts, 12)
     assert expected == [plain_greedy([1, 2, 3], 12), plain_greedy([4, 4], 12)]
-    together, sessions = scripted_sessions(3)
+    batch, sessions = scripted_sessions(3)
     level = run_level(sessions, variant, prompts, expected, 12, 0)
     assert (level.clients, level.requests, level.tokens) == (3, 6, 72)
     assert (level.equal, level.compared) == (6, 6)
     assert len(level.request_seconds) == 6
     assert 0 < max(level.request_seconds) <= level.seconds
     assert len(level.token_seconds) < 72
-    assert max(len(rows) for rows in together.forwards) == 3
+    assert max(len(rows) for rows in batch.forwards) == 3
 
 
 def test_outputs_of_several_clients_that_differ_are_counted():

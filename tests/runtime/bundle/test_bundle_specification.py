@@ -1,4 +1,4 @@
-"""docs/bundle.md and docs/manifest.md against the reader: every field with type and default, the example, and the roles written."""
+"""docs/design/manifest.md against the reader: every field with type and default, the example, and the roles written."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from edge_devices.files.typed_json import from_json
 from edge_runtime.bundle.manifest import FROM_ZERO, SCHEMA_VERSION, Manifest, has_own_hash, with_hash
 
-DOCS = Path(__file__).parents[3] / "docs"
-TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("bundle.md", "manifest.md"))
+PAGE = Path(__file__).parents[3] / "docs" / "design" / "manifest.md"
+TEXT = PAGE.read_text(encoding="utf-8")
 NAMES = {int: "integer", float: "number", str: "text", bool: "boolean", type(None): "null"}
 
 
@@ -46,7 +46,7 @@ def written(hint: object) -> str:
 def table(name: str) -> dict[str, tuple[str, str]]:
     """Key to type and default, of the table below a heading."""
     section = re.search(rf"^## {name}\n(.*?)(?=^##|\Z)", TEXT, re.MULTILINE | re.DOTALL)
-    assert section, f"docs/manifest.md has no section {name}"
+    assert section, f"docs/design/manifest.md has no section {name}"
     rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|", section[1], re.MULTILINE)
     return {key: (kind.strip(), default.strip()) for key, kind, default in rows}
 

@@ -174,7 +174,7 @@ def test_samples_are_spread_evenly_from_the_first_byte_to_the_last(tmp_path: Pat
 
 
 def test_as_many_samples_are_taken_as_the_documentation_says() -> None:
-    text = (Path(__file__).parents[3] / "docs/security-limits.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/security.md").read_text()
     assert f"{SAMPLES} hashed samples of {SAMPLE_BYTES >> 10} kB" in text.replace("\n", " ")
 
 

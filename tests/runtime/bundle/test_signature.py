@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from edge_runtime.bundle import signature
-from edge_runtime.bundle.signature import check_file_signature, check_signature, read_signing_key, sign_file
+from edge_runtime.bundle.signature import check_signature, read_signing_key, sign_file
 from edge_runtime.errors import BackendError, BundleError
 
 DATA = b"what was signed"
@@ -38,14 +38,12 @@ def key(tmp_path: Path) -> Ed25519PrivateKey:
     made = Ed25519PrivateKey.generate()
     (tmp_path / "key.pem").write_bytes(pem_of(made))
     (tmp_path / "key.pub").write_bytes(public_pem_of(made))
-    (tmp_path / "record").write_bytes(DATA)
-    assert sign_file(tmp_path / "record", made) == tmp_path / "record.sig"
+    (tmp_path / "manifest.json").write_bytes(DATA)
+    assert sign_file(tmp_path / "manifest.json", made) == tmp_path / "manifest.json.sig"
     return made
 
 
-def test_a_file_and_a_manifest_are_signed_the_same_way(key: Ed25519PrivateKey, tmp_path: Path) -> None:
-    check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
-    (tmp_path / "record.sig").rename(tmp_path / "manifest.json.sig")
+def test_a_manifest_has_the_signature_of_its_bytes(key: Ed25519PrivateKey, tmp_path: Path) -> None:
     check_signature(tmp_path, DATA, tmp_path / "key.pub")
     with pytest.raises(BundleError, match=r"manifest\.json\.sig is not a signature of this manifest by .*do not use this bundle"):
         check_signature(tmp_path, DATA + b" ", tmp_path / "key.pub")
@@ -59,67 +57,71 @@ def test_the_key_file_is_read_as_openssl_wrote_it(key: Ed25519PrivateKey, tmp_pa
     if not shutil.which("openssl"):
         pytest.skip("needs openssl")
     command = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", str(tmp_path / "key.pub"), "-rawin"]
-    done = subprocess.run([*command, "-in", str(tmp_path / "record"), "-sigfile", str(tmp_path / "raw")], capture_output=True, check=False)
+    done = subprocess.run(
+        [*command, "-in", str(tmp_path / "manifest.json"), "-sigfile", str(tmp_path / "raw")], capture_output=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert base64.b64decode((tmp_path / "record.sig").read_bytes()) == raw
+    assert base64.b64decode((tmp_path / "manifest.json.sig").read_bytes()) == raw
 
 
 @pytest.mark.parametrize("place", range(0, 64, 9))
 def test_any_flipped_byte_of_a_signature_is_refused(key: Ed25519PrivateKey, tmp_path: Path, place: int) -> None:
-    raw = bytearray(base64.b64decode((tmp_path / "record.sig").read_bytes()))
+    raw = bytearray(base64.b64decode((tmp_path / "manifest.json.sig").read_bytes()))
     raw[place] ^= 1
-    (tmp_path / "record.sig").write_bytes(base64.b64encode(raw))
-    with pytest.raises(BundleError, match=r"record\.sig is not a signature of record by the owner of .*do not use this file"):
-        check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+    (tmp_path / "manifest.json.sig").write_bytes(base64.b64encode(raw))
+    with pytest.raises(
+        BundleError, match=r"manifest\.json\.sig is not a signature of this manifest by the owner of .*do not use this bundle"
+    ):
+        check_signature(tmp_path, DATA, tmp_path / "key.pub")
 
 
 @pytest.mark.parametrize("blanks", ["", "\n", "\r\n", " \n\n"])
 def test_blanks_around_a_signature_do_not_matter(key: Ed25519PrivateKey, tmp_path: Path, blanks: str) -> None:
-    text = (tmp_path / "record.sig").read_text().strip()
-    (tmp_path / "record.sig").write_text(blanks + text + blanks)
-    check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+    text = (tmp_path / "manifest.json.sig").read_text().strip()
+    (tmp_path / "manifest.json.sig").write_text(blanks + text + blanks)
+    check_signature(tmp_path, DATA, tmp_path / "key.pub")
 
 
 @pytest.mark.parametrize("length", [0, 63, 65])
 def test_a_signature_has_64_bytes(key: Ed25519PrivateKey, tmp_path: Path, length: int) -> None:
-    (tmp_path / "record.sig").write_bytes(base64.b64encode((key.sign(DATA) * 2)[:length]))
-    with pytest.raises(BundleError, match="not a signature of record"):
-        check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+    (tmp_path / "manifest.json.sig").write_bytes(base64.b64encode((key.sign(DATA) * 2)[:length]))
+    with pytest.raises(BundleError, match="not a signature of this manifest"):
+        check_signature(tmp_path, DATA, tmp_path / "key.pub")
 
 
 def test_letters_that_are_no_base64_are_not_skipped(key: Ed25519PrivateKey, tmp_path: Path) -> None:
-    text = (tmp_path / "record.sig").read_text()
-    (tmp_path / "record.sig").write_text(text[:10] + "*" + text[10:])
-    with pytest.raises(BundleError, match="not a signature of record"):
-        check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+    text = (tmp_path / "manifest.json.sig").read_text()
+    (tmp_path / "manifest.json.sig").write_text(text[:10] + "*" + text[10:])
+    with pytest.raises(BundleError, match="not a signature of this manifest"):
+        check_signature(tmp_path, DATA, tmp_path / "key.pub")
 
 
 def test_a_signature_file_may_be_4_kB_and_no_more(key: Ed25519PrivateKey, tmp_path: Path) -> None:
-    path = tmp_path / "record.sig"
+    path = tmp_path / "manifest.json.sig"
     text = path.read_bytes().strip()
     path.write_bytes(text.ljust(4096))
-    check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+    check_signature(tmp_path, DATA, tmp_path / "key.pub")
     path.write_bytes(text.ljust(4097))
     with pytest.raises(BundleError, match=r"cannot be read \(it has more than 4096 bytes\)"):
-        check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+        check_signature(tmp_path, DATA, tmp_path / "key.pub")
     path.unlink()
-    with pytest.raises(BundleError, match=r"the signature .*record\.sig cannot be read .*this file is not signed"):
-        check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+    with pytest.raises(BundleError, match=r"the signature .*manifest\.json\.sig cannot be read .*this bundle is not signed"):
+        check_signature(tmp_path, DATA, tmp_path / "key.pub")
 
 
 def test_wrong_public_keys_are_named(key: Ed25519PrivateKey, tmp_path: Path) -> None:
     other = tmp_path / "other.pub"
     for content, output in (
-        (public_pem_of(Ed25519PrivateKey.generate()), "is not a signature of record by the owner of"),
+        (public_pem_of(Ed25519PrivateKey.generate()), "is not a signature of this manifest by the owner of"),
         (public_pem_of(ec.generate_private_key(ec.SECP256R1())), "is not an Ed25519 key; make a pair with: openssl genpkey"),
         (pem_of(key), "is not a public key in PEM format; make one with: openssl pkey"),
         (b"", "is not a public key in PEM format"),
     ):
         other.write_bytes(content)
         with pytest.raises(BundleError, match=output):
-            check_file_signature(tmp_path / "record", DATA, other)
+            check_signature(tmp_path, DATA, other)
     with pytest.raises(BundleError, match=r"the public key .*none cannot be read \(No such file"):
-        check_file_signature(tmp_path / "record", DATA, tmp_path / "none")
+        check_signature(tmp_path, DATA, tmp_path / "none")
 
 
 def test_wrong_private_keys_are_named(key: Ed25519PrivateKey, tmp_path: Path) -> None:
@@ -145,7 +147,7 @@ def test_at_most_16_kB_of_a_key_file_are_read(key: Ed25519PrivateKey, tmp_path: 
     content = path.read_bytes()
 
     def read() -> None:
-        read_signing_key(path) if name == "key.pem" else check_file_signature(tmp_path / "record", DATA, path)
+        read_signing_key(path) if name == "key.pem" else check_signature(tmp_path, DATA, path)
 
     path.write_bytes(b"\n" * (maximum - len(content)) + content)
     read()
@@ -158,7 +160,7 @@ def test_a_public_key_may_come_from_a_pipe(key: Ed25519PrivateKey, tmp_path: Pat
     reading, writing = os.pipe()
     os.write(writing, (tmp_path / "key.pub").read_bytes())
     os.close(writing)
-    check_file_signature(tmp_path / "record", DATA, Path(f"/dev/fd/{reading}"))
+    check_signature(tmp_path, DATA, Path(f"/dev/fd/{reading}"))
     os.close(reading)
 
 
@@ -170,4 +172,4 @@ def test_without_the_library_both_ways_say_how_to_install_it(
     with pytest.raises(BackendError, match=r"signing needs cryptography.*pip install 'edge-mtp\[sign\]'"):
         read_signing_key(tmp_path / "key.pem")
     with pytest.raises(BackendError, match=r"checking signatures needs cryptography.*pip install 'edge-mtp\[sign\]'"):
-        check_file_signature(tmp_path / "record", DATA, tmp_path / "key.pub")
+        check_signature(tmp_path, DATA, tmp_path / "key.pub")

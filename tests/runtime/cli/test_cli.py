@@ -215,12 +215,6 @@ def test_too_many_threads_are_a_usage_error(run):
     assert run("generate", "bundle", "abc", "-t", str(processors)).exit_code == 0
 
 
-def test_a_state_that_cannot_be_kept_is_refused_before_anything_is_generated(run):
-    result = run("generate", "bundle", "abc", "--save-state", "/nowhere/state")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "there is no folder /nowhere" in result.stderr
-
-
 def test_a_closed_standard_input_is_one_sentence(run, monkeypatch):
     monkeypatch.setattr(messages, "sys", SimpleNamespace(stdin=None))
     result = run("generate", "bundle", "-")

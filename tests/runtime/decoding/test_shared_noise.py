@@ -10,6 +10,7 @@ from decimal import Decimal, getcontext
 import numpy as np
 import pytest
 
+from edge_runtime.backends.kernels.race import native_race
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.decoding.shared_noise import SharedNoise
 
@@ -98,6 +99,23 @@ def test_the_search_of_a_whole_vocabulary_finds_the_winner_of_the_race(vocabular
         weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
         noise = SharedNoise(5).at(place)
         assert noise.choose_of_all(logits, temperature) == noise.choose(np.arange(vocabulary), weights)
+
+
+@pytest.mark.skipif(native_race() is None, reason="no row kernels run here")
+@pytest.mark.parametrize("vocabulary", [1, 2, 511, 513, 4099, 32768, 32769, 65536, 262144])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6, 0.7, 1.0, 50.0])
+def test_native_code_chooses_the_same(vocabulary: int, temperature: float) -> None:
+    chance = np.random.default_rng(vocabulary)
+    for place in range(8):
+        logits = (chance.normal(0, chance.choice([0.01, 1.0, 6.0]), vocabulary) - chance.choice([0, 1e4])).astype(np.float32)
+        logits[chance.random(vocabulary) < 0.3] = -np.inf
+        logits[chance.integers(vocabulary)] = 2.0
+        slow, fast = (SharedNoise(6, race).at(place) for race in (None, native_race()))
+        assert fast.choose_of_all(logits, temperature) == slow.choose_of_all(logits, temperature)
+        tokens = np.sort(chance.choice(vocabulary, min(vocabulary, 64), replace=False))
+        weights = chance.random(len(tokens)) * (chance.random(len(tokens)) < 0.8)
+        weights[0] = 1e-3
+        assert fast.choose(tokens, weights) == slow.choose(tokens, weights)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.8), SamplingParams(top_k=20), SamplingParams(top_p=0.8, min_p=0.01)])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.drafting.acceptance_window import FIRST_WAIT, LONGEST_WAIT, PROBE_TOKENS, Event, Guarded, SafetyNet
+from edge_runtime.drafting.acceptance_window import FIRST_WAIT, LONGEST_WAIT, PROBE_TOKENS, Event, LimitedPolicy, SafetyNet
 from edge_runtime.drafting.policies import Fixed, PolicyOptions, RoundResult, Stepped
 from edge_runtime.errors import RequestError
 from scripted import make_session, next_token, plain_greedy
@@ -16,7 +16,7 @@ from scripted import make_session, next_token, plain_greedy
 def run(net: SafetyNet, length: int, count: int, accepts: bool) -> tuple[list[int], list[Event]]:
     """Plays `count` rounds of a fixed length over the net; returns the lengths and the events."""
     events: list[Event] = []
-    policy = Guarded(Fixed(length), net, events.append)
+    policy = LimitedPolicy(Fixed(length), net, events.append)
     lengths = []
     for _ in range(count):
         lengths.append(policy.plan().draft_length)
@@ -70,7 +70,7 @@ def test_plain_decoding_never_hears_of_the_net():
 @given(st.lists(st.floats(0, 1), max_size=300), st.integers(1, 60), st.floats(0.05, 0.95))
 def test_never_longer_than_the_policy_asks(shares, window, limit):
     policy, net = Stepped(PolicyOptions()), SafetyNet(window=window, limit=limit)
-    guarded = Guarded(policy, net)
+    guarded = LimitedPolicy(policy, net)
     for share in shares:
         length = guarded.plan().draft_length
         assert 0 <= length <= min(policy.plan().draft_length, net.longest)

@@ -45,7 +45,7 @@ def test_weights_are_those_that_are_loaded() -> None:
 
 
 def test_activations_are_near_those_measured() -> None:
-    """docs/media.md: E2B's tower on llama.cpp."""
+    """E2B's tower on llama.cpp, as it was measured."""
     for rows, measured in ((64, 39e6), (256, 145e6), (529, 324e6)):
         assert 0.99 * measured < encoder_activation_bytes(manifest(), "image", rows) < 1.15 * measured
     assert encoder_activation_bytes(manifest(vision=VisionSize(hidden_size=3840)), "image", 280) == 0

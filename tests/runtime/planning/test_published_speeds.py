@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from edge_runtime.planning.device_speed import device_speed
 from edge_runtime.planning.memory import MemoryPlan
 from edge_runtime.planning.speed import PairFacts, speed_plan
+from edge_runtime.planning.speed_profile import speed_profile
 
 POTATO, LITERT = "github.com/potato-os/core/pull/269", "ai.google.dev/edge/litert-lm/overview"
 LAPTOP = "pt13762104.github.io, 6 June 2026"
@@ -51,7 +51,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("profile", "pair", "sizes", "runtime", "source", "decode", "prefill"), PUBLISHED)
 def test_published_speeds_are_in_the_predicted_ranges(profile, pair, sizes, runtime, source, decode, prefill):
-    plan = speed_plan(sizes, device_speed(profile, None), NO_MEMORY, 8, None)
+    plan = speed_plan(sizes, speed_profile(profile, None), NO_MEMORY, 8, None)
     print(
         f"| {profile} | {pair} | {runtime} | {decode:g} | {plan.plain.middle:.2g} [{plan.plain.low:.2g}, {plan.plain.high:.2g}] |"
         f" {prefill:g} | {plan.prefill.middle:.2g} [{plan.prefill.low:.2g}, {plan.prefill.high:.2g}] | {source} |"

@@ -21,10 +21,10 @@ from edge_runtime.cli import run as cli
 from edge_runtime.cli.plan import Measured, plan_lines
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
-from edge_runtime.planning import device_speed as device_speed_module
-from edge_runtime.planning.device_speed import device_speed, product_operations
+from edge_runtime.planning import speed_profile as speed_profile_module
 from edge_runtime.planning.memory import MemoryPlan
-from edge_runtime.planning.speed import DeviceSpeed, PairFacts, Range, SpeedPlan, deviation, manifest_plan, pair_facts, speed_plan
+from edge_runtime.planning.speed import PairFacts, Range, SpeedPlan, SpeedProfile, deviation, manifest_plan, pair_facts, speed_plan
+from edge_runtime.planning.speed_profile import product_operations, speed_profile
 from scripted import MANIFEST
 
 GB, G = 1e9, 1e9
@@ -41,8 +41,8 @@ FACTS = PairFacts(
 )
 
 
-def device(gb: float, operations: float) -> DeviceSpeed:
-    return DeviceSpeed(
+def device(gb: float, operations: float) -> SpeedProfile:
+    return SpeedProfile(
         name="made up",
         bandwidth=Range.between(0.8 * gb * GB, 1.25 * gb * GB),
         bandwidth_from="test",
@@ -79,7 +79,7 @@ def test_few_bytes_per_weight_make_a_row_dear_beside_reading() -> None:
     def shape(target_bytes: float) -> float:
         actual = speed_plan(
             replace(FACTS, target_bytes=target_bytes),
-            device_speed("raspberry-pi-5", None),
+            speed_profile("raspberry-pi-5", None),
             MemoryPlan(process=1, weights=2, repacked=3, cache=4, buffers=5),
             8,
             None,
@@ -209,17 +209,17 @@ def test_experts_need_less_memory_than_all_pages_and_copies() -> None:
 def test_every_profile_gives_a_plan(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = open_bundle(exported_pair, check="none").manifest
     for name in profiles():
-        assert manifest_plan(manifest, device_speed(name, None), context=512).plain.low > 0
+        assert manifest_plan(manifest, speed_profile(name, None), context=512).plain.low > 0
     with pytest.raises(DeviceError, match="there is no device profile 'toaster'"):
-        device_speed("toaster", None)
+        speed_profile("toaster", None)
     unmeasured = replace(profiles()["x86-server"], peak_gb_per_s=None, effective_gb_per_s=None)
-    monkeypatch.setattr(device_speed_module, "profile", lambda _: unmeasured)
+    monkeypatch.setattr(speed_profile_module, "profile", lambda _: unmeasured)
     with pytest.raises(RequestError, match="x86-server has no memory speed, since it differs between machines"):
-        device_speed("x86-server", None)
+        speed_profile("x86-server", None)
 
 
 def test_a_gpu_is_planned_from_the_memory_it_shares_and_labelled(run: Any) -> None:
-    processors, gpu = device_speed("snapdragon-x", None), device_speed("snapdragon-x", None, accelerator="gpu")
+    processors, gpu = speed_profile("snapdragon-x", None), speed_profile("snapdragon-x", None, accelerator="gpu")
     peak = (profiles()["snapdragon-x"].peak_gb_per_s or 0) * 1e9
     assert processors.bandwidth.high < gpu.bandwidth.high < peak
     result = run("--json", "--profile", "snapdragon-x", "--device", "gpu")
@@ -235,7 +235,7 @@ def test_a_gpu_is_planned_from_the_memory_it_shares_and_labelled(run: Any) -> No
 
 
 def test_the_split_drafter_is_planned_where_there_is_one(exported_pair: Path) -> None:
-    manifest, speed = open_bundle(exported_pair, check="none").manifest, device_speed("raspberry-pi-5", None)
+    manifest, speed = open_bundle(exported_pair, check="none").manifest, speed_profile("raspberry-pi-5", None)
     split, dense = (manifest_plan(manifest, speed, context=512, drafter=kind) for kind in ("split", "dense"))
     assert manifest_plan(manifest, speed, context=512).step_seconds == split.step_seconds
     assert split.step_seconds.middle < dense.step_seconds.middle
@@ -247,9 +247,9 @@ def test_the_split_drafter_is_planned_where_there_is_one(exported_pair: Path) ->
 
 def test_this_machine_is_probed() -> None:
     assert 1e8 < product_operations(2) < 1e14
-    speed = device_speed(None, 1)
+    speed = speed_profile(None, 1)
     assert "this machine" in speed.name
-    assert "shares the processor's memory" in device_speed(None, 1, accelerator="gpu").bandwidth_from
+    assert "shares the processor's memory" in speed_profile(None, 1, accelerator="gpu").bandwidth_from
     assert speed.operations is not None
 
 
@@ -305,7 +305,7 @@ def test_a_plan_of_a_bundle_opens_no_model(run: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_a_plan_is_held_against_this_machine(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_speed_module, "product_operations", lambda processors: 5e10)
+    monkeypatch.setattr(speed_profile_module, "product_operations", lambda processors: 5e10)
     result = run("--measure", "--json", "--threads", "1")
     record = json.loads(result.stdout)
     assert record["measured"]["plain"] > 0

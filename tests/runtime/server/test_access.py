@@ -158,7 +158,7 @@ def test_abandoned_texts_are_not_tokenized_and_count_in_the_limit() -> None:
 def test_a_slow_tokenizer_delays_nobodys_rounds() -> None:
     with scripted_server("x" * 300, count=2) as server:
         encoded = Held(server.worker._sessions[0].vocabulary, "encode", lambda text: "slow" in text)
-        server.together.before_forward = lambda: time.sleep(0.002)
+        server.batch.before_forward = lambda: time.sleep(0.002)
         done: list[int] = []
         first = threading.Thread(target=lambda: done.append(send(server, "POST", CHAT, HI)[0]))
         first.start()

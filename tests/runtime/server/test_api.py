@@ -266,7 +266,7 @@ def test_a_key_is_asked_for():
 def test_the_queue_is_bounded_and_waiting_clients_may_leave():
     going = threading.Event()
     with scripted_server("a long answer", waiting=1) as server:
-        server.together.before_forward = lambda: going.wait(30) and None
+        server.batch.before_forward = lambda: going.wait(30) and None
         threads = [threading.Thread(target=lambda: answers.append(ask(client_of(server)))) for _ in range(2)]
         answers: list[Any] = []
         try:
@@ -286,7 +286,7 @@ def test_the_queue_is_bounded_and_waiting_clients_may_leave():
 
 def test_a_client_that_leaves_frees_its_session_and_disturbs_nobody():
     with scripted_server(lambda _, before: "x" * 1900 if "much" in before else "y" * 300, count=2, waiting=0) as server:
-        server.together.before_forward = lambda: time.sleep(0.002)
+        server.batch.before_forward = lambda: time.sleep(0.002)
         much: Any = [{"role": "user", "content": "much"}]
         beside: list[Any] = []
         thread = threading.Thread(target=lambda: beside.append(ask(client_of(server))))
@@ -303,7 +303,7 @@ def test_a_client_that_leaves_frees_its_session_and_disturbs_nobody():
         thread.join()
         assert beside[0].choices[0].message.content == "y" * 300
         settled(server)
-        assert max(len(target.rows) for target in server.together.targets) < 1000, "nobody went on for 1900 tokens"
+        assert max(len(target.rows) for target in server.batch.targets) < 1000, "nobody went on for 1900 tokens"
 
 
 def test_a_failing_backend_ends_what_runs_and_nothing_else():
@@ -314,13 +314,13 @@ def test_a_failing_backend_ends_what_runs_and_nothing_else():
 
     with scripted_server("fine") as server:
         for _ in range(2):
-            server.together.before_forward = fail
+            server.batch.before_forward = fail
             with pytest.raises(openai.InternalServerError) as caught:
                 ask(client_of(server))
             assert caught.value.status_code == 500
             assert "secret" not in str(caught.value)
             assert "Traceback" not in str(caught.value)
-        server.together.before_forward = lambda: None
+        server.batch.before_forward = lambda: None
         assert ask(client_of(server)).choices[0].message.content == "fine"
         assert "secret" in server.notes[0]
         assert "ValueError: a bug" in server.notes[1]
@@ -334,7 +334,7 @@ def test_a_failure_in_mid_stream_is_an_event():
             if next(count) == 4:
                 raise BackendError("gone")
 
-        server.together.before_forward = fail
+        server.batch.before_forward = fail
         received = []
         with pytest.raises(openai.APIError, match="the model failed"):
             received += [chunk.choices[0].delta.content for chunk in ask(client_of(server), stream=True)]
@@ -343,7 +343,7 @@ def test_a_failure_in_mid_stream_is_an_event():
 
 def test_what_runs_is_told_when_the_server_ends():
     with scripted_server("z" * 1900) as server:
-        server.together.before_forward = lambda: time.sleep(0.002)
+        server.batch.before_forward = lambda: time.sleep(0.002)
         stream = ask(client_of(server), stream=True)
         next(stream)
         server.worker.close()

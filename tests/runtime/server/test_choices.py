@@ -93,8 +93,8 @@ def test_several_prompts_have_an_answer_each(several: str) -> None:
         return client.completions.create(model="any", prompt=prompt, max_tokens=12, temperature=0, **fields)
 
     alone = [complete(prompt).choices[0].text for prompt in prompts]
-    together = complete(prompts)
-    assert [choice.text for choice in together.choices] == alone
+    batch = complete(prompts)
+    assert [choice.text for choice in batch.choices] == alone
     assert [choice.text for choice in complete(prompts, n=2).choices] == [alone[0], alone[0], alone[1], alone[1]]
     streamed = ["", ""]
     for chunk in complete(prompts, stream=True):

@@ -61,11 +61,11 @@ def failing(after: int, ended: End) -> End:
             if next(rounds) >= after:
                 raise BackendError("the forward failed")
 
-        server.together.before_forward = fail
+        server.batch.before_forward = fail
         try:
             ended(server)
         finally:
-            server.together.before_forward = lambda: None
+            server.batch.before_forward = lambda: None
 
     return end
 
@@ -74,7 +74,7 @@ def left(*, stream: bool) -> End:
     """A client that leaves while it is answered."""
 
     def end(server: Scripted) -> None:
-        server.together.before_forward = lambda: time.sleep(0.02)
+        server.batch.before_forward = lambda: time.sleep(0.02)
         try:
             connection = asked(server, CHAT | {"stream": stream})
             if stream:
@@ -82,7 +82,7 @@ def left(*, stream: bool) -> End:
             connection.close()
         finally:
             settled(server)
-            server.together.before_forward = lambda: None
+            server.batch.before_forward = lambda: None
 
     return end
 
@@ -174,7 +174,7 @@ def test_neither_children_nor_descriptors_are_left(alive: Callable[[], list[str]
 
 def test_requests_that_a_stopping_server_refuses_are_freed(alive: Callable[[], list[str]]) -> None:
     with scripted_server("Hello there. " * 8) as server:
-        server.together.before_forward = lambda: time.sleep(0.05)
+        server.batch.before_forward = lambda: time.sleep(0.05)
         connections = [asked(server, CHAT | {"stream": stream}) for stream in (False, True, False)]
         assert wait(lambda: sum(server.worker.load()) == 3)
         server.worker.close()

@@ -59,7 +59,7 @@ def test_timings_are_in_the_last_chunk_alone(server: Scripted, usage: bool, n: i
 
 def test_the_first_event_of_a_stream_comes_with_the_first_token() -> None:
     with scripted_server(SAID) as server:
-        target = server.together.targets[0]
+        target = server.batch.targets[0]
         prefill, begun = target.prefill, []
 
         def slowly(tokens: Any, **options: Any) -> None:
@@ -187,7 +187,7 @@ def test_the_first_token_is_added_as_each_servers_clients_expect(server: Scripte
 
 def test_slots_have_figures_and_no_texts() -> None:
     with scripted_server("x" * 900, count=2, waiting=0) as server:
-        server.together.before_forward = lambda: time.sleep(0.002)
+        server.batch.before_forward = lambda: time.sleep(0.002)
         idle = {"id": 1, "n_ctx": 2048, "speculative": False, "is_processing": False}
         assert send(server, "GET", "/slots")[2][1] == idle
         running = [asked(server, {"messages": [{"role": "user", "content": "secret"}], "stream": True}) for _ in range(2)]
@@ -209,7 +209,7 @@ def metrics(server: Scripted) -> dict[str, float]:
 
 def test_gauges_count_requests_that_run_and_wait() -> None:
     with scripted_server("x" * 900, waiting=4) as server:
-        server.together.before_forward = lambda: time.sleep(0.002)
+        server.batch.before_forward = lambda: time.sleep(0.002)
         sent: list[http.client.HTTPConnection] = [asked(server, {"messages": HI, "stream": True}) for _ in range(3)]
         assert wait(lambda: server.worker.load() == (1, 2))
         now = metrics(server)

@@ -100,7 +100,7 @@ def test_a_key_that_sends_all_it_can_delays_another_by_one_request() -> None:
             begun.set()
             going.wait(30)
 
-        server.together.before_forward = before_forward
+        server.batch.before_forward = before_forward
         give = server.worker._give
         server.worker._give = lambda slot, client: (order.append(client), give(slot, client))  # type: ignore[method-assign]
         waiting = [ask(server, "first") for _ in range(4)]

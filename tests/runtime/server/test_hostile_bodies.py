@@ -194,7 +194,7 @@ def test_a_body_is_dropped_before_the_answer_begins(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(app, "parse_json", watched)
     with scripted_server("Hello.") as server:
         alive: list[bool] = []
-        server.together.before_forward = lambda: alive.extend(body() is not None for body in bodies)
+        server.batch.before_forward = lambda: alive.extend(body() is not None for body in bodies)
         content = {name: value for name, value in content.items() if name != "temperature" or path != "/api/chat"}
         assert send(server, "POST", path, content | {"stream": False})[0] == 200
         assert alive

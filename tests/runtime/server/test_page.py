@@ -75,7 +75,7 @@ def test_a_shipped_example_is_asked_what_it_can(browser: Any, answers: bool, off
 
 def test_stop_ends_the_answer_and_keeps_what_was_said(browser: Any) -> None:
     with scripted_server(lambda turn, before: "w" * 1800 if turn == 0 else f"{before.count('w')} letters") as server:
-        server.together.before_forward = lambda: time.sleep(0.005)
+        server.batch.before_forward = lambda: time.sleep(0.005)
         fresh(browser, server.url)
         say(browser, "long")
         until(browser, lambda: "www" in "".join(shown(browser, ".assistant .text")))
@@ -265,7 +265,7 @@ def test_contrast_is_at_least_4_5(browser: Any, theme: str) -> None:
 def test_a_screen_reader_hears_an_answer_once(browser: Any) -> None:
     answer = "The *whole* answer, " + "word by word, " * 8 + "at once."
     with scripted_server(answer) as server:
-        server.together.before_forward = lambda: time.sleep(0.002)
+        server.batch.before_forward = lambda: time.sleep(0.002)
         fresh(browser, server.url)
         browser.execute_script(LISTEN)
         say(browser, "hi")

@@ -79,8 +79,3 @@ def test_an_open_address_without_a_key_is_warned_about(host, key, warns):
         serving._print_address(listener, options(host=host, api_key=key), notes.append)
     assert any("anyone who can reach" in note for note in notes) == warns
     assert notes[-1].startswith(f"serving at http://{host}:")
-
-
-def test_one_store_of_drafts_is_not_for_several_keys(tmp_path):
-    with pytest.raises(RequestError, match="--draft-store copies drafts for all clients"):
-        serving.serve(tmp_path, options(api_key=("a", "b")), LoadOptions(draft_store=tmp_path / "store"), lambda _: None)

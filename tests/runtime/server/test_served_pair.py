@@ -68,8 +68,8 @@ def test_deterministic_answers_depend_on_their_request_alone(server: str, reques
     alone = [answered(item) for item in asked]
     order = random.Random(1).sample(range(len(asked)), len(asked)) * 2
     with ThreadPoolExecutor(16) as pool:
-        together = list(pool.map(lambda number: answered(asked[number]), order))
-    assert together == [alone[number] for number in order]
+        batch = list(pool.map(lambda number: answered(asked[number]), order))
+    assert batch == [alone[number] for number in order]
     for _ in range(2):  # nor does what is reported reveal what others sent
         assert chat(client, "def area(r):", max_tokens=2).usage.prompt_tokens_details.cached_tokens == 0
 

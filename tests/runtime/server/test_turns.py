@@ -81,7 +81,7 @@ def test_a_turn_is_long_where_copies_of_rows_take_long() -> None:
 def slow_server(*replies: str, seconds: float = 0.003, **options: object) -> Iterator[Scripted]:
     """A server whose rounds take so long, whose rows can be copied."""
     with scripted_server(*replies, savable=True, **options) as server:
-        server.together.before_forward = lambda: time.sleep(seconds)
+        server.batch.before_forward = lambda: time.sleep(seconds)
         yield server
 
 
@@ -119,7 +119,7 @@ def test_one_key_waits_for_its_own_answers() -> None:
 @pytest.mark.parametrize("options", [{"alone": True, "deterministic": True}, {"savable": False}], ids=["alone", "not copied"])
 def test_where_nothing_is_suspended_the_answer_comes_first(options: dict[str, bool]) -> None:
     with scripted_server(LONG, keys=KEYS, **{"savable": True, **options}) as server:
-        server.together.before_forward = lambda: time.sleep(0.001)
+        server.batch.before_forward = lambda: time.sleep(0.001)
         long = asked(server, {"messages": HI}, authorization="Bearer first")
         assert wait(lambda: server.worker.load()[0] == 1)
         status, _, _ = send(server, "POST", CHAT, {"messages": HI, "max_tokens": 4}, authorization="Bearer second")
@@ -184,7 +184,7 @@ class Reader:
 
 
 def rounds_of(server: Scripted) -> int:
-    return len(server.together.targets[0].rows)
+    return len(server.batch.targets[0].rows)
 
 
 def stopped(server: Scripted) -> bool:

@@ -43,7 +43,7 @@ def watch():
 
 def test_a_request_alone_has_joules_per_token_with_interval_scope_and_meter(watch) -> None:
     with scripted_server("a long answer " * 4, watch=watch) as server:
-        server.together.before_forward = lambda: time.sleep(0.002)
+        server.batch.before_forward = lambda: time.sleep(0.002)
         usage = ask(client_of(server)).usage
         chunks = list(ask(client_of(server), stream=True, stream_options={"include_usage": True}))
     energy = usage.energy
@@ -66,7 +66,7 @@ def test_requests_at_once_have_the_machines_joules_and_say_so(watch) -> None:
                 met.set()
             time.sleep(0.003)
 
-        server.together.before_forward = forward
+        server.batch.before_forward = forward
         threads = [threading.Thread(target=lambda: answers.append(ask(client_of(server)))) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -91,7 +91,7 @@ def energy_of(url: str) -> tuple[int, dict[str, Any]]:
 
 def test_metrics_have_the_joules_of_all_requests(watch) -> None:
     with scripted_server("a long answer " * 4, watch=watch) as server:
-        server.together.before_forward = lambda: time.sleep(0.002)
+        server.batch.before_forward = lambda: time.sleep(0.002)
         before = energy_of(server.url)
         joules = sum(ask(client_of(server)).usage.energy["joules"] for _ in range(2))
         status, after = energy_of(server.url)

@@ -21,15 +21,15 @@ PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import 
 
 
 def test_each_request_gets_what_it_would_get_alone() -> None:
-    together, sessions = scripted_sessions(3)
+    batch, sessions = scripted_sessions(3)
     prompts = [[1, 2, 3], [4], [9, 9, 1, 5]]
     started = [s.generate(p, max_tokens=n, draft_length=3) for s, p, n in zip(sessions.sessions, prompts, (40, 7, 23), strict=True)]
     list(sessions.run(started))
     for generation, prompt, n in zip(started, prompts, (40, 7, 23), strict=True):
         assert generation.tokens == plain_greedy(prompt, n)
         assert generation.finish_reason == "length"
-    assert together.forwards[0] == [4, 4, 4], "the first forward serves all three"
-    assert len(together.forwards[-1]) == 1, "the longest goes on alone"
+    assert batch.forwards[0] == [4, 4, 4], "the first forward serves all three"
+    assert len(batch.forwards[-1]) == 1, "the longest goes on alone"
 
 
 def test_requests_of_one_session_wait_for_each_other() -> None:
@@ -236,6 +236,6 @@ def test_llama_sequences_equal_single_sessions(exported_pair: Path, probe_memory
 def test_rows_of_several_sessions_are_exact_where_the_kernels_run(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_sessions(exported_pair, 3, threads=2) as sessions:
         assert sessions.row_equality().exact
-        verify = sessions._together.verify_all
-        monkeypatch.setattr(sessions._together, "verify_all", lambda rows: [logits + 1e-3 * len(rows) for logits in verify(rows)])
-        assert not compare_rows(sessions._together, 4).exact
+        verify = sessions._batch.verify_all
+        monkeypatch.setattr(sessions._batch, "verify_all", lambda rows: [logits + 1e-3 * len(rows) for logits in verify(rows)])
+        assert not compare_rows(sessions._batch, 4).exact

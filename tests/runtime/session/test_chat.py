@@ -13,9 +13,9 @@ from chat_words import CONTROL, chat_session
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.errors import RequestError
+from edge_runtime.session import chat_file
 from edge_runtime.session.chat import Answer, Chat
 from edge_runtime.session.monitor import Monitor, MonitorOptions
-from edge_runtime.session.saved import chat_file
 from edge_runtime.text.channels import Text, Thought
 from edge_runtime.text.constraints import JsonSchema
 from edge_runtime.text.tool_calls import ToolCall

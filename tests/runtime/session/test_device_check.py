@@ -273,8 +273,8 @@ class FakeDevices:
         pair = self.real(backend, replace(request, device=None))
         if request.device is None:
             return pair
-        together = SingleSequence(self.fault(pair.together.targets[0]), pair.drafters[0])  # type: ignore[arg-type]
-        return replace(pair, together=together, accelerator=Accelerator(name="fake", driver=self.driver))
+        batch = SingleSequence(self.fault(pair.batch.targets[0]), pair.drafters[0])  # type: ignore[arg-type]
+        return replace(pair, batch=batch, accelerator=Accelerator(name="fake", driver=self.driver))
 
 
 @pytest.fixture

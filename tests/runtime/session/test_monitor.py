@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_runtime.decoding.loop import Round
-from edge_runtime.drafting.acceptance_window import AcceptanceWindow, Event, RejectionAlarm
+from edge_runtime.drafting.acceptance_window import AcceptanceWindow, Event
 from edge_runtime.errors import RequestError
 from edge_runtime.session.monitor import Metric, Monitor, MonitorOptions, Point, RequestMonitor, exposition
 from edge_runtime.session.session import Session
@@ -35,11 +35,13 @@ def test_the_window_is_the_last_drafted_tokens(outcomes, size):
 
 
 @given(rounds, st.integers(1, 30))
-def test_an_alarm_speaks_once_per_rise(outcomes, size):
-    window, alarm, reported = AcceptanceWindow(size), RejectionAlarm((0.2, 0.3)), set()
+def test_a_threshold_is_reported_once_per_rise(outcomes, size):
+    window, reported = AcceptanceWindow(size, (0.2, 0.3)), set()
     for drafted, accepted in outcomes:
-        window.add(drafted, accepted)
-        event = alarm.event(window)
+        event = window.add(drafted, accepted)
+        if not drafted:
+            assert event is None
+            continue
         rejection = window.rejection or 0.0
         above = {limit for limit in (0.2, 0.3) if window.full and rejection > limit}
         assert (event is not None) == bool(above - reported)

@@ -191,7 +191,7 @@ def test_other_apis_take_pictures_too(server):
 
 def test_what_is_no_picture_is_refused_by_the_server(server):
     status, body = ask(server, image_part(b"GIF89a", "png"))
-    assert (status, "none of the formats jpeg, png" in body["error"]["message"]) == (400, True)
+    assert (status, "convert it to jpeg, png" in body["error"]["message"]) == (400, True)
 
 
 def test_sound_without_an_audio_tower_is_refused(session):

@@ -125,7 +125,7 @@ def test_a_closed_session_refuses_everything_and_closes_again() -> None:
     generation = session.generate([1, 2])
     session.close()
     session.close()
-    for call in (lambda: session.generate([1]), generation.text, session.profit, lambda: session.save_state("x"), session.__enter__):
+    for call in (lambda: session.generate([1]), generation.text, session.profit, session.__enter__):
         with pytest.raises(RequestError, match="the session is closed; open the bundle again"):
             call()
 

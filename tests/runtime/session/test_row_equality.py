@@ -45,8 +45,8 @@ class Together:
 class Target:
     """Rows that depend on their sequence and position alone."""
 
-    def __init__(self, context: int, together: Together, number: int) -> None:
-        self.context, self.length, self._together, self._number = context, 0, together, number
+    def __init__(self, context: int, batch: Together, number: int) -> None:
+        self.context, self.length, self._batch, self._number = context, 0, batch, number
 
     def rollback(self, length: int) -> None:
         assert 0 <= length <= self.length
@@ -54,10 +54,10 @@ class Target:
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self.appended(len(tokens))
-        self._together.longest_text[self._number] = self.length
+        self._batch.longest_text[self._number] = self.length
 
     def verify(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        (rows,) = self._together.verify_all([(self._number, tokens)])
+        (rows,) = self._batch.verify_all([(self._number, tokens)])
         return rows
 
     def appended(self, count: int) -> NDArray[np.float32]:
@@ -67,16 +67,16 @@ class Target:
 
 
 def compared(context: int, longest: int, other: tuple[int, ...] = (), *, count: int = 1) -> tuple[RowEquality, Together]:
-    together = Together(context, other, count=count)
-    return compare_rows(together, longest), together  # type: ignore[arg-type]
+    batch = Together(context, other, count=count)
+    return compare_rows(batch, longest), batch  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(("context", "longest"), [(16, 13), (64, 1), (4096, 13), (400, 5)])
 def test_rows_of_every_width_are_compared_within_any_context(context: int, longest: int, count: int) -> None:
-    equality, together = compared(context, longest, count=count)
+    equality, batch = compared(context, longest, count=count)
     assert (equality.exact, equality.different, equality.verdict) == (True, 0, "exact")
-    assert [target.length for target in together.targets] == [0] * count
+    assert [target.length for target in batch.targets] == [0] * count
     assert equality.compared >= count * min(longest, 4)
 
 
@@ -100,8 +100,8 @@ def test_rows_that_depend_on_the_requests_beside_are_found(rows: int) -> None:
 
 
 def test_only_the_first_of_several_sequences_has_a_long_text() -> None:
-    _, together = compared(4096, 13, count=4)
-    assert together.longest_text == [300, 40, 40, 40]
+    _, batch = compared(4096, 13, count=4)
+    assert batch.longest_text == [300, 40, 40, 40]
 
 
 def test_the_result_is_kept_for_the_session_s_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +109,10 @@ def test_the_result_is_kept_for_the_session_s_fingerprint(tmp_path: Path, monkey
     several = Together(1000, count=2)
     known_row_equality("files, code, processor", several, 13, print)  # type: ignore[arg-type]
 
-    def forwards(fingerprint: str, together: Together, longest: int) -> int:
-        before = together.forwards
-        known_row_equality(fingerprint, together, longest, print)  # type: ignore[arg-type]
-        return together.forwards - before
+    def forwards(fingerprint: str, batch: Together, longest: int) -> int:
+        before = batch.forwards
+        known_row_equality(fingerprint, batch, longest, print)  # type: ignore[arg-type]
+        return batch.forwards - before
 
     assert forwards("files, code, processor", several, 13) == 0
     # Another file, kernel or K/V type; longer verifies; another number of sequences; and nothing known about what an answer depends on.

@@ -13,7 +13,7 @@ from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import PolicyOptions, Stepped
 from edge_runtime.errors import RequestError
-from edge_runtime.session.trials import check_lossless
+from edge_runtime.session.self_checks import check_lossless
 from scripted import make_session
 
 

@@ -1,4 +1,4 @@
-"""A few of the faults of scripts/checks/faults.py, whose long campaigns are in docs/security-results.md."""
+"""A few of the faults of scripts/checks/faults.py, whose long campaigns are in docs/security.md."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _read_directly(section: dict[str, Any]) -> bool:
 
 
 def _unread(section: dict[str, Any]) -> str:
-    """What of packed weights is not read, with what is; empty if all is."""
+    """Returns what of packed weights cannot be read, and why; empty if all can be."""
     groups = section.get("config_groups")
     reasons = [] if isinstance(groups, dict) and groups else ["no config_groups"]
     for group in groups.values() if isinstance(groups, dict) else ():
@@ -132,7 +132,7 @@ def _instead(config: dict[str, Any]) -> str:
 
 
 def size_of(config: dict[str, Any]) -> str | None:
-    """Returns the size that a target's config.json belongs to; None for others and for assistants."""
+    """Returns the published size of a target's config.json; None for other models and for assistants."""
     text = config.get("text_config")
     inner = text if isinstance(text, dict) else config
     layers, hidden = inner.get("num_hidden_layers"), inner.get("hidden_size")
@@ -140,7 +140,7 @@ def size_of(config: dict[str, Any]) -> str | None:
 
 
 def published_config(size: str, *, assistant: bool) -> dict[str, Any] | None:
-    """Returns what matters here of the config.json of this size's target or assistant; None for an unknown size."""
+    """Returns the needed part of the config.json of this size's target or assistant; None for an unknown size."""
     name = next((name for name in SIZES.values() if name.lower() == size.lower()), None)
     if name is None:
         return None

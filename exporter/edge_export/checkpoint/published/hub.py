@@ -99,7 +99,7 @@ def local_ggufs(folder: Path) -> list[str]:
 
 
 def header_roles(folder: Path, files: Iterable[str]) -> Roles:
-    """What the headers of these files say; a file that cannot be read, or of another model, is not in it."""
+    """Returns the role of each file by its header; leaves out files that cannot be read or hold another model."""
     roles = {}
     for name in files:
         with contextlib.suppress(GgufError):
@@ -196,7 +196,7 @@ def chosen_gguf(files: list[str], name: HubName, role: str) -> str | None:
 
 
 def _whole(name: HubName, file: str) -> str:
-    """Returns `file`. Raises CheckpointError for a part of one, before gigabytes are fetched of which nothing can be made."""
+    """Returns `file`. Raises CheckpointError for one part of a split file before anything is downloaded."""
     if (parts := split_parts(file)) > 1:
         raise CheckpointError(
             f"{file} in {name.repository} is one of {parts} parts of a GGUF; name a file that is whole, or fetch the parts and join them"
@@ -214,7 +214,7 @@ def _no_gguf(files: list[str], name: HubName, role: str) -> str:
 
 
 def _missing_bytes(name: HubName, patterns: list[str], sizes: dict[str, int]) -> int:
-    """Bytes to download: of the files that fit and are not in the cache."""
+    """Returns the bytes to download: of the files that match and are not in the cache."""
     fitting = [file for file in sizes if any(PurePosixPath(file).match(pattern) for pattern in patterns)]
     return sum(sizes[file] for file in fitting if not is_cached(name.repository, name.revision, file))
 

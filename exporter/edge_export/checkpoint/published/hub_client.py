@@ -46,7 +46,7 @@ def hub_errors(missing: str, failed: str, advice: str) -> Iterator[None]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised from."""
+    """Yields the error and the errors that caused it."""
     each: BaseException | None = error
     while each is not None:
         yield each
@@ -54,7 +54,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _of_transport(error: BaseException) -> bool:
-    """Whether a connection failed; the library below the client has another name from release to release."""
+    """Whether a connection failed. The HTTP library below the client changes between releases, so its errors are known by name."""
     return any(base.__name__ == "TransportError" for base in type(error).__mro__)
 
 

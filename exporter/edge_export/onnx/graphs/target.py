@@ -159,7 +159,7 @@ def _present(layer: int, past: CacheNames) -> CacheNames:
 
 
 def logits(graph: GraphBuilder, target: TargetWeights, hidden: str) -> str:
-    """Emits the logits of hidden rows, named so."""
+    """Emits the logits of hidden rows, under this name."""
     cap, head = target.model.logit_softcap, target.head
     if cap is None:
         return graph.op("Identity", graph.linear(hidden, head), name="logits")

@@ -1,4 +1,4 @@
-"""Graphs of fixed shapes for NPUs, and embeddings for the host, which looks them up. See docs/npu.md."""
+"""Graphs of fixed shapes for NPUs, and embeddings for the host, which looks them up. See docs/design/onnx-graphs.md."""
 
 from __future__ import annotations
 

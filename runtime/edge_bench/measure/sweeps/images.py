@@ -10,8 +10,8 @@ from edge_devices.energy.phases import ENCODE, PREFILL
 from edge_devices.energy.protocol import Work, Workload
 from edge_runtime.errors import RequestError
 from edge_runtime.media.image import check_budget
+from edge_runtime.session.self_checks import QUESTION, square, time_image
 from edge_runtime.session.session import Session
-from edge_runtime.session.trials import QUESTION, square, time_image
 
 
 def check_sizes(session: Session, budgets: Sequence[int]) -> None:

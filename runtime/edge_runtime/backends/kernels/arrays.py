@@ -1,4 +1,4 @@
-"""The one place where NumPy arrays become addresses for native code, which reads them whatever they are."""
+"""Converts NumPy arrays to addresses for native code, which reads memory unchecked; done only here."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ _COMMON = (
     *(
         "c_api.cpp",
         "lost_files.cpp",
+        "race.cpp",
         "variants.cpp",
         "ggml/attention.cpp",
         "ggml/elementwise.cpp",

@@ -57,7 +57,7 @@ def register(llama: Any) -> str | None:
 
 
 def switch(enabled: bool) -> None:
-    """Whether models that are loaded from now on get the kernels, and attention of all models; registering switches them on.
+    """Switches the kernels for models that are loaded from now on, and the attention of all models; registering switches them on.
 
     Models that were loaded with the kernels do not run while they are off.
     """
@@ -69,7 +69,7 @@ def switch(enabled: bool) -> None:
 
 
 def is_switched_on() -> bool:
-    """Whether nobody has switched the kernels off."""
+    """Whether the kernels are switched on."""
     return _switched_on
 
 
@@ -127,7 +127,7 @@ class CellWatch:
 
 
 def unread_rows() -> int:
-    """Returns how many rows of products this process did not compute so far, as nobody reads them; 0 without kernels."""
+    """Returns how many rows of products this process has skipped so far because nothing reads them; 0 without kernels."""
     kernels = _kernels()
     if kernels is None:
         return 0

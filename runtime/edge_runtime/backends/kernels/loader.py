@@ -80,9 +80,9 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def end_on_lost_files() -> None:
-    """Ends this process with one sentence, where it would die of SIGBUS because a mapped file was cut or its disk failed.
+    """Ends this process with one sentence instead of SIGBUS if a mapped file was cut or its disk failed.
 
-    Not where the program handles that signal itself, nor where no kernels were built.
+    Does nothing if the program handles that signal itself, or if no kernels were built.
     """
     library = load_library()
     if library is not None and hasattr(library, "edge_end_on_lost_file"):  # an earlier build has it not

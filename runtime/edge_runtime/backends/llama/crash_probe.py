@@ -114,7 +114,7 @@ def probe_load_options(
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTrial:
-    """That a child process decoded on a device."""
+    """Records that a child process decoded on a device."""
 
     device: str
 
@@ -139,9 +139,9 @@ def try_device(
     child_command: Sequence[str] = CHILD_COMMAND,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> None:
-    """Returns if a child process decoded on the device of the options; kept for this driver, and for files of these types.
+    """Returns if a child process can decode on the device of the options; cached for this driver and for files of these types.
 
-    Raises BackendError if it died, or with its sentence: a driver's crash would end this process.
+    Raises BackendError if the child died, or with its sentence: a driver's crash would end this process.
     """
     files = [path for path in (target_path, drafter_path) if path is not None]
     setup = _setup(target_path, drafter_path) | {"device": options.device, "layers": options.device_layers}

@@ -58,15 +58,15 @@ class LlamaBackend:
                 try_device(paths[0], drafter_path, options, driver=_identity(device), notify=request.notify, waiting=request.waiting)
         options = replace(options, use_extra_bufts=repack)
         target, drafter, kind = open_with_drafter(bundle, options, request.drafter)
-        together = LlamaSequenceBatch(target, drafter)
+        batch = LlamaSequenceBatch(target, drafter)
         kernels = llama_library().row_kernels
         on_device = () if device is None else (device.name, options.device_layers, _identity(device))
         facts = (options.kv_type, kind, repack, kernels, library_version(), system_info(), *quantizations, *on_device)
         planned = memory_plan(manifest, replace(plan, repack=room_for_copies)).total
         room = EncoderMemory(manifest, available_memory_bytes, one_file=True, limit=request.memory_limit, beside=planned)
         return OpenedPair(
-            together=together,
-            drafters=together.drafters,
+            batch=batch,
+            drafters=batch.drafters,
             drafter_kind=kind,
             vocabulary=target.vocabulary,
             speed_facts=facts,
@@ -75,8 +75,8 @@ class LlamaBackend:
             exported_parity=manifest.parity,
             row_kernels=kernels if repack and device is None else None,
             accelerator=None if device is None else Accelerator(name=device.name, driver=_identity(device)),
-            encoder=lazy_encoder(bundle, "gguf", lambda: together.open_encoder(bundle.path(MEDIA_ENCODER, "gguf")), room),
-            set_threads=together.set_threads if device is None else None,
+            encoder=lazy_encoder(bundle, "gguf", lambda: batch.open_encoder(bundle.path(MEDIA_ENCODER, "gguf")), room),
+            set_threads=batch.set_threads if device is None else None,
         )
 
     def describe(self) -> dict[str, Any]:

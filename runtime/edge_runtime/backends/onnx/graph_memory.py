@@ -2,7 +2,7 @@
 
 Shapes are upper bounds, for all operators that `check_onnx` admits: sizes that depend on values (NonZero, Slice, a Split by computed sizes)
 are taken as the largest possible ones. Rules: onnx/docs/Operators.md and onnxruntime/docs/ContribOperators.md. onnxruntime's own limit
-(OrtArenaCfg.max_mem) does not replace them, see docs/security-results.md.
+(OrtArenaCfg.max_mem) does not replace them, see docs/design/onnx-graphs.md.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _outputs_of(body: OnnxGraph, known: Mapping[bytes, Value]) -> list[Value]:
 
 
 def _last_readers(body: OnnxGraph) -> dict[bytes, int]:
-    """The place of the last node that reads each name; outputs are read at the end."""
+    """The index of the last node that reads each name; outputs are read at the end."""
     last = {name: place for place, node in enumerate(body.nodes) for name in (*node.inputs, *node.names_within)}
     return last | dict.fromkeys(body.outputs, len(body.nodes))
 

@@ -59,7 +59,7 @@ class Graph:
 
     @property
     def lacks_kernels(self) -> bool:
-        """Whether stock operators multiply with weights in blocks where kernels could: the graph of an earlier version names none."""
+        """Whether products with block weights run on stock operators though kernels could run them, as in graphs of earlier versions."""
         return self._has_kernels and (CONTRIB, "MatMulNBits") in self._operators and not any(name == KERNELS for name, _ in self._operators)
 
     @cached_property

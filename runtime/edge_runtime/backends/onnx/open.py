@@ -84,7 +84,7 @@ class OrtBackend:
         room = EncoderMemory(manifest, available_memory_bytes, one_file=False)
         whole_images = manifest.media is not None and manifest.media.bidirectional
         return OpenedPair(
-            together=SingleSequence(target, drafter),
+            batch=SingleSequence(target, drafter),
             drafters=(drafter,),
             drafter_kind=kind,
             vocabulary=target.vocabulary,
@@ -128,7 +128,7 @@ def _identity(device: OrtDevice) -> str:
 
 
 def _device_words(device: Mapping[str, Any]) -> str:
-    """What doctor prints of a device."""
+    """Returns the line about a device that doctor prints."""
     software = ", by a software driver" if device["software"] else ""
     return f"{device['kind'].upper()}{software}: {device['hardware'] or 'unnamed'} ({device['driver']})"
 

@@ -204,7 +204,7 @@ class GraphTarget(CommittedText):
 
     @property
     def lacks_kernels(self) -> bool:
-        """Whether kernels could multiply in one of its graphs, which is of an earlier version."""
+        """Whether one of its graphs is of an earlier version and names no kernels."""
         return any(graph.lacks_kernels for graph in self._graphs)
 
     @property

@@ -55,7 +55,7 @@ class MarkdownPainter:
         return "".join(painted)
 
     def _broken(self, painted: str) -> str:
-        """Returns the part of a painted text whose place is certain."""
+        """Returns the part of a painted text that can no longer move to another line."""
         if self._columns is None:
             return painted
         parts = []

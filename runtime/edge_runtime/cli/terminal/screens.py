@@ -80,7 +80,7 @@ EXAMPLE_THAT_ANSWERS = "edge-export reference --chat --output small-chat"
 
 
 def introduction(session: Session) -> list[str]:
-    """Returns what somebody who begins a chat has to know about a model that says so: what it is, and where one is that can chat."""
+    """Returns what a user who begins a chat should know about a model that has a description: what it is, and which model can chat."""
     if (description := session.bundle.manifest.description) is None:
         return []
     lines = [
@@ -92,16 +92,13 @@ def introduction(session: Session) -> list[str]:
     return lines
 
 
-def remarks(generation: Generation, *, loaded: bool) -> list[str]:
-    """Returns remarks for the user: that the context is full, and how much of a loaded state or of the prompt cache was used."""
+def remarks(generation: Generation) -> list[str]:
+    """Returns remarks for the user: that the context is full, and how much of the prompt cache was used."""
     sentences, stats = [], generation.stats
     if generation.finish_reason == "context":
         sentences.append(f"stopped: the context of {generation.target.context} tokens is full; raise --context or shorten the prompt")
     if stats.reused_tokens:
-        source = "state" if loaded else "prompt cache"
-        sentences.append(f"{stats.reused_tokens} of the prompt's {stats.prompt_tokens} tokens came from the {source}")
-    elif loaded:
-        sentences.append("the state could not be used, as the prompt does not begin with its whole text; the prompt was computed anew")
+        sentences.append(f"{stats.reused_tokens} of the prompt's {stats.prompt_tokens} tokens came from the prompt cache")
     return sentences
 
 
@@ -149,7 +146,7 @@ def _cells(number: int, done: Round, decision: Decision | None) -> list[str]:
 
 
 def _sources(done: Round) -> str:
-    """Returns the accepted tokens of each source, in order: "drafter 2, grammar 4"."""
+    """Returns the accepted tokens of each source, in order: "drafter 2, memory 4"."""
     return ", ".join(f"{source} {count}" for source, count in Counter(done.sources).items()) or NONE
 
 

@@ -1,4 +1,4 @@
-"""What is typed at a terminal: messages of one or several lines, pasted or typed, with a history that is kept between starts."""
+"""Messages that are typed or pasted at a terminal, of one or several lines, with a history that is kept between starts."""
 
 from __future__ import annotations
 

@@ -69,10 +69,10 @@ def test_rows_of_several_sequences_have_the_bits_of_each_alone() -> None:
     mask[:] = -np.inf
     for row in range(4):
         mask[row, row::4] = 0
-    together = cell_attention(HALF, queries, keys, values, mask).here(VARIANTS[0])
+    batch = cell_attention(HALF, queries, keys, values, mask).here(VARIANTS[0])
     for row in range(4):
         arrays = queries[row * HEADS : (row + 1) * HEADS], keys[row::4].copy(), values[row::4].copy(), np.zeros((1, 60), np.float16)
-        assert np.array_equal(cell_attention(HALF, *arrays).here(VARIANTS[0]), together[row * HEADS : (row + 1) * HEADS])
+        assert np.array_equal(cell_attention(HALF, *arrays).here(VARIANTS[0]), batch[row * HEADS : (row + 1) * HEADS])
 
 
 def test_small_shares_of_many_cells_add_up() -> None:

@@ -87,6 +87,6 @@ def test_four_clients_get_the_answers_of_each_request_alone(bundle: Path, probe_
             generation.text()
             expected.append(generation.tokens)
     with open_sessions(bundle, 4, backend="llama", context=512, threads=2) as sessions:
-        together = [started(sessions.sessions[number % 4], number) for number in range(count)]
-        list(sessions.run(together))
-    assert [item.tokens for item in together] == expected
+        batch = [started(sessions.sessions[number % 4], number) for number in range(count)]
+        list(sessions.run(batch))
+    assert [item.tokens for item in batch] == expected

@@ -202,13 +202,14 @@ def test_other_sequences_stay_causal(folders, session):
         assert [observed.tokens, text.tokens] == alone
 
 
-def test_a_saved_state_keeps_its_image(session, tmp_path):
+def test_restored_rows_keep_their_image(session):
     image = picture(96, 144, 11)
     first = session.generate(prompt_of(session, image), max_tokens=6, draft_length=0)
     list(first)
-    session.save_state(tmp_path / "state")
-    session.target.rollback(0)
-    session.load_state(tmp_path / "state")
+    tokens, rows = session.target.tokens.tolist(), session.target.state()
+    with session.exclusive():
+        session.target.rollback(0)
+        session.target.restore(tokens, rows)
     longer = prompt_of(session, image, after=[*TEXT[3:], *first.tokens[:-1], 40])
     again = session.generate(longer, max_tokens=2, draft_length=0, reuse_prefix=True)
     list(again)

@@ -14,7 +14,6 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from onnx import TensorProto, helper, numpy_helper
 
-from edge_devices.files.protobuf_wire import bytes_field
 from edge_runtime.backends.onnx import graph_memory
 from edge_runtime.backends.onnx.graph_memory import RULES, Value, check_graph_memory, output_values
 from edge_runtime.backends.onnx.loader import onnxruntime_module
@@ -24,6 +23,7 @@ from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.onnx_file import read_graph
 from edge_runtime.bundle.onnx_graph import CONTRIB_OPS, KERNELS, ONNX_OPS, check_onnx
 from edge_runtime.errors import BackendError, BundleError
+from protobuf_fields import bytes_field
 
 GB = 10**9
 Bundles = Callable[..., Path]

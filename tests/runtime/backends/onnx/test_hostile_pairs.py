@@ -183,6 +183,7 @@ def test_weights_that_cannot_be_mapped_end_in_a_sentence(onnx_pair: Bundles, mon
     def refused(*_: Any) -> None:
         raise OSError(24, "Too many open files")
 
+    bundle = open_bundle(onnx_pair("int8"))  # exported before, which maps files too
     monkeypatch.setattr(drafter_weights.np, "memmap", refused)
     with pytest.raises(BackendError, match=r"cannot be mapped \(Too many open files\)"):
-        open_onnx(open_bundle(onnx_pair("int8")), OPTIONS, None)
+        open_onnx(bundle, OPTIONS, None)

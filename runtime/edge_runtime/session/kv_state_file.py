@@ -2,8 +2,8 @@
 
 Layout: MAGIC, the header's length (uint32, little endian), the header (JSON), the tokens (int32, little endian), the rows of the full
 layers, the rows of the sliding ones. The file is untrusted: every size in it is compared with what this target's rows must have, and with
-the size of the file, before it is used, and tokens and rows with their SHA-256. A state that a user saves is one such file; the prompt
-cache is a folder of them, each with the rows behind another's.
+the size of the file, before it is used, and tokens and rows with their SHA-256. The prompt cache is a
+folder of such files, each with the rows behind another's.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ MAX_HEADER_BYTES = 4096
 MAX_SECONDS = 1e9
 TOKEN = np.dtype("<i4")
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-# What rows belong to, in the words of an error, with what to do about it.
+# What rows belong to, in the words of an error.
 FACTS = {
-    "bundle": "another bundle; open the one that it was saved with, or save it again",
-    "engine": "another engine; open with --backend {value}, or save it again",
-    "kv_type": "K/V type {value}, this session has {own}; open with --kv-type {value}, or save it again",
-    "rows": "another layout of rows; save it again",
-    "kernels": "other kernels, another version or another processor; save it again",
+    "bundle": "another bundle",
+    "engine": "another engine",
+    "kv_type": "another K/V type",
+    "rows": "another layout of rows",
+    "kernels": "other kernels, another version or another processor",
 }
 
 
@@ -135,9 +135,9 @@ class SegmentFile:
         for array in arrays:
             view = array.data.cast("B") if array.size else memoryview(b"")
             if self._file.readinto(view) != len(view):  # type: ignore[attr-defined]
-                raise RequestError("the state became shorter while it was read; save it again")
+                raise RequestError("the state became shorter while it was read")
         if _digest(*arrays) != sha256:
-            raise RequestError(f"the state {self._path} does not have the sha256 of its header; it is damaged, save it again")
+            raise RequestError(f"the state {self._path} does not have the sha256 of its header; it is damaged")
 
     def __enter__(self) -> SegmentFile:
         return self
@@ -146,69 +146,33 @@ class SegmentFile:
         self._file.close()
 
 
-def save_state(path: Path, target: SavableTarget, facts: Mapping[str, str]) -> None:
-    """Writes the target's committed rows to `path`, atomically. Raises RequestError if that is not possible."""
-    if not target.length:
-        raise RequestError("the KV cache is empty, so there is no state to save; generate something first")
-    with errors_as(RequestError, f"the state cannot be written to {path}", "choose another file"):
-        write_segment(path, RowSegment(tokens=target.tokens.astype(np.int64), rows=target.state()), facts, target.context)
-
-
-def load_state(path: Path, target: SavableTarget, facts: Mapping[str, str], ids: range) -> None:
-    """Puts the rows of a file into the target's cache; `ids` are those that its tokens may have.
-
-    Raises RequestError if it is damaged or does not fit this target and context.
-    """
-    if not path.is_file():
-        raise RequestError(f"the state {path} is not a file; check the path")
-    unreadable = errors_as(RequestError, f"the state {path} cannot be read", "check the path")
-    with unreadable, SegmentFile(Path(os.path.realpath(path)), facts, target.row_bytes) as file:
-        header = file.header
-        if header.first:
-            raise RequestError(f"{path} is a piece of a prompt cache, from token {header.first}; save a state with --save-state")
-        if header.tokens > target.context:
-            raise RequestError(
-                f"the state {path} has {header.tokens} tokens, the context {target.context}; open with --context {header.context}"
-            )
-        full, sliding = (np.empty((n, b), np.uint8) for n, b in zip((header.tokens, header.sliding), target.row_bytes, strict=True))
-        tokens = file.read_full(full)
-        file.read_sliding(sliding)
-    if tokens.min() < ids.start or tokens.max() >= ids.stop:
-        raise RequestError(f"the state {path} has tokens outside of 0..{ids.stop - 1}; it is damaged, save it again")
-    target.restore(tokens.tolist(), KvRows(full, sliding))
-
-
 def _read_header(path: Path, file: BinaryIO, row_bytes: tuple[int, int]) -> StateHeader:
     state = os.fstat(file.fileno())
     if not stat.S_ISREG(state.st_mode) or file.read(len(MAGIC)) != MAGIC:
-        raise RequestError(f"{path} is not a saved KV state; save one with --save-state")
+        raise RequestError(f"{path} is not a file of K/V rows")
     length = int.from_bytes(file.read(4), "little")
     if length > min(MAX_HEADER_BYTES, state.st_size):
-        raise RequestError(
-            f"the state {path} has a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; it is damaged, save it again"
-        )
-    with errors_as(RequestError, f"the state {path} has a damaged header", "save it again", ValueError, RecursionError, StructureError):
+        raise RequestError(f"the state {path} has a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; it is damaged")
+    with errors_as(RequestError, f"the state {path} has a damaged header", "remove it", ValueError, RecursionError, StructureError):
         data = json.loads(file.read(length))
         if isinstance(data, dict) and type(version := data.get("version")) is int and version != VERSION:
-            raise RequestError(f"the state {path} has version {version}, this reader supports {VERSION}; save it again")
+            raise RequestError(f"the state {path} has version {version}, this reader supports {VERSION}")
         header = from_json(StateHeader, data, "header")
     sound = header.tokens >= 1 and 0 <= header.sliding <= header.tokens and header.first >= 0 and 0 <= header.seconds <= MAX_SECONDS
     if not sound:
         raise RequestError(
-            f"the state {path} holds {header.tokens} tokens, {header.sliding} sliding rows and begins at {header.first};"
-            " it is damaged, save it again"
+            f"the state {path} holds {header.tokens} tokens, {header.sliding} sliding rows and begins at {header.first}; it is damaged"
         )
     expected = file.tell() + header.tokens * (TOKEN.itemsize + row_bytes[0]) + header.sliding * row_bytes[1]
     if header.facts.get("rows") == f"{row_bytes[0]}+{row_bytes[1]}" and state.st_size != expected:
-        raise RequestError(f"the state {path} has {state.st_size} bytes, its header says {expected}; it is damaged, save it again")
+        raise RequestError(f"the state {path} has {state.st_size} bytes, its header says {expected}; it is damaged")
     return header
 
 
 def _check_facts(path: Path, facts: Mapping[str, str], own: Mapping[str, str]) -> None:
     for name, value in own.items():
         if facts.get(name) != value:
-            stored = str(facts.get(name))[:20]
-            raise RequestError(f"the state {path} is of {FACTS[name].format(value=stored, own=value)}")
+            raise RequestError(f"the state {path} is of {FACTS[name]}")
 
 
 def _digest(*arrays: NDArray[Any]) -> str:

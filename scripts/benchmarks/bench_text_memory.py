@@ -1,11 +1,11 @@
-"""Times what brings more tokens out of a verify, by the whole program: acceptance methods, forced text of schemas, the memory of the text.
+"""Times what the memory of the text brings beside the drafter, by the whole program.
 
-    python scripts/benchmarks/bench_methods.py measure BUNDLE -o runs.jsonl --seconds 80
-    python scripts/benchmarks/bench_methods.py report runs.jsonl
+    python scripts/benchmarks/bench_text_memory.py measure BUNDLE -o runs.jsonl --seconds 80
+    python scripts/benchmarks/bench_text_memory.py report runs.jsonl
 
 `measure` appends to the file, so that several quiet minutes add up; cases are numbered and go on where the file ends. Each case runs its
-sides in turn, in random order. Sampled sides have one seed, but their texts differ; the others must write the same text. Traces are texts
-that the target is made to write: a file with changes after the file, and a tool's result quoted in an answer. A small model would not write
+sides in turn, in random order. All sides must write the same text. Traces are texts that
+the target is made to write: a file with changes after the file, and a tool's result quoted in an answer. A small model would not write
 them, and its drafter does not expect them either, so they show what the memory can bring, not what an edit will take. `report` prints
 geometric means of the ratios with 95% intervals over cases.
 """
@@ -28,18 +28,14 @@ from rich.table import Table
 
 from edge_bench.measure.prompts import DOMAINS, prepare, shipped_prompts
 from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_match
-from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GreedyRule
+from edge_runtime.decoding.acceptance_rules import GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode
-from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.drafting.sources import SourceOdds, Sources
 from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from edge_runtime.text.constraints import JsonSchema
 
-PARTS = ("sampled", "schemas", "memory")
-TEMPERATURES = (0.3, 0.7, 1.0)
 PLAIN, ALONE = "plain", "drafter alone"
 WORDS = ("name", "path", "query", "limit", "user", "city", "date", "unit", "count", "title", "order", "amount", "state", "kind", "email")
 # Seconds and tokens of a side, and what it wrote.
@@ -48,13 +44,11 @@ Case = tuple[str, dict[str, Callable[[], Timed]]]
 
 
 class Pair:
-    """Sessions on one bundle, each with a policy of its own: `both` drafts with everything, `alone` with the drafter, `bare` without it."""
+    """Sessions on one bundle, each with a policy of its own: `both` drafts with everything, `alone` with the drafter."""
 
     def __init__(self, opened: Session, tokens: int) -> None:
         parts = replace(opened._parts, settings=opened.settings, monitor=None, acceptance_cache=None)
         self.both, self.alone = Session(parts), Session(parts)
-        self.by_method = {method: Session(parts) for method in ACCEPTANCE_METHODS}
-        self.bare = Session(replace(parts, drafter=None))
         self.policies = {name: self.both._new_profit(parts.costs) for name in (ALONE, "memory")} if parts.costs else {}
         self.odds = SourceOdds(TEXT_PRIORS)
         self.tokens = tokens
@@ -78,28 +72,6 @@ class Pair:
         )
         tokens = [token for each in decode(target, self.both.drafter, decoding) for token in each.tokens]
         return time.perf_counter() - begin, tokens
-
-
-def random_schema(chance: random.Random, levels: int = 2) -> dict[str, Any]:
-    """Returns an object schema as tools have them: a few typed properties, some nested."""
-
-    def value(levels: int) -> dict[str, Any]:
-        kind = chance.choice(
-            ["string", "integer", "boolean", "enum", "array", "object"] if levels else ["string", "integer", "boolean", "enum"]
-        )
-        if kind == "enum":
-            return {"enum": chance.sample(WORDS, chance.randint(2, 4))}
-        if kind == "string":
-            return {"type": "string", "maxLength": chance.choice([8, 16, 24])}
-        if kind == "integer":
-            return {"type": "integer", "minimum": 0, "maximum": chance.choice([9, 100, 9999])}
-        if kind == "array":
-            return {"type": "array", "items": value(0), "minItems": 1, "maxItems": 3}
-        return random_schema(chance, levels - 1) if kind == "object" else {"type": kind}
-
-    names = chance.sample(WORDS, chance.randint(2, 5))
-    properties = {name: value(levels) for name in names}
-    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 
 
 class TraceRule(GreedyRule):
@@ -157,42 +129,6 @@ def interval(ratios: Sequence[float]) -> str:
     return f"{np.exp(logs.mean()):.2f} [{means[50]:.2f}, {means[1949]:.2f}]"
 
 
-def sampled(pair: Pair, chance: random.Random) -> Iterator[Case]:
-    """Yields sampled continuations of the shipped prompts."""
-    prompts = prepare(shipped_prompts(DOMAINS, 12), pair.both)
-    by_domain = [[prompt for prompt in prompts if prompt.domain == domain] for domain in DOMAINS]
-    while True:
-        for of_it in by_domain:
-            prompt = chance.choice(of_it)
-            for temperature in TEMPERATURES:
-                options = {"sampling": SamplingParams(temperature=temperature, seed=chance.randrange(1 << 30))}
-                yield (
-                    f"{prompt.domain}, {temperature}",
-                    {
-                        PLAIN: lambda p=prompt.ids, o=options: pair.run(pair.alone, p, draft_length=0, **o),
-                        **{
-                            method: lambda p=prompt.ids, o=options, m=method, s=session: pair.run(s, p, acceptance=m, **o)
-                            for method, session in pair.by_method.items()
-                        },
-                    },
-                )
-
-
-def schemas(pair: Pair, chance: random.Random) -> Iterator[Case]:
-    """Yields greedy answers to random tool schemas, without a drafter and with one."""
-    while True:
-        options: dict[str, Any] = {"constraint": JsonSchema(random_schema(chance)), "max_tokens": 160}
-        prompt = f"def call_{chance.choice(('user', 'order', 'path'))}(tool):\n    return "
-        yield (
-            "schemas",
-            {
-                PLAIN: lambda p=prompt, o=options: pair.run(pair.alone, p, draft_length=0, **o),
-                "forced text": lambda p=prompt, o=options: pair.run(pair.bare, p, **o),
-                "drafter and memory": lambda p=prompt, o=options: pair.run(pair.both, p, **o),
-            },
-        )
-
-
 def memory(pair: Pair, chance: random.Random) -> Iterator[Case]:
     """Yields edits and quotes as traces, and greedy continuations of the shipped prompts."""
     folder = Path(__file__).parent.parent.parent / "devices" / "edge_devices" / "machine"
@@ -223,27 +159,26 @@ def main() -> None:
 @main.command()
 @click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
-@click.option("--part", type=click.Choice(PARTS), required=True)
 @click.option("--label", default="", help="Which kernels run, for the table.")
 @click.option("--seconds", default=80.0, help="No case begins after so many seconds.")
 @click.option("--cases", default=10**6, help="At most so many cases.")
 @click.option("--tokens", default=48, help="Tokens of a continuation.")
 @click.option("--threads", type=int)
-def measure(bundle: Path, output: Path, part: str, label: str, seconds: float, cases: int, tokens: int, threads: int | None) -> None:
-    """Append timed cases of a part to OUTPUT."""
+def measure(bundle: Path, output: Path, label: str, seconds: float, cases: int, tokens: int, threads: int | None) -> None:
+    """Append timed cases to OUTPUT."""
     end = time.monotonic() + seconds
     known = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()] if output.exists() else []
     number = 1 + max((each["case"] for each in known), default=0)
     chance = random.Random(number)
     with open_session(bundle, threads=threads, check="none") as opened, output.open("a", encoding="utf-8") as file:
-        drawn = {"sampled": sampled, "schemas": schemas, "memory": memory}[part](Pair(opened, tokens), chance)
+        drawn = memory(Pair(opened, tokens), chance)
         next(iter(next(drawn)[1].values()))()  # to warm up
         while time.monotonic() < end and cases > 0:
             name, sides = next(drawn)
             runs = {side: sides[side]() for side in chance.sample(list(sides), len(sides))}
             texts = {tuple(text) for _, text in runs.values()}
             for side, (took, text) in runs.items():
-                line = {"case": number, "part": part, "label": label, "name": name, "side": side, "equal": len(texts) == 1}
+                line = {"case": number, "label": label, "name": name, "side": side, "equal": len(texts) == 1}
                 file.write(json.dumps(line | {"tokens": len(text), "seconds": took}) + "\n")
             number, cases = number + 1, cases - 1
 
@@ -261,13 +196,11 @@ def report(runs: tuple[Path, ...]) -> None:
     for sides in cases.values():
         rates = {side: line["tokens"] / line["seconds"] for side, line in sides.items()}
         first = next(iter(sides.values()))
-        names = [first["name"]] + (["all, " + first["name"].split(", ")[1]] if first["part"] == "sampled" else [])
         equal[first["label"], first["name"]].append(first["equal"])
         for side, rate in rates.items():
             for against in (PLAIN, ALONE):
                 if against in rates and side != against:
-                    for name in names:
-                        ratios[first["label"], name, side, against].append(rate / rates[against])
+                    ratios[first["label"], first["name"], side, against].append(rate / rates[against])
     table = Table("kernels", "text", "side", "over", "ratio", "cases", "same text")
     for (label, name, side, against), values in sorted(ratios.items()):
         same = equal.get((label, name), [])

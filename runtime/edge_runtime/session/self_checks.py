@@ -1,7 +1,7 @@
-"""Requests that a session runs to check or to time itself: that drafts do not change the output, and how long an image takes.
+"""Requests that a session runs to check or time itself: whether drafts change the output, and how long an image takes.
 
-One row and several rows may go through different kernels, whose last bits differ. Where the two best logits are that close, the most
-likely token can change. The logit gap distinguishes such a tie from a fault.
+One row and several rows may go through different kernels, whose last bits differ. Where the two best logits are that close, the most likely
+token can change. The logit gap tells such a tie from a fault.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ QUESTION = "What is this?"
 
 
 def square(budget: int, seed: int) -> Image:
-    """Returns a square image of noise within the budget; each seed is another image, whose rows are not kept from earlier."""
+    """Returns a square image of noise within the budget; each seed gives another image, whose rows no cache holds."""
     side = SIDE * math.isqrt(budget)
     return Image(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
 

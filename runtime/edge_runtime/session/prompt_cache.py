@@ -32,7 +32,7 @@ from edge_devices.files.temp_files import clear_stale_in
 from edge_devices.files.user_cache import cache_folder, is_own
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import KvRows, MediaTarget, SavableTarget, inside_image
-from edge_runtime.session.saved.kv_state_file import TOKEN, RowSegment, SegmentFile, write_segment
+from edge_runtime.session.kv_state_file import TOKEN, RowSegment, SegmentFile, write_segment
 
 LIMIT = "1GB"
 MIN_LIMIT = 1 << 20
@@ -115,7 +115,7 @@ class PromptCache:
         self._read_seconds_a_byte = 2 * (time.perf_counter() - begin) / len(_SAMPLE)
 
     def request(self, target: SavableTarget, prompt: Sequence[int], client: str = "") -> CachedPrompt:
-        """Returns what a request has of it. Texts of other clients are not there."""
+        """Returns the part of the cache that a request may use: texts of other clients are not found."""
         return CachedPrompt(self, target, prompt, hashlib.sha256(json.dumps([self.facts, client]).encode()))
 
     def pays(self, tokens: int, bytes_: int) -> bool:
@@ -219,7 +219,7 @@ class PromptCache:
             return []
 
     def _is_private(self) -> bool:
-        """Whether the folder is not there yet, or nobody else can put files into it."""
+        """Whether the folder does not exist yet, or nobody else can put files into it."""
         try:
             state = self.folder.stat()
         except FileNotFoundError:
@@ -402,7 +402,7 @@ def shrink(folder: Path, limit: int) -> tuple[int, int]:
 
 
 def empty(folder: Path) -> tuple[int, int]:
-    """Removes all segments, and what killed writers left of some; returns as `shrink` does. Raises OSError for a folder that is none."""
+    """Removes all segments, and the temporary files of killed writers; returns as `shrink` does. Raises OSError if it is no folder."""
     with contextlib.suppress(FileNotFoundError):
         os.scandir(folder).close()  # one that cannot be read is not empty
     clear_stale_in(folder, _ANY_NAME)

@@ -13,7 +13,7 @@ from edge_devices.machine.memory import read_bandwidth
 from edge_devices.machine.profiles import profile
 from edge_devices.machine.system import System
 from edge_runtime.errors import RequestError
-from edge_runtime.planning.speed import DeviceSpeed, Range
+from edge_runtime.planning.speed import Range, SpeedProfile
 
 # Share of a memory type's peak that a processor is assumed to read at.
 OF_PEAK = (0.35, 0.75)
@@ -30,7 +30,7 @@ _SHARED = "estimated, as nothing was measured on one: it shares the processor's 
 _SIDE, _TIMES = 768, 6
 
 
-def device_speed(name: str | None, threads: int | None, *, accelerator: str | None = None) -> DeviceSpeed:
+def speed_profile(name: str | None, threads: int | None, *, accelerator: str | None = None) -> SpeedProfile:
     """Returns the speed from a profile, or measures this machine with two probes of some tenths of a second.
 
     That of a GPU or NPU, `accelerator`, is estimated from the memory that it shares with the processor; boards with memory of their own
@@ -51,7 +51,7 @@ def device_speed(name: str | None, threads: int | None, *, accelerator: str | No
     return replace(shared, name=f"{accelerator} of {shared.name}")
 
 
-def _shared(machine: DeviceSpeed, ends: tuple[float, ...], source: str) -> DeviceSpeed:
+def _shared(machine: SpeedProfile, ends: tuple[float, ...], source: str) -> SpeedProfile:
     """The speed of a device that reads a processor's memory at that many bytes per second."""
     return replace(
         machine,
@@ -62,7 +62,7 @@ def _shared(machine: DeviceSpeed, ends: tuple[float, ...], source: str) -> Devic
     )
 
 
-def _profile_speed(name: str) -> DeviceSpeed:
+def _profile_speed(name: str) -> SpeedProfile:
     device = profile(name)
     if device.effective_gb_per_s is not None:
         low, high = (value * 1e9 for value in device.effective_gb_per_s)
@@ -79,7 +79,7 @@ def _profile_speed(name: str) -> DeviceSpeed:
     if device.giga_operations is not None:
         operations = Range.between(*(value * 1e9 for value in device.giga_operations))
         operations_from = "the profile's, measured by others without the row kernels"
-    return DeviceSpeed(
+    return SpeedProfile(
         name=device.title,
         bandwidth=Range.between(low, high),
         bandwidth_from=source,
@@ -89,7 +89,7 @@ def _profile_speed(name: str) -> DeviceSpeed:
     )
 
 
-def _machine_speed(threads: int | None) -> DeviceSpeed:
+def _machine_speed(threads: int | None) -> SpeedProfile:
     device, watch = detect_device(System()), LoadWatch()
     threads = threads or device.threads
     read = read_bandwidth(threads, memory_available=device.machine.memory_available)
@@ -97,7 +97,7 @@ def _machine_speed(threads: int | None) -> DeviceSpeed:
         raise RequestError("too little memory is free to measure its speed; close other programs, or name a profile with --profile")
     product = product_operations(device.machine.usable_processors) * min(1.0, threads / device.machine.usable_processors)
     load = watch.load()
-    return DeviceSpeed(
+    return SpeedProfile(
         memory_available=device.machine.memory_available,
         load=load.words() if load.is_busy else "",
         name=f"this machine ({device.machine.processor or device.profile.title}, {threads} threads)",

@@ -1,1 +1,0 @@
-"""Files of a session: conversations, and K/V rows with their tokens."""
