@@ -115,7 +115,7 @@ lint: setup-all $(TOOLS)/.ready
 		.github/ISSUE_TEMPLATE/device.yml .github/ISSUE_TEMPLATE/feature.yml
 
 docs: setup-all
-	$(BIN)/mkdocs build --strict
+	$(BIN)/zensical build --strict --config-file mkdocs.yml
 	@echo "the site is in build/site"
 
 lock: $(TOOLS)/.ready

@@ -1,4 +1,4 @@
-"""docs/devices.md, "A Raspberry Pi with a USB meter", command by command as it is written there.
+"""docs/raspberry-pi.md, "A Raspberry Pi with a USB meter", command by command as it is written there.
 
 Real are ssh and its daemon, the benchmark, the protocol with its windows and the joining of both clocks. The Pi is a folder of this
 machine, and the meter in its supply line a file of watts that follow what the Pi's programs compute, with a clock of its own.
@@ -26,7 +26,7 @@ from fake_phone import FakePhone
 from ssh_host import SshHost
 from stub_package import stub_package
 
-PAGE = Path(__file__).parents[1] / "docs/devices.md"
+PAGE = Path(__file__).parents[1] / "docs/raspberry-pi.md"
 SECTION = "### A Raspberry Pi with a USB meter, step by step"
 COMMANDS = Path(sys.executable).parent
 # So that a machine that is shared ends soon: one prompt, short answers, the shortest protocol.
@@ -51,7 +51,7 @@ pytestmark = [
 
 def steps() -> list[list[str]]:
     """The commands of the section, in its order."""
-    text = PAGE.read_text(encoding="utf-8").partition(SECTION)[2].partition("\n### ")[0]
+    text = PAGE.read_text(encoding="utf-8").partition(SECTION)[2].partition("\n## ")[0]
     return [shlex.split(line) for line in re.findall(r"^ {7}(edge-.*)$", text, re.MULTILINE)]
 
 

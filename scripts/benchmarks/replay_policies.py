@@ -4,6 +4,7 @@
     python scripts/benchmarks/replay_policies.py replay drafts.jsonl --costs ~/.cache/edge-mtp/measured.json
     python scripts/benchmarks/replay_policies.py load BUNDLE -o load.jsonl --seconds 60
     python scripts/benchmarks/replay_policies.py replay drafts.jsonl --load load.jsonl
+    python scripts/benchmarks/replay_policies.py first drafts.jsonl
 
 `record` decodes plainly and drafts 12 tokens at every position. Greedy text does not depend on drafts, so the rounds of any policy can be
 replayed on it exactly, without noise and without the models. `replay` prints the speed-up of each policy over plain decoding by domain,
@@ -26,10 +27,10 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import click
 from rich.console import Console
@@ -47,7 +48,7 @@ from edge_runtime.decoding.acceptance import VerifyResult, accept_greedy
 from edge_runtime.decoding.acceptance_rules import GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
-from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
+from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed, PolicyOptions, RoundPlan, RoundResult, Timing, policy_kind
 from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.errors import RequestError
@@ -200,13 +201,13 @@ class Replay:
             drafted += 1
             if plan.should_continue is not None and not plan.should_continue(place.confidences[drafted - 1]):
                 break
-        shadow_accepted = place.accepted > 0 if plan.shadow and drafted else None
         verified, padding = plan.to_verify(0 if plan.shadow else drafted)
         accepted = min(verified, place.accepted)
+        left_out_right = place.accepted > verified if accepted == verified < drafted else None
         rows = 1 + verified + max(0, min(padding, left - 1 - verified))
         draft_seconds, verify_seconds = self.machine.round(self.clock, drafted, rows)
         timing = Timing(length=length, steps=drafted, draft_seconds=draft_seconds, rows=rows, verify_seconds=verify_seconds)
-        policy.observe(RoundResult(verified, accepted, shadow_accepted, timing))
+        policy.observe(RoundResult(verified, accepted, left_out_right, timing))
         return accepted + 1, draft_seconds + verify_seconds
 
     def rate(self, domain: str) -> float:
@@ -342,6 +343,33 @@ def record(bundle: Path, output: Path, own: tuple[Path, ...], max_tokens: int, c
             file.write(json.dumps(line) + "\n")
 
 
+# Tokens of each draft that counts are made of, as the export makes them (edge_export.parity.comparison).
+COUNTED = 4
+
+
+def counted(texts: Sequence[Text]) -> dict[str, Any]:
+    """Returns the counts of an acceptance model after rounds of COUNTED drafts along recorded texts."""
+    model = AcceptanceModel()
+    for text in texts:
+        at = 0
+        while at < len(text.places):
+            place = text.places[at]
+            accepted = min(place.accepted, COUNTED)
+            model.observe([model.bin_of(sure, n) for n, sure in enumerate(place.confidences[:COUNTED])], COUNTED, accepted)
+            at += accepted + 1
+    return model.to_json()
+
+
+@main.command()
+@click.argument("recorded", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@one_sentence_errors()
+def counts(recorded: Path, output: Path) -> None:
+    """Write how often drafts of each confidence are accepted on RECORDED texts: drafts.measured.json of a shipped pair."""
+    rounded = json.loads(json.dumps(counted(read_texts(recorded))), parse_float=lambda digits: float(f"{float(digits):.4g}"))
+    output.write_text(json.dumps(rounded) + "\n", encoding="utf-8")
+
+
 def record_load(session: Session, seconds: float) -> list[Sample]:
     """Times rounds of random lengths, as many of each, for so long; the draft asks for the confidence of each token, as `profit` does."""
     target, drafter, token = session.target, session.drafter, max(session.vocabulary.bos, 0)
@@ -409,6 +437,56 @@ def replay(recorded: Path, costs: Path | None, loads: tuple[Path, ...], longest:
     for path in loads:
         load = read_load(path)
         show(f"{path.name}: {load.words}", texts, load.computed, longest, load)
+
+
+# A pair of under a millisecond: rounded timings of the chat pair on two cores of a Zen 5 (ONNX graphs, row kernels). A session may have
+# computed these or other costs: without the fixed part of a forward, or of rows as dear as those of stock kernels.
+SMALL_PAIR = MeasuredCosts(verify=tuple(0.24e-3 + 0.02e-3 * n for n in range(MAX_ROWS)), step=0.025e-3, overhead=0.03e-3)
+FIRST_COSTS = {
+    "right": SMALL_PAIR,
+    "no fixed part": MeasuredCosts(verify=tuple(0.03e-3 + 0.004e-3 * n for n in range(MAX_ROWS)), step=0.06e-3, overhead=0.1e-3),
+    "dear rows": MeasuredCosts(verify=tuple(0.24e-3 * (1 + 0.25 * n) for n in range(MAX_ROWS)), step=0.06e-3, overhead=0.1e-3),
+}
+# How many of the first places accept no draft.
+UNLUCKY = (0, 1, 3, 6)
+LONGEST_FIXED = 7
+
+
+def first_answers(texts: Sequence[Text], tokens: int, unlucky: int) -> list[Text]:
+    """Returns the first `tokens` places of each text; the first `unlucky` places of the first text accept nothing."""
+    answers = [Text(text.domain, text.places[:tokens]) for text in texts]
+    wrong = tuple(Place(place.confidences, 0) for place in answers[0].places[:unlucky])
+    return [Text(answers[0].domain, wrong + answers[0].places[unlucky:]), *answers[1:]]
+
+
+def first_share(make: Callable[[], DraftLengthPolicy], answers: Sequence[Text]) -> float:
+    """Returns the speed of a new policy on the small pair, as a share of that of the best fixed length."""
+
+    def seconds(policy: DraftLengthPolicy) -> float:
+        by_domain = Replay.of(policy, answers, QuietMachine(CostCurve(SMALL_PAIR))).by_domain
+        return sum(spent for _, spent in by_domain.values())
+
+    return min(seconds(Fixed(length)) for length in range(LONGEST_FIXED + 1)) / seconds(make())
+
+
+def new_profit(start: MeasuredCosts) -> Profit:
+    """Returns the policy of a machine that knows nothing but computed costs."""
+    return Profit(CostCurve(replace(start, timings=(0,) * MAX_ROWS)), AcceptanceModel(), longest=8)
+
+
+@main.command()
+@click.argument("recorded", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--answers", "count", default=20)
+@click.option("--tokens", default=30, help="Tokens of an answer.")
+@one_sentence_errors()
+def first(recorded: Path, count: int, tokens: int) -> None:
+    """Print the share of the best fixed length's speed in the first answers of a pair of under a millisecond, after unlucky starts too."""
+    texts = read_texts(recorded)[:count]
+    table = Table("computed costs", *(f"{unlucky} unlucky rounds" for unlucky in UNLUCKY))
+    for name, start in FIRST_COSTS.items():
+        shares = (first_share(partial(new_profit, start), first_answers(texts, tokens, unlucky)) for unlucky in UNLUCKY)
+        table.add_row(name, *(f"{share:.3f}" for share in shares))
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def main() -> None:
 @click.argument("work", type=click.Path(path_type=Path))
 @click.option("--minutes", default=5, show_default=True, help="Of the energy protocol.")
 def phone(work: Path, minutes: int) -> None:
-    """The page docs/phone-figure.md, on an emulated phone."""
+    """The page docs/phones.md, on an emulated phone."""
     work.mkdir(parents=True)
     desk = Desk(work / "desk")
     daemon = desk.phone(cpu="cortex-a76")

@@ -1,42 +1,49 @@
-"""Hook of mkdocs: puts tables of the commands' options, made from the code, where a page says `<!-- options: edge-run -->`.
-
-`<!-- frequent options: edge-run -->` has those with a short form alone.
-"""
+"""Writes the tables of commands and options in docs/commands.md, from the code: `.venv/bin/python scripts/setup/option_tables.py`."""
 
 from __future__ import annotations
 
 import re
 from importlib import import_module
-from typing import Any
+from pathlib import Path
 
 import click
 
-MODULES = {"edge-run": "edge_runtime.cli.run", "edge-bench": "edge_bench.cli.main", "edge-export": "edge_export.cli.command"}
-_MARK = re.compile(r"<!-- (frequent )?options: ([\w-]+) -->")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
+MODULES = {
+    "edge-export": "edge_export.cli.command",
+    "edge-run": "edge_runtime.cli.run",
+    "edge-bench": "edge_bench.cli.main",
+    "edge-devices": "edge_devices.cli",
+}
+MARK = "<!-- From here on: scripts/setup/option_tables.py, from the code. -->"
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Returns the page with its tables."""
-    return _MARK.sub(lambda mark: "\n".join(option_table(mark[2], frequent=bool(mark[1]))), markdown)
+def page(text: str) -> str:
+    """Returns the page with everything behind its mark made anew."""
+    head, mark, _ = text.partition(MARK)
+    return head + mark + "".join(f"\n\n## {name}\n\n{chr(10).join(tables(name))}" for name in MODULES) + "\n"
 
 
-def option_table(name: str, *, frequent: bool = False) -> list[str]:
-    """Returns a table with a row for each option of a command: its spelling, the sub-commands that take it, its help.
-
-    `frequent`: of the options with a short form alone.
-    """
-    command = import_module(MODULES[name]).main
-    commands = command.commands
-    parameters = {each.name: each for command in commands.values() for each in command.params}
-    lines = ["| option | of | what for |", "|:--|:--|:--|"]
-    for parameter in parameters.values():
-        takers = [taker for taker, taking in commands.items() if any(other.name == parameter.name for other in taking.params)]
-        short = any(len(text) == 2 for text in parameter.opts)
-        if isinstance(parameter, click.Option) and (short or not frequent):
-            spelling = ", ".join(f"`{text}`" for text in (*parameter.opts, *parameter.secondary_opts))
-            lines.append(f"| {spelling} | {', '.join(takers)} | {_cell(parameter.help or '')} |")
+def tables(name: str) -> list[str]:
+    """Returns a table of a command's sub-commands, and one with a row for each option: its spelling, who takes it, its help."""
+    commands = import_module(MODULES[name]).main.commands
+    lines = ["| command | what for |", "|:--|:--|"]
+    lines += [f"| `{name} {each}` | {_cell(command.get_short_help_str(200))} |" for each, command in commands.items()]
+    options: dict[str, tuple[click.Option, list[str]]] = {}
+    for each, command in commands.items():
+        for parameter in command.params:
+            if isinstance(parameter, click.Option) and not parameter.hidden:
+                options.setdefault(parameter.name or "", (parameter, []))[1].append(each)
+    lines += ["", "| option | of | what for |", "|:--|:--|:--|"]
+    for option, takers in options.values():
+        spelling = ", ".join(f"`{text}`" for text in (*option.opts, *option.secondary_opts))
+        lines.append(f"| {spelling} | {', '.join(takers)} | {_cell(option.help or '')} |")
     return lines
 
 
 def _cell(text: str) -> str:
     return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")

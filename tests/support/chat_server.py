@@ -121,6 +121,7 @@ def scripted_server(
     `buffer`: bytes that the system keeps of what a client has not read.
     """
     from edge_runtime.server.app import Api, make_app
+    from edge_runtime.server.engine.idle import WorkerOnDemand
     from edge_runtime.server.http.access_log import AccessLog
     from edge_runtime.server.http.connections import server_config
     from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard
@@ -142,9 +143,8 @@ def scripted_server(
         fingerprint="fp_scripted",
     )
     lines: list[str] = []
-    app = AccessLog(
-        Guard(make_app(Api(worker, Monitor(), card, notes.append)), hosts=LOOPBACK_NAMES, keys=keys, origins=origins), lines.append
-    )
+    api = Api(WorkerOnDemand(lambda: contextlib.nullcontext(worker), watch=worker.watch), Monitor(), card, notes.append)
+    app = AccessLog(Guard(make_app(api), hosts=LOOPBACK_NAMES, keys=keys, origins=origins), lines.append)
     server = uvicorn.Server(server_config(app, 64))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if buffer is not None:
@@ -193,9 +193,9 @@ def asked(server: Scripted, body: Any, path: str = CHAT, **headers: str) -> http
     return connection
 
 
-def send(server: Scripted | Child, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
+def send(server: Scripted | Child | str, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
     """Sends a request, with a body as bytes or as JSON; returns status, headers and the response, parsed where it is JSON."""
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(server if isinstance(server, str) else server.url).netloc, timeout=30)
     try:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})

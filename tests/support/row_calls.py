@@ -104,13 +104,15 @@ def gguf_weights(random: np.random.Generator, kind: int, outputs: int, inputs: i
     return blocks.reshape(outputs, -1)
 
 
-def attention(queries: Array, cached: Sequence[Array], fresh: Sequence[Array], heads: int, origin: int, window: int) -> Call:
+def attention(
+    queries: Array, cached: Sequence[Array], fresh: Sequence[Array], heads: int, origin: int, window: int, at_once: int = 64
+) -> Call:
     """Queries [rows * heads, dim] to cached keys and values [past, dim] and to fresh ones [rows, dim] of one K/V head."""
-    sizes = len(cached[0]), len(fresh[0]), heads, queries.shape[1], origin, window, 16
+    sizes = len(cached[0]), len(fresh[0]), heads, queries.shape[1], origin, window, at_once
     return Call("attend", sizes, (queries, *cached, *fresh), queries.shape)
 
 
-def cell_attention(kind: int, queries: Array, keys: Array, values: Array, mask: Array, *, at_once: int = 16) -> Call:
+def cell_attention(kind: int, queries: Array, keys: Array, values: Array, mask: Array, *, at_once: int = 64) -> Call:
     """Queries [rows * heads, dim] to keys and values [cells, bytes of a row] that float16 masks [rows, cells] admit.
 
     `kind` is the number of a type of rows in `CELL_BLOCKS`.

@@ -97,13 +97,13 @@ def played(
             if plan.should_continue is not None and not plan.should_continue(confidence):
                 break
         drafting = costs.draft(drafted)
-        shadow_accepted = accepted > 0 if plan.shadow and drafted else None
         verified, padding = plan.to_verify(0 if plan.shadow else drafted)
+        left_out_right = accepted > verified if min(accepted, verified) == verified < drafted else None
         accepted = min(accepted, verified)
         rows = verified + 1 + padding
         likely += sum(stands[: verified + 1])
         spent += drafting + costs.verify(rows)
         timing = Timing(length=emitted, steps=drafted, draft_seconds=drafting, rows=rows, verify_seconds=costs.verify(rows))
-        policy.observe(RoundResult(verified, accepted, shadow_accepted, timing))
+        policy.observe(RoundResult(verified, accepted, left_out_right, timing))
         emitted += accepted + 1
     return emitted, likely, spent

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters import nvml, powermetrics, windows_emi
+from edge_devices.meters import ioreport, nvml, powermetrics, windows_emi
 from edge_devices.meters.android import phone_battery, power_rails, power_stats
 from edge_devices.meters.base import Finding, Meter, MeterState, Scope, present
 from edge_devices.meters.linux import hwmon, jetson, laptop_battery, power_average, rapl, raspberry_pi
@@ -20,6 +20,7 @@ SOURCES = (
     windows_emi,
     power_rails,
     power_stats,
+    ioreport,
     powermetrics,
     power_average,
     laptop_battery,

@@ -41,6 +41,12 @@ def chat_pair() -> tuple[Path, Path]:
     return _shipped(_CHAT)
 
 
+def shipped_acceptance(drafter: Path) -> dict[str, Any]:
+    """Returns the counts of drafts that were measured with a shipped pair, by its drafter's folder; the widened pair has the same."""
+    counts: dict[str, Any] = json.loads((drafter.parent / "drafts.measured.json").read_text(encoding="utf-8"))
+    return counts
+
+
 def _shipped(name: str) -> tuple[Path, Path]:
     # The package is never run from an archive (its model files are read by path), so a resource is a real folder.
     folder = Path(str(files("edge_export"))) / name

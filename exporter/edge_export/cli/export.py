@@ -17,7 +17,15 @@ from edge_devices.command_line import PanelCommand, given_options, one_sentence_
 from edge_devices.option_fields import option
 from edge_export.checkpoint.published.formats import published_config
 from edge_export.checkpoint.published.hub import hub_name, own_drafter, with_revision
-from edge_export.checkpoint.shipped_pair import CHAT_DESCRIPTION, DESCRIPTION, WIDENED, chat_pair, reference_pair, widened_target
+from edge_export.checkpoint.shipped_pair import (
+    CHAT_DESCRIPTION,
+    DESCRIPTION,
+    WIDENED,
+    chat_pair,
+    reference_pair,
+    shipped_acceptance,
+    widened_target,
+)
 from edge_export.cli.display import Display, show
 from edge_export.onnx.request import DEVICE_WEIGHTS, OnnxRequest
 from edge_export.pipeline.export import export_pair
@@ -163,7 +171,8 @@ def reference(chat: bool, widened: bool, models: Models, **options: Any) -> None
     # It is for trying commands: calibrated by --calibrate only, so that it is there in seconds.
     options["importance"] = replace(options["importance"], by_default=False)
     with widened_target(target) if widened else contextlib.nullcontext(target) as folder:
-        _export(str(folder), str(drafter), models.config(), description=description, **options)
+        acceptance = shipped_acceptance(drafter)
+        _export(str(folder), str(drafter), models.config(), description=description, acceptance=acceptance, **options)
 
 
 def _export(
@@ -178,6 +187,7 @@ def _export(
     onnx: OnnxRequest,
     as_json: bool,
     description: str | None = None,
+    acceptance: dict[str, Any] | None = None,
 ) -> None:
     """Exports and prints the bundle. Raises ExportError, or a usage error for options that exclude each other."""
     option_names = given_options(click.get_current_context())
@@ -204,6 +214,7 @@ def _export(
         config=config,
         importance=importance,
         description=description,
+        acceptance=acceptance,
     )
     with Display(console) as display:
         bundle = export_pair(complete, display)

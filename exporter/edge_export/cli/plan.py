@@ -11,7 +11,7 @@ from edge_devices.command_line import PanelCommand, takes
 from edge_export.cli.export import REQUEST, Models, drafter_name, target_name
 from edge_export.pipeline.dry_run import planned_export
 from edge_export.pipeline.request import ExportRequest
-from edge_runtime.cli.plan import PlanOptions, plan_lines
+from edge_runtime.cli.plan import PlanOptions, plan_lines, short_lines
 from edge_runtime.drafting.phase_power import read_phase_power
 from edge_runtime.planning.speed import manifest_plan
 from edge_runtime.planning.speed_profile import speed_profile
@@ -28,7 +28,7 @@ from edge_runtime.planning.speed_profile import speed_profile
 )
 @takes("models", Models)
 @takes("request", REQUEST, only=("context", "target_quantization", "drafter_quantization"), panel="Bundle")
-@takes("options", PlanOptions, only=("profile", "as_json"))
+@takes("options", PlanOptions, only=("profile", "how", "as_json"))
 def plan(
     target_name: str | None,
     drafter_name: str | None,
@@ -56,5 +56,5 @@ def plan(
     if options.as_json:
         click.echo(json.dumps({"export": planned.to_json(), "plan": predicted.to_json()}, ensure_ascii=False))
         return
-    for line in [*planned.lines(), *plan_lines(predicted)]:
+    for line in [*planned.lines(), *(plan_lines if options.how else short_lines)(predicted)]:
         click.echo(line)

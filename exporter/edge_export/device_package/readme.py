@@ -25,7 +25,7 @@ Then, on the deviceSHELL, chat:
 
     PACKAGE/bin/edge-run chat my-bundle
 
-Serve on the local network; the page is at http://ADDRESS:8000, the OpenAI API at http://ADDRESS:8000/v1:
+Serve on the local network; the page is at http://ADDRESS:8080, the OpenAI API at http://ADDRESS:8080/v1:
 
     PACKAGE/bin/edge-run serve my-bundle --host 0.0.0.0 --api-key CHOOSE-A-KEY
 

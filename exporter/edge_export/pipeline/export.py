@@ -243,6 +243,7 @@ def _manifest(
         cache_layout=job.layout if onnx is None else onnx.layout,
         left_out=tuple(f"{role}: {name}" for role, name in job.left_out),
         parity=parity,
+        acceptance=job.request.acceptance,
         importance={role: fitted.source for role, fitted in importance.items()},
         runtime=RuntimeSettings(context=job.context),
         onnx=None if onnx is None else onnx.graphs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from edge_devices.machine.facts import usable_processors
 from edge_devices.option_fields import option
@@ -30,7 +31,8 @@ class ExportRequest:
     """What to export; what is an option too is described there. A source is a checkpoint folder, a hub id, or a GGUF, used unchanged.
 
     `gguf`, `onnx`: which formats to write; at least one of them. `config`: run settings for the bundle's config.yaml, over the defaults.
-    `importance`: importance matrices, or the text to compute them from. `description`: a sentence about the model.
+    `importance`: importance matrices, or the text to compute them from. `description`: a sentence about the model. `acceptance`: counts of
+    drafts that were measured with the pair before (`Manifest.acceptance`).
     `threads`: None means one per usable processor.
     """
 
@@ -84,6 +86,7 @@ class ExportRequest:
     )
     threads: int | None = None
     description: str | None = None
+    acceptance: dict[str, Any] | None = None
     gguf: bool = True
     onnx: OnnxRequest | None = None
     config: SpeculativeConfig = field(default_factory=SpeculativeConfig)

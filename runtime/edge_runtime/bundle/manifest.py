@@ -356,7 +356,10 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All of manifest.json. `description` is a sentence for people: what the model does, and what it does not."""
+    """All of manifest.json. `description` is a sentence for people: what the model does, and what it does not.
+
+    `acceptance` are counts of drafts that were measured before the export, as `parity.drafts.confidence` has those that it measured.
+    """
 
     schema_version: int
     created_by: str
@@ -367,6 +370,7 @@ class Manifest:
     files: tuple[BundleFile, ...]
     left_out: tuple[str, ...] = ()
     parity: dict[str, Any] | None = None
+    acceptance: dict[str, Any] | None = None
     importance: dict[str, ImportanceSource] = field(default_factory=dict)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     onnx: OnnxGraphs | None = None
@@ -379,7 +383,7 @@ class Manifest:
     def to_json(self) -> str:
         """Returns the exact text of manifest.json, with its hash, ending in a newline."""
         data = to_json(self)
-        for name in ("importance", "onnx", "static", "media", "generation", "tuning", "description"):
+        for name in ("acceptance", "importance", "onnx", "static", "media", "generation", "tuning", "description"):
             if not data[name]:
                 del data[name]
         if self.onnx is None:

@@ -18,6 +18,7 @@ from edge_devices.files.typed_json import from_json, to_json
 from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_put, entry_key, read_entries
 from edge_devices.machine.load import LoadWatch, load_now
 from edge_devices.waiting import Report, Waiting, silent_wait
+from edge_runtime.bundle.manifest import Manifest
 from edge_runtime.drafting.acceptance_model import EXPORTED_WEIGHT, AcceptanceModel
 
 CACHE_NAME = "measured.json"
@@ -138,10 +139,10 @@ def without_repeats(notify: Notify) -> Notify:
     return notify_once
 
 
-def exported_counts(parity: object) -> object:
-    """Returns the counts of drafts that an export measured and noted in a bundle; None without any."""
+def exported_counts(manifest: Manifest, parity: object) -> object:
+    """Returns the counts of drafts in a bundle: those that came with the pair, else those that the export noted in `parity`; else None."""
     drafts = parity.get("drafts") if isinstance(parity, dict) else None
-    return drafts.get("confidence") if isinstance(drafts, dict) else None
+    return manifest.acceptance or (drafts.get("confidence") if isinstance(drafts, dict) else None)
 
 
 class AcceptanceCache:

@@ -44,7 +44,7 @@ from edge_runtime.media.reading import read_image, read_sound
 from edge_runtime.media.soft_rows import Media
 from edge_runtime.session.chat import MAX_TOKENS, Answer, Chat, ChatSettings
 from edge_runtime.text.channels import Event, Text, Thought
-from edge_runtime.text.tool_calls import ToolCall
+from edge_runtime.text.tool_calls import CallPiece, ToolCall
 
 HELP = """\
 /help          this list
@@ -249,13 +249,15 @@ class TerminalChat:
         for event in answer:
             shown = self._shown(event)
             if painter and isinstance(event, Text):
-                shown = painter.feed(shown)
+                shown = painter.feed(shown, accepted=answer.drafted)
             if not self._as_json and shown:
                 click.echo(shown, nl=False)
         if painter:
             click.echo(painter.finish(), nl=False)
 
     def _shown(self, event: Event) -> str:
+        if isinstance(event, CallPiece):
+            return ""
         if isinstance(event, ToolCall):
             return "\n" + self._dimmed(printable(_call_line(event))) + "\n"
         if isinstance(event, Thought):

@@ -183,7 +183,7 @@ def _line(kind: KindResult) -> str:
     plain, drafted = (statistics.median(stats.tokens_per_second for stats in runs) for runs in (kind.plain, kind.drafted))
     length = kind.drafted[0].mean_acceptance_length
     equal = "the same output" if kind.same_tokens else "ANOTHER output"
-    return f"{kind.speed_up:.2f} times as fast: {drafted:.1f} instead of {plain:.1f} tok/s, {length:.1f} tokens per verify, {equal}"
+    return f"{kind.speed_up:.2f} times as fast: {drafted:.1f} instead of {plain:.1f} tok/s, {length:.1f} tokens per step, {equal}"
 
 
 @click.command(cls=PanelCommand)

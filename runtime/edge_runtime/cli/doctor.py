@@ -200,14 +200,21 @@ def show_diagnosis(diagnosis: Diagnosis, *, as_json: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
+    console.print(verdict(diagnosis), soft_wrap=True, markup=False)
     console.print(diagnosis_table(diagnosis))
-    missing = f"no bundle can run here yet: a backend ({' or '.join(BACKENDS)}) is missing"
-    console.print("bundles can run here" if diagnosis.ready else missing)
     if diagnosis.install:
         # Not wrapped, so that it can be copied.
         console.print(
             f"to install what is missing (leave out the extras that you do not need):\n{diagnosis.install}", soft_wrap=True, markup=False
         )
+
+
+def verdict(diagnosis: Diagnosis) -> str:
+    """Returns in one sentence whether bundles can run here, and on what."""
+    if not diagnosis.ready:
+        return f"No bundle can run here yet: a backend ({' or '.join(BACKENDS)}) is missing."
+    broken = [what for what, state, _ in rows(diagnosis) if state == "broken"]
+    return "Bundles can run here" + (f", but this is broken: {', '.join(broken)}." if broken else ".")
 
 
 def diagnosis_table(diagnosis: Diagnosis) -> Table:

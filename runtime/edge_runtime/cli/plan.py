@@ -25,7 +25,7 @@ from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.media.image import DEFAULT_BUDGET
-from edge_runtime.planning.speed import Range, SpeedPlan, deviation, manifest_plan
+from edge_runtime.planning.speed import Range, SpeedPlan, deviation, manifest_plan, of_backend
 from edge_runtime.planning.speed_profile import speed_profile
 from edge_runtime.session.self_checks import square, time_image
 from edge_runtime.session.session import Session
@@ -34,6 +34,9 @@ PROMPT = "def area(width, height):\n"
 WIDE = 3.0  # highest / lowest speed of a plan from which one measurement says more than the plan
 MEASURE_REPEATS = 3
 PREFILL_TOKENS, DECODE_TOKENS = 256, 64
+# What a decision needs beside the verdict, which has the memory.
+_DECIDING = ("first token", "plain", "drafted", "draft length")
+_Row = tuple[str, str, Range, float | None]  # name, unit, prediction, measurement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class PlanOptions:
         help="The device, such as raspberry-pi-5.  [default: this machine]",
     )
     measure: bool = option(default=False, panel="Plan", help="Also run the bundle here and print the deviation of each prediction.")
+    how: bool = option(default=False, panel="Plan", help="Print every figure, and how each was derived.")
     as_json: bool = option("--json", default=False, panel="Plan", help="Print one JSON object instead of text.")
 
     def __post_init__(self) -> None:
@@ -86,7 +90,7 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
             measured = measure_plan(session, prompt)
     power = opening.energy.power
     predicted = manifest_plan(
-        opened.manifest,
+        of_backend(opened.manifest, load.backend),
         speed_profile(options.profile, load.threads, accelerator=accelerator),
         context=settings.context,
         kv_type=load.kv_type or settings.kv_type,
@@ -94,7 +98,7 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
         drafter=load.drafter or settings.drafter,
         power=power if isinstance(power, PhasePower) else None,
     )
-    show_plan(predicted, measured, as_json=options.as_json)
+    show_plan(predicted, measured, as_json=options.as_json, how=options.how)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,20 +167,48 @@ def _image_seconds(session: Session) -> tuple[float, float] | None:
     return scale * encode, scale * statistics.median(stats.prefill_seconds - stats.encode_seconds for stats in later)
 
 
-def show_plan(plan: SpeedPlan, measured: Measured | None, *, as_json: bool) -> None:
+def show_plan(plan: SpeedPlan, measured: Measured | None, *, as_json: bool, how: bool) -> None:
     """Prints the plan and, if there is one, the measurement."""
     if as_json:
         record = {"plan": plan.to_json()} | ({} if measured is None else {"measured": asdict(measured)})
         click.echo(json.dumps(record, ensure_ascii=False))
         return
-    for line in plan_lines(plan, measured):
+    for line in plan_lines(plan, measured) if how or measured is not None else short_lines(plan):
         click.echo(line)
+
+
+def short_lines(plan: SpeedPlan) -> list[str]:
+    """Returns the verdict and the figures that a decision needs, as text."""
+    shown = [_row_line(row) for row in _rows(plan, None) if row[0] in _DECIDING]
+    return [*_verdict(plan), *shown, "  The brackets hold the range; --how prints every figure and how it was derived."]
 
 
 def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
     """Returns the plan as text: each figure with its range, its measurement and deviation, then how each was derived."""
+    lines = [*_verdict(plan), *map(_row_line, _rows(plan, measured))]
+    lines.append(_joules_line("J/token", plan.joules_per_token))
+    lines.append(_joules_line("J/prompt tok", plan.joules_per_prompt_token))
+    if (image := plan.image) is not None:
+        lines.append(_joules_line("J/image", image.joules))
+        lines.append(f"  an image of {image.rows} soft rows; its encoder takes {image.encoder_bytes / 1e6:.0f} MB from the first image on")
+    if measured is None and (text := _narrower(plan)):
+        lines.append(f"  narrower      {text}")
+    derived = plan.derived if image is None else plan.derived | {"image": image.derived}
+    return lines + ["how:"] + [f"  {name}: {how}" for name, how in derived.items()]
+
+
+def _verdict(plan: SpeedPlan) -> list[str]:
+    lines = [f"{plan.device}:", f"  worth it      {plan.decision()[1]}"]
+    if plan.answers:
+        lines.append(f"  answers       {plan.answers}")
+    if plan.load:
+        lines.append(f"  this machine is busy, so it is faster than these figures say: {plan.load}")
+    return lines
+
+
+def _rows(plan: SpeedPlan, measured: Measured | None) -> list[_Row]:
     low, best, high = plan.draft_length
-    rows: list[tuple[str, str, Range, float | None]] = [
+    rows: list[_Row] = [
         (
             "memory",
             "MB",
@@ -202,25 +234,13 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
             ("image encode", "ms", image.encode_seconds.times(1000), None if encode is None else encode * 1000),
             ("and prefill", "ms", image.prefill_seconds.times(1000), None if prefill is None else prefill * 1000),
         ]
-    lines = [f"{plan.device}:", f"  worth it      {plan.decision()[1]}"]
-    if plan.answers:
-        lines.append(f"  answers       {plan.answers}")
-    if plan.load:
-        lines.append(f"  this machine is busy, so it is faster than these figures say: {plan.load}")
-    for name, unit, value, measurement in rows:
-        text = f"  {name:<13}{_text(value.middle):>8}  [{_text(value.low)}, {_text(value.high)}] {unit}".rstrip()
-        lines.append(
-            text if measurement is None else f"{text:<48}  measured {_text(measurement)} (prediction {deviation(measurement, value)})"
-        )
-    lines.append(_joules_line("J/token", plan.joules_per_token))
-    lines.append(_joules_line("J/prompt tok", plan.joules_per_prompt_token))
-    if image is not None:
-        lines.append(_joules_line("J/image", image.joules))
-        lines.append(f"  an image of {image.rows} soft rows; its encoder takes {image.encoder_bytes / 1e6:.0f} MB from the first image on")
-    if measured is None and (text := _narrower(plan)):
-        lines.append(f"  narrower      {text}")
-    derived = plan.derived if image is None else plan.derived | {"image": image.derived}
-    return lines + ["how:"] + [f"  {name}: {how}" for name, how in derived.items()]
+    return rows
+
+
+def _row_line(row: _Row) -> str:
+    name, unit, value, measurement = row
+    text = f"  {name:<13}{_text(value.middle):>8}  [{_text(value.low)}, {_text(value.high)}] {unit}".rstrip()
+    return text if measurement is None else f"{text:<48}  measured {_text(measurement)} (prediction {deviation(measurement, value)})"
 
 
 def _narrower(plan: SpeedPlan) -> str:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.decoding.acceptance_rules import GREEDY, AcceptanceRule
 from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundResult, Timing, WeighingPolicy
 from edge_runtime.drafting.sources import MODEL, NO_PROPOSAL, Proposal, Sources
@@ -68,7 +69,8 @@ class Decoding:
         self._plan = RoundPlan(0)
         self._start = self._room = self._steps = self._rows = 0
         self._drafts: list[int] = []
-        self._shadow: int | None = None
+        self._left_out: int | None = None
+        self._began = 0.0  # when the round did
         self._sources = sources
         self._proposal = NO_PROPOSAL
         self._from: list[str] = []
@@ -93,6 +95,7 @@ class Decoding:
     def draft_request(self, sequence: int = 0, requests: int = 1) -> DraftRequest:
         """Begins a round that `requests` requests share; returns the draft to make. A `draft_length` of 0 means none."""
         target, rule = self._target, self.rule
+        self._began = time.perf_counter()
         self._start = target.length
         # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
         self._room = min(self._left - 1, target.context - target.length - 1, target.rewind_slack)
@@ -111,18 +114,20 @@ class Decoding:
 
     def tokens_to_verify(self, drafts: list[int]) -> list[int]:
         """Takes the drafts of the round; returns the tokens to verify: the newest, the drafts, and padding, whose logits are ignored."""
-        self._steps, self._shadow = len(drafts), None
+        self._steps, drafted = len(drafts), drafts
         if self._plan.shadow:
-            self._shadow, drafts = drafts[0] if self.rule.cut(drafts) else None, []
+            # A sampled rule forgets its drafts of this round.
+            drafted, drafts = self.rule.cut(drafts), []
         elif self._plan.offered:
             drafts = list(self._proposal.guess.tokens[: self._plan.offered])
             self._from = [self._proposal.guess.source] * len(drafts)
         else:
-            drafts = self.rule.cut(drafts)
+            drafted = drafts = self.rule.cut(drafts)
             self._from = [MODEL] * len(drafts)
-            drafts += self._extension(drafts)
+            drafts = drafts + self._extension(drafts)
         verified, padding = self._plan.to_verify(len(drafts))
         self._drafts = drafts[:verified]
+        self._left_out = drafted[verified] if verified < len(drafted) else None
         padding = max(0, min(padding, self._room - len(self._drafts)))
         self._rows = 1 + len(self._drafts) + padding
         return [self.last, *self._drafts, *[self.last] * padding]
@@ -131,7 +136,8 @@ class Decoding:
         """Returns what the sources of the request expect after `drafts`, limited to what the rule allows."""
         if self._sources is None:
             return NO_PROPOSAL
-        guess, chances = self._sources.propose(drafts, self._room - len(drafts))
+        # No policy verifies more, so no more can be compared.
+        guess, chances = self._sources.propose(drafts, min(self._room, MAX_DRAFT_LENGTH) - len(drafts))
         if not guess.tokens:
             return NO_PROPOSAL
         allowed = len(self.rule.cut([*drafts, *guess.tokens])) - len(drafts)
@@ -161,6 +167,10 @@ class Decoding:
             requests=len(sharing),
         )
 
+    def _whole(self, timing: Timing) -> Timing:
+        """Returns the timing with all of the round that is no draft: on a small pair, planning and choosing tokens are a large part."""
+        return timing._replace(verify_seconds=max(timing.verify_seconds, time.perf_counter() - self._began - timing.draft_seconds))
+
     def finish_round(self, logits: Logits, timing: Timing, *, report_timing: bool = True) -> Round:
         """Ends the round with the logits of `tokens_to_verify`, and rolls the cache back.
 
@@ -171,13 +181,20 @@ class Decoding:
             logits[:, self.suppressed] = -np.inf
         if self.min_tokens > 0:
             logits[: self.min_tokens, self._held_back] = -np.inf
-        result, drafts, shadow = self.rule.accept(self._drafts, logits), self._drafts, self._shadow
+        result, drafts = self.rule.accept(self._drafts, logits), self._drafts
         tokens, self.stopped = _until_stop((*drafts[: result.accepted], result.next_token), self._is_stop)
         self._target.rollback(self._start + len(tokens))  # all emitted tokens but the newest, and the one before them
         if self._sources is not None:
             self._sources.observe(tokens)
-        shadow_accepted = None if shadow is None else shadow == tokens[0]
-        self._policy.observe(RoundResult(len(drafts), result.accepted, shadow_accepted, timing if report_timing else None))
+        told = self._left_out is not None and result.accepted == len(drafts)
+        self._policy.observe(
+            RoundResult(
+                verified=len(drafts),
+                accepted=result.accepted,
+                left_out_right=self._left_out == result.next_token if told else None,
+                timing=self._whole(timing) if report_timing else None,
+            )
+        )
         self.last, self._left, self.min_tokens = tokens[-1], self._left - len(tokens), self.min_tokens - len(tokens)
         return Round(
             drafted=len(drafts),
@@ -196,8 +213,8 @@ def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Itera
     speed. Method: Leviathan et al. 2023 (arXiv 2211.17192), with Gemma 4's drafter, which reads the target's hidden rows.
     """
     while not decoding.done:
-        begin = time.perf_counter()
         request = decoding.draft_request()
+        begin = time.perf_counter()
         drafts: list[int] = []
         if drafter is not None and request.draft_length > 0:
             drafts = drafter.draft(request.last, request.draft_length, request.sampler, request.should_continue)

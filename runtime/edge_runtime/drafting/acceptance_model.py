@@ -23,7 +23,7 @@ Chances = NDArray[np.float64]
 # Upper bounds of the confidence bins. Drafters are mostly confident, so the bins are narrow at the upper end.
 CONFIDENCE_BOUNDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 # The priors count as this many observations: of a bin's acceptance, of the bin that follows, of the bin of a first draft.
-ACCEPT_WEIGHT, TRANSITION_WEIGHT, FIRST_WEIGHT = 2.0, 3.0, 2.0
+ACCEPT_WEIGHT, TRANSITION_WEIGHT, FIRST_WEIGHT = 2.0, 3.0, 1.0
 # Share of an old count that is left after a new one of the same sort: windows of about 200, 1000 and 50 observations.
 ACCEPT_DECAY, TRANSITION_DECAY, FIRST_DECAY = 0.995, 0.999, 0.98
 # The prior of the transition falls by 1/e over so many bins.
@@ -61,6 +61,10 @@ class Acceptance(Protocol):
     def bounds(self) -> Chances:
         """Ascending probabilities [bins - 1], each the least of the bin above it."""
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether it began with counts of this pair, and not with a prior alone."""
+
     def bin_of(self, confidence: float, position: int) -> int:
         """Returns the bin of a draft from the drafter's probability of it, and its position in the round, from 0."""
 
@@ -89,7 +93,7 @@ class AcceptanceModel:
         self._accepted = middles * ACCEPT_WEIGHT
         self._transition = TRANSITION_WEIGHT * near / near.sum(axis=1, keepdims=True)
         self._first = np.full(len(middles), FIRST_WEIGHT / len(middles))
-        self._observed = False
+        self._observed = self._measured = False
         self._uncounted: list[tuple[Sequence[int], int, int]] = []  # rounds, until somebody reads
 
     def bin_of(self, confidence: float, position: int) -> int:  # noqa: ARG002
@@ -137,6 +141,10 @@ class AcceptanceModel:
         self._first *= min(1.0, weight / self._first.sum())
 
     @property
+    def is_measured(self) -> bool:
+        return self._measured
+
+    @property
     def observed(self) -> bool:
         """Whether it has learned anything since it was created."""
         return self._observed
@@ -171,7 +179,7 @@ class AcceptanceModel:
         share = np.minimum(1.0, max_weight / verified)
         model._verified, model._accepted = verified * share, stood * share
         model._transition = transition * np.minimum(1.0, max_weight / transition.sum(axis=1, keepdims=True))
-        model._first = first
+        model._first, model._measured = first, True
         model.fade(max_weight)
         return model
 
@@ -182,6 +190,7 @@ class PositionModel:
     """
 
     bounds = np.zeros(0)
+    is_measured = False
 
     def __init__(self, prior: float = PRIOR, *, longest: int = MAX_DRAFT_LENGTH) -> None:
         self._verified = np.zeros(longest)
@@ -226,8 +235,10 @@ def _counts(data: object, like: Chances) -> Chances | None:
 
 
 def _forecast(accept_prob: Chances, transition: Chances, first: Chances, longest: int) -> Forecast:
-    all_accepted, further = np.ones(len(accept_prob)), np.zeros((longest + 1, len(accept_prob)))
+    # Row n: the probability that the next n drafts are all accepted; their sum is the expected number of them.
+    chains, onward = np.zeros((longest + 1, len(accept_prob))), transition * accept_prob
+    all_accepted = np.ones(len(accept_prob))
     for more in range(1, longest + 1):
-        all_accepted = transition @ (accept_prob * all_accepted)  # probability that the next `more` drafts are all accepted
-        further[more] = further[more - 1] + all_accepted
+        chains[more] = all_accepted = onward @ all_accepted
+    further = chains.cumsum(axis=0)
     return Forecast(accept_prob=accept_prob, transition=transition, first=first, further=further)

@@ -168,6 +168,7 @@ class CostCurve:
         self._buckets = {0: 1.0}
         self._bucket = 0
         self._unlearned: list[Timing] = []  # of the newest rounds, until somebody reads
+        self._counts = list(kept.timings) if kept is not None and any(kept.timings) else [0] * MAX_ROWS  # of timings by rows
 
     def verify(self, rows: int) -> float:
         """Seconds of one target forward of `rows` rows at the current length."""
@@ -196,6 +197,8 @@ class CostCurve:
     def learn(self, timing: Timing) -> None:
         """Learns from the timing of one round."""
         self._unlearned.append(timing)
+        if 1 <= timing.rows <= MAX_ROWS:
+            self._counts[timing.rows - 1] += 1
         if len(self._unlearned) >= _MAX_UNLEARNED:
             self._bring_up_to_date()
 
@@ -222,8 +225,7 @@ class CostCurve:
         """Returns the number of rows, up to `limit`, that the fewest rounds timed; None where each has SETTLED, or a probe measured."""
         if self._timed is None:
             return None
-        self._bring_up_to_date()
-        counts = [len(self._timed.get(rows, ())) for rows in range(1, min(limit, MAX_ROWS) + 1)]
+        counts = self._counts[:limit]  # which need none of the curve: trials are asked for often
         return counts.index(min(counts)) + 1 if min(counts) < SETTLED else None
 
     def learned(self) -> MeasuredCosts | None:
@@ -260,7 +262,10 @@ class CostCurve:
         extrapolated = requests * overhead + steps * step
         count = self._draft_timings[requests] = self._draft_timings.get(requests, 0) + 1
         share = DRAFT_SHARE if requests == 1 and self._timed is None else max(DRAFT_SHARE, 1 / count)
-        error = extrapolated * (_bounded(seconds / extrapolated) ** share - 1)
+        off = seconds / extrapolated
+        if off > 1 or self._timed is None:  # other processes make a draft slower, but none makes it faster than was computed
+            off = _bounded(off)
+        error = extrapolated * (off**share - 1)
         weight = OVERHEAD_VARIANCE * requests**2 + steps**2
         self._drafts[requests] = (
             max(overhead + error * OVERHEAD_VARIANCE * requests / weight, 0.0),
@@ -305,9 +310,10 @@ def _in_proportion(start: Sequence[float], timed: Mapping[int, Sequence[float]])
     tell more about the moment than about the number of rows.
     """
     known = sorted(timed)
-    off = {rows: [math.log(seconds / start[rows - 1]) for seconds in timed[rows]] for rows in known}
-    common = SETTLED * statistics.median(factor for factors in off.values() for factor in factors)
-    factors = [(len(off[rows]) * statistics.median(off[rows]) + common) / (len(off[rows]) + SETTLED) for rows in known]
+    counts = [len(timed[rows]) for rows in known]
+    off = [math.log(statistics.median(timed[rows]) / start[rows - 1]) for rows in known]
+    common = SETTLED * statistics.median(factor for count, factor in zip(counts, off, strict=True) for _ in range(count))
+    factors = [(count * factor + common) / (count + SETTLED) for count, factor in zip(counts, off, strict=True)]
     between: Iterable[float] = np.interp(range(1, MAX_ROWS + 1), known, factors).tolist()
     return [seconds * math.exp(factor) for seconds, factor in zip(start, between, strict=True)]
 

@@ -59,12 +59,13 @@ class RoundPlan(NamedTuple):
 class RoundResult(NamedTuple):
     """What came of a round: `accepted` of `verified` drafts.
 
-    `shadow_accepted` is None unless a shadow draft was compared. `timing` is None where another request that shares the round reports it.
+    `left_out_right` is whether the first draft that was not verified, such as a shadow draft, is the target's own next token; None where
+    that is not known. `timing` is None where another request that shares the round reports it.
     """
 
     verified: int
     accepted: int
-    shadow_accepted: bool | None = None
+    left_out_right: bool | None = None
     timing: Timing | None = None
 
 

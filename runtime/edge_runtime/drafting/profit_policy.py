@@ -18,6 +18,7 @@ import numpy as np
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.acceptance_model import Acceptance, Chances, Forecast
+from edge_runtime.drafting.ask_schedule import ASK_LENGTH, ASK_SHARE, START_LENGTH, AskSchedule
 from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
 from edge_runtime.drafting.time_bound import TimeBound
@@ -27,18 +28,20 @@ from edge_runtime.interfaces import ShouldContinue, StopNumbers
 RATE_DECAY = 0.98
 # Before the first round, the predicted rate of the best fixed length counts as this many plain rounds.
 PREDICTED_ROUNDS = 5.0
-# Probing budget for shadow drafts, in plain rounds: what each emitted token adds, and the most that can be saved.
-BUDGET_PER_TOKEN, MAX_BUDGET = 0.01, 2.0
 # Share of the cost of all rounds that trials may lose: rounds of another length, whose costs no round has told yet.
 TRIAL_SHARE = 0.02
 # Rounds between two questions whether a trial is due: the answer needs all timings so far.
 TRIAL_INTERVAL = 4
-# While only shadow drafts are made, older observations of first drafts count as at most this many.
+# While drafts are made to ask alone, older observations of first drafts count as at most this many.
 STALE = 6.0
 # Whether a first draft pays is asked at this many times the rate, so that the answer holds while the rate moves a little.
 RATE_MARGIN = 1.1
-# Costs and acceptance change slowly; they are recomputed after so many rounds that drafted.
-REFRESH = 8
+# Costs and acceptance change slowly; they are recomputed after so many rounds that drafted. Where no costs were measured, most is learned
+# from the first ones: then they are recomputed after 1, 2, 4, 8 and always 16 of them.
+REFRESH, LONGEST_REFRESH = 8, 16
+# The longest draft of a pair without any figures, until a draft was right.
+UNTRIED_LENGTH = 3
+EVEN_CHANCE = 0.5
 
 
 def expected_rate(costs: Costs, model: Acceptance, lengths: Sequence[int]) -> float:
@@ -55,7 +58,7 @@ def expected_rate(costs: Costs, model: Acceptance, lengths: Sequence[int]) -> fl
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """The figures behind the last round. Rates are tokens per unit of cost; `mode` is "plain", "shadow", "draft", "offer" (tokens that
-    no drafter drafted) or "trial" (a length whose cost is to be timed).
+    no drafter drafted), "trial" (a length whose cost is to be timed) or "ask" (a few drafts to learn whether they pay after all).
 
     Of the `drafted` tokens the first `verified` were sent to the target, plus `padding` dummy rows. `expected` is the expected number of
     emitted tokens when the draft ended; `cost` is the expected cost.
@@ -92,8 +95,8 @@ class _StepRule:
 class Profit:
     """Implements `policies.DraftLengthPolicy` for the requests of one session; each request profits from the ones before.
 
-    Where drafting does not pay, it makes a shadow draft now and then: one token is drafted, not verified, and compared with the token that
-    plain decoding emits. That costs a draft step, far less than verifying drafts, and shows when drafts would be accepted again.
+    Where drafting does not seem to pay, it asks now and then: it drafts and verifies a few tokens all the same (`ask_schedule`). Where rows
+    are dear it makes a shadow draft instead: one token is drafted, not verified, and compared with the token that plain decoding emits.
     """
 
     def __init__(
@@ -117,8 +120,6 @@ class Profit:
         self._longest = longest
         self._max_rows = max(longest, max_rows or 0)
         self._stepwise = stepwise
-        # In plain rounds: the budget of shadow drafts, and the cost of one.
-        self._probe_budget = self._probe_cost = 0.0
         # The cost that trials may lose, and the rows of this round's trial, 0 for none.
         self._trial_budget = 0.0
         self._trial_rows = 0
@@ -136,6 +137,9 @@ class Profit:
         # The highest rate at which a first draft step is known to pay, the lowest at which it is known not to, and what they hold for.
         self._pays, self._pays_not, self._paying_at = 0.0, math.inf, (self._row_costs, True)
         self._any_untimed, self._until_trial = True, 0
+        self._schedule = AskSchedule()
+        self._is_untried, self._starts = costs.is_provisional and not model.is_measured, costs.is_provisional
+        self._refresh, self._longest_refresh = (1, LONGEST_REFRESH) if costs.is_provisional else (REFRESH, REFRESH)
         self._tokens_reached = self._cost_reached = 0.0
         self._rate = self._plain_rate = 0.0
         self._offer: Sequence[float] = ()
@@ -172,23 +176,41 @@ class Profit:
         if offer and (offered := self._offered(offer)):
             self._mode, self._all_added = "offer", True
             return RoundPlan(0, to_verify=self._to_verify, offered=offered)
-        if requests == 1 and (rows := self._trial()):
+        if requests == 1 and not self._starts and (rows := self._trial()):
             self._mode, self._trial_rows = "trial", rows
             return RoundPlan(min(rows - 1, self._longest), False, self.continues, self._to_verify)
         if self._length:
-            self._mode, length = "draft", self._length
+            self._mode, length = "draft", min(self._length, UNTRIED_LENGTH) if self._is_untried else self._length
         else:
-            self._probe_cost = self._cost_of_probe()
-            self._mode = "shadow" if self._longest and self._probe_budget >= self._probe_cost else "plain"
-            length = int(self._mode == "shadow")
-        return RoundPlan(length, self._mode == "shadow", self._rule, self._to_verify, extend=self._extend)
+            self._mode, length = self._question()
+        rule = self.continues if self._mode == "ask" else self._rule
+        return RoundPlan(length, self._mode == "shadow", rule, self._to_verify, extend=self._extend)
 
-    def _cost_of_probe(self) -> float:
-        """In plain rounds; with a bound in those of seconds or joules, whichever are fewer: a probe may be a waste of either."""
+    def _question(self) -> tuple[str, int]:
+        """Returns the mode of a round in which no draft seems to pay, and how much it drafts."""
         if not self._longest:
-            return MAX_BUDGET
-        drafts = float(self._draft_costs[1]) * self._plain_rate
-        return min(drafts if self._bound is None else max(drafts, self._bound.probe_cost), MAX_BUDGET)
+            return "plain", 0
+        if self._starts:
+            return "ask", min(START_LENGTH, self._longest)
+        probe = float(self._draft_costs[1]) * self._plain_rate
+        # With a bound on time, rounds with drafts and without are mixed on purpose, and a probe may be a waste of seconds or of joules.
+        if self._bound is not None and not self._bound.is_plain_fastest:
+            is_due = self._schedule.is_due(max(probe, self._bound.probe_cost), is_dear=True)
+            return ("shadow", 1) if is_due else ("plain", 0)
+        if not self._schedule.is_due(probe, is_dear=probe > ASK_SHARE):
+            return "plain", 0
+        length = self._affordable(ASK_LENGTH, ASK_SHARE)
+        return ("ask", length) if length else ("shadow", 1)
+
+    def _affordable(self, longest: int, share: float) -> int:
+        """Returns the most tokens that take at most this share of a plain round to draft and verify, up to `longest`."""
+        drafts = self._draft_costs[1 : longest + 1]
+        costs = drafts + self._row_costs[1 : len(drafts) + 1] - self._row_costs[0]
+        return int((costs <= share * self._row_costs[0]).sum())
+
+    def begin_request(self) -> None:
+        """Another text begins: whether drafts pay is asked again soon."""
+        self._schedule.begin_request()
 
     def offer(self, chances: Sequence[float]) -> None:
         """Offers tokens to the next plan."""
@@ -206,7 +228,7 @@ class Profit:
             return 0
         worths = self._worth_of_lengths()
         drafts = min(rows - 1, self._longest)
-        costs = self._draft_costs[drafts] + self._costs.verify(rows)
+        costs = self._draft_costs[drafts] + self._row_costs[rows - 1]
         lost = (
             float(worths.max() - (self._tokens_of_lengths()[drafts] - self._rate * costs - 1 + self._rate * self._row_costs[0]))
             / self._rate
@@ -273,7 +295,8 @@ class Profit:
         self._stale = False
         self._until_refresh -= 1
         if self._until_refresh < 0:
-            self._forecast, self._until_refresh = self._model.forecast(self._longest), REFRESH
+            self._forecast, self._until_refresh = self._model.forecast(self._longest), self._refresh - 1
+            self._refresh = min(2 * self._refresh, self._longest_refresh)
             if self._bound is not None:
                 rows, drafts = self._max_rows + 1, self._longest
                 self._bound.renew(self._forecast, rows=rows, drafts=drafts, requests=self._requests, stepwise=self._stepwise)
@@ -355,6 +378,8 @@ class Profit:
             return False
         if self._mode == "trial":
             return True
+        if self._mode == "ask":  # on, as long as a draft after these is more likely compared than not
+            return self._starts or self._chain > EVEN_CHANCE
         return self._gain_of_a_step(self._forecast.transition[self._bins[-1]]) > 0
 
     def _add_draft(self, index: int) -> None:
@@ -375,7 +400,7 @@ class Profit:
         """Returns how many drafts to verify, because those after them cost more than they are likely to bring, and the padding rows."""
         if not self._all_added:
             self._add_unreported(drafted)
-        if self._mode == "trial":
+        if self._mode in ("trial", "ask"):
             self._verified = drafted
         verified = min(self._verified, drafted)
         return verified, self._padding(verified)
@@ -392,19 +417,15 @@ class Profit:
 
     def observe(self, result: RoundResult) -> None:
         """Learns from a round: acceptance, rate and costs."""
-        shadow = self._mode == "shadow"
-        if result.shadow_accepted is not None:
-            self._observe_shadow(result.shadow_accepted)
+        self._verified = verified = result.verified
         if (timing := result.timing) is not None:
             self._costs.learn(timing)
-        self._verified = verified = result.verified
-        if (self._bins or self._mode == "offer") and not shadow:
-            self._stale = True
-        if self._bins and not shadow:
-            self._model.observe(self._bins, min(verified, len(self._bins)), min(result.accepted, len(self._bins)))
-        self._trial_budget += TRIAL_SHARE * self._spent()
-        if self._mode not in ("draft", "trial"):
-            self._probe_budget = min(self._probe_budget + BUDGET_PER_TOKEN, MAX_BUDGET) - (self._probe_cost if shadow else 0.0)
+        if self._mode == "shadow":
+            self._add_unreported(1)
+        if self._bins:
+            self._observe_drafts(result)
+        self._stale = self._stale or self._mode == "offer"
+        self._count_round(result)
         # The prediction says as much about the rate as the outcome, and varies less.
         tokens = (self._tokens[verified] + result.accepted + 1) / 2
         self._tokens_reached = RATE_DECAY * self._tokens_reached + tokens
@@ -414,17 +435,34 @@ class Profit:
             self._bound.spend(tokens, len(self._bins), verified + self._padding(verified), promised)
             self._stale = True
 
-    def _observe_shadow(self, accepted: bool) -> None:
-        """Learns from a shadow draft; the next plan computes everything anew."""
-        self._stale, self._until_refresh = True, 0
-        self._add_unreported(1)
-        # Else drafts are part of the mix, and old ones say what it would be; but where none seem to pay, an unlucky start must not decide.
-        if self._bound is None or self._bound.is_plain_fastest:
-            self._model.fade(STALE)
-        self._model.observe(self._bins[:1], 1, int(accepted))
+    def _observe_drafts(self, result: RoundResult) -> None:
+        """Learns from the drafts of the drafter, and from the first one that was not verified where that can be told."""
+        if self._mode in ("shadow", "ask"):
+            self._until_refresh = 0  # the next plan computes everything anew
+            # Where drafts are part of a mix, old ones say what it would be; but where none seem to pay, an unlucky start must not decide.
+            if self._bound is None or self._bound.is_plain_fastest:
+                self._model.fade(STALE)
+        self._stale = True
+        compared, right = min(result.verified, len(self._bins)), min(result.accepted, len(self._bins))
+        if result.left_out_right is not None and compared < len(self._bins):
+            compared, right = compared + 1, right + result.left_out_right
+        self._model.observe(self._bins, compared, right)
+
+    def _count_round(self, result: RoundResult) -> None:
+        """Counts the round in the schedule of questions and in the budget of trials."""
+        if self._mode in ("shadow", "ask") and self._bins:
+            self._schedule.count_question(result.accepted)
+        elif self._mode == "draft" and self._bins:
+            self._schedule.count_draft()
+        else:
+            self._schedule.count_plain()
+        if self._bins:
+            self._starts = False
+            self._is_untried = self._is_untried and not result.accepted
+        self._trial_budget += TRIAL_SHARE * self._spent()
 
     def _spent(self) -> float:
-        """The cost of the round according to the cost model. Shadow drafts are paid from the probing budget instead."""
+        """The cost of the round according to the cost model. A shadow draft is no part of what plain rounds are worth."""
         steps = 0 if self._mode == "shadow" else len(self._bins)
         return float(self._draft_costs[steps]) + self._row_list[self._verified]
 

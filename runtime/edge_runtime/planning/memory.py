@@ -134,7 +134,10 @@ _DRAFTER_ROWS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRequest:
-    """The load options that decide how much memory is taken; sizes in tokens, per sequence. `drafter` is the kind loaded."""
+    """The load options that decide how much memory is taken; sizes in tokens, per sequence. `drafter` is the kind loaded.
+
+    `gives_back`: the pages of a file are given back once they are repacked, as the row kernels do on Linux.
+    """
 
     context: int
     kv_type: KvType
@@ -143,22 +146,32 @@ class MemoryRequest:
     verify_rows: int
     drafter: str | None
     repack: bool
+    gives_back: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by purpose: the process itself, mapped files, repacked copies of weights, K/V rows, and activations with logits."""
+    """Bytes by purpose: the process itself, mapped files, repacked copies of weights, K/V rows, and activations with logits.
+
+    `given_back` are those of the mapped files that do not stay in memory beside their copies.
+    """
 
     process: int
     weights: int
     repacked: int
     cache: int
     buffers: int
+    given_back: int = 0
+
+    @property
+    def mapped(self) -> int:
+        """All bytes of the address space."""
+        return self.reserved + self.weights
 
     @property
     def total(self) -> int:
-        """All bytes: the resident size of a process that has touched every page."""
-        return self.reserved + self.weights
+        """The resident size of a process that has touched every page, those of repacked weights before they were given back."""
+        return self.mapped - self.given_back
 
     @property
     def reserved(self) -> int:
@@ -202,10 +215,12 @@ def rotation_bytes(rotations: Sequence[Rotation], layout: CacheLayout, positions
 def memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
     """Returns the bytes that the bundle takes when loaded with these options."""
     files = _files(manifest.files, request.drafter)
+    weights, repacked = sum(file.bytes for file in files), _repacked(manifest, files) if request.repack else 0
     return MemoryPlan(
         process=PROCESS_BYTES,
-        weights=sum(file.bytes for file in files),
-        repacked=_repacked(manifest, files) if request.repack else 0,
+        weights=weights,
+        repacked=repacked,
+        given_back=min(weights, repacked) if request.gives_back else 0,
         cache=cache_bytes(manifest.cache_layout, request),
         buffers=_buffers(manifest, request),
     )
@@ -258,12 +273,11 @@ class MemoryRoom:
 def check_memory(
     manifest: Manifest, request: MemoryRequest, room: MemoryRoom, notify: Callable[[str], None] = lambda _: None
 ) -> MemoryPlan:
-    """Returns the plan. Raises RequestError if its total exceeds a limit or the address space or, without a limit, if its reserved bytes
-    exceed the available memory.
+    """Returns the plan. Raises RequestError if its total exceeds a limit or what is mapped the address space or, without a limit, if its
+    reserved bytes exceed the available memory.
 
-    Mapped weights count against limits and address space, which are for all that is mapped. They do not count against the available
-    memory, because the system may drop them and read them again; if they will not all stay in memory, `notify` gets a warning, since that
-    is slow.
+    Mapped weights count against limits and address space. They do not count against the available memory, because the system may drop
+    them and read them again; if they will not all stay in memory, `notify` gets a warning, since that is slow.
     """
     plan = memory_plan(manifest, request)
     if request.repack:
@@ -273,7 +287,7 @@ def check_memory(
     available = room.available if room.limit is None else None
     address_space = None if room.address_space is None else room.address_space + plan.process  # which is mapped already
     for fits, size, where in (
-        (address_space, "total", "{} of address space are left for it (ulimit -v)"),
+        (address_space, "mapped", "{} of address space are left for it (ulimit -v)"),
         (room.limit, "total", "the limit is {}"),
         (available, "reserved", "{} are available"),
     ):

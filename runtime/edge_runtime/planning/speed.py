@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from edge_runtime.bundle.exported_quality import exported_quality
 from edge_runtime.bundle.kv_types import KvType, check_kv_type, row_bytes
 from edge_runtime.bundle.manifest import MEDIA_ENCODER, Architecture, Manifest, VisionSize
 from edge_runtime.config.settings import LONGEST
-from edge_runtime.drafting.cost_model import MAX_ROWS, MIN_SECONDS, MeasuredCosts
+from edge_runtime.drafting.cost_model import MAX_ROWS, MeasuredCosts
 from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
@@ -229,6 +230,15 @@ class SpeedPlan:
         return record
 
 
+_FORMATS = {"llama": ("gguf", "safetensors"), "onnx": ("onnx", "onnx_data")}
+
+
+def of_backend(manifest: Manifest, backend: str | None) -> Manifest:
+    """Returns the manifest without the other backend's models; `backend` is llama or onnx, None leaves it as it is."""
+    others = [name for kind, formats in _FORMATS.items() if backend not in (None, kind) for name in formats]
+    return replace(manifest, files=tuple(file for file in manifest.files if file.format not in others))
+
+
 def is_onnx(manifest: Manifest) -> bool:
     """Whether a plan is about ONNX graphs: where there is no target in another format."""
     targets = {file.format for file in manifest.files if file.role == "target"}
@@ -237,7 +247,7 @@ def is_onnx(manifest: Manifest) -> bool:
 
 def role_bytes(manifest: Manifest) -> dict[str, int]:
     """Returns the bytes of weights by role, of ONNX graphs with their data: the head is the target's."""
-    formats = ("onnx", "onnx_data") if is_onnx(manifest) else ("gguf", "safetensors")
+    formats = _FORMATS["onnx" if is_onnx(manifest) else "llama"]
     sizes: dict[str, int] = {}
     for file in manifest.files:
         if file.format in formats:
@@ -296,7 +306,16 @@ def manifest_plan(
             f"a plan needs a target and a dense or split drafter, but the bundle has {', '.join(sorted(roles)) or 'none'}; export them"
         )
     kv = check_kv_type(manifest.cache_layout, kv_type)
-    request = MemoryRequest(context=context, kv_type=kv, sequences=1, batch=BATCH, verify_rows=longest + 1, drafter=chosen, repack=True)
+    request = MemoryRequest(
+        context=context,
+        kv_type=kv,
+        sequences=1,
+        batch=BATCH,
+        verify_rows=longest + 1,
+        drafter=chosen,
+        repack=True,
+        gives_back=sys.platform != "darwin",
+    )
     facts, prompt_tokens = pair_facts(manifest, chosen, context, kv), min(PROMPT_TOKENS, context)
     memory = onnx_memory_plan(manifest, request) if onnx else memory_plan(manifest, request)
     plan = speed_plan(facts, device, memory, longest, power, prompt_tokens)
@@ -434,16 +453,23 @@ def _derived(facts: PairFacts, device: SpeedProfile, slow: _Scene, fast: _Scene,
     }
 
 
-# Bytes per second that forwards of one row read on two cores of a Xeon, measured on 22 November 2026; assumed of all processors.
+# Bytes per second that forwards of one row read on two cores of a Xeon (22 November 2026), assumed of all processors; and weights that
+# stay in a processor's caches, at the speed of these.
 BANDWIDTH = 20e9
-# What a further row takes of the first one: with the project's kernels on integer products of 64 bytes or of matrices, with its other
-# kernels, and with stock ones. The first and the last are measured (docs/results.md), the second is assumed.
+CACHE_BYTES, CACHE_BANDWIDTH = 16 << 20, 100e9
+# Seconds of each forward that do not depend on the weights, such as calls, choosing tokens and Python, with the project's kernels and with
+# stock ones; and of each of its rows. Measured with small pairs, and so are the seconds of drafts below.
+CALL_SECONDS, STOCK_CALL_SECONDS, ROW_SECONDS = 0.25e-3, 0.6e-3, 0.02e-3
+# What a further row takes of the first one's reading: with the project's kernels on integer products of 64 bytes or of matrices, with its
+# other kernels, and with stock ones. The first and the last are measured (docs/results.md), the second is assumed.
 WIDE_KERNELS = ("avx512vnni", "avxvnni", "i8mm")
 WIDE_ROW, NARROW_ROW, STOCK_ROW = 0.07, 0.2, 0.25
 # How many times as long stock kernels take for one row, by the format of the files (E2B's shapes, two cores of a Xeon, 22 November 2026).
 STOCK_FIRST = {"gguf": 2.0, "onnx": 1.7}
-# Seconds of starting a draft and of each of its steps, beside reading the drafter's weights; assumed from one small pair.
-DRAFT_SECONDS, STEP_SECONDS = 0.5e-3, 0.2e-3
+# Seconds of starting a draft and of each of its steps, beside reading the drafter's weights: with the project's kernels, which draft in one
+# call, and with stock ones.
+DRAFT_SECONDS, STEP_SECONDS = 0.05e-3, 0.03e-3
+STOCK_DRAFT_SECONDS, STOCK_STEP_SECONDS = 0.3e-3, 0.2e-3
 # A drafter that is no model copies from the text.
 COPY_SECONDS = 10e-6
 
@@ -458,16 +484,26 @@ def computed_costs(manifest: Manifest, format: str, drafter: DrafterKind, row_ke
     """Returns the costs by the files of a `format`, such as gguf; `row_kernels` names the kernels that multiply, None for stock ones.
 
     A session starts with them where nothing was measured. A forward of one row reads every weight once, so it takes the bytes over the
-    bandwidth; a further row takes a share of that, by the kernels. The proportions decide how much is drafted. The first rounds replace
-    all of it, so none of it needs to be exact.
+    bandwidth, and a fixed part; a further row takes a share of the reading, by the kernels. The proportions decide how much is drafted. The
+    first rounds replace all of it, so none of it needs to be exact.
     """
-    sizes = {file.role: file.bytes for file in manifest.files if file.format.startswith(format)}
-    architecture = manifest.architecture
-    first = max(row_reads(manifest, format) / BANDWIDTH, MIN_SECONDS) * (STOCK_FIRST[format] if row_kernels is None else 1.0)
+    reads, slower = row_reads(manifest, format), STOCK_FIRST[format] if row_kernels is None else 1.0
     further = STOCK_ROW if row_kernels is None else WIDE_ROW if row_kernels in WIDE_KERNELS else NARROW_ROW
+    first = (STOCK_CALL_SECONDS if row_kernels is None else CALL_SECONDS) + _reading(reads) * slower
+    row = ROW_SECONDS + reads / BANDWIDTH * slower * further
     step, overhead = COPY_SECONDS, 0.0
     if is_model(drafter):
-        read = (sizes.get("drafter", 0) + sizes.get("drafter_data", 0)) * (sparse_share(architecture) if drafter == "split" else 1.0)
-        step, overhead = STEP_SECONDS + read / BANDWIDTH, DRAFT_SECONDS
-    verify = tuple(first * (1 + further * n) for n in range(MAX_ROWS))
+        sizes = {file.role: file.bytes for file in manifest.files if file.format.startswith(format)}
+        share = sparse_share(manifest.architecture) if drafter == "split" else 1.0
+        read = (sizes.get("drafter", 0) + sizes.get("drafter_data", 0)) * share
+        if row_kernels is None:
+            step, overhead = STOCK_STEP_SECONDS + read / BANDWIDTH, STOCK_DRAFT_SECONDS
+        else:  # a large target's forward leaves nothing of the drafter in the caches
+            step, overhead = STEP_SECONDS + _reading(read), DRAFT_SECONDS + (read / BANDWIDTH if reads > CACHE_BYTES else 0.0)
+    verify = tuple(first + row * n for n in range(MAX_ROWS))
     return MeasuredCosts(verify=verify, step=step, overhead=overhead, timings=(0,) * MAX_ROWS)
+
+
+def _reading(weights: float) -> float:
+    """Returns the seconds of reading so many bytes of weights."""
+    return weights / (CACHE_BANDWIDTH if weights <= CACHE_BYTES else BANDWIDTH)

@@ -13,8 +13,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from edge_runtime.errors import RequestError
+from edge_runtime.server.engine.idle import WorkerOnDemand
 from edge_runtime.server.engine.worker import Worker
-from edge_runtime.server.errors import ApiError, to_api_error
+from edge_runtime.server.errors import ApiError, form_for, to_api_error
+from edge_runtime.server.heat import HeatWatch
 from edge_runtime.server.http.access_log import REMARKS
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, BodyLimit, Trimmer, parse_json, read_body
 from edge_runtime.server.http.guard import CLIENT
@@ -22,8 +24,10 @@ from edge_runtime.server.http.page import page
 from edge_runtime.server.http.paths import nearest
 from edge_runtime.server.model_card import OLLAMA_VERSION, ModelCard
 from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize, wants_special
+from edge_runtime.server.requests.messages_api import read_message
 from edge_runtime.server.requests.ollama import read_ollama_chat, read_ollama_generate
 from edge_runtime.server.requests.responses_api import read_response
+from edge_runtime.server.responses.messages_api import MessagesFormat
 from edge_runtime.server.responses.ollama import OllamaFormat
 from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
 from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded
@@ -33,7 +37,6 @@ from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, c
 from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition, gauge
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
-_OLLAMA = "/api/"
 # A client that does not read has so much of a whole answer taken by its connection, and no more.
 _PART_BYTES = 1 << 16
 Read = TypeVar("Read")
@@ -46,11 +49,19 @@ _MOST_SENTENCES = 256
 class Api:
     """The handlers of the routes. `card` describes the model to clients; `notify` gets what of the requests is left out."""
 
-    def __init__(self, worker: Worker, monitor: Monitor, card: ModelCard, notify: Callable[[str], None] = lambda _: None) -> None:
-        self._worker = worker
+    def __init__(
+        self,
+        workers: WorkerOnDemand,
+        monitor: Monitor,
+        card: ModelCard,
+        notify: Callable[[str], None] = lambda _: None,
+        heat: HeatWatch | None = None,
+    ) -> None:
+        self._workers = workers
         self._monitor = monitor
         self.card = card
         self._notify = notify
+        self._heat = heat
         self._said: set[str] = set()
         self._trimmer = Trimmer()
 
@@ -64,11 +75,12 @@ class Api:
             return api_request, form(body, api_request)
 
         async def handler(request: Request) -> Response:
-            api_request, made = await self._read(request, both, limit)
-            if api_request is None:
-                return Json200(made.complete(()))
-            self._say(api_request.remarks)
-            return await self._answer(request, api_request, made)
+            async with self._workers.working() as worker:
+                api_request, made = await self._read(request, both, limit, worker)
+                if api_request is None:
+                    return Json200(made.complete(()))
+                self._say(api_request.remarks)
+                return await self._answer(request, api_request, made, worker)
 
         return handler
 
@@ -88,33 +100,36 @@ class Api:
         """Returns the handler of a path that counts the tokens of a request's prompt."""
 
         async def handler(request: Request) -> Response:
-            api_request = await self._read(request, read)
-            counting = self._worker.count(api_request.choices[0].prompt, request.scope[CLIENT])
-            count = await unless_disconnected(request.receive, result_of(counting))
+            async with self._workers.working() as worker:
+                api_request = await self._read(request, read, worker=worker)
+                counting = worker.count(api_request.choices[0].prompt, request.scope[CLIENT])
+                count = await unless_disconnected(request.receive, result_of(counting))
             return Json200({"object": "response.input_tokens", "input_tokens": count})
 
         return handler
 
     async def tokenize(self, request: Request) -> Response:
-        prompt, special = await self._read(request, lambda body: (read_tokenize(body), wants_special(body)))
-        encoding = self._worker.encode(prompt, request.scope[CLIENT], special=special)
-        tokens = await unless_disconnected(request.receive, result_of(encoding))
+        async with self._workers.working() as worker:
+            prompt, special = await self._read(request, lambda body: (read_tokenize(body), wants_special(body)), worker=worker)
+            encoding = worker.encode(prompt, request.scope[CLIENT], special=special)
+            tokens = await unless_disconnected(request.receive, result_of(encoding))
         return Json200({"tokens": tokens, "count": len(tokens), "max_model_len": self.card.context})
 
     async def detokenize(self, request: Request) -> Response:
-        ids = await self._read(request, lambda body: read_detokenize(body, self.card.context), TEXT_BODY)
-        decoding = self._worker.decode(ids, request.scope[CLIENT])
-        text = await unless_disconnected(request.receive, result_of(decoding))
+        async with self._workers.working() as worker:
+            ids = await self._read(request, lambda body: read_detokenize(body, self.card.context), TEXT_BODY, worker)
+            decoding = worker.decode(ids, request.scope[CLIENT])
+            text = await unless_disconnected(request.receive, result_of(decoding))
         return Json200({"content": text, "prompt": text})
 
     async def model(self, request: Request) -> Response:
         if not self.card.is_called(request.path_params["name"]):
             raise self._no_such_model()
-        return Json200(self.card.openai_model())
+        return Json200(self.card.model())
 
     async def slots(self, request: Request) -> Response:
         """Answers with what each session does, without its texts; with 503 where none is free and the query asks for that."""
-        running = self._worker.slots()
+        running = self._workers.slots()
         state = [
             {
                 "id": number,
@@ -130,23 +145,24 @@ class Api:
         return Json200(state)
 
     def health(self) -> Json:
-        """Returns how many requests run and wait."""
-        running, waiting = self._worker.load()
-        return {"status": "ok", "running": running, "waiting": waiting}
+        """Returns how many requests run and wait, and whether the model is in memory."""
+        running, waiting = self._workers.load()
+        return {"status": "ok", "running": running, "waiting": waiting, "loaded": self._workers.loaded}
 
     async def metrics(self, _request: Request) -> Response:
-        watch = self._worker.watch
-        running, waiting = self._worker.load()
+        watch = self._workers.watch
+        running, waiting = self._workers.load()
         further = [
             gauge("edge_mtp_requests_running", "Requests that sessions run.", running),
             gauge("edge_mtp_requests_waiting", "Requests that wait for a session.", waiting),
             *(energy_metrics(watch.total()) if watch else ()),
+            *(self._heat.metrics() if self._heat else ()),
         ]
         return PlainTextResponse(self._monitor.prometheus_text() + exposition(further), headers={"content-type": CONTENT_TYPE})
 
     async def energy(self, _request: Request) -> Response:
         """Answers with the joules so far, or with 503 and the reason why there are none."""
-        watch = self._worker.watch
+        watch = self._workers.watch
         body = energy_totals(watch.total()) if watch else {"error": "the server reads no energy meter; see `edge-devices meters`"}
         return Json200(body, 503 if "error" in body else 200)
 
@@ -154,18 +170,20 @@ class Api:
         text, headers = page()
         return HTMLResponse(text, headers=headers)
 
-    async def _read(self, request: Request, read: Callable[[Json], Read], limit: BodyLimit = MEDIA_BODY) -> Read:
+    async def _read(
+        self, request: Request, read: Callable[[Json], Read], limit: BodyLimit = MEDIA_BODY, worker: Worker | None = None
+    ) -> Read:
         """Returns what `read` makes of the body, which is kept no longer; large ones are parsed in a thread of their own."""
         body = await read_body(request.stream(), request.headers.get("content-length"), limit)
-        if len(body) <= SMALL_BODY:
+        if worker is None or len(body) <= SMALL_BODY:
             return read(parse_json(body, limit))
         self._trimmer.after_request()
-        parsing = self._worker.read(lambda: read(parse_json(body, limit)), request.scope[CLIENT])
+        parsing = worker.read(lambda: read(parse_json(body, limit)), request.scope[CLIENT])
         return await unless_disconnected(request.receive, result_of(parsing))
 
-    async def _answer(self, request: Request, api_request: ApiRequest, form: ResponseFormat) -> Response:
+    async def _answer(self, request: Request, api_request: ApiRequest, form: ResponseFormat, worker: Worker) -> Response:
         check_logprobs(api_request, self.card.context)
-        pending = PendingResponse(self._worker, api_request, form, request.scope[CLIENT])
+        pending = PendingResponse(worker, api_request, form, request.scope[CLIENT])
         answer: PieceStream | None = None
         try:
             await unless_disconnected(request.receive, pending.wait_started())
@@ -240,7 +258,7 @@ async def error_response(request: Request, error: Exception) -> Response:
         error = ApiError(error.status_code, f"{error.detail}: {_advice(request, error)}", headers=error.headers)
     failure = to_api_error(error)
     _remark(request.scope, repr(failure.param)[1:-1] if failure.param else failure.code or "")
-    return Json200(failure.body(ollama=request.url.path.startswith(_OLLAMA)), failure.status, failure.headers)
+    return Json200(failure.body(form_for(request.url.path)), failure.status, failure.headers)
 
 
 def _advice(request: Request, error: HTTPException) -> str:
@@ -273,14 +291,16 @@ def make_app(api: Api) -> Starlette:
                     ("/v1/chat/completions", read_chat, lambda _, read: ChatFormat(name, read, card.fingerprint)),
                     ("/v1/completions", read_completion, lambda _, read: CompletionFormat(name, read, card.fingerprint), TEXT_BODY),
                     ("/v1/responses", read_response, lambda body, _: ResponsesFormat(name, body)),
+                    ("/v1/messages", read_message, lambda *_: MessagesFormat(name)),
                     ("/api/chat", read_ollama_chat, lambda *_: OllamaFormat(name, chat=True)),
                     ("/api/generate", read_ollama_generate, lambda *_: OllamaFormat(name, chat=False)),
                 )
             ),
             Route("/v1/chat/completions/input_tokens", api.counts(read_chat), methods=["POST"]),
             Route("/v1/responses/input_tokens", api.counts(read_response), methods=["POST"]),
+            Route("/v1/messages/count_tokens", api.counts(read_message), methods=["POST"]),
             *(Route(path, _no_embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/api/embed", "/api/embeddings")),
-            Route("/v1/models", _facts(lambda: {"object": "list", "data": [card.openai_model()]})),
+            Route("/v1/models", _facts(card.models)),
             Route("/v1/models/{name:path}", api.model),
             Route("/tokenize", api.tokenize, methods=["POST"]),
             Route("/detokenize", api.detokenize, methods=["POST"]),

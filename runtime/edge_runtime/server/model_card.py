@@ -1,9 +1,9 @@
-"""What clients can learn about the model, in the forms of OpenAI, llama-server and Ollama."""
+"""What clients can learn about the model, in the forms of OpenAI, Anthropic, llama-server and Ollama."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from edge_runtime.bundle.manifest import Manifest
@@ -40,8 +40,12 @@ class ModelCard:
         """Whether a client means this model: by its name, with or without Ollama's tag."""
         return isinstance(name, str) and name.removesuffix(_LATEST) == self.name
 
-    def openai_model(self) -> Json:
-        """Returns the model of /v1/models, with vLLM's `max_model_len` and llama-server's `meta`."""
+    def models(self) -> Json:
+        """Returns the list of /v1/models, for clients of OpenAI's API and of Anthropic's."""
+        return {"object": "list", "data": [self.model()], "has_more": False, "first_id": self.name, "last_id": self.name}
+
+    def model(self) -> Json:
+        """Returns the model of /v1/models: OpenAI's fields and Anthropic's, vLLM's `max_model_len` and llama-server's `meta`."""
         facts = self.manifest.architecture
         meta = {
             "n_ctx": self.context,
@@ -54,12 +58,17 @@ class ModelCard:
             "answers": self.answers,
             "input_modalities": ["text", *(name for name, accepted in self._modalities.items() if accepted)],
         }
-        created = int(self._created.timestamp())
         return {
             "id": self.name,
             "object": "model",
-            "created": created,
+            "created": int(self._created.timestamp()),
             "owned_by": "edge-mtp",
+            "type": "model",
+            "display_name": self.name,
+            "created_at": self._created.astimezone(UTC).isoformat().replace("+00:00", "Z"),
+            "lifecycle": "active",
+            "max_input_tokens": self.context,
+            "max_tokens": self.context,
             "max_model_len": self.context,
             "meta": meta,
         }

@@ -33,6 +33,13 @@ class ServeOptions:
         panel="Server",
         help="Most tokens of an answer, whatever a request asks for.  [default: as the context allows]",
     )
+    idle_unload: float | None = option(
+        default=None,
+        low=1,
+        metavar="SECONDS",
+        panel="Server",
+        help="Free the model after so long without a request; the next one loads it again.  [default: never]",
+    )
     api_key: Sequence[str] = option(
         default=(),
         metavar="KEY",

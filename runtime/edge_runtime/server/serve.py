@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import ipaddress
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,12 +16,15 @@ from edge_devices.energy.live import SharedWatch
 from edge_devices.machine.device_package import how_to_get
 from edge_runtime.decoding.sampling import MODEL_SAMPLING, default_sampling, sampling_sentence
 from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.server.engine.idle import WorkerOnDemand
 from edge_runtime.server.engine.worker import Worker
+from edge_runtime.server.heat import HeatWatch
 from edge_runtime.server.http.access_log import AccessLog
 from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard, host_name
 from edge_runtime.server.model_card import ModelCard
 from edge_runtime.server.options import KEY_VARIABLE, ServeOptions
 from edge_runtime.session.load_options import LoadOptions
+from edge_runtime.session.monitor import Monitor
 from edge_runtime.session.open import open_sessions
 from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.session.session import Session
@@ -46,42 +50,77 @@ def serve(
     from edge_runtime.server.http.connections import run_server, server_config
 
     sys.setswitchinterval(_SWITCH_SECONDS)
-    with _open_socket(options) as listener, open_sessions(folder, options.sessions, load) as sessions:
-        first = sessions.sessions[0]
-        rows = sessions.row_equality(announce, load.waiting)
-        alone = options.deterministic and options.sessions > 1 and not rows.exact
-        if not rows.exact:
-            announce(rows.sentence() + ("; deterministic: one request runs at a time" if alone else ""))
-        template = bundle_template(first.bundle, first.vocabulary)
-        worker = Worker(
-            sessions,
-            template,
-            waiting=options.waiting,
-            notify=announce,
-            watch=watch,
-            deterministic=options.deterministic,
-            alone=alone,
-            exact=rows.exact,
-            clients=client_names(options.api_key),
-            max_tokens=options.max_tokens,
-        )
-        api = Api(worker, first.monitor, _model_card(folder, first, options, rows), announce)
+    loading = _Loading(folder, options, load, announce, watch)
+    with (
+        _open_socket(options) as listener,
+        contextlib.closing(
+            WorkerOnDemand(loading.load, sessions=options.sessions, idle_seconds=options.idle_unload, notify=announce, watch=watch)
+        ) as workers,
+        contextlib.closing(HeatWatch(announce, lambda: workers.load()[0] > 0)) as heat,
+    ):
+        card = loading.card
+        api = Api(workers, loading.monitor, card, announce, heat)
         hosts = allowed_hosts(options.host, options.allow_host)
         guard = Guard(make_app(api), hosts=hosts, keys=options.api_key, origins=options.allow_origin)
         config = server_config(AccessLog(guard, announce), options.sessions + options.waiting + _EXTRA_CONNECTIONS)
-        worker.start()
         try:
-            if first.bundle.manifest.generation is not None:
-                sampling = default_sampling(first.bundle.manifest.generation, MODEL_SAMPLING)
+            if card.manifest.generation is not None:
+                sampling = default_sampling(card.manifest.generation, MODEL_SAMPLING)
                 announce(f"requests that name no sampling get the model's generation_config: {sampling_sentence(sampling)}")
             _print_address(listener, options, announce)
             gc.freeze()  # else each body of many values has all that was loaded looked through, 30 ms under the interpreter's lock
-            run_server(config, worker.stop, listener)
+            run_server(config, workers.stop, listener)
         finally:
-            worker.close()
+            workers.close()
             if watch:
                 watch.close()
         announce("ended")
+
+
+class _Loading:
+    """Opens the sessions of a bundle, each time in the same way; `card` and `monitor` are those of the first time."""
+
+    card: ModelCard
+    monitor: Monitor
+
+    def __init__(
+        self, folder: Path, options: ServeOptions, load: LoadOptions, announce: Callable[[str], None], watch: SharedWatch | None
+    ) -> None:
+        self._folder, self._options, self._load, self._announce, self._watch = folder, options, load, announce, watch
+        self._first = True
+
+    @contextlib.contextmanager
+    def load(self) -> Iterator[Worker]:
+        """Yields a worker that runs on new sessions. Raises the errors of `open_sessions`."""
+        options, announce = self._options, self._announce
+        with open_sessions(self._folder, options.sessions, self._load) as sessions:
+            first = sessions.sessions[0]
+            rows = sessions.row_equality(announce, self._load.waiting)
+            alone = options.deterministic and options.sessions > 1 and not rows.exact
+            if not rows.exact and self._first:
+                announce(rows.sentence() + ("; deterministic: one request runs at a time" if alone else ""))
+            if self._first:
+                self.card, self.monitor = _model_card(self._folder, first, options, rows), first.monitor
+                self._first = False
+            for session in sessions.sessions:  # what was counted goes on
+                session.monitor = self.monitor
+            worker = Worker(
+                sessions,
+                bundle_template(first.bundle, first.vocabulary),
+                waiting=options.waiting,
+                notify=announce,
+                watch=self._watch,
+                deterministic=options.deterministic,
+                alone=alone,
+                exact=rows.exact,
+                clients=client_names(options.api_key),
+                max_tokens=options.max_tokens,
+            )
+            worker.start()
+            try:
+                yield worker
+            finally:
+                worker.close()
 
 
 def client_names(keys: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from edge_runtime.server.engine.jobs import Failed, Finished, Output, StreamEvent
+from edge_runtime.server.engine.jobs import Failed, Finished, Output, Started, StreamEvent
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import invalid, to_api_error
 from edge_runtime.server.requests.completions import ApiRequest
@@ -20,6 +20,8 @@ from edge_runtime.text.channels import Event
 Result = TypeVar("Result")
 # Of an answer that is sent as a whole: about 10 MB.
 MAX_LOGPROBS = 1 << 17
+# A stream that says nothing for longer looks broken to clients and to what is between.
+IDLE_SECONDS = 10.0
 
 
 def check_logprobs(request: ApiRequest, context: int) -> None:
@@ -47,6 +49,8 @@ class PendingResponse:
         self._choices = len(request.choices)
         self._usage = UsageCount(self._choices, request.n)
         self._events: asyncio.Queue[tuple[int, StreamEvent]] = asyncio.Queue()
+        self._ahead: list[tuple[int, StreamEvent]] = []  # an event that came while others were awaited
+        self._prompt_tokens = 0
         self._loop = asyncio.get_running_loop()
         self._jobs = worker.submit(request.choices, self._deliver, client)
 
@@ -67,7 +71,9 @@ class PendingResponse:
 
     async def wait_started(self) -> None:
         """Waits until a session takes the request, or its first choice. Raises ApiError if it is refused."""
-        await self._next()
+        _, event = await self._next()
+        assert isinstance(event, Started)
+        self._prompt_tokens = event.prompt_tokens
 
     async def complete(self) -> Json:
         """Returns the complete answer in one object. Raises ApiError."""
@@ -92,9 +98,12 @@ class PendingResponse:
     async def stream(self) -> AsyncIterator[bytes]:
         """Yields the answer in pieces. A failure is the last of them."""
         running = self._choices
-        for piece in self._form.begin():
+        for piece in self._form.begin(self._prompt_tokens):
             yield piece
         while running:
+            while not await self._comes_soon():
+                for piece in self._form.idle():
+                    yield piece
             choice, event = await self._take()
             self._count(choice, event)
             pieces: list[bytes] = []
@@ -114,8 +123,16 @@ class PendingResponse:
         if isinstance(event, Output | Finished):
             self._usage.update(choice, event.stats)
 
+    async def _comes_soon(self) -> bool:
+        """Waits for an event; returns whether there is one after `IDLE_SECONDS`."""
+        if not self._events.empty():
+            return True
+        with contextlib.suppress(TimeoutError):
+            self._ahead.append(await asyncio.wait_for(self._events.get(), IDLE_SECONDS))
+        return bool(self._ahead)
+
     async def _take(self) -> tuple[int, StreamEvent]:
-        choice, event = await self._events.get()
+        choice, event = self._ahead.pop() if self._ahead else await self._events.get()
         self._jobs[choice].unread.take()
         return choice, event
 

@@ -17,7 +17,7 @@ from edge_runtime.calibration.measured import Notify
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.cost_model import MIN_SECONDS
 from edge_runtime.errors import EdgeRuntimeError, RequestError
-from edge_runtime.interfaces import SequenceBatch
+from edge_runtime.interfaces import DraftRequest, SequenceBatch
 from edge_runtime.session.cache_claim import PairLock
 from edge_runtime.session.generation import PREFILL_ROWS, Generation
 from edge_runtime.session.row_equality import RowEquality
@@ -128,7 +128,7 @@ class BatchDecoder:
             with self._lock.computing():
                 begin = time.perf_counter()
                 try:
-                    done = self._round(running, begin)
+                    done = self._round(running)
                 except BaseException as error:
                     self._running = []
                     for generation in running:
@@ -217,8 +217,10 @@ class BatchDecoder:
         self._running = able
         return able
 
-    def _round(self, running: list[Generation], begin: float) -> list[tuple[Generation, Round]]:
-        drafts = self._drafts(running)
+    def _round(self, running: list[Generation]) -> list[tuple[Generation, Round]]:
+        requests = [generation.decoding.draft_request(self._number(generation), len(running)) for generation in running]
+        begin = time.perf_counter()
+        drafts = self._drafts(requests)
         middle = time.perf_counter()
         batches = [
             (self._number(generation), generation.decoding.tokens_to_verify(draft))
@@ -243,10 +245,9 @@ class BatchDecoder:
             generation.record(done[-1][1])
         return done
 
-    def _drafts(self, running: Sequence[Generation]) -> list[list[int]]:
-        requests = [generation.decoding.draft_request(self._number(generation), len(running)) for generation in running]
+    def _drafts(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         drafting = [i for i, request in enumerate(requests) if request.draft_length > 0]
-        drafts: list[list[int]] = [[] for _ in running]
+        drafts: list[list[int]] = [[] for _ in requests]
         if drafting:
             for i, draft in zip(drafting, self._batch.draft_all([requests[i] for i in drafting]), strict=True):
                 drafts[i] = draft

@@ -100,6 +100,7 @@ class Answer:
         self.text = ""
         self.thoughts = ""
         self.tool_calls: list[ToolCall] = []
+        self.drafted = False  # whether an accepted draft brought the newest event
         self.finish: Finish | None = None
         self.dropped_turns = prompt.dropped
         self.prompt_ids = prompt.ids
@@ -184,11 +185,13 @@ class Answer:
         finish: Finish = "interrupted"
         try:
             for round_done in self._generation.rounds():
-                for token in round_done.tokens:
+                for number, token in enumerate(round_done.tokens):
+                    self.drafted = number < round_done.accepted
                     yield from self._record(parser.feed(token))
                 if parser.stopped_by is not None or self._stop_requested:
                     break
             finish = self._reason(parser)
+            self.drafted = False
             yield from self._record(parser.finish(ended=finish == "stop"))
         finally:
             self.finish = finish
@@ -202,7 +205,7 @@ class Answer:
                 self.text += event.text
             elif isinstance(event, Thought):
                 self.thoughts += event.text
-            else:
+            elif isinstance(event, ToolCall):
                 self.tool_calls.append(event)
             yield event
 

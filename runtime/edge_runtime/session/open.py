@@ -172,7 +172,7 @@ class _PairLoader:
             monitor=self.monitor,
             costs=costs,
             keep_costs=costs.keep,
-            acceptance_cache=AcceptanceCache(facts, exported=exported_counts(opened.exported_parity)),
+            acceptance_cache=AcceptanceCache(facts, exported=exported_counts(self.bundle.manifest, opened.exported_parity)),
             encoder=opened.encoder,
             prompt_cache=self._opened_prompt_cache(facts_of_rows),
             row_facts=facts_of_rows,

@@ -156,8 +156,9 @@ class Session:
                 # Profit knows what drafts cost; the safety net does not, and would only interfere.
                 if self._weighs:
                     sources = self._sources([token for token in ids if token >= 0], prediction)
-                policy = self.profit(assisted=sources is not None)
-                shares_policy = policy is not None
+                if (policy := self.profit(assisted=sources is not None)) is not None:
+                    policy.begin_request()
+                    shares_policy = True
                 policy = policy or LimitedPolicy(self.settings.new_policy(), self._net, monitor.record_event)
             elif policy is None:
                 policy = Fixed(self.draft_length_for(draft_length))
@@ -430,7 +431,7 @@ def rate_with(costs: Costs, bundle: Bundle, settings: Settings, *, drafts: bool)
     """Returns the tokens per unit of cost to be expected of the policy's rounds, by the acceptance that was exported."""
     longest = min(settings.longest, settings.longest_draft)
     lengths = range(longest + 1) if settings.needs_costs else [min(settings.draft_length, longest)]
-    model = AcceptanceModel.from_json(exported_counts(bundle.manifest.parity)) or AcceptanceModel()
+    model = AcceptanceModel.from_json(exported_counts(bundle.manifest, bundle.manifest.parity)) or AcceptanceModel()
     return expected_rate(costs, model, lengths if drafts else [0])
 
 

@@ -14,7 +14,8 @@ from typing import Literal
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text.constraints import THOUGHTS_BEGIN, THOUGHTS_END, AfterThoughts, ConstraintSource
-from edge_runtime.text.tool_calls import CALL_BEGINS, CALL_ENDS, QUOTE, ToolCall, cut_tool_call, parse_tool_call
+from edge_runtime.text.streamed_calls import StreamedCall
+from edge_runtime.text.tool_calls import CALL_BEGINS, CALL_ENDS, QUOTE, CallPiece, ToolCall, cut_tool_call, parse_tool_call
 
 MAX_STOP_LENGTH = 1000
 # Splits no character: bytes of an unfinished one are kept for the next token.
@@ -116,7 +117,7 @@ class Thought:
     text: str
 
 
-Event = Text | Thought | ToolCall
+Event = Text | Thought | ToolCall | CallPiece
 Place = Literal["answer", "name", "thought", "call", "turn"]
 _MARKS: Mapping[str, Place] = {
     THOUGHTS_BEGIN: "name",
@@ -134,7 +135,8 @@ class ChannelParser:
     """Turns tokens into events as soon as they are final; `stop` strings end the answer (not thoughts) before them.
 
     What begins as a call and is none is text, and so is every call without `calls`. The answer continues `prompt`, whose last tokens may
-    have opened a channel or a call. Without `channels`, all tokens are the answer's, as completions have it.
+    have opened a channel or a call. Without `channels`, all tokens are the answer's, as completions have it. With `pieces`, what is certain
+    of a call comes as it is written, before the call itself; where that is none after all, its text follows.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class ChannelParser:
         prompt: Sequence[int] = (),
         channels: bool = True,
         calls: bool = True,
+        pieces: bool = False,
     ) -> None:
         self._vocabulary = vocabulary
         control = vocabulary.control_tokens if channels else {}
@@ -157,7 +160,10 @@ class ChannelParser:
         self._place: Place = "answer"
         self._characters = _UTF8(errors="replace")
         self._held = ""
+        self._pieces = False  # a call that the prompt began comes whole
+        self._call: StreamedCall | None = None
         self._continue(prompt)
+        self._pieces = pieces
 
     @property
     def stopped_by(self) -> str | None:
@@ -177,6 +183,7 @@ class ChannelParser:
         if mark is not None:
             events = self._close(parse_tool_call)
             self._place = mark
+            self._call = StreamedCall() if mark == "call" and self._pieces else None
             return events
         return self._take(self._characters.decode(self._vocabulary.piece(token, special=self._place == "call" and token == self._quote)))
 
@@ -199,7 +206,7 @@ class ChannelParser:
         place, self._place = self._place, "answer"
         if place == "name" and held and not "thought".startswith(held.strip()):
             events.append(Thought(held))
-        elif place == "call" and (call := parse(held)).arguments_json is not None:
+        elif place == "call" and (call := self._ended(parse(held))).arguments_json is not None:
             events.append(call)
         elif place == "call":
             events += self._take(held)
@@ -217,7 +224,9 @@ class ChannelParser:
             return [Thought(text)]
         self._held += text
         if self._place == "call":
-            return self._answer() if len(self._held) > MAX_CALL_CHARACTERS else []
+            if len(self._held) > MAX_CALL_CHARACTERS:
+                return self._answer()
+            return [*self._call.feed(text)] if self._call else []
         if self._place == "turn":
             return self._begun_turn()
         name, newline, rest = self._held.partition("\n")
@@ -227,6 +236,9 @@ class ChannelParser:
         self._place, self._held = "thought", ""
         thought = rest if newline and name.strip() == "thought" else name + newline + rest
         return [Thought(thought)] if thought else []
+
+    def _ended(self, call: ToolCall) -> ToolCall:
+        return call if self._call is None else self._call.ended(call)
 
     def _begun_turn(self) -> list[Event]:
         """Drops what begins a turn of the model: it writes that itself behind a prompt that a template left without."""
@@ -266,6 +278,8 @@ def merged(events: Iterable[Event]) -> tuple[Event, ...]:
             result[-1] = Text(last.text + event.text)
         elif isinstance(event, Thought) and isinstance(last, Thought):
             result[-1] = Thought(last.text + event.text)
+        elif isinstance(event, CallPiece) and event.name is None and isinstance(last, CallPiece):
+            result[-1] = CallPiece(last.name, last.arguments + event.arguments)
         else:
             result.append(event)
     return tuple(result)

@@ -16,16 +16,16 @@ from typing import Any
 
 MAX_DEPTH = 32
 CALL_BEGINS, CALL_ENDS, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-_NAME = re.compile(r"\s*(?:call)?\s*:\s*([\w.\-]+)\s*")
+NAME = re.compile(r"\s*(?:call)?\s*:\s*([\w.\-]+)\s*")
 # Stands for the mark of a string, as one character: Unicode reserves it for internal use.
-_MARK = "\ufdd0"
-_KEY = re.compile(rf'([^:={{}}\[\],"{_MARK}]+)([:=]|\Z)')
+MARK = "\ufdd0"
+_KEY = re.compile(rf'([^:={{}}\[\],"{MARK}]+)([:=]|\Z)')
 _NEXT_KEY = re.compile(r",\s*[\w.\-]+\s*[:=]")
-_BARE = re.compile(rf"[^,{{}}\[\]{_MARK}]+")
+_BARE = re.compile(rf"[^,{{}}\[\]{MARK}]+")
 _SOLID = re.compile(r"\S")
 _AFTER_STRING = re.compile(r"\s*(?:[,:=}\]]|\Z)")
 # The end of a string that was cut off is the text's.
-_JSON_STRING = re.compile(rf'"((?:[^"\\{_MARK}]|\\[^{_MARK}])*)(?:"|(\\?\Z))', re.DOTALL)
+_JSON_STRING = re.compile(rf'"((?:[^"\\{MARK}]|\\[^{MARK}])*)(?:"|(\\?\Z))', re.DOTALL)
 _PYTHON_END = re.compile(r"(?<!\\)'(?=\s*(?:[,:=}\]]|\Z))")
 _LONGEST_ESCAPE = len(r"\u00e9")
 _BRACKETS = {"{": "}", "[": "]"}
@@ -36,12 +36,14 @@ class ToolCall:
     """A tool call of the model; `raw` is what it wrote. `arguments` is None where that is no whole call.
 
     `partial` is then the beginning of the arguments' JSON if the answer was cut off within them; None for other calls.
+    `unsent` is the rest of the arguments' JSON where a `CallPiece` has begun the call.
     """
 
     name: str | None
     arguments: dict[str, Any] | None
     raw: str
     partial: str | None = None
+    unsent: str | None = None
 
     @property
     def arguments_json(self) -> str | None:
@@ -49,9 +51,17 @@ class ToolCall:
         return self.partial if self.arguments is None else json.dumps(self.arguments, ensure_ascii=False)
 
 
+@dataclass(frozen=True)
+class CallPiece:
+    """A piece of a call that the model still writes: the next of its arguments' JSON. The first piece has the `name`."""
+
+    name: str | None
+    arguments: str
+
+
 def parse_tool_call(raw: str) -> ToolCall:
     """Parses one call, the text between the two tool-call tokens. Never raises."""
-    named = _NAME.match(raw)
+    named = NAME.match(raw)
     if named is None:
         return ToolCall(name=None, arguments=None, raw=raw)
     reader = _Arguments(_braced(raw[named.end() :]))
@@ -60,16 +70,34 @@ def parse_tool_call(raw: str) -> ToolCall:
 
 def cut_tool_call(raw: str) -> ToolCall:
     """Parses a call that the end of the answer may have cut off: what is there of its arguments becomes `partial`. Never raises."""
-    call, named = parse_tool_call(raw), _NAME.match(raw)
+    call, named = parse_tool_call(raw), NAME.match(raw)
     if call.arguments is not None or named is None:
         return call
-    reader = _Arguments(re.sub(r"^\(", "{", raw[named.end() :]), cut=True)
+    reader = _begun_reader(raw[named.end() :])
     return ToolCall(name=named[1], arguments=None, raw=raw, partial=None if reader.failed else reader.json or None)
+
+
+def written_arguments(raw: str, *, cut: bool) -> str:
+    """Returns the arguments of a call as JSON in the order and with the names that the model wrote, `cut` off or whole."""
+    named = NAME.match(raw)
+    if named is None:
+        return ""
+    body = raw[named.end() :]
+    return (_begun_reader(body) if cut else _Arguments(_braced(body))).json
+
+
+def written_scalar(word: str) -> str:
+    """Returns the JSON of a bare word."""
+    return _written(_scalar(word))
 
 
 def begun_arguments(text: str) -> dict[str, Any]:
     """Returns what the beginning of an object's JSON says, as far as it is JSON; nothing for any other text. Never raises."""
     return dict(json.loads(_Arguments(text, cut=True).completed or "{}"))
+
+
+def _begun_reader(body: str) -> _Arguments:
+    return _Arguments(re.sub(r"^\(", "{", body), cut=True)
 
 
 def _braced(body: str) -> str:
@@ -89,7 +117,7 @@ class _Arguments:
         self._follows = "object"
         # How many parts are whole but for closing brackets, which, and a closing quote.
         self._kept = (0, "", "")
-        text = text.replace(_MARK, "\ufffd").replace(QUOTE, _MARK)
+        text = text.replace(MARK, "\ufffd").replace(QUOTE, MARK)
         self.whole = self.failed = False
         try:
             self.whole = self._read(text, _Strings(text, cut=cut), cut=cut)
@@ -160,11 +188,11 @@ class _Arguments:
 
 
 class _Strings:
-    """Finds the strings of a text, in which `_MARK` stands for the mark; with `cut` the last one may go on."""
+    """Finds the strings of a text, in which `MARK` stands for the mark; with `cut` the last one may go on."""
 
     def __init__(self, text: str, *, cut: bool) -> None:
         self._text, self._cut = text, cut
-        self._marks = [match.start() for match in re.finditer(_MARK, text)]
+        self._marks = [match.start() for match in re.finditer(MARK, text)]
         self._closing = [place for place in self._marks if _AFTER_STRING.match(text, place + 1)]
         self._opening = {place for place in self._marks if self._may_open(place)}
         self._python_ends = [match.start() for match in _PYTHON_END.finditer(text)]
@@ -176,7 +204,7 @@ class _Strings:
         Raises ValueError where it does not end, or its escapes or marks make no sense.
         """
         first = self._text[at]
-        if first == _MARK:
+        if first == MARK:
             found = self._marked(at)
         elif first == '"' and (string := _JSON_STRING.match(self._text, at)):
             found = _unescaped(string[1]) if string[2] is None else _begun(string[1] + string[2]), string.end(), string[2] is None
@@ -201,7 +229,7 @@ class _Strings:
         inner = self._marks[bisect_right(self._marks, at) : None if end is None else bisect_right(self._marks, end) - 1]
         if not self._opening.isdisjoint(inner):
             raise ValueError("a mark within a string opens another one")
-        return content.replace(_MARK, '"'), len(self._text) if end is None else end + 1, end is not None
+        return content.replace(MARK, '"'), len(self._text) if end is None else end + 1, end is not None
 
     def _closes_without_opening(self, at: int) -> int | None:
         """Returns the next mark if it closes what begins here."""

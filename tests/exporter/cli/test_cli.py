@@ -133,9 +133,11 @@ def test_an_interrupt_exits_130_and_leaves_nothing(pair: list[Path], tmp_path: P
 
 def test_the_reference_pair_stands_for_target_and_drafter(pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "reference_pair", lambda: tuple(pair))
+    monkeypatch.setattr(export, "shipped_acceptance", lambda _: {"seen": [1.0]})
     result = invoke("-o", tmp_path / "out", *QUICK, command="reference")
     assert result.exit_code == 0, result.stderr
     assert open_bundle(tmp_path / "out").manifest.sources["target"].origin == pair[0].name
+    assert open_bundle(tmp_path / "out").manifest.acceptance == {"seen": [1.0]}, "without --verify too"
 
 
 def test_a_package_without_the_pair_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

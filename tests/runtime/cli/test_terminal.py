@@ -69,6 +69,22 @@ def test_lines_break_between_words(pieces, columns):
         assert not [line for line in wide if len(line.split()) > 1 and not any(cell_len(word) >= columns for word in line.split())]
 
 
+def test_what_accepted_drafts_brought_is_green():
+    painter = MarkdownPainter()
+    pieces = [("A ", False), ("stack `is", True), ("` **a", False), ("** list", True)]
+    shown = "".join(painter.feed(text, accepted=accepted) for text, accepted in pieces) + painter.finish()
+    assert ANSI.sub("", shown) == "A stack is a list"
+    assert re.findall("\x1b\\[32m([^\x1b]*)", shown) == ["stack ", "is", " list"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.text(alphabet="ab`*#- \n", max_size=6), st.booleans()), max_size=12), st.none() | st.integers(3, 12))
+def test_green_changes_no_text(pieces, columns):
+    painter, plain = MarkdownPainter(columns), MarkdownPainter(columns)
+    green = "".join(painter.feed(text, accepted=accepted) for text, accepted in pieces) + painter.finish()
+    assert ANSI.sub("", green) == ANSI.sub("", "".join(plain.feed(text) for text, _ in pieces) + plain.finish())
+
+
 def test_a_code_block_keeps_its_lines():
     painter = MarkdownPainter(10)
     text = painter.feed("one two three\n```\na line that is long\n```\n") + painter.finish()

@@ -192,7 +192,7 @@ def test_a_shadow_draft_is_compared_and_not_verified(shift: int, accepted: bool)
     assert decoding.timing(0.1, 0.2).steps == 2, "it was drafted all the same"
     decoding.draft_request()
     finished(target, decoding, [])
-    assert policy.results[-1].shadow_accepted is None, "a drafter that drafted nothing was not compared"
+    assert policy.results[-1].left_out_right is None, "a drafter that drafted nothing was not compared"
 
 
 def test_a_stop_ends_the_round_where_plain_decoding_ends() -> None:
@@ -314,12 +314,16 @@ def test_a_rule_cuts_what_extends_a_draft() -> None:
 
 
 def test_a_round_is_timed_from_draft_to_verify_and_to_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((10.0, 10.5, 12.5, 20.0, 20.25, 21.25))
+    clock = iter((9.0, 10.0, 10.5, 12.5, 13.0, 19.0, 20.0, 20.25, 21.25, 21.5))
     monkeypatch.setattr(loop.time, "perf_counter", lambda: next(clock))
-    target, decoding = opened(Planned(RoundPlan(2)), max_tokens=6)
+    policy = Planned(RoundPlan(2))
+    target, decoding = opened(policy, max_tokens=6)
     rounds = decode(target, ScriptedDrafter(target, lambda *_: 0), decoding)
     actual = [next(rounds) for _ in range(2)]
     assert [(item.draft_seconds, item.verify_seconds) for item in actual] == [(0.5, 2.0), (0.25, 1.0)]
+    # A policy weighs the draft against all else that a round takes, its own planning included.
+    timings = [result.timing for result in policy.results]
+    assert [(timing.draft_seconds, timing.verify_seconds) for timing in timings] == [(0.5, 3.5), (0.25, 2.25)]
 
 
 def test_without_sources_a_plan_that_extends_adds_nothing() -> None:

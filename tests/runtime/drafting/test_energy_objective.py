@@ -17,6 +17,7 @@ from edge_runtime.calibration import first_use
 from edge_runtime.calibration.power_probe import PowerProbe
 from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
+from edge_runtime.drafting.ask_schedule import FIRST_WAIT
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.drafting.frontier import Frontier
 from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower, read_phase_power
@@ -284,16 +285,18 @@ def test_a_probe_costs_the_more_of_its_seconds_and_joules() -> None:
     assert case.by_energy(1500, 1, 0.05).joules < 1.03 * min(point.joules for point in case.fixed(1500, (1,)))
 
 
-@pytest.mark.parametrize("chance", [0.05, 0.95])
-def test_an_unlucky_start_is_forgotten_where_no_draft_seems_to_pay(chance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("chance", "rounds"), [(0.05, FIRST_WAIT + 1), (0.95, 1)])
+def test_an_unlucky_start_is_forgotten_where_no_draft_seems_to_pay(chance: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows are faster than one here: plain decoding pads. Old first drafts had kept drafting away for good."""
     costs = EnergyCosts(ExactCosts(CURVES["not repacked"], 6.0), PhasePower(draft=5.0, verify=5.0, plain=2.5))
     bound, model, faded = TimeBound(costs, 0.05), AcceptanceModel(), list[float]()
     model._accepted = model._verified * chance
     monkeypatch.setattr(model, "fade", faded.append)
     policy = Profit(costs, model, bound=bound)
-    policy.plan()
-    policy._observe_shadow(False)
+    for _ in range(rounds):
+        plan = policy.plan()
+        verified, _ = plan.to_verify(plan.draft_length)
+        policy.observe(RoundResult(verified, 0))
     assert bound.is_plain_fastest == bool(faded) == (chance < 0.5)
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
+from edge_runtime.drafting.ask_schedule import ASK_LENGTH
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.drafting.policies import RoundResult, Timing
 from edge_runtime.drafting.profit_policy import Profit
@@ -100,7 +101,7 @@ def test_drafts_without_confidence_can_be_verified() -> None:
 
 
 def test_a_drafter_without_confidence_gets_shadow_drafts_too() -> None:
-    """As with prompt lookup: after rejected drafts, some accepted shadow drafts make it draft again."""
+    """As with prompt lookup: after rejected drafts it asks seldom, and some accepted drafts make it draft again."""
     policy = Profit(ExactCosts(LINEAR, 1e-6), PositionModel(), stepwise=False)
 
     def play(rounds: int, *, right: bool) -> int:
@@ -114,7 +115,7 @@ def test_a_drafter_without_confidence_gets_shadow_drafts_too() -> None:
         return drafted
 
     play(60, right=False)
-    assert play(20, right=False) == 0
+    assert play(20, right=False) <= ASK_LENGTH
     assert play(60, right=True) > 60
 
 
@@ -154,7 +155,7 @@ def test_a_sure_drafter_is_followed_further_than_an_unsure_one() -> None:
     assert drafted(0.999) > drafted(0.6) >= drafted(0.1) == 1
 
 
-def test_where_drafts_are_useless_it_makes_only_shadow_drafts_within_its_budget() -> None:
+def test_where_drafts_are_useless_it_hardly_drafts() -> None:
     costs = ExactCosts(STEEP, 2.0)
     policy = Profit(costs, AcceptanceModel())
     modes = []
@@ -165,7 +166,8 @@ def test_where_drafts_are_useless_it_makes_only_shadow_drafts_within_its_budget(
         policy.observe(RoundResult(0 if plan.shadow else plan.draft_length, 0, False if plan.shadow else None))
         modes.append(policy.last.mode)
     assert modes[-100:].count("draft") == 0
-    assert 0 < modes.count("shadow") <= 500 * 0.01 * costs.verify(1) / costs.draft(1) + 1
+    assert {"shadow", "ask"} & set(modes)
+    assert modes[-100:].count("shadow") + modes[-100:].count("ask") <= 4
 
 
 @settings(max_examples=100, deadline=None)

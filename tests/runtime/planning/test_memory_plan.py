@@ -60,8 +60,8 @@ print(json.dumps({**sizes, "peak": int(peak[1]) * 1024 if peak else None}))
 
 
 def request(**changes: Any) -> MemoryRequest:
-    values = {"context": 1024, "kv_type": "f16", "sequences": 1, "batch": 512, "verify_rows": 13, "drafter": "dense", "repack": True}
-    return MemoryRequest(**{**values, **changes})
+    loaded = {"context": 1024, "kv_type": "f16", "sequences": 1, "batch": 512, "verify_rows": 13, "drafter": "dense"}
+    return MemoryRequest(**{**loaded, "repack": True, "gives_back": False, **changes})
 
 
 def test_a_row_takes_what_ggml_gives_it() -> None:
@@ -160,6 +160,15 @@ def test_mapped_weights_take_address_space(exported_pair: Path) -> None:
         check_memory(manifest, request(), MemoryRoom(limit=plan.total - 1, address_space=left))
 
 
+def test_pages_that_are_given_back_take_address_space_but_no_memory(exported_pair: Path) -> None:
+    manifest = open_bundle(exported_pair, check="none").manifest
+    kept, given = memory_plan(manifest, request()), memory_plan(manifest, request(gives_back=True))
+    assert (given.mapped, given.total) == (kept.total, kept.total - min(kept.weights, kept.repacked))
+    assert check_memory(manifest, request(gives_back=True), MemoryRoom(limit=given.total)) == given
+    with pytest.raises(RequestError, match=r"of address space are left for it \(ulimit -v\)"):
+        check_memory(manifest, request(gives_back=True), MemoryRoom(address_space=kept.total - kept.process - 1))
+
+
 def test_nothing_is_opened_beyond_the_limit(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_probe(*_: Any, **__: Any) -> None:
         raise AssertionError("opened")
@@ -174,7 +183,8 @@ def test_the_plan_is_what_llama_cpp_takes(exported_pair: Path, kv_type: str, con
     """K/V rows to the rounding of the log, activations never above the plan and within 25% of it; the process within 35% or 40 MB,
     as libraries alone take 30 to 60 MB by the machine that they were built for."""
     bundle = open_bundle(exported_pair, check="none")
-    plan: MemoryPlan = memory_plan(bundle.manifest, request(kv_type=kv_type, context=context, sequences=sequences))
+    asked = request(kv_type=kv_type, context=context, sequences=sequences, gives_back=sys.platform.startswith("linux"))
+    plan: MemoryPlan = memory_plan(bundle.manifest, asked)
     paths = [str(bundle.path(role, "gguf")) for role in ("target", "drafter")]
     command = [sys.executable, "-c", MEASURE, *paths, kv_type, str(context), str(sequences)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -18,12 +18,22 @@ from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import Architecture, BundleFile
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
-from edge_runtime.cli.plan import Measured, plan_lines
+from edge_runtime.cli.plan import Measured, plan_lines, short_lines
 from edge_runtime.drafting.phase_power import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.planning import speed_profile as speed_profile_module
 from edge_runtime.planning.memory import MemoryPlan
-from edge_runtime.planning.speed import PairFacts, Range, SpeedPlan, SpeedProfile, deviation, manifest_plan, pair_facts, speed_plan
+from edge_runtime.planning.speed import (
+    PairFacts,
+    Range,
+    SpeedPlan,
+    SpeedProfile,
+    deviation,
+    manifest_plan,
+    of_backend,
+    pair_facts,
+    speed_plan,
+)
 from edge_runtime.planning.speed_profile import product_operations, speed_profile
 from scripted import MANIFEST
 
@@ -157,6 +167,15 @@ def test_the_first_token_comes_after_the_prompts_rows_and_one_forward() -> None:
     joules = plan(operations=400, power=PhasePower(draft=1, verify=4)).joules_per_prompt_token
     assert joules is not None
     assert joules.middle == pytest.approx(4 / actual.prefill.middle)
+
+
+def test_five_rows_are_enough_for_a_decision() -> None:
+    made = plan()
+    lines, full = short_lines(made), plan_lines(made)
+    names = [line[2:15].strip() for line in lines[1:-1]]
+    assert names == ["worth it", "first token", "plain", "drafted", "draft length"]
+    assert set(lines[:-1]) <= set(full)
+    assert "--how" in lines[-1]
 
 
 def test_a_wait_of_minutes_is_said_in_minutes() -> None:
@@ -369,6 +388,19 @@ def test_onnx_graphs_are_planned() -> None:
     mapped = [BundleFile(path=role, role=role, format="gguf", bytes=9_000, sha256="0" * 64) for role in ("target", "drafter")]
     both = manifest_plan(replace(graphs, files=(*entries, *mapped)), device(20, 4000), context=64)
     assert both.memory.weights == 18_000, "a bundle of both is planned by its GGUF files"
+
+
+def test_a_bundle_of_both_formats_is_planned_for_the_backend_that_is_asked_for() -> None:
+    def entries(kind: str, size: int) -> list[BundleFile]:
+        return [BundleFile(path=f"{role}.{kind}", role=role, format=kind, bytes=size, sha256="0" * 64) for role in ("target", "drafter")]
+
+    graphs, mapped = entries("onnx", 1_000), entries("gguf", 9_000)
+    both = replace(MANIFEST, files=(*graphs, *mapped))
+    for backend, files in {"onnx": graphs, "llama": mapped, None: (*graphs, *mapped)}.items():
+        assert of_backend(both, backend) == replace(MANIFEST, files=tuple(files))
+    assert manifest_plan(of_backend(both, "onnx"), device(20, 4000), context=64).memory.repacked == 2_000
+    with pytest.raises(RequestError, match="a plan needs a target"):
+        manifest_plan(of_backend(replace(MANIFEST, files=tuple(graphs)), "llama"), device(20, 4000), context=64)
 
 
 def test_an_unsure_plan_says_which_measurement_would_narrow_it() -> None:

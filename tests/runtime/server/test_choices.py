@@ -61,6 +61,9 @@ def test_a_demanded_call_is_made(stream: bool) -> None:
             if stream:
                 chunks = [chunk.choices[0] for chunk in answer]
                 calls, reason = [call for chunk in chunks for call in chunk.delta.tool_calls or []], chunks[-1].finish_reason
+                assert {call.index for call in calls} == {0}
+                calls[0].function.arguments = "".join(call.function.arguments for call in calls)
+                del calls[1:]
             else:
                 calls, reason = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
             assert (len(calls), reason) == (1, "tool_calls")

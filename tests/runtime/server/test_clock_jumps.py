@@ -92,7 +92,7 @@ def test_a_server_answers_whatever_time_it_is(library: Path, exported_pair: Path
             assert (response.status, b'"choices"' in response.read()) == (200, True)
             time.sleep(1)
         connection.close()
-        assert send(server, "GET", "/health")[2] == {"status": "ok", "running": 0, "waiting": 0}
+        assert send(server, "GET", "/health")[2] == {"status": "ok", "running": 0, "waiting": 0, "loaded": True}
     finally:
         assert server.end() == 0, server.lines
     assert not [line for line in server.lines if "Traceback" in line]

@@ -71,7 +71,7 @@ def test_a_response_repeats_no_more_than_its_limit() -> None:
         "text": {"verbosity": ["x" * MAX_REPEATED]},
         "user": 1 << MAX_REPEATED,
     }
-    created = json.loads(ResponsesFormat("model", short | long).begin()[0].partition(b"data: ")[2])["response"]
+    created = json.loads(ResponsesFormat("model", short | long).begin(0)[0].partition(b"data: ")[2])["response"]
     assert {name: created[name] for name in (*short, *long)} == short | {
         "instructions": None,
         "reasoning": None,

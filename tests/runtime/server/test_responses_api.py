@@ -49,6 +49,20 @@ def test_a_stream_is_the_same_in_events() -> None:
             assert stream.get_final_response().output_text == "so ", "the client's own accumulation"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_a_namespace_are_called_in_it(stream: bool) -> None:
+    with scripted_server(f"{CALL}<|tool_response>", "noon") as server:
+        grouped: Any = [{"type": "namespace", "name": "clock", "description": "Times.", "tools": TOOLS}]
+        answer = respond(server, tools=grouped, stream=stream)
+        response = list(answer)[-1].response if stream else answer
+        (call,) = response.output
+        assert (call.name, call.namespace) == ("now", "clock")
+        items = [{"role": "user", "content": "hi"}, call.model_dump(exclude_none=True)]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}
+        assert respond(server, tools=grouped, input=[*items, result]).output_text == "noon"
+        assert not server.notes, "nothing is left out"
+
+
 def test_stream_options_of_the_older_api_are_taken() -> None:
     with scripted_server("Hello.") as server:
         events = list(respond(server, stream=True, extra_body={"stream_options": {"include_usage": True}}))
@@ -77,6 +91,7 @@ def test_json_is_demanded_as_text_format() -> None:
         ({"previous_response_id": "resp_1"}, "keeps no conversations"),
         ({"background": True}, "not supported"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
+        ({"tools": [{"type": "namespace", "tools": TOOLS}]}, "name is missing"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "stores no items"),
         ({"input": [{"type": "mcp_call", "id": "x"}]}, "takes messages"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "fetches nothing"),

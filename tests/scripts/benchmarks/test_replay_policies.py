@@ -144,3 +144,23 @@ def test_a_load_is_timed_and_replayed(exported_pair: Path, tmp_path: Path) -> No
     )
     assert shown.exit_code == 0, shown.output
     assert "rolling" in shown.output
+
+
+def test_first_answers_are_fast_on_a_small_pair_after_unlucky_starts_too(tmp_path: Path) -> None:
+    """Whatever was computed; a policy that never drafts is far behind."""
+    dice, lines = random.Random(1), []
+    for _ in range(20):
+        sure = [[round(dice.uniform(0.7, 1.0), 3) for _ in range(12)] for _ in range(30)]
+        right = [next((n for n, chance in enumerate(place) if dice.random() > chance), 12) for place in sure]
+        lines.append(json.dumps({"domain": "chat", "accepted": right, "confidences": sure}))
+    (tmp_path / "drafts.jsonl").write_text("\n".join(lines))
+    texts = replayed.read_texts(tmp_path / "drafts.jsonl")
+    for unlucky in replayed.UNLUCKY:
+        answers = replayed.first_answers(texts, 30, unlucky)
+        assert not any(place.accepted for place in answers[0].places[:unlucky])
+        for name, start in replayed.FIRST_COSTS.items():
+            assert replayed.first_share(lambda start=start: replayed.new_profit(start), answers) > 0.9, (name, unlucky)
+        assert replayed.first_share(lambda: Fixed(0), answers) < 0.6
+    printed = CliRunner().invoke(replayed.main, ["first", str(tmp_path / "drafts.jsonl")])
+    assert printed.exit_code == 0
+    assert "no fixed part" in printed.output

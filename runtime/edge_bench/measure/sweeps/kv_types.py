@@ -83,7 +83,14 @@ def _cost(session: Session, kv_type: KvType, texts: Sequence[Text], draft_length
             figures = row_figures(read_reference(folder, str(number)).logits, rows, ids, first=0)
             kl, same = [*kl, *figures.kl], [*same, *figures.agrees]
     request = MemoryRequest(
-        context=session.target.context, kv_type=kv_type, sequences=1, batch=BATCH, verify_rows=1, drafter=None, repack=False
+        context=session.target.context,
+        kv_type=kv_type,
+        sequences=1,
+        batch=BATCH,
+        verify_rows=1,
+        drafter=None,
+        repack=False,
+        gives_back=False,
     )
     return KvTypeCost(
         kv_type=kv_type,

@@ -25,6 +25,7 @@ _COMMON = (
         "c_api.cpp",
         "lost_files.cpp",
         "race.cpp",
+        "source_pages.cpp",
         "variants.cpp",
         "ggml/attention.cpp",
         "ggml/elementwise.cpp",

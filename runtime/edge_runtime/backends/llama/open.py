@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -147,6 +148,7 @@ def _checked_memory(request: OpenRequest, device: LlamaDevice | None) -> tuple[M
         verify_rows=settings.longest_draft + 1,
         drafter=drafter_opened(request.bundle, request.drafter, CPU if device is None else device.name),
         repack=device is None,
+        gives_back=device is None and sys.platform.startswith("linux") and llama_library().row_kernels is not None,
     )
     room = MemoryRoom(limit=limit, available=available_memory_bytes() if limit is None else None, address_space=address_space_left())
     return plan, check_memory_without_copies(request.bundle.manifest, plan, room, request.notify)

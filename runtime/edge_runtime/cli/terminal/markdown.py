@@ -1,12 +1,16 @@
-"""Markdown in a terminal, painted while it streams: headings, bold text, code and lists."""
+"""Markdown in a terminal, painted while it streams: headings, bold text, code and lists, and what accepted drafts brought."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 
 from rich.cells import cell_len
 
 _RESET, _BOLD, _CODE, _HEADING = "\x1b[0m", "\x1b[1m", "\x1b[36m", "\x1b[1;4m"
+_ACCEPTED, _DEFAULT = "\x1b[32m", "\x1b[39m"
 # What may still become a fence, a heading or a bullet; it is held back until the next characters decide.
 _UNDECIDED = re.compile(r" {0,3}(`{0,2}|`{3}[^\n]*|#{1,6}|[*+-]|)\Z")
 _FENCE = re.compile(r" {0,3}```[^\n]*\n")
@@ -26,13 +30,14 @@ class MarkdownPainter:
         self._columns = columns
         # The cells of the line so far, the spaces behind them, and the word that may still grow.
         self._cells, self._gap, self._word = 0, "", ""
-        self._held = ""
+        self._held, self._accepted = "", list[bool]()  # text, and for each character whether an accepted draft brought it
         self._at_line_start = True
         self._fenced = self._bold = self._code = self._heading = False
 
-    def feed(self, text: str) -> str:
-        """Returns the painted text that is final."""
+    def feed(self, text: str, *, accepted: bool = False) -> str:
+        """Returns the painted text that is final; what is `accepted` is green."""
         self._held += text
+        self._accepted += [accepted] * len(text)
         return self._paint(final=False)
 
     def finish(self) -> str:
@@ -90,16 +95,17 @@ class MarkdownPainter:
         """Consumes a fence or the mark of a heading or bullet."""
         if fence := _FENCE.match(self._held):
             self._fenced = not self._fenced
-            self._held = self._held[fence.end() :]
+            self._drop(fence.end())
             return _CODE if self._fenced else _RESET
         self._at_line_start = False
         if self._fenced:
             return ""
         if title := _TITLE.match(self._held):
-            self._held, self._heading = self._held[title.end() :], True
+            self._drop(title.end())
+            self._heading = True
             return _HEADING
         if bullet := _BULLET.match(self._held):
-            self._held = self._held[bullet.end() :]
+            self._drop(bullet.end())
             return f"{bullet[1]}• "
         return ""
 
@@ -107,19 +113,35 @@ class MarkdownPainter:
         """Consumes a mark, a line's end, or the text before the next of them."""
         if self._held[0] == "\n":
             ended = self._bold or self._code or self._heading
-            self._held, self._at_line_start = self._held[1:], True
+            self._drop(1)
+            self._at_line_start = True
             self._bold = self._code = self._heading = False
             return _RESET + "\n" if ended else "\n"
         if not self._fenced and self._held[0] == "`":
-            self._held, self._code = self._held[1:], not self._code
+            self._drop(1)
+            self._code = not self._code
             return _CODE if self._code else self._style()
         if not self._fenced and not self._code and self._held.startswith("**"):
-            self._held, self._bold = self._held[2:], not self._bold
+            self._drop(2)
+            self._bold = not self._bold
             return self._style()
         stop = re.compile(r"\n" if self._fenced else r"[\n`]" if self._code else r"[\n`*]").search(self._held, 1)
         end = stop.start() if stop else len(self._held)
-        text, self._held = self._held[:end], self._held[end:]
-        return text
+        painted = "".join(
+            f"{_ACCEPTED}{part}{_CODE if self._code or self._fenced else _DEFAULT}" if accepted else part
+            for accepted, part in self._parts(end)
+        )
+        self._drop(end)
+        return painted
+
+    def _parts(self, end: int) -> Iterator[tuple[bool, str]]:
+        """Yields the held text up to `end` in parts that accepted drafts brought or did not."""
+        for accepted, characters in groupby(zip(self._accepted[:end], self._held[:end], strict=True), key=itemgetter(0)):
+            yield accepted, "".join(character for _, character in characters)
+
+    def _drop(self, characters: int) -> None:
+        """Forgets the first held characters, which are painted or were marks."""
+        self._held, self._accepted = self._held[characters:], self._accepted[characters:]
 
     def _style(self) -> str:
         return _RESET + (_HEADING if self._heading else "") + (_BOLD if self._bold else "")

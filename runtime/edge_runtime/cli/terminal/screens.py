@@ -56,9 +56,9 @@ def summary(stats: DecodeStats, drafter: DrafterKind) -> str:
 
 def short_summary(stats: DecodeStats, columns: int) -> str:
     """Returns the figures of an answer in one line of a terminal; the last ones are left out where it is narrow."""
-    parts = [f"{stats.tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s", f"{stats.mean_acceptance_length:.2f} tokens per verify"]
+    parts = [f"{stats.tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s", f"{stats.mean_acceptance_length:.2f} tokens per step"]
     if stats.acceptance_rate is not None:
-        parts.append(f"{stats.acceptance_rate:.0%} of drafts")
+        parts.append(f"{stats.acceptance_rate:.0%} of drafts accepted")
     parts.append(f"first after {stats.first_token_seconds * 1000:.0f} ms")
     while len(parts) > 2 and len(", ".join(parts)) > columns:
         parts.pop()

@@ -71,6 +71,7 @@ class ActiveRequest:
             prompt=job.ids,
             channels=is_chat,
             calls=request.max_calls != 0,
+            pieces=request.call_pieces,
         )
         self._chunk_size = session.settings.chunk_size
         self._pending: list[Event] = []
@@ -84,7 +85,7 @@ class ActiveRequest:
 
     def begin(self) -> None:
         """Delivers the event that the request was accepted."""
-        self.job.deliver(Started())
+        self.job.deliver(Started(prompt_tokens=len(self.job.ids)))
 
     @property
     def client(self) -> int:
@@ -122,7 +123,16 @@ class ActiveRequest:
         self._logprobs.end_call()
         self._flush()
         reason: FinishReason = "stop" if stopped else "length"
-        self.job.deliver(Finished(reason=reason, stats=self._stats(), energy=self._energy, thought_tokens=self._thoughts))
+        by = self._parser.stopped_by
+        self.job.deliver(
+            Finished(
+                reason=reason,
+                stats=self._stats(),
+                energy=self._energy,
+                thought_tokens=self._thoughts,
+                stop_string=by if by in self.job.request.stop else None,
+            )
+        )
 
     def _add(self, events: list[Event], *, drafted: bool) -> None:
         """Adds what a token ended; a character or stop string that several tokens make up counts for the last of them."""

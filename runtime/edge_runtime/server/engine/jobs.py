@@ -22,6 +22,8 @@ FinishReason = Literal["stop", "length"]
 class Started:
     """A session took the request: it is valid and fits. Always the first event, unless the request failed."""
 
+    prompt_tokens: int
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputLogprob:
@@ -48,12 +50,16 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The last event of an answer. `stats` as in `Output`; `energy` is None without a meter. `thought_tokens` are among the tokens."""
+    """The last event of an answer. `stats` as in `Output`; `energy` is None without a meter. `thought_tokens` are among the tokens.
+
+    `stop_string` is the one of the request that ended the answer, if one did.
+    """
 
     reason: FinishReason
     stats: DecodeStats
     energy: RunEnergy | None
     thought_tokens: int = 0
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from edge_devices.children.running import ChildBudget
 from edge_runtime.drafting.text_memory import predicted_tokens
 from edge_runtime.errors import RequestError
 from edge_runtime.media.soft_rows import MEDIA, Media, MediaPrompt, without_media
-from edge_runtime.server.errors import ApiError, invalid
+from edge_runtime.server.errors import CONTEXT_EXCEEDED, ApiError, invalid
 from edge_runtime.server.json_text import values_of
 from edge_runtime.server.requests.completions import Prompt
 from edge_runtime.server.requests.messages import Conversation, SentMedia
@@ -138,6 +138,6 @@ class Prompts:
         return ApiError(
             400,
             f"the prompt has {least}{tokens} tokens, but {limit}; shorten it, or start the server with a larger --context",
-            code="context_length_exceeded",
+            code=CONTEXT_EXCEEDED,
             numbers={"n_prompt_tokens": tokens, "n_ctx": self._context},
         )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from edge_runtime.server.errors import ApiError
+from edge_runtime.server.errors import ApiError, ErrorForm, form_for
 from edge_runtime.server.http.paths import canonical
 
 Message = MutableMapping[str, Any]
@@ -31,7 +31,6 @@ CLIENT = "edge_mtp.client"
 # What scripts of allowed websites may send; the headers of a preflight are repeated.
 _METHODS = "GET, POST, OPTIONS"
 _PREFLIGHT_SECONDS = 600
-_OLLAMA = "/api/"
 _HOST = re.compile(r"(\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(:[0-9]*)?")
 _SEVERAL_ORIGINS = ApiError(403, "the request has several Origin headers; send one", code="wrong_origin")
 
@@ -60,11 +59,11 @@ class Guard:
         refusal = self._refusal(path, headers, preflight) if origins < 2 else _SEVERAL_ORIGINS
         sends = _adding(send, permission) if permission else send
         if refusal is not None:
-            await send_error(sends, refusal, ollama=path.startswith(_OLLAMA))
+            await send_error(sends, refusal, form_for(path))
         elif preflight:
             await _permit(sends, headers)
         else:
-            client = self._client(headers.get("authorization", "")) or 0
+            client = self._client(headers) or 0
             await self._app({**scope, "path": path, CLIENT: client}, receive, sends)
 
     def _permission(self, headers: Mapping[str, str]) -> dict[str, str]:
@@ -93,15 +92,21 @@ class Guard:
                 f"requests from {origin[:80]!r} are refused; allow that website with --allow-origin when you start the server",
                 code="wrong_origin",
             )
-        if self._keys and not preflight and path not in OPEN_PATHS and self._client(headers.get("authorization", "")) is None:
-            return ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
+        if self._keys and not preflight and path not in OPEN_PATHS and self._client(headers) is None:
+            return ApiError(
+                401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'", code="invalid_api_key"
+            )
         return None
 
-    def _client(self, authorization: str) -> int | None:
-        """Returns the place of the key that was sent, None for another; the time does not depend on which it is."""
-        scheme, _, sent = authorization.partition(" ")
-        same = [hmac.compare_digest(sent.strip().encode("latin-1"), key) for key in self._keys]
-        return same.index(True) if scheme.lower() == "bearer" and any(same) else None
+    def _client(self, headers: Mapping[str, str]) -> int | None:
+        """Returns the place of the key that was sent, in OpenAI's header or in Anthropic's; None for another.
+
+        The time does not depend on which it is.
+        """
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        sent = [headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else ""]
+        same = [[hmac.compare_digest(text.strip().encode("latin-1"), key) for text in sent] for key in self._keys]
+        return next((place for place, equal in enumerate(same) if any(equal)), None)
 
 
 def _is_local(origin: str) -> bool:
@@ -115,9 +120,9 @@ def host_name(host: str) -> str:
     return (parts["ipv6"] or parts["name"] or "") if parts else ""
 
 
-async def send_error(send: Send, error: ApiError, *, ollama: bool = False) -> None:
-    """Sends an error as a complete response, in the form of OpenAI or of Ollama."""
-    body = json.dumps(error.body(ollama=ollama)).encode()
+async def send_error(send: Send, error: ApiError, form: ErrorForm = ErrorForm.OPENAI) -> None:
+    """Sends an error as a complete response."""
+    body = json.dumps(error.body(form)).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -130,7 +135,7 @@ async def _permit(send: Send, headers: Mapping[str, str]) -> None:
     allowed = {"access-control-allow-methods": _METHODS, "access-control-max-age": str(_PREFLIGHT_SECONDS)}
     if requested:
         allowed["access-control-allow-headers"] = requested
-    await _send_whole(send, 204, allowed, b"")
+    await _send_whole(send, 200, allowed, b"")
 
 
 async def _send_whole(send: Send, status: int, headers: Mapping[str, str], body: bytes) -> None:

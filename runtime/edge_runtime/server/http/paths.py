@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 
 # Clients that are configured for llama-server, by host and port alone, leave the prefix out. Not /completions: there that is another API.
-_BARE = re.compile(r"/(chat/completions|responses)(/input_tokens)?|/models(/.*)?|/embeddings", re.DOTALL)
+_BARE = re.compile(r"/(chat/completions|responses)(/input_tokens)?|/messages(/count_tokens)?|/models(/.*)?|/embeddings", re.DOTALL)
 _PREFIX = "/v1"
 _HEALTH = "/health"
 

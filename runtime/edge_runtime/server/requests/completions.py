@@ -76,7 +76,7 @@ class CompletionRequest:
     Of the sampling, the request names what is `given`; the bundle's own values count for the rest. Before `min_tokens` tokens no end token
     comes. `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities. `draft_length` None
     lets the server decide. `prediction` is a text that the answer is expected to repeat. The answer ends behind `max_calls`; with 0, calls
-    are text.
+    are text. With `call_pieces` a call comes as it is written, not whole alone.
     """
 
     prompt: Prompt
@@ -90,6 +90,7 @@ class CompletionRequest:
     draft_length: int | None = None
     prediction: str = ""
     max_calls: int | None = None
+    call_pieces: bool = False
 
     @property
     def repeatable(self) -> bool:
@@ -225,6 +226,7 @@ def _request(
                 draft_length=draft_length,
                 prediction=prediction,
                 max_calls=max_calls,
+                call_pieces=stream,
             )
             for prompt in prompts
             for number in range(n)

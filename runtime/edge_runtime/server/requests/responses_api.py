@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +42,7 @@ _PASSED_ON = SAMPLING_FIELDS | {"grammar", "json_schema", "n_predict"}
 _TEXTS = {**dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"), "refusal": "refusal"}
 # What OpenAI's own tools leave in a conversation beside the answer that they led to.
 _HOSTED = {"code_interpreter_call", "file_search_call", "image_generation_call", "mcp_list_tools", "web_search_call"}
+_NAMESPACE = "namespace"
 Json = dict[str, Any]
 
 
@@ -57,7 +59,7 @@ def read_response(body: Json) -> ApiRequest:
     chat["messages"] = _messages(fields)
     if "max_output_tokens" in fields:
         chat["max_completion_tokens"] = read_limit(fields, "max_output_tokens")
-    chat["tools"] = [read for tool in fields.objects("tools", MAX_TOOLS) if (read := _tool(tool)) is not None]
+    chat["tools"] = [read for tool in _flat(fields) if (read := _tool(tool)) is not None]
     chat["tool_choice"] = _tool_choice(fields)
     chat["response_format"] = _format(fields.inner("text"))
     chat["reasoning_effort"] = fields.inner("reasoning").text("effort")
@@ -65,6 +67,25 @@ def read_response(body: Json) -> ApiRequest:
         chat |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
     request = read_chat(chat)
     return replace(request, remarks=(*fields.remarks, *request.remarks))
+
+
+def namespaces(body: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the namespace of each function that a valid request declares in one."""
+    groups = [tool for tool in body.get("tools") or () if tool.get("type") == _NAMESPACE]
+    return {tool["name"]: group["name"] for group in groups for tool in group.get("tools") or () if tool.get("type") == "function"}
+
+
+def _flat(fields: Fields) -> list[Fields]:
+    """Returns the tools, those of a namespace in its place; their names must do without it."""
+    tools: list[Fields] = []
+    for tool in fields.objects("tools", MAX_TOOLS):
+        if tool.text("type") != _NAMESPACE:
+            tools.append(tool)
+            continue
+        if not tool.text("name"):
+            raise tool.wrong("name", "is missing; name the namespace")
+        tools += tool.objects("tools", MAX_TOOLS)
+    return tools
 
 
 def _messages(fields: Fields) -> list[Json]:

@@ -22,7 +22,7 @@ from edge_runtime.server.responses.response_format import (
 )
 from edge_runtime.server.responses.usage import UsageCount, timings
 from edge_runtime.text.channels import Event, Text, Thought
-from edge_runtime.text.tool_calls import ToolCall
+from edge_runtime.text.tool_calls import CallPiece
 
 
 class ChunkedFormat(ResponseFormat):
@@ -106,9 +106,13 @@ class ChunkedFormat(ResponseFormat):
 
 
 class ChatFormat(ChunkedFormat):
-    """A stream has one chunk per piece of text or thought and per call; `_counts` are those of calls."""
+    """A stream has one chunk per piece of text, thought or call; `_counts` are those of calls."""
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, request: ApiRequest, fingerprint: str) -> None:
+        super().__init__(model, request, fingerprint)
+        self._called: set[int] = set()  # choices with a call that was one to its end
 
     def _first(self, choice: int) -> list[Json]:
         return [self._delta_of(choice, {"role": "assistant", "content": ""})]
@@ -154,16 +158,26 @@ class ChatFormat(ChunkedFormat):
             return {"content": event.text}
         if isinstance(event, Thought):
             return {"reasoning_content": event.text}
-        return self._call(choice, event)
+        if isinstance(event, CallPiece) and event.name is not None:
+            return self._call(choice, event.name, event.arguments)
+        if isinstance(event, CallPiece):
+            return self._rest_of_call(choice, event.arguments)
+        self._called.add(choice)
+        if event.unsent is not None:
+            return self._rest_of_call(choice, event.unsent)
+        return self._call(choice, event.name, event.arguments_json)
 
-    def _call(self, choice: int, call: ToolCall) -> Json:
-        function = {"name": call.name, "arguments": call.arguments_json}
+    def _call(self, choice: int, name: str | None, arguments: str | None) -> Json:
+        function = {"name": name, "arguments": arguments}
         fields = {"index": self._counts[choice], "id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
         self._counts[choice] += 1
         return {"tool_calls": [fields]}
 
+    def _rest_of_call(self, choice: int, arguments: str) -> Json:
+        return {"tool_calls": [{"index": self._counts[choice] - 1, "function": {"arguments": arguments}}]}
+
     def _reason(self, choice: int, finish: FinishReason) -> str:
-        return "tool_calls" if self._counts[choice] and finish == "stop" else finish
+        return "tool_calls" if choice in self._called and finish == "stop" else finish
 
     def _logprobs(self, entries: Logprobs) -> Json | None:
         return {"content": entries.to_json(), "refusal": None} if self._with_logprobs else None

@@ -60,8 +60,12 @@ class ResponseFormat(ABC):
 
     media_type = "text/event-stream"
 
-    def begin(self) -> list[bytes]:
+    def begin(self, prompt_tokens: int) -> list[bytes]:  # noqa: ARG002
         """Returns what precedes any output."""
+        return []
+
+    def idle(self) -> list[bytes]:
+        """Returns what tells a client of a stream that nothing is new, but the connection is in order."""
         return []
 
     @abstractmethod

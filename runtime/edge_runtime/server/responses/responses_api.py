@@ -10,10 +10,11 @@ from typing import Any
 from edge_runtime.server.engine.jobs import Finished, Output
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.json_text import values_of
+from edge_runtime.server.requests.responses_api import namespaces
 from edge_runtime.server.responses.response_format import ChatLogprobs, ChoiceAnswer, Json, Logprobs, ResponseFormat, server_sent
 from edge_runtime.server.responses.usage import responses_usage, timings
 from edge_runtime.text.channels import Event, Text, Thought
-from edge_runtime.text.tool_calls import ToolCall
+from edge_runtime.text.tool_calls import CallPiece, ToolCall
 
 # Fields of the request that the response repeats, with their defaults.
 _REPEATED: Mapping[str, Any] = {
@@ -52,13 +53,14 @@ class ResponsesFormat(ResponseFormat):
             "output": [],
             "usage": None,
         }
+        self._namespaces = namespaces(body)
         self._number = 0
         self._open: Json | None = None
         self._text = ""
         self._logprobs = ChatLogprobs()
         self._streams = True
 
-    def begin(self) -> list[bytes]:
+    def begin(self, prompt_tokens: int) -> list[bytes]:  # noqa: ARG002
         return [self._event("response.created", response=self._response), self._event("response.in_progress", response=self._response)]
 
     def output(self, choice: int, output: Output) -> list[bytes]:  # noqa: ARG002
@@ -97,8 +99,13 @@ class ResponsesFormat(ResponseFormat):
         return pieces
 
     def _add(self, event: Event, logprobs: ChatLogprobs) -> list[bytes]:
+        if isinstance(event, CallPiece):
+            begun = [] if event.name is None else self._begin_call(event.name)
+            return [*begun, *self._add_arguments(event.arguments)]
         if isinstance(event, ToolCall):
-            return [*self._close(), *self._call(event, event.arguments_json or "")]
+            begun = self._begin_call(event.name) if event.unsent is None else []
+            rest = event.arguments_json if event.unsent is None else event.unsent
+            return [*begun, *self._add_arguments(rest or ""), *self._close_call("completed" if event.partial is None else "incomplete")]
         kind = "reasoning" if isinstance(event, Thought) else "message"
         begun = self._begin(kind)
         assert self._open is not None
@@ -128,6 +135,8 @@ class ResponsesFormat(ResponseFormat):
         """Closes the open item; its text is complete."""
         if (item := self._open) is None:
             return []
+        if item["type"] == "function_call":
+            return self._close_call("incomplete")  # what began as a call was none
         part, place = self._part(), self._place()
         logprobs = {} if item["type"] == "reasoning" else {"logprobs": part["logprobs"]}
         item |= {"status": status, "content": [part]}
@@ -150,25 +159,38 @@ class ResponsesFormat(ResponseFormat):
             return {"type": "reasoning_text", "text": self._text}
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs.to_json()}
 
-    def _call(self, call: ToolCall, arguments: str) -> list[bytes]:
-        item = {
+    def _begin_call(self, name: str | None) -> list[bytes]:
+        """Opens the item of a call."""
+        closed, self._text = self._close(), ""
+        self._open = {
             "id": f"fc_{secrets.token_hex(12)}",
             "type": "function_call",
             "status": "in_progress",
             "call_id": f"call_{secrets.token_hex(8)}",
-            "name": call.name,
+            "name": name,
             "arguments": "",
+            **({"namespace": self._namespaces[name]} if name in self._namespaces else {}),
         }
-        index, place = self._index, {"item_id": item["id"], "output_index": self._index}
-        added = self._event("response.output_item.added", output_index=index, item=item)
-        item |= {"status": "completed" if call.partial is None else "incomplete", "arguments": arguments}
-        self._response["output"].append(item)
-        return [
-            added,
-            self._event("response.function_call_arguments.delta", **place, delta=arguments),
-            self._event("response.function_call_arguments.done", **place, name=call.name, arguments=arguments),
-            self._event("response.output_item.done", output_index=index, item=item),
+        return [*closed, self._event("response.output_item.added", output_index=self._index, item=self._open)]
+
+    def _add_arguments(self, arguments: str) -> list[bytes]:
+        assert self._open is not None
+        self._text += arguments
+        place = {"item_id": self._open["id"], "output_index": self._index}
+        return [self._event("response.function_call_arguments.delta", **place, delta=arguments)] if arguments else []
+
+    def _close_call(self, status: str) -> list[bytes]:
+        item = self._open
+        assert item is not None
+        place = {"item_id": item["id"], "output_index": self._index}
+        item |= {"status": status, "arguments": self._text}
+        events = [
+            self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=self._text),
+            self._event("response.output_item.done", output_index=self._index, item=item),
         ]
+        self._response["output"].append(item)
+        self._open = None
+        return events
 
     @property
     def _index(self) -> int:

@@ -118,6 +118,18 @@ def responses_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy |
     return counts | _additions(stats, energy)
 
 
+def messages_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy | None = None) -> Json:
+    """Returns the `usage` object of /v1/messages, in which what was cached is not among the input tokens."""
+    counts = {
+        "input_tokens": stats.prompt_tokens - stats.reused_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": stats.reused_tokens,
+        "output_tokens": stats.tokens,
+        "output_tokens_details": {"thinking_tokens": thought_tokens},
+    }
+    return counts | _additions(stats, energy)
+
+
 def energy_usage(energy: RunEnergy) -> Json:
     """Returns a request's energy: the machine's joules while it ran, idle power and other load included.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +75,33 @@ def test_a_row_has_the_same_bits_in_every_batch_and_on_any_number_of_threads(any
     for batch in batches:
         assert np.array_equal(batch, all_rows[: len(batch)]), len(batch)
     assert np.array_equal(logits(any_target, (13,), kernels=True, threads=1)[0], all_rows)
+
+
+def mapped_bytes(path: Path) -> int:
+    """How much of a file lies in this process's memory, by its mappings."""
+    inside, total = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            inside = words[-1] == str(path.resolve())
+        elif inside and words[0] == "Rss:":
+            total += int(words[1]) * 1024
+    return total
+
+
+@built
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux's pages are given back")
+@pytest.mark.parametrize("quantization", ["q4_0", "q4_k_m"])
+def test_the_files_pages_do_not_stay_beside_the_packed_weights(quantization: str) -> None:
+    pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+    path = next(shipped_bundle(target_quantization=quantization).glob("target-*.gguf"))
+    kept = []
+    for kernels in (False, True):
+        ggml.switch(kernels)
+        with LlamaTarget(path, LlamaOptions(context=64, threads=2, draft=False, use_extra_bufts=kernels)) as target:
+            target.prefill([50, 51, 52])
+            kept.append(mapped_bytes(path))
+    assert kept[1] < kept[0] / 3, kept
 
 
 @built

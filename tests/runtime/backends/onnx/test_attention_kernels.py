@@ -23,8 +23,8 @@ INPUTS = {
     "q": (TensorProto.FLOAT, [1, "t", HEADS * DIM]),
     "k": (TensorProto.FLOAT, [1, "w", KV_HEADS * DIM]),
     "v": (TensorProto.FLOAT, [1, "w", KV_HEADS * DIM]),
-    "keys": (TensorProto.FLOAT, [1, KV_HEADS, CAPACITY, DIM]),
-    "values": (TensorProto.FLOAT, [1, KV_HEADS, CAPACITY, DIM]),
+    "keys": (TensorProto.FLOAT, [1, KV_HEADS, "n", DIM]),
+    "values": (TensorProto.FLOAT, [1, KV_HEADS, "n", DIM]),
     "last": (TensorProto.INT32, [1]),
     "rows": (TensorProto.INT32, []),
     "cosine": (TensorProto.FLOAT, ["c", DIM // 2]),
@@ -55,12 +55,12 @@ def session(graph: bytes) -> Any:
     return ort.InferenceSession(graph, options)
 
 
-def drawn(past: int, tokens: int, *, writes: bool = True) -> Arrays:
-    """Inputs of `tokens` rows behind `past` ones; a fewer number of tokens gets the first ones' rows."""
+def drawn(past: int, tokens: int, *, writes: bool = True, capacity: int = CAPACITY, most: int = 60) -> Arrays:
+    """Inputs of `tokens` rows behind `past` ones; a fewer number of tokens gets the rows of the first of `most`."""
     random = np.random.default_rng(past)
-    angles = np.outer(np.arange(400), 1 / 10 ** np.linspace(0, 3, DIM // 2))
-    held = random.standard_normal((2, 1, KV_HEADS, CAPACITY, DIM)).astype(np.float32)
-    rows = random.standard_normal((3, 1, 60, HEADS * DIM)).astype(np.float32)
+    angles = np.outer(np.arange(capacity + 80), 1 / 10 ** np.linspace(0, 3, DIM // 2))
+    held = random.standard_normal((2, 1, KV_HEADS, capacity, DIM)).astype(np.float32)
+    rows = random.standard_normal((3, 1, most, HEADS * DIM)).astype(np.float32)
     return {
         "q": rows[0, :, :tokens],
         "k": rows[1, :, : tokens * writes, : KV_HEADS * DIM],
@@ -96,6 +96,17 @@ def test_a_rows_attention_has_the_same_bits_in_every_batch_and_on_every_variant(
     for few in actual:
         for (past, tokens), rows in few.items():
             assert np.array_equal(rows, actual[0][past, 60][:tokens]), (past, tokens)
+
+
+def test_rows_behind_a_long_context_have_the_bits_of_a_prompts() -> None:
+    """There, spans are attended to in turns for few rows, and each group of queries by one thread for many."""
+    past, most = 16_000, 600
+    stock, ours = (session(model(-1, writes=True, stock=stock)) for stock in (True, False))
+    rows = {n: ours.run(["y"], drawn(past, n, capacity=past + most, most=most))[0][0] for n in (1, 8, 60, most)}
+    for tokens, few in rows.items():
+        assert np.array_equal(few, rows[most][:tokens]), tokens
+    expected = stock.run(["y"], drawn(past, 8, capacity=past + most, most=most))[0][0]
+    np.testing.assert_allclose(rows[8], expected, atol=2e-5)
 
 
 def test_a_reader_takes_no_queries_at_all() -> None:

@@ -65,8 +65,9 @@ EDGE_EXPORT int edge_rows_attend_cells(const char* name, const float* queries, c
     const CellType kind = static_cast<CellType>(type);
     const int64_t block = values_of_block(kind);
     if (!fits(key_dim) || !fits(value_dim) || key_dim % block || value_dim % block) return 1;
-    void* memory = aligned_alloc(kLine, CellMemory(cells, key_dim, value_dim, nullptr).bytes);
+    void* memory = aligned_alloc(kLine, CellMemory(cells, key_dim, value_dim, at_once, nullptr).size(1));
     if (!memory) return 1;
+    const CellMemory parts(cells, key_dim, value_dim, at_once, memory);
     const auto row_bytes = [&](int64_t dim) { return static_cast<size_t>(dim / block) * bytes_of_block(kind); };
     CellAttention a = {{kind, keys, row_bytes(key_dim), key_dim}, {kind, values, row_bytes(value_dim), value_dim}, cells, 1, 0, {}, {}, {}};
     for (int64_t query = 0; query < rows * heads; query++) {
@@ -74,7 +75,7 @@ EDGE_EXPORT int edge_rows_attend_cells(const char* name, const float* queries, c
         a.mask[a.queries] = mask + query / heads * cells;
         a.out[a.queries++] = out + query * value_dim;
         if (a.queries < at_once && query + 1 < rows * heads) continue;
-        variant->attend_cells(a, memory);
+        variant->attend_cells(a, parts, {0, 1, nullptr, nullptr});
         a.queries = 0;
     }
     free(memory);

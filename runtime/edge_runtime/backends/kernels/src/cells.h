@@ -2,8 +2,11 @@
 // cells that its mask admits.
 //
 // Its numbers depend on which rows those are, not on where they lie, nor on what lies between them: the greatest score is the same in every
-// order, and weighted values are rounded to multiples of kUnit, one by one, and added up as integers. That is exact, so any order, batch,
-// division among threads and instruction set has the same sum. Units are fine enough for float32: a weight is at most 1.
+// order, and sums are exact. That of the shares rounds each of them to multiples of kShareUnit and counts these. That of the values is a double
+// which begins with kAnchor: its steps are 2^-38, and each weighted value is rounded to them as it is added. Rounding would depend on the sum so far
+// only where a product lies in the middle between two steps, which none does: shares are odd multiples of kShareStep, and the values' lowest
+// bits are at most 2^12, so that the lowest bit of a product is below the middle's. So any order, batch, division among threads and instruction
+// set has the same sum. Shares add up to at most 1: no sum leaves the range of these steps, and they are fine enough for float32.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -12,11 +15,12 @@
 
 namespace edge {
 
-constexpr double kUnit = 0x1p-34;
-// A double this large has steps of kUnit: what is added to it is rounded to them, and its bits count them.
-constexpr double kAnchor = 0x1.8p52 * kUnit;
-// A larger value counts as no number, so that sums of 2^17 of them fit 64 bits. Gemma 4 normalizes values: none exceeds the square root of
-// their number, 23.
+constexpr double kShareUnit = 0x1p-34;
+// A double this large has steps of kShareUnit: what is added to it is rounded to them, and its bits count them.
+constexpr double kShareAnchor = 0x1.8p52 * kShareUnit;
+constexpr double kAnchor = 0x1.8p52 * 0x1p-38;
+constexpr double kShareStep = 0x1p-52;
+// A larger value counts as no number. Gemma 4 normalizes values: none exceeds the square root of their number, 23.
 constexpr float kGreatestValue = 4096;
 constexpr int64_t kCellsAtOnce = 32;
 
@@ -37,7 +41,7 @@ struct CellAttention {
     Cells keys, values;
     int64_t cells;
     float scale;  // of scores
-    int64_t queries;  // at most kMaxQueries
+    int64_t queries;  // at most kMaxQueries, and those of the memory
     const float* query[kMaxQueries];  // [keys.dim]
     const uint16_t* mask[kMaxQueries];  // float16 [cells], added to scaled scores; minus infinity leaves a cell out
     float* out[kMaxQueries];  // [values.dim]; zeros where no cell is admitted
@@ -45,30 +49,56 @@ struct CellAttention {
 
 inline int64_t whole(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
-// What the kernel needs beside: memory for one thread, from a line on.
-struct CellMemory {
-    float *queries, *rows, *scores, *tile;  // rows: some keys, then some values
-    double* shares;
-    uint64_t* sums;
-    int32_t *list, *bad;
-    size_t bytes;
+// The threads that attend together; `wait` returns when all of them have called it.
+struct Team {
+    int64_t thread, threads;
+    void (*wait)(void*);
+    void* pool;
 
-    CellMemory(int64_t cells, int64_t key_dim, int64_t value_dim, void* memory) : bytes(0) {
-        char* const begin = static_cast<char*>(memory);
-        const auto take = [&]<class Type>(Type*& to, int64_t count) {
-            to = begin ? reinterpret_cast<Type*>(begin + bytes) : nullptr;
-            bytes += static_cast<size_t>(whole(count * static_cast<int64_t>(sizeof(Type)), kLine));
-        };
-        const int64_t keys_wide = whole(key_dim, kTile), values_wide = whole(value_dim, kTile);
-        take(queries, kMaxQueries * keys_wide);
-        take(rows, kCellsAtOnce * (keys_wide > values_wide ? keys_wide : values_wide));
-        take(scores, kMaxQueries * whole(cells, kTile));
-        take(tile, kMaxQueries * kSpan);
-        take(shares, kMaxQueries * kCellsAtOnce);
-        take(sums, kMaxQueries * values_wide);
-        take(list, cells);
-        take(bad, cells);
+    void meet() const {
+        if (threads > 1) wait(pool);
     }
+    // The first of `count` parts that thread number `of` takes; the next one's first ends them.
+    int64_t first(int64_t count, int64_t of) const { return count * of / threads; }
+};
+
+constexpr int64_t kDimsAtOnce = 32;  // of values: a thread takes whole blocks of them
+
+// What the kernel needs beside: memory from a line on, of which `bytes` are common to all threads, and `own` more belong to each.
+struct CellMemory {
+    // scores [queries, stride], what shares add up to [queries], and for each of the cells whether its values are no numbers, and whether any are.
+    float* scores;
+    int64_t* totals;
+    uint8_t* bad;
+    int32_t* any_bad;
+    int64_t stride;
+    struct Own {
+        float *rows, *tile;  // some keys, and their scores
+        double *values, *shares, *sums;
+        int32_t* list;
+    } first;
+    size_t bytes = 0, own = 0;
+
+    CellMemory(int64_t cells, int64_t key_dim, int64_t value_dim, int64_t queries, void* memory) {
+        char* const begin = static_cast<char*>(memory);
+        size_t used = 0;
+        const auto take = [&]<class Type>(Type*& to, int64_t count) {
+            to = begin ? reinterpret_cast<Type*>(begin + used) : nullptr;
+            used += static_cast<size_t>(whole(count * static_cast<int64_t>(sizeof(Type)), kLine));
+        };
+        const int64_t near = near_keys(key_dim), wide = whole(value_dim, kDimsAtOnce);
+        stride = (whole(cells, kCellsAtOnce) / kTile | 1) * kTile;  // an odd number of lines: rows of scores lie in different sets of a cache
+        take(scores, queries * stride), take(totals, queries), take(bad, cells), take(any_bad, 1);
+        bytes = used;
+        take(first.rows, near * whole(key_dim, kTile)), take(first.tile, queries * near), take(first.values, kCellsAtOnce * wide);
+        take(first.shares, queries * kCellsAtOnce), take(first.sums, queries * wide), take(first.list, cells);
+        own = used - bytes;
+    }
+    Own of(int64_t thread) const {
+        const auto moved = [&]<class Type>(Type* from) { return reinterpret_cast<Type*>(reinterpret_cast<char*>(from) + static_cast<size_t>(thread) * own); };
+        return {moved(first.rows), moved(first.tile), moved(first.values), moved(first.shares), moved(first.sums), moved(first.list)};
+    }
+    size_t size(int64_t threads) const { return bytes + own * static_cast<size_t>(threads); }
 };
 
 }  // namespace edge

@@ -134,8 +134,16 @@ using RoundRow = void (*)(const float* values, const PackedMatrix&, int64_t firs
 // window, at most `window` rows back.
 // Sums run over spans of kSpan positions, which are merged in order: a query's numbers depend on its position and on what it attends to, on
 // nothing else in its batch.
-constexpr int64_t kSpan = 128;
-constexpr int64_t kMaxQueries = 16;  // of one call
+constexpr int64_t kSpan = 256;
+constexpr int64_t kMaxQueries = 64;  // of one call
+
+// How many keys of this width stay in the nearest cache while all queries of a call pass: a multiple of 4.
+constexpr int64_t kMaxNearKeys = 64;
+constexpr int64_t near_keys(int64_t dim) {
+    constexpr int64_t kFloats = 4096, kFew = 4;
+    const int64_t keys = kFloats / dim / kFew * kFew;
+    return keys < kFew ? kFew : keys < kMaxNearKeys ? keys : kMaxNearKeys;
+}
 
 struct Attention {
     const float *queries, *past_keys, *past_values, *new_keys, *new_values;
@@ -146,8 +154,8 @@ struct Attention {
     int64_t begin(int64_t query) const { return window && end(query) - window > origin ? end(query) - window : origin; }
     int64_t first_span(int64_t query) const { return begin(query) / kSpan; }
     int64_t last_span(int64_t query) const { return (end(query) - 1) / kSpan; }
-    // Floats of a query's state: the weighted sum of values, the greatest score, the sum of weights.
-    int64_t state() const { return dim + 2; }
+    // Floats of a query's state: the weighted sum of values, the greatest score, the sum of weights, and room up to whole lines.
+    int64_t state() const { return (dim + 2 + kTile - 1) / kTile * kTile; }
     // What a query's last state says: the weighted mean of values [dim].
     void result(const float* state, float* out) const {
         for (int64_t i = 0; i < dim; i++) out[i] = state[i] / state[dim + 1];
@@ -172,6 +180,8 @@ struct Attend {
 };
 
 struct CellAttention;  // cells.h
+struct CellMemory;
+struct Team;
 struct DraftSteps;     // draft/steps.h
 
 // Rows of floats times the transposed matrix [outputs, inputs] of float weights, which stay as they are: out[row * stride + output]. A sum runs
@@ -194,7 +204,8 @@ struct Variant {
     MultiplyTiles multiply;
     RoundRow round;
     Attend attend;
-    void (*attend_cells)(const CellAttention&, void* memory);
+    // In all threads of a team, each of which calls it with the same attention and memory.
+    void (*attend_cells)(const CellAttention&, const CellMemory&, const Team&);
     // out = gelu(gates) * values, and out = tanh(values), of `count` values each.
     void (*gate)(const float* gates, const float* values, float* out, int64_t count);
     void (*tanh)(const float* values, float* out, int64_t count);

@@ -203,11 +203,11 @@ void scale(float* values, const float* scales, int64_t count) {
 
 // The queries' states lie in front of those of the spans that are attended to next, of which each has room for as many more.
 void DraftModel::attend_rows(const VisibleRows& rows, const float* queries, int64_t count) const {
-    const int64_t of_span = count * (rows.dim + 2), spans = (rows.count + kSpan - 1) / kSpan;
+    const int64_t of_span = count * (rows.dim + 2), spans = (rows.count + kDraftSpan - 1) / kDraftSpan;
     for (int64_t done = 0; done < spans; done += kSpansAtOnce) {
         const int64_t now = spans - done < kSpansAtOnce ? spans - done : kSpansAtOnce;
         each_piece(helper, now, [&](int64_t piece) {
-            const int64_t first = (done + piece) * kSpan, last = first + kSpan;
+            const int64_t first = (done + piece) * kDraftSpan, last = first + kDraftSpan;
             float* states = at.states + (piece + (done != 0)) * of_span;
             variant.draft->attend(rows, queries, count, first, last < rows.count ? last : rows.count, states);
         });

@@ -22,6 +22,7 @@ struct VisibleRows {
 };
 
 constexpr int64_t kDraftQueries = 4;  // of one call
+constexpr int64_t kDraftSpan = 128;   // rows whose sums are merged in order
 
 struct DraftSteps {
     // out = x * weight / sqrt(mean(x^2) + epsilon); `out` may be x.

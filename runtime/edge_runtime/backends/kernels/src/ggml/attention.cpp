@@ -27,22 +27,6 @@ const char* at(const Tensor& t, int64_t second, int64_t third, int64_t fourth) {
            static_cast<size_t>(fourth) * t.nb[3];
 }
 
-// Queries of one K/V head: `group` heads of each of `rows` rows, cut into pieces of about the same size for the threads.
-struct Pieces {
-    int64_t rows, group, heads, streams, each, of_head;
-
-    Pieces(const Tensor& op, int threads) {
-        const Tensor &queries = *op.src[0], &keys = *op.src[1];
-        rows = queries.ne[1], heads = keys.ne[2], streams = keys.ne[3], group = queries.ne[2] / heads;
-        const int64_t all = rows * group;
-        of_head = (all + kMaxQueries - 1) / kMaxQueries;
-        if (heads * streams % threads) of_head = whole(of_head, threads);
-        each = (all + of_head - 1) / of_head;
-        of_head = (all + each - 1) / each;
-    }
-    int64_t count() const { return of_head * heads * streams; }
-};
-
 Cells cells_of(const Tensor& t, int64_t head, int64_t stream) { return {type_of(t), at(t, 0, head, stream), t.nb[1], t.ne[0]}; }
 
 const uint16_t* mask_of(const Tensor& mask, int64_t row, int64_t head, int64_t stream) {
@@ -62,27 +46,39 @@ bool overlap(const uint16_t* one, const uint16_t* other, int64_t cells) {
     return false;
 }
 
-void attend_piece(const Variant& variant, const Tensor& op, const Pieces& pieces, int64_t number, void* memory) {
+// The queries of one K/V head: `group` heads of each row.
+struct Queries {
+    int64_t rows, group, all, most;  // `most` of them are attended from at once
+
+    explicit Queries(const Tensor& op) : rows(op.src[0]->ne[1]), group(op.src[0]->ne[2] / op.src[1]->ne[2]), all(rows * group) {
+        const int64_t calls = (all + kMaxQueries - 1) / kMaxQueries;
+        most = (all + calls - 1) / calls;
+    }
+};
+
+void attend_head(const Variant& variant, const Tensor& op, int64_t head, int64_t stream, const CellMemory& memory, const Team& team) {
     const Tensor &queries = *op.src[0], &keys = *op.src[1], &values = *op.src[2], &masks = *op.src[3];
-    const int64_t head = number / pieces.of_head % pieces.heads, stream = number / pieces.of_head / pieces.heads;
-    const int64_t first = number % pieces.of_head * pieces.each, all = pieces.rows * pieces.group;
+    const Queries count(op);
     CellAttention a = {cells_of(keys, head, stream), cells_of(values, head, stream), keys.ne[1], parameter(op, 0), 0, {}, {}, {}};
-    for (int64_t query = first; query < first + pieces.each && query < all; query++) {
-        const int64_t row = query / pieces.group, of_query = head * pieces.group + query % pieces.group;
+    const auto run = [&] {
+        if (a.queries) variant.attend_cells(a, memory, team);
+        a.queries = 0;
+    };
+    for (int64_t query = 0; query < count.all; query++) {
+        const int64_t row = query / count.group, of_query = head * count.group + query % count.group;
         const uint16_t* mask = mask_of(masks, row, of_query, stream);
-        if (a.queries && mask != a.mask[a.queries - 1] && !overlap(mask, a.mask[a.queries - 1], a.cells)) {
-            variant.attend_cells(a, memory);
-            a.queries = 0;
-        }
+        if (a.queries == count.most || (a.queries && mask != a.mask[a.queries - 1] && !overlap(mask, a.mask[a.queries - 1], a.cells))) run();
         a.query[a.queries] = reinterpret_cast<const float*>(at(queries, row, of_query, stream));
         a.mask[a.queries] = mask;
         a.out[a.queries++] = reinterpret_cast<float*>(static_cast<char*>(op.data) + static_cast<size_t>(stream) * op.nb[3] +
                                                       static_cast<size_t>(row) * op.nb[2] + static_cast<size_t>(of_query) * op.nb[1]);
     }
-    if (a.queries) variant.attend_cells(a, memory);
+    run();
 }
 
-size_t memory_of_thread(const Tensor& op) { return CellMemory(op.src[1]->ne[1], op.src[1]->ne[0], op.src[2]->ne[0], nullptr).bytes; }
+CellMemory memory_of(const Tensor& op, void* memory) {
+    return CellMemory(op.src[1]->ne[1], op.src[1]->ne[0], op.src[2]->ne[0], Queries(op).most, memory);
+}
 
 }  // namespace
 
@@ -99,20 +95,23 @@ bool attends(const Tensor& op) {
            op.ne[1] == q.ne[2] && op.ne[2] == q.ne[1] && op.ne[3] == q.ne[3];
 }
 
-size_t attention_memory(const Tensor& op, int threads) { return memory_of_thread(op) * static_cast<size_t>(threads) + kLine; }
+size_t attention_memory(const Tensor& op, int threads) { return memory_of(op, nullptr).size(threads) + kLine; }
 
 bool attend(const Functions& ggml, const Variant& variant, const Work& work, const Tensor& op) {
     if (work.size < attention_memory(op, work.threads)) return false;
     const uintptr_t start = (reinterpret_cast<uintptr_t>(work.memory) + kLine - 1) / kLine * kLine;
-    void* memory = reinterpret_cast<void*>(start + memory_of_thread(op) * static_cast<size_t>(work.thread));
-    const Pieces pieces(op, work.threads);
-    const bool shared = pieces.count() > work.threads;  // otherwise a thread has one piece or none, and waits for nobody
-    if (shared) {
-        if (work.thread == 0) ggml.set_chunk(work.pool, work.threads);
-        ggml.barrier(work.pool);
-    }
-    for (int64_t piece = work.thread; piece < pieces.count(); piece = shared ? ggml.add_chunk(work.pool, 1) : pieces.count())
-        attend_piece(variant, op, pieces, piece, memory);
+    const CellMemory memory = memory_of(op, reinterpret_cast<void*>(start));
+    struct Pool {
+        void (*barrier)(Threadpool*);
+        Threadpool* pool;
+    } pool = {ggml.barrier, work.pool};
+    const auto wait = [](void* data) {
+        const Pool& all = *static_cast<Pool*>(data);
+        all.barrier(all.pool);
+    };
+    const Team team = {work.thread, work.threads, wait, &pool};
+    for (int64_t stream = 0; stream < op.src[1]->ne[3]; stream++)
+        for (int64_t head = 0; head < op.src[1]->ne[2]; head++) attend_head(variant, op, head, stream, memory, team);
     return true;
 }
 

@@ -10,6 +10,7 @@
 #include "multiply.h"
 #include "pack.h"
 #include "read_rows.h"
+#include "source_pages.h"
 #include "visible_cells.h"
 #include "weights.h"
 
@@ -33,6 +34,7 @@ void set_tensor(Buffer* buffer, Tensor* tensor, const void* data, size_t offset,
         abort();
     }
     pack_weights(*tensor, data, tensor->data);
+    give_back_file(data, size);  // nobody reads it again, unless another tensor is the same bytes
 }
 
 const char* type_name(BufferType*) { return "EDGE_MTP"; }

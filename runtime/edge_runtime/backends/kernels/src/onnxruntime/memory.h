@@ -11,7 +11,7 @@ namespace {
 // What calls used before, for the next ones of any thread: threads come and go, so none of them keeps memory. Beyond these places and
 // this size memory is given back after use.
 constexpr int kPlaces = 8;
-constexpr size_t kMaxKeptBytes = size_t{1} << 20;
+constexpr size_t kMaxKeptBytes = size_t{5} << 19;
 size_t* kept[kPlaces];  // blocks that begin with their size, in a line of its own
 
 // `bytes` bytes from the beginning of a line on, or null.

@@ -1,12 +1,10 @@
 #include "onnxruntime/product.h"
 
-#include <errno.h>
 #include <stdlib.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "pack.h"
 #include "pieces.h"
+#include "source_pages.h"
 
 namespace edge::ort {
 namespace {
@@ -31,31 +29,6 @@ Status* constant_of(Table api, const KernelInfo* info, size_t index, size_t want
     EDGE_TRY(tensor_data(api, const_cast<Value*>(value), &data));
     *out = data;
     return nullptr;
-}
-
-#if defined(__linux__) && defined(MADV_PAGEOUT) && defined(MADV_WIPEONFORK)
-// Whether these pages come from a file, whole as it is: only private memory without a file can be wiped when a process forks.
-bool are_of_a_file(void* begin, size_t bytes) {
-    if (madvise(begin, bytes, MADV_COLD)) return false;  // a kernel that may not know the next word
-    if (madvise(begin, bytes, MADV_WIPEONFORK)) return errno == EINVAL;
-    madvise(begin, bytes, MADV_KEEPONFORK);
-    return false;
-}
-#endif
-
-// The packed form replaces these bytes. They stay readable: the embedding, which is the head too, is looked up in them. A file's are let go
-// by this process alone: paged out, they would leave the system's cache too, and the next start would wait for the disk.
-void give_back(const void* data, size_t bytes) {
-#if defined(__linux__) && defined(MADV_PAGEOUT) && defined(MADV_WIPEONFORK)
-    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-    const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) & ~(page - 1);
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(page - 1);
-    if (begin >= end) return;
-    void* memory = reinterpret_cast<void*>(begin);
-    madvise(memory, end - begin, are_of_a_file(memory, end - begin) ? MADV_DONTNEED : MADV_PAGEOUT);
-#else
-    (void)data, (void)bytes;
-#endif
 }
 
 // Rounds some blocks of all rows.
@@ -103,7 +76,7 @@ Status* create_weights(Table api, const KernelInfo* info, const WeightNames& nam
     weights = {api, chosen_variant(), {}};
     if (!weights.variant || !pack(weights.matrix, outputs, inputs, static_cast<int>(bits), static_cast<int>(block), static_cast<const uint8_t*>(levels), static_cast<const float*>(scales), static_scale))
         return failed(api, "out of memory, no kernel for this processor, or more than a scale for each output");
-    give_back(levels, bytes);
+    give_back(levels, bytes);  // the embedding, which is the head too, is still looked up in them
     return nullptr;
 }
 

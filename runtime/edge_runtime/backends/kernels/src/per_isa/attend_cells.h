@@ -2,6 +2,7 @@
 #pragma once
 #include "cells.h"
 #include "per_isa/attend.h"
+#include "per_isa/stored_rows.h"
 
 namespace edge {
 namespace {
@@ -9,60 +10,37 @@ namespace {
 using Doubles8 = double __attribute__((ext_vector_type(8)));
 using Counts8 = uint64_t __attribute__((ext_vector_type(8)));
 using Signed8 = int64_t __attribute__((ext_vector_type(8)));
-using Halves16 = _Float16 __attribute__((ext_vector_type(16)));
-using Bytes16 = int8_t __attribute__((ext_vector_type(16)));
-using Raw16 = uint8_t __attribute__((ext_vector_type(16)));
+using Words32 = uint16_t __attribute__((ext_vector_type(32)));
+constexpr uint16_t kGreatestHalf = 0x6c00;  // the bits of kGreatestValue in float16: those of greater ones, and of what is no number, are greater
 
-template <class Vector, class From>
-Vector load_as(const From* from) {
-    Vector value;
-    __builtin_memcpy(&value, from, sizeof value);
-    return value;
-}
+// Queries and registers of doubles whose sums are added up at once, and queries for which float16 values are read where they lie.
+#if defined(__AVX512F__)
+constexpr int kCellQueries = 8, kFewCellQueries = 8, kCellVectors = 2;
+#elif defined(__AVX2__)
+constexpr int kCellQueries = 6, kFewCellQueries = 4, kCellVectors = 2;
+#else
+constexpr int kCellQueries = 6, kFewCellQueries = 4, kCellVectors = 4;
+#endif
+constexpr int64_t kMostFew = 8;
+constexpr int kDoubles = kWidth / 2;
+constexpr int64_t kCellPanel = kCellVectors * kDoubles;  // values that are added up at once
+using Doubles = double __attribute__((ext_vector_type(kDoubles)));
+static_assert(kDimsAtOnce % kCellPanel == 0 && kCellPanel % 8 == 0);
 
-float half_at(const char* from) {
-    _Float16 value;
-    __builtin_memcpy(&value, from, sizeof value);
-    return static_cast<float>(value);
-}
-
-// A row as floats, with zeros up to a multiple of 16.
-void load_row(const Cells& c, int64_t cell, float* to) {
-    constexpr int64_t kBlock = values_of_block(CellType::kQ8);
-    const char* from = c.data + static_cast<size_t>(cell) * c.step;
-    if (c.type == CellType::kHalf) {
-        int64_t at = 0;
-        for (; at + kLanes <= c.dim; at += kLanes) store16(to + at, __builtin_convertvector(load_as<Halves16>(from + at * 2), Floats16));
-        if (at == c.dim) return;
-        Halves16 last = 0;
-        __builtin_memcpy(&last, from + at * 2, static_cast<size_t>(c.dim - at) * 2);
-        store16(to + at, __builtin_convertvector(last, Floats16));
-    } else if (c.type == CellType::kQ8) {
-        for (int64_t at = 0; at < c.dim; at += kBlock, from += bytes_of_block(c.type)) {
-            const float scale = half_at(from);
-            store16(to + at, __builtin_convertvector(load_as<Bytes16>(from + 2), Floats16) * scale);
-            store16(to + at + 16, __builtin_convertvector(load_as<Bytes16>(from + 18), Floats16) * scale);
-        }
-    } else {
-        for (int64_t at = 0; at < c.dim; at += kBlock, from += bytes_of_block(c.type)) {
-            const float scale = half_at(from);
-            const Raw16 raw = load_as<Raw16>(from + 2);
-            store16(to + at, (__builtin_convertvector(raw & 15, Floats16) - 8.0f) * scale);
-            store16(to + at + 16, (__builtin_convertvector(raw >> 4, Floats16) - 8.0f) * scale);
-        }
+// Calls `work` with the type of rows.
+template <class Work>
+void with_type(CellType type, Work work) {
+    switch (type) {
+        case CellType::kHalf: return work.template operator()<RowType::kHalf>();
+        case CellType::kQ8: return work.template operator()<RowType::kQ8>();
+        case CellType::kQ4: return work.template operator()<RowType::kQ4>();
     }
 }
 
-// Whether a row of values has something that is no number, or too large for a unit.
-bool is_bad(const float* row, int64_t dim) {
-    Ints16 good = -1;
-    for (int64_t at = 0; at < dim; at += kLanes) good &= __builtin_elementwise_abs(load16(row + at)) <= Floats16(kGreatestValue);
-    return __builtin_reduce_and(good) == 0;
-}
+inline const char* cell_at(const Cells& c, int64_t cell) { return c.data + static_cast<size_t>(cell) * c.step; }
 
-using Masks32 = uint16_t __attribute__((ext_vector_type(32)));
 constexpr uint16_t kLeftOut = 0xfc00;  // minus infinity
-static_assert(kCellsAtOnce == 32 && kCellsAtOnce <= kSpan);
+static_assert(kCellsAtOnce == 32);
 
 // The cells that any query of the call attends to.
 int64_t list_cells(const CellAttention& a, int32_t* list) {
@@ -72,9 +50,9 @@ int64_t list_cells(const CellAttention& a, int32_t* list) {
         if (!rows || masks[rows - 1] != a.mask[r]) masks[rows++] = a.mask[r];
     for (int64_t first = 0; first < a.cells; first += kCellsAtOnce) {
         const int64_t chunk = a.cells - first < kCellsAtOnce ? a.cells - first : kCellsAtOnce;
-        Masks32 any = 0;
+        Words32 any = 0;
         for (int64_t r = 0; r < rows; r++) {
-            Masks32 mask = kLeftOut;
+            Words32 mask = kLeftOut;
             __builtin_memcpy(&mask, masks[r] + first, static_cast<size_t>(chunk) * 2);
             any |= mask ^ kLeftOut;
         }
@@ -87,43 +65,73 @@ int64_t list_cells(const CellAttention& a, int32_t* list) {
     return count;
 }
 
-// The masks of some listed cells as floats; minus infinity behind them.
+// The masks of some listed cells as floats.
 void load_masks(const uint16_t* mask, const int32_t* list, int64_t count, float* to) {
-    for (int64_t j = 0; j < kCellsAtOnce; j++) to[j] = j < count ? static_cast<float>(__builtin_bit_cast(_Float16, mask[list[j]])) : -__builtin_inff();
+    for (int64_t j = 0; j < count; j++) to[j] = static_cast<float>(__builtin_bit_cast(_Float16, mask[list[j]]));
 }
 
-void score_cells(const CellAttention& a, const CellMemory& m, int64_t count, int64_t stride) {
+// Fetches part of some listed rows, `bytes` from `at` on, into the nearest cache ahead of their use: cells may lie anywhere, which a processor
+// does not guess.
+[[gnu::always_inline]] inline void fetch_rows(const Cells& c, const int32_t* list, int64_t count, int64_t at, int64_t bytes) {
+    for (int64_t k = 0; k < count; k++)
+        for (int64_t byte = at; byte < at + bytes; byte += kLine) __builtin_prefetch(cell_at(c, list[k]) + byte);
+}
+
+// Bytes of so many values of a row.
+inline int64_t bytes_of(const Cells& c, int64_t values) { return values / values_of_block(c.type) * static_cast<int64_t>(bytes_of_block(c.type)); }
+
+// Whether so few queries attend to rows of float16 that these are read where they lie, once for each block of queries.
+inline bool reads_in_place(const CellAttention& a, const Cells& c) { return a.queries <= kMostFew && c.type == CellType::kHalf && c.dim % kLanes == 0; }
+
+// The scores of some listed cells, to own.tile.
+void score_in_place(const CellAttention& a, const CellMemory::Own& own, int64_t first, int64_t count, int64_t near) {
+    const char* keys[kMaxNearKeys];
+    for (int64_t k = 0; k < whole(count, kScoreKeys); k++) keys[k] = cell_at(a.keys, own.list[first + (k < count ? k : count - 1)]);
+    for (int64_t k = 0; k < count; k += kScoreKeys)
+        each_block<kScoreQueries>(a.queries, [&]<int kQueries>(int64_t r) {
+            const auto load = [&](int key, int64_t at, auto...) __attribute__((always_inline)) { return load_values<RowType::kHalf, kWidth>(keys[k + key], at); };
+            score_block<kQueries>(a.query + r, a.keys.dim, own.tile + r * near + k, near, count - k < kScoreKeys ? count - k : kScoreKeys, load);
+        });
+}
+
+void score_copies(const CellAttention& a, const CellMemory::Own& own, int64_t first, int64_t count, int64_t near) {
     const int64_t dim = whole(a.keys.dim, kLanes);
-    for (int64_t r = 0; r < a.queries; r++) {
-        for (int64_t i = a.keys.dim; i < dim; i++) m.queries[r * dim + i] = 0;
-        __builtin_memcpy(m.queries + r * dim, a.query[r], static_cast<size_t>(a.keys.dim) * 4);
-    }
-    for (int64_t first = 0; first < count; first += kCellsAtOnce) {
-        const int64_t chunk = count - first < kCellsAtOnce ? count - first : kCellsAtOnce;
-        for (int64_t j = 0; j < chunk; j++) load_row(a.keys, m.list[first + j], m.rows + j * dim);
-        for (int64_t j = 0; j < chunk; j += kKeysAtOnce) {
-            const int64_t width = chunk - j < kKeysAtOnce ? chunk - j : kKeysAtOnce;
-            rows_at_once(a.queries, [&]<int kQueries>(int64_t r) {
-                score_keys<kQueries>(m.queries + r * dim, m.rows + j * dim, width, dim, m.tile + r * kSpan + j);
-            });
+    const float* keys[kMaxNearKeys];
+    with_type(a.keys.type, [&]<RowType kType>() {
+        for (int64_t k = 0; k < count; k++) {
+            const char* row = cell_at(a.keys, own.list[first + k]);
+            for (int64_t at = 0; at < dim; at += kLanes) store16(own.rows + k * dim + at, load_values<kType>(row, at, a.keys.dim));
         }
-        float masks[kCellsAtOnce];
+    });
+    for (int64_t k = 0; k < count; k++) keys[k] = own.rows + k * dim;
+    score_near(a.query, a.queries, keys, count, a.keys.dim, own.tile, near);
+}
+
+// The scores of the listed cells [first, last).
+void score_cells(const CellAttention& a, const CellMemory& m, const CellMemory::Own& own, int64_t first, int64_t last) {
+    const int64_t near = near_keys(a.keys.dim);
+    const auto score = reads_in_place(a, a.keys) ? score_in_place : score_copies;
+    float masks[kMaxNearKeys];
+    for (; first < last; first += near) {
+        const int64_t chunk = last - first < near ? last - first : near;
+        const int64_t next = last - first - chunk < near ? last - first - chunk : near;
+        fetch_rows(a.keys, own.list + first + chunk, next, 0, bytes_of(a.keys, a.keys.dim));
+        score(a, own, first, chunk, near);
         for (int64_t r = 0; r < a.queries; r++) {
-            if (!r || a.mask[r] != a.mask[r - 1]) load_masks(a.mask[r], m.list + first, chunk, masks);
-            for (int64_t j = 0; j < chunk; j += kLanes) {
-                const Floats16 mask = load16(masks + j), score = load16(m.tile + r * kSpan + j) * a.scale + mask;
-                store16(m.scores + r * stride + first + j, mask == -__builtin_inff() ? mask : score);
-            }
+            if (!r || a.mask[r] != a.mask[r - 1]) load_masks(a.mask[r], own.list + first, chunk, masks);
+            const float* tile = own.tile + r * near;
+            float* to = m.scores + r * m.stride + first;
+            for (int64_t k = 0; k < chunk; k++) to[k] = masks[k] == -__builtin_inff() ? masks[k] : tile[k] * a.scale + masks[k];
         }
     }
 }
 
 // The units in a number that was added to the anchor `times` times, as a count.
 Signed8 units(Counts8 sum, int64_t times) {
-    return __builtin_bit_cast(Signed8, sum - static_cast<uint64_t>(times) * __builtin_bit_cast(uint64_t, kAnchor));
+    return __builtin_bit_cast(Signed8, sum - static_cast<uint64_t>(times) * __builtin_bit_cast(uint64_t, kShareAnchor));
 }
 
-Counts8 counted(Doubles8 value, Doubles8 share) { return __builtin_bit_cast(Counts8, __builtin_elementwise_fma(value, share, Doubles8(kAnchor))); }
+Counts8 counted(Doubles8 share) { return __builtin_bit_cast(Counts8, share + kShareAnchor); }
 
 // Makes scores [stride] shares: e^(score - greatest). Returns their sum in units; 0 where no cell is admitted, less where a score is no number.
 // Shares of cells that are left out are e^-87, far less than half a unit of any value.
@@ -142,72 +150,187 @@ int64_t share_cells(float* scores, int64_t stride) {
     for (int64_t i = 0; i < stride; i += kLanes) {
         const Floats16 shares = exp16(load16(scores + i) - greatest);
         store16(scores + i, shares);
-        sum += counted(__builtin_convertvector(shares.lo, Doubles8), 1.0) + counted(__builtin_convertvector(shares.hi, Doubles8), 1.0);
+        sum += counted(__builtin_convertvector(shares.lo, Doubles8)) + counted(__builtin_convertvector(shares.hi, Doubles8));
     }
     return __builtin_reduce_add(units(sum, stride / 8));
 }
 
-// sums[r * stride + i] += share of query r in value j, for all j.
-template <int kQueries>
-void gather_cells(const double* shares, const float* values, int64_t count, int64_t stride, uint64_t* sums) {
-    for (int64_t at = 0; at < stride; at += 8) {
-        Counts8 sum[kQueries];
-        for (int r = 0; r < kQueries; r++) sum[r] = load_as<Counts8>(sums + r * stride + at);
-        for (int64_t j = 0; j < count; j++) {
-            const Doubles8 value = __builtin_convertvector(load_as<Floats8>(values + j * stride + at), Doubles8);
-            for (int r = 0; r < kQueries; r++) sum[r] += counted(value, Doubles8(shares[r * kCellsAtOnce + j]));
-        }
-        for (int r = 0; r < kQueries; r++) __builtin_memcpy(sums + r * stride + at, &sum[r], sizeof sum[r]);
+// The shares of some cells for one query, which are divided by a power of two: odd multiples of kShareStep.
+void odd_shares(const float* shares, double factor, double* to) {
+    constexpr double kTwoSteps = 0x1.8p52 * 2 * kShareStep;  // has steps of two kShareStep
+    for (int64_t j = 0; j < kCellsAtOnce; j += 8) {
+        const Doubles8 share = __builtin_convertvector(load_as<Floats8>(shares + j), Doubles8) * factor;
+        const Doubles8 odd = (share + kTwoSteps) - kTwoSteps + kShareStep;
+        __builtin_memcpy(to + j, &odd, sizeof odd);
     }
 }
 
-// Adds up all values; returns how many of the cells are bad, and puts them into the memory's list.
-int64_t gather_all(const CellAttention& a, const CellMemory& m, int64_t count, int64_t stride) {
-    const int64_t dim = whole(a.values.dim, kLanes);
-    int64_t bad = 0;
-    __builtin_memset(m.sums, 0, static_cast<size_t>(a.queries * dim) * sizeof *m.sums);
-    for (int64_t first = 0; first < count; first += kCellsAtOnce) {
-        const int64_t chunk = count - first < kCellsAtOnce ? count - first : kCellsAtOnce;
-        for (int64_t j = 0; j < chunk; j++) {
-            float* row = m.rows + j * dim;
-            load_row(a.values, m.list[first + j], row);
-            if (!is_bad(row, dim)) continue;
-            m.bad[bad++] = m.list[first + j];
-            __builtin_memset(row, 0, static_cast<size_t>(dim) * sizeof *row);
-        }
-        for (int64_t r = 0; r < a.queries; r++)
-            for (int64_t j = 0; j < chunk; j += 8) {
-                const Doubles8 shares = __builtin_convertvector(load_as<Floats8>(m.scores + r * stride + first + j), Doubles8);
-                __builtin_memcpy(m.shares + r * kCellsAtOnce + j, &shares, sizeof shares);
+// The least power of two that is not below what shares add up to.
+inline double power_above(int64_t units) {
+    double power = 1;
+    while (power < static_cast<double>(units) * kShareUnit) power *= 2;
+    return power;
+}
+
+// Reads the dims [first, last) of some listed cells as panels of doubles, [dims / kCellPanel, cells, kCellPanel]. Zeros stand for values that
+// are no numbers, and the cell is noted.
+template <RowType kType>
+void load_panels(const CellAttention& a, const CellMemory& m, const CellMemory::Own& own, int64_t cell, int64_t count, int64_t first, int64_t last) {
+    for (int64_t j = 0; j < count; j++) {
+        const char* row = cell_at(a.values, own.list[cell + j]);
+        Ints16 good = -1;
+        const auto each_eight = [&](auto store) {
+            for (int64_t at = first; at < last; at += kLanes) {
+                const Floats16 values = store(at);
+                for (int half = 0; half < 2; half++) {
+                    const int64_t dim = at - first + half * 8;
+                    const Doubles8 eight = __builtin_convertvector(half ? values.hi : values.lo, Doubles8);
+                    __builtin_memcpy(own.values + (dim / kCellPanel * kCellsAtOnce + j) * kCellPanel + dim % kCellPanel, &eight, sizeof eight);
+                }
             }
-        rows_at_once(a.queries, [&]<int kQueries>(int64_t r) {
-            gather_cells<kQueries>(m.shares + r * kCellsAtOnce, m.rows, chunk, dim, m.sums + r * dim);
+        };
+        each_eight([&](int64_t at) __attribute__((always_inline)) {
+            const Floats16 values = load_values<kType>(row, at, a.values.dim);
+            good &= __builtin_elementwise_abs(values) <= Floats16(kGreatestValue);
+            return values;
+        });
+        if (__builtin_reduce_and(good) != 0) continue;
+        each_eight([](int64_t) { return Floats16(0.0f); });
+        __atomic_store_n(m.bad + cell + j, uint8_t{1}, __ATOMIC_RELAXED);
+        __atomic_store_n(m.any_bad, 1, __ATOMIC_RELAXED);
+    }
+}
+
+// sums[r * stride + i] += share of query r in value j, for all j. load(j, value) reads a panel of value j.
+template <int kQueries, class Load>
+[[gnu::always_inline]] inline void sum_cells(const double* shares, int64_t count, int64_t stride, double* sums, Load load) {
+    Doubles sum[kQueries][kCellVectors];
+    for (int r = 0; r < kQueries; r++)
+        for (int v = 0; v < kCellVectors; v++) sum[r][v] = load_as<Doubles>(sums + r * stride + v * kDoubles);
+    for (int64_t j = 0; j < count; j++) {
+        Doubles value[kCellVectors];
+        load(j, value);
+        for (int r = 0; r < kQueries; r++) {
+            const Doubles share = shares[r * kCellsAtOnce + j];
+            for (int v = 0; v < kCellVectors; v++) sum[r][v] = __builtin_elementwise_fma(value[v], share, sum[r][v]);
+        }
+    }
+    for (int r = 0; r < kQueries; r++)
+        for (int v = 0; v < kCellVectors; v++) __builtin_memcpy(sums + r * stride + v * kDoubles, &sum[r][v], sizeof(Doubles));
+}
+
+// Values whose dims [first, last) are fetched ahead, in as many parts as other values have panels.
+struct Fetched {
+    const Cells& cells;
+    const int32_t* list;
+    int64_t count, first, last;
+
+    void part(int64_t at, int64_t dims) const {
+        const int64_t row = at * count / dims, end = (at + kCellPanel) * count / dims;
+        fetch_rows(cells, list + row, end - row, bytes_of(cells, first), bytes_of(cells, last - first));
+    }
+};
+
+void sum_panels(const CellAttention& a, const CellMemory::Own& own, int64_t count, int64_t dims, const Fetched& next) {
+    for (int64_t at = 0; at < dims; at += kCellPanel) {
+        next.part(at, dims);
+        each_block<kCellQueries>(a.queries, [&]<int kQueries>(int64_t r) {
+            const double* panel = own.values + at * kCellsAtOnce;
+            sum_cells<kQueries>(own.shares + r * kCellsAtOnce, count, dims, own.sums + r * dims + at, [&](int64_t j, Doubles* value) __attribute__((always_inline)) {
+                for (int v = 0; v < kCellVectors; v++) value[v] = load_as<Doubles>(panel + j * kCellPanel + v * kDoubles);
+            });
         });
     }
-    return bad;
 }
 
-void write_result(const uint64_t* sums, int64_t count, double factor, float* out, int64_t dim) {
-    for (int64_t at = 0; at < dim; at += 8) {
-        const Floats8 values = __builtin_convertvector(__builtin_convertvector(units(load_as<Counts8>(sums + at), count), Doubles8) * factor, Floats8);
-        __builtin_memcpy(out + at, &values, static_cast<size_t>(dim - at < 8 ? dim - at : 8) * 4);
+// Adds up the same dims of `count` values that begin at `rows`.
+void sum_in_place(const CellAttention& a, const CellMemory::Own& own, const char* const* rows, int64_t count, const Fetched& next) {
+    using Panel = float __attribute__((ext_vector_type(kCellPanel)));
+    const int64_t first = next.first, dims = next.last - first;
+    for (int64_t at = 0; at < dims; at += kCellPanel) {
+        next.part(at, dims);
+        each_block<kFewCellQueries>(a.queries, [&]<int kQueries>(int64_t r) {
+            sum_cells<kQueries>(own.shares + r * kCellsAtOnce, count, dims, own.sums + r * dims + at, [&](int64_t j, Doubles* value) __attribute__((always_inline)) {
+                using Wide = double __attribute__((ext_vector_type(kCellPanel)));
+                const Panel narrow = load_values<RowType::kHalf, kCellPanel>(rows[j], first + at);
+                const Wide wide = __builtin_convertvector(narrow, Wide);
+                __builtin_memcpy(value, &wide, sizeof wide);
+            });
+        });
     }
 }
 
-void attend_cells(const CellAttention& a, void* memory) {
-    const CellMemory m(a.cells, a.keys.dim, a.values.dim, memory);
-    const int64_t count = list_cells(a, m.list), stride = whole(count, kLanes), dim = whole(a.values.dim, kLanes);
-    int64_t totals[kMaxQueries];
-    score_cells(a, m, count, stride);
-    for (int64_t r = 0; r < a.queries; r++) totals[r] = share_cells(m.scores + r * stride, stride);
-    const int64_t bad = gather_all(a, m, count, stride);
+// Whether the dims [first, last) of all these float16 values are numbers, and none is greater than kGreatestValue.
+bool are_good(const char* const* rows, int64_t count, int64_t first, int64_t last) {
+    Words32 greatest = 0;
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t at = first; at < last; at += 32) greatest = __builtin_elementwise_max(greatest, load_as<Words32>(rows[j] + at * 2) & 0x7fff);
+    return __builtin_reduce_max(greatest) <= kGreatestHalf;
+}
+
+// Adds up the dims [first, last) of all listed values.
+void gather_cells(const CellAttention& a, const CellMemory& m, const CellMemory::Own& own, int64_t count, int64_t first, int64_t last) {
+    const int64_t dims = last - first;
+    const bool in_place = reads_in_place(a, a.values) && last <= a.values.dim;
+    double factors[kMaxQueries];
+    for (int64_t r = 0; r < a.queries; r++) factors[r] = 1 / power_above(m.totals[r]);
+    for (int64_t i = 0; i < a.queries * dims; i++) own.sums[i] = kAnchor;
+    for (int64_t cell = 0; cell < count; cell += kCellsAtOnce) {
+        const int64_t chunk = count - cell < kCellsAtOnce ? count - cell : kCellsAtOnce;
+        for (int64_t r = 0; r < a.queries; r++) odd_shares(m.scores + r * m.stride + cell, factors[r], own.shares + r * kCellsAtOnce);
+        const char* rows[kCellsAtOnce];
+        for (int64_t j = 0; j < chunk; j++) rows[j] = cell_at(a.values, own.list[cell + j]);
+        const int64_t later = count - cell - chunk;
+        const Fetched next = {a.values, own.list + cell + chunk, later < kCellsAtOnce ? later : kCellsAtOnce, first, last < a.values.dim ? last : a.values.dim};
+        if (in_place && are_good(rows, chunk, first, last)) {
+            sum_in_place(a, own, rows, chunk, next);
+            continue;
+        }
+        with_type(a.values.type, [&]<RowType kType>() { load_panels<kType>(a, m, own, cell, chunk, first, last); });
+        sum_panels(a, own, chunk, dims, next);
+    }
     for (int64_t r = 0; r < a.queries; r++) {
-        bool number = totals[r] >= 0;
-        for (int64_t i = 0; i < bad; i++) number &= a.mask[r][m.bad[i]] == kLeftOut;
-        if (number && totals[r]) write_result(m.sums + r * dim, count, 1.0 / static_cast<double>(totals[r]), a.out[r], a.values.dim);
-        else
-            for (int64_t i = 0; i < a.values.dim; i++) a.out[r][i] = number ? 0.0f : __builtin_nanf("");
+        const double factor = 1 / (static_cast<double>(m.totals[r]) * kShareUnit * factors[r]);
+        const int64_t end = last < a.values.dim ? last : a.values.dim;
+        for (int64_t at = first; at < end; at++) a.out[r][at] = m.totals[r] > 0 ? static_cast<float>((own.sums[r * dims + at - first] - kAnchor) * factor) : 0;
     }
+}
+
+// Whether a query attends to a cell whose values are no numbers.
+bool sees_bad(const CellAttention& a, const CellMemory& m, const int32_t* list, int64_t count, int64_t query) {
+    for (int64_t cell = 0; cell < count; cell++)
+        if (m.bad[cell] && a.mask[query][list[cell]] != kLeftOut) return true;
+    return false;
+}
+
+void attend_cells(const CellAttention& a, const CellMemory& m, const Team& team) {
+    const CellMemory::Own own = m.of(team.thread);
+    const int64_t count = list_cells(a, own.list), stride = whole(count, kCellsAtOnce), blocks = whole(a.values.dim, kDimsAtOnce) / kDimsAtOnce;
+    const auto mine = [&](int64_t parts, int64_t size, auto work) {
+        const int64_t first = team.first(parts, team.thread), last = team.first(parts, team.thread + 1);
+        if (first < last) work(first * size, last * size);
+    };
+    mine(stride / kLanes, kLanes, [&](int64_t first, int64_t last) {
+        score_cells(a, m, own, first, last < count ? last : count);
+        for (int64_t cell = first; cell < last && cell < count; cell++) m.bad[cell] = 0;
+        for (int64_t r = 0; r < a.queries; r++)
+            for (int64_t cell = first > count ? first : count; cell < last; cell++) m.scores[r * m.stride + cell] = -__builtin_inff();
+    });
+    if (team.thread == 0) *m.any_bad = 0;
+    team.meet();
+    mine(a.queries, 1, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; r++) m.totals[r] = share_cells(m.scores + r * m.stride, stride);
+    });
+    team.meet();
+    mine(blocks, kDimsAtOnce, [&](int64_t first, int64_t last) { gather_cells(a, m, own, count, first, last); });
+    team.meet();
+    mine(a.queries, 1, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; r++) {
+            const bool number = m.totals[r] >= 0 && !(*m.any_bad && sees_bad(a, m, own.list, count, r));
+            for (int64_t i = 0; !number && i < a.values.dim; i++) a.out[r][i] = __builtin_nanf("");
+        }
+    });
+    team.meet();
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include "draft/steps.h"
 #include "per_isa/attend_cells.h"
 #include "per_isa/gate.h"
+#include "per_isa/stored_rows.h"
 
 namespace edge {
 namespace {
@@ -39,82 +40,59 @@ void draft_rotate(float* x, int64_t dim, const float* cosine, const float* sine)
     });
 }
 
-// 16 values of a row, from a multiple of 16 on.
+// Queries whose scores are added up at once: a draft has few.
+constexpr int kDraftBlock = kScoreQueries < kDraftQueries ? 2 : kDraftQueries;
+constexpr int64_t kDraftRows = 16;  // values that are read side by side
+constexpr int64_t kKeysAhead = 8;   // of those that are read, keys are fetched
+
+// Fetches some rows into the nearest cache ahead of their use.
 template <RowType kType>
-[[gnu::always_inline]] inline Floats16 load_values(const char* row, int64_t at) {
-    if constexpr (kType == RowType::kFloat) return load_as<Floats16>(row + at * 4);
-    else if constexpr (kType == RowType::kHalf) return __builtin_convertvector(load_as<Halves16>(row + at * 2), Floats16);
-    else if constexpr (kType == RowType::kInt8) return __builtin_convertvector(load_as<Bytes16>(row + at), Floats16);
-    else {
-        const char* block = row + at / 32 * bytes_of_unit(kType);
-        const float scale = half_at(block);
-        if constexpr (kType == RowType::kQ8) return __builtin_convertvector(load_as<Bytes16>(block + 2 + at % 32), Floats16) * scale;
-        else {
-            const Raw16 raw = load_as<Raw16>(block + 2);
-            return (__builtin_convertvector(at % 32 ? raw >> 4 : raw & 15, Floats16) - 8.0f) * scale;
-        }
-    }
-}
-
-// How many keys, and how many times 16 values, have sums in registers beside four queries.
-#if defined(__AVX512F__)
-constexpr int kDraftKeys = 4, kDraftVectors = 4;
-#else
-constexpr int kDraftKeys = 1, kDraftVectors = 1;
-#endif
-
-template <RowType kType, int kQueries, int kKeys>
-[[gnu::always_inline]] inline void draft_scores(const float* queries, const char* const* keys, int64_t dim, float* scores) {
-    Floats16 sum[kQueries][kKeys];
-    for (auto& of_query : sum)
-        for (auto& of_key : of_query) of_key = 0;
-    for (int64_t at = 0; at < dim; at += kLanes)
-        for (int j = 0; j < kKeys; j++) {
-            const Floats16 key = load_values<kType>(keys[j], at);
-            for (int r = 0; r < kQueries; r++) sum[r][j] = __builtin_elementwise_fma(key, load16(queries + r * dim + at), sum[r][j]);
-        }
-    for (int r = 0; r < kQueries; r++)
-        for (int j = 0; j < kKeys; j++) scores[r * kSpan + j] = total(sum[r][j]);
-}
-
-// The weighted sums of kVectors times 16 values from `at` on.
-template <RowType kType, int kQueries, int kVectors>
-[[gnu::always_inline]] inline void draft_sums(const float* shares, const char* const* values, int64_t count, int64_t at, int64_t stride, float* states) {
-    Floats16 sum[kQueries][kVectors];
-    for (auto& of_query : sum)
-        for (auto& vector : of_query) vector = 0;
-    for (int64_t j = 0; j < count; j++)
-        for (int v = 0; v < kVectors; v++) {
-            const Floats16 value = load_values<kType>(values[j], at + v * kLanes);
-            for (int r = 0; r < kQueries; r++) sum[r][v] = __builtin_elementwise_fma(value, Floats16(shares[r * kSpan + j]), sum[r][v]);
-        }
-    for (int r = 0; r < kQueries; r++)
-        for (int v = 0; v < kVectors; v++) store16(states + r * stride + at + v * kLanes, sum[r][v]);
+[[gnu::always_inline]] inline void fetch_draft_rows(const char* const* rows, int64_t first, int64_t last, int64_t dim) {
+    const int64_t bytes = dim / values_of_unit(kType) * static_cast<int64_t>(bytes_of_unit(kType));
+    for (int64_t j = first; j < last && j < kDraftSpan; j++)
+        for (int64_t byte = 0; byte < bytes; byte += kLine) __builtin_prefetch(rows[j] + byte);
 }
 
 template <RowType kType, int kQueries>
 void draft_span(const VisibleRows& rows, const float* queries, int64_t first, int64_t count, float* states) {
     const int64_t stride = rows.dim + 2;
-    const char *keys[kSpan], *values[kSpan];
-    for (int64_t j = 0; j < count; j++) {
-        const size_t row = static_cast<size_t>(rows.cells ? rows.cells[first + j] : first + j);
+    const char *keys[kDraftSpan], *values[kDraftSpan];
+    const float* query_at[kQueries];
+    for (int64_t j = 0; j < kDraftSpan; j++) {
+        const int64_t number = first + (j < count ? j : count - 1);  // scores are computed for several keys at once
+        const size_t row = static_cast<size_t>(rows.cells ? rows.cells[number] : number);
         keys[j] = rows.keys + row * rows.key_step, values[j] = rows.values + row * rows.value_step;
     }
-    alignas(kLine) float shares[kQueries * kSpan];
-    int64_t j = 0;
-    for (; j + kDraftKeys <= count; j += kDraftKeys) draft_scores<kType, kQueries, kDraftKeys>(queries, keys + j, rows.dim, shares + j);
-    for (; j < count; j++) draft_scores<kType, kQueries, 1>(queries, keys + j, rows.dim, shares + j);
-    for (int r = 0; r < kQueries; r++) share(shares + r * kSpan, count, states[r * stride + rows.dim], states[r * stride + rows.dim + 1]);
-    int64_t at = 0;
-    for (; at + kDraftVectors * kLanes <= rows.dim; at += kDraftVectors * kLanes)
-        draft_sums<kType, kQueries, kDraftVectors>(shares, values, count, at, stride, states);
-    for (; at < rows.dim; at += kLanes) draft_sums<kType, kQueries, 1>(shares, values, count, at, stride, states);
+    for (int r = 0; r < kQueries; r++) query_at[r] = queries + r * rows.dim;
+    alignas(kLine) float shares[kQueries * kDraftSpan];
+    for (int64_t j = 0; j < count; j += kScoreKeys) {
+        fetch_draft_rows<kType>(keys, j + kKeysAhead, j + kKeysAhead + kScoreKeys, rows.dim);
+        each_block<kDraftBlock>(kQueries, [&]<int kBlock>(int64_t r) {
+            const auto load = [&](int k, int64_t at, auto...) __attribute__((always_inline)) { return load_values<kType, kWidth>(keys[j + k], at); };
+            score_block<kBlock>(query_at + r, rows.dim, shares + r * kDraftSpan + j, kDraftSpan, kScoreKeys, load);
+        });
+    }
+    for (int r = 0; r < kQueries; r++) {
+        for (int64_t i = 0; i < rows.dim; i++) states[r * stride + i] = 0;
+        share(shares + r * kDraftSpan, count, states[r * stride + rows.dim], states[r * stride + rows.dim + 1]);
+    }
+    for (int64_t j = 0; j < count; j += kDraftRows)
+        for (int64_t at = 0; at < rows.dim; at += kPanel) {
+            const int64_t ahead = j + kDraftRows;
+            fetch_draft_rows<kType>(values, ahead + at * kDraftRows / rows.dim, ahead + (at + kPanel) * kDraftRows / rows.dim, rows.dim);
+            const auto add = [&]<int kVectors>() {
+                sum_block<kQueries, kVectors>(shares + j, kDraftSpan, count - j < kDraftRows ? count - j : kDraftRows, states + at, stride, kVectors * kWidth,
+                    [&](int64_t row, int v) __attribute__((always_inline)) { return load_values<kType, kWidth>(values[j + row], at + v * kWidth); });
+            };
+            if (at + kPanel <= rows.dim) add.template operator()<kSumVectors>();
+            else add.template operator()<1>();
+        }
 }
 
 template <RowType kType, int kQueries>
 void draft_spans(const VisibleRows& rows, const float* queries, int64_t first, int64_t last, float* states, float* next) {
-    for (int64_t at = first; at < last; at += kSpan) {
-        draft_span<kType, kQueries>(rows, queries, at, last - at < kSpan ? last - at : kSpan, at == first ? states : next);
+    for (int64_t at = first; at < last; at += kDraftSpan) {
+        draft_span<kType, kQueries>(rows, queries, at, last - at < kDraftSpan ? last - at : kDraftSpan, at == first ? states : next);
         for (int r = 0; at != first && r < kQueries; r++) merge_spans(rows.dim, states + r * (rows.dim + 2), next + r * (rows.dim + 2));
     }
 }

@@ -1,4 +1,4 @@
-"""The Python examples of docs/api.md run, one after the other, on the reference pair."""
+"""The Python examples of docs/python.md and of README run, each on the reference pair."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+ROOT = Path(__file__).parents[1]
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
-EXAMPLES = EXAMPLE.findall(PAGE.read_text(encoding="utf-8"))
+EXAMPLES = [code for page in ("docs/python.md", "README.md") for code in EXAMPLE.findall((ROOT / page).read_text(encoding="utf-8"))]
+BUNDLES = ("my-bundle", "demo-bundle-onnx")  # as the pages call it
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
@@ -26,7 +27,9 @@ def test_an_example_runs(
     if "split" in code and not list(exported_pair.glob("*head*")):
         pytest.skip("the pair has no split drafter")
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(exported_pair, tmp_path / "my-bundle")
-    exec(compile("import edge_runtime\n" + code, f"docs/api.md, example {number + 1}", "exec"), {})
+    for name in BUNDLES:
+        if name in code:
+            shutil.copytree(exported_pair, tmp_path / name)
+    exec(compile("import edge_runtime\n" + code, f"example {number + 1}", "exec"), {})
     if "print" in code:
         assert capsys.readouterr().out

@@ -1,0 +1,214 @@
+"""POST /v1/messages of Anthropic's API: maps its fields to those of /v1/chat/completions, which are then read as such."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from edge_runtime.server.requests.completions import ApiRequest, read_chat
+from edge_runtime.server.requests.fields import Fields
+from edge_runtime.server.requests.foreign import FOREIGN
+from edge_runtime.server.requests.messages import MAX_MESSAGES, MAX_PARTS
+from edge_runtime.server.requests.sampling import SAMPLING_FIELDS
+from edge_runtime.server.requests.tools import MAX_TOOLS, left_out
+
+_MAPPED = {
+    "max_tokens",
+    "messages",
+    "output_config",
+    "output_format",
+    "stop_sequences",
+    "stream",
+    "system",
+    "temperature",
+    "thinking",
+    "tool_choice",
+    "tools",
+    "top_k",
+    "top_p",
+}
+# Without effect here: who asks, at which price and how urgently. Any prefix of a prompt is cached, whatever `cache_control` says.
+_NO_EFFECT = {"cache_control", "inference_geo", "metadata", "model", "service_tier", "speed"}
+# Of other APIs, with the same meaning here.
+_PASSED_ON = (SAMPLING_FIELDS - {"stop"}) | {"draft_length"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "tool"}
+_THINKING = ("enabled", "adaptive", "between_tools", "disabled")
+# Clients send fields of new trials with each release, and a name of more characters is none.
+_LONGEST_NAME = 64
+# Claude Code begins its system text with a line of numbers that change with each request, and with it all rows of the prompt.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w.\-]+=[^;\n]*(?:;|(?=\n)|\Z))*\s*")
+# What Anthropic's own tools leave in a conversation beside the answer that they led to.
+_HOSTED = re.compile(r"server_tool_use|mcp_tool_(use|result)|\w+_tool_result|container_upload|compaction|fallback|redacted_thinking")
+Json = dict[str, Any]
+
+
+def read_message(body: Json) -> ApiRequest:
+    """Reads the body of a POST to /v1/messages or /v1/messages/count_tokens. Raises ApiError."""
+    fields = Fields(body)
+    known = _MAPPED | _NO_EFFECT | _PASSED_ON
+    fields.only(known, {**{name: None for name in body if name not in known and len(name) <= _LONGEST_NAME}, **FOREIGN})
+    chat: Json = {name: body[name] for name in _PASSED_ON | {"max_tokens", "stream"} if body.get(name) is not None}
+    chat |= {"messages": _messages(fields), "stop": list(fields.items("stop_sequences", MAX_PARTS))}
+    chat["tools"] = [read for tool in fields.objects("tools", MAX_TOOLS) if (read := _tool(tool)) is not None]
+    chat |= _tool_choice(fields) | _format(fields)
+    chat["chat_template_kwargs"] = {"enable_thinking": _thinks(fields)}
+    request = read_chat(chat)
+    return replace(request, remarks=(*fields.remarks, *request.remarks))
+
+
+def _messages(fields: Fields) -> list[Json]:
+    system = _BILLING.sub("", _text(fields, "system"))
+    messages: list[Json] = [{"role": "system", "content": system}] if system else []
+    sent = fields.objects("messages", MAX_MESSAGES)
+    if not sent:
+        raise fields.wrong("messages", "is empty; send at least one message")
+    for message in sent:
+        role = message.choice("role", ("user", "assistant", "system"))
+        if role == "assistant":
+            messages.append(_answer(message))
+        elif role == "user" and isinstance(message.get("content"), list):
+            messages += _of_user(message)
+        else:
+            messages.append({"role": role, "content": _text(message, "content")})
+    return messages
+
+
+def _answer(message: Fields) -> Json:
+    """Returns an assistant message: its text, thoughts and calls."""
+    if not isinstance(message.get("content"), list):
+        return {"role": "assistant", "content": _text(message, "content")}
+    texts, thoughts, calls = [], [], []
+    for block in message.objects("content", MAX_PARTS):
+        kind = block.text("type") or ""
+        if kind == "text":
+            texts.append(block.text("text") or "")
+        elif kind == "thinking":
+            thoughts.append(block.text("thinking") or "")
+        elif kind == "tool_use":
+            function = {"name": block.text("name"), "arguments": block.object("input") or {}}
+            calls.append({"id": block.text("id") or "", "type": "function", "function": function})
+        elif _HOSTED.fullmatch(kind):
+            _leave_out(block, kind)
+        else:
+            raise block.wrong("type", f"is {kind[:40]!r}; an assistant's message has text, thinking and tool_use")
+    answer: Json = {"role": "assistant", "content": "".join(texts)}
+    return answer | ({"reasoning_content": "".join(thoughts)} if any(thoughts) else {}) | ({"tool_calls": calls} if calls else {})
+
+
+def _of_user(message: Fields) -> list[Json]:
+    """Returns the results of tools that a user's message has, each as a message of its own, then the rest of it with their images."""
+    results: list[Json] = []
+    images: list[Json] = []
+    parts: list[Json] = []
+    for block in message.objects("content", MAX_PARTS):
+        if block.text("type") == "tool_result":
+            inner = _parts(block)
+            text = "".join(part["text"] for part in inner if part["type"] == "text")
+            failed = block.flag("is_error") and not text.lower().startswith("error")
+            results.append(
+                {"role": "tool", "tool_call_id": block.text("tool_use_id") or "", "content": f"Error: {text}" if failed else text}
+            )
+            images += [part for part in inner if part["type"] != "text"]
+        else:
+            parts += _part(block)
+    rest = images + parts
+    return [*results, *([{"role": "user", "content": rest}] if rest or not results else [])]
+
+
+def _parts(block: Fields) -> list[Json]:
+    """Returns the content of a block, a text or blocks, as parts of a chat request."""
+    if not isinstance(block.get("content"), list):
+        return [{"type": "text", "text": block.text("content") or ""}]
+    return [part for inner in block.objects("content", MAX_PARTS) for part in _part(inner)]
+
+
+def _part(block: Fields) -> list[Json]:
+    """Returns a block of text, an image, or a document as parts of a chat request."""
+    kind = block.text("type") or ""
+    if kind == "text":
+        return [{"type": "text", "text": block.text("text") or ""}]
+    if kind == "image":
+        return [{"type": "image_url", "image_url": {"url": _image(block.inner("source"))}}]
+    if kind in ("document", "search_result"):
+        title = block.text("title")
+        return [*([{"type": "text", "text": f"{title}\n"}] if title else []), *_document(block, kind)]
+    if kind == "tool_reference":
+        return [{"type": "text", "text": block.text("tool_name") or ""}]
+    if _HOSTED.fullmatch(kind):
+        _leave_out(block, kind)
+        return []
+    raise block.wrong("type", f"is {kind[:40]!r}; it must be text, image, document or tool_result")
+
+
+def _image(source: Fields) -> str:
+    kind = source.choice("type", ("base64", "url", "file"))
+    if kind == "file":
+        raise source.wrong("type", "is 'file'; this server keeps no files, send the image as base64")
+    return source.text("url") or "" if kind == "url" else f"data:{source.text('media_type') or ''};base64,{source.text('data') or ''}"
+
+
+def _document(block: Fields, kind: str) -> list[Json]:
+    if kind == "search_result":
+        return _parts(block)
+    source = block.inner("source")
+    found = source.choice("type", ("text", "content", "base64", "url", "file"))
+    if found == "content":
+        return _parts(source)
+    if found != "text":
+        raise source.wrong("type", f"is {found!r}; this server reads documents of plain text, send the text")
+    return [{"type": "text", "text": source.text("data") or ""}]
+
+
+def _text(fields: Fields, name: str) -> str:
+    """Returns a text, or the text of blocks, each of which begins a line."""
+    if not isinstance(fields.get(name), list):
+        return fields.text(name) or ""
+    texts = []
+    for block in fields.parts(name, MAX_PARTS):
+        if isinstance(block, str):
+            texts.append(block)
+        elif block.choice("type", ("text",)):
+            texts.append(block.text("text") or "")
+    return "\n".join(texts)
+
+
+def _leave_out(block: Fields, kind: str) -> None:
+    block.remarks.append(f"a block of the type {kind!r} is left out; this server has nothing that it belongs to")
+
+
+def _tool(tool: Fields) -> Json | None:
+    """Returns a tool as a chat request declares a function; None for one of Anthropic's own, which have no schema."""
+    kind = tool.text("type", "custom")
+    if kind != "custom":
+        left_out(tool, kind)
+        return None
+    if not tool.text("name"):
+        raise tool.wrong("name", "is missing; name the tool")
+    declared = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.object("input_schema")}
+    return {"type": "function", "function": declared}
+
+
+def _tool_choice(fields: Fields) -> Json:
+    choice = fields.inner("tool_choice")
+    kind = _CHOICES[choice.choice("type", _CHOICES, "auto")]
+    several = {"parallel_tool_calls": not choice.flag("disable_parallel_tool_use")}
+    if kind != "tool":
+        return {"tool_choice": kind, **several}
+    return {"tool_choice": {"type": "function", "function": {"name": choice.text("name")}}, **several}
+
+
+def _format(fields: Fields) -> Json:
+    """Returns the format of the answer that `output_config` asks for, or `output_format`, its first name."""
+    asked = fields.inner("output_config").inner("format") if "output_config" in fields else fields.inner("output_format")
+    if asked.text("type") is None:
+        return {}
+    asked.choice("type", ("json_schema",))
+    if (schema := asked.object("schema")) is None:
+        raise asked.wrong("schema", "is missing; give the JSON schema of the answer")
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def _thinks(fields: Fields) -> bool:
+    thinking = fields.inner("thinking")
+    return "thinking" in fields and thinking.choice("type", _THINKING) != "disabled"
