@@ -131,9 +131,16 @@ class AcceptanceModel:
         for index, stood in zip(bins[:verified], [1.0] * accepted + [0.0], strict=False):
             self._verified[index] = self._verified[index] * ACCEPT_DECAY + 1
             self._accepted[index] = self._accepted[index] * ACCEPT_DECAY + stood
-        for index, following in pairwise(bins[: accepted + 1]):
-            self._transition[index] *= TRANSITION_DECAY
-            self._transition[index, following] += 1
+        # Drafts are left out of a verify because they are doubtful, so that those before them would seem to be followed by better ones if
+        # none of these counted. Whether they would have been accepted is known as a chance.
+        weight = 1.0
+        for place, (index, following) in enumerate(pairwise(bins)):
+            if place >= accepted:
+                if accepted < verified:
+                    break
+                weight *= self._accepted[index] / self._verified[index]
+            self._transition[index] *= 1 - (1 - TRANSITION_DECAY) * weight
+            self._transition[index, following] += weight
 
     def fade(self, weight: float) -> None:
         """Keeps the proportions; new observations move them faster."""
