@@ -136,9 +136,16 @@ class AcceptanceModel:
             for place, index in enumerate(bins[: min(verified, accepted + 1)]):
                 compared[index] = compared[index] * ACCEPT_DECAY + 1
                 stood[index] = stood[index] * ACCEPT_DECAY + (place < accepted)
-            for index, following in pairwise(bins[: accepted + 1]):
-                weights[index] /= TRANSITION_DECAY
-                transition[index][following] += weights[index]
+            # Drafts are left out of a verify because they are doubtful, so that those before them would seem to be followed by better ones
+            # if none of these counted. Whether they would have been accepted is known as a chance.
+            chance = 1.0
+            for place, (index, following) in enumerate(pairwise(bins)):
+                if place >= accepted:
+                    if accepted < verified:
+                        break
+                    chance *= stood[index] / compared[index]
+                weights[index] /= 1 - (1 - TRANSITION_DECAY) * chance
+                transition[index][following] += chance * weights[index]
         self._verified, self._accepted, self._first = np.array(compared), np.array(stood), np.array(first) / weight
         self._transition = np.array(transition) / np.array(weights)[:, None]
 

@@ -18,7 +18,7 @@ from edge_runtime.drafting.acceptance_model import Forecast
 Array = NDArray[np.float64]
 
 # Chances that all drafts stand are kept at so many points of a logarithmic grid, down to the least one.
-POINTS, CHANCE_FLOOR = 16, 0.01
+POINTS, CHANCE_FLOOR = 32, 0.02
 # Improvements of the reference rates by the first call, and by later ones, which begin with the rates before.
 FIRST_STEPS, STEPS = 4, 1
 # The most of the last drafts that may be left out of a verify.
@@ -85,9 +85,12 @@ class _Walk:
     def __init__(self, known: Forecast) -> None:
         self._known = known
         self._chances = np.geomspace(1.0, CHANCE_FLOOR, POINTS)
-        after = np.log(np.maximum(known.accept_prob[:, None] * self._chances, CHANCE_FLOOR)) / np.log(CHANCE_FLOOR) * (POINTS - 1)
-        self._below = np.minimum(after.astype(np.intp), POINTS - 2)
-        self._part = after - self._below
+        # The chance after another draft [bins, points], and its place on the grid. What follows is nearly linear in the chance itself:
+        # between points of its logarithm it would seem more than it is.
+        after = np.maximum(known.accept_prob[:, None] * self._chances, CHANCE_FLOOR)
+        self._below = np.minimum((np.log(after) / np.log(CHANCE_FLOOR) * (POINTS - 1)).astype(np.intp), POINTS - 2)
+        upper, lower = self._chances[self._below], self._chances[self._below + 1]
+        self._part = (upper - after) / (upper - lower)
         self._bins = np.arange(len(known.accept_prob))[:, None]
 
     def values(self, rates: Array, weights: Array, draft: Array, verify: Array) -> tuple[Array, Array]:

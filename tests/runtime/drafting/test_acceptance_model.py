@@ -27,6 +27,25 @@ def test_a_sure_drafter_is_expected_to_stay_sure() -> None:
     assert known.first.sum() == pytest.approx(1)
 
 
+def test_doubtful_drafts_that_are_left_out_of_a_verify_count_among_those_that_follow() -> None:
+    """Half of the sure drafts are followed by a doubtful one, for which nothing is verified."""
+    model = AcceptanceModel()
+    sure, unsure = model.bin_of(0.999, 0), model.bin_of(0.3, 0)
+    for _ in range(200):
+        model.observe([sure, sure], 2, 2)
+        model.observe([sure, unsure], 0, 0)
+    follows = model.forecast(2).transition[sure]
+    assert follows[unsure] == pytest.approx(0.5, abs=0.05)
+    assert follows[sure] == pytest.approx(0.5, abs=0.05)
+
+
+def test_what_follows_a_rejected_draft_counts_for_nothing() -> None:
+    model = AcceptanceModel()
+    before = model.forecast(3).transition
+    model.observe([12, 3, 5], 2, 0)
+    assert model.forecast(3).transition == pytest.approx(before)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 12), max_size=12), st.integers(0, 12), st.integers(0, 12)), max_size=40))
 def test_counts_survive_json(rounds) -> None:

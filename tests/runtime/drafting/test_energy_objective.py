@@ -23,11 +23,11 @@ from edge_runtime.drafting.frontier import Frontier
 from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower, read_phase_power
 from edge_runtime.drafting.policies import Fixed, RoundPlan, RoundResult, Timing
 from edge_runtime.drafting.profit_policy import Profit
-from edge_runtime.drafting.time_bound import MARGIN, TimeBound
+from edge_runtime.drafting.time_bound import TimeBound
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.session.open import open_session
 from scripted import TimedDrafter, TimedTarget
-from simulated_joules import Case, regret
+from simulated_joules import Case, drawn, regret
 from simulated_rounds import CURVES, FLAT, LINEAR, ExactCosts, played, rate
 
 
@@ -300,12 +300,56 @@ def test_an_unlucky_start_is_forgotten_where_no_draft_seems_to_pay(chance: float
     assert bound.is_plain_fastest == bool(faded) == (chance < 0.5)
 
 
+def renewed(bound: TimeBound) -> float:
+    """The seconds per token that a bound aims at, by the prior of the acceptance."""
+    bound.renew(AcceptanceModel().forecast(3), rows=4, drafts=3, requests=1, stepwise=True)
+    return bound.limit
+
+
 def test_plain_decoding_is_not_taken_for_drafts_when_costs_drift() -> None:
     """What drafts bring less than expected scales drafts alone; an average of plain seconds differs from those of a forward now."""
     costs = ExactCosts(FLAT, 50.0)  # drafts are never worth it
-    bound = TimeBound(EnergyCosts(costs, PhasePower(draft=5.0, verify=5.0, plain=5.0)), 0.05)
-    bound._drafted[:] = -5.0, 100.0
+    bound, limits = TimeBound(EnergyCosts(costs, PhasePower(draft=5.0, verify=5.0, plain=5.0)), 0.05), []
     for factor in (1.0, 1.1, 1.2):
         costs._verify = [factor * seconds for seconds in FLAT]
-        bound.renew(AcceptanceModel().forecast(3), rows=4, drafts=3, requests=1, stepwise=False)
-        assert bound._limit == pytest.approx(MARGIN * 1.05 * bound._trade.seconds[-1])
+        limits.append(renewed(bound) / factor)
+    assert limits == pytest.approx([limits[0]] * 3)
+
+
+def test_the_more_is_known_the_less_of_the_bound_is_withheld() -> None:
+    costs = ExactCosts(FLAT, 50.0)
+    bound = TimeBound(EnergyCosts(costs, PhasePower(draft=5.0, verify=5.0, plain=5.0)), 0.05)
+    before = renewed(bound)
+    for _ in range(2000):
+        bound.spend(1.0, 0, 0, 0.0)
+    after = renewed(bound)
+    assert before < 0.99 * after
+    assert 1.03 * FLAT[0] < after < 1.065 * FLAT[0], "single drafts that ask whether drafts pay take a percent"
+
+
+@pytest.mark.parametrize(("brought", "least", "most"), [(1.0, 0.999, 1.001), (0.85, 1.05, 1.2)])
+def test_drafts_that_bring_less_than_forecast_move_the_fastest(brought: float, least: float, most: float) -> None:
+    joules = EnergyCosts(ExactCosts(FLAT, 0.5), PhasePower(draft=5.0, verify=5.0, plain=5.0))
+    tables = joules.table(4, 3, 1)
+    forecast = Frontier(np.array([0.0])).trade(AcceptanceModel().forecast(3), *tables, stepwise=True).seconds[-1]
+    expected = float(tables[0].draft[3] + tables[0].verify[3]) / forecast
+    as_told, less = (TimeBound(joules, 0.05) for _ in range(2))
+    for bound, share in ((as_told, 1.0), (less, brought)):
+        renewed(bound)
+        bound.choose()
+        for _ in range(300):
+            bound.spend(expected, 3, 3, share * expected)
+    assert least < renewed(less) / renewed(as_told) < most
+
+
+def test_it_takes_fewer_joules_than_time_where_plain_decoding_is_nearly_as_fast() -> None:
+    """A forecast of the fastest that was 5 % too fast had left no time for plain decoding, which takes a fifth less."""
+    assert regret(drawn(12, 97)[96], 0.05, tokens=2000, seeds=(1, 2)).joules < 0.95
+
+
+def test_a_draft_that_cannot_stop_for_a_reason_is_worth_what_its_best_length_is() -> None:
+    """A coarse grid of chances had made long drafts seem much better than they are."""
+    known = PositionModel(prior=0.9).forecast(MAX_ROWS - 1)
+    tables = EnergyCosts(ExactCosts(FLAT, 0.5), PhasePower(draft=5, verify=5)).table(MAX_ROWS, MAX_ROWS - 1, 1)
+    stepwise, fixed = (Frontier(np.array([0.0])).trade(known, *tables, stepwise=is_so) for is_so in (True, False))
+    assert stepwise.seconds[-1] == pytest.approx(fixed.seconds[-1], rel=0.01)
