@@ -45,5 +45,11 @@ def _cell(text: str) -> str:
     return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
 
 
-if __name__ == "__main__":
+@click.command()
+def main() -> None:
+    """Write the tables of commands and options in docs/commands.md anew."""
     PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -153,7 +153,8 @@ class StreamedCall:
         text = self._text.lstrip()
         if text[:1] != {"{": "}", "[": "]"}[self._inside[-1]]:
             return False
-        self._ready.append(text[0])
+        if len(self._inside) > 1:  # the last bracket waits for the call's end: what begins as a call may be none, and stays unfinished then
+            self._ready.append(text[0])
         self._inside, self._text = self._inside[:-1], text[1:]
         self._step = self._after if self._inside else None
         return True

@@ -152,6 +152,7 @@ def repeating() -> Iterator[Scripted]:
 
 @settings(max_examples=30, deadline=None)
 @example(["<|tool_call>", "é"])
+@example(["<|tool_call>", "call:f{", "}", '<|"|>'])
 @given(st.lists(st.sampled_from(PARTS)))
 def test_whatever_marks_say_every_api_says_it(repeating: Scripted, parts: list[str]) -> None:
     reply_of[0] = "".join(parts)
