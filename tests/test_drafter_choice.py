@@ -12,7 +12,7 @@ import pytest
 
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import BundleFile
-from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS
+from edge_runtime.drafting.policies import DRAFTER_KINDS
 from edge_runtime.errors import BackendError, BundleError
 from edge_runtime.session.open import open_session
 from edge_runtime.session.self_checks import check_lossless

@@ -17,8 +17,7 @@ import pytest
 from bench_records import ONE_OF_EACH
 from device_runs import bench
 from edge_bench.devices import remote_run as remote
-from edge_bench.measure.records import Records, Run, read_records
-from edge_bench.measure.variants import LLAMA_CPP, OURS
+from edge_bench.measure.records import LLAMA_CPP, OURS, Records, Run, read_records
 from kept import shipped_bundle
 from phones import Desk
 from stub_package import made_package

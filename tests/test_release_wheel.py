@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from edge_export.device_package.platforms import PLATFORMS
-from edge_export.device_package.row_kernels import IN_PACKAGE
+from edge_export.device_package.inventory import PLATFORMS
+from edge_export.device_package.native_libraries import IN_PACKAGE
 from edge_runtime.backends.kernels.build import TARGETS, library_name
 from edge_runtime.backends.kernels.loader import NAME, usable_variants
 from kept import ROOT

@@ -17,7 +17,7 @@ from network_watch import Watcher
 PACKAGES = ("edge_devices", "edge_runtime", "edge_export")
 # onnxruntime's uploader sends its first events after about nine seconds.
 WAIT_S = 12
-RUNTIME = "from edge_runtime.backends.onnx.loader import onnxruntime_module; onnxruntime_module()"
+RUNTIME = "from edge_runtime.backends.onnx.devices import onnxruntime_module; onnxruntime_module()"
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ CALLS = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.str
 DAY = 86400.0
 # What each module has the time of day for, and why a jump of it does no harm.
 USES = {
-    "devices/edge_devices/files/temp_files.py": "age of an unlocked file whose process number is in use again; a locked one is never old",
+    "devices/edge_devices/files/atomic_write.py": "age of an unlocked file whose process number is in use again; a locked one is never old",
     "devices/edge_devices/machine/system.py": "notices jumps",
     "exporter/edge_export/pipeline/export.py": "label of a manifest",
     "runtime/edge_bench/cli/devices.py": "name of a run",
-    "runtime/edge_bench/measure/header.py": "label of a record, whose note states jumps",
+    "runtime/edge_bench/measure/benchmark.py": "label of a record, whose note states jumps",
     "runtime/edge_runtime/bundle/integrity.py": "a file from the future is hashed again",
     "runtime/edge_runtime/calibration/measured.py": "a provisional value is measured again after ten minutes, whichever way they went",
     "runtime/edge_runtime/server/responses/ollama.py": "label of an answer",

@@ -10,7 +10,7 @@ import edge_devices as edge_devices  # switches telemetry off before a library i
 
 if TYPE_CHECKING:
     from edge_devices.waiting import Progress
-    from edge_export.checkpoint.shipped_pair import reference_pair
+    from edge_export.checkpoint.sources import reference_pair
     from edge_export.onnx.request import OnnxRequest
     from edge_export.pipeline.export import export_pair
     from edge_export.pipeline.request import ExportRequest
@@ -20,7 +20,7 @@ _HOMES = {
     "OnnxRequest": "edge_export.onnx.request",
     "Progress": "edge_devices.waiting",
     "export_pair": "edge_export.pipeline.export",
-    "reference_pair": "edge_export.checkpoint.shipped_pair",
+    "reference_pair": "edge_export.checkpoint.sources",
 }
 __all__ = ["ExportRequest", "OnnxRequest", "Progress", "export_pair", "reference_pair"]
 

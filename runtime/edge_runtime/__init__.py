@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from edge_runtime.bundle.bundle import Bundle, open_bundle
-    from edge_runtime.cli.terminal.screens import Explain
+    from edge_runtime.cli.terminal import Explain
     from edge_runtime.decoding.loop import Round
     from edge_runtime.decoding.sampling import SamplingParams
     from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from edge_runtime.session.chat import Answer, Chat, chat, generate
     from edge_runtime.session.generation import Generation
     from edge_runtime.session.load_options import LoadOptions
-    from edge_runtime.session.monitor import Monitor, MonitorOptions
+    from edge_runtime.session.monitor import DecodeStats, Monitor, MonitorOptions
     from edge_runtime.session.open import open_session, open_sessions
     from edge_runtime.session.session import Session
-    from edge_runtime.session.stats import DecodeStats
     from edge_runtime.text.channels import Text, Thought
     from edge_runtime.text.constraints import AfterThoughts, Gbnf, JsonSchema, Regex, ToolCalls
     from edge_runtime.text.tool_calls import ToolCall
@@ -39,9 +38,9 @@ _HOMES = {
     "Bundle": "bundle.bundle",
     "BundleError": "errors",
     "Chat": "session.chat",
-    "DecodeStats": "session.stats",
+    "DecodeStats": "session.monitor",
     "EdgeRuntimeError": "errors",
-    "Explain": "cli.terminal.screens",
+    "Explain": "cli.terminal",
     "Gbnf": "text.constraints",
     "Generation": "session.generation",
     "JsonSchema": "text.constraints",

@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from edge_bench.measure.prompts import DOMAINS, Prompt, prepare, shipped_prompts
+from edge_bench.measure.request import DOMAINS, Prompt, prepare, shipped_prompts
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.load import LoadWatch
-from edge_export.checkpoint.shipped_pair import CHAT_DESCRIPTION
+from edge_export.checkpoint.sources import CHAT_DESCRIPTION
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 

@@ -30,10 +30,26 @@ from typing import Any
 
 import click
 
-from edge_bench.measure.prompts import DOMAINS, Prompt
-from edge_bench.measure.records import SCHEMA, Header, ModelFile, Note, Record, RecordFile, Run, read_records
+from edge_bench.measure.records import (
+    BASELINE,
+    DEFAULT,
+    FIXED,
+    LLAMA_CPP,
+    OURS,
+    PLAIN,
+    SCHEMA,
+    Header,
+    ModelFile,
+    Note,
+    Record,
+    RecordFile,
+    Run,
+    Variant,
+    parse_names,
+    read_records,
+)
+from edge_bench.measure.request import DOMAINS, Prompt
 from edge_bench.measure.runners import CONTEXTS_PART, DOMAINS_PART, Runner, Schedule, llama_tools
-from edge_bench.measure.variants import BASELINE, DEFAULT, FIXED, LLAMA_CPP, OURS, PLAIN, Variant, parse_names
 from edge_bench.report.figures import Figures, Row, figures, first_token_ratio
 from edge_bench.report.tables import machine_line, milliseconds, ratio_text, share
 from edge_devices.command_line import one_sentence_errors

@@ -33,7 +33,7 @@ from edge_export.checkpoint.architecture import text_name
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
-from edge_export.gguf.tensor_names import gguf_name, stays_float32
+from edge_export.gguf.keys import gguf_name, stays_float32
 from edge_export.gguf.writer import write_gguf
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
 from edge_export.onnx.request import OnnxRequest

@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from edge_bench.measure.prompts import DOMAINS, prepare, shipped_prompts
+from edge_bench.measure.request import DOMAINS, prepare, shipped_prompts
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session

@@ -26,13 +26,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from edge_bench.measure.prompts import DOMAINS, prepare, shipped_prompts
-from edge_runtime.decoding.acceptance import LogitRows, VerifyResult, accept_by_match
-from edge_runtime.decoding.acceptance_rules import GreedyRule
+from edge_bench.measure.request import DOMAINS, prepare, shipped_prompts
+from edge_runtime.decoding.acceptance import GreedyRule, LogitRows, VerifyResult, accept_by_match
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.policies import Fixed
-from edge_runtime.drafting.sources import SourceOdds, Sources
-from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory
+from edge_runtime.drafting.sources import TEXT_PRIORS, SourceOdds, Sources, TextMemory
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 

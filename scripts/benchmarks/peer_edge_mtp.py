@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, cast
 
-from edge_bench.measure.prompts import Prompt, long_prompt, prepare, shipped_prompts
+from edge_bench.measure.records import Variant
+from edge_bench.measure.request import Prompt, long_prompt, prepare, shipped_prompts
 from edge_bench.measure.runners import EdgeRunner
-from edge_bench.measure.variants import Variant
 from edge_devices.files.typed_json import from_json, to_json
 from edge_devices.machine.facts import installed_version
 from edge_runtime.backends.selection import BackendKind

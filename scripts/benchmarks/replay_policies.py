@@ -37,15 +37,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from edge_bench.measure.prompts import DOMAINS, prepare, read_prompts, shipped_prompts
+from edge_bench.measure.request import DOMAINS, prepare, read_prompts, shipped_prompts
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.files.typed_json import from_json, to_json
 from edge_devices.machine.load import LoadWatch
 from edge_runtime.backends.selection import BACKENDS, CARDS
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.calibration.cost_probe import COSTS, begin_text
-from edge_runtime.decoding.acceptance import VerifyResult, accept_greedy
-from edge_runtime.decoding.acceptance_rules import GreedyRule
+from edge_runtime.calibration.first_use import COSTS, begin_text
+from edge_runtime.decoding.acceptance import GreedyRule, VerifyResult, accept_greedy
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts

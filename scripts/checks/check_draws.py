@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from edge_devices.command_line import one_sentence_errors
 from edge_runtime.backends.selection import BackendKind
-from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS
+from edge_runtime.decoding.acceptance import ACCEPTANCE_METHODS
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.open import open_session

@@ -31,7 +31,7 @@ from pathlib import Path
 import click
 
 from edge_export.cli.command import main as export
-from edge_export.output.atomic_folder import REPLACE_EVENT, check_output, exchange
+from edge_export.output import REPLACE_EVENT, check_output, exchange
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME
 from edge_runtime.errors import BundleError

@@ -17,11 +17,10 @@ import click
 
 def benchmark(bundle: Path, record: Path) -> None:
     """Runs on the phone: plain decoding and two draft lengths, one prompt, five repeats. Each result is on the phone's disk at once."""
-    from edge_bench.measure.header import new_header
-    from edge_bench.measure.prompts import Prompt, prepare
-    from edge_bench.measure.records import RecordFile
+    from edge_bench.measure.benchmark import new_header
+    from edge_bench.measure.records import BASELINE, RecordFile, edge_variants
+    from edge_bench.measure.request import Prompt, prepare
     from edge_bench.measure.runners import EdgeRunner, mixed
-    from edge_bench.measure.variants import BASELINE, edge_variants
     from edge_runtime import open_session
 
     with open_session(bundle) as session, RecordFile(record) as file:

@@ -20,7 +20,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from edge_export.checkpoint.architecture import TOKEN_ORDERING, Shapes, needed_shapes, parse_architecture
-from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.sources import reference_pair
 from refpair.grow import write_grown_tokenizer
 
 BLOCK = 8 << 20

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
-from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.sources import reference_pair
 from refpair.drafter import answer_loss, draft_states, target_rows
 from refpair.evaluate import measure_acceptance
 from refpair.questions import HELD_OUT_PERCENT, SHARES, UNKNOWN, Conversations, Questions, Turn, facts

@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
-from edge_export.tuning.texts import written_after
+from edge_export.tuning import written_after
 from refpair import corpus, evaluate
 from refpair import tokenizer as gemma_tokenizer
 from refpair.drafter import DrafterRecipe, train_drafter

@@ -18,8 +18,7 @@ from typing import Any
 
 import click
 
-from edge_bench.measure.records import read_records
-from edge_bench.measure.variants import DEFAULT, LLAMA_CPP, OURS, PLAIN
+from edge_bench.measure.records import DEFAULT, LLAMA_CPP, OURS, PLAIN, read_records
 from edge_bench.report.figures import Figures, figures
 from edge_devices.command_line import one_sentence_errors
 

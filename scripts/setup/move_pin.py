@@ -15,7 +15,7 @@ import click
 
 # The module with FIRST_VERSION and END_VERSION, how many numbers of a version they have, and files with the version itself.
 PINS = {
-    "llama-cpp-python": ("runtime/edge_runtime/backends/llama/loader.py", 3, ("exporter/edge_export/device_package/llama_build.py",)),
+    "llama-cpp-python": ("runtime/edge_runtime/backends/llama/loader.py", 3, ("exporter/edge_export/device_package/native_libraries.py",)),
     "onnxruntime": ("runtime/edge_runtime/backends/onnx/devices.py", 2, ()),
 }
 

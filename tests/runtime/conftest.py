@@ -37,8 +37,7 @@ def reference_pair() -> Reference:
 
 def _write_pair(folder: Path) -> None:
     from edge_export.checkpoint.checkpoint import open_checkpoint
-    from edge_export.gguf.drafter_head import write_head
-    from edge_export.gguf.writer import write_gguf
+    from edge_export.gguf.writer import write_gguf, write_head
 
     folder.mkdir()
     for role in ("target", "drafter"):

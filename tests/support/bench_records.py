@@ -6,8 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edge_bench.measure.records import SCHEMA, Concurrency, CostRecord, Header, KvTypeCost, Memory, ModelFile, Note, Record, Run
-from edge_bench.measure.variants import BASELINE, FIXED, LLAMA_CPP, OURS, PLAIN, Variant
+from edge_bench.measure.records import (
+    BASELINE,
+    FIXED,
+    LLAMA_CPP,
+    OURS,
+    PLAIN,
+    SCHEMA,
+    Concurrency,
+    CostRecord,
+    Header,
+    KvTypeCost,
+    Memory,
+    ModelFile,
+    Note,
+    Record,
+    Run,
+    Variant,
+)
 from edge_runtime.session.row_equality import RowEquality
 
 # Options of edge-bench for a run of seconds: one domain, one drafter, one draft length, each request once; tests add their --max-tokens.

@@ -122,9 +122,8 @@ def scripted_server(
     """
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.engine.idle import WorkerOnDemand
-    from edge_runtime.server.http.access_log import AccessLog
     from edge_runtime.server.http.connections import server_config
-    from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard
+    from edge_runtime.server.http.guard import LOOPBACK_NAMES, AccessLog, Guard
     from edge_runtime.server.model_card import ModelCard
     from edge_runtime.session.monitor import Monitor
 

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_runtime.decoding.acceptance_rules import BlockRule, CoupledRule
-from edge_runtime.decoding.distribution import Distribution
+from edge_runtime.decoding.acceptance import BlockRule, CoupledRule
 from edge_runtime.decoding.sampling import Sampler
-from edge_runtime.decoding.shared_noise import SharedNoise
+from edge_runtime.decoding.shared_noise import Distribution, SharedNoise
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 

@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_export.checkpoint.published.grid import BLOCK
 from edge_export.checkpoint.safetensors import SINGLE_NAME
+from edge_export.checkpoint.weight_formats import BLOCK
 
 Floats = NDArray[np.float32]
 PREFIX = "model.language_model."

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from edge_devices.meters.recorded_system import RecordedSystem, Recording
+from edge_devices.remote.snapshot import RecordedSystem, Recording
 
 FIXTURES = Path(__file__).parents[1] / "devices" / "meters" / "fixtures"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edge_runtime.calibration.power_probe import ROWS, VERIFY_ROWS
-from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.drafting.energy_objective import PhasePower
 from edge_runtime.drafting.policies import Fixed, Timing
 from simulated_joules import LONGEST, Case, Device, Spent, log_uniform, mean
 

@@ -14,13 +14,12 @@ from itertools import product
 from statistics import fmean
 from typing import Protocol
 
-from edge_runtime.calibration.cost_probe import MIN_ROUNDS
+from edge_runtime.calibration.first_use import MIN_ROUNDS
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, Costs, MeasuredCosts
-from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower
+from edge_runtime.drafting.energy_objective import EnergyCosts, PhasePower, TimeBound
 from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundResult, Timing
 from edge_runtime.drafting.profit_policy import Profit
-from edge_runtime.drafting.time_bound import TimeBound
 from simulated_rounds import CURVES, ExactCosts, played
 
 LONGEST, SEEDS = 12, (1, 2)

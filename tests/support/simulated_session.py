@@ -9,7 +9,7 @@ from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.run_log import RunLog
 from edge_devices.errors import MeterError
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
-from edge_devices.meters.recorded_system import RecordedSystem, Recording
+from edge_devices.remote.snapshot import RecordedSystem, Recording
 
 IDLE_WATTS = 2.0
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edge_runtime.decoding.acceptance_rules import AcceptanceRule
+from edge_runtime.decoding.acceptance import AcceptanceRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed

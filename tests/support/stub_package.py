@@ -63,7 +63,7 @@ def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, re
     (folder / "bin").mkdir(parents=True)
     paths = ":".join(str(ROOT / floor) for floor in ("runtime", "devices"))
     if real:
-        from edge_export.device_package.own_code import copy_packages
+        from edge_export.device_package.wheels import copy_packages
 
         copy_packages(folder / "lib")
         paths = "${0%/bin/*}/lib"

@@ -16,8 +16,7 @@ from edge_export.gguf.media_encoder import EncoderType
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
-from edge_runtime.media.image import Image
-from edge_runtime.media.sound import Sound
+from edge_runtime.media.encoder_inputs import Image, Sound
 from tiny_members import MEMBERS, write_member
 
 # The text of each media token, and its key in config.json.

@@ -23,8 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from edge_devices.children.commands import Limits
-from edge_devices.children.limited import limit_process
+from edge_devices.children.limited import Limits, limit_process
 from edge_devices.errors import DeviceError, EdgeError
 
 # Windows has no fork: there, a job's work is done in a thread of this process, within the libraries' own limits.

@@ -12,9 +12,8 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Literal
 
-from edge_devices.energy.characteristics import MIN_CHANGES, Characteristics, change_times
 from edge_devices.energy.intervals import Interval, combined, of_error, of_model
-from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.recorder import MIN_CHANGES, Characteristics, Recorder, change_times
 from edge_devices.energy.report import figure_text, origin_label
 from edge_devices.energy.windows import MIN_UPDATES, fresh_values, measure_window, rise_within, sampling_error
 from edge_devices.errors import DeviceError, MeasurementError

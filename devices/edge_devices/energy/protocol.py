@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from edge_devices.energy.characteristics import FLAT_SHARE, Characteristics, change_times, characterise, unsettled_share
-from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.recorder import FLAT_SHARE, Characteristics, Recorder, change_times, characterise, unsettled_share
 from edge_devices.energy.run_log import LoggedRun, RunLog
 from edge_devices.energy.windows import FAST, measure_window
 from edge_devices.errors import MeasurementError

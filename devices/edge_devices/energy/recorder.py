@@ -1,16 +1,147 @@
-"""Reads a meter repeatedly while other work runs."""
+"""A meter read again and again while other work runs, and what is measured of the meter itself."""
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median, pvariance
 from types import TracebackType
 
-from edge_devices.errors import MeterError
+from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Kind, Meter, Trace
+from edge_devices.meters.base import Kind, Meter, MeterFacts, Trace
+
+# The measured behaviour of a meter: how often its value is updated, how late a load shows, and how many reads return no value.
+
+MIN_CHANGES = 8
+LAGS_OF_LEAD = 1.5
+WINDOW_LAGS = 2
+WINDOW_REFRESHES = 20  # chosen in simulations: the intervals hold from here on, and a slow gauge's session ends on the same day
+HALF_SHARE, SETTLED_SHARE = 0.5, 0.9
+TAIL = 1.5  # times the seconds from half of a step to 90 % of it: a filter that settles exponentially shows 99 % of it after them
+FLAT_SHARE = 0.03  # of a step, by which a settled reading may still change from the third to the last quarter after it
+# A step is visible above 4 standard deviations or resolutions of the readings and 2 % of their level: a few that are equal have no noise.
+VISIBLE_NOISES, VISIBLE_SHARE = 4.0, 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Characteristics:
+    """In seconds: median and longest time between updates, time until a load step shows (90 %, or what its slow tail takes), and the cost
+    of a read.
+
+    `zero_rate`: share of reads that returned no value.
+    """
+
+    refresh_s: float
+    longest_gap_s: float
+    lag_s: float
+    zero_rate: float
+    read_s: float
+
+    @property
+    def lead_in_s(self) -> float:
+        """Seconds at the start of a window in which the meter still shows the time before it: 1.5 × the lag and one refresh."""
+        return LAGS_OF_LEAD * self.lag_s + self.refresh_s
+
+    @property
+    def shortest_window_s(self) -> float:
+        """Shortest window that gives a figure: 10 s, 20 refreshes, or 2 lags; after the lead-in."""
+        return self.shortest_measured_s + self.lead_in_s
+
+    @property
+    def shortest_measured_s(self) -> float:
+        """Shortest window whose lead-in came before it: a gauge that averages for long has few values of its own in a shorter one."""
+        return max(10.0, WINDOW_REFRESHES * self.refresh_s, WINDOW_LAGS * self.lag_s)
+
+    @property
+    def shortest_idle_s(self) -> float:
+        """Shortest idle window: 30 s, or 20 refreshes; after the lead-in."""
+        return max(30.0, WINDOW_REFRESHES * self.refresh_s) + self.lead_in_s
+
+    @staticmethod
+    def expected(facts: MeterFacts) -> Characteristics:
+        """Returns the characteristics that a meter's facts state, for use without measuring them."""
+        return Characteristics(refresh_s=facts.refresh_s, longest_gap_s=3 * facts.refresh_s, lag_s=facts.lag_s, zero_rate=0.0, read_s=0.0)
+
+
+def characterise(trace: Trace, steps: Sequence[float], *, reads: int, read_s: float) -> Characteristics:
+    """Computes the characteristics from a trace polled as fast as the meter allows while a light load toggled at `steps` (seconds).
+
+    `reads`: attempted reads (those without a value are not in the trace); `read_s`: seconds per read.
+    Raises MeasurementError for fewer than 8 updates.
+    """
+    changes = change_times(trace)
+    if len(changes) < MIN_CHANGES:
+        seconds = trace.times[-1] - trace.times[0] if trace.times else 0.0
+        raise MeasurementError(
+            f"{trace.facts.name} showed {len(changes)} new values in {seconds:.3g} s, too few to measure with; use another meter"
+        )
+    gaps = [b - a for a, b in pairwise(changes)]
+    lags = [lag for a, b, c in _triples(trace, steps) if (lag := _lag(trace, a, b, c)) is not None]
+    return Characteristics(
+        refresh_s=median(gaps),
+        longest_gap_s=max(gaps),
+        lag_s=max(lags, default=trace.facts.lag_s),
+        zero_rate=1 - len(trace.times) / reads if reads else 0.0,
+        read_s=read_s,
+    )
+
+
+def change_times(trace: Trace) -> list[float]:
+    """Returns the times of readings that differ from the reading before."""
+    return [trace.times[i] for i in range(1, len(trace.times)) if trace.values[i] != trace.values[i - 1]]
+
+
+def unsettled_share(trace: Trace, steps: Sequence[float]) -> float | None:
+    """Returns by what share of a load step the readings still rise from the third to the last quarter after it, on average; below 0 where
+    they fall back. None where no step is visible, nor any reading to see it with.
+    """
+    shares = []
+    for before, step, after in _triples(trace, steps):
+        middle, late = (step + after) / 2, (step + 3 * after) / 4
+        spans = ((before + 3 * step) / 4, step), (middle, late), (late, after)
+        old, third, last = ([trace.values[i] for i in trace.span(start, end)] for start, end in spans)
+        if old and third and last:
+            height = _height(trace, old, last)
+            if height:
+                shares.append((fmean(last) - fmean(third)) / height)
+    return fmean(shares) if shares else None
+
+
+def _height(trace: Trace, old: Sequence[float], new: Sequence[float]) -> float:
+    """Returns the height of a step from the readings before and after it; 0 where it is not visible."""
+    height, noise = fmean(new) - fmean(old), math.sqrt((pvariance(old) + pvariance(new)) / 2)
+    least = max(VISIBLE_NOISES * max(noise, trace.facts.resolution), VISIBLE_SHARE * abs(fmean(old)))
+    return height if abs(height) > least else 0.0
+
+
+def _triples(trace: Trace, steps: Sequence[float]) -> list[tuple[float, float, float]]:
+    edges = [trace.times[0], *steps, trace.times[-1]]
+    return list(zip(edges, edges[1:], edges[2:], strict=False))
+
+
+def _lag(trace: Trace, before: float, step: float, after: float) -> float | None:
+    """Seconds from a step until it shows; 0 for a counter. None where the step is lost in noise."""
+    if trace.facts.kind is Kind.COUNTER:
+        return 0.0
+    old = [trace.values[i] for i in trace.span((before + step) / 2, step)]
+    new = [trace.values[i] for i in trace.span((step + after) / 2, after)]
+    if len(old) < 2 or len(new) < 2:
+        return None
+    height = _height(trace, old, new)
+    if not height:
+        return None
+    shown = [(trace.times[i] - step, (trace.values[i] - fmean(old)) / height) for i in trace.span(step, after)]
+    half, most = (next((s for s, share in shown if share >= wanted), after - step) for wanted in (HALF_SHARE, SETTLED_SHARE))
+    return max(most, (most + TAIL * (most - half)) / LAGS_OF_LEAD)
+
+
+# Reads a meter repeatedly while other work runs.
 
 JITTER = 0.3  # share of the interval; without it the readings could be in step with draft and verify and always fall in the same phase
 

@@ -11,12 +11,20 @@ from itertools import islice
 from statistics import fmean
 from typing import Any
 
-from edge_devices.energy.characteristics import WINDOW_REFRESHES, Characteristics
 from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, of_model, ratio_interval, widened
-from edge_devices.energy.phases import NO_DECODING, PREFILL, PhaseShares, PhaseWatts, share_out
-from edge_devices.energy.recorder import SLEPT
+from edge_devices.energy.recorder import SLEPT, WINDOW_REFRESHES, Characteristics
 from edge_devices.energy.run_log import LoggedRun, RunLog
-from edge_devices.energy.windows import MIN_UPDATES, WindowEnergy, change_within, measure_window
+from edge_devices.energy.windows import (
+    MIN_UPDATES,
+    NO_DECODING,
+    PREFILL,
+    PhaseShares,
+    PhaseWatts,
+    WindowEnergy,
+    change_within,
+    measure_window,
+    share_out,
+)
 from edge_devices.errors import MeasurementError, printable
 from edge_devices.files.typed_json import finite_json
 from edge_devices.machine.state import disturbances

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from edge_devices.energy.characteristics import Characteristics
+from edge_devices.energy.recorder import Characteristics
 from edge_devices.errors import MeasurementError
 from edge_devices.files.atomic_write import GrowingFile
 from edge_devices.files.limited_read import lines_at_most

@@ -11,8 +11,7 @@ import stat
 from pathlib import Path
 
 from edge_devices.errors import EdgeError
-from edge_devices.files.atomic_write import atomic_write
-from edge_devices.files.temp_files import locked
+from edge_devices.files.atomic_write import atomic_write, locked
 
 CACHE_VARIABLE = "EDGE_MTP_CACHE"
 MAX_CACHE_BYTES = 1 << 20

@@ -1,7 +1,4 @@
-"""The state of a machine before and after a measurement, and what in it makes figures invalid.
-
-What is bad excludes the measurement around it. What is not known is never taken for fine: `warnings` names it.
-"""
+"""The state of a machine around a measurement: heat, throttling and power supply, and what in it makes figures invalid."""
 
 from __future__ import annotations
 
@@ -9,12 +6,252 @@ import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from edge_devices.errors import FrozenBatteryError, MeterError
 from edge_devices.files.limited_read import parse_integer
-from edge_devices.machine.android import LIGHT, MODERATE, PhoneState, read_phone, thermal_name
 from edge_devices.machine.memory import byte_text
-from edge_devices.machine.power_supply import Supply, batteries, external_power
 from edge_devices.machine.system import System
-from edge_devices.machine.throttling import read_throttling
+
+# What a machine says about being slowed down: a Raspberry Pi's firmware, Intel's counters, and the kernel's cooling devices.
+#
+# Facts: `vcgencmd get_throttled` (Raspberry Pi documentation), arch/x86/kernel/cpu/mce/therm_throt.c and
+# Documentation/driver-api/thermal/sysfs-api.rst of Linux.
+
+# A shell without a login has no /opt/vc/bin in its PATH, where older systems keep it.
+VCGENCMD = ("vcgencmd", "/usr/bin/vcgencmd", "/opt/vc/bin/vcgencmd")
+VCGENCMD_REMEDY = "vcgencmd needs /dev/vcio: sudo usermod -aG video $USER, then log in again"
+NOT_FOUND = 127
+COUNTERS = "sys/devices/system/cpu/cpu[0-9]*/thermal_throttle/*_throttle_count"
+COOLING = "sys/class/thermal/cooling_device*"
+# Types of cooling devices that slow a processor down: ACPI's, cpufreq's, Intel's idle injection. Fans and displays are none.
+SLOWS = re.compile(r"processor|cpufreq|cpuidle|thermal-idle|powerclamp|cpu[-_](\d|cluster|isolate|hotplug)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throttling:
+    """`bits`: a Pi's get_throttled; `count`: how often Intel's processors were throttled since they started; `cooling`: what cools the
+    processor now by slowing it. `unknown`: what is not known of it, and why; empty where all is.
+    """
+
+    bits: int | None = None
+    count: int | None = None
+    cooling: tuple[str, ...] = ()
+    unknown: str = ""
+
+
+def read_throttling(system: System) -> Throttling:
+    """Reads what this machine says: a few files, on a Raspberry Pi one command. Never raises."""
+    devices = _cooling_devices(system)
+    cooling = tuple(name for name, state in devices if state > 0)
+    if system.text_or("proc/device-tree/model").startswith("Raspberry Pi"):
+        bits, reason = _firmware_bits(system)
+        return Throttling(bits=bits, cooling=cooling, unknown=f"whether the board throttles ({reason})" if reason else "")
+    counts = [count for path in system.paths(COUNTERS) if (count := parse_integer(system.text_or(path))) is not None]
+    if counts:
+        return Throttling(count=sum(counts), cooling=cooling)
+    # Of x86 processors the kernel's cooling is only a part: they also slow themselves down.
+    known = system.is_android or (bool(devices) and not system.exists("sys/devices/system/cpu/cpu0/microcode"))
+    return Throttling(cooling=cooling, unknown="" if known else "whether the processor throttles (this system has no counter of it)")
+
+
+def _firmware_bits(system: System) -> tuple[int | None, str]:
+    """Returns what `vcgencmd get_throttled` says, or why it says nothing."""
+    for command in VCGENCMD:
+        done = system.run([command, "get_throttled"])
+        if done.code == NOT_FOUND:
+            continue
+        match = re.search(r"throttled=0x([0-9a-fA-F]{1,8})\b", done.text) if done.code == 0 else None
+        return (int(match[1], 16), "") if match else (None, f"vcgencmd get_throttled: {done.first_line}; {VCGENCMD_REMEDY}")
+    return None, "vcgencmd is not installed; install Raspberry Pi OS's raspi-utils"
+
+
+def _cooling_devices(system: System) -> list[tuple[str, int]]:
+    """Returns the type and the state of each cooling device that slows the processor down; state 0 does not."""
+    devices = []
+    for folder in system.paths(COOLING):
+        kind, state = system.text_or(f"{folder}/type"), parse_integer(system.text_or(f"{folder}/cur_state"))
+        if SLOWS.search(kind) and state is not None:
+            devices.append((kind, state))
+    return devices
+
+
+# Battery and heat from Android's services, which also answer the shell user; most builds deny that user the files below /sys.
+#
+# Facts: `dumpsys battery` (BatteryService) and `dumpsys thermalservice` (PowerManager.THERMAL_STATUS_*) of AOSP.
+
+THERMAL_NAMES = ("none", "light", "moderate", "severe", "critical", "emergency", "shutdown")
+LIGHT, MODERATE = 1, 2
+SECTION = "Current Battery Service state:"
+FROZEN = "UPDATES STOPPED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhoneState:
+    """None where a value is unknown; `unknown`: what the services did not say, and why.
+
+    `frozen`: `dumpsys battery unplug` or `set` was run, so the figures are not measured.
+    """
+
+    charger: str | None = None
+    charge_percent: int | None = None
+    battery_c: float | None = None
+    thermal_status: int | None = None
+    frozen: bool = False
+    unknown: tuple[str, ...] = ()
+
+
+def thermal_name(status: int | None) -> str:
+    """Returns Android's name of a thermal status."""
+    return THERMAL_NAMES[status] if status is not None and 0 <= status < len(THERMAL_NAMES) else str(status)
+
+
+def read_phone(system: System) -> PhoneState:
+    """Returns what both services report; never raises."""
+    thermal = re.search(r"Thermal Status: (\d)\b", system.run(["dumpsys", "thermalservice"]).text)
+    status = int(thermal[1]) if thermal else None
+    unknown = () if thermal else ("whether Android throttles (`dumpsys thermalservice` shows no thermal status)",)
+    try:
+        fields = parse_dumpsys(system.run(["dumpsys", "battery"]).text)
+    except MeterError as error:
+        frozen = isinstance(error, FrozenBatteryError)
+        return PhoneState(thermal_status=status, frozen=frozen, unknown=(*unknown, f"charge and charger ({error})"))
+    powered = sorted(key.removesuffix(" powered") for key, value in fields.items() if key.endswith(" powered") and value == "true")
+    level, tenths = fields.get("level", ""), fields.get("temperature", "")
+    charge = int(level) if re.fullmatch(r"\d{1,3}", level) else None
+    return PhoneState(
+        charger=powered[0] if powered else None,
+        charge_percent=charge,
+        battery_c=int(tenths) / 10 if re.fullmatch(r"-?\d{1,4}", tenths) else None,
+        thermal_status=status,
+        unknown=unknown if charge is not None else (*unknown, "the battery's charge (`dumpsys battery` has no level)"),
+    )
+
+
+def parse_dumpsys(text: str) -> dict[str, str]:
+    """Reads the battery service's own section of `dumpsys battery`, without a maker's section before it and event logs after it."""
+    _, separator, section = text.partition(SECTION)
+    if not separator:
+        raise MeterError(f"`dumpsys battery` has no section {SECTION!r}; this version of Android is not supported")
+    if FROZEN in section:
+        raise FrozenBatteryError(f"the battery service is frozen ({FROZEN}) and returns made-up values; run `dumpsys battery reset` first")
+    fields: dict[str, str] = {}
+    for line in section.splitlines():
+        if line.startswith("[EventLogBuffer]"):
+            break
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip(), value.strip())
+    return fields
+
+
+# The kernel's power_supply class: batteries and chargers of laptops and phones.
+#
+# Facts: Documentation/ABI/testing/sysfs-class-power of Linux. The ABI says that a negative current discharges, real ACPI batteries say the
+# opposite: the direction is taken from `status` alone, the figure without its sign.
+
+SUPPLIES = "sys/class/power_supply"
+# A kilowatt and 100 A or V, in micro units: beyond are ACPI's words for an unknown value, such as 0xFFFFFFFF thousand.
+MAX_VALUES = {"POWER_NOW": 10**9, "CURRENT_NOW": 10**8, "VOLTAGE_NOW": 10**8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supply:
+    """One battery's fields as the kernel prints them: micro units, or a maker's own."""
+
+    name: str
+    fields: dict[str, str]
+
+    @property
+    def status(self) -> str:
+        """Discharging, Charging, Full, Not charging, or Unknown."""
+        return self.fields.get("STATUS", "Unknown")
+
+    def number(self, key: str) -> int | None:
+        """Returns an integer field, or None if it is missing, or no battery of such a machine has so much."""
+        try:
+            value = int(self.fields[key])
+        except (KeyError, ValueError):
+            return None
+        return value if abs(value) <= MAX_VALUES.get(key, abs(value)) else None
+
+
+def parse_uevent(text: str) -> dict[str, str]:
+    """Reads `POWER_SUPPLY_KEY=value` lines; a repeated key keeps its first value."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if equals and key.startswith("POWER_SUPPLY_"):
+            fields.setdefault(key.removeprefix("POWER_SUPPLY_"), value.strip())
+    return fields
+
+
+def batteries(system: System) -> list[Supply]:
+    """Returns the batteries that feed this machine, without those of mice and headsets (scope Device)."""
+    supplies = []
+    for folder in system.paths(f"{SUPPLIES}/*"):
+        fields = read_fields(system, folder)
+        if fields.get("TYPE") == "Battery" and fields.get("SCOPE") != "Device" and fields.get("PRESENT") != "0":
+            supplies.append(Supply(name=folder.rpartition("/")[2], fields=fields))
+    return supplies
+
+
+def read_fields(system: System, folder: str) -> dict[str, str]:
+    """Reads one supply: its uevent, or its single files where that is not readable. Raises PermissionError when all are denied."""
+    denied: PermissionError | None = None
+    try:
+        fields = parse_uevent(system.text(f"{folder}/uevent"))
+    except OSError:
+        fields = {}
+    for key in ("type", "scope", "status", "present", "online", "power_now", "current_now", "voltage_now"):
+        if key.upper() in fields:
+            continue
+        try:
+            fields[key.upper()] = system.text(f"{folder}/{key}")
+        except PermissionError as error:
+            denied = error
+        except OSError:
+            continue
+    if denied and not fields.keys() & {"TYPE", "STATUS", "POWER_NOW", "CURRENT_NOW"}:
+        raise denied
+    return fields
+
+
+def external_power(system: System) -> str | None:
+    """Returns the name of a charger that is on line, None on battery. The machine's own USB ports (scope Device) do not count."""
+    for folder in system.paths(f"{SUPPLIES}/*"):
+        try:
+            fields = read_fields(system, folder)
+        except PermissionError:
+            continue
+        if fields.get("TYPE") not in (None, "Battery") and fields.get("SCOPE") != "Device" and fields.get("ONLINE") not in (None, "0"):
+            return folder.rpartition("/")[2]
+    return None
+
+
+def watts_of(supply: Supply) -> float | None:
+    """Returns the power in watts from POWER_NOW (µW) or CURRENT_NOW (µA) × VOLTAGE_NOW (µV); None without either."""
+    power = supply.number("POWER_NOW")
+    if power is not None:
+        return abs(power) * 1e-6
+    current, voltage = supply.number("CURRENT_NOW"), supply.number("VOLTAGE_NOW")
+    if current is None or voltage is None:
+        return None
+    return abs(current) * 1e-6 * voltage * 1e-6
+
+
+def require_discharging(system: System, supplies: list[Supply]) -> None:
+    """Raises MeterError unless the machine runs on its batteries alone. Of several, one discharges at a time; the others rest."""
+    charger = external_power(system)
+    if charger:
+        raise MeterError(f"{charger} supplies power, and a battery's figures show the load only while unplugged; unplug the charger")
+    charging = [s for s in supplies if s.status == "Charging"]
+    if charging or not any(s.status == "Discharging" for s in supplies):
+        statuses = ", ".join(f"{s.name} is {s.status}" for s in charging or supplies)
+        raise MeterError(f"{statuses}, but only a discharging battery shows the energy used; unplug the charger")
+
+
+# The state of a machine before and after a measurement, and what in it makes figures invalid.
+#
+# What is bad excludes the measurement around it. What is not known is never taken for fine: `warnings` names it.
 
 # Bits of `vcgencmd get_throttled`: undervoltage, capped clock, throttled, soft temperature limit; bits 16 to 19 say the same of any time
 # since the board started.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_export.checkpoint.json_file import CheckedValues
+from edge_export.checkpoint.safetensors import CheckedValues
 from edge_export.errors import CheckpointError
 
 SLIDING, FULL = "sliding_attention", "full_attention"

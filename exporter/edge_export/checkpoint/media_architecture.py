@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_export.checkpoint.architecture import Shapes
-from edge_export.checkpoint.json_file import CheckedValues
+from edge_export.checkpoint.safetensors import CheckedValues
 from edge_export.errors import CheckpointError
 
 VISION, AUDIO = "model.vision_tower.", "model.audio_tower."

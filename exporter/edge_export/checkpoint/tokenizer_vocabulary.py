@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_devices.errors import errors_as
-from edge_export.checkpoint.json_file import read_json_object, read_optional_json_object
+from edge_export.checkpoint.safetensors import read_json_object, read_optional_json_object
 from edge_export.errors import CheckpointError
 
 TOKENIZER_NAME = "tokenizer.json"

@@ -13,9 +13,9 @@ COMMANDS = LazyCommands(
     {
         "pair": ("edge_export.cli.export", "Export TARGET and its MTP assistant DRAFTER as one bundle."),
         "reference": ("edge_export.cli.export", "Export a small trained pair that comes with this package."),
-        "plan": ("edge_export.cli.plan", "Predict download, disk, memory, speed and joules per token of a pair before it is exported."),
-        "package": ("edge_export.cli.package", "Build a folder for PLATFORM that runs bundles on a device where nothing is installed."),
-        "publish": ("edge_export.cli.publish", "Upload BUNDLE and its model card to OWNER/NAME on the Hugging Face hub."),
+        "plan": ("edge_export.cli.export", "Predict download, disk, memory, speed and joules per token of a pair before it is exported."),
+        "package": ("edge_export.cli.export", "Build a folder for PLATFORM that runs bundles on a device where nothing is installed."),
+        "publish": ("edge_export.cli.export", "Upload BUNDLE and its model card to OWNER/NAME on the Hugging Face hub."),
     }
 )
 EXAMPLES = """

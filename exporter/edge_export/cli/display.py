@@ -17,8 +17,7 @@ from rich.text import Text
 from edge_devices.files.typed_json import to_json
 from edge_devices.machine.memory import byte_text
 from edge_devices.waiting import Report
-from edge_runtime.bundle.bundle import Bundle
-from edge_runtime.bundle.exported_quality import exported_quality
+from edge_runtime.bundle.bundle import Bundle, exported_quality
 
 
 class Amount(ProgressColumn):

@@ -1,12 +1,13 @@
-"""`edge-export pair` and `edge-export reference`: checkpoints to a bundle; and the options that several commands share."""
+"""The commands of `edge-export`: pair and reference, which write bundles, plan, package and publish."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import click
 from rich.console import Console
 
 from edge_devices.command_line import PanelCommand, given_options, one_sentence_errors, option_group, takes
+from edge_devices.errors import one_line
 from edge_devices.option_fields import option
-from edge_export.checkpoint.published.formats import SIZES, published_config
-from edge_export.checkpoint.published.hub import hub_name, own_drafter, with_revision
-from edge_export.checkpoint.shipped_pair import (
+from edge_export.checkpoint.hub import hub_name, own_drafter, with_revision
+from edge_export.checkpoint.sources import (
     CHAT_DESCRIPTION,
     DESCRIPTION,
     WIDENED,
@@ -26,16 +27,26 @@ from edge_export.checkpoint.shipped_pair import (
     shipped_acceptance,
     widened_target,
 )
-from edge_export.cli.display import Display, show
+from edge_export.checkpoint.weight_formats import SIZES, published_config
+from edge_export.cli.display import Display, Steps, show, size_table
+from edge_export.device_package.build import README, PackageRequest, copy_command, kernels_sentence, make_package, possible_backends
+from edge_export.device_package.inventory import PLATFORMS
 from edge_export.onnx.request import DEVICE_WEIGHTS, OnnxRequest
-from edge_export.pipeline.export import export_pair
+from edge_export.pipeline.export import export_pair, planned_export
+from edge_export.pipeline.publish import publication
 from edge_export.pipeline.request import ExportRequest
 from edge_export.quantization.importance_sources import ImportanceSources
 from edge_export.quantization.llama_quantize import gguf_can_be_written
+from edge_runtime.cli.options import BundlePath
+from edge_runtime.cli.plan import PlanOptions, plan_lines, short_lines
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig
-from edge_runtime.config.settings import expanded, preset_of
-from edge_runtime.config.yaml_file import read_config
+from edge_runtime.config.settings import expanded, preset_of, read_config
+from edge_runtime.drafting.energy_objective import read_phase_power
 from edge_runtime.errors import OUT_OF_MEMORY
+from edge_runtime.planning.speed import manifest_plan
+from edge_runtime.planning.speed_profile import speed_profile
+
+# `edge-export pair` and `edge-export reference`: checkpoints to a bundle; and the options that several commands share.
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 # Not called like fields of requests, which are options too.
@@ -249,3 +260,118 @@ def _check(formats: str, request: ExportRequest, importance: ImportanceSources, 
         raise click.UsageError(f"--device {onnx.device} has a fixed block size; leave --onnx-block out")
     if onnx.device and onnx.kv != "f32":
         raise click.UsageError("graphs of fixed shapes keep the K/V cache in float32; leave --onnx-kv out, or --device")
+
+
+# `edge-export plan`: what a pair will take and how fast it will be, before it is exported.
+
+
+@click.command(cls=PanelCommand)
+@target_name
+@drafter_name
+@click.option(
+    "--phase-power",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="JSON file with the watts of drafting, verifying and plain decoding.",
+)
+@takes("models", Models)
+@takes("request", REQUEST, only=("context", "target_quantization", "drafter_quantization"), panel="Bundle")
+@takes("options", PlanOptions, only=("profile", "how", "as_json"))
+def plan(
+    target_name: str | None,
+    drafter_name: str | None,
+    *,
+    phase_power: Path | None,
+    models: Models,
+    request: ExportRequest,
+    options: PlanOptions,
+) -> None:
+    """Predict download, disk, memory, speed and joules per token of a pair before it is exported.
+
+    No weights are needed: TARGET may be E2B, E4B, 12B, 26B-A4B or 31B; of a hub repository only config.json is fetched.
+    """
+    config = models.config()
+    target, drafter = models.names(config, target_name, drafter_name, planning=True)
+    planned = planned_export(
+        target,
+        drafter,
+        target_quantization=request.target_quantization or config.verifier.precision,
+        drafter_quantization=request.drafter_quantization or config.drafter.precision,
+        context=request.context or config.cache.max_context_length,
+    )
+    manifest, power = planned.manifest, read_phase_power(phase_power) if phase_power is not None else None
+    predicted = manifest_plan(manifest, speed_profile(options.profile, None), context=manifest.runtime.context, power=power)
+    if options.as_json:
+        click.echo(json.dumps({"export": planned.to_json(), "plan": predicted.to_json()}, ensure_ascii=False))
+        return
+    for line in [*planned.lines(), *(plan_lines if options.how else short_lines)(predicted)]:
+        click.echo(line)
+
+
+# `edge-export package`: a folder that runs bundles on a device where nothing is installed.
+
+
+@click.command(cls=PanelCommand)
+@click.argument("platform", type=click.Choice(list(PLATFORMS)), metavar="PLATFORM")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FOLDER", help="Folder to write the package to.")
+@takes("request", PackageRequest(platform="", output=Path(), backends=()))
+@as_json
+@export_errors()
+def package(platform: str, output: Path, request: PackageRequest, as_json: bool) -> None:
+    """Build a folder for PLATFORM that runs bundles on a device where nothing is installed."""
+    there = possible_backends(PLATFORMS[platform])
+    chosen = tuple(dict.fromkeys(request.backends)) or ("onnx",)
+    if not set(chosen) <= set(there) or (request.tools and "llama" not in there):
+        raise click.UsageError(f"llama.cpp is not compiled for {platform} yet; give --backend onnx, without --with-llama-tools")
+    console = Console(stderr=True)
+    with Steps(console) as step:
+        inventory = make_package(replace(request, platform=platform, output=output, backends=chosen), step, step.note)
+    if as_json:
+        click.echo(json.dumps({"package": str(output), **asdict(inventory)}))
+        return
+    sizes = sorted(inventory.sizes.items(), key=lambda item: -item[1])
+    Console().print(size_table(f"{output}: {inventory.platform}, {len(inventory.files)} files", "part", sizes))
+    for line in (
+        f"{kernels_sentence(inventory.row_kernels)}.",
+        f"Licences of all {len(inventory.licences)} components are in {output / 'licences'}.",
+        f"Next: {copy_command(PLATFORMS[platform], str(output))}",
+        f"{output / README} says how to make a bundle, chat, serve and measure on the device.",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+# `edge-export publish`: uploads a bundle to the Hugging Face hub, with its model card.
+
+
+@click.command(cls=PanelCommand)
+@click.argument("bundle", type=BundlePath())
+@click.argument("repository", metavar="OWNER/NAME")
+@click.option(
+    "--figures",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    multiple=True,
+    metavar="FILE",
+    help="Figures of this bundle for its card, by edge-bench run --markdown. Repeatable.",
+)
+@click.option("--public", is_flag=True, help="Let everybody read a new repository.  [default: private]")
+@click.option("--dry-run", is_flag=True, help="Print what would be uploaded, and the model card; ask nothing of the hub.")
+@one_sentence_errors(stopped="stopped; the same command goes on")
+def publish(bundle: Path, repository: str, figures: tuple[Path, ...], public: bool, dry_run: bool) -> None:
+    """Upload BUNDLE and its model card to OWNER/NAME on the Hugging Face hub.
+
+    It needs the hub's token (hf auth login). After an interruption, run the same command again: it continues.
+    """
+    console = Console(stderr=True)
+    planned = publication(bundle, repository, figures)
+    console.print(size_table(planned.repository, "file", planned.tree()))
+    if dry_run:
+        click.echo(planned.card)
+        return
+    uploaded, others = planned.upload(private=not public)
+    if others:
+        names = one_line(", ".join(others[:5])) + (" ..." if len(others) > 5 else "")
+        console.print(f"What was in the repository stays beside the bundle: {names}.", markup=False, highlight=False, soft_wrap=True)
+    if uploaded.private == public:
+        state = "private" if uploaded.private else "public"
+        console.print(f"The repository is {state} as before; the hub's settings change that.", highlight=False, soft_wrap=True)
+    click.echo(uploaded.address)

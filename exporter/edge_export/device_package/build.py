@@ -1,29 +1,89 @@
-"""Builds a package: puts every part into a folder that appears complete or not at all."""
+"""Builds a package: puts every part, and a README, into a folder that appears complete or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import shlex
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from edge_devices.files.temp_files import locked
+from edge_devices.files.atomic_write import locked
 from edge_devices.files.user_cache import cache_folder
 from edge_devices.machine.device_package import NAME
 from edge_devices.option_fields import option
-from edge_export.device_package.blas import check_libraries, take_small_blas
-from edge_export.device_package.debian import add_python, is_signature_checked
-from edge_export.device_package.inventory import Inventory, check_pages, cut_symbols, take_inventory
-from edge_export.device_package.llama_build import add_llama, add_tools, open_toolchain
-from edge_export.device_package.own_code import add_own_code, write_launchers
-from edge_export.device_package.platforms import PLATFORMS, Platform
-from edge_export.device_package.readme import write_readme
-from edge_export.device_package.row_kernels import add_kernels, check_kernels
+from edge_export.device_package.debian import add_python, check_libraries, is_signature_checked, take_small_blas
+from edge_export.device_package.inventory import PLATFORMS, Inventory, Platform, check_pages, cut_symbols, take_inventory, write_file
+from edge_export.device_package.native_libraries import add_kernels, add_llama, add_tools, check_kernels, open_toolchain
 from edge_export.device_package.subprocesses import Step
-from edge_export.device_package.wheels import DISTRIBUTION, add_wheels
-from edge_export.output.atomic_folder import FolderKind, check_output, partial_folder
+from edge_export.device_package.wheels import DISTRIBUTION, add_own_code, add_wheels, write_launchers
+from edge_export.output import FolderKind, check_output, partial_folder
+
+# A package's README: how it gets onto the device, and the first three things to do there.
+
+README = "README.md"
+_TEXT = """\
+# edge-mtp VERSION for PLATFORM
+
+This folder runs bundles on a device where nothing is installed. A bundle is a folder that `edge-export`
+made of a model and its drafter; it must have FORMATS files. A small one to begin with:
+`edge-export reference --chat --format FORMAT -o my-bundle`.
+
+Copy this folder and a bundle to the device:
+
+    COPY
+
+Then, on the deviceSHELL, chat:
+
+    PACKAGE/bin/edge-run chat my-bundle
+
+Serve on the local network; the page is at http://ADDRESS:8080, the OpenAI API at http://ADDRESS:8080/v1:
+
+    PACKAGE/bin/edge-run serve my-bundle --host 0.0.0.0 --api-key CHOOSE-A-KEY
+
+Measure what drafts bring; `edge-bench report runs.jsonl` shows the records on a computer with edge-mtp:
+
+    PACKAGE/bin/edge-bench run my-bundle --runs runs.jsonl
+
+`PACKAGE/bin/edge-run doctor` says what works on the device. KERNELS
+"""
+_COPY = {
+    "android-arm64": "adb push PACKAGE my-bundle /data/local/tmp/",
+    "linux-arm64": "scp -r PACKAGE my-bundle pi@raspberrypi:",
+    "linux-x64": "scp -r PACKAGE my-bundle USER@HOST:",
+}
+
+
+def copy_command(platform: Platform, package: str) -> str:
+    """Returns the command that copies a package of that name, and a bundle, to a device."""
+    return _COPY[platform.name].replace("PACKAGE", shlex.quote(package))
+
+
+def write_readme(folder: Path, platform: Platform, package: str, version: str, backends: tuple[str, ...], kernels: tuple[str, ...]) -> None:
+    """Writes the README of a package that will be a folder of the name `package`."""
+    formats = [format for backend, format in (("onnx", "ONNX"), ("llama", "GGUF")) if backend in backends]
+    values = {
+        "COPY": copy_command(platform, package),
+        "PACKAGE": shlex.quote(package),
+        "VERSION": version,
+        "PLATFORM": platform.name,
+        "FORMATS": " or ".join(formats),
+        "FORMAT": formats[0].lower(),
+        "SHELL": " (`adb shell`, then `cd /data/local/tmp`)" if platform.name.startswith("android") else "",
+        "KERNELS": f"{kernels_sentence(kernels)}.",
+    }
+    write_file(folder / README, re.sub("|".join(values), lambda word: values[word[0]], _TEXT).encode())
+
+
+def kernels_sentence(kernels: tuple[str, ...]) -> str:
+    """Returns which kernels multiply, without a full stop."""
+    return f"Row kernels: {', '.join(kernels)}; the processor decides which runs" if kernels else "No row kernels: standard operators"
+
+
+# Builds a package: puts every part into a folder that appears complete or not at all.
 
 BACKENDS = ("llama", "onnx")
 # The extras that every package has beside its backends.

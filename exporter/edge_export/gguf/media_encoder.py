@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.json_file import read_optional_json_object
 from edge_export.checkpoint.media_architecture import (
     AUDIO,
     EMBEDDER,
@@ -27,11 +26,10 @@ from edge_export.checkpoint.media_architecture import (
     VisionTower,
     parse_media,
 )
-from edge_export.checkpoint.published.grid import BLOCK
-from edge_export.checkpoint.safetensors import SOURCE_TYPE, FloatType, StoredTensor, read_values
+from edge_export.checkpoint.safetensors import SOURCE_TYPE, FloatType, StoredTensor, read_optional_json_object, read_values
+from edge_export.checkpoint.weight_formats import BLOCK
 from edge_export.errors import CheckpointError
-from edge_export.gguf.keys import Entry
-from edge_export.gguf.tensor_names import encoder_name
+from edge_export.gguf.keys import Entry, encoder_name
 from edge_export.gguf.writer import GgufPlan, GgufTensor, array_tensor, float_tensor, header_of
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MediaInputs, MediaTokens, VisionSize

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_export.checkpoint.published.grid import BLOCK, find_grid
+from edge_export.checkpoint.weight_formats import BLOCK, find_grid
 from edge_export.errors import ExportError
-from edge_export.quantization.compensation import Factor, Floats, Rounded, compensated
-from edge_export.quantization.importance import MIN_IMPORTANCE
+from edge_export.quantization.importance import MIN_IMPORTANCE, Factor, Floats, Rounded, compensated
 
 BITS, BLOCKS = (4, 8), (32, 64, 128)
 # Weights per piece of work: a piece that stays in a core's cache with all its intermediates is several times faster.

@@ -14,15 +14,15 @@ from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import CONTROL
 from edge_export.onnx.graph_builder import OPSET, PlainGraph
+from edge_export.onnx.graphs.attention import KV_TYPES, fit_scales, store_kv
 from edge_export.onnx.graphs.drafter import DrafterWeights, store_drafter, write_drafter
-from edge_export.onnx.graphs.kv import KV_TYPES, fit_scales, store_kv
 from edge_export.onnx.graphs.target import TargetFormats, TargetWeights, store_target, write_target
-from edge_export.onnx.media.export import write_encoders
+from edge_export.onnx.media import write_encoders
 from edge_export.onnx.parity import encoder_parity, measure_onnx_parity, measure_rows
 from edge_export.onnx.request import WEIGHT_TYPES, OnnxFiles, OnnxRequest, expected_onnx_bytes, reads_rows
-from edge_export.onnx.static.export import STATIC_ROWS, static_facts, write_calibrated, write_static, write_tables
+from edge_export.onnx.static import STATIC_ROWS, static_facts, write_calibrated, write_static, write_tables
 from edge_export.onnx.weights import PlainWeightFile, WeightFile, head_format, layers_format, quantization_name, table_format, weight_format
-from edge_export.output.atomic_folder import BundlePart
+from edge_export.output import BundlePart
 from edge_export.parity.reference import Reference, why_not
 from edge_export.quantization.importance import Importance
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, MediaInputs, OnnxGraphs, Rotation

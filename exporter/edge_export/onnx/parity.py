@@ -17,8 +17,15 @@ from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
 from edge_export.onnx.request import WEIGHT_TYPES, MediaWeights, OnnxFiles, OnnxRequest
-from edge_export.parity.comparison import ROOM, Judgement, ParityLimits, check_tokenizer, compare_export, export_rowset
-from edge_export.parity.media import measure_media_parity
+from edge_export.parity.comparison import (
+    ROOM,
+    Judgement,
+    ParityLimits,
+    check_tokenizer,
+    compare_export,
+    export_rowset,
+    measure_media_parity,
+)
 from edge_export.parity.reference import TEXT, Reference, Rows, Rowset
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER, MediaInputs
 from edge_runtime.errors import EdgeRuntimeError

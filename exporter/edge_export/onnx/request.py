@@ -13,7 +13,7 @@ from edge_export.checkpoint.media_architecture import AudioTower, MediaArchitect
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError
-from edge_export.output.atomic_folder import BundlePart
+from edge_export.output import BundlePart
 from edge_runtime.bundle.manifest import CacheLayout, OnnxGraphs, StaticGraphs
 from edge_runtime.bundle.tokenizer_json import check_file
 from edge_runtime.errors import BundleError

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.published.grid import lies_on_grid
 from edge_export.checkpoint.safetensors import StoredTensor, read_codes, read_rows, read_values
+from edge_export.checkpoint.weight_formats import lies_on_grid
 from edge_export.errors import ExportError
 from edge_export.onnx.block_quantization import WeightSpec, quantize_matrix, round_rows
 from edge_export.onnx.request import WEIGHT_TYPES, OnnxRequest, OnnxWeights

@@ -13,8 +13,15 @@ from typing import Any
 
 from edge_devices.machine.memory import byte_text
 from edge_export.checkpoint.safetensors import FloatType
-from edge_export.parity.comparison import ROOM, Judgement, ParityLimits, check_tokenizer, compare_export, export_rowset
-from edge_export.parity.media import measure_media_parity
+from edge_export.parity.comparison import (
+    ROOM,
+    Judgement,
+    ParityLimits,
+    check_tokenizer,
+    compare_export,
+    export_rowset,
+    measure_media_parity,
+)
 from edge_export.parity.reference import MIN_CONTEXT, TEXT, Reference, Rows, Rowset, why_not
 from edge_runtime.bundle.gguf_types import OFFERED, QUANTIZATIONS
 from edge_runtime.bundle.manifest import MediaInputs

@@ -1,6 +1,6 @@
 """The reference that an export is compared with: transformers in float32, run on the checkpoint itself; and how far logits are from it.
 
-With media.py and quantization/calibration.py the only module that imports torch and transformers.
+With comparison.py and quantization/calibration.py the only module that imports torch and transformers.
 """
 
 from __future__ import annotations

@@ -14,14 +14,13 @@ from edge_devices.files.limited_read import sha256_of
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint, check_pair
-from edge_export.checkpoint.published.formats import SIZES
 from edge_export.checkpoint.sources import ResolvedSource, manifest_source, source_files
 from edge_export.checkpoint.tokenizer_vocabulary import MAX_TEMPLATE_BYTES, TEMPLATE_NAME, TOKENIZER_NAME
+from edge_export.checkpoint.weight_formats import SIZES
 from edge_export.errors import CheckpointError, ExportError
-from edge_export.gguf.keys import GENERATION_NAME, read_generation
-from edge_export.gguf.tensor_names import gguf_name
-from edge_export.output.atomic_folder import BundlePart
-from edge_runtime.bundle import signature
+from edge_export.gguf.keys import GENERATION_NAME, gguf_name, read_generation
+from edge_export.output import BundlePart
+from edge_runtime.bundle import integrity
 from edge_runtime.bundle.gguf_header import read_gguf_header
 from edge_runtime.bundle.manifest import (
     MAX_DRAFT_LENGTH,
@@ -296,11 +295,11 @@ def bundle_config(config: SpeculativeConfig, manifest: Manifest) -> SpeculativeC
 def read_signing_key(path: Path) -> Ed25519PrivateKey:
     """Returns the private key in a PEM file without a password. Raises ExportError if it is none, before anything is made."""
     try:
-        return signature.read_signing_key(path)
+        return integrity.read_signing_key(path)
     except EdgeRuntimeError as error:
         raise ExportError(str(error)) from error
 
 
 def sign_manifest(folder: Path, manifest: bytes, key: Ed25519PrivateKey) -> None:
     """Writes the signature of these bytes beside them."""
-    (folder / signature.SIGNATURE_NAME).write_bytes(base64.b64encode(key.sign(manifest)) + b"\n")
+    (folder / integrity.SIGNATURE_NAME).write_bytes(base64.b64encode(key.sign(manifest)) + b"\n")

@@ -1,4 +1,4 @@
-"""The export: reads a target and its drafter and writes a bundle, in steps that are shown. The bundle appears complete or not at all."""
+"""The export: reads a pair and writes a bundle, in steps that are shown and complete or not at all; and what it would write."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,15 +16,15 @@ from edge_devices.errors import errors_as
 from edge_devices.machine.memory import byte_text
 from edge_devices.waiting import Progress, ProgressLines
 from edge_export.checkpoint.architecture import SPARSE_HEAD
-from edge_export.checkpoint.published.hub import fetched_checkpoint
-from edge_export.checkpoint.sources import ResolvedSource, mixed_training, resolve_pair
+from edge_export.checkpoint.hub import fetched_checkpoint
+from edge_export.checkpoint.sources import ResolvedSource, mixed_training, planned_download, planned_pair, resolve_pair
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError
 from edge_export.gguf.media_encoder import TOWERS, media_architecture, media_inputs
 from edge_export.gguf.writer import trained_for_q4
 from edge_export.onnx.request import ONNX_MEDIA, OnnxFiles, OnnxRequest, check_onnx_sources, check_towers, expected_onnx_bytes
-from edge_export.output.atomic_folder import check_output, check_outside, partial_folder, sync_files
-from edge_export.parity.reference import Reference
+from edge_export.output import check_output, check_outside, partial_folder, sync_files
+from edge_export.parity.reference import Reference, why_no_reference
 from edge_export.pipeline.bundle_files import (
     architecture,
     bundle_config,
@@ -37,17 +37,17 @@ from edge_export.pipeline.bundle_files import (
     sign_manifest,
     template_of,
 )
-from edge_export.pipeline.companions import write_companions
-from edge_export.pipeline.gguf_step import GgufFiles, make_gguf, plan_pair
-from edge_export.pipeline.request import DEFAULT_CONTEXT, SWITCHED_OFF, ExportJob, ExportRequest
-from edge_export.pipeline.tuning_step import clear_tuning, with_tuned_drafter
+from edge_export.pipeline.gguf_step import GgufFiles, make_gguf, plan_pair, planned_head_bytes
+from edge_export.pipeline.publish import write_companions
+from edge_export.pipeline.request import DEFAULT_CONTEXT, DRAFTER_QUANTIZATION, SWITCHED_OFF, TARGET_QUANTIZATION, ExportJob, ExportRequest
 from edge_export.quantization.calibration import expected_minutes
 from edge_export.quantization.importance import Importance
 from edge_export.quantization.importance_sources import CALIBRATION_TEXT, LAYERS_FILE, calibrated_by_default, importance_of_pair
 from edge_export.quantization.llama_quantize import DIRECT, check_quantization, library_version
 from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings
-from edge_runtime.config.yaml_file import CONFIG_NAME, config_text
+from edge_runtime.config.settings import CONFIG_NAME, config_text
 
 # Manifest, configuration, model card and presets.
 _TEXT_BYTES = 64 << 10
@@ -268,3 +268,151 @@ def check_rounding(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedS
             )
         if request.importance.are_given:
             raise ExportError(f"{source.origin} is quantized already; leave --calibrate and the importance matrices out")
+
+
+# The tuning step of an export: trains the drafter, and takes the tuned one if it is better. Imports torch only on request.
+
+
+def with_tuned_drafter(job: ExportJob) -> ExportJob:
+    """Returns the job with the tuned drafter; as it is if no tuning is asked for, or if the original is as good. Raises ExportError.
+
+    The state is in a folder beside the output, so that a stopped call goes on where it was.
+    """
+    request, progress, (target, drafter) = job.request, job.progress, job.pair
+    if request.tune_drafter is None:
+        return job
+    if target.gguf is not None or drafter.gguf is not None:
+        named = target if target.gguf is not None else drafter
+        raise ExportError(f"tuning trains the drafter in transformers, and {named.origin} is a GGUF; give its checkpoint")
+    parameters = target.checkpoint.parameters + 4 * drafter.checkpoint.parameters  # gradients and the optimizer's two sums
+    if (reason := why_no_reference(parameters)) is not None:
+        raise ExportError(f"tuning trains the drafter in transformers, but {reason}")
+    # Imported here, as only a tuning needs torch.
+    from edge_export.tuning import TuningRequest, tune
+
+    progress.step(f"Tune the drafter on {request.tune_drafter.name}", None)
+    tuning = TuningRequest(
+        reference=job.reference,
+        text=request.tune_drafter,
+        folder=tuning_folder(request),
+        minutes=request.tune_minutes,
+        banned=() if job.generation is None else job.generation.end_tokens,
+    )
+    try:
+        record = tune(tuning, progress.note)
+    except KeyboardInterrupt:
+        progress.note(f"Tuning stopped; its state is in {tuning.folder}. Run the same command again to continue.")
+        raise
+    if record is None:
+        return job
+    tuned = replace(resolve_pair(str(target.path), str(tuning.result))[1], origin=drafter.origin)
+    return replace(job, reference=replace(job.reference, drafter=tuned), tuning=record)
+
+
+def tuning_folder(request: ExportRequest) -> Path:
+    """The folder of the state."""
+    return request.output.absolute().with_name(f"{request.output.name}.tuning")
+
+
+def clear_tuning(request: ExportRequest) -> None:
+    """Removes the state once the bundle is complete."""
+    if request.tune_drafter is not None:
+        shutil.rmtree(tuning_folder(request), ignore_errors=True)
+
+
+# What an export would write and need, computed from the checkpoints' headers or configs alone.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedExport:
+    """The manifest with about the sizes of the files; the bytes to download, `listed` by the hub or estimated from the configs.
+
+    `disk_bytes` is about the free disk that the export takes: for the bundle, and beside it for unquantized files.
+    """
+
+    manifest: Manifest
+    download_bytes: int
+    listed: bool
+    disk_bytes: int
+
+    def lines(self) -> list[str]:
+        """Two sentences for people."""
+        label = "by the hub's listing" if self.listed else "estimated from the config: the text model in 16 bits, without images and sound"
+        fetched = f"{byte_text(self.download_bytes)} ({label})" if self.download_bytes else "nothing, its files are here"
+        return [
+            f"To download: {fetched}.",
+            f"Free disk for the export: about {byte_text(self.disk_bytes)}, the bundle and the unquantized files that it is made from.",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "download_bytes": self.download_bytes,
+            "download_from": "listing" if self.listed else "config",
+            "disk_bytes": self.disk_bytes,
+        }
+
+
+def planned_export(
+    target: str,
+    drafter: str,
+    *,
+    target_quantization: str | None = None,
+    drafter_quantization: str | None = None,
+    context: int | None = None,
+) -> PlannedExport:
+    """Plans an export to GGUF files. Raises ExportError (CheckpointError).
+
+    Weights are not needed: of a hub repository config.json is fetched, and E2B, E4B, 12B, 26B-A4B and 31B are built in.
+    """
+    first, second = planned_pair(target, drafter)
+    for source in (first, second):
+        if source.checkpoint.rounding:
+            raise ExportError(
+                f"{source.origin} rounds its activations, which GGUF files cannot, and a plan is about GGUF files;"
+                " plan the -it-qat-q4_0-unquantized checkpoint, or export this one with --format onnx"
+            )
+    context = context or min(DEFAULT_CONTEXT, first.checkpoint.architecture.context)
+    facts = architecture(first.checkpoint, second.checkpoint, context)
+    quantization = drafter_quantization or DRAFTER_QUANTIZATION
+    files = [_file(first, target_quantization or TARGET_QUANTIZATION), _file(second, quantization)]
+    if second.gguf is None and second.checkpoint.assistant.ordered_embeddings:
+        files.append(_entry("drafter_head", quantization, planned_head_bytes(second.checkpoint, quantization)))
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        created_by="plan",
+        created_at="",
+        sources={},
+        architecture=facts,
+        cache_layout=cache_layout(first.checkpoint, second.checkpoint, context),
+        files=tuple(files),
+        runtime=RuntimeSettings(context=context),
+    )
+    downloads = [planned_download(source) for source in (first, second)]
+    unquantized = sum(_unquantized_bytes(source, file) for source, file in zip((first, second), files, strict=False))
+    return PlannedExport(
+        manifest=manifest,
+        download_bytes=sum(size for size, _ in downloads),
+        listed=all(listed for _, listed in downloads),
+        disk_bytes=unquantized + sum(file.bytes for file in files),
+    )
+
+
+def _unquantized_bytes(source: ResolvedSource, file: BundleFile) -> int:
+    """The bytes of the file from which llama.cpp quantizes this one; 0 for a GGUF, and for a type that the exporter writes itself."""
+    if source.gguf is not None or file.quantization in DIRECT:
+        return 0
+    return QUANTIZATIONS[source.stored_type].file_bytes(source.checkpoint.parameters, source.checkpoint.architecture.table_weights)
+
+
+def _file(source: ResolvedSource, quantization: str) -> BundleFile:
+    if source.quantization is not None:
+        return _entry(source.role, source.quantization, source.path.stat().st_size)
+    check_quantization(quantization)
+    weights, tables = source.checkpoint.parameters, source.checkpoint.architecture.table_weights
+    if tables > weights:
+        raise ExportError(f"{source.origin} has {weights} weights, fewer than its tables of {tables}; check its config.json")
+    return _entry(source.role, quantization, QUANTIZATIONS[quantization].file_bytes(weights, tables))
+
+
+def _entry(role: str, quantization: str, size: int) -> BundleFile:
+    return BundleFile(path=f"{role}.gguf", role=role, format="gguf", bytes=size, sha256="", quantization=quantization)

@@ -14,11 +14,10 @@ from edge_devices.waiting import Progress
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
-from edge_export.gguf.drafter_head import head_bytes, output_rows, write_head
 from edge_export.gguf.keys import architecture_name
 from edge_export.gguf.media_encoder import plan_encoder
-from edge_export.gguf.writer import ExactReport, GgufPlan, plan_exact, plan_gguf, trained_for_q4
-from edge_export.output.atomic_folder import BundlePart
+from edge_export.gguf.writer import ExactReport, GgufPlan, head_bytes, output_rows, plan_exact, plan_gguf, trained_for_q4, write_head
+from edge_export.output import BundlePart
 from edge_export.parity.gguf import ComparedModel, encoder_parity, measure_parity
 from edge_export.pipeline.bundle_files import copy_file
 from edge_export.pipeline.request import DRAFTER_QUANTIZATION, SWITCHED_OFF, TARGET_QUANTIZATION, TRAINED_QUANTIZATION, ExportJob

@@ -23,7 +23,7 @@ from edge_devices.files.limited_read import read_at_most
 from edge_export.checkpoint.architecture import text_name
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.errors import ExportError, ParityError
-from edge_export.gguf.tensor_names import gguf_name, stays_float32
+from edge_export.gguf.keys import gguf_name, stays_float32
 from edge_export.parity.reference import DRAFT_LENGTH, Reference, ReferenceRows, draft_steps, inference, why_no_run
 from edge_export.quantization.importance import ChannelSums, SecondMoments, Uncompensated, compensates, shared_name
 from edge_runtime.bundle.manifest import ImportanceSource

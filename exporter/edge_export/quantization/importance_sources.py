@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.option_fields import option
-from edge_export.checkpoint.gguf_source import read_gguf_header
+from edge_export.checkpoint.checkpoint import read_gguf_header
 from edge_export.errors import CheckpointError, ExportError
-from edge_export.output.state_folder import prepare_state
+from edge_export.output import prepare_state
 from edge_export.parity.reference import Reference
 from edge_export.quantization.calibration import CHUNK, MAX_CHUNKS, CalibrationRequest, calibrate, read_text, why_no_calibration
 from edge_export.quantization.importance import ChannelSums, Importance, SecondMoments, Uncompensated, fitted

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from edge_bench.cli.outputs import Outputs
+from edge_bench.cli.report import Outputs
 from edge_bench.devices.remote_run import RemoteRequest, bench_on, check_name, clean, deploy, end_run
 from edge_bench.devices.results import DeviceResult
 from edge_bench.measure.progress import note

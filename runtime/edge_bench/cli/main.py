@@ -11,12 +11,12 @@ COMMANDS = LazyCommands(
     {
         "run": ("edge_bench.cli.run", "Measure BUNDLE on this machine, plainly and with drafts in turn."),
         "quality": (
-            "edge_bench.cli.quality",
+            "edge_bench.cli.run",
             "Compare the answers of BUNDLEs with those of their checkpoint, or of another bundle, on English, code and chat.",
         ),
         "devices": ("edge_bench.cli.devices", "Measure BUNDLE on phones and hosts, and collect their results."),
         "report": ("edge_bench.cli.report", "Compute the figures of FILEs again, which --runs or --energy wrote."),
-        "compare": ("edge_bench.cli.compare", "Compare the results of devices below the FOLDERs."),
+        "compare": ("edge_bench.cli.report", "Compare the results of devices below the FOLDERs."),
     }
 )
 EXAMPLES = """

@@ -1,4 +1,4 @@
-"""`edge-bench run`: measures a bundle on this machine and reports the figures."""
+"""`edge-bench run` and `edge-bench quality`: measure bundles on this machine, their speed and what they keep of a model's answers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from pathlib import Path
 
 import click
 
-from edge_bench.cli.outputs import Outputs
+from edge_bench.cli.report import Outputs
 from edge_bench.devices.results import ENERGY, RUNS, DeviceResult
 from edge_bench.measure.command import BenchResult, RecordOptions, measure_bundle
-from edge_bench.measure.progress import note
+from edge_bench.measure.progress import BenchScreen, note
+from edge_bench.measure.quality import QUALITY_LOADING, QualityRequest, measure_quality
 from edge_bench.measure.request import LOADING, BenchRequest, DeviceList
 from edge_bench.report.figures import Figures, figures
 from edge_devices.command_line import PanelCommand, takes
 from edge_devices.errors import EdgeError, errors_as
 from edge_runtime.backends.selection import check_device
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.cli.options import BundlePath
+from edge_runtime.cli.options import BundlePath, refuse_threads
 from edge_runtime.errors import RequestError
 from edge_runtime.session.load_options import LoadOptions
+
+# `edge-bench run`: measures a bundle on this machine and reports the figures.
 
 
 @click.command(cls=PanelCommand)
@@ -99,3 +102,23 @@ def _end(measured: Sequence[tuple[BenchResult, Path | None]], failures: Sequence
 
 def _figures(measured: BenchResult) -> Figures:
     return figures(measured.records, measured.energy, measured.log if measured.energy else None)
+
+
+# `edge-bench quality`: measures how well bundles keep a model's answers.
+
+
+@click.command(cls=PanelCommand)
+@click.argument("bundles", metavar="BUNDLE...", nargs=-1, required=True, type=BundlePath())
+@takes("request", QualityRequest)
+@takes("load", LoadOptions, only=QUALITY_LOADING)
+@takes("outputs", Outputs, only=["json_path", "html"])
+def quality(bundles: tuple[Path, ...], request: QualityRequest, load: LoadOptions, outputs: Outputs) -> None:
+    """Compare the answers of BUNDLEs with those of their checkpoint, or of another bundle, on English, code and chat.
+
+    Each is run on every engine that it has files for, unless --backend names one.
+    """
+    outputs.check()
+    refuse_threads(request.threads)
+    with BenchScreen() as screen:
+        result = measure_quality(bundles, request, screen.shows(load))
+    outputs.write_quality(result)

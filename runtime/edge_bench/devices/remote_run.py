@@ -13,25 +13,23 @@ from pathlib import Path
 from edge_bench.devices.results import ENERGY, LOG, RUNS, WATCH, DeviceResult, complete_result, note_device
 from edge_devices.energy.virtual_meters import external_meter
 from edge_devices.errors import LinkError
-from edge_devices.files.atomic_write import PARTIAL
+from edge_devices.files.atomic_write import GROWING_SUFFIX
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.device_package import DevicePackage
 from edge_devices.machine.memory import byte_text
 from edge_devices.meters.base import Scope
 from edge_devices.meters.search import find_meters
-from edge_devices.remote.awake import restore_settings
 from edge_devices.remote.incidents import BY_SIGNAL, KEPT, JobHistory, find_incidents, read_job_history
-from edge_devices.remote.job_monitor import MAX_WAIT_SECONDS, STILL_CHARGING
+from edge_devices.remote.job_monitor import MAX_WAIT_SECONDS, STILL_CHARGING, restore_settings
 from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, preflight_warnings, take_snapshot
 from edge_devices.transports.base import Transport, prepare_folder
 from edge_devices.transports.file_sync import pull_file, push_file, push_tree, retried
 from edge_devices.transports.jobs import JobState, JobStatus, busy, poll_job, remove, running_job, start_job, stop_job
 from edge_devices.waiting import Report
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.integrity import CheckMode
+from edge_runtime.bundle.integrity import SIGNATURE_NAME, CheckMode
 from edge_runtime.bundle.manifest import MANIFEST_NAME
-from edge_runtime.bundle.signature import SIGNATURE_NAME
-from edge_runtime.config.yaml_file import CONFIG_NAME
+from edge_runtime.config.settings import CONFIG_NAME
 from edge_runtime.errors import RequestError
 
 BACKENDS = {"gguf": "llama", "onnx": "onnx"}  # by the format of a bundle's files
@@ -254,12 +252,12 @@ def _collect(transport: Transport, job: str, request: RemoteRequest, folder: Pat
     for name in (LOG, WATCH):
         _pull_if_present(transport, posixpath.join(job, name), folder / name)
     if not _pull_if_present(transport, posixpath.join(job, RUNS), folder / RUNS):
-        _pull_if_present(transport, posixpath.join(job, f"{RUNS}{PARTIAL}"), folder / RUNS)
+        _pull_if_present(transport, posixpath.join(job, f"{RUNS}{GROWING_SUFFIX}"), folder / RUNS)
         _cut_last_line(folder / RUNS)
     if request.energy:
         name = posixpath.join(job, ENERGY)
         if not _pull_if_present(transport, name, folder / ENERGY):
-            _pull_if_present(transport, name + PARTIAL, folder / ENERGY)
+            _pull_if_present(transport, name + GROWING_SUFFIX, folder / ENERGY)
     history = read_job_history(folder / WATCH) if (folder / WATCH).exists() else JobHistory(samples=(), ended=False)
     incidents = find_incidents(history, status)
     _raise_for(transport, status, folder, incidents)

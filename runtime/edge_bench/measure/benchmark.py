@@ -1,39 +1,87 @@
-"""Runs a benchmark request; yields its records one by one as they are measured."""
+"""Runs a benchmark request; yields a header and then its records one by one, as they are measured."""
 
 from __future__ import annotations
 
+import datetime
+import secrets
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
-from typing import TypeVar
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
 
 from edge_bench.measure.energy import energy_workloads
-from edge_bench.measure.header import new_header
 from edge_bench.measure.memory import measure_memory
 from edge_bench.measure.progress import duration
-from edge_bench.measure.prompts import Prompt, prepare
-from edge_bench.measure.records import NO_ROW_KERNELS, CostRecord, Header, Note, Record, Run
-from edge_bench.measure.request import BenchRequest
+from edge_bench.measure.records import (
+    BASELINE,
+    FIXED,
+    NO_ROW_KERNELS,
+    OURS,
+    SCHEMA,
+    CostRecord,
+    Header,
+    ModelFile,
+    Note,
+    Record,
+    Run,
+    Variant,
+    edge_variants,
+    peer_variants,
+)
+from edge_bench.measure.request import BenchRequest, Prompt, prepare
 from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedule, context_schedule, llama_tools, mixed
-from edge_bench.measure.sweeps.concurrency import alone, run_level
-from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
-from edge_bench.measure.variants import BASELINE, FIXED, OURS, Variant, edge_variants, peer_variants
+from edge_bench.measure.sweeps import alone, check_sizes, image_workloads, measure_image, measure_kv_types, run_level
 from edge_devices.energy.protocol import Workload
-from edge_devices.machine.system import WallClock
+from edge_devices.machine.detection import detect_device
+from edge_devices.machine.facts import installed_version
+from edge_devices.machine.system import System, WallClock
 from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.selection import CARDS, has_options, usable_backends
-from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.exported_quality import exported_quality
-from edge_runtime.calibration.cost_probe import TEXT, measure_costs
+from edge_runtime.bundle.bundle import Bundle, exported_quality, open_bundle
+from edge_runtime.calibration.first_use import TEXT, measure_costs
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.cost_model import MIN_SECONDS
-from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.drafting.policies import DrafterKind
 from edge_runtime.errors import RequestError
-from edge_runtime.media.image import DEFAULT_BUDGET
+from edge_runtime.media.encoder_inputs import DEFAULT_BUDGET
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import default_threads, faster_backend, open_session, open_sessions
+
+# The header of a file of records: which bundle, machine, versions and settings the measurements behind it are of.
+
+# The distributions of the backends' engines.
+ENGINES = ("llama-cpp-python", "onnxruntime")
+
+
+def new_header(bundle: Bundle, settings: Mapping[str, Any], *, planned: int | None = None, row_kernels: str | None = None) -> Header:
+    """Returns the header of a measurement of a bundle on this machine, beginning now. `planned` and `row_kernels`: as in `Header`.
+
+    It holds no names of people or machines, no serial numbers, and of paths the last part only.
+    """
+    source, device = bundle.manifest.sources.get("target"), detect_device(System())
+    return Header(
+        schema=SCHEMA,
+        version=version("edge-mtp"),
+        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        bundle=bundle.folder.resolve().name,
+        target=PurePath(source.origin).name if source else "",
+        files=tuple(
+            ModelFile(role=file.role, format=file.format, quantization=file.quantization, bytes=file.bytes, sha256=file.sha256)
+            for file in bundle.manifest.files
+        ),
+        machine=asdict(device.machine) | {"model": device.model, "soc": device.soc},
+        settings=dict(settings),
+        engines={name: number for name in ENGINES if (number := installed_version(name))},
+        planned=planned,
+        row_kernels=row_kernels,
+        run=secrets.token_hex(8),
+    )
+
+
+# Runs a benchmark request; yields its records one by one as they are measured.
 
 Counted = TypeVar("Counted")
 LONG_SECONDS = 300
@@ -254,7 +302,6 @@ class Benchmark:
         request = self._request
         if not request.kv_types:
             return
-        from edge_bench.measure.sweeps.kv_types import measure_kv_types
 
         with self._load.waiting("types of KV cache"):
             yield from measure_kv_types(

@@ -10,14 +10,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from edge_bench.measure.prompts import Prompt, long_prompt
+from edge_bench.measure.records import BASELINE, PLAIN, Variant
+from edge_bench.measure.request import Prompt, long_prompt
 from edge_bench.measure.runners import EdgeRunner
-from edge_bench.measure.variants import BASELINE, PLAIN, Variant
-from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.table import import_csv, parse_choice
 from edge_devices.energy.intervals import MIN_TO_DETREND, t_quantile
-from edge_devices.energy.phases import PREFILL
 from edge_devices.energy.protocol import (
     MAX_SOAK_S,
     PhaseLoop,
@@ -30,10 +27,11 @@ from edge_devices.energy.protocol import (
     planned_seconds,
     soak_seconds,
 )
-from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.recorder import Characteristics, Recorder
 from edge_devices.energy.report import CALIBRATION, EnergyReport, make_report
 from edge_devices.energy.run_log import LogFile, RunLog, read_log
-from edge_devices.energy.virtual_meters import EXTERNAL, PendingExternalMeter, external_meter, requested_meter
+from edge_devices.energy.virtual_meters import EXTERNAL, PendingExternalMeter, external_meter, requested_meter, with_external_meter
+from edge_devices.energy.windows import PREFILL
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters, no_meter_reason

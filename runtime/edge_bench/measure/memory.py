@@ -9,12 +9,12 @@ from typing import cast
 import click
 
 from edge_bench.measure.records import Memory
-from edge_devices.children.commands import limited_command
+from edge_devices.children.limited import limited_command
 from edge_devices.children.running import run_child
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_runtime.backends.interface import CPU
-from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.drafting.policies import DrafterKind
 from edge_runtime.errors import BackendError
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.load_options import LoadOptions

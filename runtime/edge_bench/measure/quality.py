@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from edge_bench.measure.request import threads_option
-from edge_devices.children.commands import import_paths, limited_command
+from edge_devices.children.limited import import_paths, limited_command
 from edge_devices.children.running import run_child
 from edge_devices.machine.device_package import how_to_get
 from edge_devices.machine.facts import installed_version
@@ -41,7 +41,7 @@ from edge_runtime.session.open import default_threads, open_session
 from edge_runtime.session.session import Session
 
 # The options of `LoadOptions` that decide what is compared.
-LOADING = ("check", "public_key")
+QUALITY_LOADING = ("check", "public_key")
 _TARGET_ROLES = ("target", "embedding", "per_layer_embedding")
 # The module of edge-export that writes a checkpoint's logits; its package cannot be imported here.
 _CHECKPOINT_MODULE = "edge_export.parity.held_out"

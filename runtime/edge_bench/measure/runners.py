@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from edge_bench.measure.prompts import Prompt, long_prompt
-from edge_bench.measure.records import Run
-from edge_bench.measure.variants import FIXED, PLAIN, Variant
+from edge_bench.measure.records import FIXED, PLAIN, Run, Variant
+from edge_bench.measure.request import Prompt, long_prompt
 from edge_devices.children.running import run_child
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.decoding.loop import Round

@@ -20,14 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_bench.measure.conditions import undisturbed
-from edge_bench.measure.records import Concurrency, ImageCost, Memory, Records, Run
+from edge_bench.measure.records import DEFAULT, FIXED, OURS, PLAIN, Concurrency, ImageCost, Memory, Records, Run, Variant
 from edge_bench.measure.runners import CONTEXTS_PART, DOMAINS_PART
-from edge_bench.measure.variants import DEFAULT, FIXED, OURS, PLAIN, Variant
 from edge_devices.energy.intervals import t_quantile
 from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
 from edge_devices.files.typed_json import to_json
-from edge_runtime.session.stats import Latencies
+from edge_runtime.session.monitor import Latencies
 
 DRAWS = 2000
 # An interval whose ends differ by more than this factor says nothing.

@@ -15,7 +15,7 @@ from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from edge_bench.measure.variants import FIXED, OURS, PLAIN, Variant
+from edge_bench.measure.records import FIXED, OURS, PLAIN, Variant
 from edge_bench.report.figures import Figures, Ratio, Row
 from edge_bench.report.tables import PHASES
 from edge_devices.energy.intervals import Interval

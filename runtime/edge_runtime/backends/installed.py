@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from edge_devices.children.commands import limited_command, print_answer
+from edge_devices.children.limited import limited_command, print_answer
 from edge_devices.children.running import run_child
 from edge_runtime.backends.selection import BackendKind, load_backend
 from edge_runtime.errors import BackendError

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from edge_devices.waiting import Waiting
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER
-from edge_runtime.calibration.thread_probe import ThreadCounts
+from edge_runtime.calibration.first_use import ThreadCounts
 from edge_runtime.config.settings import Settings
-from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.drafting.policies import DrafterKind
 from edge_runtime.interfaces import Drafter, DraftRequest, Logits, SequenceBatch, Target, Vocabulary
 from edge_runtime.media.soft_rows import Encoder, LazyEncoder, Room
 

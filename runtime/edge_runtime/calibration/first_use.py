@@ -1,25 +1,268 @@
-"""The costs of drafts, in seconds or joules, and the thread counts that a pair starts with on this machine.
-
-Nothing is measured before the first token: a session takes the cached values, otherwise computed ones, and updates them from its rounds.
-Commands can have everything measured at once. Costs in joules need that, because the watts of a meter cannot be computed.
-"""
+"""What a pair starts with on this machine: the costs of drafts and verifies and the thread counts, measured on first use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+import numpy as np
 
 from edge_devices.files.user_cache import entry_key
-from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
-from edge_devices.machine.facts import cpu_identity
+from edge_devices.machine.facts import cpu_identity, keep_to_fastest, processor_groups
 from edge_devices.machine.load import LoadWatch
-from edge_devices.waiting import Report, Waiting, silent_wait
-from edge_runtime.calibration.cost_probe import COSTS, measure_costs
-from edge_runtime.calibration.measured import Known, Notify
-from edge_runtime.calibration.thread_probe import THREADS, ThreadCounts, ThreadTimes, candidates, measure_threads, usual_threads
-from edge_runtime.drafting.cost_model import MAX_ROWS, SETTLED, CostCurve, Costs, MeasuredCosts
-from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower, PowerSource
+from edge_devices.waiting import Report, Waiting, no_report, silent_wait
+from edge_runtime.calibration.measured import Known, MeasuredValue, Notify
+from edge_runtime.drafting.cost_model import MAX_ROWS, MIN_SECONDS, SETTLED, CostCurve, Costs, MeasuredCosts, extrapolated
+from edge_runtime.drafting.energy_objective import EnergyCosts, PhasePower, PowerSource
 from edge_runtime.interfaces import Drafter, Target
+
+# Measures the cost of a draft and of a verify of n rows on this machine.
+
+COSTS = MeasuredValue(kind="costs", value_class=MeasuredCosts, doing="measuring what drafts cost on this machine")
+MAX_SECONDS = 2.0
+MIN_ROUNDS, MAX_ROUNDS = 3, 15
+# Text the rows are verified after.
+TEXT = 32
+
+
+def measure_costs(
+    target: Target,
+    drafter: Drafter | None,
+    token: int,
+    *,
+    max_rows: int = MAX_ROWS,
+    max_seconds: float = MAX_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+    report: Report = no_report,
+) -> MeasuredCosts:
+    """Times a draft and then a verify, as in real rounds, of 1 to `max_rows` rows after a short text of one `token`.
+
+    After one pass to warm up, all row counts are measured at least MIN_ROUNDS times, and more often within `max_seconds` (see `steady`).
+    Without a drafter, or with one that drafts nothing here, the cost of drafting is negligible. Leaves the cache empty. `report` gets the
+    share of the work that is done.
+    """
+    longest = min(max_rows, target.context - 2, target.rewind_slack)
+    begin_text(target, token, longest)
+    rounds: list[list[float]] = []
+    drafted = [0] * longest
+    for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, max_seconds, clock=clock, report=report):
+        verified, drafts = [0.0] * longest, [0.0] * longest
+        # Alternating order, so that its effect on the CPU caches is shared by all row counts.
+        for rows in range(1, longest + 1) if number % 2 else range(longest, 0, -1):
+            if target.length + longest > target.context:
+                begin_text(target, token, longest)
+            start = clock()
+            if drafter is not None and rows > 1:
+                drafted[rows - 1] = len(drafter.draft(token, rows - 1))
+            middle = clock()
+            target.verify([token] * rows)
+            verified[rows - 1], drafts[rows - 1] = clock() - middle, middle - start
+            # One token stays, as in a round: a draft needs the hidden row of a token of the newest forward.
+            target.rollback(target.length - rows + 1)
+        rounds.append([*verified, *drafts])
+    target.rollback(0)
+    figures = steady(rounds[1:])
+    verify = figures[:longest]
+    while len(verify) < MAX_ROWS:  # one request has no room for more rows, several requests may have
+        verify.append(extrapolated(verify))
+    overhead, step = overhead_and_step(drafted, figures[longest:])
+    return MeasuredCosts(verify=tuple(verify), step=step, overhead=overhead)
+
+
+def timed_rounds(min_rounds: int, max_rounds: int, max_seconds: float, *, clock: Callable[[], float], report: Report) -> Iterator[int]:
+    """Counts rounds from 0, which warms up: at least `min_rounds` and at most `max_rounds` more, until `max_seconds` are over.
+
+    `report` gets the share that is done.
+    """
+    begin = clock()
+    for number in range(max_rounds + 1):
+        seconds = clock() - begin
+        if number > min_rounds and seconds > max_seconds:
+            return
+        report(max(number / (max_rounds + 1), min(number / (min_rounds + 1), seconds / max_seconds if max_seconds else 1.0)))
+        yield number
+
+
+def begin_text(target: Target, token: int, longest: int) -> None:
+    """Fills the cache with TEXT tokens, or as many as leave room for a verify, so that a draft can follow."""
+    target.rollback(0)
+    target.prefill([token] * max(0, min(TEXT, target.context - longest - 2) - 1))
+    target.verify([token])
+
+
+def overhead_and_step(drafted: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Returns the fixed overhead of a draft and the cost per token: a least-squares line through drafts of several lengths."""
+    made = [(count, times) for count, times in zip(drafted, seconds, strict=True) if count]
+    if not made:
+        return 0.0, MIN_SECONDS
+    counts, times = np.array(made).T
+    if len(set(counts)) > 1:
+        apart = counts - counts.mean()
+        step = (apart * times).sum() / (apart * apart).sum()
+        overhead = times.mean() - step * counts.mean()
+        if overhead > 0 and step > 0:
+            return float(overhead), float(step)
+    return 0.0, max(float((times / counts).mean()), MIN_SECONDS)
+
+
+def steady(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """Returns a figure for each column of the rounds: the median of its share of a round, times the shortest round.
+
+    The speed of a machine varies by more than the figures differ, but it affects all figures of a round alike.
+    """
+    totals = [sum(figures) for figures in rounds]
+    shares = zip(*([figure / total for figure in figures] for figures, total in zip(rounds, totals, strict=True)), strict=True)
+    return [statistics.median(share) * min(totals) for share in shares]
+
+
+# The number of threads that each phase runs fastest on, and which cores where fast and slow ones differ; measured on request.
+#
+# More threads are not always faster: batches of one row wait for memory, a draft step is shorter than the wake-up time of a thread, and
+# the slowest core of a team delays the others.
+
+MAX_THREAD_SECONDS = 2.0
+MIN_THREAD_ROUNDS, MAX_THREAD_ROUNDS = 2, 9
+# Timed work: tokens of the prefill, rows of each verify, tokens of the draft.
+PREFILL, VERIFIES, DRAFTS = 16, (1, 4), 3
+# More threads are used only if the time falls below this share: fewer leave the machine to other programs and draw less power.
+WORTH = 0.97
+MAX_PHASE_SECONDS = 3600.0
+# Threads of a draft where none was measured: its steps are short.
+USUAL_DRAFT = 2
+Phase = Literal["prefill", "verify", "draft"]
+PHASES: tuple[Phase, ...] = ("prefill", "verify", "draft")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadCounts:
+    """Threads of each phase, each at least 1; plain decoding runs on those of verify."""
+
+    prefill: int
+    verify: int
+    draft: int
+
+    @classmethod
+    def same(cls, threads: int) -> ThreadCounts:
+        """The same number for all phases."""
+        return cls(prefill=threads, verify=threads, draft=threads)
+
+    @property
+    def largest(self) -> int:
+        return max(self.prefill, self.verify, self.draft)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadTimes:
+    """Seconds of each phase by number of threads. Raises ValueError for times that are negative or longer than MAX_PHASE_SECONDS."""
+
+    seconds: Mapping[Phase, Mapping[int, float]]
+
+    def __post_init__(self) -> None:
+        if not all(0 <= seconds < MAX_PHASE_SECONDS for times in self.seconds.values() for seconds in times.values()):
+            raise ValueError(f"{self.seconds!r} are not the seconds of phases")
+
+    def best(self) -> ThreadCounts:
+        """Returns for each phase the fewest threads that are about as fast as the fastest number."""
+        prefill, verify, draft = (_fewest(self.seconds[phase]) for phase in PHASES)
+        return ThreadCounts(prefill=prefill, verify=verify, draft=draft)
+
+    def combined(self, other: ThreadTimes) -> ThreadTimes:
+        """Returns the smaller of each figure: other processes disturb a measurement only now and then."""
+        seconds = {
+            phase: {n: min(seconds, other.seconds[phase].get(n, seconds)) for n, seconds in self.seconds[phase].items()} for phase in PHASES
+        }
+        return ThreadTimes(seconds=seconds)
+
+    def are_of(self, candidates: Mapping[Phase, Sequence[int]]) -> bool:
+        """Whether exactly these numbers were timed."""
+        return {phase: [*times] for phase, times in self.seconds.items()} == {phase: [*numbers] for phase, numbers in candidates.items()}
+
+
+THREADS = MeasuredValue(kind="threads", value_class=ThreadTimes, doing="finding the fastest numbers of threads")
+
+
+def candidates(groups: Sequence[Sequence[int]]) -> dict[Phase, list[int]]:
+    """Returns the thread counts to try on cores grouped by speed: complete clusters, half of all and all; for drafts also 1, 2 and 4."""
+    sums = list(accumulate(map(len, groups)))
+    total = sums[-1]
+    forwards = sorted({max(1, total // 2), *sums})
+    return {"prefill": forwards, "verify": forwards, "draft": sorted({n for n in (1, 2, 4) if n <= total} | set(forwards))}
+
+
+def usual_threads(groups: Sequence[Sequence[int]]) -> ThreadCounts:
+    """Returns the default counts where none was measured: all cores but the slowest cluster, if that leaves two; few for a draft."""
+    sums = list(accumulate(map(len, groups)))
+    forward = sums[-2] if len(sums) > 1 and sums[-2] > 1 else sums[-1]
+    return ThreadCounts(prefill=forward, verify=forward, draft=min(USUAL_DRAFT, forward))
+
+
+def measure_threads(
+    target: Target,
+    drafter: Drafter | None,
+    use: Callable[[ThreadCounts], None],
+    candidates: Mapping[Phase, Sequence[int]],
+    token: int,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    report: Report = no_report,
+) -> ThreadTimes:
+    """Times each phase with each number of `candidates`, in turn; leaves the cache empty. `use` sets the thread counts of the pair.
+
+    The first round warms up; of the others, at least MIN_ROUNDS, the lower quartile counts: other processes only add time. `report` gets
+    the share of the work that is done.
+    """
+    counts = sorted({n for numbers in candidates.values() for n in numbers})
+    timings: dict[tuple[Phase, int], list[float]] = {}
+    for number in timed_rounds(MIN_THREAD_ROUNDS, MAX_THREAD_ROUNDS, MAX_THREAD_SECONDS, clock=clock, report=report):
+        for count in counts if number % 2 else counts[::-1]:
+            use(ThreadCounts.same(count))
+            for phase, seconds in _timed(target, drafter, token, clock, {phase for phase in PHASES if count in candidates[phase]}):
+                if number:
+                    timings.setdefault((phase, count), []).append(seconds)
+    target.rollback(0)
+    return ThreadTimes(seconds={phase: {n: lower_quartile(timings[phase, n]) for n in candidates[phase]} for phase in PHASES})
+
+
+def _timed(
+    target: Target, drafter: Drafter | None, token: int, clock: Callable[[], float], phases: Collection[Phase]
+) -> Iterator[tuple[Phase, float]]:
+    """Yields the seconds of each of these phases after an empty cache."""
+    target.rollback(0)
+    start = clock()
+    target.prefill([token] * PREFILL)
+    if "prefill" in phases:
+        yield "prefill", clock() - start
+    if "verify" in phases:
+        start = clock()
+        for rows in VERIFIES:
+            target.verify([token] * rows)
+        yield "verify", clock() - start
+    if "draft" in phases:
+        target.verify([token])  # a draft follows a row of the newest forward
+        start = clock()
+        if drafter is not None:
+            drafter.draft(token, DRAFTS)
+        yield "draft", clock() - start
+
+
+def _fewest(seconds: Mapping[int, float]) -> int:
+    shortest = min(seconds.values())
+    return min(count for count, time_s in seconds.items() if time_s * WORTH <= shortest)
+
+
+def lower_quartile(timings: Sequence[float]) -> float:
+    """Returns the lower quartile of at least one timing: other processes only add time."""
+    return statistics.quantiles(timings, n=4, method="inclusive")[0] if len(timings) > 1 else timings[0]
+
+
+# The costs of drafts, in seconds or joules, and the thread counts that a pair starts with on this machine.
+#
+# Nothing is measured before the first token: a session takes the cached values, otherwise computed ones, and updates them from its rounds.
+# Commands can have everything measured at once. Costs in joules need that, because the watts of a meter cannot be computed.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.live import EnergyWatch
+from edge_devices.energy.recorder import Characteristics
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.waiting import Report, Waiting, silent_wait
-from edge_runtime.calibration.cost_probe import TEXT
+from edge_runtime.calibration.first_use import TEXT
 from edge_runtime.calibration.measured import MeasuredValue
-from edge_runtime.drafting.phase_power import MAX_WATTS, PhasePower
+from edge_runtime.drafting.energy_objective import MAX_WATTS, PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target
 

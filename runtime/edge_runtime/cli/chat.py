@@ -21,8 +21,6 @@ from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
 from edge_devices.errors import EdgeError, errors_as
 from edge_devices.option_fields import option
-from edge_runtime.cli.hub_bundle import hub_bundle
-from edge_runtime.cli.messages import MAX_INPUT, MessageOptions, printable
 from edge_runtime.cli.options import (
     BundlePath,
     Opening,
@@ -34,12 +32,11 @@ from edge_runtime.cli.options import (
     takes_sampling,
     unwatched,
 )
-from edge_runtime.cli.terminal.markdown import MarkdownPainter
-from edge_runtime.cli.terminal.screens import greeting, introduction, short_summary, summary
-from edge_runtime.cli.terminal.typed import History, TypedInput, history_file
+from edge_runtime.cli.prompts import MAX_INPUT, MessageOptions, hub_bundle, printable
+from edge_runtime.cli.terminal import History, MarkdownPainter, TypedInput, greeting, history_file, introduction, short_summary, summary
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import RequestError
-from edge_runtime.media.image import DEFAULT_BUDGET
+from edge_runtime.media.encoder_inputs import DEFAULT_BUDGET
 from edge_runtime.media.reading import read_image, read_sound
 from edge_runtime.media.soft_rows import Media
 from edge_runtime.session.chat import MAX_TOKENS, Answer, Chat, ChatSettings

@@ -19,13 +19,13 @@ from edge_devices.meters.base import Scope, scope_words
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
 from edge_runtime.backends.selection import CARDS
-from edge_runtime.cli.messages import MessageOptions, printable, read_prompt, sent_prompt
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, unwatched
+from edge_runtime.cli.prompts import MessageOptions, printable, read_prompt, sent_prompt
 from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.session.generation import Generation
+from edge_runtime.session.monitor import DecodeStats
 from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.session.session import Session
-from edge_runtime.session.stats import DecodeStats
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -17,9 +17,9 @@ from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import EnergyWatch
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
 from edge_runtime.cli.compare import Conditions, PairedRuns, RunOptions, RunsInTurn
-from edge_runtime.cli.messages import printable
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, wrapped
-from edge_runtime.cli.terminal.screens import EXAMPLE_THAT_ANSWERS
+from edge_runtime.cli.prompts import printable
+from edge_runtime.cli.terminal import EXAMPLE_THAT_ANSWERS
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.session import Session

@@ -9,7 +9,7 @@ import click
 
 from edge_devices.command_line import PanelCommand
 from edge_devices.errors import errors_as
-from edge_runtime.cli.terminal.typed import history_file
+from edge_runtime.cli.terminal import history_file
 from edge_runtime.errors import RequestError
 from edge_runtime.session.prompt_cache import default_folder, empty
 

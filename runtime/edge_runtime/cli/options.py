@@ -29,11 +29,10 @@ from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME
 from edge_runtime.calibration.power_probe import PowerProbe
 from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
-from edge_runtime.config.settings import expanded
-from edge_runtime.config.yaml_file import read_config
+from edge_runtime.config.settings import expanded, read_config
 from edge_runtime.decoding.sampling import SamplingParams, default_sampling, over_defaults, sampling_sentence
-from edge_runtime.drafting.acceptance_window import Event
-from edge_runtime.drafting.phase_power import PhasePower, PowerSource, read_phase_power
+from edge_runtime.drafting.energy_objective import PhasePower, PowerSource, read_phase_power
+from edge_runtime.drafting.policies import Event
 from edge_runtime.errors import RequestError
 from edge_runtime.session.generation import GREEDY_PARAMS
 from edge_runtime.session.load_options import LoadOptions
@@ -41,8 +40,7 @@ from edge_runtime.session.monitor import MonitorOptions
 from edge_runtime.session.open import open_session
 from edge_runtime.session.prompt_cache import LIMIT, default_folder
 from edge_runtime.session.session import Session
-from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema
-from edge_runtime.text.grammar_limits import MAX_SCHEMA_BYTES
+from edge_runtime.text.constraints import MAX_SCHEMA_BYTES, ConstraintSource, Gbnf, JsonSchema
 
 
 @dataclass(frozen=True, kw_only=True)

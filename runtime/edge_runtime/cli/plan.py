@@ -12,19 +12,19 @@ from pathlib import Path
 import click
 
 from edge_devices.command_line import PanelCommand, takes
+from edge_devices.machine.detection import profiles
 from edge_devices.machine.memory import peak_memory_bytes
-from edge_devices.machine.profiles import profiles
 from edge_devices.option_fields import option
 from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.selection import AUTO, KINDS, check_device
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.calibration.cost_probe import measure_costs
-from edge_runtime.cli.messages import read_prompt
+from edge_runtime.calibration.first_use import measure_costs
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, refuse_threads
+from edge_runtime.cli.prompts import read_prompt
 from edge_runtime.config.settings import load_settings
-from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.drafting.energy_objective import PhasePower
 from edge_runtime.errors import BundleError, RequestError
-from edge_runtime.media.image import DEFAULT_BUDGET
+from edge_runtime.media.encoder_inputs import DEFAULT_BUDGET
 from edge_runtime.planning.speed import Range, SpeedPlan, deviation, manifest_plan, of_backend
 from edge_runtime.planning.speed_profile import speed_profile
 from edge_runtime.session.self_checks import square, time_image

@@ -19,7 +19,7 @@ COMMANDS = LazyCommands(
         "prove": ("edge_runtime.cli.prove", "Check on this machine that drafts change neither the text nor the logits."),
         "demo": ("edge_runtime.cli.demo", "Stream several kinds of text with accepted drafts in colour, beside plain decoding."),
         "tune": (
-            "edge_runtime.cli.tune",
+            "edge_runtime.cli.doctor",
             "Measure the faster backend, its threads and what drafts cost, for later starts.",
         ),
         "plan": (

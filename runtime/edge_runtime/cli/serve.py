@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from edge_devices.command_line import PanelCommand, takes
-from edge_runtime.cli.hub_bundle import hub_bundle
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, refuse_threads
+from edge_runtime.cli.prompts import hub_bundle
 from edge_runtime.server.options import ServeOptions
 from edge_runtime.session.monitor import MonitorOptions
 

@@ -1,7 +1,9 @@
-"""The settings of a session: the layers of configuration resolved, completed by defaults and checked against the bundle."""
+"""The settings of a session: read from a YAML file, which is untrusted, resolved in layers and checked against the bundle."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -9,14 +11,177 @@ from functools import reduce
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
+import yaml
+
 from edge_devices.errors import errors_as
+from edge_devices.files.limited_read import read_at_most, read_regular
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, RuntimeSettings
-from edge_runtime.config.schema import CacheConfig, SpeculativeConfig, StreamingConfig, TuningConfig, bytes_of
-from edge_runtime.config.yaml_file import CONFIG_NAME, read_config
-from edge_runtime.drafting.drafter_kinds import DrafterKind
-from edge_runtime.drafting.policies import DEFAULT_POLICY, WINDOW_ROUNDS, DraftLengthPolicy, PolicyOptions, policy_kind
+from edge_runtime.config.schema import (
+    BLOCK,
+    OLD_KEYS,
+    SECTIONS,
+    CacheConfig,
+    Section,
+    SpeculativeConfig,
+    StreamingConfig,
+    TuningConfig,
+    bytes_of,
+    shown,
+)
+from edge_runtime.drafting.policies import DEFAULT_POLICY, WINDOW_ROUNDS, DrafterKind, DraftLengthPolicy, PolicyOptions, policy_kind
 from edge_runtime.errors import BundleError, ConfigError
+
+# The configuration as a YAML file: untrusted when read, written with a comment on every key. The only module that imports yaml.
+
+CONFIG_NAME = "config.yaml"
+MAX_CONFIG_BYTES = 64 << 10
+# The block has three levels, and values.
+_MAX_DEPTH = 9
+_TITLE = (
+    "# Run settings of this bundle; edit them freely. Remove a key, or write null, for the default.\n"
+    "# The command line and --config override this file. Every key: docs/configuration.md of edge-mtp.\n"
+)
+
+
+def read_config(path: Path | str, *, of_bundle: bool = False) -> SpeculativeConfig:
+    """Reads a file with a `speculative_decoding:` block. Raises ConfigError with the file, the place, the value and what to do.
+
+    No symbolic link is followed where it is a file `of_bundle`: an untrusted bundle must not get another file read and quoted.
+    """
+    path = Path(path)
+    if not of_bundle and not path.is_file():
+        raise ConfigError(f"{path} is not a file; give a YAML file with a {BLOCK} block")
+    with errors_as(ConfigError, f"{path} cannot be read", "check the file, or save it as UTF-8", OSError, UnicodeDecodeError):
+        text = (read_regular if of_bundle else read_at_most)(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
+    return parse_config(text, str(path))
+
+
+def parse_config(text: str, where: str) -> SpeculativeConfig:
+    """Parses the text of a configuration; `where` names it in errors. Raises ConfigError."""
+    data = _load(text, where)
+    block = _known(data, {BLOCK}, where, "").get(BLOCK) if data is not None else None
+    sections = _renamed(_known({} if block is None else block, set(SECTIONS), where, BLOCK), where)
+    try:
+        parsed: dict[str, Any] = {name: _section(SECTIONS[name], values, where) for name, values in sections.items()}
+        return SpeculativeConfig(**parsed)
+    except ConfigError as error:
+        message = str(error)
+        raise ConfigError(message if message.startswith(where) else f"{where}: {message}") from error
+
+
+def config_text(config: SpeculativeConfig) -> str:
+    """Returns the text of a file with exactly this configuration and a comment on every key; ASCII, ends in a newline."""
+    lines = [_TITLE, f"{BLOCK}:\n"]
+    for name in SECTIONS:
+        section = getattr(config, name)
+        lines.append(f"  {name}:\n")
+        for each in dataclasses.fields(section):
+            lines.append(f"    # {each.metadata['comment']}\n    {each.name}: {_scalar(getattr(section, each.name))}\n")
+    return "".join(lines)
+
+
+def _renamed(sections: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the sections with the keys of older files as they are called now."""
+    renamed = {name: dict(section) if isinstance(section, dict) else section for name, section in sections.items()}
+    for (name, key), now in OLD_KEYS.items():
+        section = renamed.get(name)
+        if not isinstance(section, dict) or key not in section:
+            continue
+        value = section.pop(key)
+        if (new := now(value)) is None or value is None:
+            continue
+        target = renamed.setdefault(new[0], {})
+        if target is None:
+            target = renamed[new[0]] = {}
+        if isinstance(target, dict) and target.setdefault(new[1], new[2]) != new[2]:
+            raise ConfigError(f"{where}: {BLOCK}.{name}.{key} is the older name of {new[0]}.{new[1]}, which has another value; remove one")
+    return renamed
+
+
+def _section(kind: type[Section], values: Any, where: str) -> Section:
+    keys = {each.name for each in dataclasses.fields(kind)}
+    return kind(**_known({} if values is None else values, keys, where, f"{BLOCK}.{kind.name}"))
+
+
+def _known(data: Any, keys: set[str], where: str, place: str) -> dict[str, Any]:
+    """Returns the mapping `data`. Raises ConfigError unless every key is one of `keys`."""
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{where}: {place or 'the file'} is {shown(data)}, not keys with values; write {', '.join(sorted(keys))} under it"
+        )
+    for key in data:
+        if key not in keys:
+            raise ConfigError(f"{where}: {place + '.' if place else ''}{_name(key)} is not known; {_advice(str(key), keys, place)}")
+    return data
+
+
+def _advice(key: str, keys: set[str], place: str) -> str:
+    """Names the right section of a key in the wrong one, or the most similar key of this section."""
+    homes = [f"{BLOCK}.{name}" for name, kind in SECTIONS.items() if key in {each.name for each in dataclasses.fields(kind)}]
+    if key == BLOCK or key in SECTIONS or homes:
+        return f"it belongs under {homes[0] if homes else 'the top of the file' if key == BLOCK else BLOCK}"
+    nearest = difflib.get_close_matches(key[:40], sorted(keys), n=1, cutoff=0.0)
+    return f"the nearest known key is {nearest[0]}" + (f" ({place} knows {', '.join(sorted(keys))})" if place else "")
+
+
+def _name(key: Any) -> str:
+    return key[:40] if isinstance(key, str) and key.isprintable() else shown(key)
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuses what a configuration does not need: aliases, which can make a small file huge, tags, deep nesting, merges, repeated keys."""
+
+    def __init__(self, text: str, where: str) -> None:
+        super().__init__(text)
+        self._where, self._depth = where, 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        place = f"{self._where} line {event.start_mark.line + 1}"
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            raise ConfigError(f"{place}: anchors and aliases (& and *) are not allowed; write the value out")
+        if event.tag is not None:
+            raise ConfigError(f"{place}: the tag {event.tag[:40]} is not allowed; write a plain value")
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise ConfigError(f"{place}: this is nested deeper than any configuration; correct it")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                raise ConfigError(f"{self._where} line {line}: a key must be a plain word; correct it")
+            if key.value in lines:
+                first = lines[key.value]
+                raise ConfigError(f"{self._where}: {key.value[:40]} stands in line {first} and again in line {line}; remove one")
+            lines[key.value] = line
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def _load(text: str, where: str) -> Any:
+    try:
+        return _Loader(text, where).get_single_data()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not YAML ({' '.join(str(error).split())[:200]}); correct it") from error
+    except (ValueError, OverflowError, RecursionError) as error:
+        # An integer of thousands of digits, or an impossible date.
+        raise ConfigError(f"{where} has a value that cannot be read ({str(error)[:80]}); correct it") from error
+
+
+def _scalar(value: Any) -> str:
+    if value is None:
+        return "null"
+    dumped: str = yaml.safe_dump(value, default_style='"' if isinstance(value, str) else None, width=1 << 20)
+    return dumped.removesuffix("...\n").strip()
+
+
+# The settings of a session: the layers of configuration resolved, completed by defaults and checked against the bundle.
 
 
 def _range(start: int, shortest: int, longest: int) -> SpeculativeConfig:

@@ -1,14 +1,24 @@
-"""Which drafts of a verified round are accepted: pure functions, independent of models and caches."""
+"""Which drafts of a verified round are accepted: the rules, with sampling and constraints, and log probabilities of tokens."""
 
 from __future__ import annotations
 
 import math
+import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from edge_runtime.decoding.distribution import Distribution
-from edge_runtime.errors import BackendError
-from edge_runtime.interfaces import Logits
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.decoding.sampling import NothingToDraw, Sampler, SamplingParams
+from edge_runtime.decoding.shared_noise import Distribution, Race, SharedNoise
+from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.interfaces import DraftSampler, Logits
+from edge_runtime.text.grammar import Constraint
+
+# Which drafts of a verified round are accepted: pure functions, independent of models and caches.
 
 
 class LogitRows(Protocol):
@@ -93,3 +103,330 @@ def accept_by_block(
             if share == 1.0 or random() * (weight + 1 - share) < weight:
                 return VerifyResult(accepted=accepted, next_token=rows[accepted].proportional_to(left).draw(random()))
     raise AssertionError("the empty prefix always passes")
+
+
+# Acceptance rules: how a request samples its drafts and which of them are accepted.
+
+
+class AcceptanceRule(Protocol):
+    """The rule of one request. Each round calls `sampler` for each draft, in order, then `cut` once, then `accept` once."""
+
+    any_prefix: bool  # whether drafts may be left unverified because of later ones, without changing the output's distribution
+
+    @property
+    def sampler(self) -> DraftSampler | None:
+        """Picks a draft from the drafter's logits; None: the likeliest token."""
+
+    def cut(self, drafts: list[int]) -> list[int]:
+        """Returns the drafts before the first one that a constraint forbids; without a constraint all of them."""
+        return drafts
+
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
+        """Returns which drafts are accepted, from the target's logits, float32 [len(drafts) + 1, vocabulary]; keeps the emitted tokens."""
+
+
+class GreedyRule(AcceptanceRule):
+    """Always the target's likeliest token. Needs no distribution and keeps no tokens."""
+
+    any_prefix = True
+    sampler = None
+
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
+        """Accepts the longest prefix that the target would have chosen itself."""
+        return accept_greedy(drafts, logits)
+
+
+class _SampledRule(AcceptanceRule):
+    """State of all sampled rules: the last tokens, which the penalties need, and the sampled drafts of this round."""
+
+    def __init__(self, sampler: Sampler, past: Sequence[int]) -> None:
+        self._sampler = sampler
+        self._past: list[int] = []
+        self._drawn: list[int] = []
+        self._remember(past)
+
+    def _recent(self, drafts: Sequence[int]) -> Sequence[int]:
+        return [*self._past, *drafts] if self._sampler.window else ()
+
+    def _remember(self, tokens: Sequence[int]) -> None:
+        self._drawn.clear()
+        if self._sampler.window:
+            self._past = [*self._past, *tokens][-self._sampler.window :]
+
+
+class CoupledRule(_SampledRule):
+    """Chooses the token of each place by noise that target and drafter share, and accepts an equal draft.
+
+    The text is a function of the seed and the target: no drafts, drafter or draft length change it. Source: `decoding.shared_noise`.
+    """
+
+    any_prefix = True
+
+    def __init__(self, sampler: Sampler, past: Sequence[int], noise: SharedNoise, place: int) -> None:
+        """`place` is the number of tokens before the first one."""
+        self._noise = noise
+        self._place = place
+        super().__init__(sampler, past)
+
+    @property
+    def sampler(self) -> DraftSampler | None:
+        """Chooses with the noise of the draft's place."""
+        return self._choose
+
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
+        """Accepts the longest prefix that the target would have chosen itself."""
+
+        def choice(position: int) -> int:
+            return self._sampler.choose(logits[position], self._recent(drafts[:position]), self._noise.at(self._place + position))
+
+        result = accept_by_match(drafts, choice)
+        self._place += result.accepted + 1
+        self._remember([*drafts[: result.accepted], result.next_token])
+        return result
+
+    def _choose(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
+        noise = self._noise.at(self._place + len(self._drawn))
+        try:
+            self._drawn.append(self._sampler.choose(logits, self._recent(self._drawn), noise, tokens))
+        except NothingToDraw:  # every candidate of the drafter is banned; the target may have others
+            return None
+        return self._drawn[-1]
+
+
+class BlockRule(_SampledRule):
+    """Draws drafts from the drafter's distribution, with the same options as for the target, and accepts them by block verification."""
+
+    # A draft that is verified only because of later drafts no longer has the distribution that it was drawn from.
+    any_prefix = False
+
+    def __init__(self, sampler: Sampler, past: Sequence[int], random: Callable[[], float]) -> None:
+        self._random = random
+        self._proposed: list[Distribution] = []
+        super().__init__(sampler, past)
+
+    @property
+    def sampler(self) -> DraftSampler | None:
+        """Draws a draft and keeps its distribution."""
+        return self._choose
+
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
+        """Drafts that were not drawn, such as those of prompt lookup, count as certain.
+
+        Raises BackendError if drawn drafts are missing or changed: the output would no longer have the target's distribution.
+        """
+        if self._drawn != list(drafts[: len(self._drawn)]):
+            raise BackendError(f"the drafter drew {self._drawn} but returned {list(drafts)}; it must return all tokens it drew, in order")
+        proposed = [*self._proposed, *(Distribution.certain(draft) for draft in drafts[len(self._drawn) :])]
+
+        def target(position: int) -> Distribution:
+            return self._sampler(logits[position], self._recent(drafts[:position]))
+
+        result = accept_by_block(drafts, proposed, target, self._random)
+        self._proposed.clear()
+        self._remember([*drafts[: result.accepted], result.next_token])
+        return result
+
+    def _choose(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
+        try:
+            distribution = self._sampler(logits, self._recent(self._drawn), tokens)
+        except NothingToDraw:  # every candidate of the drafter is banned; the target may have others
+            return None
+        self._proposed.append(distribution)
+        self._drawn.append(distribution.draw(self._random()))
+        return self._drawn[-1]
+
+
+ACCEPTANCE_METHODS = ("coupled", "block")
+GREEDY = GreedyRule()
+
+
+def acceptance_rule(
+    params: SamplingParams, method: str | None, past: Sequence[int], place: int | None = None, race: Race | None = None
+) -> AcceptanceRule:
+    """Returns the rule of one request after the tokens `past`, which are text. Raises RequestError for an unknown method.
+
+    Without a method it is "coupled" for a seed, and "block" without one: it accepts more drafts, but the text depends on them. `place` is
+    the number of tokens before the request, images and sound included; None counts `past`. `race` finds the winners of shared noise.
+    """
+    if method not in (None, *ACCEPTANCE_METHODS):
+        raise RequestError(f"acceptance method {method!r} is not known; choose one of {', '.join(ACCEPTANCE_METHODS)}")
+    sampler = Sampler(params)
+    if params.temperature == 0 and not sampler.adjusts:
+        return GREEDY
+    if keeps_text(params, method):
+        # Nothing is drawn at temperature 0.
+        seed = params.seed if params.seed is not None else 0 if params.temperature == 0 else secrets.randbits(64)
+        return CoupledRule(sampler, past, SharedNoise(seed, race), len(past) if place is None else place)
+    return BlockRule(sampler, past, np.random.default_rng(params.seed).random)
+
+
+def keeps_text(params: SamplingParams, method: str | None) -> bool:
+    """Whether drafts keep the text itself and not only its distribution: greedy, or chosen by shared noise."""
+    return params.temperature == 0 or method == "coupled" or (method is None and params.seed is not None)
+
+
+# What a constraint does to drafts: acceptance rules on masked logits.
+#
+# A masked target is another model, one that writes only valid text; the guarantees of the rules hold for it too. So the output with drafts
+# equals constrained plain decoding, token for token or in distribution.
+
+_NEVER = np.float32(-np.inf)
+
+
+def constrained(rule: AcceptanceRule, constraint: Constraint) -> AcceptanceRule:
+    """Returns `rule` on masked logits. Every emitted token must be passed to `constraint.advance` before the next round."""
+    return ConstrainedGreedyRule(constraint) if rule is GREEDY else ConstrainedSampledRule(rule, constraint)
+
+
+class _ConstrainedRule(ABC):
+    """Drafts are valid by construction where the drafter calls `sampler`, and cut where it does not."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+        self._drawn: list[int] = []
+
+    @property
+    def sampler(self) -> DraftSampler | None:
+        """Picks a valid draft; ends drafting where the drafter has no valid candidate."""
+        return self._choose
+
+    def cut(self, drafts: list[int]) -> list[int]:
+        """Returns the drafts before the first invalid one; drafts that were picked are valid."""
+        picked, self._drawn = len(self._drawn), []
+        return drafts if len(drafts) == picked else drafts[: max(picked, self._constraint.valid(drafts))]
+
+    def _choose(self, logits: Logits, tokens: NDArray[np.integer] | None = None) -> int | None:
+        if self._constraint.closed(self._drawn):
+            return None
+        token = self._pick(logits, tokens)
+        if token is not None:
+            self._drawn.append(token)
+        return token
+
+    @abstractmethod
+    def _pick(self, logits: Logits, tokens: NDArray[np.integer] | None) -> int | None:
+        """Returns a valid draft, or None if there is no valid candidate."""
+
+    def _masked(self, row: Logits, ahead: Sequence[int], tokens: NDArray[np.integer] | None = None) -> Logits:
+        allowed = self._constraint.allowed(ahead)
+        return np.where(allowed if tokens is None else allowed[tokens], row, _NEVER)
+
+
+class ConstrainedGreedyRule(_ConstrainedRule):
+    """Always the target's likeliest valid token. Masks a row only where the likeliest token is not valid."""
+
+    any_prefix = True
+
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
+        """Accepts the longest prefix that the target would have chosen itself. Raises RequestError if no token is valid."""
+        return accept_by_match(drafts, lambda position: self._target(drafts[:position], logits[position]))
+
+    def _target(self, ahead: Sequence[int], row: Logits) -> int:
+        token = self._likeliest(row, None, ahead)
+        if token is None:
+            raise RequestError("the model gives no finite logit to any token that the grammar allows; check the model")
+        return token
+
+    def _pick(self, logits: Logits, tokens: NDArray[np.integer] | None) -> int | None:
+        return self._likeliest(logits, tokens, self._drawn)
+
+    def _likeliest(self, row: Logits, tokens: NDArray[np.integer] | None, ahead: Sequence[int]) -> int | None:
+        best = int(row.argmax())
+        token = best if tokens is None else int(tokens[best])
+        if self._constraint.allows(ahead, token):
+            return token
+        masked = self._masked(row, ahead, tokens)
+        best = int(masked.argmax())
+        if not masked[best] > _NEVER:  # also true for NaN
+            return None
+        return best if tokens is None else int(tokens[best])
+
+
+class ConstrainedSampledRule(_ConstrainedRule):
+    """A sampled rule on masked logits: options such as top-k and top-p count valid tokens only."""
+
+    def __init__(self, rule: AcceptanceRule, constraint: Constraint) -> None:
+        super().__init__(constraint)
+        self._rule = rule
+        self.any_prefix = rule.any_prefix
+
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
+        """As the other rule; rows are masked when they are read."""
+        return self._rule.accept(drafts, _MaskedRows(self, drafts, logits))
+
+    def _pick(self, logits: Logits, tokens: NDArray[np.integer] | None) -> int | None:
+        masked = self._masked(logits, self._drawn, tokens)
+        best = int(masked.argmax())
+        if not masked[best] > _NEVER:
+            return None
+        assert self._rule.sampler is not None, "a sampled rule draws its drafts"
+        token = self._rule.sampler(masked, tokens)
+        # A bias may have banned every token that the constraint allows.
+        return token if token is not None and self._constraint.allowed(self._drawn)[token] else None
+
+
+@dataclass(frozen=True)
+class _MaskedRows:
+    """The target's logits after `drafts`, each row masked when it is read."""
+
+    rule: ConstrainedSampledRule
+    drafts: Sequence[int]
+    logits: LogitRows
+
+    def __getitem__(self, position: int) -> Logits:
+        return self.rule._masked(self.logits[position], self.drafts[:position])
+
+
+# Log probabilities of emitted tokens, as the target gives them: before temperature, penalties, bias and constraints.
+
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """A token, its log probability in nats, and the likeliest tokens of its position with theirs, likeliest first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class LogprobRule:
+    """Another rule, whose emitted tokens are recorded with their log probabilities and the `top` likeliest tokens of each position."""
+
+    def __init__(self, rule: AcceptanceRule, top: int) -> None:
+        self.any_prefix = rule.any_prefix
+        self._rule = rule
+        self._top = top
+        self._newest: list[TokenLogprob] = []
+
+    @property
+    def sampler(self) -> DraftSampler | None:
+        return self._rule.sampler
+
+    def cut(self, drafts: list[int]) -> list[int]:
+        return self._rule.cut(drafts)
+
+    def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
+        """As the other rule; keeps one record per token of the round."""
+        result = self._rule.accept(drafts, logits)
+        tokens = [*drafts[: result.accepted], result.next_token]
+        self._newest = [token_logprob(logits[position], token, self._top) for position, token in enumerate(tokens)]
+        return result
+
+    def take(self, tokens: int) -> list[TokenLogprob]:
+        """Returns the records of the first `tokens` tokens of the newest round: a stop may have cut it."""
+        newest, self._newest = self._newest[:tokens], []
+        return newest
+
+
+def token_logprob(row: Logits, token: int, top: int) -> TokenLogprob:
+    """Returns the record of `token` in a row of logits, float32 [vocabulary]."""
+    wide = row.astype(np.float64)
+    highest = float(wide.max())
+    normalizer = highest + float(np.log(np.exp(wide - highest).sum()))
+    best: list[int] = []
+    if top:
+        candidates = np.argpartition(-row, min(top, row.size - 1))[:top]
+        best = sorted((int(i) for i in candidates), key=lambda i: (-float(row[i]), i))
+    return TokenLogprob(token=token, logprob=float(wide[token]) - normalizer, top=tuple((i, float(wide[i]) - normalizer) for i in best))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.decoding.acceptance_rules import GREEDY, AcceptanceRule
+from edge_runtime.decoding.acceptance import GREEDY, AcceptanceRule
 from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundResult, Timing, WeighingPolicy
 from edge_runtime.drafting.sources import MODEL, NO_PROPOSAL, Proposal, Sources
 from edge_runtime.interfaces import Drafter, DraftRequest, Logits, Target

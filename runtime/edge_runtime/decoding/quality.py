@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.errors import errors_as
-from edge_runtime.bundle.exported_quality import Quality
+from edge_runtime.bundle.bundle import Quality
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Logits, Target
 

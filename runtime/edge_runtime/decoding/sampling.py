@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from edge_devices.option_fields import option
 from edge_runtime.bundle.manifest import GenerationDefaults
-from edge_runtime.decoding.distribution import Distribution, Tokens, Weights
-from edge_runtime.decoding.shared_noise import PlaceNoise
+from edge_runtime.decoding.shared_noise import Distribution, PlaceNoise, Tokens, Weights
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Logits
 

@@ -1,32 +1,92 @@
-"""Noise that target and drafter share, so that they often choose the same token and the text depends on the seed alone.
-
-Every token has an arrival time at every place of the text: an exponential number, a function of seed, place and token id. A distribution
-chooses the token whose arrival time divided by its weight is smallest (an exponential race, the same as the Gumbel-max trick). The chosen
-token has exactly that distribution. The drafter runs the race with its own weights against the same arrival times. Source: Daliri, Musco
-and Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding" (arXiv 2408.07978).
-
-The arrival times are the same with every version, processor and engine. With unsigned 64-bit arithmetic, SplitMix64's finalizer `mix`
-(Steele, Lea and Flood, OOPSLA 2014) and `output(key, n) = mix(key + (n + 1) * 0x9E3779B97F4A7C15)`:
-
-    key = output(output(s, 0), place), with the seed's 64-bit words folded into s: s = output(s, word), from s = 0, lowest word first
-    group = (token >> 15) * 512 + (token & 511), member = (token >> 9) & 63
-    h = output(key, 2^32 + group); first = -ln(((h >> 12) + 0.5) / 2^52) / 64
-    arrival = first if member = h & 63, else first - ln(((output(key, token) >> 12) + 0.5) / 2^52)
-
-So the 64 tokens of a group share the time of the first arrival among them. The minimum of 64 exponential numbers is exponential, belongs to
-each of them with the same chance, and the others start anew from it because they have no memory: the times are independent. It means that
-a whole vocabulary is searched by 64 tokens at a time. A group's tokens are 512 apart, because the largest logits of groups are then found
-in vector registers. The logarithm is computed by additions, multiplications and divisions alone, which IEEE 754 defines to the bit.
-"""
+"""The distribution of the next token, and the noise by which target and drafter often draw the same one, whatever the drafts."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.decoding.distribution import Tokens, Weights
+# Distribution of the next token: the ids of nonzero probability and their probabilities.
+
+Tokens = NDArray[np.int64]
+Weights = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """`tokens` int64 [n], ascending, each once; `probabilities` float64 [n], all above 0, summing to 1. The rest has probability 0."""
+
+    tokens: Tokens
+    probabilities: Weights
+
+    @classmethod
+    def certain(cls, token: int) -> Self:
+        """All probability on one token."""
+        return cls(np.array([token], dtype=np.int64), np.ones(1))
+
+    @classmethod
+    def proportional(cls, tokens: Tokens, weights: Weights) -> Self:
+        """Normalises `weights` float64 [n], some above 0 and none below, of ascending `tokens` int64 [n]."""
+        if not weights.all():
+            kept = np.flatnonzero(weights)
+            tokens, weights = tokens[kept], weights[kept]
+        return cls(tokens, weights / weights.sum())
+
+    def of(self, token: int) -> float:
+        """Returns the probability of one token."""
+        index = int(np.searchsorted(self.tokens, token))
+        present = index < len(self.tokens) and int(self.tokens[index]) == token
+        return float(self.probabilities[index]) if present else 0.0
+
+    def draw(self, uniform: float) -> int:
+        """Returns the token at `uniform`, a number in [0, 1), in the cumulative distribution."""
+        sums = np.cumsum(self.probabilities)
+        # A number below 1 is at most 1 - 2^-53, so that the product rounds to less than the last sum.
+        return int(self.tokens[int(np.searchsorted(sums, uniform * sums[-1], side="right"))])
+
+    def excess(self, other: Distribution, share: float = 1.0) -> Weights:
+        """Returns max(share * self - other, 0) at each of `tokens`, float64 [n], not normalised."""
+        left = share * self.probabilities
+        places, shared = self._places(other.tokens)
+        left[places] -= other.probabilities[shared]
+        return np.maximum(left, 0.0, out=left)
+
+    def proportional_to(self, weights: Weights) -> Distribution:
+        """Returns the distribution over `tokens` in proportion to `weights` float64 [n], `self` if all are 0."""
+        return Distribution.proportional(self.tokens, weights) if weights.any() else self
+
+    def _places(self, tokens: Tokens) -> tuple[Tokens | slice, Tokens | slice]:
+        """Returns where `tokens`, ascending, are among this distribution's, and which of them are."""
+        if self.tokens[-1] == len(self.tokens) - 1:  # ascending ids from 0 on: all of a vocabulary
+            inside = slice(int(np.searchsorted(tokens, len(self.tokens))))
+            return tokens[inside], inside
+        places = np.minimum(np.searchsorted(self.tokens, tokens), len(self.tokens) - 1)
+        shared = np.flatnonzero(self.tokens[places] == tokens)
+        return places[shared], shared
+
+
+# Noise that target and drafter share, so that they often choose the same token and the text depends on the seed alone.
+#
+# Every token has an arrival time at every place of the text: an exponential number, a function of seed, place and token id. A distribution
+# chooses the token whose arrival time divided by its weight is smallest (an exponential race, the same as the Gumbel-max trick). The
+# chosen token has exactly that distribution. The drafter runs the race with its own weights against the same arrival times. Source:
+# Daliri, Musco and Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding" (arXiv 2408.07978).
+#
+# The arrival times are the same with every version, processor and engine. With unsigned 64-bit arithmetic, SplitMix64's finalizer `mix`
+# (Steele, Lea and Flood, OOPSLA 2014) and `output(key, n) = mix(key + (n + 1) * 0x9E3779B97F4A7C15)`:
+#
+#     key = output(output(s, 0), place), with the seed's 64-bit words folded into s: s = output(s, word), from s = 0, lowest word first
+#     group = (token >> 15) * 512 + (token & 511), member = (token >> 9) & 63
+#     h = output(key, 2^32 + group); first = -ln(((h >> 12) + 0.5) / 2^52) / 64
+#     arrival = first if member = h & 63, else first - ln(((output(key, token) >> 12) + 0.5) / 2^52)
+#
+# So the 64 tokens of a group share the time of the first arrival among them. The minimum of 64 exponential numbers is exponential, belongs
+# to each of them with the same chance, and the others start anew from it because they have no memory: the times are independent. It means
+# that a whole vocabulary is searched by 64 tokens at a time. A group's tokens are 512 apart, because the largest logits of groups are then
+# found in vector registers. The logarithm is computed by additions, multiplications and divisions alone, which IEEE 754 defines to the
+# bit.
 
 _GAMMA = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

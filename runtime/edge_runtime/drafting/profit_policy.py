@@ -1,12 +1,4 @@
-"""Draft length by measured profit: draft and verify a token where its expected gain exceeds its cost on this machine.
-
-A round is a renewal: it emits 1 + (accepted drafts) tokens and costs its draft steps and one verify. At a reference rate r, a round is
-worth E[tokens] - r E[cost], and whatever adds to that pays (Ross, Applied Probability Models, renewal reward; Dinkelbach 1967). r is the
-rate of the newest rounds, but at least that of plain decoding. Before each draft step the policy computes, for each confidence bin that the
-next draft may fall into, the best of stopping there and of any further length. After the last step, the most valuable prefix is verified.
-
-Where several requests share their forwards, each counts its part of a plain verify, and what each row of its drafts adds to a round.
-"""
+"""Draft length by measured profit: draft and verify a token where its gain exceeds its cost here; and when to ask again nevertheless."""
 
 from __future__ import annotations
 
@@ -20,11 +12,57 @@ import numpy as np
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.acceptance_model import Acceptance, Chances, Forecast
-from edge_runtime.drafting.ask_schedule import ASK_LENGTH, ASK_SHARE, START_LENGTH, AskSchedule
 from edge_runtime.drafting.cost_model import Costs
+from edge_runtime.drafting.energy_objective import TimeBound
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
-from edge_runtime.drafting.time_bound import TimeBound
 from edge_runtime.interfaces import ShouldContinue, StopNumbers
+
+# When a policy drafts although no draft seems to pay: an unlucky start, or wrongly computed costs, must not end drafting for good.
+
+# Rounds without a draft before the policy asks: at first, and the most after they were doubled again and again.
+FIRST_WAIT, LONGEST_WAIT = 4, 32
+# What a question may cost of a plain round; what costs more waits until it is the second share of the rounds before it.
+ASK_SHARE, DEAR_SHARE = 0.35, 0.01
+# The most tokens that are drafted to ask, and how many are where nothing was measured yet, whatever was computed.
+ASK_LENGTH, START_LENGTH = 3, 2
+
+
+class AskSchedule:
+    """Counts the rounds without drafts: asks after 4, 8, 16 and then always 32 of them, and at once where a question brought tokens."""
+
+    def __init__(self) -> None:
+        self._quiet, self._wait = 0, FIRST_WAIT
+
+    def is_due(self, cost: float, *, is_dear: bool) -> bool:
+        """Whether to ask now, where that costs so many plain rounds; what `is_dear` waits until it is a small share of the rounds."""
+        return self._quiet >= self._wait and (not is_dear or self._quiet * DEAR_SHARE >= cost)
+
+    def begin_request(self) -> None:
+        """Another text begins, of which the last one says little."""
+        self._wait = min(self._wait, FIRST_WAIT)
+
+    def count_plain(self) -> None:
+        """Counts a round without a draft of the drafter."""
+        self._quiet += 1
+
+    def count_draft(self) -> None:
+        """Counts a round that drafted because that pays."""
+        self._quiet, self._wait = 0, FIRST_WAIT
+
+    def count_question(self, accepted: int) -> None:
+        """Counts a round that asked."""
+        self._quiet, self._wait = 0, 0 if accepted else min(max(2 * self._wait, FIRST_WAIT), LONGEST_WAIT)
+
+
+# Draft length by measured profit: draft and verify a token where its expected gain exceeds its cost on this machine.
+#
+# A round is a renewal: it emits 1 + (accepted drafts) tokens and costs its draft steps and one verify. At a reference rate r, a round is
+# worth E[tokens] - r E[cost], and whatever adds to that pays (Ross, Applied Probability Models, renewal reward; Dinkelbach 1967). r is the
+# rate of the newest rounds, but at least that of plain decoding. Before each draft step the policy computes, for each confidence bin that
+# the next draft may fall into, the best of stopping there and of any further length. After the last step, the most valuable prefix is
+# verified.
+#
+# Where several requests share their forwards, each counts its part of a plain verify, and what each row of its drafts adds to a round.
 
 # Share of the sums over earlier rounds that is left after another round: a window of 50 rounds.
 RATE_DECAY = 0.98

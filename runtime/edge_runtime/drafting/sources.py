@@ -1,13 +1,19 @@
-"""Drafts that need no drafter, such as what the text repeats, and one calibrated probability for all of them.
-
-A source guesses tokens and sorts each into a bin by its evidence. How often the guesses of a bin are right is counted on every emitted
-token, whether the guess was used or not: what the target emitted tells both. So a source costs nothing until it is worth using.
-"""
+"""Drafts that need no drafter: what the text repeats, found in a memory of it, with a calibrated probability."""
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_runtime.interfaces import DraftSampler, ShouldContinue, Target, Vocabulary
+
+# A source guesses tokens and sorts each into a bin by its evidence. How often the guesses of a bin are right is counted on every emitted
+# token, whether the guess was used or not: what the target emitted tells both. So a source costs nothing until it is worth using.
 
 # Share of an old count that is left after a new one of the same bin, and the weight of the prior probability.
 DECAY, PRIOR_WEIGHT = 0.98, 4.0
@@ -107,3 +113,221 @@ class Sources:
         self._pending.clear()
         for source in self._sources:
             source.add(emitted)
+
+
+# A memory of the text: where the newest tokens occurred before, what followed is guessed to follow again.
+#
+# The tokens are held in a suffix automaton (Blumer et al. 1985, Theoretical Computer Science 40), which knows the longest repeated end of
+# the text at any time and takes constant time per token. It serves as SuffixDecoding does (Oliaro et al. 2024, arXiv 2411.04975), but
+# beside a drafter: the longer the match, the surer the guess. In place of one it is prompt lookup (Saxena 2023, prompt-lookup-decoding),
+# which costs nothing and helps where a text repeats itself.
+
+SOURCE = "memory"
+# Matches of fewer tokens say too little. Lower bounds of the bins of longer ones, and the prior of each bin.
+SHORTEST_MATCH = 2
+_BOUNDS = (2, 3, 4, 6, 9, 14, 22, 40)
+TEXT_PRIORS = {f"{SOURCE} {bound}": chance for bound, chance in zip(_BOUNDS, (0.25, 0.35, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95), strict=True)}
+# Of a longer prompt only the end is remembered: a token takes about 600 bytes.
+MAX_TOKENS = 32768
+# Tokens that are read at a time: 4 ms at best, 25 ms of texts of two different tokens.
+SLICE_TOKENS = 4096
+# Fewer unread tokens wait until something may be guessed: 0.2 ms.
+WAITING_TOKENS = 256
+# Characters of a prediction for each token of the context: texts have 3 to 6 of them per token, and no answer repeats what is beyond.
+PREDICTED_CHARACTERS = 16
+# What no text contains; matches and copies end there. Copies end before soft rows of images and sound too, whose ids are negative.
+BORDER = -1
+# The end of the prompt that is put before a predicted answer, so that the answer is guessed to follow it.
+LEAD = 40
+# Where a text repeats itself endlessly, its ends are one another's suffixes; so many of them are updated per token.
+_MAX_SUFFIXES = 32
+
+
+class TextMatch(NamedTuple):
+    """A state of the automaton, and how many tokens of the text match there."""
+
+    state: int
+    length: int
+
+
+class SuffixAutomaton:
+    """All substrings of a growing text. A state stands for substrings that end at the same places; state 0 for the empty one."""
+
+    def __init__(self) -> None:
+        self._length = [0]
+        self._link = [-1]
+        self._next: list[dict[int, int]] = [{}]
+        self._end = [0]  # tokens of the text up to the newest known occurrence
+        self._last = 0
+        self.tokens: list[int] = []
+
+    def append(self, token: int) -> None:
+        """Adds a token to the text."""
+        self._touch(self._last)
+        self.tokens.append(token)
+        state = self._add(self._length[self._last] + 1, 0, {}, len(self.tokens))
+        at = self._last
+        while at >= 0 and token not in self._next[at]:
+            self._next[at][token] = state
+            at = self._link[at]
+        self._link[state] = self._suffix(at, token) if at >= 0 else 0
+        self._last = state
+
+    def _suffix(self, at: int, token: int) -> int:
+        """Returns the state of the longest repeated suffix, splitting one where needed."""
+        onward = self._next[at][token]
+        if self._length[onward] == self._length[at] + 1:
+            return onward
+        copy = self._add(self._length[at] + 1, self._link[onward], dict(self._next[onward]), self._end[onward])
+        while at >= 0 and self._next[at].get(token) == onward:
+            self._next[at][token] = copy
+            at = self._link[at]
+        self._link[onward] = copy
+        return copy
+
+    def _add(self, length: int, link: int, following: dict[int, int], end: int) -> int:
+        self._length.append(length)
+        self._link.append(link)
+        self._next.append(following)
+        self._end.append(end)
+        return len(self._length) - 1
+
+    def _touch(self, state: int) -> None:
+        """Sets the newest occurrence of the suffixes of the text."""
+        for _ in range(_MAX_SUFFIXES):
+            state = self._link[state]
+            if state <= 0:
+                return
+            self._end[state] = len(self.tokens)
+
+    def longest_repeat(self, ahead: Sequence[int] = ()) -> tuple[int, int]:
+        """Returns the length of the longest end of the text and `ahead` that occurs earlier, and where its newest occurrence ends."""
+        state = max(self._link[self._last], 0)
+        match = TextMatch(state, self._length[state])
+        for token in ahead:
+            match = self.follow(match, token)
+        return match.length, self._end[match.state]
+
+    def follow(self, match: TextMatch, token: int) -> TextMatch:
+        """Returns where the longest end of a text is that occurs here, from where it was before the text's newest token."""
+        state, length = match
+        while state > 0 and token not in self._next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        onward = self._next[state].get(token)
+        return TextMatch(0, 0) if onward is None else TextMatch(onward, length + 1)
+
+
+class TextMemory:
+    """Guesses what followed the longest earlier occurrence of the newest tokens. Implements `sources.Source`.
+
+    A long text is read in slices, one at each call, and nothing is guessed before its end: requests side by side wait for each other.
+    The last tokens are read only where the newest two occurred before: without a repetition a text costs next to nothing.
+    """
+
+    def __init__(self, tokens: Sequence[int], predicted: Sequence[int] = ()) -> None:
+        """`predicted` is what the output is expected to be, or to contain parts of."""
+        self._automaton = SuffixAutomaton()
+        self._unread: list[int] = []
+        # All pairs of neighbours, unread ones too; the newest token; and whether its pair occurred earlier.
+        self._pairs: set[tuple[int, int]] = set()
+        self._newest, self._recurs = BORDER, False
+        before = [*tokens[-LEAD:], *predicted[:MAX_TOKENS], BORDER] if predicted else []
+        self.add([*before, *tokens[-MAX_TOKENS:]])
+
+    def add(self, tokens: Sequence[int]) -> None:
+        if not tokens:
+            return
+        pairs = list(zip((self._newest, *tokens), tokens, strict=False))
+        self._pairs.update(pairs[:-1])
+        self._newest, self._recurs = tokens[-1], pairs[-1] in self._pairs
+        self._pairs.add(pairs[-1])
+        self._unread += tokens
+        if len(self._unread) > WAITING_TOKENS:
+            self._read()
+
+    def _read(self) -> None:
+        for token in self._unread[:SLICE_TOKENS]:
+            self._automaton.append(token)
+        del self._unread[:SLICE_TOKENS]
+
+    def _occurred(self, ahead: Sequence[int]) -> bool:
+        """Whether the last two tokens of the text and `ahead` occur in the text before: the SHORTEST_MATCH."""
+        if not ahead:
+            return self._recurs
+        return (ahead[-2] if len(ahead) > 1 else self._newest, ahead[-1]) in self._pairs
+
+    def guess(self, ahead: Sequence[int], limit: int) -> Guess:
+        """A copy that reaches the end of the text repeats itself, so that a loop is guessed as a loop."""
+        if not self._occurred(ahead) or len(self._unread) > WAITING_TOKENS:
+            return NO_GUESS
+        self._read()
+        length, end = self._automaton.longest_repeat(ahead)
+        ends = end + limit > len(self._automaton.tokens)
+        copy = self._automaton.tokens[end : end + limit] + (list(ahead) if ends else [])
+        if copy and min(copy) < 0:
+            copy, ends = within_text(copy), False
+        while ends and copy and len(copy) < limit:
+            copy += copy
+        tokens = tuple(copy[:limit])
+        return Guess(SOURCE, tokens, evidences(length, len(tokens)))
+
+
+class LookupDrafter:
+    """Drafts what a memory of the target's own text guesses, without a model. Implements `interfaces.Drafter`."""
+
+    stepwise = False  # a copy costs nothing and has no probability
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._text: NDArray[np.int32] = np.empty(0, np.int32)
+        self._memory = TextMemory([])
+
+    def draft(
+        self,
+        last: int,
+        draft_length: int,
+        sampler: DraftSampler | None = None,  # noqa: ARG002
+        should_continue: ShouldContinue | None = None,  # noqa: ARG002
+    ) -> list[int]:
+        """Returns `draft_length` tokens, or none if the newest SHORTEST_MATCH tokens do not occur earlier.
+
+        `sampler` is ignored: there are no logits, and a copied token counts as certain.
+        """
+        text, known = np.append(self._target.tokens, np.int32(last)), len(self._text)
+        if np.array_equal(text[:known], self._text):
+            self._memory.add(text[known:].tolist())
+        else:  # another request's text, or one that was rolled back
+            self._memory = TextMemory(text.tolist())
+        self._text = text
+        return list(self._memory.guess((), draft_length).tokens)
+
+    def close(self) -> None:
+        """Does nothing: there is nothing to free."""
+
+
+def predicted_tokens(text: str, vocabulary: Vocabulary, context: int) -> list[int]:
+    """Returns the tokens of a text that the output is expected to be, as many as it can have; the rest is not tokenized."""
+    room = min(context, MAX_TOKENS)
+    return vocabulary.encode(text[: PREDICTED_CHARACTERS * room], add_bos=False)[:room] if text else []
+
+
+def within_text(tokens: list[int]) -> list[int]:
+    """Returns the tokens before the first border or soft row."""
+    return list(itertools.takewhile(lambda token: token >= 0, tokens))
+
+
+def evidence(length: int, source: str = SOURCE) -> str:
+    """Returns the bin of a match of this length."""
+    return f"{source} {_BOUNDS[bisect_right(_BOUNDS, length) - 1]}"
+
+
+def evidences(length: int, count: int) -> tuple[str, ...]:
+    """Returns the bins of `count` tokens behind a match of this length."""
+    first = min(length, _BOUNDS[-1])
+    return (_EVIDENCE[first : first + count] + _EVIDENCE[-1:] * count)[:count]
+
+
+NO_GUESS = Guess(SOURCE)
+# By the length of the match: each round asks for many of them.
+_EVIDENCE = ("", "", *(evidence(length) for length in range(_BOUNDS[0], _BOUNDS[-1] + 1)))

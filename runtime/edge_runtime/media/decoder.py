@@ -21,9 +21,20 @@ import numpy as np
 from edge_devices.errors import EdgeError, errors_as
 from edge_devices.machine.device_package import how_to_get
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.media.formats import IMAGE_FORMATS, MAX_CHANNELS, MAX_PIXELS, MAX_SCANS, MAX_SECONDS, SAMPLE_RATES, format_of, kind_of
-from edge_runtime.media.image import Image, final_size
-from edge_runtime.media.sound import Sound, to_sound
+from edge_runtime.media.encoder_inputs import (
+    IMAGE_FORMATS,
+    MAX_CHANNELS,
+    MAX_PIXELS,
+    MAX_SCANS,
+    MAX_SECONDS,
+    SAMPLE_RATES,
+    Image,
+    Sound,
+    final_size,
+    format_of,
+    kind_of,
+    to_sound,
+)
 
 # Of a JPEG: those of restarts (D0 to D7) and zeros and fillers are part of a scan.
 _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])")

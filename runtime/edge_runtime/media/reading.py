@@ -8,14 +8,22 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_devices.children.commands import Limits, import_paths, limited_command
+from edge_devices.children.limited import Limits, import_paths, limited_command
 from edge_devices.children.running import ChildBudget, run_child
 from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import read_at_most
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.media.formats import MAX_FILE_BYTES, kind_of
-from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET, SIDE, Image, check_budget
-from edge_runtime.media.sound import MAX_SAMPLES, Sound
+from edge_runtime.media.encoder_inputs import (
+    BUDGETS,
+    DEFAULT_BUDGET,
+    MAX_FILE_BYTES,
+    MAX_SAMPLES,
+    SIDE,
+    Image,
+    Sound,
+    check_budget,
+    kind_of,
+)
 
 TIMEOUT_SECONDS = 60
 # Address space, also of libraries; a picture of the largest size needs 0.6 GB.

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from edge_devices.machine.memory import return_freed_memory
 from edge_runtime.bundle.manifest import MediaInputs, MediaTokens
 from edge_runtime.errors import RequestError
-from edge_runtime.media.image import Image
-from edge_runtime.media.sound import Sound
+from edge_runtime.media.encoder_inputs import Image, Sound
 
 Media = Image | Sound
 # Encoded media that are kept: an image at budget 280 on E2B has 1.6 MB of rows.

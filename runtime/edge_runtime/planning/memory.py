@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from edge_devices.machine.memory import byte_text
-from edge_runtime.bundle.gguf_types import QUANTIZATIONS, Quantization
-from edge_runtime.bundle.kv_types import KV_TYPES, KvType, row_bytes
+from edge_runtime.bundle.gguf_types import KV_TYPES, QUANTIZATIONS, KvType, Quantization, row_bytes
 from edge_runtime.bundle.manifest import (
     AUDIO_ENCODER,
     MEDIA_ENCODER,
@@ -28,7 +27,7 @@ from edge_runtime.bundle.manifest import (
 )
 from edge_runtime.config.schema import SIZE, bytes_of
 from edge_runtime.errors import RequestError
-from edge_runtime.media.image import POOLING, Image
+from edge_runtime.media.encoder_inputs import POOLING, Image
 from edge_runtime.media.soft_rows import Media, row_count
 
 _FLOAT = 4

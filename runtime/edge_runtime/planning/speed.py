@@ -15,15 +15,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from edge_devices.machine.memory import byte_text
-from edge_runtime.bundle.exported_quality import exported_quality
-from edge_runtime.bundle.kv_types import KvType, check_kv_type, row_bytes
+from edge_runtime.bundle.bundle import exported_quality
+from edge_runtime.bundle.gguf_types import KvType, check_kv_type, row_bytes
 from edge_runtime.bundle.manifest import MEDIA_ENCODER, Architecture, Manifest, VisionSize
 from edge_runtime.config.settings import LONGEST
 from edge_runtime.drafting.cost_model import MAX_ROWS, MeasuredCosts
-from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
-from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.drafting.energy_objective import PhasePower
+from edge_runtime.drafting.policies import DrafterKind, is_model
 from edge_runtime.errors import RequestError
-from edge_runtime.media.image import DEFAULT_BUDGET, PATCH, POOLING, SIDE
+from edge_runtime.media.encoder_inputs import DEFAULT_BUDGET, PATCH, POOLING, SIDE
 from edge_runtime.planning.memory import (
     BATCH,
     MemoryPlan,

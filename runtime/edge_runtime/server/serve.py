@@ -19,8 +19,7 @@ from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server.engine.idle import WorkerOnDemand
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.heat import HeatWatch
-from edge_runtime.server.http.access_log import AccessLog
-from edge_runtime.server.http.guard import LOOPBACK_NAMES, Guard, host_name
+from edge_runtime.server.http.guard import LOOPBACK_NAMES, AccessLog, Guard, host_name
 from edge_runtime.server.model_card import ModelCard
 from edge_runtime.server.options import KEY_VARIABLE, ServeOptions
 from edge_runtime.session.load_options import LoadOptions

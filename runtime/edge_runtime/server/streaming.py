@@ -12,9 +12,8 @@ from edge_runtime.server.engine.jobs import Failed, Finished, Output, Started, S
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import invalid, to_api_error
 from edge_runtime.server.requests.completions import ApiRequest
-from edge_runtime.server.responses.response_format import ChoiceAnswer, Json, ResponseFormat
-from edge_runtime.server.responses.usage import UsageCount
-from edge_runtime.session.stats import DecodeStats
+from edge_runtime.server.responses.response_format import ChoiceAnswer, Json, ResponseFormat, UsageCount
+from edge_runtime.session.monitor import DecodeStats
 from edge_runtime.text.channels import Event
 
 Result = TypeVar("Result")

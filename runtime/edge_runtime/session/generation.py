@@ -10,11 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from edge_runtime.backends.kernels.race import native_race
+from edge_runtime.backends.kernels.loader import native_race
 from edge_runtime.bundle.manifest import GenerationDefaults
-from edge_runtime.decoding.acceptance_rules import acceptance_rule, keeps_text
-from edge_runtime.decoding.constrained_acceptance import constrained
-from edge_runtime.decoding.logprobs import MAX_TOP_LOGPROBS, LogprobRule, TokenLogprob
+from edge_runtime.decoding.acceptance import MAX_TOP_LOGPROBS, LogprobRule, TokenLogprob, acceptance_rule, constrained, keeps_text
 from edge_runtime.decoding.loop import Decoding, Round, decode
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy
@@ -23,9 +21,8 @@ from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, KvRows, MediaTarget, SavableTarget, Target, Vocabulary, inside_image
 from edge_runtime.media.soft_rows import MediaPrompt, pieces
 from edge_runtime.session.cache_claim import SUPERSEDED, CacheClaim
-from edge_runtime.session.monitor import RequestMonitor
+from edge_runtime.session.monitor import DecodeStats, RequestMonitor, generation_html, shortened
 from edge_runtime.session.prompt_cache import CachedPrompt
-from edge_runtime.session.stats import DecodeStats, generation_html, shortened
 from edge_runtime.text.channels import ChannelParser, Event, Text
 from edge_runtime.text.constraints import ConstraintSource
 from edge_runtime.text.grammar import Constraint

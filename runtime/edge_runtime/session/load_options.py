@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edge_devices.machine.cpu_affinity import MAX_THREADS
+from edge_devices.machine.facts import MAX_THREADS
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.selection import BACKENDS, BackendKind
+from edge_runtime.bundle.gguf_types import KvType
 from edge_runtime.bundle.integrity import CheckMode
-from edge_runtime.bundle.kv_types import KvType
 from edge_runtime.config.schema import MAX_CONTEXT, PRESET_NAMES, SpeculativeConfig
-from edge_runtime.drafting.drafter_kinds import DrafterKind
-from edge_runtime.drafting.phase_power import PhasePower, PowerSource
+from edge_runtime.drafting.energy_objective import PhasePower, PowerSource
+from edge_runtime.drafting.policies import DrafterKind
 from edge_runtime.errors import RequestError
-from edge_runtime.media.image import BUDGETS, DEFAULT_BUDGET
+from edge_runtime.media.encoder_inputs import BUDGETS, DEFAULT_BUDGET
 from edge_runtime.session.monitor import MonitorOptions
 from edge_runtime.session.prompt_cache import LIMIT
 

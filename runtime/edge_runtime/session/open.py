@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_devices.files.user_cache import entry_key
-from edge_devices.machine.cpu_affinity import processor_groups
-from edge_devices.machine.facts import cpu_identity, installed_version
+from edge_devices.machine.facts import cpu_identity, installed_version, processor_groups
 from edge_runtime.backends.interface import CPU, OpenedPair, OpenRequest
 from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.selection import (
@@ -27,27 +26,24 @@ from edge_runtime.backends.selection import (
     load_backend,
     measured_rates,
 )
-from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.exported_quality import degradation, first_time
-from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE
-from edge_runtime.calibration.first_use import MeasuredPair, PairCosts, on_best_threads
+from edge_runtime.bundle.bundle import degradation, first_time, open_bundle
+from edge_runtime.bundle.gguf_types import DEFAULT_KV_TYPE
+from edge_runtime.calibration.first_use import MeasuredPair, PairCosts, ThreadCounts, on_best_threads
 from edge_runtime.calibration.measured import AcceptanceCache, exported_counts, without_repeats
-from edge_runtime.calibration.thread_probe import ThreadCounts
 from edge_runtime.config.settings import load_settings
 from edge_runtime.drafting.cost_model import CostCurve
-from edge_runtime.drafting.drafter_kinds import DRAFTER_KINDS, is_model
-from edge_runtime.drafting.policies import DEFAULT_POLICY
+from edge_runtime.drafting.policies import DEFAULT_POLICY, DRAFTER_KINDS, is_model
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import SavableTarget
 from edge_runtime.planning.memory import memory_bytes
 from edge_runtime.planning.speed import computed_costs
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.cache_claim import CacheClaim
-from edge_runtime.session.device_check import CHECKS, DeviceCheck, answers, compared, is_rounded
 from edge_runtime.session.kv_state_file import row_facts
 from edge_runtime.session.load_options import LoadOptions, with_keywords
 from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.session.prompt_cache import PromptCache
+from edge_runtime.session.self_checks import CHECKS, DeviceCheck, answers, compared, is_rounded
 from edge_runtime.session.session import Session, SessionParts, rate_with
 
 # The options of a request, which a session takes when it is open.

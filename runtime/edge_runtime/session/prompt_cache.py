@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.files.temp_files import clear_stale_in
+from edge_devices.files.atomic_write import clear_stale_in
 from edge_devices.files.user_cache import cache_folder, is_own
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import KvRows, MediaTarget, SavableTarget, inside_image

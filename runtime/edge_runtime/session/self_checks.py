@@ -1,23 +1,290 @@
-"""Requests that a session runs to check or time itself: whether drafts change the output, and how long an image takes.
-
-One row and several rows may go through different kernels, whose last bits differ. Where the two best logits are that close, the most likely
-token can change. The logit gap tells such a tie from a fault.
-"""
+"""Checks that a session runs on itself: an accelerator against the CPU, drafts against plain decoding, and an image's time."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from edge_runtime.bundle.bundle import exported_quality
+from edge_runtime.bundle.manifest import Manifest
+from edge_runtime.calibration.measured import MeasuredValue
+from edge_runtime.decoding.quality import divergence_of, log_softmax
 from edge_runtime.drafting.policies import Fixed
-from edge_runtime.errors import RequestError
-from edge_runtime.media.image import SIDE, Image
+from edge_runtime.errors import EdgeRuntimeError, RequestError
+from edge_runtime.interfaces import Drafter, Logits, Target
+from edge_runtime.media.encoder_inputs import SIDE, Image
 from edge_runtime.session.generation import Generation
+from edge_runtime.session.monitor import DecodeStats
 from edge_runtime.session.session import Session
-from edge_runtime.session.stats import DecodeStats
+
+# The check of an accelerator before it is trusted: a fixed text's logits and drafts, compared with the CPU's.
+#
+# A device is wrong in silence where its driver, its provider or its memory is: kept by driver, so that a new one is checked anew.
+
+# Tokens of a prompt, of a long one, and those that are verified behind it.
+_PROMPT, _LONG, _FOLLOWING = 40, 700, 13
+_WIDTHS = (1, 2, 4, 8, 13)
+_VERIFY = "a verify's rows"
+_DRAFTS = 4
+# The mean KL, in nats, that is allowed: of weights that lose nothing, of others at least, and the share of what their quantization loses.
+# Two ways of rounding activations to 8 bits differ by 0.0003 (docs/design/onnx-graphs.md). What one wrong operator adds may be 0.001.
+_FLOAT_LIMIT, _ROUNDED_LIMIT, _SHARE = 1e-4, 0.002, 0.1
+_FLOAT_BITS = 32
+# Of rounded weights, where the export measured nothing: of 80 random pairs on llama.cpp's RPC device the largest was 0.0024.
+_UNKNOWN_LIMIT = 0.005
+# Where rows choose experts, at near ties others, which changes a row by up to 0.23: of a verify's rows beyond the eighth, and of others.
+# Of five such pairs the largest means were 0.021 and 0.12, the smallest of a fault in them 0.117 and 0.39.
+_TILE, _ROUTED_BEYOND_LIMIT, _ROUTED_LIMIT = 8, 0.07, 0.2
+# Near ties change few rows, unless they change one of the prompt's; rows that are not read or stale change all behind them. So the middle
+# row of so many has a limit of its own: of 40 pairs the largest was 0.048. Of four rows it was 0.09. Where a pair is opened for at most 7
+# rows, the mean alone judges.
+_FEWEST_ROWS, _ROUTED_MEDIAN_LIMIT = 8, 0.08
+# Drafts follow from rows that differ a little: so many of them must be the CPU's, or nearly as likely there, in nats; also of those at one
+# place, where this many are compared. A wrong one costs time, and never changes the text.
+_SAME_DRAFTS, _TIE, _FEWEST_DRAFTS = 0.2, 1.0, 4
+# Rows whose numbers are looked at beside those that are compared, and for how long.
+_ROWS, _SECONDS = 1100, 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCheck:
+    """What a device answered. `worst` is the part of the text whose rows have the largest mean KL(CPU || device), in nats.
+
+    `same_drafts` is the share of drafts that are the CPU's, `rows` how many rows the device computed. `failure` is what ended the check.
+    `rows_differ`: rows have other bits alone than in a verify, so that drafts may change near ties.
+    """
+
+    device: str
+    limit: float
+    worst: str = ""
+    mean_kl: float = 0.0
+    same_drafts: float = 0.0
+    rows: int = 0
+    rows_differ: bool = False
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the device computes what the CPU does."""
+        return not self.failure and self.mean_kl <= self.limit and self.same_drafts >= _SAME_DRAFTS
+
+    def sentence(self) -> str:
+        """What the comparison showed, in one sentence."""
+        if self.failure:
+            return f"{self.device} failed the comparison with the CPU: {self.failure}"
+        if self.mean_kl > self.limit:
+            part, figures = self.worst, f"KL {self.mean_kl:.2g}, at most {self.limit:.2g} is allowed"
+            return f"{self.device} computes something else than the CPU: {figures}, in {part}"
+        if not self.passed:
+            share = f"as few as {self.same_drafts:.0%} of its drafts are the CPU's, or as likely"
+            return f"{self.device} drafts something else than the CPU: {share}"
+        ties = ", drafts may change near ties on this device" if self.rows_differ else ""
+        return f"{self.device} computes what the CPU does (mean KL {self.mean_kl:.2g} at most, {self.rows} rows){ties}"
+
+
+CHECKS = MeasuredValue(
+    kind="device", value_class=DeviceCheck, doing="comparing the device with the CPU", times=1, disturbed_by_load=lambda _: False
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a pair answered to the text: rows of logits by part of it, drafts, and what each token of a draft was chosen from, if known."""
+
+    rows: dict[str, NDArray[np.float32]]
+    drafts: list[list[int]] = field(default_factory=list)
+    scores: list[list[_Scores]] = field(default_factory=list)
+
+
+class _Scores(NamedTuple):
+    """The drafter's logits of all tokens, or of `tokens`."""
+
+    logits: NDArray[np.float32]
+    tokens: NDArray[np.integer] | None
+
+    @property
+    def likeliest(self) -> int:
+        best = int(self.logits.argmax())
+        return best if self.tokens is None else int(self.tokens[best])
+
+    def behind(self, token: int) -> float:
+        """How much less likely a token is than the likeliest, in nats."""
+        tokens = np.arange(len(self.logits)) if self.tokens is None else self.tokens
+        own = self.logits[tokens == token]
+        return float(self.logits.max() - own[0]) if len(own) else np.inf
+
+
+def answers(target: Target, drafter: Drafter | None, longest: int, *, scored: bool = True) -> Answers:
+    """Runs the text through a pair, whose caches it empties; a verify has at most `longest` rows. Drafts are greedy, by their scores if
+    `scored`."""
+    gathered = Answers(rows={})
+
+    def draft(last: int) -> None:
+        if drafter is not None:
+            steps: list[_Scores] = []
+
+            def likeliest(logits: Logits, tokens: NDArray[np.integer] | None = None) -> int:
+                steps.append(_Scores(logits.copy(), None if tokens is None else tokens.copy()))
+                return steps[-1].likeliest
+
+            gathered.drafts.append(drafter.draft(last, min(_DRAFTS, longest - 1), likeliest if scored else None))
+            gathered.scores.append(steps)
+
+    for part, rows in _rows(target, min(longest, _FOLLOWING), draft):
+        gathered.rows[part] = rows.copy()
+    target.rollback(0)
+    return gathered
+
+
+def compared(
+    device: str,
+    reference: Answers,
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    longest: int,
+    parity: object,
+    routed: bool = False,
+    rounded: bool = True,
+) -> DeviceCheck:
+    """Compares a device's pair with the CPU's answers. `parity` is what the export measured, `routed` whether rows choose experts.
+
+    `rounded` is what `is_rounded` says. Empties the caches.
+    """
+    limit = allowed_loss(parity, rounded=rounded)
+    try:
+        device_answers = answers(target, drafter, longest, scored=False)
+        rows = sum(len(rows) for rows in device_answers.rows.values())
+        rows += _finite_rows(target, min(longest, _FOLLOWING), _ROWS - rows)
+    except (EdgeRuntimeError, FloatingPointError) as error:
+        return DeviceCheck(device=device, limit=limit, failure=str(error))
+    of_rows = {part: _losses(rows, device_answers.rows[part]) for part, rows in reference.rows.items()}
+    losses = {part: float(each.mean()) for part, each in of_rows.items()}
+    limits = dict.fromkeys(losses, limit if not routed else max(limit, _ROUTED_LIMIT))
+    if routed:
+        _limit_routed(of_rows, losses, limits, limit)
+    worst = max(losses, key=lambda part: losses[part] / limits[part])
+    alone = device_answers.rows[_verified(1)][0]
+    return DeviceCheck(
+        device=device,
+        limit=limits[worst],
+        worst=worst,
+        mean_kl=losses[worst],
+        same_drafts=_same_drafts(reference, device_answers.drafts),
+        rows=rows,
+        rows_differ=any(not np.array_equal(alone, rows[0]) for part, rows in device_answers.rows.items() if part.startswith(_VERIFY)),
+    )
+
+
+def _limit_routed(of_rows: Mapping[str, NDArray[np.float64]], losses: dict[str, float], limits: dict[str, float], limit: float) -> None:
+    """Adds what rows that choose experts are held to besides: of those beyond the eighth, and of the middle row, which near ties spare."""
+    for part, each in list(of_rows.items()):
+        if len(each) > _TILE and part.startswith(_VERIFY):
+            losses[f"{part} beyond the eighth"] = float(each[_TILE:].mean())
+            limits[f"{part} beyond the eighth"] = max(limit, _ROUTED_BEYOND_LIMIT)
+        if len(each) >= _FEWEST_ROWS:
+            losses[f"the middle row of {part}"] = float(np.median(each))
+            limits[f"the middle row of {part}"] = max(limit, _ROUTED_MEDIAN_LIMIT)
+
+
+def is_rounded(manifest: Manifest, format: str) -> bool:
+    """Whether weights of the target in this format, or K/V rows of graphs, have fewer bits than float32, or the manifest does not say."""
+    files = (file for file in manifest.files if file.role in ("target", "target_data") and file.format.startswith(format))
+    bits = max((file.bits_per_weight or 0 for file in files), default=0)
+    return bits < _FLOAT_BITS or any(buffer.dtype != "f32" for buffer in manifest.cache_layout.buffers)
+
+
+def allowed_loss(parity: object, *, rounded: bool) -> float:
+    """Returns the mean KL, in nats, that rows may have beside the CPU's, by what the weights lose; without experts."""
+    quality = exported_quality(parity)
+    if quality is None:
+        return _UNKNOWN_LIMIT if rounded else _FLOAT_LIMIT
+    return _FLOAT_LIMIT if quality.mean_kl < _FLOAT_LIMIT else max(_ROUNDED_LIMIT, _SHARE * quality.mean_kl)
+
+
+def _rows(target: Target, longest: int, draft: Callable[[int], None]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yields parts of the text with their rows, which the next part may overwrite; has it drafted behind verifies."""
+    text, other = _text(1), _text(2)
+    target.rollback(0)
+    target.prefill(text[:_PROMPT])
+    for width in sorted({min(width, longest) for width in _WIDTHS}):
+        target.rollback(_PROMPT)
+        yield _verified(width), _checked(target.verify(text[_PROMPT : _PROMPT + width]))
+        draft(text[_PROMPT + width])
+    target.rollback(_PROMPT)
+    target.verify(other[:longest])
+    target.rollback(_PROMPT + 1)
+    target.rollback(_PROMPT)
+    yield "the rows after a rollback", _checked(target.verify(text[_PROMPT : _PROMPT + longest]))
+    target.rollback(0)
+    target.prefill(other[:_PROMPT])
+    yield "the rows after another prompt", _checked(target.verify(text[_PROMPT : _PROMPT + longest]))
+    target.rollback(0)
+    long = [token for part in range(3, 40) for token in _text(part)][: max(1, min(_LONG, target.context - longest - 1))]
+    target.prefill(long)
+    yield "the rows behind a long text", _checked(target.verify(text[:longest]))
+
+
+def _same_drafts(reference: Answers, given: list[list[int]]) -> float:
+    """The share of drafts that are the CPU's or nearly as likely there: of all, or of those at the place where it is smallest.
+
+    Behind the first other one of a draft none is compared, since it follows from that.
+    """
+    fine: list[list[bool]] = [[] for _ in range(_DRAFTS)]
+    for expected, scores, drafted in zip(reference.drafts, reference.scores, given, strict=True):
+        for place, theirs in enumerate(expected):
+            ours = drafted[place] if place < len(drafted) else None
+            fine[place].append(theirs == ours or (ours is not None and place < len(scores) and scores[place].behind(ours) <= _TIE))
+            if theirs != ours:
+                break
+    groups = [[each for place in fine for each in place], *(place for place in fine if len(place) >= _FEWEST_DRAFTS)]
+    return min((sum(each) / len(each) for each in groups if each), default=1.0)
+
+
+def _verified(width: int) -> str:
+    return f"{_VERIFY} ({width} of them)"
+
+
+def _finite_rows(target: Target, width: int, count: int) -> int:
+    """Computes up to `count` more rows within `_SECONDS`; returns how many. Raises FloatingPointError for a row with a NaN."""
+    text, end, rows = _text(1), time.monotonic() + _SECONDS, 0
+    target.rollback(0)
+    target.prefill(text[:_PROMPT])
+    while rows < count and time.monotonic() < end:
+        target.rollback(_PROMPT)
+        _checked(target.verify(text[_PROMPT : _PROMPT + width]))
+        rows += width
+    target.rollback(0)
+    return rows
+
+
+def _checked(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    if not np.isfinite(rows).all():
+        raise FloatingPointError("logits that are no numbers")
+    return rows
+
+
+def _losses(expected: NDArray[np.float32], rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    """KL(CPU || device) of each row, in nats."""
+    return np.array([divergence_of(log_softmax(cpu), log_softmax(row)) for cpu, row in zip(expected, rows, strict=True)])
+
+
+def _text(number: int) -> list[int]:
+    """A text of tokens that every vocabulary has, and that no other number gives."""
+    tokens: list[int] = np.random.default_rng(number).integers(4, 204, _PROMPT + _FOLLOWING + 1).tolist()
+    return tokens
+
+
+# Requests that a session runs to check or time itself: whether drafts change the output, and how long an image takes.
+#
+# One row and several rows may go through different kernels, whose last bits differ. Where the two best logits are that close, the most
+# likely token can change. The logit gap tells such a tie from a fault.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,15 +18,11 @@ from edge_runtime.config.settings import Settings, resolve_settings
 from edge_runtime.decoding.loop import Round
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
-from edge_runtime.drafting.acceptance_window import LimitedPolicy, SafetyNet
 from edge_runtime.drafting.cost_model import Costs
-from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
-from edge_runtime.drafting.phase_power import EnergyCosts
-from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed
+from edge_runtime.drafting.energy_objective import EnergyCosts, TimeBound
+from edge_runtime.drafting.policies import DrafterKind, DraftLengthPolicy, Fixed, LimitedPolicy, SafetyNet, is_model
 from edge_runtime.drafting.profit_policy import Profit, expected_rate
-from edge_runtime.drafting.sources import SourceOdds, Sources
-from edge_runtime.drafting.text_memory import TEXT_PRIORS, TextMemory, predicted_tokens
-from edge_runtime.drafting.time_bound import TimeBound
+from edge_runtime.drafting.sources import TEXT_PRIORS, SourceOdds, Sources, TextMemory, predicted_tokens
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import MediaTarget, SavableTarget, SequenceBatch
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places

@@ -14,8 +14,7 @@ from typing import Literal
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text.constraints import THOUGHTS_BEGIN, THOUGHTS_END, AfterThoughts, ConstraintSource
-from edge_runtime.text.streamed_calls import StreamedCall
-from edge_runtime.text.tool_calls import CALL_BEGINS, CALL_ENDS, QUOTE, CallPiece, ToolCall, cut_tool_call, parse_tool_call
+from edge_runtime.text.tool_calls import CALL_BEGINS, CALL_ENDS, QUOTE, CallPiece, StreamedCall, ToolCall, cut_tool_call, parse_tool_call
 
 MAX_STOP_LENGTH = 1000
 # Splits no character: bytes of an unfinished one are kept for the next token.

@@ -19,8 +19,18 @@ from edge_devices.machine.device_package import how_to_get
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text import matcher as matchers
-from edge_runtime.text.constraints import THOUGHTS_BEGIN, THOUGHTS_END, AfterThoughts, ConstraintSource, Gbnf, JsonSchema, ToolCalls
-from edge_runtime.text.grammar_limits import check_size, read_grammar, read_schema
+from edge_runtime.text.constraints import (
+    THOUGHTS_BEGIN,
+    THOUGHTS_END,
+    AfterThoughts,
+    ConstraintSource,
+    Gbnf,
+    JsonSchema,
+    ToolCalls,
+    check_size,
+    read_grammar,
+    read_schema,
+)
 from edge_runtime.text.matcher import Matcher
 from edge_runtime.text.tool_grammar import tool_call_grammar
 

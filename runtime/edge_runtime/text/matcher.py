@@ -93,7 +93,7 @@ def new_matcher(llguidance: Any, tokenizer: Any, grammar: str) -> Any:
 
 
 def on_deep_stack(work: Callable[[], Result]) -> Result:
-    """Returns the result of `work`, run in a thread whose stack is deep enough for grammars within `grammar_limits`."""
+    """Returns the result of `work`, run in a thread whose stack is deep enough for grammars within the limits in `constraints`."""
     before = threading.stack_size(_STACK_BYTES)
     try:
         with ThreadPoolExecutor(1) as pool:

@@ -16,8 +16,8 @@ from edge_devices.machine.system import CommandResult
 from edge_devices.meters import windows_emi
 from edge_devices.meters.android.perfetto import parse_rails
 from edge_devices.meters.android.power_stats import parse_channels
-from edge_devices.meters.recorded_system import RecordedSystem, Recording
 from edge_devices.meters.search import find_meters
+from edge_devices.remote.snapshot import RecordedSystem, Recording
 from edge_devices.transports.adb import parse_devices
 from edge_devices.transports.base import frame_command, prepare_folder
 from edge_devices.transports.file_sync import device_files, free_bytes

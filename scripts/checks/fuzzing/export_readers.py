@@ -6,8 +6,7 @@ from pathlib import Path
 
 import gguf
 
-from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.gguf_source import open_gguf
+from edge_export.checkpoint.checkpoint import open_checkpoint, open_gguf
 from edge_export.checkpoint.safetensors import READABLE, SOURCE_TYPE, read_rows, read_stored, stored_tensors
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError

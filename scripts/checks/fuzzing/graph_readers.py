@@ -27,8 +27,7 @@ def _copy(bundle: Path, folder: Path) -> Path:
 
 def _drafter(folder: Path, bundle: Path | None) -> Read:
     """The graph's weights, handed to the kernels' drafter, and drafts with them behind a sound target."""
-    from edge_runtime.backends.onnx.drafter import KernelDrafter
-    from edge_runtime.backends.onnx.drafter_weights import OtherGraphError
+    from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError
     from edge_runtime.backends.onnx.open import OrtOptions, open_pair
     from edge_runtime.backends.onnx.target import OrtTarget, pair_of
     from edge_runtime.bundle.onnx_graph import check_onnx

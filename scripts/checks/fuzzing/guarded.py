@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from edge_runtime.backends.kernels import arrays
+from edge_runtime.backends.kernels import loader
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _kept: list[mmap.mmap] = []
@@ -54,7 +54,7 @@ def guarded_arrays() -> Iterator[None]:
 
     Whatever reads beyond an array that passed the checks then ends the process.
     """
-    checked = arrays.handed
+    checked = loader.handed
 
     def handed(array: NDArray[Any], kind: DTypeLike, size: int, *, more: bool = False) -> int:
         checked(array, kind, size, more=more)

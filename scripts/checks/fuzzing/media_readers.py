@@ -6,10 +6,10 @@ import importlib
 from pathlib import Path
 
 from edge_runtime.media.decoder import decode_image, decode_sound
-from edge_runtime.media.formats import kind_of
+from edge_runtime.media.encoder_inputs import kind_of
 from fuzzing.readers import Read, Reader
 
-# Pixels and samples take more bytes than compressed files; the limits of formats.py bound them.
+# Pixels and samples take more bytes than compressed files; the limits of encoder_inputs.py bound them.
 _DECODED = 2.0e6
 _BUDGET = 70
 

@@ -32,7 +32,7 @@ def opened_bundle(bundle: Path | None) -> Bundle:
 
 
 def _mapped_head(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.llama.head_file import read_head
+    from edge_runtime.backends.llama.kernel_drafter import read_head
 
     path = folder / "head.gguf"
 
@@ -44,7 +44,7 @@ def _mapped_head(folder: Path, _: Path | None) -> Read:
 
 
 def _onnx_model(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.onnx.loader import Graph, SessionOptions
+    from edge_runtime.backends.onnx.devices import Graph, SessionOptions
     from edge_runtime.bundle.onnx_graph import check_onnx
     from fuzzing.stand_ins import make_weights
 
@@ -60,7 +60,7 @@ def _onnx_model(folder: Path, _: Path | None) -> Read:
 
 
 def _tokenizer(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
+    from edge_runtime.backends.onnx.target import TokenizerVocabulary
 
     path = folder / "tokenizer.json"
 
@@ -79,7 +79,7 @@ def _prompt(_: Path, bundle: Path | None) -> Read:
     """Any text to tokens and back, on both libraries; control tokens must not come from it."""
     from edge_runtime.backends.llama.context import LlamaOptions
     from edge_runtime.backends.llama.target import LlamaTarget
-    from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
+    from edge_runtime.backends.onnx.target import TokenizerVocabulary
 
     opened = opened_bundle(bundle)
     # Kept open for the whole campaign: the process ends with it.

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels.arrays import handed
 from edge_runtime.backends.kernels.draft import (
     DraftLayer,
     DraftWeights,
@@ -19,6 +18,7 @@ from edge_runtime.backends.kernels.draft import (
     NativeDraft,
     SparseHeadWeights,
 )
+from edge_runtime.backends.kernels.loader import handed
 
 Array = NDArray[Any]
 # Types of matrices: floats of 32 and 16 bits, GGUF's q4_0 and q8_0, and levels as ONNX graphs have them.

@@ -12,15 +12,15 @@ from edge_runtime.bundle.gguf_header import GgufError, read_gguf_header
 from edge_runtime.bundle.manifest import with_hash
 from edge_runtime.bundle.onnx_file import read_graph
 from edge_runtime.bundle.onnx_graph import check_onnx
-from edge_runtime.calibration.cost_probe import COSTS
-from edge_runtime.config.yaml_file import read_config
-from edge_runtime.drafting.phase_power import read_phase_power
+from edge_runtime.calibration.first_use import COSTS
+from edge_runtime.config.settings import read_config
+from edge_runtime.drafting.energy_objective import read_phase_power
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.http.body import parse_json
 from edge_runtime.server.requests.completions import read_chat, read_completion
 from edge_runtime.server.requests.ollama import read_ollama_chat
 from edge_runtime.server.requests.responses_api import read_response
-from edge_runtime.session import chat_file
+from edge_runtime.session import chat
 from edge_runtime.session.chat import ChatSettings
 from edge_runtime.session.kv_state_file import SegmentFile
 from fuzzing.readers import OWN_ERRORS, PARSED, Read, Reader, corpus, from_file
@@ -102,7 +102,7 @@ READERS = (
     Reader(name="npy-table", make=from_file("table.npy", _numpy_table)),
     Reader(
         name="chat-file",
-        make=from_file("chat.json", lambda path: chat_file.load(path, ChatSettings)),
+        make=from_file("chat.json", lambda path: chat.load_chat(path, ChatSettings)),
         structured=True,
         memory_factor=PARSED,
     ),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
-from edge_export.tuning.training import greedy_choice
+from edge_export.tuning import greedy_choice
 from refpair.corpus import Document
 from refpair.drafter import draft_states, target_rows
 

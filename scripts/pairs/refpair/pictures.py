@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from edge_runtime.media.image import Image
+from edge_runtime.media.encoder_inputs import Image
 
 # The side of a square picture with the smallest budget of soft rows, 8 x 8 of them.
 SIDE = 384

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from edge_devices.children import running
-from edge_devices.children.commands import Limits, import_paths, limited_command
+from edge_devices.children.limited import Limits, import_paths, limited_command
 from edge_devices.children.running import ChildBudget, run_child
 from edge_devices.errors import DeviceError
 from polling import is_running, wait
@@ -77,7 +77,7 @@ def paths(folder: Path) -> dict[str, str]:
 @needs_linux
 def test_children_of_a_limited_child_end_with_it(tmp_path: Path) -> None:
     (tmp_path / "outer.py").write_text(
-        "from edge_devices.children.commands import limited_command\n"
+        "from edge_devices.children.limited import limited_command\n"
         "from edge_devices.children.running import run_child\n"
         "run_child(limited_command('inner'))\n"
     )

@@ -11,17 +11,15 @@ import pytest
 from click.testing import CliRunner
 
 from edge_bench.cli.main import main
-from edge_bench.report.energy_tables import energy_tables
+from edge_bench.report.tables import energy_tables
 from edge_devices.energy import protocol
-from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.table import import_csv
-from edge_devices.energy.phases import PhaseWatts, share_out
 from edge_devices.energy.protocol import PhaseLoop, Plan, busy_load, characterise_meter, measure, planned_seconds
-from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.recorder import Characteristics, Recorder
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, read_log, write_log
-from edge_devices.energy.virtual_meters import PendingExternalMeter
+from edge_devices.energy.virtual_meters import PendingExternalMeter, with_external_meter
+from edge_devices.energy.windows import PhaseWatts, share_out
 from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.load import MachineLoad
 from edge_devices.machine.state import DeviceState

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.live import EnergyWatch, SharedWatch
 from edge_devices.energy.protocol import characterise_meter, measure
 from edge_devices.energy.recorder import Recorder
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog
+from edge_devices.energy.virtual_meters import with_external_meter
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, Trace
 from simulated_session import PLAN, SimulatedMachine

@@ -9,13 +9,11 @@ from statistics import fmean
 import pytest
 
 from edge_bench.measure.energy import find_meter
-from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.external.clock import with_external_meter
 from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.protocol import load_steps, measure
-from edge_devices.energy.recorder import Recorder
+from edge_devices.energy.recorder import Characteristics, Recorder
 from edge_devices.energy.report import make_report
-from edge_devices.energy.virtual_meters import external_meter
+from edge_devices.energy.virtual_meters import external_meter, with_external_meter
 from edge_devices.errors import MeasurementError, MeterError
 from simulated_session import PLAN, SimulatedMachine
 

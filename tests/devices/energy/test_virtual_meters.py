@@ -13,8 +13,7 @@ from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter, virtu
 from edge_devices.errors import DeviceError, MeterError
 from edge_devices.files.typed_json import from_json
 from edge_devices.machine import detection
-from edge_devices.machine.detection import detect_device
-from edge_devices.machine.profiles import profile
+from edge_devices.machine.detection import detect_device, profile
 from edge_devices.machine.system import System
 from edge_devices.meters.base import MeterFacts, Trace
 from recordings import recorded

@@ -8,7 +8,7 @@ from statistics import stdev
 
 import pytest
 
-from edge_devices.energy.characteristics import Characteristics
+from edge_devices.energy.recorder import Characteristics
 from edge_devices.energy.windows import change_within, fresh_values, measure_window, sampling_error
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, MeterFacts, Scope, Trace

@@ -15,8 +15,7 @@ import pytest
 
 from edge_bench.measure.records import RecordFile
 from edge_devices.errors import EdgeError
-from edge_devices.files.atomic_write import atomic_write, write_text
-from edge_devices.files.temp_files import locked, stale_of, temporary_of, unforeseen_temporary_of
+from edge_devices.files.atomic_write import atomic_write, locked, stale_of, temporary_of, unforeseen_temporary_of, write_text
 from edge_devices.files.user_cache import cache_put, read_entries
 from polling import dead_process
 

@@ -6,12 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.machine.detection import big_processors, detect_device, pick_profile, read_clusters
+from edge_devices.machine.detection import (
+    ProfileError,
+    big_processors,
+    detect_device,
+    parse_profile,
+    pick_profile,
+    profile,
+    profiles,
+    read_clusters,
+)
 from edge_devices.machine.facts import Machine
 from edge_devices.machine.memory import BLOCK, read_bandwidth
-from edge_devices.machine.profiles import ProfileError, parse_profile, profile, profiles
 from edge_devices.machine.system import CommandResult, System
-from edge_devices.meters.recorded_system import RecordedSystem, Recording
+from edge_devices.remote.snapshot import RecordedSystem, Recording
 
 POLICY = "sys/devices/system/cpu/cpufreq/policy"
 

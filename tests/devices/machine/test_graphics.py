@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.machine.graphics import board_name, driver_facts
+from edge_devices.machine.facts import board_name, driver_facts
 from edge_devices.machine.system import CommandResult, System
 
 

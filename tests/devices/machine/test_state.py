@@ -10,7 +10,7 @@ import pytest
 from edge_devices.files.typed_json import from_json
 from edge_devices.machine.state import DeviceState, disturbances, read_state, refusals, warnings
 from edge_devices.machine.system import CommandResult, System, run_command
-from edge_devices.meters.recorded_system import RecordedSystem, Recording
+from edge_devices.remote.snapshot import RecordedSystem, Recording
 from recordings import recorded
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_devices.energy.external.clock import clock_offset
 from edge_devices.energy.external.table import import_csv
+from edge_devices.energy.virtual_meters import clock_offset
 from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.system import CommandResult, System
 from edge_devices.meters import nvml, windows_emi

@@ -14,15 +14,15 @@ from edge_devices.cli import main
 from edge_devices.energy.report import meter_lines
 from edge_devices.energy.virtual_meters import EstimateMeter
 from edge_devices.errors import MeterError
-from edge_devices.machine.power_supply import parse_uevent
+from edge_devices.machine.state import parse_uevent
 from edge_devices.machine.system import System
 from edge_devices.meters import search
 from edge_devices.meters.android.phone_battery import parse_dumpsys
 from edge_devices.meters.android.power_rails import parse_rails
 from edge_devices.meters.base import Kind, MeterFacts, MeterState, Scope, Unwrapped, present, usable
 from edge_devices.meters.linux.raspberry_pi import parse_pmic
-from edge_devices.meters.recorded_system import RecordedSystem, Recording
 from edge_devices.meters.search import choose_meter, find_meters, no_meter_reason
+from edge_devices.remote.snapshot import RecordedSystem, Recording
 from recordings import FIXTURES, read_recording, recorded
 from simulated_session import SimulatedMachine
 

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 
 import pytest
 
-from edge_devices.energy.characteristics import Characteristics
-from edge_devices.energy.external.clock import with_external_meter
+from edge_devices.energy.recorder import Characteristics
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import LoggedRun, RunLog
+from edge_devices.energy.virtual_meters import with_external_meter
 from edge_devices.errors import LinkError, MeterError
 from edge_devices.machine.system import CommandResult
 from edge_devices.meters.android.phone_battery import current_unit
 from edge_devices.meters.base import Finding, Kind, Meter, MeterFacts, MeterState, Scope, Trace
 from edge_devices.meters.powermetrics import package_watts, parse_powermetrics
-from edge_devices.meters.recorded_system import RecordedSystem, Recording
 from edge_devices.meters.search import choose_meter, find_meters, no_meter_reason
+from edge_devices.remote.snapshot import RecordedSystem, Recording
 from edge_devices.transports.adb import AdbTransport
 from recordings import recorded
 

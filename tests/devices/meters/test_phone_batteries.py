@@ -7,8 +7,8 @@ import pytest
 from edge_devices.errors import MeterError
 from edge_devices.meters.android.perfetto import COMMAND, last_current
 from edge_devices.meters.android.phone_battery import voltage_notes, volts_of
-from edge_devices.meters.recorded_system import RecordedSystem, Recording
 from edge_devices.meters.search import find_meters
+from edge_devices.remote.snapshot import RecordedSystem, Recording
 from protobuf_messages import message
 
 SAMSUNG = """Current Battery Service state:

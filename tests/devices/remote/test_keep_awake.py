@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edge_devices.machine.system import System, run_command
-from edge_devices.remote.awake import kept_awake, restore_settings
+from edge_devices.remote.job_monitor import kept_awake, restore_settings
 from edge_devices.transports.adb import AdbTransport
 from edge_devices.transports.jobs import start_job
 from fake_adbd import FakeAdbd
@@ -130,7 +130,7 @@ def test_what_is_not_put_back_is_said(daemon):
 @pytest.mark.parametrize("shell", ["dash", "mksh", "bash"])
 def test_a_file_with_other_text_changes_nothing(shell, tmp_path):
     """Whoever may write there could otherwise have a command run."""
-    from edge_devices.remote.awake import RESTORE
+    from edge_devices.remote.job_monitor import RESTORE
 
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")

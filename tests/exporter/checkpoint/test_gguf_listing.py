@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from edge_export.checkpoint.published.gguf_listing import drafter_file, quantization_tag, target_file
+from edge_export.checkpoint.hub import drafter_file, quantization_tag, target_file
 
 UNSLOTH = [
     "gemma-4-E2B-it-BF16.gguf",

@@ -14,7 +14,7 @@ import pytest
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.published.hub import HubName, chosen_gguf, fetch, fetch_config, hub_name, own_drafter, with_revision
+from edge_export.checkpoint.hub import HubName, chosen_gguf, fetch, fetch_config, hub_name, own_drafter, with_revision
 from edge_export.checkpoint.sources import resolve_pair
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError

@@ -15,8 +15,8 @@ pytest.importorskip("transformers", reason="needs edge-mtp[verify]")
 
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.published.packed_weights import with_codes
 from edge_export.checkpoint.safetensors import read_values, stored_tensors
+from edge_export.checkpoint.weight_formats import with_codes
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.request import OnnxRequest

@@ -14,9 +14,8 @@ import pytest
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.gguf_source import open_gguf, read_gguf_header
-from edge_export.checkpoint.published.hub import own_drafter
+from edge_export.checkpoint.checkpoint import open_checkpoint, open_gguf, read_gguf_header
+from edge_export.checkpoint.hub import own_drafter
 from edge_export.checkpoint.sources import manifest_source, resolve_pair
 from edge_export.errors import CheckpointError
 from edge_export.gguf.writer import write_gguf

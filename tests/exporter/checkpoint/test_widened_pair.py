@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from edge_export.checkpoint.safetensors import read_header, read_values
-from edge_export.checkpoint.shipped_pair import reference_pair, widen_target
+from edge_export.checkpoint.sources import reference_pair, widen_target
 
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 

@@ -15,7 +15,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 from click.testing import CliRunner, Result
 
 from edge_devices.machine.memory import byte_text
-from edge_export.checkpoint import shipped_pair
+from edge_export.checkpoint import sources
 from edge_export.cli import export
 from edge_export.cli.command import main
 from edge_runtime.bundle.bundle import open_bundle
@@ -153,7 +153,7 @@ def test_the_reference_pair_stands_for_target_and_drafter(pair: list[Path], tmp_
 
 
 def test_a_package_without_the_pair_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipped_pair, "files", lambda _: tmp_path)
+    monkeypatch.setattr(sources, "files", lambda _: tmp_path)
     result = invoke("-o", tmp_path / "out", command="reference")
     assert result.exit_code == 1
     assert "the reference pair is not installed" in result.stderr

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("optimum.version", reason="needs edge-mtp[optimum]")
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
-from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.sources import reference_pair
 from edge_export.cli.export import pair
 from edge_runtime.bundle.bundle import open_bundle
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from edge_export.device_package.blas import BLAS, check_libraries, needed, take_small_blas
-from edge_export.device_package.own_code import copy_packages
-from edge_export.device_package.platforms import SITE
+from edge_export.device_package.debian import BLAS, check_libraries, needed, take_small_blas
+from edge_export.device_package.inventory import SITE
+from edge_export.device_package.wheels import copy_packages
 from edge_export.errors import PackageError
 
 OPENBLAS = "libscipy_openblas64_-7220728c.so"

@@ -24,18 +24,18 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from edge_devices.files.atomic_write import locked
 from edge_devices.files.limited_read import sha256_of
-from edge_devices.files.temp_files import locked
 from edge_devices.waiting import no_report
 from edge_export.cli.command import main
 from edge_export.cli.display import Steps
 from edge_export.device_package import build as making
-from edge_export.device_package import debian, llama_build, readme, row_kernels, wheels
-from edge_export.device_package.inventory import Inventory, check_pages, cut_symbols, take_inventory, write_file
-from edge_export.device_package.own_code import add_own_code, write_launchers
-from edge_export.device_package.platforms import PLATFORMS, SITE
+from edge_export.device_package import build as readme
+from edge_export.device_package import debian, native_libraries, wheels
+from edge_export.device_package.inventory import PLATFORMS, SITE, Inventory, check_pages, cut_symbols, take_inventory, write_file
+from edge_export.device_package.wheels import add_own_code, write_launchers
 from edge_export.errors import ExportError, PackageError
-from edge_export.output.atomic_folder import check_output
+from edge_export.output import check_output
 
 LINUX = PLATFORMS["linux-arm64"]
 INVENTORY = Inventory(platform="linux-arm64", version="1", backends=("onnx",))
@@ -232,7 +232,7 @@ def test_a_package_built_on_windows_is_the_same(tmp_path: Path, monkeypatch: pyt
     started = {"bin/edge-python", "bin/edge-run", "bin/edge-bench", "bin/edge-devices", f"lib/{LINUX.loader}", "tools/llama-bench"}
     assert {file.path for file in listed if file.executable} == started
     texts = {path.name: path.read_text(encoding="utf-8") for path in Path(str(making.__file__)).parent.glob("*.py")}
-    del texts["llama_build.py"]  # it writes compilers' wrappers for this machine
+    del texts["native_libraries.py"]  # it writes compilers' wrappers for this machine
     assert [name for name, text in texts.items() if re.search(r"\.write_text\(|open\([^)]*[\"']w[\"']", text)] == []
 
 
@@ -397,9 +397,9 @@ def test_an_unreachable_mirror_is_one_sentence_and_leaves_nothing(mirror: Path, 
 
 
 def test_missing_zig_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_build, "find_spec", lambda name: None)
+    monkeypatch.setattr(native_libraries, "find_spec", lambda name: None)
     with pytest.raises(PackageError, match=r"ziglang, .*is missing.*edge-mtp\[package\]"):
-        llama_build.open_toolchain(tmp_path)
+        native_libraries.open_toolchain(tmp_path)
 
 
 def test_unreachable_index_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,15 +448,15 @@ def test_llama_cpp_comes_with_its_media_library(tmp_path: Path, monkeypatch: pyt
                     (folder / f"bin/lib{name}.so").write_text(name)
         return ""
 
-    monkeypatch.setattr(llama_build, "run", build)
-    monkeypatch.setattr(llama_build, "_zig_version", lambda: "0")
+    monkeypatch.setattr(native_libraries, "run", build)
+    monkeypatch.setattr(native_libraries, "_zig_version", lambda: "0")
     sources = tmp_path / "llama_cpp_python-0"
     for path in ("llama_cpp/mtmd_cpp.py", "llama_cpp/server/app.py", "LICENSE.md", "vendor/llama.cpp/LICENSE"):
         (sources / path).parent.mkdir(parents=True, exist_ok=True)
         (sources / path).write_text("text")
     (tmp_path / f"{sources.name}.tar.gz").write_text("archive")
-    toolchain = llama_build.Toolchain(zig=tmp_path / "zig", cmake="cmake", ninja="ninja", home=tmp_path, sources=sources)
-    llama_build.add_llama(tmp_path / "p", LINUX, toolchain, lambda _: lambda share, _="": shares.append(share))
+    toolchain = native_libraries.Toolchain(zig=tmp_path / "zig", cmake="cmake", ninja="ninja", home=tmp_path, sources=sources)
+    native_libraries.add_llama(tmp_path / "p", LINUX, toolchain, lambda _: lambda share, _="": shares.append(share))
     assert shares == [0.0, 0.5, 1.0] * 2  # for each kind of processor
     folder = tmp_path / "p" / SITE / "llama_cpp"
     assert (folder / "lib/libmtmd.so").read_text() == "mtmd"
@@ -475,18 +475,18 @@ def test_zig_compiles_what_the_installation_lacks_and_says_how_far_it_is(tmp_pat
             report(done)
         compiled.append(f"{target} {folder.relative_to(tmp_path)} {cache.relative_to(tmp_path)}")
 
-    monkeypatch.setattr(row_kernels, "LIBRARIES", tmp_path / "none")
-    monkeypatch.setattr(row_kernels, "build", compile_two)
+    monkeypatch.setattr(native_libraries, "LIBRARIES", tmp_path / "none")
+    monkeypatch.setattr(native_libraries, "build", compile_two)
     with Steps(Console(file=(out := io.StringIO()))) as step:
-        assert row_kernels.add_kernels(tmp_path / "p", LINUX, tmp_path / "cache", step) == ("neon", "dotprod", "i8mm")
-    assert compiled == [f"aarch64-linux-gnu.2.17 p/{row_kernels.IN_PACKAGE} cache/zig"]
+        assert native_libraries.add_kernels(tmp_path / "p", LINUX, tmp_path / "cache", step) == ("neon", "dotprod", "i8mm")
+    assert compiled == [f"aarch64-linux-gnu.2.17 p/{native_libraries.IN_PACKAGE} cache/zig"]
     title = "row kernels for aarch64 (minutes the first time, then kept)"
     assert out.getvalue().splitlines() == [title, f"{title}: 50 %", f"{title}: 100 %"]
 
 
 def test_without_zig_and_kernels_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an environment without zig, as that of make demo: the command ends before it downloads anything."""
-    monkeypatch.setattr(row_kernels, "LIBRARIES", tmp_path / "none")
+    monkeypatch.setattr(native_libraries, "LIBRARIES", tmp_path / "none")
     monkeypatch.setattr(debian, "MIRROR", (tmp_path / "none").as_uri())
     monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(sys.modules, "ziglang", None)

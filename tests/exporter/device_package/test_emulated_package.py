@@ -26,10 +26,9 @@ if reason := missing_programs():
     pytest.skip(reason, allow_module_level=True)
 
 from edge_devices.waiting import no_report
-from edge_export.device_package.inventory import check_pages
-from edge_export.device_package.own_code import add_own_code
-from edge_export.device_package.platforms import PLATFORMS, SITE
-from edge_export.device_package.row_kernels import IN_PACKAGE, add_kernels
+from edge_export.device_package.inventory import PLATFORMS, SITE, check_pages
+from edge_export.device_package.native_libraries import IN_PACKAGE, add_kernels
+from edge_export.device_package.wheels import add_own_code
 from edge_runtime.backends.kernels import loader
 from edge_runtime.backends.kernels.build import TARGETS, library_name
 from package_home import Home, chat_bundle

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from edge_export.device_package.platforms import SITE
+from edge_export.device_package.inventory import SITE
 from edge_runtime.backends.kernels.loader import NAME, VARIABLE, variant
 from package_home import Home, chat_bundle
 from stub_package import made_package

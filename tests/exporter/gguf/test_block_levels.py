@@ -7,7 +7,7 @@ import pytest
 
 gguf = pytest.importorskip("gguf")
 
-from edge_export.gguf.block_levels import BLOCK_TYPES, Bytes, read_levels, read_scales, with_levels
+from edge_export.quantization.compensated_gguf import BLOCK_TYPES, Bytes, read_levels, read_scales, with_levels
 
 # Where each type has its float16 scales.
 HALVES = {2: (0,), 3: (0, 2), 6: (0,), 12: (0, 2), 13: (0, 2), 14: (208,)}

@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from click.testing import CliRunner
 
-from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.sources import reference_pair
 from edge_export.cli.command import main
 from edge_export.errors import ExportError, ParityError
 from edge_export.onnx.graphs import blocks as onnx_blocks

@@ -18,11 +18,11 @@ onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from edge_export.checkpoint.checkpoint import cluster_rows, open_checkpoint
-from edge_export.checkpoint.shipped_pair import reference_pair
-from edge_export.gguf.drafter_head import token_order
+from edge_export.checkpoint.sources import reference_pair
+from edge_export.gguf.writer import token_order
 from edge_export.onnx.block_quantization import WeightSpec, round_rows
 from edge_export.onnx.graph_builder import GraphBuilder
-from edge_export.onnx.graphs.sparse_head import sparse_head
+from edge_export.onnx.graphs.drafter import sparse_head
 from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.weights import WeightFile, WeightFormat
 from edge_runtime.bundle.bundle import Bundle

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from edge_export import output as atomic_folder
 from edge_export.errors import ExportError
-from edge_export.output import atomic_folder
 
 MARKER = "manifest.json"
 REPLACEMENTS = 300

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 
-from edge_export.checkpoint.gguf_source import read_gguf_header
+from edge_export.checkpoint.checkpoint import read_gguf_header
 from edge_export.errors import ParityError
 from edge_export.gguf.writer import GgufPlan
 from edge_export.parity import comparison, reference
@@ -27,7 +27,7 @@ from edge_export.parity.reference import Divergence, divergence
 from edge_export.pipeline import gguf_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
-from edge_runtime.bundle.exported_quality import Quality
+from edge_runtime.bundle.bundle import Quality
 from edge_runtime.decoding.quality import KINDS, SKIPPED_ROWS, RowFigures, agrees
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from tiny_members import settled

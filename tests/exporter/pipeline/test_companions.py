@@ -22,9 +22,9 @@ from click.testing import CliRunner
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_export.checkpoint.shipped_pair import reference_pair
-from edge_export.pipeline.companions import card, modelfile, preset
+from edge_export.checkpoint.sources import reference_pair
 from edge_export.pipeline.gguf_step import model_name
+from edge_export.pipeline.publish import card, modelfile, preset
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import BundleFile, GenerationDefaults, Manifest, ModelSource
 

@@ -16,15 +16,15 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from click.testing import CliRunner
 
+from edge_devices.machine.detection import profiles
 from edge_devices.machine.memory import byte_text
-from edge_devices.machine.profiles import profiles
+from edge_export.checkpoint import hub
 from edge_export.checkpoint.checkpoint import planned_checkpoint
-from edge_export.checkpoint.published import hub
-from edge_export.checkpoint.published.formats import SIZES, published_config
-from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.sources import reference_pair
+from edge_export.checkpoint.weight_formats import SIZES, published_config
 from edge_export.cli.command import main
 from edge_export.errors import CheckpointError, ExportError
-from edge_export.pipeline.dry_run import planned_export
+from edge_export.pipeline.export import planned_export
 from edge_runtime.planning.speed import manifest_plan
 from edge_runtime.planning.speed_profile import speed_profile
 

@@ -16,13 +16,13 @@ import pytest
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
+from edge_export import output
 from edge_export.checkpoint import sources
-from edge_export.checkpoint.gguf_source import read_gguf_header
-from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.checkpoint import read_gguf_header
+from edge_export.checkpoint.sources import reference_pair
 from edge_export.errors import ExportError
 from edge_export.gguf.writer import GgufPlan
 from edge_export.onnx.request import OnnxRequest
-from edge_export.output import atomic_folder
 from edge_export.pipeline import bundle_files, gguf_step
 from edge_export.pipeline import export as pipeline
 from edge_runtime.bundle.bundle import Bundle, open_bundle
@@ -147,7 +147,7 @@ def refuse_the_move(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", refusing)
-    monkeypatch.setattr(atomic_folder, "exchange", lambda *_: False)
+    monkeypatch.setattr(output, "exchange", lambda *_: False)
     return ExportError
 
 
@@ -188,7 +188,7 @@ def test_force_replaces_a_bundle_and_nothing_else(export: Export, tmp_path: Path
 def test_force_takes_no_manifest_of_others_for_a_bundle(manifest: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST_NAME).write_text(manifest)
     with pytest.raises(ExportError, match="is not a bundle"):
-        atomic_folder.check_output(tmp_path, force=True)
+        output.check_output(tmp_path, force=True)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "sub/target-F16.gguf", "link"])
@@ -238,7 +238,7 @@ def test_a_bundle_whose_replacement_was_killed_midway_is_put_back(export: Export
     before = snapshot(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / f".out.replaced-{dead_process()}")
     with pytest.raises(ExportError, match="exists already"):
-        atomic_folder.check_output(tmp_path / "out", force=False)
+        output.check_output(tmp_path / "out", force=False)
     assert snapshot(tmp_path / "out") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 

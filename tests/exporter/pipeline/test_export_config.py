@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 
 from edge_export.cli.command import main
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.config.settings import load_settings
-from edge_runtime.config.yaml_file import CONFIG_NAME, read_config
+from edge_runtime.config.settings import CONFIG_NAME, load_settings, read_config
 
 Folders = Callable[[str], Path]
 

@@ -90,7 +90,7 @@ def test_rows_are_compared_with_transformers(member, kind, pair, text_is_not_com
 def test_a_wrong_activation_fails_the_comparison(pair, text_is_not_compared, tmp_path, probe_memory, monkeypatch):
     from edge_export.pipeline import gguf_step
     from edge_runtime.backends.llama import media_encoder
-    from edge_runtime.bundle.gguf_media import EncoderFacts
+    from edge_runtime.bundle.gguf_gemma4 import EncoderFacts
 
     monkeypatch.setattr(gguf_step, "plan_encoder", partial(gguf_step.plan_encoder, use_gelu=False))
     monkeypatch.setattr(media_encoder, "check_encoder", lambda *_: EncoderFacts(has_audio=True, mel_frames=True, longest=2048))

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 pytest.importorskip("huggingface_hub", reason="needs edge-mtp[export]")
 
 from edge_export.cli.command import main
-from edge_export.output.atomic_folder import check_output
+from edge_export.output import check_output
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import FIGURES_OF, Manifest, files_key
 from fake_hub import FakeHub, point_client_at, serving

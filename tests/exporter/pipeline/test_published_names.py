@@ -22,7 +22,7 @@ pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
-from edge_export.gguf.tensor_names import gguf_name
+from edge_export.gguf.keys import gguf_name
 from edge_export.gguf.writer import ExactReport, plan_exact
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair

@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="tiny checkpoints are made with torch")
 
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from edge_export.checkpoint.safetensors import read_values
-from edge_export.gguf.tensor_names import gguf_name
+from edge_export.gguf.keys import gguf_name
 from edge_export.gguf.writer import write_gguf
 from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.weights import WeightFile, WeightFormat

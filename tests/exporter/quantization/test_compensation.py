@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
-from edge_export.quantization.compensation import Factor, Rounded, compensated, factor_of
+from edge_export.quantization.importance import Factor, Rounded, compensated, factor_of
 
 DAMPING = 0.01
 

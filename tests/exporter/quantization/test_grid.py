@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 gguf = pytest.importorskip("gguf")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.published.grid import BLOCK, find_grid
 from edge_export.checkpoint.safetensors import read_values
 from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
+from edge_export.checkpoint.weight_formats import BLOCK, find_grid
 from edge_export.gguf.writer import ExactReport, matrices, plan_exact, trained_for_q4
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
 from edge_export.onnx.request import OnnxRequest

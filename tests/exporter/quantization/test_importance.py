@@ -16,7 +16,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from edge_export.errors import ExportError
-from edge_export.gguf.tensor_names import gguf_name
+from edge_export.gguf.keys import gguf_name
 from edge_export.quantization import importance_sources
 from edge_export.quantization.importance import ChannelSums, fitted
 from edge_export.quantization.importance_sources import read_imatrix, write_imatrix

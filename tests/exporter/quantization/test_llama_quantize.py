@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.gguf_source import quantization_of, read_gguf_header
-from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.checkpoint import open_checkpoint, quantization_of, read_gguf_header
+from edge_export.checkpoint.sources import reference_pair
 from edge_export.errors import ExportError
 from edge_export.gguf.writer import write_gguf
 from edge_export.quantization import llama_quantize as quantize

@@ -11,28 +11,31 @@ import pytest
 torch = pytest.importorskip("torch", reason="tuning runs transformers")
 pytest.importorskip("transformers", reason="tuning runs transformers")
 
+from edge_export import tuning
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.shipped_pair import reference_pair
-from edge_export.checkpoint.sources import resolve_pair
+from edge_export.checkpoint.sources import reference_pair, resolve_pair
 from edge_export.errors import ExportError
 from edge_export.parity.reference import Reference, ReferenceRows, load_reference
-from edge_export.pipeline import export, tuning_step
+from edge_export.pipeline import export
+from edge_export.pipeline import export as tuning_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
-from edge_export.tuning import training, tune
-from edge_export.tuning.training import (
+from edge_export.tuning import (
     Accepted,
     Recipe,
     Segment,
+    TuningRequest,
     acceptance,
     distillation_loss,
     draft_states,
     gain,
     greedy_choice,
+    parts_of,
+    prompts_from,
     target_rows,
     train,
+    written_after,
 )
-from edge_export.tuning.tune import TuningRequest, parts_of, prompts_from, written_after
 
 TEXT = "".join(f"def step_{number}(value):\n    return value + {number}\n\n" for number in range(400))
 
@@ -119,8 +122,8 @@ def test_texts_have_no_end_tokens_and_are_greedy_at_zero(models):
 def test_acceptance_walks_rounds(models, monkeypatch):
     """Drafts that are right at their first place only: every round of three drafts accepts one and moves on by two."""
 
-    monkeypatch.setattr(training, "draft_states", lambda _drafter, _rows, segment: iter(range(segment.steps)))
-    monkeypatch.setattr(training, "greedy_choice", lambda _, step: torch.full((2, 15), 7 if step == 0 else 8))
+    monkeypatch.setattr(tuning, "draft_states", lambda _drafter, _rows, segment: iter(range(segment.steps)))
+    monkeypatch.setattr(tuning, "greedy_choice", lambda _, step: torch.full((2, 15), 7 if step == 0 else 8))
     result = acceptance(models[0], None, np.full((2, 21), 7), prompt=4, length=3, batch=2)
     assert (result.accepted.tolist(), result.drafted.tolist()) == ([8, 8], [24, 24])
     low, high = gain(result, Accepted(drafted=result.drafted, accepted=result.accepted * 2))
@@ -130,7 +133,7 @@ def test_acceptance_walks_rounds(models, monkeypatch):
 def test_training_lowers_the_loss_and_goes_on_where_it_stopped(models, tmp_path, monkeypatch):
     target, _ = models
     seconds = iter(range(10**6))
-    monkeypatch.setattr(training, "time", type("Clock", (), {"monotonic": lambda: float(next(seconds))}))
+    monkeypatch.setattr(tuning, "time", type("Clock", (), {"monotonic": lambda: float(next(seconds))}))
     texts, recipe = a_text(20), Recipe(minutes=6 / 60, batch=2, rate=3e-3)
     segment = Segment(first=1, count=16, steps=4)
 
@@ -150,7 +153,7 @@ def test_training_lowers_the_loss_and_goes_on_where_it_stopped(models, tmp_path,
         before = float(distillation_loss(load_reference(reference_pair()[1]), rows, segment))
         assert float(distillation_loss(whole, rows, segment)) < before
         assert float(distillation_loss(parts, rows, segment)) < before
-    (tmp_path / "parts" / training.STATE_NAME).write_bytes(b"damaged")
+    (tmp_path / "parts" / tuning.STATE_NAME).write_bytes(b"damaged")
     with pytest.raises(ExportError, match="cannot be read"):
         train(target, load_reference(reference_pair()[1]), texts, recipe, tmp_path / "parts")
 
@@ -158,7 +161,7 @@ def test_training_lowers_the_loss_and_goes_on_where_it_stopped(models, tmp_path,
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     for name, value in {"TEXTS": 4, "HELD_OUT": 3, "BATCH": 2, "PROMPT": 12, "LENGTH": 24, "PARTS": 2}.items():
-        monkeypatch.setattr(tune, name, value)
+        monkeypatch.setattr(tuning, name, value)
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     target, drafter = reference_pair()
@@ -178,7 +181,7 @@ def quick(monkeypatch, tmp_path):
 @pytest.mark.parametrize("better", [True, False])
 def test_the_better_drafter_is_exported(quick, monkeypatch, better):
     """Judging is scripted; the bundle's drafter is the trained one or the original, and says so."""
-    monkeypatch.setattr(tune, "gain", lambda *_: (0.01, 0.02) if better else (-0.01, 0.02))
+    monkeypatch.setattr(tuning, "gain", lambda *_: (0.01, 0.02) if better else (-0.01, 0.02))
     message: list[str] = []
     bundle = export_pair(quick, message.append)
     record = bundle.manifest.tuning
@@ -208,8 +211,8 @@ def test_a_stopped_tuning_goes_on(quick, monkeypatch, tmp_path):
         if next(judged) == 1:
             raise KeyboardInterrupt
 
-    original = tune._judge
-    monkeypatch.setattr(tune, "_judge", lambda *passed: (stopped(), original(*passed))[1])
+    original = tuning._judge
+    monkeypatch.setattr(tuning, "_judge", lambda *passed: (stopped(), original(*passed))[1])
     message: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         export_pair(quick, message.append)
@@ -237,7 +240,7 @@ def test_the_tuned_drafter_is_a_checkpoint_of_the_same_type(models, tmp_path):
     pair = dict(zip(("target", "drafter"), resolve_pair(str(target), str(drafter)), strict=True))
     reference = Reference(**pair, threads=1, context=1024)
     request = TuningRequest(reference=reference, text=tmp_path / "text", folder=tmp_path, minutes=1, banned=())
-    tune._save(models[1], request)
+    tuning._save(models[1], request)
     made, shipped = open_checkpoint(request.result), open_checkpoint(drafter)
     assert {name: (item.shape, item.dtype) for name, item in made.tensors.items()} == {
         name: (item.shape, item.dtype) for name, item in shipped.tensors.items()

@@ -20,14 +20,14 @@ from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.onnx.devices import PROCESSOR
 from edge_runtime.backends.selection import CARDS, check_options, load_backend
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.calibration.cost_probe import COSTS
+from edge_runtime.calibration.first_use import COSTS
 from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.config.schema import DrafterConfig, SpeculativeConfig
 from edge_runtime.config.settings import load_settings
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import Drafter, KvRows, SavableTarget, Target
-from edge_runtime.media.image import DEFAULT_BUDGET
+from edge_runtime.media.encoder_inputs import DEFAULT_BUDGET
 from edge_runtime.session.open import open_session, project_version
 
 CONTEXT = 1024

@@ -15,7 +15,7 @@ pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
 
 from edge_export.onnx.request import OnnxRequest
-from edge_runtime.media.image import Image
+from edge_runtime.media.encoder_inputs import Image
 from edge_runtime.session import prompt_cache
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session

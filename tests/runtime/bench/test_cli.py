@@ -31,7 +31,7 @@ from edge_devices.errors import DeviceError
 from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.llama.open import LlamaBackend
 from edge_runtime.backends.onnx.open import OrtBackend
-from edge_runtime.bundle.exported_quality import Quality
+from edge_runtime.bundle.bundle import Quality
 from edge_runtime.errors import BackendError
 from edge_runtime.session.load_options import LoadOptions
 from simulated_session import SimulatedMachine, two_variants

@@ -14,8 +14,8 @@ from chromium import chromium
 from device_runs import bench
 from edge_bench.measure import energy
 from edge_bench.measure.energy import fitted, measure_energy, planned_seconds, read_energy
-from edge_devices.energy.characteristics import Characteristics
 from edge_devices.energy.protocol import Plan
+from edge_devices.energy.recorder import Characteristics
 from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import RunLog, is_energy_log, write_log
 from edge_devices.energy.virtual_meters import PendingExternalMeter

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bench_records import PEER_PLAIN, fixed, header, noisy_runs, rolling, run, whole_benchmark
-from edge_bench.measure.records import RecordFile, collect, line_of, read_records
-from edge_bench.measure.variants import BASELINE, LLAMA_CPP
+from edge_bench.measure.records import BASELINE, LLAMA_CPP, RecordFile, collect, line_of, read_records
 from edge_bench.report import figures as report
 from edge_bench.report.figures import best_fixed, figures, paired_logs, ratio
 from edge_bench.report.tables import all_tables, machine_line, markdown, notes

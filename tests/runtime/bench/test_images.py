@@ -14,13 +14,13 @@ pytest.importorskip("transformers")
 
 from bench_records import header
 from edge_bench.measure.records import collect, line_of
-from edge_bench.measure.sweeps.images import check_sizes, image_workloads, measure_image
+from edge_bench.measure.sweeps import check_sizes, image_workloads, measure_image
 from edge_bench.report.figures import figures
 from edge_bench.report.tables import all_tables
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import VisionSize
 from edge_runtime.cli.plan import measure_plan, plan_lines
-from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.drafting.energy_objective import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.planning.speed import Range, SpeedProfile, image_operations, manifest_plan
 from edge_runtime.session.open import open_session

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from edge_bench.measure.sweeps import kv_types
-from edge_bench.measure.sweeps.kv_types import measure_kv_types
+from edge_bench.measure import sweeps
+from edge_bench.measure.sweeps import measure_kv_types
 from edge_bench.report.tables import kv_table
 from edge_runtime.backends.llama.loader import llama_library
-from edge_runtime.bundle.kv_types import KV_TYPES, KvType
+from edge_runtime.bundle.gguf_types import KV_TYPES, KvType
 from edge_runtime.cli.run import main
 from edge_runtime.errors import RequestError
 from edge_runtime.session.open import open_session
@@ -79,7 +79,7 @@ def test_a_type_is_handed_over_before_the_next_one_runs(exported_pair: Path, mon
         ran.append(kv_type)
         return open_session(*arguments, kv_type=kv_type, **named)
 
-    monkeypatch.setattr(kv_types, "open_session", opening)
+    monkeypatch.setattr(sweeps, "open_session", opening)
     costs = measure_kv_types(exported_pair, PROMPTS[:1], kv_types=["q8_0"], max_tokens=5, threads=1)
     assert (next(costs).kv_type, ran) == ("f16", ["f16"])
     assert (next(costs).kv_type, ran) == ("q8_0", ["f16", "q8_0"])

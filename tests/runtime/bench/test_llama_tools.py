@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench_records import PEER_PLAIN, fixed
-from edge_bench.measure.prompts import Prompt, prepare, shipped_prompts
+from edge_bench.measure.records import DEFAULT, LLAMA_CPP, Variant
+from edge_bench.measure.request import Prompt, prepare, shipped_prompts
 from edge_bench.measure.runners import EdgeRunner, LlamaTools, llama_tools
-from edge_bench.measure.variants import DEFAULT, LLAMA_CPP, Variant
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.session.open import open_session

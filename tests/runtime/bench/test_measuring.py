@@ -8,11 +8,10 @@ import pytest
 
 from bench_records import fixed, rolling
 from edge_bench.measure.energy import LOOP, energy_workloads
-from edge_bench.measure.prompts import Prompt
-from edge_bench.measure.records import trace_lines
+from edge_bench.measure.records import BASELINE, OURS, Variant, trace_lines
+from edge_bench.measure.request import Prompt
 from edge_bench.measure.runners import EdgeRunner, digest
-from edge_bench.measure.sweeps.concurrency import alone, run_level
-from edge_bench.measure.variants import BASELINE, OURS, Variant
+from edge_bench.measure.sweeps import alone, run_level
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from scripted import make_session, next_token, plain_greedy, scripted_sessions
 

@@ -11,8 +11,7 @@ import pytest
 
 from bench_records import fixed, run, whole_benchmark
 from chromium import chromium
-from edge_bench.measure.records import collect
-from edge_bench.measure.variants import BASELINE
+from edge_bench.measure.records import BASELINE, collect
 from edge_bench.report.figures import Figures, figures
 from edge_bench.report.tables import all_tables
 from edge_devices.energy.report import make_report

@@ -18,7 +18,7 @@ import pytest
 from device_runs import bench
 from edge_bench.measure import quality
 from edge_bench.measure.quality import BundleQuality, QualityResult
-from edge_bench.report.quality import quality_plots, quality_tables
+from edge_bench.report.html import quality_plots, quality_tables
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import Manifest
 from edge_runtime.decoding.quality import KINDS, ReferenceText, RowFigures, held_out_text, joined, row_figures, text_rows

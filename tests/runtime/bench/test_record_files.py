@@ -14,11 +14,11 @@ import pytest
 
 from bench_records import BASELINE, fixed, header, run
 from device_runs import bench
-from edge_bench.devices import record_files
+from edge_bench.devices import results
 from edge_bench.measure import command
 from edge_bench.measure.energy import measure_energy
-from edge_bench.measure.prompts import shipped_prompts
 from edge_bench.measure.records import Header, ModelFile, Note, Record, line_of, read_records
+from edge_bench.measure.request import shipped_prompts
 from edge_devices.energy.run_log import read_log, write_log
 from edge_devices.machine.load import MachineLoad
 from edge_runtime.bundle.bundle import open_bundle
@@ -103,7 +103,7 @@ def test_doubtful_records_are_shown_and_claim_nothing(tmp_path, change, claim, w
         ("".join(map(line_of, benchmark("A"))), "the same measurement is in "),
         ("".join(map(line_of, [*benchmark("B", slow=2.0), *benchmark("B", slow=2.0)[1:2] * 5000])), "more than 5000 runs"),
         (line_of(header()) + "\n" * 20_000, "more than 10000 lines"),
-        ("x" * (record_files.MAX_BYTES + 1), "has more than 64 MiB"),
+        ("x" * (results.MAX_RECORD_BYTES + 1), "has more than 64 MiB"),
     ],
 )
 def test_what_is_no_record_is_left_out_and_named(tmp_path, content, words):

@@ -8,10 +8,9 @@ from dataclasses import replace
 import click
 import pytest
 
-from edge_bench.measure.prompts import DOMAINS, Prompt, long_prompt, prepare, read_prompts, shipped_prompts
-from edge_bench.measure.request import BenchRequest, option_words
+from edge_bench.measure.records import BASELINE, CHOOSING_POLICIES, edge_variants, parse_lengths, parse_names, parse_numbers, peer_variants
+from edge_bench.measure.request import DOMAINS, BenchRequest, Prompt, long_prompt, option_words, prepare, read_prompts, shipped_prompts
 from edge_bench.measure.runners import Schedule, context_schedule, mixed
-from edge_bench.measure.variants import BASELINE, CHOOSING_POLICIES, edge_variants, parse_lengths, parse_names, parse_numbers, peer_variants
 from edge_devices.command_line import takes
 from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.errors import RequestError

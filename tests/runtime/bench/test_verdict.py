@@ -10,11 +10,9 @@ import pytest
 
 from bench_records import fixed, header, noisy_runs, rolling, run, whole_benchmark
 from chromium import chromium
-from edge_bench.measure.records import Header, Record, collect
-from edge_bench.measure.variants import BASELINE, OURS, Variant
-from edge_bench.report.energy_tables import energy_tables
+from edge_bench.measure.records import BASELINE, OURS, Header, Record, Variant, collect
 from edge_bench.report.figures import Ratio, figures
-from edge_bench.report.tables import ratio_text, verdict
+from edge_bench.report.tables import energy_tables, ratio_text, verdict
 from edge_devices.energy.intervals import Interval, of_error
 from edge_devices.energy.report import EnergyReport, VariantEnergy
 from edge_devices.energy.report import ratio_text as energy_ratio

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from edge_runtime.bundle.exported_quality import DEGRADED_KL, Quality, degradation, exported_quality, first_time
+from edge_runtime.bundle.bundle import DEGRADED_KL, Quality, degradation, exported_quality, first_time
 from edge_runtime.bundle.manifest import with_hash
 from edge_runtime.session.open import open_session
 

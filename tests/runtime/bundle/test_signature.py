@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives import serialization as form
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from edge_runtime.bundle import signature
-from edge_runtime.bundle.signature import check_signature, read_signing_key, sign_file
+from edge_runtime.bundle import integrity
+from edge_runtime.bundle.integrity import check_signature, read_signing_key, sign_file
 from edge_runtime.errors import BackendError, BundleError
 
 DATA = b"what was signed"
@@ -142,7 +142,7 @@ def test_wrong_private_keys_are_named(key: Ed25519PrivateKey, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["key.pem", "key.pub"])
 def test_at_most_16_kB_of_a_key_file_are_read(key: Ed25519PrivateKey, tmp_path: Path, name: str) -> None:
     """What stands behind them is not seen, so that a key may be a pipe."""
-    path, maximum = tmp_path / name, signature._MAX_KEY_BYTES
+    path, maximum = tmp_path / name, integrity._MAX_KEY_BYTES
     assert maximum == 16384
     content = path.read_bytes()
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("tokenizers", reason="needs edge-mtp[onnx]")
 
-from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
+from edge_runtime.backends.onnx.target import TokenizerVocabulary
 from edge_runtime.bundle import tokenizer_json as tokenizer_file
 from edge_runtime.bundle.manifest import OnnxGraphs
 from edge_runtime.errors import BundleError

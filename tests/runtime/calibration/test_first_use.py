@@ -11,10 +11,18 @@ import pytest
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.load import MachineLoad
 from edge_runtime.calibration import first_use, measured
-from edge_runtime.calibration.cost_probe import COSTS
-from edge_runtime.calibration.first_use import MeasuredPair, PairCosts, kept_threads
+from edge_runtime.calibration.first_use import (
+    COSTS,
+    THREADS,
+    MeasuredPair,
+    PairCosts,
+    ThreadCounts,
+    ThreadTimes,
+    candidates,
+    kept_threads,
+    usual_threads,
+)
 from edge_runtime.calibration.measured import Known
-from edge_runtime.calibration.thread_probe import THREADS, ThreadCounts, ThreadTimes, candidates, usual_threads
 from edge_runtime.drafting.cost_model import MAX_ROWS, SETTLED, MeasuredCosts
 from edge_runtime.drafting.policies import Timing
 from edge_runtime.planning.speed import (

@@ -19,8 +19,8 @@ from chat_words import chat_session
 from edge_runtime.cli import chat as terminal_chat
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
-from edge_runtime.cli.terminal import screens
-from edge_runtime.cli.terminal.screens import introduction
+from edge_runtime.cli import terminal as screens
+from edge_runtime.cli.terminal import introduction
 from edge_runtime.text.chat_template import TURNS_TEMPLATE
 
 pty = pytest.importorskip("pty", reason="there are no pseudo-terminals on this system")

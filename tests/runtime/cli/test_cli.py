@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from edge_runtime.cli import messages
 from edge_runtime.cli import options as cli_options
+from edge_runtime.cli import prompts
 from edge_runtime.cli import run as cli
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.monitor import Monitor
@@ -225,14 +225,14 @@ def test_too_many_threads_are_a_usage_error(run):
 
 
 def test_a_closed_standard_input_is_one_sentence(run, monkeypatch):
-    monkeypatch.setattr(messages, "sys", SimpleNamespace(stdin=None))
+    monkeypatch.setattr(prompts, "sys", SimpleNamespace(stdin=None))
     result = run("generate", "bundle", "-")
     assert result.exit_code == 1
     assert "standard input is closed" in result.stderr
 
 
 def test_an_endless_standard_input_is_left(run, monkeypatch):
-    monkeypatch.setattr(messages, "MAX_INPUT", 10)
+    monkeypatch.setattr(prompts, "MAX_INPUT", 10)
     assert "has more than 10 characters" in run("generate", "bundle", "-", stdin="a" * 11).stderr
     assert run("generate", "bundle", "-", "--max-tokens", "2", stdin="a" * 10).exit_code == 0
     assert "not UTF-8" in run("generate", "bundle", "-", stdin=b"\xff").stderr

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 pytest.importorskip("huggingface_hub", reason="needs edge-mtp[export-onnx]")
 pytest.importorskip("onnx", reason="needs edge-mtp[export-onnx]")
 
-from edge_export.checkpoint.shipped_pair import reference_pair
-from edge_runtime.cli import hub_bundle
+from edge_export.checkpoint.sources import reference_pair
+from edge_runtime.cli import prompts
 from edge_runtime.cli import run as cli
 from fake_hub import FakeHub, serving
 
@@ -32,7 +32,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 def generate(monkeypatch: pytest.MonkeyPatch, answer: str, *, terminal: bool = True):
-    monkeypatch.setattr(hub_bundle, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: terminal)))
+    monkeypatch.setattr(prompts, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: terminal)))
     return CliRunner().invoke(cli.main, ["generate", NAME, "class Stack:", "-n", "8", "--json"], input=answer, prog_name="edge-run")
 
 
@@ -62,10 +62,10 @@ def test_a_revision_is_no_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     made = tmp_path / "bundles" / "owner--pair=Q8_0"
     made.mkdir(parents=True)
     (made / "manifest.json").touch()
-    monkeypatch.setattr(hub_bundle, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: False)))
-    assert hub_bundle.hub_bundle(Path("owner/pair:Q8_0")) == made
+    monkeypatch.setattr(prompts, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: False)))
+    assert prompts.hub_bundle(Path("owner/pair:Q8_0")) == made
     for other in ("owner/pair@Q8_0", "owner/pair", "owner/pair@main:Q8_0"):
-        assert hub_bundle.hub_bundle(Path(other)) == Path(other)
+        assert prompts.hub_bundle(Path(other)) == Path(other)
 
 
 def test_without_a_terminal_the_command_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ from chat_words import chat_session
 from edge_devices.machine.load import LoadWatch, MachineLoad
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import GenerationDefaults
-from edge_runtime.cli import messages as prompts
 from edge_runtime.cli import options as cli_options
+from edge_runtime.cli import prompts
 from edge_runtime.cli import run as cli
-from edge_runtime.cli.messages import MessageOptions, sent_prompt
-from edge_runtime.media.image import Image
+from edge_runtime.cli.prompts import MessageOptions, sent_prompt
+from edge_runtime.media.encoder_inputs import Image
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import TURNS_TEMPLATE, is_instruction_tuned
 from scripted import make_session

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from edge_runtime.cli import options as cli_options
-from edge_runtime.cli.terminal.markdown import MarkdownPainter
-from edge_runtime.cli.terminal.screens import short_summary
-from edge_runtime.cli.terminal.typed import MAX_MESSAGES, History, TypedInput
-from edge_runtime.session.stats import DecodeStats
+from edge_runtime.cli.terminal import MAX_MESSAGES, History, MarkdownPainter, TypedInput, short_summary
+from edge_runtime.session.monitor import DecodeStats
 
 ANSI = re.compile("\x1b\\[[0-9;]*m")
 

@@ -22,8 +22,7 @@ from edge_runtime.config.schema import (
     VerifierConfig,
     bytes_of,
 )
-from edge_runtime.config.settings import PRESETS, expanded, preset_of
-from edge_runtime.config.yaml_file import MAX_CONFIG_BYTES, config_text, parse_config, read_config
+from edge_runtime.config.settings import MAX_CONFIG_BYTES, PRESETS, config_text, expanded, parse_config, preset_of, read_config
 from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.errors import ConfigError
 

@@ -12,8 +12,7 @@ import pytest
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import BundleFile, ModelSource, RuntimeSettings
 from edge_runtime.config.schema import DrafterConfig, SpeculativeConfig, StreamingConfig, TuningConfig, VerifierConfig
-from edge_runtime.config.settings import load_settings, resolve_settings
-from edge_runtime.config.yaml_file import CONFIG_NAME, config_text
+from edge_runtime.config.settings import CONFIG_NAME, config_text, load_settings, resolve_settings
 from edge_runtime.drafting.policies import Fixed, Rolling, RoundResult, Stepped
 from edge_runtime.errors import BundleError, ConfigError, RequestError
 from edge_runtime.session.session import Session

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, BlockRule, CoupledRule, acceptance_rule
+from edge_runtime.decoding.acceptance import ACCEPTANCE_METHODS, GREEDY, BlockRule, CoupledRule, acceptance_rule
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import BackendError, RequestError
 from stochastic import CertainDrafter, StochasticDrafter, StochasticTarget, random_rows, write

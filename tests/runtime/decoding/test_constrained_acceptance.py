@@ -9,10 +9,9 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
 
-from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, GREEDY, BlockRule, CoupledRule, acceptance_rule
-from edge_runtime.decoding.constrained_acceptance import constrained
+from edge_runtime.decoding.acceptance import ACCEPTANCE_METHODS, GREEDY, BlockRule, CoupledRule, acceptance_rule, constrained
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
-from edge_runtime.drafting.text_memory import LookupDrafter
+from edge_runtime.drafting.sources import LookupDrafter
 from edge_runtime.errors import RequestError
 from edge_runtime.text import grammar, matcher
 from edge_runtime.text.constraints import Regex

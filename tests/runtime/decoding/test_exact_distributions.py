@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edge_runtime.decoding.acceptance import accept_by_block
-from edge_runtime.decoding.acceptance_rules import ACCEPTANCE_METHODS, BlockRule, CoupledRule, acceptance_rule
-from edge_runtime.decoding.distribution import Distribution
+from edge_runtime.decoding.acceptance import ACCEPTANCE_METHODS, BlockRule, CoupledRule, accept_by_block, acceptance_rule
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
+from edge_runtime.decoding.shared_noise import Distribution
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
 from enumeration import Choices, distribution_of, enumerated_rule
 from stochastic import StochasticDrafter, StochasticTarget, drafters, exact, largest_difference, random_rows, write

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edge_runtime.decoding import loop
-from edge_runtime.decoding.acceptance_rules import GreedyRule
+from edge_runtime.decoding.acceptance import GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.policies import RoundPlan, RoundResult, Timing
 from edge_runtime.drafting.sources import MODEL, Guess, SourceOdds, Sources

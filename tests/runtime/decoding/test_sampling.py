@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edge_runtime.decoding.distribution import Distribution
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
-from edge_runtime.decoding.shared_noise import SharedNoise
+from edge_runtime.decoding.shared_noise import Distribution, SharedNoise
 from edge_runtime.errors import RequestError
 
 SIZE = 12

@@ -10,7 +10,7 @@ from decimal import Decimal, getcontext
 import numpy as np
 import pytest
 
-from edge_runtime.backends.kernels.race import native_race
+from edge_runtime.backends.kernels.loader import native_race
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.decoding.shared_noise import SharedNoise
 

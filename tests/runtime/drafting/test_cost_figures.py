@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from edge_devices.files.typed_json import from_json, to_json
-from edge_runtime.calibration.cost_probe import measure_costs, overhead_and_step, steady
+from edge_runtime.calibration.first_use import measure_costs, overhead_and_step, steady
 from edge_runtime.drafting.cost_model import (
     FIRST_BUCKET,
     MAX_FACTOR_OFF,

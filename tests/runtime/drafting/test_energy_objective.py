@@ -17,13 +17,10 @@ from edge_runtime.calibration import first_use
 from edge_runtime.calibration.power_probe import PowerProbe
 from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
-from edge_runtime.drafting.ask_schedule import FIRST_WAIT
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
-from edge_runtime.drafting.frontier import Frontier
-from edge_runtime.drafting.phase_power import EnergyCosts, PhasePower, read_phase_power
+from edge_runtime.drafting.energy_objective import EnergyCosts, Frontier, PhasePower, TimeBound, read_phase_power
 from edge_runtime.drafting.policies import Fixed, RoundPlan, RoundResult, Timing
-from edge_runtime.drafting.profit_policy import Profit
-from edge_runtime.drafting.time_bound import TimeBound
+from edge_runtime.drafting.profit_policy import FIRST_WAIT, Profit
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.session.open import open_session
 from scripted import TimedDrafter, TimedTarget

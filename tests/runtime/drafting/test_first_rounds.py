@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from edge_export.checkpoint.shipped_pair import chat_pair, reference_pair, shipped_acceptance
+from edge_export.checkpoint.sources import chat_pair, reference_pair, shipped_acceptance
 from edge_runtime.calibration.measured import AcceptanceCache, exported_counts
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
-from edge_runtime.drafting.ask_schedule import FIRST_WAIT, LONGEST_WAIT
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.drafting.policies import Fixed, RoundPlan, RoundResult, Timing
-from edge_runtime.drafting.profit_policy import Profit
+from edge_runtime.drafting.profit_policy import FIRST_WAIT, LONGEST_WAIT, Profit
 from scripted import MANIFEST
 from simulated_rounds import ExactCosts, played
 

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionModel
-from edge_runtime.drafting.ask_schedule import ASK_LENGTH
 from edge_runtime.drafting.cost_model import CostCurve, MeasuredCosts
 from edge_runtime.drafting.policies import RoundResult, Timing
-from edge_runtime.drafting.profit_policy import Profit
+from edge_runtime.drafting.profit_policy import ASK_LENGTH, Profit
 from simulated_rounds import CURVES, FLAT, LINEAR, NOT_REPACKED, REPACKED, STEEP, ExactCosts, rate
 
 TOKENS, SEEDS = 300, 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_runtime.drafting.text_memory import SHORTEST_MATCH, LookupDrafter
+from edge_runtime.drafting.sources import SHORTEST_MATCH, LookupDrafter
 from scripted import ScriptedTarget
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)

@@ -7,8 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
-from edge_runtime.drafting.acceptance_window import FIRST_WAIT, LONGEST_WAIT, PROBE_TOKENS, Event, LimitedPolicy, SafetyNet
-from edge_runtime.drafting.policies import Fixed, PolicyOptions, RoundResult, Stepped
+from edge_runtime.drafting.policies import (
+    FIRST_WAIT,
+    LONGEST_WAIT,
+    PROBE_TOKENS,
+    Event,
+    Fixed,
+    LimitedPolicy,
+    PolicyOptions,
+    RoundResult,
+    SafetyNet,
+    Stepped,
+)
 from edge_runtime.errors import RequestError
 from scripted import make_session, next_token, plain_greedy
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from edge_runtime.decoding.acceptance_rules import BlockRule
+from edge_runtime.decoding.acceptance import BlockRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.decoding.sampling import Sampler, SamplingParams
 from edge_runtime.drafting.acceptance_model import AcceptanceModel

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edge_runtime.drafting.text_memory import SLICE_TOKENS, SuffixAutomaton, TextMemory, evidence, evidences
+from edge_runtime.drafting.sources import SLICE_TOKENS, SuffixAutomaton, TextMemory, evidence, evidences
 
 
 def longest_by_search(text: list[int], ahead: list[int]) -> int:

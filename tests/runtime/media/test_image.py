@@ -11,7 +11,7 @@ pillow = pytest.importorskip("PIL.Image")
 
 from edge_runtime.errors import RequestError
 from edge_runtime.media.decoder import decode_image
-from edge_runtime.media.image import BUDGETS, Image, final_size
+from edge_runtime.media.encoder_inputs import BUDGETS, Image, final_size
 
 # float32 of value / 255, computed as a product there and here in another order.
 TOLERANCE = 6e-8

@@ -12,7 +12,7 @@ import pytest
 from edge_runtime.errors import RequestError
 from edge_runtime.media import reading
 from edge_runtime.media.decoder import decode_image, decode_sound
-from edge_runtime.media.formats import MAX_FILE_BYTES
+from edge_runtime.media.encoder_inputs import MAX_FILE_BYTES
 
 CORPUS = Path(__file__).parents[2] / "fuzz" / "corpus"
 pytest.importorskip("PIL")

@@ -11,7 +11,7 @@ import pytest
 from edge_runtime.errors import RequestError
 from edge_runtime.media import decoder
 from edge_runtime.media.decoder import decode_sound
-from edge_runtime.media.sound import MAX_SAMPLES, RATE, Sound, resampled, to_sound
+from edge_runtime.media.encoder_inputs import MAX_SAMPLES, RATE, Sound, resampled, to_sound
 
 # Of log-mels from -6.9 to about 5; the reference pads with zeros and computes in the same precision.
 TOLERANCE = 1e-5

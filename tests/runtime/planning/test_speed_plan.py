@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_devices.errors import DeviceError
-from edge_devices.machine.profiles import profiles
+from edge_devices.machine.detection import profiles
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import Architecture, BundleFile
 from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.cli.plan import Measured, plan_lines, short_lines
-from edge_runtime.drafting.phase_power import PhasePower
+from edge_runtime.drafting.energy_objective import PhasePower
 from edge_runtime.errors import RequestError
 from edge_runtime.planning import speed_profile as speed_profile_module
 from edge_runtime.planning.memory import MemoryPlan

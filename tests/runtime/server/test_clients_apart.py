@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chat_server import Scripted, scripted_server, scripted_worker, send
-from edge_runtime.media.image import SIDE, Image
+from edge_runtime.media.encoder_inputs import SIDE, Image
 from edge_runtime.media.soft_rows import LazyEncoder
 from edge_runtime.server.engine.jobs import Job
 from edge_runtime.server.requests.completions import read_chat

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from chat_server import CHAT, HI, Held, Scripted, asked, scripted_server, send, settled
-from edge_runtime.server.engine.fair_share import FairPool, Places
+from edge_runtime.server.engine.schedule import FairPool, Places
 from edge_runtime.server.errors import ApiError
 from polling import wait
 

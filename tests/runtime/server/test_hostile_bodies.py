@@ -25,8 +25,8 @@ from edge_runtime.server.responses import response_format
 from edge_runtime.server.responses.openai import CompletionFormat
 from edge_runtime.server.responses.response_format import ChoiceAnswer, Written, encoded
 from edge_runtime.server.responses.responses_api import MAX_REPEATED, ResponsesFormat
+from edge_runtime.session.monitor import DecodeStats
 from edge_runtime.session.session import Session
-from edge_runtime.session.stats import DecodeStats
 from edge_runtime.text.channels import Text
 from edge_runtime.text.chat_template import ChatTemplate
 from polling import wait

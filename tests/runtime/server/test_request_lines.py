@@ -14,7 +14,7 @@ pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 import openai
 
 from chat_server import CHAT, HI, Scripted, ask, asked, client_of, clients, scripted_server, send
-from edge_runtime.server.http.access_log import AccessLog
+from edge_runtime.server.http.guard import AccessLog
 from polling import wait
 
 SAID = "Hello, friend."

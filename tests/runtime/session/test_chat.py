@@ -13,7 +13,7 @@ from chat_words import CONTROL, chat_session
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.errors import RequestError
-from edge_runtime.session import chat_file
+from edge_runtime.session import chat as chat_file
 from edge_runtime.session.chat import Answer, Chat
 from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.text.channels import Text, Thought
@@ -368,7 +368,7 @@ def test_missing_binary_and_huge_files(tmp_path, monkeypatch):
     (tmp_path / "binary").write_bytes(b"\xff\x00")
     with pytest.raises(RequestError, match="cannot be read as a conversation"):
         chat.load(tmp_path / "binary")
-    monkeypatch.setattr(chat_file, "MAX_BYTES", 10)
+    monkeypatch.setattr(chat_file, "MAX_FILE_BYTES", 10)
     with pytest.raises(RequestError, match="has more than"):
         chat.load(path)
 

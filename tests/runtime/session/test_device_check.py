@@ -17,9 +17,9 @@ from edge_runtime.backends.interface import Accelerator, OpenRequest, SingleSequ
 from edge_runtime.backends.onnx import open as onnx_backend
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BackendError
-from edge_runtime.session import device_check
-from edge_runtime.session.device_check import Answers, DeviceCheck, answers, compared, is_rounded
+from edge_runtime.session import self_checks
 from edge_runtime.session.open import open_session
+from edge_runtime.session.self_checks import Answers, DeviceCheck, answers, compared, is_rounded
 
 Bundles = Callable[..., Path]
 PARITY = {"quality": {"rows": 100, "mean_kl": 0.04, "perplexity": 9.0, "reference_perplexity": 8.5, "greedy_agreement": 0.9}}
@@ -146,7 +146,7 @@ TARGETS = (
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine looks through as many rows as a quiet one."""
-    monkeypatch.setattr(device_check, "_SECONDS", 60.0)
+    monkeypatch.setattr(self_checks, "_SECONDS", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_a_fault_of_a_drafter_is_refused(fault: type[Faulty], pair: tuple[Any, A
 
 @pytest.mark.parametrize("tokens", [None, np.array([7, 9, 11])])
 def test_a_token_that_there_is_none_of_is_never_nearly_as_likely(tokens: Any) -> None:
-    scores = device_check._Scores(np.array([3.0, 2.5, 0.0], np.float32), tokens)
+    scores = self_checks._Scores(np.array([3.0, 2.5, 0.0], np.float32), tokens)
     assert [scores.behind(token) for token in (-1, -3, 3, 1 << 40)] == [np.inf] * 4
     assert scores.behind(1 if tokens is None else 9) == 0.5
 
@@ -210,11 +210,11 @@ def test_single_rows_may_differ_more_where_rows_choose_experts(pair: tuple[Any, 
 def test_stale_rows_are_refused_where_rows_choose_experts(
     pair: tuple[Any, Any], reference: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_check, "_ROUTED_BEYOND_LIMIT", np.inf)
+    monkeypatch.setattr(self_checks, "_ROUTED_BEYOND_LIMIT", np.inf)
     check = checked(reference, StaleRows(pair[0]), pair[1], routed=True)
     assert not check.passed
     assert "the middle row of " in check.sentence()
-    assert check.mean_kl < device_check._ROUTED_LIMIT  # which passed
+    assert check.mean_kl < self_checks._ROUTED_LIMIT  # which passed
 
 
 @pytest.mark.parametrize(("rounded", "limit"), [(True, 0.005), (False, 1e-4)])
@@ -244,9 +244,9 @@ def test_which_bundles_are_rounded(onnx_pair: Bundles) -> None:
     ],
 )
 def test_drafts_are_compared_at_each_place_up_to_the_first_other_one(given: list[int], share: float) -> None:
-    step = device_check._Scores(np.array([3.0, 2.9, -1.0], np.float32), np.array([2, 8, 9]))
+    step = self_checks._Scores(np.array([3.0, 2.9, -1.0], np.float32), np.array([2, 8, 9]))
     reference = Answers(rows={}, drafts=[[1, 2, 3]] * 4, scores=[[step] * 3] * 4)
-    assert device_check._same_drafts(reference, [given] * 4) == share
+    assert self_checks._same_drafts(reference, [given] * 4) == share
 
 
 def test_rows_that_differ_in_the_last_bit_are_mentioned(pair: tuple[Any, Any], reference: Answers) -> None:
@@ -293,7 +293,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[type[Faul
 def test_what_passed_is_kept_until_the_driver_changes(
     fake: Callable[..., FakeDevices], onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_check, "_ROWS", 100)
+    monkeypatch.setattr(self_checks, "_ROWS", 100)
     devices, sentences = fake(Faulty), list[str]()
     for driver, opened in (("1", ["gpu", None, "gpu"]), ("1", ["gpu"]), ("2", ["gpu", None, "gpu"])):
         devices.driver, devices.opened = driver, []

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_runtime.decoding.loop import Round
-from edge_runtime.drafting.acceptance_window import AcceptanceWindow, Event
+from edge_runtime.drafting.policies import AcceptanceWindow, Event
 from edge_runtime.errors import RequestError
-from edge_runtime.session.monitor import Metric, Monitor, MonitorOptions, Point, RequestMonitor, exposition
+from edge_runtime.session.monitor import DecodeStats, Latencies, Metric, Monitor, MonitorOptions, Point, RequestMonitor, exposition
 from edge_runtime.session.session import Session
-from edge_runtime.session.stats import DecodeStats, Latencies
 from scripted import make_session, next_token
 
 rounds = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda pair: (max(pair), min(pair))), max_size=80)

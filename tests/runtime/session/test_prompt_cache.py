@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from edge_runtime.bundle.kv_types import KvType
+from edge_runtime.bundle.gguf_types import KvType
 from edge_runtime.cli.run import main
-from edge_runtime.cli.terminal.typed import History, history_file
+from edge_runtime.cli.terminal import History, history_file
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import KvRows
 from edge_runtime.server.serve import client_names

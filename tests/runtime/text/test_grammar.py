@@ -26,9 +26,8 @@ from chat_words import ChatWords
 from edge_devices.children import forked
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.text import matcher
-from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema, Regex, ToolCalls
+from edge_runtime.text.constraints import MAX_GRAMMAR_RULES, MAX_SCHEMA_LEVELS, ConstraintSource, Gbnf, JsonSchema, Regex, ToolCalls
 from edge_runtime.text.grammar import Constraint, Grammars, grammars_for
-from edge_runtime.text.grammar_limits import MAX_GRAMMAR_RULES, MAX_SCHEMA_LEVELS
 from edge_runtime.text.tool_grammar import tool_call_grammar
 from scripted import LetterVocabulary
 from tables import byte_vocabulary

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_runtime.text.streamed_calls import StreamedCall
-from edge_runtime.text.tool_calls import MAX_DEPTH, QUOTE, CallPiece, ToolCall, cut_tool_call, parse_tool_call
+from edge_runtime.text.tool_calls import MAX_DEPTH, QUOTE, CallPiece, StreamedCall, ToolCall, cut_tool_call, parse_tool_call
 
 # What the notation is made of, and what models write instead of it.
 WORDS = [

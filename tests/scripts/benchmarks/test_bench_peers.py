@@ -20,10 +20,9 @@ import peer_edge_mtp
 import peer_protocol
 from bench_peers import OURS_LLAMA, PeerProcess, Peers, Side, draft_notes, measured
 from bench_records import PEER_PLAIN, fixed, header, run
-from edge_bench.measure.prompts import Prompt
-from edge_bench.measure.records import Note, RecordFile, Run, read_records
+from edge_bench.measure.records import BASELINE, DEFAULT, LLAMA_CPP, OURS, PLAIN, Note, RecordFile, Run, Variant, read_records
+from edge_bench.measure.request import Prompt
 from edge_bench.measure.runners import EdgeRunner, Schedule
-from edge_bench.measure.variants import BASELINE, DEFAULT, LLAMA_CPP, OURS, PLAIN, Variant
 from edge_bench.report.figures import first_token_ratio
 from edge_devices.files.typed_json import to_json
 from edge_runtime.errors import BackendError

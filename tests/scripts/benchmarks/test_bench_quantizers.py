@@ -15,7 +15,7 @@ import gguf
 from click.testing import CliRunner
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.sources import reference_pair
 from edge_export.onnx.request import OnnxRequest
 from random_pairs import write_random_pair
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import replay_policies as replayed
 from edge_devices.files.user_cache import CACHE_VARIABLE
-from edge_runtime.calibration import cost_probe
+from edge_runtime.calibration import first_use
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
@@ -102,7 +102,7 @@ def test_nobody_beats_the_one_who_knows(recorded: Path) -> None:
 
 def test_the_table_has_a_row_for_every_policy(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    cost_probe.COSTS.keep("a machine", COSTS, print)
+    first_use.COSTS.keep("a machine", COSTS, print)
     result = CliRunner().invoke(replayed.main, ["replay", str(recorded), "--costs", str(tmp_path / "measured.json"), "--longest", "4"])
     assert result.exit_code == 0, result.output
     for name in ("a machine", "fixed 1", "fixed 4", "profit", "clairvoyant", "code"):

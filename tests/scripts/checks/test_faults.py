@@ -15,7 +15,7 @@ pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 
-from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.sources import reference_pair
 from edge_export.errors import ExportError
 from edge_export.pipeline import export
 from edge_export.pipeline.export import export_pair

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 import real_matrices
-from edge_export.checkpoint.shipped_pair import reference_pair
+from edge_export.checkpoint.sources import reference_pair
 from refpair.drafter import DrafterRecipe, distillation_loss, target_rows
 
 TOKENS = 96

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="needs edge-mtp[train]")
 from click.testing import CliRunner
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
-from edge_export.tuning.training import greedy_choice
+from edge_export.tuning import greedy_choice
 from refpair.drafter import draft_states, target_rows
 from widen_pair import main
 

@@ -1,29 +1,193 @@
-"""Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write.
-
-A header line names the columns, anywhere in the first lines, and may be repeated; a line of units may follow. Without a header, columns
-are recognised where one is the product of two others, or by `--columns`. Each figure is right, or refused with its column's name.
-Formats and their sources: tests/devices/meters/fixtures/tables.toml.
-"""
+"""Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write, from a file's bytes to a trace."""
 
 from __future__ import annotations
 
+import codecs
+import csv
+import io
 import math
+import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
-from edge_devices.energy.external import readings
-from edge_devices.energy.external.cells import OVERLOADS, Numbers, Timeline, Times, decimal_mark
 from edge_devices.energy.external.columns import AUTOMATIC as AUTOMATIC
 from edge_devices.energy.external.columns import COLUMNS_HELP as COLUMNS_HELP
-from edge_devices.energy.external.columns import UNITS, Choice
+from edge_devices.energy.external.columns import OVERLOADS, UNITS, Choice, Numbers, Timeline, Times, decimal_mark, is_number, stamp_seconds
 from edge_devices.energy.external.columns import parse_choice as parse_choice
-from edge_devices.energy.external.devices import OtherColumns
-from edge_devices.energy.external.layout import PREAMBLE, Row, TableLayout, is_header, layout_of
-from edge_devices.energy.external.rows import MAX_ROWS, rows_of
+from edge_devices.energy.external.layout import (
+    MAX_MISSING_SHARE,
+    PREAMBLE,
+    Row,
+    TableLayout,
+    check_one_device,
+    counted_joules,
+    is_header,
+    layout_of,
+    mean_watts,
+    plausible,
+    used_watts,
+    without_zeros,
+)
 from edge_devices.errors import MeterError
+from edge_devices.files.limited_read import lines_at_most
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope, Trace
+
+# The rows of a meter's table: its encoding, its separator, and the cells of each line.
+
+MAX_ROWS = 10_000_000
+MAX_LINE_CHARS = 1 << 16  # a log of hundreds of sensors has a header of 20,000
+SEPARATORS = ";\t|,"
+SNIFFED_LINES, SNIFFED_BYTES, SNIFFED_SHARE = 60, 1 << 16, 0.6
+
+
+def rows_of(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yields number and cells of every line that is neither empty nor a note. Raises MeterError if it cannot be read, or for a line that
+    is too long.
+    """
+    try:
+        with path.open("rb") as file:
+            text = io.TextIOWrapper(file, encoding=_encoding(file.peek(SNIFFED_BYTES)), errors="replace")
+            lines = enumerate(lines_at_most(text, MAX_LINE_CHARS, 2 * MAX_ROWS), start=1)
+            first = [(number, line) for number, line in islice(lines, SNIFFED_LINES) if line.strip("\r\n \0")]
+            separator, begun = _separator([line for _, line in first]), False
+            for number, line in chain(first, lines):
+                stripped = line.strip("\r\n \0")
+                if begun and stripped.startswith("#"):
+                    continue  # a note; before the table it may be the header
+                if cells := _cells(stripped, separator):
+                    begun = begun or (len(cells) > 1 and not stripped.startswith("#"))
+                    yield number, cells
+    except (OSError, csv.Error) as error:
+        raise MeterError(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _encoding(head: bytes) -> str:
+    """Returns the encoding of a text that begins so; without a mark and not UTF-8 it is that of Windows."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    if len(head) > 3 and head[0] and not head[1] and head[2] and not head[3]:
+        return "utf-16-le"
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return "cp1252"
+    return "utf-8-sig"
+
+
+def _separator(lines: Sequence[str]) -> str:
+    """Returns the separator of most of the last lines, as preambles have others; a blank where there is none."""
+    figures = lines[len(lines) // 2 :]
+    for separator in SEPARATORS:
+        split = [cells for line in figures if len(cells := _split(line, separator)) > 1]
+        if len(split) >= SNIFFED_SHARE * len(figures) and figures:
+            if separator == "," and any(re.fullmatch(r"\d+\s{2,}-?\d+", cell.strip()) for cells in split for cell in cells):
+                continue  # decimal commas in columns of blanks
+            return separator
+    return " "
+
+
+def _split(line: str, separator: str) -> list[str]:
+    return next(csv.reader([line.replace("\0", "")], delimiter=separator, skipinitialspace=True), [])
+
+
+def _cells(text: str, separator: str) -> list[str]:
+    """Returns the cells of a line; those of a line with # too, which may be the header."""
+    cut = text.lstrip("# ") if text.startswith("#") else text
+    if separator != " ":
+        return [cell.strip().strip('"') for cell in _split(cut, separator)]
+    cells: list[str] = []
+    for word in cut.split():
+        if cells and re.fullmatch(r"[(\[].*[)\]]", word):  # the unit of a header's name
+            cells[-1] += f" {word}"
+        else:
+            cells.append(word.strip('"'))
+    return cells
+
+
+# Whether a table is of one device: what the columns beside the time and the figure say.
+
+NAMES = re.compile(
+    r"(?:device|entity|sensor|plug|host|meter|node|outlet|socket|channel|serial|gerät|steckdose|kanal)s?(?:[ _]?(?:id|name|number|nr))?"
+    r"|hostname|mac|topic|name",
+    re.IGNORECASE,
+)
+MOST_DEVICES = 20
+ALTERNATING_SHARE = 0.4  # of the rows at which a text changes: it tells apart what the rows are of
+CHARGING = frozenset(("charging", "lädt", "laden"))
+
+
+class _Values:
+    """The values of one column: those seen, in order, and how often one follows another."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.seen, self.changes, self.rows = name, dict[str, None](), 0, 0
+        self._last = ""
+
+    def add(self, cell: str) -> None:
+        if len(self.seen) <= MOST_DEVICES:
+            self.seen[cell] = None
+        self.changes += bool(self.rows) and cell != self._last
+        self.rows += 1
+        self._last = cell
+
+
+class OtherColumns:
+    """Follows the columns of names and texts, and takes the rows of the chosen device."""
+
+    def __init__(self, layout: TableLayout, choice: Choice, head: list[Row]) -> None:
+        self._device = choice.device.lower()
+        body = [row for _, row in head[layout.first :]]
+        taken = {layout.time.index, *(column.index for column in layout.factors)}
+        self._columns = {
+            index: _Values(name)
+            for index, name in enumerate(layout.header)
+            if index not in taken and (NAMES.fullmatch(name.strip()) or _is_text([row[index] for row in body if index < len(row)]))
+        }
+        self._skipped = dict[str, None]()
+
+    def take(self, row: list[str]) -> bool:
+        """Returns whether a row counts: without a chosen device each does. Follows its texts."""
+        cells = [(index, row[index]) for index in self._columns if index < len(row) and row[index]]
+        if self._device and not any(cell.lower() == self._device for _, cell in cells):
+            self._skipped.update((cell, None) for _, cell in cells[:MOST_DEVICES] if len(self._skipped) < MOST_DEVICES)
+            return False
+        for index, cell in cells:
+            self._columns[index].add(cell)
+        return True
+
+    def check(self, *, went_back: bool) -> None:
+        """Raises MeterError for a table of several devices, or of a battery that charges. `went_back`: the times begin again somewhere."""
+        for column in self._columns.values():
+            if CHARGING & {cell.lower() for cell in column.seen}:
+                raise MeterError(f"the column {column.name!r} says {' and '.join(column.seen)}: cut the table to the time without charging")
+            if self._device or not 2 <= len(column.seen) <= min(MOST_DEVICES, column.rows / 2):
+                continue
+            if NAMES.fullmatch(column.name.strip()) or went_back or column.changes >= ALTERNATING_SHARE * column.rows:
+                names = list(column.seen)
+                raise MeterError(
+                    f"the column {column.name!r} names {len(names)} devices ({', '.join(names[:4])}{', ...' * (len(names) > 4)});"
+                    f" choose one: --columns device={names[0]}"
+                )
+
+    def check_chosen(self, rows: int) -> None:
+        """Raises MeterError where the chosen device has no row."""
+        if self._device and not rows:
+            raise MeterError(
+                f"no row is of the device {self._device!r}; the table has {', '.join(self._skipped) or 'no column of devices'}"
+            )
+
+
+def _is_text(cells: list[str]) -> bool:
+    return any(cell and not is_number(cell) and stamp_seconds(cell) is None for cell in cells)
+
+
+# Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write.
+#
+# A header line names the columns, anywhere in the first lines, and may be repeated; a line of units may follow. Without a header, columns
+# are recognised where one is the product of two others, or by `--columns`. Each figure is right, or refused with its column's name.
+# Formats and their sources: tests/devices/meters/fixtures/tables.toml.
 
 JUMPS_NAMED = 3
 NO_VALUE = frozenset(("unavailable", "unknown", "none"))  # Home Assistant's words for a sensor that did not answer
@@ -100,7 +264,7 @@ class _Body:
         if len(self.lines) < 2:
             first = f" ({self._first_missing})" if self._first_missing else ""
             raise MeterError(f"it has {len(self.lines)} rows of figures{first}; at least 2 are needed")
-        if self._missing - self._stated > readings.MAX_MISSING_SHARE * (self._missing + len(self.lines)):
+        if self._missing - self._stated > MAX_MISSING_SHARE * (self._missing + len(self.lines)):
             raise MeterError(f"{self._missing} of {self._missing + len(self.lines)} rows have no figure; {self._first_missing}")
 
     def notes(self) -> list[str]:
@@ -159,8 +323,8 @@ def _marks(body: _Body, layout: TableLayout, choice: Choice) -> tuple[str, list[
     for tried in ".,":
         used = [tried if mark == "?" else mark for mark in marks]
         columns = [column.values(mark) for column, mark in zip(body.columns, used[1:], strict=True)]
-        watts = readings.mean_watts(body.times.seconds(used[0]), _products(columns, layout.volts), counter=layout.counter)
-        if readings.plausible(watts, stated=False):
+        watts = mean_watts(body.times.seconds(used[0]), _products(columns, layout.volts), counter=layout.counter)
+        if plausible(watts, stated=False):
             fitting.append((used[0], columns))
     if len(fitting) != 1:
         names = ", ".join(repr(n.name) for n, mark in zip([body.times.numbers, *body.columns], marks, strict=True) if mark == "?")
@@ -177,19 +341,19 @@ def _products(columns: list[array[float]], volts: float) -> list[float]:
 def _samples(layout: TableLayout, numbers: array[int], times: list[float], values: list[float]) -> tuple[list[Sample], list[str]]:
     """Returns the table's readings, and notes on what they needed. Raises MeterError for what cannot be right."""
     what = layout.what
-    readings.check_one_device(what, times, values)
+    check_one_device(what, times, values)
     stated = all(column.unit for column in layout.factors)
     if layout.counter:
-        kept, joules, notes = readings.counted_joules(what, numbers, times, values)
+        kept, joules, notes = counted_joules(what, numbers, times, values)
         samples = [Sample(times[i], value) for i, value in zip(kept, joules, strict=True)]
     else:
-        values, notes = readings.used_watts(what, values)
-        times, values, more = readings.without_zeros(what, times, values)
+        values, notes = used_watts(what, values)
+        times, values, more = without_zeros(what, times, values)
         notes += more
         samples = [Sample(time_s, watts) for time_s, watts in zip(times, values, strict=True)]
     span = samples[-1].time_s - samples[0].time_s
-    watts = readings.mean_watts([s.time_s for s in samples], [s.value for s in samples], counter=layout.counter)
-    if not readings.plausible(watts if span > 0 or not layout.counter else 0.0, stated=stated):
+    watts = mean_watts([s.time_s for s in samples], [s.value for s in samples], counter=layout.counter)
+    if not plausible(watts if span > 0 or not layout.counter else 0.0, stated=stated):
         raise MeterError(
             f"{what}: {watts:.3g} W on average over {span:.4g} s is no plausible power of such a device; if a unit is not what the table"
             " says, give it: --columns unit=mA (or mW, Wh, ...), or time_unit=ms"

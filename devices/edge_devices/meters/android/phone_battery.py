@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from edge_devices.errors import MeterError
-from edge_devices.machine.android import parse_dumpsys
-from edge_devices.machine.power_supply import SUPPLIES, Supply, external_power, read_fields
+from edge_devices.machine.state import SUPPLIES, Supply, external_power, parse_dumpsys, read_fields
 from edge_devices.machine.system import System
 from edge_devices.meters.android.perfetto import record_current
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edge_devices.errors import MeterError
-from edge_devices.machine.power_supply import SUPPLIES, Supply, batteries, require_discharging, watts_of
+from edge_devices.machine.state import SUPPLIES, Supply, batteries, require_discharging, watts_of
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable
 
 from edge_devices.errors import MeterError
+from edge_devices.machine.state import NOT_FOUND, VCGENCMD, VCGENCMD_REMEDY
 from edge_devices.machine.system import System
-from edge_devices.machine.throttling import NOT_FOUND, VCGENCMD, VCGENCMD_REMEDY
 from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
 
 NAME = "raspberry-pi:pmic"

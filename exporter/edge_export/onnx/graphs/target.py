@@ -10,9 +10,17 @@ from pathlib import Path
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.onnx.graph_builder import GraphBuilder
-from edge_export.onnx.graphs.attention import CacheNames, ReadRows, cache_shape, counted_kinds, declare_attention, declare_caches
+from edge_export.onnx.graphs.attention import (
+    FLOAT_ROWS,
+    CacheNames,
+    KvFormat,
+    ReadRows,
+    cache_shape,
+    counted_kinds,
+    declare_attention,
+    declare_caches,
+)
 from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, Hidden, are_in_blocks, norms_behind, per_layer_inputs, store_block
-from edge_export.onnx.graphs.kv import FLOAT_ROWS, KvFormat
 from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
 

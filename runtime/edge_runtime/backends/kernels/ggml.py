@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels.arrays import handed
 from edge_runtime.backends.kernels.draft import KvSource
-from edge_runtime.backends.kernels.loader import load_library, stock_reason
+from edge_runtime.backends.kernels.loader import handed, load_library, stock_reason
 
 # In the order of struct Functions in src/ggml/facts.h.
 FUNCTIONS = (

@@ -1,10 +1,13 @@
-"""Gemma 4's MTP drafter in the kernels' own library, on the cells of llama.cpp's memory: a draft is one call."""
+"""Gemma 4's MTP drafter in the kernels' own library, on the cells of llama.cpp's memory, with its weights mapped from its files."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +16,142 @@ from edge_runtime.backends.kernels.draft import DraftLayer, DraftWeights, GgufMa
 from edge_runtime.backends.kernels.ggml import CellWatch, is_switched_on
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.drafter import check_length
-from edge_runtime.backends.llama.head_file import HeadWeights, read_head
-from edge_runtime.backends.llama.loader import LlamaLibrary, llama_library
-from edge_runtime.backends.llama.mapped_gguf import MappedGguf, MappedTensor
+from edge_runtime.backends.llama.loader import LlamaLibrary, declare, llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
-from edge_runtime.bundle.gguf_gemma4 import DRAFTER, check_model, rows_read
+from edge_runtime.bundle.gguf_gemma4 import DRAFTER, check_gguf, check_model, rows_read
 from edge_runtime.bundle.gguf_header import GgufHeader
-from edge_runtime.errors import RequestError
+from edge_runtime.bundle.gguf_types import TENSOR_TYPES
+from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftRequest, DraftSampler, ShouldContinue
+
+# Tensors of a memory-mapped GGUF file: no copy is made, and pages that are not read take no memory.
+
+# Types that a matrix may have: those whose rows ggml expands and multiplies on every processor.
+_FLOATS, _SIMPLE = ("f32", "f16", "bf16"), ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "iq4_xs")
+MATRIX_TYPES = (*_FLOATS, *_SIMPLE, "q2_K", "q3_K", "q4_K", "q5_K", "q6_K")
+
+
+class _TypeTraits(ctypes.Structure):
+    """The beginning of ggml_type_traits in ggml/include/ggml.h."""
+
+    _fields_ = (
+        ("type_name", ctypes.c_char_p),
+        ("block_size", ctypes.c_int64),
+        ("block_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.c_void_p),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {"ggml_get_type_traits": (ctypes.POINTER(_TypeTraits), [ctypes.c_int])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MappedTensor:
+    """One tensor: its ggml type number, shape as ggml orders it (a row's length first), and its bytes in the map."""
+
+    kind: int
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+
+    def row_reader(self, library: LlamaLibrary) -> int | None:
+        """Returns the address of ggml's function that expands a row (ggml_to_float_t); None for float32."""
+        address: int | None = declare(library.ggml, _SIGNATURES).ggml_get_type_traits(self.kind).contents.to_float
+        return address
+
+
+class MappedGguf:
+    """A mapped file with its header. It stays mapped as long as one of its tensors lives."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BackendError if the file cannot be read, is no GGUF, or is shorter than its header requires."""
+        self.path, self.header = path, check_gguf(path)
+        self._places = {info.name: info for info in self.header.tensors}
+        try:
+            self._mapped = np.memmap(path, np.uint8, "r")
+        except (OSError, ValueError) as error:  # also where address space lacks; an empty file is no OSError
+            why = getattr(error, "strerror", None) or error
+            raise BackendError(f"{path} cannot be mapped ({why}); check the file, or free some memory") from error
+        if len(self._mapped) < max((info.offset + info.bytes for info in self.header.tensors), default=0):
+            raise BackendError(f"{path} was cut while it was opened; check the file")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns a tensor's shape without trailing dimensions of 1; empty if there is none of that name."""
+        return _stripped(self._places[name].shape) if name in self._places else ()
+
+    def tensor(self, name: str, shape: tuple[int, ...], types: Sequence[str] | None = MATRIX_TYPES) -> MappedTensor:
+        """Returns a tensor of this shape and of one of these types, None for any. Raises BackendError otherwise."""
+        info = self._places.get(name)
+        if info is None:
+            raise BackendError(f"{self.path.name} has no tensor {name}; export the pair again")
+        if self.shape(name) != _stripped(shape):
+            raise BackendError(f"{self.path.name}: {name} has the shape {list(self.shape(name))}, not {list(shape)}; export the pair again")
+        if types is not None and (kind := TENSOR_TYPES[info.type].name) not in types:
+            raise BackendError(f"{self.path.name}: {name} is {kind}, not {' or '.join(types)}; export the pair again")
+        return MappedTensor(kind=info.type, shape=self.shape(name), data=self._mapped[info.offset : info.offset + info.bytes])
+
+
+def _stripped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+# The file of a drafter's sparse head, which scores only the tokens of the best centroids (transformers, Gemma4AssistantMaskedEmbedder).
+#
+# With Gemma 4 E2B's 2048 centroids and top 32 these are 4096 of 262144 rows.
+
+FORMAT_KEY, TOP_KEY = "drafter_head.format", "drafter_head.top_centroids"
+# Format 2 had matrices beside these tensors, for a drafter in parts.
+FORMATS = (2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadWeights:
+    """The contents of a head file. C centroids of K tokens each, drafter width H.
+
+    `rows` [C, K, H]: output rows as the drafter's file has them; `token_ordering` int32 [C, K]: whose rows they are; `centroids` [C, H]
+    float16; `top_centroids`: how many centroids are searched.
+    """
+
+    rows: MappedTensor
+    token_ordering: NDArray[np.int32]
+    centroids: MappedTensor
+    top_centroids: int
+
+
+def read_head(path: Path, *, hidden_size: int, vocabulary: int) -> HeadWeights:
+    """Maps the head of a drafter `hidden_size` wide.
+
+    Raises BackendError if the file is damaged, of another format or for another pair, or if its order does not name every token once.
+    """
+    file = MappedGguf(path)
+    if file.header.keys.get(FORMAT_KEY) not in FORMATS:
+        raise BackendError(f"{path} is no head file of this version ({FORMAT_KEY} {FORMATS[-1]}); export the bundle again")
+    clusters = file.shape("token_ordering")
+    if len(clusters) != 2 or clusters[0] * clusters[1] != vocabulary:
+        raise BackendError(f"{path}: token_ordering has the shape {list(clusters)}, not {vocabulary} tokens; export the bundle again")
+    per_centroid, centroids = clusters
+    top = file.header.keys.get(TOP_KEY, 0)
+    if not isinstance(top, int) or not 1 <= top <= centroids:
+        raise BackendError(f"{path}: top_centroids is {top}, not a number from 1 to {centroids}; export the bundle again")
+    order = file.tensor("token_ordering", clusters, ("i32",)).data.view(np.int32).reshape(centroids, per_centroid)
+    _check_ordering(path, order, vocabulary)
+    return HeadWeights(
+        rows=file.tensor("rows", (hidden_size, per_centroid, centroids)),
+        token_ordering=order,
+        centroids=file.tensor("centroids", (hidden_size, centroids), ("f16",)),
+        top_centroids=top,
+    )
+
+
+def _check_ordering(path: Path, ordering: NDArray[np.int32], vocabulary: int) -> None:
+    if ordering.min() < 0 or ordering.max() >= vocabulary or np.bincount(ordering.ravel(), minlength=vocabulary).max() > 1:
+        raise BackendError(f"{path}: token_ordering does not name each of {vocabulary} tokens once; export the bundle again")
+
+
+# Gemma 4's MTP drafter in the kernels' own library, on the cells of llama.cpp's memory: a draft is one call.
 
 EMBEDDING = "token_embd.weight"
 _BEFORE, _AFTER, _NORM, _TURNS = "nextn.pre_projection.weight", "nextn.post_projection.weight", "output_norm.weight", "rope_freqs.weight"

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels.arrays import handed
+from edge_runtime.backends.kernels.loader import handed
 from edge_runtime.backends.llama.context import floats
 from edge_runtime.backends.llama.loader import LlamaLibrary, declare, media_library
-from edge_runtime.bundle.gguf_media import check_encoder
+from edge_runtime.bundle.gguf_gemma4 import check_encoder
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.media.image import Image
-from edge_runtime.media.sound import Sound
+from edge_runtime.media.encoder_inputs import Image, Sound
 
 # enum llama_flash_attn_type. libmtmd's "auto" would choose by a warm-up image.
 _FLASH_ON = 1

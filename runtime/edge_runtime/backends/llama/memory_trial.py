@@ -12,15 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from edge_devices.children.commands import Limits, limited_command, print_answer
-from edge_devices.children.limited import limit_process
+from edge_devices.children.limited import Limits, limit_process, limited_command, print_answer
 from edge_devices.children.running import run_child
 from edge_devices.machine.memory import byte_text, mapped_bytes, share_one_arena
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.pair import open_with_drafter
 from edge_runtime.bundle.bundle import Bundle, open_bundle
-from edge_runtime.drafting.drafter_kinds import DrafterKind
+from edge_runtime.drafting.policies import DrafterKind
 from edge_runtime.errors import BackendError
 
 TIMEOUT_SECONDS = 300.0

@@ -12,15 +12,22 @@ from edge_runtime.backends.interface import CPU, Accelerator, OpenedPair, OpenRe
 from edge_runtime.backends.kernels.loader import build_hash
 from edge_runtime.backends.llama.context import MAX_SEQUENCES, LlamaOptions
 from edge_runtime.backends.llama.crash_probe import cached_probes, probe_load_options, try_device, workaround
-from edge_runtime.backends.llama.devices import LlamaDevice, device_named, devices, layers_that_fit
-from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
+from edge_runtime.backends.llama.loader import (
+    LlamaDevice,
+    device_named,
+    devices,
+    layers_that_fit,
+    library_version,
+    llama_library,
+    system_info,
+)
 from edge_runtime.backends.llama.memory_trial import try_in_child
 from edge_runtime.backends.llama.pair import LlamaSequenceBatch, drafter_opened, open_with_drafter
-from edge_runtime.bundle.kv_types import DEFAULT_KV_TYPE, check_kv_type
+from edge_runtime.bundle.gguf_types import DEFAULT_KV_TYPE, check_kv_type
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
-from edge_runtime.drafting.drafter_kinds import is_model
+from edge_runtime.drafting.policies import is_model
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.media.image import check_budget
+from edge_runtime.media.encoder_inputs import check_budget
 from edge_runtime.planning.memory import BATCH, EncoderMemory, MemoryRequest, MemoryRoom, check_memory_without_copies, memory_plan
 
 

@@ -12,9 +12,9 @@ from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter, kerne
 from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle
-from edge_runtime.calibration.thread_probe import ThreadCounts
-from edge_runtime.drafting.drafter_kinds import DrafterKind
-from edge_runtime.drafting.text_memory import LookupDrafter
+from edge_runtime.calibration.first_use import ThreadCounts
+from edge_runtime.drafting.policies import DrafterKind
+from edge_runtime.drafting.sources import LookupDrafter
 from edge_runtime.errors import BackendError, BundleError
 from edge_runtime.interfaces import Drafter, DraftRequest, DraftSampler, Logits, ShouldContinue
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.onnx.loader import Graph, SessionOptions, value_over
+from edge_runtime.backends.onnx.devices import Graph, SessionOptions, value_over
 from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.errors import BundleError, RequestError
-from edge_runtime.media.image import PATCH, POOLING, Image
-from edge_runtime.media.sound import MELS, Sound
+from edge_runtime.media.encoder_inputs import MELS, PATCH, POOLING, Image, Sound
 
 # The rows of a block of the audio tower's attention, the distance that it sees, and the score of what it does not.
 _BLOCK, _REACH, _MASKED = 12, 12, -1e9

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_devices.machine.cpu_affinity import keep_to_fastest, processor_groups
+from edge_devices.machine.facts import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
 from edge_runtime.backends.interface import Accelerator, OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
 from edge_runtime.backends.kernels.loader import build_hash, stock_reason, variant
@@ -17,6 +17,7 @@ from edge_runtime.backends.onnx.devices import (
     PLUG_INS,
     PROCESSOR,
     OrtDevice,
+    SessionOptions,
     check_version,
     device_named,
     devices,
@@ -26,7 +27,6 @@ from edge_runtime.backends.onnx.devices import (
 from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, GraphDrafter, open_drafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import DTYPES, MAX_ROWS, SLIDING, check_buffers
-from edge_runtime.backends.onnx.loader import SessionOptions
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget
 from edge_runtime.backends.onnx.target import (
@@ -41,8 +41,8 @@ from edge_runtime.backends.onnx.target import (
 )
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
-from edge_runtime.drafting.drafter_kinds import DrafterKind, is_model
-from edge_runtime.drafting.text_memory import LookupDrafter
+from edge_runtime.drafting.policies import DrafterKind, is_model
+from edge_runtime.drafting.sources import LookupDrafter
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Drafter
 from edge_runtime.planning.memory import EncoderMemory, rotation_bytes

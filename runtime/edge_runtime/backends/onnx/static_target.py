@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from edge_devices.errors import first_line
 from edge_runtime.backends.committed_tokens import Tokens
-from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, rotary_tables
-from edge_runtime.backends.onnx.loader import Call, Graph, SessionOptions, value_over
-from edge_runtime.backends.onnx.static_cache import StaticRows
+from edge_runtime.backends.onnx.devices import Call, Graph, SessionOptions, value_over
+from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, StaticRows, rotary_tables
 from edge_runtime.backends.onnx.target import GraphTarget, OrtOptions, PairFiles, check_inputs
 from edge_runtime.errors import BundleError
 

@@ -13,7 +13,7 @@ from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import ApiError
-from edge_runtime.session.stats import DecodeStats
+from edge_runtime.session.monitor import DecodeStats
 
 
 class WorkerOnDemand:

@@ -1,19 +1,29 @@
-"""A request on its way through the worker, and the stream events that it delivers."""
+"""A request on its way through the worker: what it asks for, the stream events that it delivers, and its rounds on a session."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from edge_devices.children.running import ChildBudget
-from edge_devices.energy.live import RunEnergy
+from edge_devices.energy.live import RunEnergy, Share, SharedWatch
+from edge_runtime.decoding.acceptance import TokenLogprob
+from edge_runtime.decoding.loop import Round
+from edge_runtime.decoding.sampling import MODEL_SAMPLING, default_sampling, over_defaults
 from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.server.requests.completions import CompletionRequest
-from edge_runtime.session.stats import DecodeStats
-from edge_runtime.text.channels import Event
+from edge_runtime.server.requests.messages import Conversation
+from edge_runtime.session.generation import Generation
+from edge_runtime.session.monitor import DecodeStats
+from edge_runtime.session.session import Session
+from edge_runtime.text.channels import ChannelParser, Event, Place, Text, merged
+from edge_runtime.text.chat_template import ChatTemplate
 from edge_runtime.text.grammar import Constraint
+from edge_runtime.text.tool_calls import QUOTE, ToolCall
 
 FinishReason = Literal["stop", "length"]
 
@@ -162,3 +172,191 @@ class Job:
         self.children.cancel()
         self.place.leave("reader")
         self.unread.wake()
+
+
+# A request that runs on a session: turns decoding rounds into stream events.
+
+
+class ActiveRequest:
+    """One request on the session with the number `slot`, which it has since that time in seconds, or had before it was suspended.
+
+    While it is `stalled`, it has no rounds, because its reader has too much to take.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        slot: int,
+        session: Session,
+        template: ChatTemplate,
+        watch: SharedWatch | None = None,
+        *,
+        reuse_prefix: bool = True,
+        client: str = "",
+        max_tokens: int | None = None,
+    ) -> None:
+        """Prepares the generation; computes nothing yet. `watch` measures its energy.
+
+        With `reuse_prefix`, rows that other requests left in the cache are used. `client` names whose cached prompts it may use. An answer
+        has at most `max_tokens`, None: as the context allows.
+        Raises RequestError as `Session.generate` does.
+        """
+        self.job = job
+        self.slot, self.since = slot, time.monotonic()
+        self.stalled = False
+        request = job.request
+        longest = session.target.context if max_tokens is None else max_tokens
+        self.generation: Generation = session.generate(
+            job.prompt,
+            max_tokens=min(request.max_tokens or longest, longest),
+            min_tokens=request.min_tokens,
+            sampling=over_defaults(
+                request.sampling, request.sampling_fields, default_sampling(session.bundle.manifest.generation, MODEL_SAMPLING)
+            ),
+            reuse_prefix=reuse_prefix,
+            constraint=request.constraint,
+            logprobs=request.logprobs,
+            compiled=job.constraint,
+            draft_length=request.draft_length,
+            prediction=job.prediction,
+            client=client,
+        )
+        is_chat = isinstance(request.prompt, Conversation)
+        self._parser = ChannelParser(
+            session.vocabulary,
+            (*request.stop, *(template.stop if is_chat else ())),
+            prompt=job.ids,
+            channels=is_chat,
+            calls=request.max_calls != 0,
+            pieces=request.call_pieces,
+        )
+        self._chunk_size = session.settings.chunk_size
+        self._pending: list[Event] = []
+        self._tokens = self._delivered = self._thoughts = self._calls = 0
+        self._spans: list[tuple[int, int]] = []
+        self._characters = 0
+        self._logprobs = _AnswerLogprobs(session)
+        self._watch = watch
+        self._energy: RunEnergy | None = None
+        self._share: Share | None = watch.begin() if watch else None
+
+    def begin(self) -> None:
+        """Delivers the event that the request was accepted."""
+        self.job.deliver(Started(prompt_tokens=len(self.job.ids)))
+
+    @property
+    def client(self) -> int:
+        """The place of the key that sent it."""
+        return self.job.client
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string or the last call that it may have ended the answer."""
+        return self._parser.stopped_by is not None or 0 < self._calls == self.job.request.max_calls
+
+    def take(self, newest: Round) -> None:
+        """Parses a round's tokens; delivers output once `chunk_size` tokens are pending."""
+        first = len(self.generation.tokens) - len(newest.tokens)
+        for i, token in enumerate(newest.tokens):
+            if not self.stopped:
+                self._tokens += 1
+                self._add(self._parser.feed(token), drafted=i < newest.accepted)
+                self._thoughts += self._parser.place in ("name", "thought")
+                if self.generation.logprobs:
+                    self._logprobs.add(self.generation.logprobs[first + i], self._parser.place)
+        if self._tokens - self._delivered >= self._chunk_size:
+            self._flush()
+
+    def end_energy(self) -> None:
+        """Ends the energy measurement. Must be called once per request, however it ended."""
+        if self._watch and self._share:
+            self._energy = self._watch.end(self._share, self._tokens)
+            self._share = None
+
+    def end(self) -> None:
+        """Delivers the remaining output and the reason for the end."""
+        stopped = self.stopped or self.generation.finish_reason == "stop"
+        self._add(self._parser.finish(ended=stopped), drafted=False)
+        self._logprobs.end_call()
+        self._flush()
+        reason: FinishReason = "stop" if stopped else "length"
+        by = self._parser.stopped_by
+        self.job.deliver(
+            Finished(
+                reason=reason,
+                stats=self._stats(),
+                energy=self._energy,
+                thought_tokens=self._thoughts,
+                stop_string=by if by in self.job.request.stop else None,
+            )
+        )
+
+    def _add(self, events: list[Event], *, drafted: bool) -> None:
+        """Adds what a token ended; a character or stop string that several tokens make up counts for the last of them."""
+        for event in events:
+            self._pending.append(event)
+            if isinstance(event, ToolCall):
+                self._calls += 1
+                self._logprobs.drop_call()
+            if isinstance(event, Text):
+                begin, self._characters = self._characters, self._characters + len(event.text)
+                if drafted and self._spans and self._spans[-1][1] == begin:
+                    begin = self._spans.pop()[0]
+                if drafted:
+                    self._spans.append((begin, self._characters))
+
+    def _flush(self) -> None:
+        if self._pending:
+            logprobs = self._logprobs.take(sum(len(event.text.encode()) for event in self._pending if isinstance(event, Text)))
+            spans = tuple(self._spans)
+            self.job.deliver(Output(events=merged(self._pending), stats=self._stats(), logprobs=logprobs, draft_spans=spans))
+            self._pending.clear()
+            self._spans.clear()
+            self._characters = 0
+            self._delivered = self._tokens
+
+    def _stats(self) -> DecodeStats:
+        return replace(self.generation.stats, tokens=self._tokens)
+
+
+class _AnswerLogprobs:
+    """Holds the log probabilities of the answer's tokens until their text is delivered; those of held-back stop strings never are.
+
+    Those of a call are kept apart until it is known whether it is one, or text.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._vocabulary = session.vocabulary
+        self._control = frozenset(session.vocabulary.control_tokens.values())
+        self._quote = session.vocabulary.control_tokens.get(QUOTE)
+        self._held: deque[OutputLogprob] = deque()
+        self._call: list[OutputLogprob] = []
+        self._missing = 0
+
+    def add(self, entry: TokenLogprob, place: Place) -> None:
+        """Adds the newest token, unless it is a thought, a control token, or has no text."""
+        if place != "call":
+            self.end_call()
+        quotes = place == "call" and entry.token == self._quote
+        piece = self._vocabulary.piece(entry.token, special=quotes)
+        if place in ("answer", "call") and piece and (quotes or entry.token not in self._control):
+            top = tuple((self._vocabulary.piece(token, special=True), logprob) for token, logprob in entry.top)
+            (self._call if place == "call" else self._held).append(OutputLogprob(piece=piece, logprob=entry.logprob, top=top))
+
+    def drop_call(self) -> None:
+        """Drops those of a call, which has none."""
+        self._call.clear()
+
+    def end_call(self) -> None:
+        """Adds those of what is no call, but text."""
+        self._held += self._call
+        self._call.clear()
+
+    def take(self, size: int) -> tuple[OutputLogprob, ...]:
+        """Returns the entries of the tokens that begin in the next `size` bytes of the answer."""
+        entries = []
+        self._missing += size
+        while self._missing > 0 and self._held:
+            entries.append(self._held.popleft())
+            self._missing -= len(entries[-1].piece)
+        return tuple(entries)

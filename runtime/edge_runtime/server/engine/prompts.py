@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from edge_devices.children.running import ChildBudget
-from edge_runtime.drafting.text_memory import predicted_tokens
+from edge_runtime.drafting.sources import predicted_tokens
 from edge_runtime.errors import RequestError
 from edge_runtime.media.soft_rows import MEDIA, Media, MediaPrompt, without_media
 from edge_runtime.server.errors import CONTEXT_EXCEEDED, ApiError, invalid

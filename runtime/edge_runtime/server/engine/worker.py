@@ -17,17 +17,15 @@ from typing import TypeVar
 from edge_devices.children.running import ChildBudget
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError, RequestError
-from edge_runtime.server.engine.active_request import ActiveRequest
-from edge_runtime.server.engine.fair_share import FairPool, Places
-from edge_runtime.server.engine.jobs import Failed, Job, QueuePlace, StreamEvent, Unread
+from edge_runtime.server.engine.jobs import ActiveRequest, Failed, Job, QueuePlace, StreamEvent, Unread
 from edge_runtime.server.engine.prompts import Prompts, is_short, media_of
-from edge_runtime.server.engine.schedule import LONGEST_TURN, Slot, Turns, choose_slot, has_room
+from edge_runtime.server.engine.schedule import LONGEST_TURN, FairPool, Places, Slot, Turns, choose_slot, has_room
 from edge_runtime.server.errors import ApiError, to_api_error
 from edge_runtime.server.requests.completions import CompletionRequest, Prompt
 from edge_runtime.server.requests.messages import Conversation, SentMedia
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.generation import Generation
-from edge_runtime.session.stats import DecodeStats
+from edge_runtime.session.monitor import DecodeStats
 from edge_runtime.text.channels import after_thoughts
 from edge_runtime.text.chat_template import ChatTemplate
 

@@ -1,18 +1,44 @@
-"""ASGI middleware that refuses other websites, other Host names, websockets and requests without the API key.
-
-Starlette's TrustedHostMiddleware and CORSMiddleware do not answer in the API's error format, so they are not used.
-"""
+"""ASGI middleware around the routes: refuses other websites, Host names and requests without the API key, and logs each request."""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import hmac
 import json
 import re
+import secrets
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from edge_runtime.server.errors import ApiError, ErrorForm, form_for
-from edge_runtime.server.http.paths import canonical
+
+# The paths that clients write for the paths of this server.
+
+# Clients that are configured for llama-server, by host and port alone, leave the prefix out. Not /completions: there that is another API.
+_BARE = re.compile(r"/(chat/completions|responses)(/input_tokens)?|/messages(/count_tokens)?|/models(/.*)?|/embeddings", re.DOTALL)
+_PREFIX = "/v1"
+_HEALTH = "/health"
+
+
+def canonical(path: str) -> str:
+    """Returns the path that a request means: without a slash at its end, and with the prefix of OpenAI's API."""
+    path = re.sub("/{2,}", "/", path).rstrip("/") or "/"
+    if _BARE.fullmatch(path):
+        return _PREFIX + path
+    return _HEALTH if path == _PREFIX + _HEALTH else path
+
+
+def nearest(path: str, known: Collection[str]) -> str:
+    """Returns what to do about a path that does not exist: the nearest one there is, or where to look."""
+    near = difflib.get_close_matches(path[:200], known, n=1)
+    return f"did you mean {near[0]}?" if near else "see GET /v1/models"
+
+
+# ASGI middleware that refuses other websites, other Host names, websockets and requests without the API key.
+#
+# Starlette's TrustedHostMiddleware and CORSMiddleware do not answer in the API's error format, so they are not used.
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -154,3 +180,45 @@ def _adding(send: Send, headers: Mapping[str, str]) -> Send:
 
 def _pairs(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+# ASGI middleware around all others: a line for the operator about each request, and an id of it for its client.
+
+# Where the scope of a request has the list of what the line says of it beside method, path, status and time.
+REMARKS = "edge_mtp.remarks"
+_ID = b"x-request-id"
+_SENT_ID = re.compile(rb"[!-~]{1,128}")
+_SHOWN = 100  # characters of a path
+_NO_ANSWER = 499
+
+
+class AccessLog:
+    """Passes requests on to `app`; `write` gets a line when one has ended. The line has no text of a prompt or of an answer."""
+
+    def __init__(self, app: App, write: Callable[[str], None]) -> None:
+        self._app = app
+        self._write = write
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Adds the header x-request-id to the response: the client's own, if it sent one."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin, status, remarks = time.perf_counter(), _NO_ANSWER, []  # type: float, int, list[str]
+        sent = next((value for name, value in scope["headers"] if name.lower() == _ID and _SENT_ID.fullmatch(value)), None)
+        identity = sent or f"req_{secrets.token_hex(16)}".encode()
+
+        async def identified(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (_ID, identity)]}
+            await send(message)
+
+        try:
+            await self._app({**scope, REMARKS: remarks}, receive, identified)
+        finally:
+            path = repr(scope["path"][:_SHOWN])[1:-1]  # without control characters, which a terminal would obey
+            line = f"{scope['method']} {path} {status} in {time.perf_counter() - begin:.2f} s"
+            with contextlib.suppress(OSError, ValueError):  # the terminal is gone, which ends no request
+                self._write(": ".join([line, ", ".join(remarks)] if remarks else [line]))

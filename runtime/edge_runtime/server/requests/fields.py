@@ -1,4 +1,4 @@
-"""Typed access to the fields of a JSON object; errors name the field."""
+"""Fields of a request's JSON: typed access, those of other servers, and those that say how tokens are drawn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from edge_runtime.config.schema import MAX_CONTEXT
+from edge_runtime.decoding.sampling import BUNDLE_NAMES, PENALTY_WINDOW, SamplingParams
 from edge_runtime.server.errors import ApiError, invalid
+from edge_runtime.text.channels import StopStrings
+
+# Typed access to the fields of a JSON object; errors name the field.
 
 _NAMES = {bool: "true or false", int: "an integer", str: "a string", list: "a list", dict: "an object"}
 
@@ -135,3 +140,172 @@ def _among(value: object, values: Sequence[object]) -> bool:
 def _shown(value: object) -> str:
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a number of more than 40 digits"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# Fields that other servers of these APIs have and this one has not: those that change no answer are ignored, the others refused by name.
+#
+# Sources: llama-server's README, vLLM's ChatCompletionRequest and CompletionRequest, Ollama's api.Options, OpenRouter's request body.
+
+# How a request is scheduled, cached, drafted or reported: whatever its value, the answer is the same.
+_HARMLESS = (
+    *("cache_prompt", "cache_salt", "id_slot", "keep_alive", "n_cache_reuse", "n_discard", "n_keep", "post_sampling_probs"),
+    *("return_progress", "return_tokens", "sse_ping_interval", "timings_per_token", "verbose"),
+    *("speculative.n_max", "speculative.n_min", "speculative.p_min", "speculative.type"),
+    *("ec_transfer_params", "kv_transfer_params", "priority", "request_id", "return_token_ids", "session_id", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "stream_interval", "truncation_side"),
+    *("client_metadata", "provider", "route", "transforms", "usage"),
+    *("shift", "truncate"),
+    # Settings of samplers that are off, unless the field that switches them on is there too.
+    *("adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent"),
+    *("mirostat_eta", "mirostat_tau", "xtc_threshold"),
+)
+# Fields that would change the answer, with the values that do not.
+_OFF: dict[str, Sequence[Any] | None] = {
+    "adaptive_target": (-1,),
+    "add_special_tokens": (False,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "documents": ([],),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "lora": ([],),
+    "min_keep": (0, 1),
+    "mirostat": (0,),
+    "mm_processor_kwargs": ({},),
+    "n_cmpl": (1,),
+    "n_indent": (0,),
+    "n_probs": (0,),
+    "parse_tool_calls": (True,),
+    "penalize_newline": (True,),
+    "penalize_nl": (True,),
+    "prompt_logprobs": (False,),
+    "reasoning_format": ("auto", "deepseek"),
+    "response_fields": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "samplers": ([], ""),
+    "stop_token_ids": ([],),
+    "t_max_predict_ms": (0, -1),
+    "tfs_z": (1,),
+    "thinking_budget_tokens": (-1,),
+    "thinking_token_budget": (-1,),
+    "top_a": (0,),
+    "top_n_sigma": (-1, 0),
+    "truncate_prompt_tokens": (-1,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "watermarking": (False,),
+    "xtc_probability": (0,),
+}
+# By name, the values that are ignored; None is any.
+FOREIGN: dict[str, Sequence[Any] | None] = {**dict.fromkeys(_HARMLESS), **_OFF}
+# What Ollama's options say about loading and computing a model, which this server's own options do.
+OLLAMA_LOADING: dict[str, Sequence[Any] | None] = dict.fromkeys(
+    (
+        *("embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_gqa", "num_keep"),
+        *("num_thread", "numa", "rope_frequency_base", "rope_frequency_scale", "use_mlock", "use_mmap", "vocab_only"),
+    )
+)
+
+
+# How a request's tokens are drawn, and where its answer ends, by the names of OpenAI, llama-server and vLLM.
+#
+# Values that mean "none" to clients mean it here, as in llama-server, vLLM and Ollama: a limit of -1 or -2 tokens, seed -1, top_k -1 and
+# 0, empty stop strings, a penalty of 0 or over the last 0 tokens. top_p 0 leaves the likeliest token alone, as in llama-server and Ollama.
+
+MAX_STOPS = 16
+MAX_BIASES = 1024
+SEEDS = 1 << 64
+NO_END = 1 << 31
+# No seed: -1, and what it is as llama-server's unsigned number, which its /props states.
+_NO_SEED = (-1, (1 << 32) - 1)
+_NO_LIMIT = (-1, -2)
+SAMPLING_FIELDS = frozenset(
+    {
+        "frequency_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "repeat_last_n",
+        "repeat_penalty",
+        "repetition_penalty",
+        "seed",
+        "stop",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+
+
+def read_sampling(fields: Fields) -> tuple[SamplingParams, frozenset[str]]:
+    """Returns the sampling, and which of its values that a bundle may have the request names. Raises ApiError."""
+    penalty = "repetition_penalty" if "repetition_penalty" in fields else "repeat_penalty"
+    repetition = fields.number(penalty, 0, 10, 1) or 1.0
+    frequency, presence = fields.number("frequency_penalty", -2, 2, 0), fields.number("presence_penalty", -2, 2, 0)
+    window = fields.integer("repeat_last_n", -1, MAX_CONTEXT, PENALTY_WINDOW)
+    if window == 0:
+        repetition, frequency, presence = 1.0, 0.0, 0.0
+    seed = fields.integer("seed", -(1 << 63), SEEDS - 1)
+    sampling = SamplingParams(
+        temperature=fields.number("temperature", 0, 2, 1),
+        top_k=fields.integer("top_k", -NO_END, NO_END, 0) or 0,
+        top_p=fields.number("top_p", 0, 1, 1),
+        min_p=fields.number("min_p", 0, 1, 0),
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        penalty_window=window if window is not None and window > 0 else MAX_CONTEXT,
+        logit_bias=_biases(fields),
+        seed=None if seed is None or seed in _NO_SEED else seed % SEEDS,
+    )
+    named = {name for name in BUNDLE_NAMES if name in fields}
+    if penalty in fields or window == 0:
+        named.add("repetition_penalty")
+    return sampling, frozenset(named)
+
+
+def read_limit(fields: Fields, *names: str, default: int | None = None) -> int | None:
+    """Returns the most tokens of an answer, from the first of these fields that is there; None is no limit. Raises ApiError."""
+    name = next((name for name in names if name in fields), names[0])
+    limit = fields.integer(name, min(_NO_LIMIT), NO_END, default)
+    if limit == 0:
+        raise fields.wrong(name, "is 0; it must be 1 or more, or -1 for no limit")
+    return None if limit in _NO_LIMIT else limit
+
+
+def read_minimum(fields: Fields, limit: int | None) -> int:
+    """Returns before how many tokens no end token may come; with `ignore_eos` none ever does. Raises ApiError."""
+    minimum = fields.integer("min_tokens", 0, NO_END, 0) or 0
+    if limit is not None and minimum > limit:
+        raise fields.wrong("min_tokens", f"is {minimum}, more than the limit of {limit} tokens; lower it, or raise the limit")
+    return NO_END if fields.flag("ignore_eos") else minimum
+
+
+def read_stops(fields: Fields) -> tuple[str, ...]:
+    """Returns the stop strings. Raises ApiError, or RequestError for overlong ones."""
+    stop = fields.get("stop")
+    stops = (stop,) if isinstance(stop, str) else tuple(fields.items("stop", MAX_STOPS))
+    if not all(isinstance(text, str) for text in stops):
+        raise fields.wrong("stop", "must be a string or a list of strings")
+    stops = tuple(filter(None, stops))
+    StopStrings(stops)
+    return stops
+
+
+def _biases(fields: Fields) -> dict[int, float]:
+    if fields.get("logit_bias") == []:  # llama-server's default
+        return {}
+    biases = fields.inner("logit_bias")
+    names = list(fields.object("logit_bias") or {})
+    if len(names) > MAX_BIASES:
+        raise fields.wrong("logit_bias", f"has {len(names)} tokens; at most {MAX_BIASES} are allowed")
+    for name in names:
+        if not (name.isascii() and name.isdecimal() and len(name) < 10):
+            raise fields.wrong("logit_bias", f"names {name[:20]!r}; its keys must be token ids")
+    return {int(name): biases.number(name, -100, 100, 0) for name in names}

@@ -6,12 +6,9 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from edge_runtime.server.requests.completions import ApiRequest, read_chat
-from edge_runtime.server.requests.fields import Fields
-from edge_runtime.server.requests.foreign import FOREIGN
+from edge_runtime.server.requests.completions import MAX_TOOLS, ApiRequest, left_out, read_chat
+from edge_runtime.server.requests.fields import FOREIGN, SAMPLING_FIELDS, Fields
 from edge_runtime.server.requests.messages import MAX_MESSAGES, MAX_PARTS
-from edge_runtime.server.requests.sampling import SAMPLING_FIELDS
-from edge_runtime.server.requests.tools import MAX_TOOLS, left_out
 
 _MAPPED = {
     "max_tokens",

@@ -8,10 +8,8 @@ from typing import Any
 
 from edge_runtime.server.errors import invalid
 from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion
-from edge_runtime.server.requests.fields import Fields
-from edge_runtime.server.requests.foreign import FOREIGN, OLLAMA_LOADING
+from edge_runtime.server.requests.fields import FOREIGN, NO_END, OLLAMA_LOADING, SAMPLING_FIELDS, Fields
 from edge_runtime.server.requests.messages import MAX_CALLS, MAX_MEDIA, MAX_MESSAGES
-from edge_runtime.server.requests.sampling import NO_END, SAMPLING_FIELDS
 
 _COMMON = {"format", "logprobs", "model", "options", "stream", "think", "top_logprobs"}
 _OPTIONS = SAMPLING_FIELDS - {"ignore_eos", "logit_bias", "min_tokens", "repetition_penalty"}

@@ -8,12 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from edge_runtime.server.errors import invalid
-from edge_runtime.server.requests.completions import IGNORED_FIELDS, ApiRequest, read_chat
-from edge_runtime.server.requests.fields import Fields
-from edge_runtime.server.requests.foreign import FOREIGN
+from edge_runtime.server.requests.completions import IGNORED_FIELDS, MAX_TOOLS, ApiRequest, left_out, read_chat
+from edge_runtime.server.requests.fields import FOREIGN, SAMPLING_FIELDS, Fields, read_limit
 from edge_runtime.server.requests.messages import MAX_MESSAGES, MAX_PARTS
-from edge_runtime.server.requests.sampling import SAMPLING_FIELDS, read_limit
-from edge_runtime.server.requests.tools import MAX_TOOLS, left_out
 
 _MAPPED = {
     "background",

@@ -18,9 +18,10 @@ from edge_runtime.server.responses.response_format import (
     Json,
     Logprobs,
     ResponseFormat,
+    UsageCount,
     server_sent,
+    timings,
 )
-from edge_runtime.server.responses.usage import UsageCount, timings
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import CallPiece
 

@@ -1,18 +1,24 @@
-"""The interface of a response's format, and what it is made of."""
+"""What the formats of responses have in common: their interface, the parts of an answer, and the `usage` object."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edge_devices.energy.intervals import Interval
+from edge_devices.energy.live import RunEnergy
 from edge_runtime.server.engine.jobs import Finished, Output, OutputLogprob
 from edge_runtime.server.errors import ApiError
+from edge_runtime.session.monitor import DecodeStats, Metric, Point
 from edge_runtime.text.channels import Event
+
+# The interface of a response's format, and what it is made of.
 
 Json = dict[str, Any]
 # JSON has no infinity; the API's own value for tokens that cannot occur.
@@ -153,3 +159,182 @@ def _text(piece: bytes) -> str:
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST_LOGPROB)
+
+
+# The `usage` object: tokens, drafts, times and energy of a request; and the energy of all, for Prometheus.
+
+
+class UsageCount:
+    """The usage of a response while it is generated. `n` choices share a prompt, which counts once."""
+
+    def __init__(self, choices: int, n: int) -> None:
+        self._stats = [DecodeStats() for _ in range(choices)]
+        self._n = n
+        self._energy: RunEnergy | None = None
+
+    def update(self, choice: int, stats: DecodeStats, energy: RunEnergy | None = None) -> None:
+        """Takes the newest figures of a choice. Energy is reported for responses of one choice: it cannot be split."""
+        self._stats[choice] = stats
+        self._energy = energy if len(self._stats) == 1 else None
+
+    @property
+    def stats(self) -> DecodeStats:
+        """The sum of all choices; seconds are those of the slowest, as choices run at the same time."""
+        every = self._stats
+        if len(every) == 1:
+            return every[0]
+        return DecodeStats(
+            prompt_tokens=sum(choice.prompt_tokens for choice in every[:: self._n]),
+            reused_tokens=sum(choice.reused_tokens for choice in every[:: self._n]),
+            tokens=sum(choice.tokens for choice in every),
+            drafted=sum(choice.drafted for choice in every),
+            accepted=sum(choice.accepted for choice in every),
+            prefill_seconds=max(choice.prefill_seconds for choice in every),
+            first_token_seconds=min(choice.first_token_seconds for choice in every),
+            decode_seconds=max(choice.decode_seconds for choice in every),
+        )
+
+    def to_json(self) -> Json:
+        """Returns the `usage` object of the OpenAI API: its counts, then our additions.
+
+        Drafts are reported as the API's predicted tokens, except that rejected drafts do not count as completion tokens.
+        """
+        stats = self.stats
+        counts = {
+            "prompt_tokens": stats.prompt_tokens,
+            "completion_tokens": stats.tokens,
+            "total_tokens": stats.prompt_tokens + stats.tokens,
+            "prompt_tokens_details": {"cached_tokens": stats.reused_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": stats.accepted,
+                "rejected_prediction_tokens": stats.drafted - stats.accepted,
+            },
+        }
+        return counts | _additions(stats, self._energy)
+
+
+def _additions(stats: DecodeStats, energy: RunEnergy | None) -> Json:
+    """Without a meter there is no `energy`: /metrics and /energy_metrics state why, once for all responses."""
+    return figures(stats) | ({"energy": energy_usage(energy)} if energy is not None and energy.facts is not None else {})
+
+
+def timings(stats: DecodeStats) -> Json:
+    """Returns llama-server's `timings`: times in milliseconds, and counts; the prompt's are of what was not cached."""
+    prompt, prompt_ms = stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds * 1000
+    answer, answer_ms = stats.tokens, stats.decode_seconds * 1000
+    return {
+        "cache_n": stats.reused_tokens,
+        "prompt_n": prompt,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / prompt if prompt else 0.0,
+        "prompt_per_second": prompt / prompt_ms * 1000 if prompt_ms else 0.0,
+        "predicted_n": answer,
+        "predicted_ms": answer_ms,
+        "predicted_per_token_ms": answer_ms / answer if answer else 0.0,
+        "predicted_per_second": stats.tokens_per_second,
+        "draft_n": stats.drafted,
+        "draft_n_accepted": stats.accepted,
+    }
+
+
+def figures(stats: DecodeStats) -> Json:
+    """Returns drafts and times, which no API has."""
+    return {
+        "drafted_tokens": stats.drafted,
+        "accepted_tokens": stats.accepted,
+        "tokens_per_second": stats.tokens_per_second,
+        "time_to_first_token_seconds": stats.first_token_seconds,
+        "prefill_seconds": stats.prefill_seconds,
+    }
+
+
+def usage_line(stats: DecodeStats) -> str:
+    """Returns the figures of a request for the operator's line about it; nothing for one that did not begin."""
+    if not stats.prompt_tokens:
+        return ""
+    cached = f" ({stats.reused_tokens} cached)" if stats.reused_tokens else ""
+    parts = [f"{stats.prompt_tokens} prompt tokens{cached}", f"{stats.tokens} generated", f"{stats.tokens_per_second:.1f} tok/s"]
+    if stats.acceptance_rate is not None:
+        parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafts accepted")
+    return ", ".join(parts)
+
+
+def responses_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy | None = None) -> Json:
+    """Returns the `usage` object of /v1/responses."""
+    counts = {
+        "input_tokens": stats.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": stats.reused_tokens},
+        "output_tokens": stats.tokens,
+        "output_tokens_details": {"reasoning_tokens": thought_tokens},
+        "total_tokens": stats.prompt_tokens + stats.tokens,
+    }
+    return counts | _additions(stats, energy)
+
+
+def messages_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy | None = None) -> Json:
+    """Returns the `usage` object of /v1/messages, in which what was cached is not among the input tokens."""
+    counts = {
+        "input_tokens": stats.prompt_tokens - stats.reused_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": stats.reused_tokens,
+        "output_tokens": stats.tokens,
+        "output_tokens_details": {"thinking_tokens": thought_tokens},
+    }
+    return counts | _additions(stats, energy)
+
+
+def energy_usage(energy: RunEnergy) -> Json:
+    """Returns a request's energy: the machine's joules while it ran, idle power and other load included.
+
+    Joules per token are null if other requests ran at the same time.
+    """
+
+    def figure(value: Interval | None) -> Json:
+        record = value.to_json() if value else {}
+        return {"value": record.get("value"), "low": record.get("low"), "high": record.get("high")}
+
+    joules, per_token = figure(energy.joules), figure(energy.joules_per_token)
+    return {
+        "joules": joules["value"],
+        "joules_interval": [joules["low"], joules["high"]],
+        "joules_per_token": per_token["value"],
+        "joules_per_token_interval": [per_token["low"], per_token["high"]],
+        "scope": energy.facts.scope if energy.facts else None,
+        "meter": energy.facts.name if energy.facts else None,
+        "estimate": energy.facts.is_estimate if energy.facts else False,
+        "shared_with": energy.shared_with,
+        "reason": energy.reason or None,
+    }
+
+
+def energy_totals(total: RunEnergy) -> Json:
+    """Returns the machine's joules while requests ran since the start, and when that was read, in seconds: a client subtracts two answers.
+
+    The first two fields are those of trtllm-serve's path of this name. `error` with the reason where there is no figure.
+    """
+    if total.joules is None and total.reason:
+        return {"error": total.reason}
+    figures = energy_usage(total)
+    own = {key: figures[key] for key in ("joules_interval", "joules_per_token", "joules_per_token_interval", "scope", "meter", "estimate")}
+    return {"total_energy_j": figures["joules"] or 0.0, "query_time": time.perf_counter(), **own}
+
+
+def energy_metrics(total: RunEnergy) -> list[Metric]:
+    """Returns what is known of all requests together; the info metric has the kind (measured, estimate, none), and why there is no figure.
+
+    Joules are the machine's while requests ran, idle power included.
+    """
+    facts = total.facts
+    labels = {"meter": facts.name, "scope": str(facts.scope)} if facts else {}
+    info = {"kind": total.kind, **labels, "reason": total.sentence() if total.kind == "none" else ""}
+    metrics = [Metric(name="edge_mtp_energy_info", kind="gauge", description="The energy figure.", samples=[Point(value=1, labels=info)])]
+    figures = (
+        ("edge_mtp_energy_joules", "Joules while requests ran, idle power included.", total.joules),
+        ("edge_mtp_energy_joules_per_token", "Joules per emitted token of all requests.", total.joules_per_token),
+    )
+    for name, description, interval in figures:
+        if interval is not None:
+            every = (("value", interval.value), ("low", interval.low), ("high", interval.high))
+            samples = [Point(value=value, labels={**labels, "bound": bound}) for bound, value in every]
+            metrics.append(Metric(name=name, kind="gauge", description=description, samples=samples))
+    return metrics

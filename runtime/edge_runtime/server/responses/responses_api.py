@@ -11,8 +11,16 @@ from edge_runtime.server.engine.jobs import Finished, Output
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.json_text import values_of
 from edge_runtime.server.requests.responses_api import namespaces
-from edge_runtime.server.responses.response_format import ChatLogprobs, ChoiceAnswer, Json, Logprobs, ResponseFormat, server_sent
-from edge_runtime.server.responses.usage import responses_usage, timings
+from edge_runtime.server.responses.response_format import (
+    ChatLogprobs,
+    ChoiceAnswer,
+    Json,
+    Logprobs,
+    ResponseFormat,
+    responses_usage,
+    server_sent,
+    timings,
+)
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import CallPiece, ToolCall
 

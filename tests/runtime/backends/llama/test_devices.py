@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 import remote_gpu
-from edge_runtime.backends.llama import devices as llama_devices
-from edge_runtime.backends.llama.devices import LlamaDevice, device_named, layers_that_fit, offloaded_to
+from edge_runtime.backends.llama import loader as llama_devices
+from edge_runtime.backends.llama.loader import LlamaDevice, device_named, layers_that_fit, offloaded_to
 from edge_runtime.errors import RequestError
 
 _SESSION = """
@@ -106,7 +106,7 @@ edge_run()
 def test_a_part_of_the_layers_runs_on_the_gpu_and_drafts_are_accepted(gpu: dict[str, str], quantized_pair: Path, cache: Path) -> None:
     script = """
 import json, sys
-from edge_runtime.backends.llama import devices
+from edge_runtime.backends.llama import loader as devices
 devices.LlamaDevice.free_bytes = lambda _: int(sys.argv[2])
 import edge_runtime
 sentences = []

@@ -18,10 +18,9 @@ from edge_export.errors import ExportError
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
-from edge_runtime.bundle.gguf_media import check_encoder
+from edge_runtime.bundle.gguf_gemma4 import check_encoder
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.media.image import Image
-from edge_runtime.media.sound import Sound
+from edge_runtime.media.encoder_inputs import Image, Sound
 from edge_runtime.session.generation import reusable_prefix
 from edge_runtime.session.open import open_session, open_sessions
 from edge_runtime.session.session import Session

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_runtime.backends.llama import mapped_gguf
-from edge_runtime.backends.llama.mapped_gguf import MappedGguf, MappedTensor
+from edge_runtime.backends.llama import kernel_drafter
+from edge_runtime.backends.llama.kernel_drafter import MappedGguf, MappedTensor
 from edge_runtime.bundle.gguf_gemma4 import check_gguf
 from edge_runtime.errors import BackendError
 
@@ -97,6 +97,6 @@ def test_a_file_that_is_cut_behind_its_check_is_refused(path: Path, left: int, w
         path.write_bytes(path.read_bytes()[:left])
         return header
 
-    monkeypatch.setattr(mapped_gguf, "check_gguf", cut)
+    monkeypatch.setattr(kernel_drafter, "check_gguf", cut)
     with pytest.raises(BackendError, match=words):
         MappedGguf(path)

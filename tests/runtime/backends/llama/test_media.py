@@ -15,10 +15,9 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from edge_runtime.bundle.gguf_media import check_encoder
+from edge_runtime.bundle.gguf_gemma4 import check_encoder
 from edge_runtime.errors import BackendError, RequestError
-from edge_runtime.media.image import Image
-from edge_runtime.media.sound import Sound
+from edge_runtime.media.encoder_inputs import Image, Sound
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 from tiny_media import MEDIA_IDS, export_media_pair, noise, picture, reference_rows

@@ -20,7 +20,7 @@ from edge_runtime.backends.kernels import ggml
 from edge_runtime.backends.llama.context import Batch, LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaSequence, LlamaTarget, Rows
-from edge_runtime.bundle.kv_types import KvType
+from edge_runtime.bundle.gguf_types import KvType
 from edge_runtime.interfaces import KvRows
 
 pytestmark = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")

@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.target import LlamaTarget
-from edge_runtime.backends.llama.vocabulary import LlamaVocabulary
+from edge_runtime.backends.llama.target import LlamaTarget, LlamaVocabulary
 from edge_runtime.errors import RequestError
 from edge_runtime.text.chat_template import ChatTemplate
 

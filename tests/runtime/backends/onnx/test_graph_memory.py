@@ -15,8 +15,8 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 from onnx import TensorProto, helper, numpy_helper
 
 from edge_runtime.backends.onnx import graph_memory
+from edge_runtime.backends.onnx.devices import onnxruntime_module
 from edge_runtime.backends.onnx.graph_memory import RULES, Value, check_graph_memory, output_values
-from edge_runtime.backends.onnx.loader import onnxruntime_module
 from edge_runtime.backends.onnx.open import check_pair_memory, open_onnx
 from edge_runtime.backends.onnx.target import OrtOptions, pair_of
 from edge_runtime.bundle.bundle import open_bundle
@@ -405,7 +405,7 @@ def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeyp
     needed = {context: check_pair_memory(files, context) for context in (64, 512, 1024)}
     assert 1_000_000 < needed[64] < needed[1024] < 100_000_000
     monkeypatch.setattr(graph_memory, "available_memory_bytes", lambda: needed[64])
-    monkeypatch.setattr("edge_runtime.backends.onnx.loader._open", lambda *_: pytest.fail("onnxruntime was given a graph"))
+    monkeypatch.setattr("edge_runtime.backends.onnx.devices._open", lambda *_: pytest.fail("onnxruntime was given a graph"))
     with pytest.raises(BackendError, match="ask for a shorter context"):
         open_onnx(bundle, OrtOptions(context=1024, threads=1), None)
 

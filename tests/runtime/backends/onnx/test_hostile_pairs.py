@@ -17,11 +17,9 @@ import pytest
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from changed_bundle import as_bytes, changed_bundle
-from edge_runtime.backends.kernels.arrays import handed
-from edge_runtime.backends.kernels.loader import variant
-from edge_runtime.backends.onnx import drafter_weights
-from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError
-from edge_runtime.backends.onnx.drafter_weights import read_weights
+from edge_runtime.backends.kernels.loader import handed, variant
+from edge_runtime.backends.onnx import drafter
+from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError, read_weights
 from edge_runtime.backends.onnx.kv_cache import rotary_tables
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx, open_pair
 from edge_runtime.backends.onnx.target import OrtTarget, pair_of
@@ -184,6 +182,6 @@ def test_weights_that_cannot_be_mapped_end_in_a_sentence(onnx_pair: Bundles, mon
         raise OSError(24, "Too many open files")
 
     bundle = open_bundle(onnx_pair("int8"))  # exported before, which maps files too
-    monkeypatch.setattr(drafter_weights.np, "memmap", refused)
+    monkeypatch.setattr(drafter.np, "memmap", refused)
     with pytest.raises(BackendError, match=r"cannot be mapped \(Too many open files\)"):
         open_onnx(bundle, OPTIONS, None)

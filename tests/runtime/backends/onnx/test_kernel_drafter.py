@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from edge_runtime.backends.kernels.loader import VARIABLE, variant
+from edge_runtime.backends.onnx.devices import SessionOptions
 from edge_runtime.backends.onnx.drafter import KernelDrafter, OrtDrafter
-from edge_runtime.backends.onnx.loader import SessionOptions
 from edge_runtime.backends.onnx.open import OrtOptions, open_pair
 from edge_runtime.backends.onnx.target import OrtTarget, pair_of
 from edge_runtime.bundle.bundle import open_bundle

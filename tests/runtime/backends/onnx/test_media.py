@@ -18,8 +18,7 @@ from edge_export.gguf.media_encoder import EncoderType
 from edge_export.onnx.request import OnnxRequest
 from edge_runtime.backends.onnx.target import OrtTarget
 from edge_runtime.errors import BackendError
-from edge_runtime.media.image import Image
-from edge_runtime.media.sound import Sound
+from edge_runtime.media.encoder_inputs import Image, Sound
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 from tiny_media import MEDIA_IDS, export_media_pair, noise, picture, reference_rows, write_media_member

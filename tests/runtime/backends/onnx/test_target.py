@@ -14,11 +14,10 @@ import pytest
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from edge_runtime.backends.onnx import target as target_module
+from edge_runtime.backends.onnx.devices import Graph
 from edge_runtime.backends.onnx.drafter import OrtDrafter
-from edge_runtime.backends.onnx.loader import Graph
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx, open_pair
-from edge_runtime.backends.onnx.target import OrtTarget, pair_of
-from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
+from edge_runtime.backends.onnx.target import OrtTarget, TokenizerVocabulary, pair_of
 from edge_runtime.bundle.bundle import open_bundle
 
 WINDOW = 128

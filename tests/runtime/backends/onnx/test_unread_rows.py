@@ -15,8 +15,8 @@ onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from changed_graphs import with_graphs
+from edge_export.onnx import static as static_export
 from edge_export.onnx.request import OnnxRequest
-from edge_export.onnx.static import export as static_export
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.backends.kernels import loader

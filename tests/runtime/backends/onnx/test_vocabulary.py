@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
-from edge_runtime.backends.llama.vocabulary import LlamaVocabulary
-from edge_runtime.backends.onnx.vocabulary import TokenizerVocabulary
+from edge_runtime.backends.llama.target import LlamaVocabulary
+from edge_runtime.backends.onnx.target import TokenizerVocabulary
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.session.open import open_session

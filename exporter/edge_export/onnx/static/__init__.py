@@ -1,1 +1,0 @@
-"""The same with static shapes, for NPUs."""

@@ -1,1 +1,0 @@
-"""What a terminal shows and reads: figures, Markdown, typed and pasted lines."""
