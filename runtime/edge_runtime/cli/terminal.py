@@ -94,8 +94,9 @@ class MarkdownPainter:
                 self._gap += part
             else:
                 self._word += part
-                if cell_len(_STYLE.sub("", self._word)) >= self._columns:
-                    parts.append(self._placed())
+        # Only here, so that a colour inside a word moves no part of it.
+        if cell_len(_STYLE.sub("", self._word)) >= self._columns:
+            parts.append(self._placed())
         return "".join(parts)
 
     def _placed(self) -> str:

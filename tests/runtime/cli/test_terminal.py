@@ -76,6 +76,7 @@ def test_what_accepted_drafts_brought_is_green():
 
 
 @example(pieces=[("---", False), (" ", True)], columns=3)
+@example(pieces=[("*", False), ("aa", False), ("bbb", True)], columns=3)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.text(alphabet="ab`*#- \n", max_size=6), st.booleans()), max_size=12), st.none() | st.integers(3, 12))
 def test_green_changes_no_text(pieces, columns):
