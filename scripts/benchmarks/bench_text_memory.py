@@ -30,7 +30,7 @@ from edge_bench.measure.request import DOMAINS, prepare, shipped_prompts
 from edge_runtime.decoding.acceptance import GreedyRule, LogitRows, VerifyResult, accept_by_match
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.policies import Fixed
-from edge_runtime.drafting.sources import TEXT_PRIORS, SourceOdds, Sources, TextMemory
+from edge_runtime.drafting.sources import TEXT_PRIORS, Proposals, SourceOdds, TextMemory
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
 
@@ -64,9 +64,14 @@ class Pair:
         target.rollback(0)
         target.prefill(prompt[:-1])
         begin = time.perf_counter()
-        sources = Sources([TextMemory(prompt)], self.odds) if name == "memory" else None
+        proposals = Proposals(TextMemory(prompt), self.odds) if name == "memory" else None
         decoding = Decoding(
-            target, prompt[-1], policy or Fixed(0), max_tokens=min(len(text) - 16, 3 * self.tokens), rule=TraceRule(text), sources=sources
+            target,
+            prompt[-1],
+            policy or Fixed(0),
+            max_tokens=min(len(text) - 16, 3 * self.tokens),
+            rule=TraceRule(text),
+            proposals=proposals,
         )
         tokens = [token for each in decode(target, self.both.drafter, decoding) for token in each.tokens]
         return time.perf_counter() - begin, tokens

@@ -14,7 +14,7 @@ import numpy as np
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.decoding.acceptance import GREEDY, AcceptanceRule
 from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundResult, Timing, WeighingPolicy
-from edge_runtime.drafting.sources import MODEL, NO_PROPOSAL, Proposal, Sources
+from edge_runtime.drafting.sources import MODEL, NO_PROPOSAL, Proposal, Proposals
 from edge_runtime.interfaces import Drafter, DraftRequest, Logits, Target
 
 
@@ -38,7 +38,7 @@ class Decoding:
 
     `last` is the newest token. All tokens before it are in the target's cache, after every round. `is_stop` is called once for each
     emitted token, in order; the first token for which it returns True is the last one emitted. `suppressed` tokens are never emitted,
-    `held_back` ones not among the first `min_tokens` tokens. `sources` draft beside the drafter, where the policy weighs them.
+    `held_back` ones not among the first `min_tokens` tokens. `proposals` draft beside the drafter, where the policy weighs them.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Decoding:
         suppressed: Sequence[int] = (),
         held_back: Sequence[int] = (),
         min_tokens: int = 0,
-        sources: Sources | None = None,
+        proposals: Proposals | None = None,
     ) -> None:
         self.last = last
         self.rule = rule
@@ -71,7 +71,7 @@ class Decoding:
         self._drafts: list[int] = []
         self._left_out: int | None = None
         self._began = 0.0  # when the round did
-        self._sources = sources
+        self._proposals = proposals
         self._proposal = NO_PROPOSAL
         self._from: list[str] = []
 
@@ -133,11 +133,11 @@ class Decoding:
         return [self.last, *self._drafts, *[self.last] * padding]
 
     def _propose(self, drafts: list[int]) -> Proposal:
-        """Returns what the sources of the request expect after `drafts`, limited to what the rule allows."""
-        if self._sources is None:
+        """Returns what the source of the request expects after `drafts`, limited to what the rule allows."""
+        if self._proposals is None:
             return NO_PROPOSAL
         # No policy verifies more, so no more can be compared.
-        guess, chances = self._sources.propose(drafts, min(self._room, MAX_DRAFT_LENGTH) - len(drafts))
+        guess, chances = self._proposals.propose(drafts, min(self._room, MAX_DRAFT_LENGTH) - len(drafts))
         if not guess.tokens:
             return NO_PROPOSAL
         allowed = len(self.rule.cut([*drafts, *guess.tokens])) - len(drafts)
@@ -146,7 +146,7 @@ class Decoding:
         return Proposal(guess, chances)
 
     def _extension(self, drafts: list[int]) -> list[int]:
-        if self._sources is None or self._plan.extend is None:
+        if self._proposals is None or self._plan.extend is None:
             return []
         guess, chances = self._propose(drafts)
         tokens = list(guess.tokens[: self._plan.extend(len(drafts), chances)])
@@ -184,8 +184,8 @@ class Decoding:
         result, drafts = self.rule.accept(self._drafts, logits), self._drafts
         tokens, self.stopped = _until_stop((*drafts[: result.accepted], result.next_token), self._is_stop)
         self._target.rollback(self._start + len(tokens))  # all emitted tokens but the newest, and the one before them
-        if self._sources is not None:
-            self._sources.observe(tokens)
+        if self._proposals is not None:
+            self._proposals.observe(tokens)
         told = self._left_out is not None and result.accepted == len(drafts)
         self._policy.observe(
             RoundResult(

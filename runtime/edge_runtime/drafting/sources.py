@@ -68,41 +68,28 @@ class Proposal(NamedTuple):
     guess: Guess
     chances: tuple[float, ...]
 
-    @property
-    def expected(self) -> float:
-        """Expected number of right tokens."""
-        total, chain = 0.0, 1.0
-        for chance in self.chances:
-            chain *= chance
-            total += chain
-        return total
-
 
 NO_PROPOSAL = Proposal(Guess(""), ())
 
 
-class Sources:
-    """The sources of one request. Call `propose` once before a draft and once after it, then `observe` with what was emitted."""
+class Proposals:
+    """The guesses of a request's source. Call `propose` once before a draft and once after it, then `observe` with what was emitted."""
 
-    def __init__(self, sources: Sequence[Source], odds: SourceOdds) -> None:
-        self._sources = sources
+    def __init__(self, source: Source, odds: SourceOdds) -> None:
+        self._source = source
         self._odds = odds
         self._pending: list[tuple[tuple[int, ...], Guess]] = []
 
     def propose(self, ahead: Sequence[int], limit: int) -> Proposal:
-        """Returns the proposal with the most expected tokens after the emitted ones and `ahead`."""
-        best = NO_PROPOSAL
-        for source in self._sources if limit > 0 else ():
-            guess = source.guess(ahead, limit)
-            if guess.tokens:
-                self._pending.append((tuple(ahead), guess))
-                proposal = Proposal(guess, tuple(map(self._odds.chance, guess.bins)))
-                if best is NO_PROPOSAL or proposal.expected > best.expected:
-                    best = proposal
-        return best
+        """Returns what the source expects after the emitted tokens and `ahead`."""
+        guess = self._source.guess(ahead, limit) if limit > 0 else None
+        if guess is None or not guess.tokens:
+            return NO_PROPOSAL
+        self._pending.append((tuple(ahead), guess))
+        return Proposal(guess, tuple(map(self._odds.chance, guess.bins)))
 
     def observe(self, emitted: Sequence[int]) -> None:
-        """Compares all guesses of the round with what was emitted, as far as they were right, and adds the tokens to the sources."""
+        """Compares all guesses of the round with what was emitted, as far as they were right, and adds the tokens to the source."""
         for ahead, guess in self._pending:
             if tuple(emitted[: len(ahead)]) != ahead:
                 continue
@@ -111,8 +98,7 @@ class Sources:
                 if token != emitted_token:
                     break
         self._pending.clear()
-        for source in self._sources:
-            source.add(emitted)
+        self._source.add(emitted)
 
 
 # A memory of the text: where the newest tokens occurred before, what followed is guessed to follow again.

@@ -16,7 +16,7 @@ from edge_runtime.decoding.acceptance import MAX_TOP_LOGPROBS, LogprobRule, Toke
 from edge_runtime.decoding.loop import Decoding, Round, decode
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import DraftLengthPolicy
-from edge_runtime.drafting.sources import Sources
+from edge_runtime.drafting.sources import Proposals
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, KvRows, MediaTarget, SavableTarget, Target, Vocabulary, inside_image
 from edge_runtime.media.soft_rows import MediaPrompt, pieces
@@ -167,7 +167,7 @@ class Generation:
         options: GenerationOptions,
         monitor: RequestMonitor,
         constraint: Constraint | None = None,
-        sources: Sources | None = None,
+        proposals: Proposals | None = None,
         cached: CachedPrompt | None = None,
         shares_policy: bool = False,
     ) -> None:
@@ -211,7 +211,7 @@ class Generation:
             suppressed=defaults.suppress_tokens,
             held_back=() if constraint is not None else sorted(self._detokenizer.ends),
             min_tokens=options.min_tokens,
-            sources=sources,
+            proposals=proposals,
         )
         self._decode = decode(pair.target, pair.drafter, self.decoding)
 

@@ -22,7 +22,7 @@ from edge_runtime.drafting.cost_model import Costs
 from edge_runtime.drafting.energy_objective import EnergyCosts, TimeBound
 from edge_runtime.drafting.policies import DrafterKind, DraftLengthPolicy, Fixed, LimitedPolicy, SafetyNet, is_model
 from edge_runtime.drafting.profit_policy import Profit, expected_rate
-from edge_runtime.drafting.sources import TEXT_PRIORS, SourceOdds, Sources, TextMemory, predicted_tokens
+from edge_runtime.drafting.sources import TEXT_PRIORS, Proposals, SourceOdds, TextMemory, predicted_tokens
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import MediaTarget, SavableTarget, SequenceBatch
 from edge_runtime.media.soft_rows import LazyEncoder, Media, MediaPrompt, checked_rows, media_prompt, with_places
@@ -43,8 +43,8 @@ class SessionParts(LoadedPair):
     `costs` is called when a policy that needs them is first used; without it that policy drafts a fixed length with a safety net.
     `keep_costs` is called at the end.
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
-    `row_kernels` names the variant of the project's kernels that
-    multiplies, None for stock ones; `device` is where the graphs run; `stock_attention` is as of `OpenedPair`.
+    `row_kernels` names the variant of the project's kernels that multiplies, None for stock ones; `device` is where the graphs run;
+    `stock_attention` is as of `OpenedPair`.
     `prompt_cache` keeps the rows of prompts on disk; `row_facts` are what rows belong to.
     `fingerprint` stands for all that an answer depends on beside its request.
     """
@@ -146,13 +146,13 @@ class Session:
             if sampling.logit_bias and max(sampling.logit_bias) >= vocabulary_size:
                 raise RequestError(f"logit_bias names token {max(sampling.logit_bias)}; the vocabulary ends at {vocabulary_size - 1}")
             enforced = self.compile_constraint(constraint) if compiled is None else compiled
-            monitor, sources = RequestMonitor(self.monitor, self._log_settings(options, draft_length, policy)), None
+            monitor, proposals = RequestMonitor(self.monitor, self._log_settings(options, draft_length, policy)), None
             shares_policy = False
             if policy is None and draft_length is None:
                 # Profit knows what drafts cost; the safety net does not, and would only interfere.
                 if self._weighs:
-                    sources = self._sources([token for token in ids if token >= 0], prediction)
-                if (policy := self.profit(assisted=sources is not None)) is not None:
+                    proposals = self._proposals([token for token in ids if token >= 0], prediction)
+                if (policy := self.profit(assisted=proposals is not None)) is not None:
                     policy.begin_request()
                     shares_policy = True
                 policy = policy or LimitedPolicy(self.settings.new_policy(), self._net, monitor.record_event)
@@ -166,7 +166,7 @@ class Session:
                 options=options,
                 monitor=monitor,
                 constraint=enforced,
-                sources=sources,
+                proposals=proposals,
                 cached=self._cached(ids, client) if reuse_prefix else None,
                 shares_policy=shares_policy,
             )
@@ -268,12 +268,12 @@ class Session:
             if self._parts.encoder is not None:
                 self._parts.encoder.close()
 
-    def _sources(self, prompt: Sequence[int], prediction: str | Sequence[int]) -> Sources | None:
-        """Returns the sources of drafts beside the drafter: the text to copy from. Prompt lookup has it already."""
+    def _proposals(self, prompt: Sequence[int], prediction: str | Sequence[int]) -> Proposals | None:
+        """Returns the drafts beside the drafter, which are copied from the text. Prompt lookup has it already."""
         drafts = self.drafter is not None and is_model(self.drafter_kind)
         if not (drafts or prediction):
             return None
-        return Sources([TextMemory(prompt, self._predicted_ids(prediction))], self._odds)
+        return Proposals(TextMemory(prompt, self._predicted_ids(prediction)), self._odds)
 
     def _predicted_ids(self, prediction: str | Sequence[int]) -> list[int]:
         if isinstance(prediction, str):

@@ -12,7 +12,7 @@ from edge_runtime.decoding import loop
 from edge_runtime.decoding.acceptance import GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.policies import RoundPlan, RoundResult, Timing
-from edge_runtime.drafting.sources import MODEL, Guess, SourceOdds, Sources
+from edge_runtime.drafting.sources import MODEL, Guess, Proposals, SourceOdds
 from scripted import VOCABULARY, ScriptedDrafter, ScriptedTarget, next_token
 
 TIMING = Timing(length=1, steps=2, draft_seconds=0.25, rows=3, verify_seconds=0.5)
@@ -237,7 +237,7 @@ def sourced(policy: Any, *, tokens: int = 3, wrong_from: int = 99, **options: An
     target = ScriptedTarget(context=options.pop("context", 64))
     target.prefill([1, 2])
     source = Expecting(target, 3, tokens, wrong_from)
-    decoding = Decoding(target, 3, policy, sources=Sources([source], SourceOdds({"bin": 0.75})), **({"max_tokens": 50} | options))
+    decoding = Decoding(target, 3, policy, proposals=Proposals(source, SourceOdds({"bin": 0.75})), **({"max_tokens": 50} | options))
     return target, decoding, source
 
 

@@ -13,7 +13,7 @@ from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.cost_model import MeasuredCosts
 from edge_runtime.drafting.policies import RoundResult
 from edge_runtime.drafting.profit_policy import Profit
-from edge_runtime.drafting.sources import Guess, SourceOdds, Sources
+from edge_runtime.drafting.sources import Guess, Proposals, SourceOdds
 from enumeration import Choices, distribution_of
 from scripted import ScriptedDrafter, ScriptedTarget, next_token, plain_greedy
 from simulated_rounds import SettledCosts
@@ -44,17 +44,17 @@ def profit(costs: MeasuredCosts = FLAT, *, longest: int = 4) -> Profit:
     return Profit(SettledCosts(costs), AcceptanceModel(), longest=longest, max_rows=12, stepwise=False)
 
 
-def run(sources: Sources, policy: Profit, *, drafter: bool = True, tokens: int = 60):
+def run(proposals: Proposals, policy: Profit, *, drafter: bool = True, tokens: int = 60):
     target, prompt = ScriptedTarget(), [1, 2, 3]
     target.prefill(prompt[:-1])
     made = ScriptedDrafter(target, lambda context, position: next_token(context) if position < 2 else 0) if drafter else None
-    rounds = list(decode(target, made, Decoding(target, prompt[-1], policy, max_tokens=tokens, sources=sources)))
+    rounds = list(decode(target, made, Decoding(target, prompt[-1], policy, max_tokens=tokens, proposals=proposals)))
     assert [token for item in rounds for token in item.tokens] == plain_greedy(prompt, tokens)
     return rounds
 
 
 def test_a_source_that_is_right_drafts_by_itself_and_is_named():
-    rounds = run(Sources([Oracle([1, 2, 3])], SourceOdds({"sure": 0.9})), profit(longest=0), drafter=False)
+    rounds = run(Proposals(Oracle([1, 2, 3]), SourceOdds({"sure": 0.9})), profit(longest=0), drafter=False)
     assert len(rounds) <= 8
     assert {name for item in rounds for name in item.sources} == {"oracle"}
     assert all(len(item.sources) == item.accepted for item in rounds)
@@ -62,7 +62,7 @@ def test_a_source_that_is_right_drafts_by_itself_and_is_named():
 
 def test_a_source_that_is_wrong_is_soon_left_alone():
     odds = SourceOdds({"sure": 0.9})
-    rounds = run(Sources([Oracle([1, 2, 3], wrong=True)], odds), profit(STEEP, longest=0), drafter=False, tokens=200)
+    rounds = run(Proposals(Oracle([1, 2, 3], wrong=True), odds), profit(STEEP, longest=0), drafter=False, tokens=200)
     assert odds.chance("sure") < 0.1
     assert sum(item.drafted for item in rounds[10:]) == 0
 
@@ -70,7 +70,7 @@ def test_a_source_that_is_wrong_is_soon_left_alone():
 def test_it_is_calibrated_without_being_used():
     """Every guess is compared with what was emitted, so a source is tried as soon as it would pay."""
     odds = SourceOdds({"sure": 0.01})
-    rounds = run(Sources([Oracle([1, 2, 3])], odds), profit(STEEP, longest=0), drafter=False)
+    rounds = run(Proposals(Oracle([1, 2, 3]), odds), profit(STEEP, longest=0), drafter=False)
     assert odds.chance("sure") > 0.9
     assert rounds[0].drafted == 0
 
@@ -82,7 +82,7 @@ def test_the_drafters_drafts_are_extended():
         def guess(self, ahead, maximum):
             return super().guess(ahead, maximum) if ahead else Guess("oracle")
 
-    rounds = run(Sources([After([1, 2, 3])], SourceOdds({"sure": 0.9})), profit(longest=2))
+    rounds = run(Proposals(After([1, 2, 3]), SourceOdds({"sure": 0.9})), profit(longest=2))
     assert any(item.sources[:3] == ("drafter", "drafter", "oracle") for item in rounds)
 
 
@@ -126,8 +126,8 @@ def test_sampled_output_keeps_its_distribution_exactly(longest, monkeypatch):
         target.prefill([1])
         drafter = StochasticDrafter(target, random_rows(2, 3)) if longest else None
         emitted: list[int] = []
-        sources = Sources([Constant()], SourceOdds({"sure": 0.6}))
-        for item in decode(target, drafter, Decoding(target, 2, policy, max_tokens=3, rule=rule, sources=sources)):
+        proposals = Proposals(Constant(), SourceOdds({"sure": 0.6}))
+        for item in decode(target, drafter, Decoding(target, 2, policy, max_tokens=3, rule=rule, proposals=proposals)):
             emitted += item.tokens
         return tuple(emitted)
 
