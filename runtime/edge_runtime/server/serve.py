@@ -51,6 +51,7 @@ def serve(
     sys.setswitchinterval(_SWITCH_SECONDS)
     loading = _Loading(folder, options, load, announce, watch)
     with (
+        contextlib.closing(watch) if watch else contextlib.nullcontext(),
         _open_socket(options) as listener,
         contextlib.closing(
             WorkerOnDemand(loading.load, sessions=options.sessions, idle_seconds=options.idle_unload, notify=announce, watch=watch)
@@ -62,18 +63,13 @@ def serve(
         hosts = allowed_hosts(options.host, options.allow_host)
         guard = Guard(make_app(api), hosts=hosts, keys=options.api_key, origins=options.allow_origin)
         config = server_config(AccessLog(guard, announce), options.sessions + options.waiting + _EXTRA_CONNECTIONS)
-        try:
-            if card.manifest.generation is not None:
-                sampling = default_sampling(card.manifest.generation, MODEL_SAMPLING)
-                announce(f"requests that name no sampling get the model's generation_config: {sampling_sentence(sampling)}")
-            _print_address(listener, options, announce)
-            gc.freeze()  # else each body of many values has all that was loaded looked through, 30 ms under the interpreter's lock
-            run_server(config, workers.stop, listener)
-        finally:
-            workers.close()
-            if watch:
-                watch.close()
-        announce("ended")
+        if card.manifest.generation is not None:
+            sampling = default_sampling(card.manifest.generation, MODEL_SAMPLING)
+            announce(f"requests that name no sampling get the model's generation_config: {sampling_sentence(sampling)}")
+        _print_address(listener, options, announce)
+        gc.freeze()  # else each body of many values has all that was loaded looked through, 30 ms under the interpreter's lock
+        run_server(config, workers.stop, listener)
+    announce("ended")
 
 
 class _Loading:

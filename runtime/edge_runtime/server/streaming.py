@@ -48,7 +48,6 @@ class PendingResponse:
         self._choices = len(request.choices)
         self._usage = UsageCount(self._choices, request.n)
         self._events: asyncio.Queue[tuple[int, StreamEvent]] = asyncio.Queue()
-        self._ahead: list[tuple[int, StreamEvent]] = []  # an event that came while others were awaited
         self._prompt_tokens = 0
         self._loop = asyncio.get_running_loop()
         self._jobs = worker.submit(request.choices, self._deliver, client)
@@ -100,10 +99,12 @@ class PendingResponse:
         for piece in self._form.begin(self._prompt_tokens):
             yield piece
         while running:
-            while not await self._comes_soon():
+            try:
+                choice, event = await self._take(IDLE_SECONDS)
+            except TimeoutError:
                 for piece in self._form.idle():
                     yield piece
-            choice, event = await self._take()
+                continue
             self._count(choice, event)
             pieces: list[bytes] = []
             if isinstance(event, Failed):
@@ -122,16 +123,10 @@ class PendingResponse:
         if isinstance(event, Output | Finished):
             self._usage.update(choice, event.stats)
 
-    async def _comes_soon(self) -> bool:
-        """Waits for an event; returns whether there is one after `IDLE_SECONDS`."""
-        if not self._events.empty():
-            return True
-        with contextlib.suppress(TimeoutError):
-            self._ahead.append(await asyncio.wait_for(self._events.get(), IDLE_SECONDS))
-        return bool(self._ahead)
-
-    async def _take(self) -> tuple[int, StreamEvent]:
-        choice, event = self._ahead.pop() if self._ahead else await self._events.get()
+    async def _take(self, seconds: float | None = None) -> tuple[int, StreamEvent]:
+        """Waits for the next event. Raises TimeoutError if none comes for so many `seconds`."""
+        async with asyncio.timeout(seconds):
+            choice, event = await self._events.get()
         self._jobs[choice].unread.take()
         return choice, event
 

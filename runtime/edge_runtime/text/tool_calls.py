@@ -52,6 +52,11 @@ class ToolCall:
         """The arguments as JSON text, whole or partial; None for what is no call."""
         return self.partial if self.arguments is None else json.dumps(self.arguments, ensure_ascii=False)
 
+    @property
+    def rest(self) -> str:
+        """The part of `arguments_json` that no `CallPiece` has sent."""
+        return (self.arguments_json or "") if self.unsent is None else self.unsent
+
 
 @dataclass(frozen=True)
 class CallPiece:

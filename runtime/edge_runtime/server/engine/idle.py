@@ -38,7 +38,8 @@ class WorkerOnDemand:
         self._counting = threading.Lock()
         self._held, self._since = 0, time.monotonic()
         self._stopped = threading.Event()
-        self._open, self._worker = ExitStack(), None  # type: ExitStack, Worker | None
+        self._open = ExitStack()
+        self._worker: Worker | None = None
         self._enter()
         self._watcher = threading.Thread(target=self._free_when_idle, name="edge-mtp idle", daemon=True)
         if idle_seconds is not None:

@@ -89,8 +89,7 @@ class MessagesFormat(ResponseFormat):
         if isinstance(event, ToolCall):
             self._called = True
             begun = self._open("tool_use", _tool_use(event.name, {})) if event.unsent is None else []
-            rest = event.arguments_json if event.unsent is None else event.unsent
-            return [*begun, *self._delta(rest or ""), *self._close()]
+            return [*begun, *self._delta(event.rest), *self._close()]
         kind = "text" if isinstance(event, Text) else "thinking"
         begun = [] if self._kind == kind else self._open(kind, {"type": kind, **_EMPTY[kind]})
         return [*begun, *self._delta(event.text)]

@@ -112,8 +112,7 @@ class ResponsesFormat(ResponseFormat):
             return [*begun, *self._add_arguments(event.arguments)]
         if isinstance(event, ToolCall):
             begun = self._begin_call(event.name) if event.unsent is None else []
-            rest = event.arguments_json if event.unsent is None else event.unsent
-            return [*begun, *self._add_arguments(rest or ""), *self._close_call("completed" if event.partial is None else "incomplete")]
+            return [*begun, *self._add_arguments(event.rest), *self._close_call("completed" if event.partial is None else "incomplete")]
         kind = "reasoning" if isinstance(event, Thought) else "message"
         begun = self._begin(kind)
         assert self._open is not None
