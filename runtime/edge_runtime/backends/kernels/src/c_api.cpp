@@ -4,12 +4,11 @@
 
 #include "cells.h"
 #include "draft/steps.h"
+#include "export.h"
 #include "ggml/weights.h"
 #include "pack.h"
 #include "static_rows.h"
 #include "variants.h"
-
-#define EDGE_EXPORT extern "C" __attribute__((visibility("default")))
 
 using namespace edge;
 

@@ -3,6 +3,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "export.h"
+
 static const char* lost_file = nullptr;
 
 static void end_on_lost_file(int) {
@@ -12,7 +14,7 @@ static void end_on_lost_file(int) {
 
 // Has a read of a mapped file that is no longer there (SIGBUS: it was cut, or its disk failed) end the process with this line, which stays
 // the caller's, and exit code 1. A handler that is there already stays. Returns 0, or 1 where nothing was changed.
-extern "C" __attribute__((visibility("default"))) int edge_end_on_lost_file(const char* line) {
+EDGE_EXPORT int edge_end_on_lost_file(const char* line) {
     struct sigaction now = {};
     if (sigaction(SIGBUS, nullptr, &now) || now.sa_handler != SIG_DFL) return 1;
     lost_file = line;

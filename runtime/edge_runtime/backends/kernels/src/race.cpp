@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define EDGE_EXPORT extern "C" __attribute__((visibility("default")))
+#include "export.h"
 
 namespace {
 

@@ -7,6 +7,7 @@
 
 #include "draft/helper.h"
 #include "draft/stop_rule.h"
+#include "export.h"
 #include "ggml/weights.h"
 #include "pack.h"
 
@@ -469,8 +470,6 @@ void free_draft_model(DraftModel* model) {
 }  // namespace edge
 
 using namespace edge;
-
-#define EDGE_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Makes a drafter for the variant of this name; null for the chosen one. Returns null where that is none, or with a word of what is wrong.
 EDGE_EXPORT DraftModel* edge_draft_new(const char* name, const DraftShape* shape, const char** reason) {

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "export.h"
 #include "feed_forward.h"
 #include "multiply.h"
 #include "pack.h"
@@ -237,8 +238,6 @@ const char* unexpected() {
 
 using namespace edge;
 using namespace edge::ggml;
-
-#define EDGE_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Adds the buffer type, before the first model is loaded: the backend then copies the list. Returns null, or why it could not be done.
 EDGE_EXPORT const char* edge_ggml_register(const Functions* given, void* (*make)(size_t)) {

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "cells.h"
+#include "export.h"
 
 namespace edge::ggml {
 
@@ -89,8 +90,6 @@ void watch_attention(const Tensor& whole, const Tensor& part) {
 
 using namespace edge;
 using namespace edge::ggml;
-
-#define EDGE_EXPORT extern "C" __attribute__((visibility("default")))
 
 // A watch on the layers of these numbers; null without memory.
 EDGE_EXPORT CellWatch* edge_ggml_watch_new(int64_t first, int64_t second) {

@@ -1,7 +1,8 @@
 // Adds the operators to onnxruntime's sessions.
+#include "export.h"
 #include "onnxruntime/operators.h"
 
-extern "C" __attribute__((visibility("default"))) edge::ort::Status* RegisterCustomOps(edge::ort::SessionOptions* options, const edge::ort::ApiBase* base) {
+EDGE_EXPORT edge::ort::Status* RegisterCustomOps(edge::ort::SessionOptions* options, const edge::ort::ApiBase* base) {
     using namespace edge::ort;
     const Table api = base->get_api(kVersion);
     static Domain* domain = nullptr;  // as long as the process: sessions keep a reference to it

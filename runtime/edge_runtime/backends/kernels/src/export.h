@@ -1,0 +1,4 @@
+// Marks a function that the library offers; all others are hidden.
+#pragma once
+
+#define EDGE_EXPORT extern "C" __attribute__((visibility("default")))
