@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench_text_memory import interval
 from edge_bench.measure.request import DOMAINS, prepare, shipped_prompts
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.open import open_session
@@ -83,13 +83,6 @@ def measure(bundles: tuple[Path, ...], output: Path, backend: str, seconds: floa
                 file.write(json.dumps(line) + "\n")
 
 
-def interval(ratios: list[float]) -> str:
-    """Returns the geometric mean and its 95 % interval by bootstrap."""
-    logs, chance = np.log(ratios), np.random.default_rng(1)
-    means = np.exp(np.sort([chance.choice(logs, len(logs)).mean() for _ in range(2000)]))
-    return f"{np.exp(logs.mean()):.2f} [{means[50]:.2f}, {means[1949]:.2f}]"
-
-
 @main.command()
 @click.argument("runs", type=click.Path(path_type=Path, exists=True, dir_okay=False), nargs=-1, required=True)
 def report(runs: tuple[Path, ...]) -> None:
@@ -108,8 +101,8 @@ def report(runs: tuple[Path, ...]) -> None:
         "coupled / block",
         "coupled / plain",
         "block / plain",
-        "tokens a round",
-        "same text",
+        "tokens a round, block / coupled",
+        "plain decoding's text, block / coupled",
     )
     for key, group in sorted(groups.items()):
         rates = [{side: run["ids"] / run["seconds"] for side, run in line["runs"].items()} for line in group]

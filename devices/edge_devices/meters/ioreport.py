@@ -2,8 +2,7 @@
 
 The library has no published header. Functions, types and the group's name are those that asitop's successors (socpowerbud, macmon) and
 uzu use: the group "Energy Model" has one counter for each cluster and unit, in mJ, uJ or nJ since the system started; a machine of several
-dies has a set for each. Nobody has run this module on a Mac yet; its
-test has made-up values in that form.
+dies has a set for each. Nobody has run this module on a Mac yet; its test has made-up values in that form.
 """
 
 from __future__ import annotations

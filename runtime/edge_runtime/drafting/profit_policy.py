@@ -207,7 +207,7 @@ class Profit:
         self._verified = 0
 
     def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
-        """Plans a draft where drafting pays; otherwise plain decoding, or a shadow draft when the probing budget allows one.
+        """Plans a draft where drafting pays; otherwise plain decoding, or now and then a draft that asks whether it pays.
 
         Offered tokens are verified instead where that is worth more: they cost no drafting.
         """

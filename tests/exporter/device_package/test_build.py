@@ -30,7 +30,6 @@ from edge_devices.waiting import no_report
 from edge_export.cli.command import main
 from edge_export.cli.display import Steps
 from edge_export.device_package import build as making
-from edge_export.device_package import build as readme
 from edge_export.device_package import debian, native_libraries, wheels
 from edge_export.device_package.inventory import PLATFORMS, SITE, Inventory, check_pages, cut_symbols, take_inventory, write_file
 from edge_export.device_package.wheels import add_own_code, write_launchers
@@ -504,10 +503,10 @@ def test_without_zig_and_kernels_nothing_is_begun(tmp_path: Path, monkeypatch: p
     ("platform", "backends"), [("android-arm64", ("llama", "onnx")), ("linux-x64", ("onnx",)), ("linux-arm64", ("llama",))]
 )
 def test_a_readme_has_four_commands_for_its_device(platform: str, backends: tuple[str, ...], tmp_path: Path) -> None:
-    readme.write_readme(tmp_path, PLATFORMS[platform], "my package", "9.9", backends, ("neon",))
+    making.write_readme(tmp_path, PLATFORMS[platform], "my package", "9.9", backends, ("neon",))
     text = (tmp_path / "README.md").read_text()
     copy, *rest = re.findall("^    (.*)$", text, re.MULTILINE)
-    assert copy == readme.copy_command(PLATFORMS[platform], "my package")
+    assert copy == making.copy_command(PLATFORMS[platform], "my package")
     assert [line.split()[:4] for line in rest] == [
         ["'my", f"package'/bin/{command}", action, "my-bundle"]
         for command, action in (("edge-run", "chat"), ("edge-run", "serve"), ("edge-bench", "run"))

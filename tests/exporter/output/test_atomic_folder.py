@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_export import output as atomic_folder
+from edge_export import output as output_folder
 from edge_export.errors import ExportError
 
 MARKER = "manifest.json"
@@ -24,7 +24,7 @@ def manifest(content: str) -> str:
 
 
 def replace(output: Path, content: str) -> None:
-    with atomic_folder.partial_folder(output, force=True) as folder:
+    with output_folder.partial_folder(output, force=True) as folder:
         (folder / MARKER).write_text(manifest(content))
 
 
@@ -37,9 +37,9 @@ def output(tmp_path: Path) -> Path:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux exchanges two names")
 def test_a_reader_finds_a_bundle_at_every_moment(output: Path) -> None:
     (output.parent / "other").mkdir()
-    if not atomic_folder.exchange(output, output.parent / "other"):
+    if not output_folder.exchange(output, output.parent / "other"):
         pytest.skip("this file system has no exchange")
-    atomic_folder.exchange(output, output.parent / "other")
+    output_folder.exchange(output, output.parent / "other")
     missing, reads, done = 0, 0, threading.Event()
 
     def read() -> None:
@@ -60,7 +60,7 @@ def test_a_reader_finds_a_bundle_at_every_moment(output: Path) -> None:
 
 
 def test_where_the_system_has_no_exchange_two_renames_do(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic_folder, "exchange", lambda *_: False)
+    monkeypatch.setattr(output_folder, "exchange", lambda *_: False)
     replace(output, "new")
     assert (output / MARKER).read_text() == manifest("new")
     assert [path.name for path in output.parent.iterdir()] == ["bundle"]
@@ -77,7 +77,7 @@ class Library:
 @pytest.mark.parametrize("code", [None, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
 def test_an_exchange_that_cannot_be_had_is_no_error(code: int | None, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library(code))
-    assert not atomic_folder.exchange(output, output.parent)
+    assert not output_folder.exchange(output, output.parent)
     replace(output, "new")
     assert (output / MARKER).read_text() == manifest("new")
 
@@ -95,6 +95,6 @@ def test_files_and_their_names_are_written_to_the_disk(output: Path, monkeypatch
     written: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda handle: written.append(os.fstat(handle).st_ino))
     (output / "weights").write_bytes(b"w")
-    atomic_folder.sync_files(output)
+    output_folder.sync_files(output)
     paths = [output / MARKER, output / "weights", *([] if os.name == "nt" else [output])]
     assert sorted(written) == sorted(path.stat().st_ino for path in paths)

@@ -17,7 +17,7 @@ from edge_export.checkpoint.sources import reference_pair, resolve_pair
 from edge_export.errors import ExportError
 from edge_export.parity.reference import Reference, ReferenceRows, load_reference
 from edge_export.pipeline import export
-from edge_export.pipeline import export as tuning_step
+from edge_export.pipeline import export as pipeline
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_export.tuning import (
@@ -187,7 +187,7 @@ def test_the_better_drafter_is_exported(quick, monkeypatch, better):
     record = bundle.manifest.tuning
     assert (record is not None) == better
     assert any(("replaces the original" if better else "stays") in line for line in message)
-    assert not tuning_step.tuning_folder(quick).exists()
+    assert not pipeline.tuning_folder(quick).exists()
     assert bundle.manifest.sources["drafter"].origin == "drafter"
     listed = json.loads((bundle.folder / "manifest.json").read_text()).get("tuning")
     weights = {file.name: file.sha256 for file in bundle.manifest.sources["drafter"].files}
@@ -216,7 +216,7 @@ def test_a_stopped_tuning_goes_on(quick, monkeypatch, tmp_path):
     message: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         export_pair(quick, message.append)
-    folder = tuning_step.tuning_folder(quick)
+    folder = pipeline.tuning_folder(quick)
     assert str(folder) in message[-1]
     assert not quick.output.exists()
     written = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
@@ -227,7 +227,7 @@ def test_a_stopped_tuning_goes_on(quick, monkeypatch, tmp_path):
 
 
 def test_what_is_in_the_way_is_left_alone(quick):
-    folder = tuning_step.tuning_folder(quick)
+    folder = pipeline.tuning_folder(quick)
     folder.mkdir()
     (folder / "mine").write_text("x")
     with pytest.raises(ExportError, match="in the way"):

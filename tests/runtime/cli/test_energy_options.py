@@ -16,7 +16,6 @@ from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterState, Sample, Scope, Trace, absent, present, usable
 from edge_runtime.cli import options as cli_options
-from edge_runtime.cli import options as energy_options
 from edge_runtime.cli import run as cli
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.session.session import Session
@@ -55,7 +54,7 @@ def run(monkeypatch: pytest.MonkeyPatch):
             setattr(opened.target, name, slow(getattr(opened.target, name)))
         monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: opened)
         if findings is not None:
-            monkeypatch.setattr(energy_options, "find_meters", lambda _: findings)
+            monkeypatch.setattr(cli_options, "find_meters", lambda _: findings)
         return CliRunner().invoke(cli.main, [command, "bundle", prompt, *arguments])
 
     return call
@@ -64,7 +63,7 @@ def run(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch, recording: Trace) -> Finding:
     system = System(clock=lambda: time.perf_counter() * FAST, sleep=lambda s: time.sleep(s / FAST))
-    monkeypatch.setattr(energy_options, "System", lambda: system)
+    monkeypatch.setattr(cli_options, "System", lambda: system)
     return usable(ReplayMeter(system, recording))
 
 
@@ -163,7 +162,7 @@ def chat(monkeypatch: pytest.MonkeyPatch):
         verify = session.target.verify
         session.target.verify = lambda tokens: (time.sleep(0.002), verify(tokens))[1]  # type: ignore[method-assign]
         monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: session)
-        monkeypatch.setattr(energy_options, "find_meters", lambda _: findings)
+        monkeypatch.setattr(cli_options, "find_meters", lambda _: findings)
         return CliRunner().invoke(cli.main, ["chat", "bundle", *arguments], input=stdin)
 
     return call
@@ -217,7 +216,7 @@ def test_compare_takes_the_profiles_watts_where_there_is_no_meter(run: Any, monk
     arguments = ("--draft-length", "2", "--max-tokens", "30", "--repeats", "2")
     error = 0.05
     monkeypatch.setattr(
-        energy_options, "virtual_meter", lambda system, _: EstimateMeter(system, idle_watts=2, core_watts=5, model_error=error)
+        cli_options, "virtual_meter", lambda system, _: EstimateMeter(system, idle_watts=2, core_watts=5, model_error=error)
     )
     estimated = run(*arguments, command="compare", findings=[], pause=0.02)
     assert "J/token, an ESTIMATE" in estimated.stdout
@@ -237,7 +236,7 @@ def test_compare_takes_the_profiles_watts_where_there_is_no_meter(run: Any, monk
     def without_watts(*_: object) -> None:
         raise MeterError("the profile x has no watts")
 
-    monkeypatch.setattr(energy_options, "virtual_meter", without_watts)
+    monkeypatch.setattr(cli_options, "virtual_meter", without_watts)
     none = run(*arguments, command="compare", findings=[])
     assert "not measured" in none.stdout
     reason = "energy: not measured: no energy meter on this machine, and no estimate: the profile x has no watts (--meter)"

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from edge_devices.energy.live import SharedWatch
-from edge_runtime.cli import options as energy_options
+from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import run as cli
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server import serve as serving
@@ -42,7 +42,7 @@ def test_options_that_do_not_fit(arguments, says):
 def test_what_the_command_passes_on(monkeypatch):
     calls = []
     monkeypatch.setattr(serving, "serve", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(energy_options, "find_meters", lambda _: [])
+    monkeypatch.setattr(cli_options, "find_meters", lambda _: [])
     arguments = ["serve", "bundle", "--sessions", "3", "--context", "256", "--draft-length", "2"]
     result = CliRunner().invoke(cli.main, arguments, env={"EDGE_MTP_API_KEY": "first second"})
     assert result.exit_code == 0, result.output

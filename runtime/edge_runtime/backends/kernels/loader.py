@@ -107,7 +107,7 @@ def handed(array: NDArray[Any], kind: DTypeLike, size: int, *, more: bool = Fals
     return int(array.__array_interface__["data"][0])
 
 
-# The race of shared noise in native code: the same choices as `decoding.shared_noise`, in a tenth of the time.
+# The race of shared noise in native code: the same choices as `decoding.shared_noise` makes with NumPy, sooner.
 
 
 class NativeRace:
