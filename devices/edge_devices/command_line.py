@@ -201,7 +201,7 @@ def declared_options(of: object, *, only: Sequence[str] | None = None, panel: st
 
 
 def _option(field: dataclasses.Field[Any], hint: Any, default: Any, panel: str) -> click.Option:
-    attributes = dict(field.metadata[OPTION][1])
+    attributes = dict(field.metadata[OPTION].attributes)
     panel = attributes.pop("panel", "") or panel or _OTHER
     bounds = (attributes.pop("low", None), attributes.pop("high", None))
     choices = attributes.pop("choices", ())

@@ -6,9 +6,16 @@ A dataclass of the library declares options without click; `command_line.takes` 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 OPTION = "option"
+
+
+class Declaration(NamedTuple):
+    """What `declaration` was given."""
+
+    flags: tuple[str, ...]
+    attributes: dict[str, Any]
 
 
 def declaration(*flags: str, **attributes: Any) -> dict[str, Any]:
@@ -18,7 +25,7 @@ def declaration(*flags: str, **attributes: Any) -> dict[str, Any]:
     `panel` is the part of the help that lists it. Further attributes are arguments of `click.Option`, such as `metavar`, or a `type` in
     place of the field's.
     """
-    return {OPTION: (flags, attributes)}
+    return {OPTION: Declaration(flags, attributes)}
 
 
 def option(*flags: str, default: Any = None, **attributes: Any) -> Any:
@@ -28,5 +35,5 @@ def option(*flags: str, default: Any = None, **attributes: Any) -> Any:
 
 def spelling(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     """Returns the flags of a field that is an option: those declared, after --name unless one of them is long."""
-    flags: tuple[str, ...] = field.metadata[OPTION][0]
+    flags: tuple[str, ...] = field.metadata[OPTION].flags
     return flags if any(flag.startswith("--") for flag in flags) else (f"--{field.name.replace('_', '-')}", *flags)

@@ -334,7 +334,7 @@ def option_words(options: BenchRequest | LoadOptions | MeterOptions) -> list[str
         left_out = OPTION not in field.metadata or field.name in ("meter", "tools", "public_key", "thorough")
         if left_out or value == getattr(usual, field.name):
             continue
-        if field.metadata[OPTION][1].get("multiple") is False:
+        if field.metadata[OPTION].attributes.get("multiple") is False:
             value = ",".join(map(str, value)) or "none"
         for word in value if isinstance(value, tuple) else (value,):
             words += [spelling(field)[0], word if isinstance(word, Path) else str(word)]
