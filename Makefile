@@ -83,7 +83,7 @@ $(DEMO_BUNDLE)-$(BACKEND)/manifest.json: $(VENV)/.ready-$(BACKEND)
 
 demo: $(DEMO_BUNDLE)-$(BACKEND)/manifest.json
 	$(BIN)/edge-run demo $(DEMO_BUNDLE)-$(BACKEND)
-	@echo "First, to have these commands on your PATH: . $(BIN)/activate"
+	@echo "These commands are in $(BIN). To have them on your PATH: . $(BIN)/activate"
 
 # What quantization costs is decided on it. Its weights are Google's (Gemma Terms of Use): nothing here installs or ships them.
 real: setup-all
