@@ -170,7 +170,9 @@ def _step(target: Any, drafter: Any, optimizer: Any, texts: Tokens, recipe: Reci
     optimizer.zero_grad(set_to_none=True)
     value = float(loss.detach())
     if not np.isfinite(value):
-        raise ExportError(f"tuning the drafter failed: its loss became {value} in step {step}; the pair or the text is unusable")
+        raise ExportError(
+            f"tuning the drafter failed: its loss became {value} in step {step}; the model, the drafter or the text is unusable"
+        )
 
 
 def _segment(length: int, vocabulary: int, recipe: Recipe, random: np.random.Generator) -> Segment:
@@ -458,7 +460,7 @@ def _texts(request: TuningRequest, target: Any, text: str, notify: Callable[[str
         number = len(batches)
         prompt = PROMPT if number // len(TEMPERATURES) % 2 else PROMPT // 2
         batches.append(written(f"texts-{number}", 1 + number, parts, BATCH, prompt, TEMPERATURES[number % len(TEMPERATURES)]))
-        notify(f"The target has written {len(batches) * BATCH} of {TEXTS} texts of {length} tokens.")
+        notify(f"The model has written {len(batches) * BATCH} of {TEXTS} texts of {length} tokens.")
     return np.concatenate(batches), held
 
 

@@ -115,7 +115,7 @@ class PackageRequest:
     tools: bool = option("--with-llama-tools", default=False, help="Add llama.cpp's own tools as static programs, which need no Python.")
     media: bool = option("--with-media", default=False, help="Add what decodes images and sound: Pillow and soundfile.")
     without_kernels: bool = option(
-        default=False, help="Leave the row kernels out, which read weights once for a whole verify: standard operators run."
+        default=False, help="Leave the row kernels out, which read weights once for a whole step: standard operators run."
     )
     force: bool = option(default=False, help="Replace an existing package as soon as the new one is complete.")
 

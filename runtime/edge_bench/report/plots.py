@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from edge_bench.measure.records import FIXED, OURS, PLAIN, Variant
 from edge_bench.report.figures import Figures, Ratio, Row
-from edge_bench.report.tables import PHASES
+from edge_bench.report.tables import PHASE_NAMES
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.report import EnergyReport, VariantEnergy, exclusion_reasons
 from edge_devices.energy.run_log import RunLog
@@ -249,11 +249,21 @@ def all_plots(figures: Figures) -> list[Plot]:
     """Returns all plots that have data. Raises RequestError if the plotting library is missing."""
     candidates: tuple[tuple[str, str, object, Callable[[Axes, Figures], None]], ...] = (
         ("speed-by-domain", "Speed-up over plain decoding by domain", _sped_up(figures), _draw_domains),
-        ("speed-by-length", "Speed-up over plain decoding by draft length", _by_length(figures.overall), _draw_lengths),
-        ("acceptance", "Acceptance by position, longest fixed length", _longest_fixed(figures), _draw_acceptance),
-        ("cost-curve", "Cost of a verify by its rows, and of a draft step", figures.records.cost_curves, _draw_costs),
+        (
+            "speed-by-length",
+            "Speed-up over plain decoding by draft length",
+            _is_line(row.variant.length for row in _by_length(figures.overall)),
+            _draw_lengths,
+        ),
+        (
+            "acceptance",
+            "Acceptance by position, longest fixed length",
+            any(len(row.acceptance_by_position) > 1 for row in _longest_fixed(figures)),
+            _draw_acceptance,
+        ),
+        ("cost-curve", "Time of a step by the tokens that it checks, and of a drafted token", figures.records.cost_curves, _draw_costs),
         ("phases", "Time per token by phase", any(row.phase_seconds_per_token for row in figures.overall), _draw_phases),
-        ("contexts", "Tokens per second by prompt length", figures.by_context, _draw_contexts),
+        ("contexts", "Tokens per second by prompt length", _is_line(row.domain for row in figures.by_context), _draw_contexts),
     )
 
     def of_figures(draw: Callable[[Axes, Figures], None]) -> Callable[[Axes], None]:
@@ -261,6 +271,11 @@ def all_plots(figures: Figures) -> list[Plot]:
 
     plots = [draw_svg(name, title, of_figures(draw)) for name, title, data, draw in candidates if data]
     return plots + (energy_plots(figures.energy, figures.energy_log) if figures.energy else [])
+
+
+def _is_line(places: Iterable[object]) -> bool:
+    """Whether there is more than one place to draw at: a single dot says no more than the table."""
+    return len(set(places)) > 1
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -364,10 +379,12 @@ def _draw_costs(axes: Axes, figures: Figures) -> None:
     with legend(axes):
         for number, curve in enumerate(figures.records.cost_curves):
             points = [(rows, 1000 * seconds) for rows, seconds in enumerate(curve.verify_seconds, start=1)]
-            _lines(axes, [(f"verify, with {curve.drafter}", points, _style(number))], "rows", "ms")
+            _lines(axes, [(f"step, with {curve.drafter}", points, _style(number))], "tokens", "ms")
             if curve.draft_step_seconds is not None:
                 step = 1000 * curve.draft_step_seconds
-                axes.axhline(step, linestyle="--", color=COLOURS[number % len(COLOURS)], label=label_text(f"draft step, {curve.drafter}"))
+                axes.axhline(
+                    step, linestyle="--", color=COLOURS[number % len(COLOURS)], label=label_text(f"drafted token, {curve.drafter}")
+                )
     axes.set_ylim(bottom=0)
 
 
@@ -383,8 +400,10 @@ def _lines(axes: Axes, series: Iterable[tuple[str, Sequence[tuple[int, float]], 
 
 def _draw_phases(axes: Axes, figures: Figures) -> None:
     rows = [(row.variant.label, row.phase_seconds_per_token) for row in figures.overall if row.phase_seconds_per_token]
-    stacked_bars(axes, [label for label, _ in rows], {phase: [1000 * seconds[phase] for _, seconds in rows] for phase in PHASES})
-    axes.set_xlabel("ms per emitted token")
+    stacked_bars(
+        axes, [label for label, _ in rows], {name: [1000 * seconds[phase] for _, seconds in rows] for phase, name in PHASE_NAMES.items()}
+    )
+    axes.set_xlabel("ms per token")
 
 
 def _draw_contexts(axes: Axes, figures: Figures) -> None:

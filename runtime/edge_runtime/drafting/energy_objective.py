@@ -163,9 +163,9 @@ class PhasePower:
     by_rows: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rows = {f"verify of {rows} rows": watts for rows, watts in self.by_rows.items()}
+        rows = {f"step of {rows} tokens": watts for rows, watts in self.by_rows.items()}
         if not all(isinstance(number, int) and number >= 1 for number in self.by_rows):
-            raise ConfigError(f"watts by rows are keyed {', '.join(map(str, self.by_rows))[:80]}; write numbers of rows of 1 and more")
+            raise ConfigError(f"watts by tokens of a step are keyed {', '.join(map(str, self.by_rows))[:80]}; write numbers of 1 and more")
         for phase, watts in {"draft": self.draft, "verify": self.verify, "plain": self.plain, **rows}.items():
             is_number = isinstance(watts, int | float) and not isinstance(watts, bool)
             if watts is not None and not (is_number and math.isfinite(watts) and 0 < watts <= MAX_WATTS):
@@ -210,7 +210,7 @@ def read_phase_power(path: Path) -> PhasePower:
     try:
         counted = {int(rows): value for rows, value in by_rows.items()}
     except (AttributeError, ValueError) as error:
-        raise ConfigError(f'by_rows of {path} is {str(by_rows)[:80]}; write watts by numbers of rows, such as {{"1": 4.4}}') from error
+        raise ConfigError(f'by_rows of {path} is {str(by_rows)[:80]}; write watts by tokens of a step, such as {{"1": 4.4}}') from error
     return PhasePower(draft=watts["draft"], verify=watts["verify"], plain=watts.get("plain"), by_rows=counted)
 
 

@@ -172,7 +172,7 @@ class BatchDecoder:
 
     def _require_free(self, generation: Generation) -> None:
         if not any(target is generation.target for target in self._batch.targets):
-            raise RequestError("the request is of another pair's session; run it with the sessions it was started on")
+            raise RequestError("the request is of another bundle's session; run it with the sessions it was started on")
         if any(other.target is generation.target for other in self.running):
             raise RequestError("two requests cannot share a sequence; start each on its own session")
         generation.require_claim()

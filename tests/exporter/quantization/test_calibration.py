@@ -351,13 +351,13 @@ def test_a_language_model_is_calibrated_by_default(
     made = export(lines.append, **both).manifest.importance
     assert set(made) == {"target"}
     assert (made["target"].name, made["target"].tokens) == ("calibration.txt", TOKENS)
-    assert any("Calibrating the target takes about 0 minutes here; --no-calibrate leaves it out." in line for line in lines)
+    assert any("Calibrating the model takes about 0 minutes here; --no-calibrate leaves it out." in line for line in lines)
     assert export(importance=ImportanceSources(by_default=False), **both).manifest.importance == {}
     assert export(force=True, target_quantization="q8_0").manifest.importance == {}, "nothing to gain"
     monkeypatch.setattr(reference, "available_memory_bytes", lambda: 1)
     lines.clear()
     assert export(lines.append, **both).manifest.importance == {}
-    assert any("The target is not calibrated, so its answers get worse than they need to be: calibration needs" in line for line in lines)
+    assert any("The model is not calibrated, so its answers get worse than they need to be: calibration needs" in line for line in lines)
 
 
 def test_a_calibration_that_was_stopped_goes_on_where_it_was(

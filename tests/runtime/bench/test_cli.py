@@ -59,7 +59,7 @@ def measured(exported_pair: Path, probe_memory: None, tmp_path_factory: pytest.T
 def test_a_real_pair_is_measured_in_all_respects(measured):
     result, folder = measured
     assert result.exit_code == 0, result.output
-    for words in ("All domains", "dense 3", "lookup stepped", "Cost curve", "Concurrent requests", "KV cache types", "peak, dense"):
+    for words in ("All domains", "dense 3", "lookup stepped", "Time of a step", "Concurrent requests", "KV cache types", "peak, dense"):
         assert words in result.stdout
     assert "a text of 4000 tokens is left out" in result.stdout
     records = read_records(folder / "run.jsonl")

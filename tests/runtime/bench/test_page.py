@@ -132,6 +132,14 @@ def test_what_was_not_measured_has_no_plot():
     assert [plot.name for plot in plots] == ["phases"]
 
 
+def test_a_single_length_and_prompt_make_no_plot_of_a_dot():
+    header, *_ = whole_benchmark()
+    runs = [run(v, seconds=s, drafted_at=d, accepted_at=d) for v, s, d in ((BASELINE, 1.0, ()), (fixed(1), 0.5, (5,)))]
+    names = [plot.name for plot in all_plots(figures(collect([header, *runs])))]
+    assert "speed-by-domain" in names
+    assert not {"speed-by-length", "acceptance", "contexts"} & set(names)
+
+
 def test_names_from_outside_stay_text():
     records = whole_benchmark()
     header = replace(records[0], bundle=HOSTILE, machine={"processor": HOSTILE})

@@ -60,7 +60,7 @@ def test_a_bundle_beside_its_checkpoint(exported_pair: Path) -> None:
         ((), 2, "give --checkpoint SOURCE or --against BUNDLE, one of them"),
         (("--checkpoint", "here", "--against", "there"), 2, "one of them"),
         (("--checkpoint", "no-such-folder"), 1, "the target no-such-folder does not exist; give a checkpoint folder"),
-        (("--checkpoint", PAIR / "drafter"), 1, "is an assistant, not a target"),
+        (("--checkpoint", PAIR / "drafter"), 1, "is an assistant, not a full model"),
         (("--against", "no-such-bundle"), 1, "no-such-bundle"),
     ],
 )
@@ -148,7 +148,7 @@ def test_several_bundles_are_plotted_over_bytes() -> None:
     ]
     (plot,) = quality_plots(result)
     assert "small, q4_0, llama.cpp" in plot.svg
-    assert "bytes of the target, MB" in plot.svg
+    assert "bytes of the model, MB" in plot.svg
     assert quality_plots(QualityResult(reference="model", engines={}, bundles=result.bundles[:1])) == []
 
 

@@ -136,9 +136,9 @@ def profiting() -> Session:
 
 def test_explain_says_a_line_about_each_round(run: Any) -> None:
     result = run("--explain", "--max-tokens", "20", findings=[], session=profiting())
-    lines = [line for line in result.stderr.splitlines() if line.startswith("  ") or line.startswith("round")]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("  ") or line.startswith(" step")]
     heads = lines[0].split("  ")
-    assert [h.strip() for h in heads if h.strip()][:4] == ["round", "mode", "drafted", "verified"]
+    assert [h.strip() for h in heads if h.strip()][:4] == ["step", "mode", "drafted", "checked"]
     rows = [line.split() for line in lines[1:]]
     assert [int(row[0]) for row in rows] == list(range(1, len(rows) + 1))
     assert sum(int(row[7]) for row in rows) == 20

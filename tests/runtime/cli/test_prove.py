@@ -27,7 +27,7 @@ def test_equal_texts_are_counted(run):
     shown = run("-n", 130)
     assert shown.exit_code == 0, shown.output
     assert "130 of 130 tokens are those of plain decoding, " in shown.stdout
-    assert "rows have the same bits" in shown.stdout
+    assert "tokens have the same logits, bit for bit" in shown.stdout
 
 
 def test_another_text_ends_in_exit_code_1_and_counts_up_to_it(run, monkeypatch: pytest.MonkeyPatch):

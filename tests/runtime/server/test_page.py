@@ -289,7 +289,7 @@ def test_every_control_has_a_name_and_one_place_is_live(browser: Any) -> None:
 
 
 def press(browser: Any, text: str) -> None:
-    browser.find_element(By.XPATH, f"//button[text()='{text}']").click()
+    browser.find_element(By.XPATH, f"//button[text()='{text}' or @aria-label='{text}']").click()
 
 
 # Counts how often the conversation is drawn, and keeps what the live region says.

@@ -131,7 +131,7 @@ def test_the_chat_takes_files(session, tmp_path, monkeypatch, capsys):
     TerminalChat(Chat(session, max_tokens=48), lines=True).run()
     printed = capsys.readouterr()
     assert colours(printed.out) == ["red", "white"], printed
-    assert "rows of the context" in printed.err + printed.out
+    assert "tokens of the context" in printed.err + printed.out
 
 
 @pytest.fixture(scope="module", params=["llama", "onnx"])

@@ -86,7 +86,7 @@ def test_a_failed_decode_leaves_the_cache_as_it_was(target: LlamaTarget, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(target.shared._api, "llama_decode", fail_second)
-        with pytest.raises(BackendError, match=r"failed on 64 target rows with code -3, the computation failed"):
+        with pytest.raises(BackendError, match=r"failed on 64 tokens of the target with code -3, the computation failed"):
             target.prefill(tokens[20:])
     assert calls == [64, 64]
     assert target.length == 20
@@ -98,7 +98,9 @@ def test_a_failed_draft_step_is_an_error(target: LlamaTarget, drafter: LlamaDraf
     target.prefill(random_tokens(13, 10))
     with monkeypatch.context() as patch:
         patch.setattr(target.shared._api, "llama_decode", lambda *_: 2)
-        with pytest.raises(BackendError, match=r"failed on 1 drafter rows with code 2, an operation of the row kernels had no work memory"):
+        with pytest.raises(
+            BackendError, match=r"failed on 1 tokens of the drafter with code 2, an operation of the row kernels had no work memory"
+        ):
             drafter.draft(5, 1)
 
 
@@ -143,7 +145,7 @@ def test_the_advice_where_a_model_does_not_load(logged: str, advice: str) -> Non
 
 def test_a_drafter_of_another_target_is_refused(reference_pair: Any, target: LlamaTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "hidden_size", target.hidden_size * 2)
-    with pytest.raises(BackendError, match=r"not a drafter of this target: target hidden size \d+ against \d+"):
+    with pytest.raises(BackendError, match=r"not a drafter of this model: the model's hidden size \d+ against \d+"):
         LlamaDrafter(reference_pair.drafter, target, options())
 
 

@@ -413,7 +413,7 @@ def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeyp
 def test_what_a_process_may_map_is_a_limit_too(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(onnx_pair("int4"))
     monkeypatch.setattr(graph_memory, "address_space_left", lambda: 1 << 20)
-    with pytest.raises(BackendError, match=r"for its values and K/V rows, 1.0 MB of memory are available"):
+    with pytest.raises(BackendError, match=r"for its values and the KV cache, 1.0 MB of memory are available"):
         open_onnx(bundle, OrtOptions(context=1024, threads=1), None)
 
 

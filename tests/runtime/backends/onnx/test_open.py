@@ -68,9 +68,9 @@ def test_buffers_that_do_not_fit_are_refused(changes: dict[str, Any], words: str
 
 
 def test_a_bundle_without_graphs_names_the_format_to_export(exported_pair: Path, onnx_pair: Bundles) -> None:
-    with pytest.raises(BundleError, match=r"no onnx target for the onnx backend.*--format onnx"):
+    with pytest.raises(BundleError, match=r"no onnx model for the onnx backend.*--format onnx"):
         open_session(exported_pair, backend="onnx")
-    with pytest.raises(BundleError, match="no gguf target for the llama backend"):
+    with pytest.raises(BundleError, match="no gguf model for the llama backend"):
         open_session(onnx_pair("f32"), backend="llama")
 
 
