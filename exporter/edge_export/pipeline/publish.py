@@ -56,7 +56,9 @@ def _usage(manifest: Manifest, repository: str | None) -> list[str]:
     extra = "onnx" if "onnx" in formats else "llama"
     folder = "FOLDER" if repository is None else title
     fetch = "" if repository is None else f"    hf download {repository} --local-dir {folder}\n"
-    lines = ["## Run it\n", f"    pip install 'edge-mtp[{extra},serve]'\n{fetch}    edge-run chat {folder}\n    edge-run serve {folder}\n"]
+    # Until the first release edge-mtp is on no index.
+    install = f"    pip install '.[{extra},serve]'    # in a clone of edge-mtp\n"
+    lines = ["## Run it\n", f"{install}{fetch}    edge-run chat {folder}\n    edge-run serve {folder}\n"]
     if "gguf" not in formats:
         return lines
     target, drafter, _ = gguf_files(manifest)
