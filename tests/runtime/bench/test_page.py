@@ -123,15 +123,6 @@ def test_bars_stand_where_the_figures_are(result):
     assert "dense 4" not in text
 
 
-def test_the_same_figures_make_the_same_page(result, page):
-    assert report_page(result) == page
-
-
-def test_what_was_not_measured_has_no_plot():
-    plots = all_plots(figures(collect([whole_benchmark()[0], run(BASELINE)])))
-    assert [plot.name for plot in plots] == ["phases"]
-
-
 def test_names_from_outside_stay_text():
     records = whole_benchmark()
     header = replace(records[0], bundle=HOSTILE, machine={"processor": HOSTILE})
