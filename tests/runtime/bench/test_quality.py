@@ -78,23 +78,6 @@ def copied(bundle: Path, folder: Path, change: Callable[[Manifest], Manifest]) -
     return folder
 
 
-def tuned(manifest: Manifest) -> Manifest:
-    target = manifest.sources["target"]
-    files = tuple(replace(file, sha256="0" * 64) for file in target.files)
-    return replace(manifest, sources=manifest.sources | {"target": replace(target, files=files)})
-
-
-def test_a_bundle_of_other_weights_is_compared_with_a_warning(exported_pair: Path, quantized_pair: Path, tmp_path: Path) -> None:
-    other = copied(exported_pair, tmp_path / "tuned", tuned)
-    result = bench("quality", quantized_pair, other, "--against", exported_pair, *QUICK, "--json", tmp_path / "record.json")
-    assert result.exit_code == 0, result.output
-    (warning,) = json.loads((tmp_path / "record.json").read_text())["warnings"]
-    assert warning.startswith(f"{other} was made from target, with other weights than {exported_pair} from ")
-    assert f"Warning: {other} was made from" in " ".join(result.stderr.split())
-    assert "Warning: " in " ".join(result.stdout.split())
-    assert figures(quantized_pair, "--against", exported_pair)["warnings"] == []
-
-
 def test_a_bundle_of_another_shape_is_refused(exported_pair: Path, tmp_path: Path) -> None:
     def larger(manifest: Manifest) -> Manifest:
         return replace(manifest, architecture=replace(manifest.architecture, hidden_size=4096))

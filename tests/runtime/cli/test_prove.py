@@ -8,19 +8,16 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import prove as proving
-from edge_runtime.cli import run as cli
 from edge_runtime.session.self_checks import LosslessReport, check_lossless
 from scripted import make_session
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: make_session())
-    return lambda *words: CliRunner().invoke(cli.main, ["prove", "bundle", *map(str, words)], prog_name="edge-run")
+def run(command):
+    command.opens(lambda _: make_session())
+    return lambda *words: command("prove", "bundle", *words)
 
 
 def test_equal_texts_are_counted(run):

@@ -170,10 +170,3 @@ def test_a_slow_tokenizer_delays_nobodys_rounds() -> None:
         assert done == [200], "it ended while the other prompt was being tokenized"
         encoded.going.set()
         second.join()
-
-
-@pytest.mark.parametrize(("path", "near"), [("/v2/none", "GET /v1/models"), ("/v1/chat/completion", "/v1/chat/completions?")])
-def test_no_path_is_redirected(server: Scripted, path: str, near: str) -> None:
-    status, headers, body = send(server, "GET", path, Authorization="Bearer secret")
-    assert (status, "location" in headers) == (404, False)
-    assert near in body["error"]["message"]

@@ -6,7 +6,6 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -172,14 +171,3 @@ def test_sizes_that_no_kernel_takes_stay_with_llama_cpp(kind: int) -> None:
 @pytest.mark.parametrize("kind", [F32, F16, BF16, IQ4_NL, 99, -1])
 def test_other_types_are_not_packed(kind: int) -> None:
     assert packed_bytes(kind, 256, 16) == 0
-
-
-def test_a_library_without_the_symbols_keeps_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = SimpleNamespace(edge_ggml_watch_cells=None, edge_ggml_switch=lambda _: None)
-    monkeypatch.setattr(ggml, "load_library", lambda: kernels)
-    monkeypatch.setattr(ggml, "stock_reason", lambda: None)
-    reason = ggml.register(SimpleNamespace(ggml_nbytes=1))
-    assert reason is not None
-    assert "does not export ggml_backend_buffer_init, " in reason
-    monkeypatch.setattr(ggml, "stock_reason", lambda: "they are switched off")
-    assert ggml.register(SimpleNamespace()) == "they are switched off"
