@@ -232,8 +232,9 @@ def test_compare_takes_the_profiles_watts_where_there_is_no_meter(run: Any, monk
 
     monkeypatch.setattr(cli_options, "virtual_meter", without_watts)
     none = run(*arguments, name="compare", findings=[])
-    assert "not measured" in none.stdout
-    reason = "energy: not measured: no energy meter on this machine, and no estimate: the profile x has no watts (--meter)"
+    assert "J/token" not in none.stdout
+    assert "J/prompt token" not in none.stdout
+    reason = "energy was not measured: no energy meter on this machine, and no estimate: the profile x has no watts (--meter)"
     assert none.stderr.count(reason) == 1
 
 
