@@ -315,6 +315,18 @@ class Accepted:
     drafted: NDArray[np.int64]
     accepted: NDArray[np.int64]
 
+    @classmethod
+    def of(cls, confirmed: Tokens, *, length: int) -> Accepted:
+        """Walks rounds of `length` drafts, of which the text confirms so many from each position, [texts, positions]."""
+        drafted, accepted = [], []
+        for text in confirmed:
+            at = rounds = right = 0
+            while at < len(text):
+                rounds, right, at = rounds + 1, right + int(text[at]), at + int(text[at]) + 1
+            drafted.append(rounds * length)
+            accepted.append(right)
+        return cls(drafted=np.array(drafted), accepted=np.array(accepted))
+
     @property
     def rate(self) -> float:
         """Accepted / drafted."""
@@ -327,15 +339,9 @@ def acceptance(target: Any, drafter: Any, texts: Tokens, *, prompt: int, length:
     A round at position n accepts the longest prefix of its drafts that the text confirms, and moves on by that plus one.
     """
     segment = Segment(first=prompt - 1, count=texts.shape[1] - length - prompt + 1, steps=length)
-    drafted, accepted = [], []
-    for begin in range(0, len(texts), batch):
-        for run in _confirmed(target, drafter, torch.from_numpy(texts[begin : begin + batch]), segment):
-            at = rounds = confirmed = 0
-            while at < segment.count:
-                rounds, confirmed, at = rounds + 1, confirmed + int(run[at]), at + int(run[at]) + 1
-            drafted.append(rounds * length)
-            accepted.append(confirmed)
-    return Accepted(drafted=np.array(drafted), accepted=np.array(accepted))
+    starts = range(0, len(texts), batch)
+    confirmed = [_confirmed(target, drafter, torch.from_numpy(texts[start : start + batch]), segment) for start in starts]
+    return Accepted.of(np.concatenate(confirmed), length=length)
 
 
 def _confirmed(target: Any, drafter: Any, tokens: Any, segment: Segment) -> Tokens:

@@ -200,10 +200,8 @@ def test_a_gguf_is_no_source_of_graphs(exported: Callable[..., Bundle], member_f
         exported(target=str(tmp_path / "target.gguf"), drafter=str(member_folder("e2b-assistant")))
 
 
-def test_too_small_a_disk_is_told_before_anything_is_written(exported: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    with pytest.raises(ExportError, match="the export needs about"):
+def test_too_small_a_disk_is_told_before_anything_is_written(exported: Callable[..., Bundle], disk_with: Any) -> None:
+    with disk_with(1000), pytest.raises(ExportError, match="the export needs about"):
         exported()
 
 
