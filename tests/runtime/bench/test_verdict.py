@@ -11,11 +11,10 @@ import pytest
 from bench_records import fixed, header, noisy_runs, rolling, run, whole_benchmark
 from chromium import chromium
 from edge_bench.measure.records import BASELINE, OURS, Header, Record, Variant, collect
-from edge_bench.report.figures import Ratio, figures
-from edge_bench.report.tables import energy_tables, ratio_text, verdict
+from edge_bench.report.figures import figures
+from edge_bench.report.tables import energy_tables, verdict
 from edge_devices.energy.intervals import Interval, of_error
 from edge_devices.energy.report import EnergyReport, VariantEnergy
-from edge_devices.energy.report import ratio_text as energy_ratio
 from edge_devices.machine.load import MachineLoad
 
 PROFIT = Variant(side=OURS, drafter="dense", policy="profit")
@@ -55,10 +54,6 @@ def test_one_sentence(records: list[Record], says: str) -> None:
     sentence = judged(*records)
     assert re.search(says, sentence), sentence
     assert sentence.count(". ") == 0
-
-
-def test_without_a_comparison_there_is_none() -> None:
-    assert judged(*PLAIN) == ""
 
 
 def test_the_sentence_and_same_output_are_in_sight_at_1200_pixels(tmp_path: Path) -> None:
@@ -150,19 +145,6 @@ def test_joules_beside_plain_decoding(ratio: Interval, estimate: bool, words: st
     assert (plain, drafts, ratio_cell, scope) == ("0.5", "0.5 (dense profit)", cells[0], "ESTIMATE, not measured" if estimate else "board")
     assert interval.startswith(cells[1])
     assert "Repeats that do not count: dense profit, repeat 1: the board throttled" in table.note
-
-
-def test_a_single_repeat_has_a_ratio_without_an_interval() -> None:
-    report = energy_of(SURE)
-    alone = replace(report, variants=[report.variants[0], replace(report.variants[1], ratio_to_baseline=None)])
-    assert energy_tables(alone, wide=False)[0].rows[0][2:4] == ("1.00", "none: a single repeat")
-
-
-def test_an_interval_that_says_nothing_is_not_printed() -> None:
-    wide = Ratio(value=0.23, low=0.001, high=157896143.0, pairs=4, worst=0.1)
-    assert (wide.determined, wide.verdict, ratio_text(wide)) == (False, "", "not determined")
-    assert ratio_text(Ratio(value=1.5, low=1.2, high=1.9, pairs=4, worst=1.3)) == "1.50 [1.20, 1.90]"
-    assert "not determined" in energy_ratio(Interval(value=0.23, low=0.0, high=157896143.0, n=3, error=1.0, freedom=2.0))
 
 
 def test_nothing_is_claimed_of_incomplete_or_disturbed_records() -> None:
