@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from edge_bench.measure.records import FIXED, OURS, PLAIN, Variant
 from edge_bench.report.figures import Figures, Ratio, Row
-from edge_bench.report.tables import PHASE_NAMES
+from edge_bench.report.tables import NOT_DETERMINED, PHASE_NAMES
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.report import EnergyReport, VariantEnergy, exclusion_reasons
 from edge_devices.energy.run_log import RunLog
@@ -142,7 +142,7 @@ def energy_plots(report: EnergyReport, log: RunLog | None = None) -> list[Plot]:
     tokens = any(variant.joules_per_output_token for variant in report.variants)
     candidates: list[tuple[str, str, object, Callable[[Axes], None]]] = [
         *([("power", "Power over time", True, partial(_draw_power, log=log))] if log else []),
-        ("energy", "Joules per emitted token", tokens, partial(_draw_tokens, report=report)),
+        ("energy", "Joules per output token", tokens, partial(_draw_tokens, report=report)),
         ("energy-phases", "Joules per request by phase", _split(report), partial(_draw_energy_phases, report=report)),
     ]
     return [draw_svg(name, f"{mark}{title}, {where}", draw) for name, title, data, draw in candidates if data]
@@ -214,7 +214,7 @@ def _draw_tokens(axes: Axes, report: EnergyReport) -> None:
                     _interval(axes, joules, place + (0.12 if height > 0.5 else -0.05))
     name_rows(axes, [variant.name for variant in variants])
     axes.set_xlim(left=min(0.0, axes.get_xlim()[0] if _reaches_below_zero(variants) else 0.0))
-    axes.set_xlabel(f"joules per emitted token with 95 % intervals, scope {report.scope}")
+    axes.set_xlabel(f"joules per output token with 95 % intervals, scope {report.scope}")
 
 
 def _reaches_below_zero(variants: Sequence[VariantEnergy]) -> bool:
@@ -301,19 +301,24 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
     domains = list(dict.fromkeys(row.domain or "" for row in rows))
     variants = list(dict.fromkeys(row.variant for row in rows))
     width = 0.8 / len(variants)
-    shown = [row.speed_up for row in rows if row.speed_up]
+    shown = [row.speed_up for row in rows if row.speed_up and row.speed_up.determined]
     limit = WIDEST * max(1.0, *(r.value for r in shown))
     top = max(1.0, *(r.value for r in shown), *(min(r.high, limit) for r in shown if r.high is not None))
     with legend(axes):
         for number, variant in enumerate(variants):
             own = [row for row in rows if row.variant == variant]
             places = [domains.index(row.domain or "") + (number - (len(variants) - 1) / 2) * width for row in own]
-            ratios = [row.speed_up for row in own if row.speed_up]
+            bars = [(place, row.speed_up) for place, row in zip(places, own, strict=True) if row.speed_up]
+            known = [(place, ratio) for place, ratio in bars if ratio.determined]
             label = variant.label + (" (its best length)" if variant.policy == FIXED else "")
             hatch = HATCHES[number // len(COLOURS) % len(HATCHES)]
-            axes.bar(places, [r.value for r in ratios], width, label=label_text(label), color=COLOURS[number % len(COLOURS)], hatch=hatch)
-            for place, r in zip(places, ratios, strict=True):
+            colour = COLOURS[number % len(COLOURS)]
+            axes.bar([at for at, _ in known], [r.value for _, r in known], width, label=label_text(label), color=colour, hatch=hatch)
+            for place, r in known:
                 _whisker(axes, place, r, limit)
+            for place, r in bars:
+                if not r.determined:  # a bar would show what the table says nobody knows
+                    axes.annotate(NOT_DETERMINED, (place, 0), xytext=(0, 4), textcoords="offset points", ha="center", rotation=90)
     axes.axhline(1, color=INK, linewidth=1, linestyle="--")
     axes.set_ylim(0, 1.08 * top)
     axes.set_xticks(range(len(domains)), [label_text(d) for d in domains])

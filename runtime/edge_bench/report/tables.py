@@ -273,7 +273,8 @@ def machine_line(header: Header) -> str:
     """Returns one line with bundle, machine and settings."""
     machine, settings = header.machine, header.settings
     processor = machine.get("processor") or machine.get("architecture") or "unknown processor"
-    files = ", ".join(f"{file.role} {file.quantization or file.format}" for file in header.files if file.role in ("target", "drafter"))
+    roles = {"target": "model", "drafter": "drafter"}
+    files = ", ".join(f"{roles[file.role]} {file.quantization or file.format}" for file in header.files if file.role in roles)
     threads, tokens, repeats = (settings.get(key, "?") for key in ("threads", "tokens", "repeats"))
     versions = ", ".join(f"{name} {number}" for name, number in {"edge-mtp": header.version, **header.engines}.items())
     kernels = {None: "", NO_ROW_KERNELS: f", {NO_KERNELS}"}.get(header.row_kernels, f", row kernels {header.row_kernels}")

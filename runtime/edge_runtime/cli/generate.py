@@ -68,7 +68,7 @@ class OutputOptions:
     explain: bool = option(
         default=False,
         panel="Output",
-        help="Print one line per step: decision, expected and emitted tokens, cost, time, gain and confidence. The text follows them.",
+        help="Print one line per step: decision, expected and actual tokens, cost, time, gain and confidence. The text follows them.",
     )
 
 

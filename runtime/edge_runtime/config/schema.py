@@ -174,7 +174,7 @@ class TuningConfig(Section):
         "-d",
         low=0,
         high=MAX_DRAFT_LENGTH,
-        help="Draft this many tokens in every round; 0 is plain decoding.  [default: chosen anew in each round, unless configured]",
+        help="Draft this many tokens in every step; 0 is plain decoding.  [default: chosen anew in each step, unless configured]",
     )
     min_horizon: int | None = _key(integer(0, MAX_DRAFT_LENGTH), "rolling and stepped never draft fewer (and never fewer than 1)")
     max_horizon: int | None = _key(integer(1, MAX_DRAFT_LENGTH), "rolling and stepped never draft more")
@@ -184,7 +184,7 @@ class TuningConfig(Section):
         number(0.01, MAX_DRAFT_LENGTH), "tokens by which rolling shortens drafts below it; may be a fraction"
     )
     monitoring_window: int | None = _key(
-        integer(5, 10_000), "window of warnings and the safety net, in drafted tokens; rolling and stepped use a fifth as many rounds"
+        integer(5, 10_000), "window of warnings and the safety net, in drafted tokens; rolling and stepped use a fifth as many steps"
     )
 
     def __post_init__(self) -> None:

@@ -266,6 +266,6 @@ def test_markdown_has_every_figure_and_no_markup_of_records():
     result = figures(collect([own, *whole_benchmark()[1:]]))
     lines = markdown(result).splitlines()
     assert lines[0] == FIGURES_OF.format(files_key(own.files))
-    assert lines[1].startswith("## Measured: &lt;img&gt;'\\|\\[x](y)\\x1b (target q4_0) on a processor")
+    assert lines[1].startswith("## Measured: &lt;img&gt;'\\|\\[x](y)\\x1b (model q4_0) on a processor")
     for table in all_tables(result):
         assert {f"| {' | '.join(map(markdown_text, row))} |" for row in table.rows} <= {*lines}
