@@ -65,7 +65,8 @@ class LlamaBackend:
             if device is not None:
                 try_device(paths[0], drafter_path, options, driver=_identity(device), notify=request.notify, waiting=request.waiting)
         options = replace(options, use_extra_bufts=repack)
-        target, drafter, kind = open_with_drafter(bundle, options, request.drafter)
+        packed = request.packed_cache if repack and device is None else None
+        target, drafter, kind = open_with_drafter(bundle, options, request.drafter, packed)
         batch = LlamaSequenceBatch(target, drafter)
         kernels = llama_library().row_kernels
         on_device = () if device is None else (device.name, options.device_layers, _identity(device))

@@ -168,10 +168,13 @@ bool PackedFile::map(const Entry& entry, PackedMatrix& m, void* place) {
 }
 
 bool PackedFile::take(const char* name, PackedMatrix& m, void* place) {
-    const Entry* entry = reads_ ? find(name) : nullptr;
-    if (!entry || !entry->is_of(m)) return false;
-    PackedMatrix found = entry->matrix();
-    if (!map(*entry, found, place)) return false;
+    if (!reads_) return false;
+    const Entry* entry = find(name);
+    PackedMatrix found = entry ? entry->matrix() : m;
+    if (!entry || !entry->is_of(m) || !map(*entry, found, place)) {
+        missed_++;
+        return false;
+    }
     m = found;
     taken_++;
     return true;
@@ -261,9 +264,10 @@ EDGE_EXPORT PackedFile* edge_packed_create(const char* temporary, const uint8_t*
 // This thread's loads of models use the file, until they are told another one or none (null).
 EDGE_EXPORT void edge_packed_use(PackedFile* file) { use_packed_file(file); }
 
-// counts [2]: matrices that were mapped from the file, and that were packed and written to it. Returns the error (errno) of a write, or 0.
+// counts [2]: matrices that were mapped from the file, and those that were packed: added to it, or not found in it. Returns the error (errno) of
+// a write, or 0.
 EDGE_EXPORT int edge_packed_counts(const PackedFile* file, int64_t* counts) {
-    counts[0] = file->taken(), counts[1] = file->added();
+    counts[0] = file->taken(), counts[1] = file->packed();
     return file->error();
 }
 

@@ -36,8 +36,9 @@ class PackedFile {
     int keep(const char* path);
 
     int error() const { return error_; }
+    // Matrices that were mapped from a file that is read, and those that it had not, or that were added to one that is written.
     int64_t taken() const { return taken_; }
-    int64_t added() const { return reads_ ? 0 : count_; }
+    int64_t packed() const { return reads_ ? missed_ : count_; }
 
   private:
     struct Entry;
@@ -49,7 +50,7 @@ class PackedFile {
     int file_, error_;
     bool reads_;
     Entry* entries_;
-    int64_t count_, room_, taken_;
+    int64_t count_, room_, taken_, missed_;
     uint64_t end_;
     char* temporary_;
     uint8_t key_[kKeyBytes];

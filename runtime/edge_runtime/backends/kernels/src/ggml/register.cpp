@@ -265,6 +265,19 @@ BufferType buffer_type = {{type_name, allocate, alignment, nullptr, tensor_size,
 
 bool is_ours(const Tensor* tensor) { return tensor->buffer && tensor->buffer->type == &buffer_type; }
 
+// llama.cpp reads a whole file ahead as it maps it, but on machines with several memories. What a packed file has need not be read: while one
+// is in use, llama.cpp is told that this is such a machine. It asks nothing else of that function, and ggml itself does not ask by it.
+constexpr char kSeveralMemories[] = "ggml_backend_cpu_is_numa";
+void* (*stock_address)(Registry*, const char*) = nullptr;
+
+bool is_told_several() { return true; }
+
+void* address(Registry* registry, const char* function) {
+    const PackedFile* file = packed_file();
+    if (file && file->reads() && strcmp(function, kSeveralMemories) == 0) return reinterpret_cast<void*>(is_told_several);
+    return stock_address(registry, function);
+}
+
 bool has_name(int op, const char* name) { return strcmp(functions.op_name(op), name) == 0; }
 
 const char* unexpected() {
@@ -309,6 +322,11 @@ EDGE_EXPORT const char* edge_ggml_register(const Functions* given, void* (*make)
     list[0] = &buffer_type;
     if (count) memcpy(list + 1, types->first, count * sizeof(BufferType*));
     *types = {list, list + count + 1, list + count + 1};  // the old list stays: somebody may be reading it
+    Registry* registry = functions.cpu_registry();
+    if (registry->address && registry->address(registry, kSeveralMemories)) {
+        stock_address = registry->address;
+        registry->address = address;
+    }
     variant = chosen;
     enabled = true;
     return nullptr;
