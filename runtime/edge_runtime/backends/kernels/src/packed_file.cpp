@@ -193,8 +193,20 @@ bool PackedFile::write(const void* data, size_t bytes, uint64_t offset) {
     return true;
 }
 
+// Maps what was added under the same name. Other weights of that name are an error: a later start would take the ones for the others.
+bool PackedFile::map_earlier(const Entry& earlier, PackedMatrix& m, void* place) {
+    PackedMatrix same = earlier.matrix();
+    const bool fits = earlier.is_of(m) && earlier.half_scales == m.half_scales && map(earlier, same, nullptr);
+    const bool equal = fits && memcmp(same.levels, m.levels, earlier.bytes) == 0;
+    if (fits) unmap(same);
+    if (equal && map(earlier, m, place)) return true;
+    error_ = EEXIST;
+    return false;
+}
+
 bool PackedFile::add(const char* name, PackedMatrix& m, void* place) {
-    if (reads_ || error_ || strlen(name) > kMaxPackedName || find(name)) return false;
+    if (reads_ || error_ || !name[0] || strlen(name) > kMaxPackedName) return false;
+    if (const Entry* earlier = find(name)) return map_earlier(*earlier, m, place);
     if (count_ == room_) {
         const int64_t room = room_ ? 2 * room_ : 64;
         void* entries = room > kMaxMatrices ? nullptr : realloc(entries_, static_cast<size_t>(room) * sizeof(Entry));

@@ -30,7 +30,7 @@ class PackedFile {
     // not null, and sets the rest of `m`. Whoever has a matrix without a place calls `unmap`.
     bool take(const char* name, PackedMatrix& m, void* place = nullptr);
     // Writes a packed matrix and maps what was written, at `place` if that is not null; returns false where that failed, and then nothing
-    // changed but `error`. A name that the file has already fails too.
+    // changed but `error`. A second matrix of a name must be the same one.
     bool add(const char* name, PackedMatrix& m, void* place = nullptr);
     // Waits until all is on the disk, and gives a written file its name. Returns 0 or the error (errno).
     int keep(const char* path);
@@ -45,6 +45,7 @@ class PackedFile {
     bool read_index(const uint8_t* key);
     const Entry* find(const char* name) const;
     bool map(const Entry& entry, PackedMatrix& m, void* place);
+    bool map_earlier(const Entry& earlier, PackedMatrix& m, void* place);
     bool write(const void* data, size_t bytes, uint64_t offset);
 
     int file_, error_;
