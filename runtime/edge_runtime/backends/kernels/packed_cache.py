@@ -32,7 +32,10 @@ from edge_devices.files.user_cache import cache_folder, is_own, only_ours
 from edge_devices.machine.memory import byte_text
 from edge_runtime.backends.kernels.loader import load_library, variant
 
+FOLDER = "packed"  # in the user's cache
 LIMIT = 8_000_000_000
+# Sources of fewer bytes are packed sooner than a disk writes them.
+LEAST = 32_000_000
 _NAME = re.compile(r"[0-9a-f]{64}\.packed")
 _ANY_NAME = r"[0-9a-f]+\.packed"
 
@@ -47,7 +50,7 @@ class SourceFile:
 
 def default_folder() -> Path:
     """Returns the folder of the user's packed cache. Raises EdgeError for a user without a home folder."""
-    return cache_folder() / "packed"
+    return cache_folder() / FOLDER
 
 
 def user_cache(notify: Callable[[str], None], *, checked: bool) -> PackedCache | None:
@@ -90,7 +93,10 @@ class PackedCache:
         self._end(opened, sources)
 
     def _opened(self, kernels: Any, sources: Sequence[SourceFile]) -> _OpenedFile | None:
-        """The file of these sources, or a new one if there is none and there is room for it. Raises OSError."""
+        """The file of these sources, or a new one if there is none. None where it is not worth it or has no room. Raises OSError."""
+        size = sum(source.path.stat().st_size for source in sources)
+        if size < LEAST:
+            return None
         facts = self._facts(sources)
         key = hashlib.sha256(json.dumps([kernels.edge_packed_version(), *facts]).encode()).digest()
         path = self.folder / f"{key.hex()}.packed"
@@ -103,7 +109,6 @@ class PackedCache:
         clear_stale_in(self.folder, _ANY_NAME)
         with contextlib.suppress(FileNotFoundError):
             path.unlink()  # damaged, or a link
-        size = sum(source.path.stat().st_size for source in sources)
         room = self._room()
         if size > room:
             self._go_without(f"its files may take {byte_text(room)} here, and this bundle's take about {byte_text(size)}")
@@ -140,7 +145,8 @@ class PackedCache:
         if error:
             self._go_without(os.strerror(error))
         with _WRITERS_LOCK:
-            _WRITERS.pop(opened.path, None)
+            if _WRITERS.get(opened.path) is threading.current_thread():
+                del _WRITERS[opened.path]
 
     def _facts(self, sources: Sequence[SourceFile]) -> list[object]:
         """What a packed file depends on beside the layout, and the state of its sources."""
