@@ -34,8 +34,8 @@ PROMPT = "def area(width, height):\n"
 WIDE = 3.0  # highest / lowest speed of a plan from which one measurement says more than the plan
 MEASURE_REPEATS = 3
 PREFILL_TOKENS, DECODE_TOKENS = 256, 64
-# What a decision needs beside the verdict, which has the memory.
-_DECIDING = ("first token", "plain", "drafted", "draft length")
+# What a decision needs beside the verdict.
+_DECIDING = ("memory", "anonymous", "of files", "first token", "plain", "drafted", "draft length")
 _Row = tuple[str, str, Range, float | None]  # name, unit, prediction, measurement
 
 

@@ -25,7 +25,7 @@ from edge_runtime.backends.onnx.devices import (
     library_version,
     plug_in_failure,
 )
-from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, GraphDrafter, open_drafter
+from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, GraphDrafter, LoadingDraft, open_drafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import DTYPES, MAX_ROWS, SLIDING, check_buffers
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
@@ -179,13 +179,14 @@ def open_pair(files: PairFiles, options: OrtOptions, packed: PackedCache | None 
     """Opens the target and, if there is one, its drafter. Closing the target closes both. Raises as `open_onnx` does."""
     check_version()
     session = SessionOptions(threads=options.threads, device=options.device)
-    target: GraphTarget
-    target = OrtTarget(files, options, session, packed) if files.static is None else StaticOrtTarget(files, options, session)
-    try:
-        return target, open_drafter(files.drafter, target, session, files) if files.drafter else None
-    except BaseException:
-        target.close()
-        raise
+    with LoadingDraft(files, session) as draft:
+        target: OrtTarget | StaticOrtTarget
+        target = OrtTarget(files, options, session, packed) if files.static is None else StaticOrtTarget(files, options, session)
+        try:
+            return target, open_drafter(files.drafter, target, session, files, draft) if files.drafter else None
+        except BaseException:
+            target.close()
+            raise
 
 
 def fallbacks(provider: str, target: GraphTarget, drafter: AnyOrtDrafter | None) -> list[str]:
