@@ -13,7 +13,6 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.recorder import SLEPT, Characteristics, change_times
 from edge_devices.energy.run_log import RunLog, is_energy_log, read_log
 from edge_devices.errors import DeviceError, MeasurementError, MeterError
@@ -31,6 +30,13 @@ MAX_RECORDING_S = 6 * 3600.0
 PAUSE_S, PAUSE_READINGS, PAUSE_SHARE = 5.0, 20, 0.1  # of a counter: a gap that long, in which it counts this share of the mean power
 Span = tuple[float, float]  # seconds
 FloatArray = NDArray[np.float64]
+
+
+def _trace_of(table: Path) -> Trace:
+    """Returns the readings of a CSV file. Its reader is imported only here, as no start should wait for it."""
+    from edge_devices.energy.external.table import import_csv
+
+    return import_csv(table)
 
 
 def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
@@ -193,7 +199,7 @@ class PendingExternalMeter:
                 f" (Ctrl-C); with rows every 10 s give --meter {EXTERNAL}:10"
             )
         try:
-            offset_s = offset_of(import_csv(self.table), loads)
+            offset_s = offset_of(_trace_of(self.table), loads)
         except DeviceError as error:
             return f"the load steps are not visible in {self.table} so far: {error}"
         return f"the load steps are visible in {self.table}, whose clock is {-offset_s:+.1f} s from this one"
@@ -213,7 +219,7 @@ def external_meter(name: str | None) -> PendingExternalMeter | None:
         except ValueError:
             table = Path(part)
     if table is not None and seconds is None:
-        seconds = import_csv(table).facts.refresh_s
+        seconds = _trace_of(table).facts.refresh_s
     if seconds is not None and not 0 < seconds <= LONGEST_ROW_S:
         raise MeterError(
             f"{name!r}: rows every {seconds:g} s cannot show a run; give the seconds between the meter's rows, such as external:10"

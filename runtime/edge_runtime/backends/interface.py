@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from edge_devices.waiting import Waiting
+from edge_runtime.backends.kernels.packed_cache import PackedCache
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, MEDIA_ENCODER, VISION_ENCODER
 from edge_runtime.calibration.first_use import ThreadCounts
@@ -26,7 +27,7 @@ class OpenRequest:
     """A bundle that is to be opened for `sequences` requests at once. Options that are None or False were not asked for.
 
     `drafter` None takes the fastest kind. `memory_limit` is in bytes. `device` names a device or its kind (gpu, npu).
-    `notify` gets sentences about slow steps; `waiting` shows them.
+    `packed_cache` keeps packed weights between starts. `notify` gets sentences about slow steps; `waiting` shows them.
     """
 
     bundle: Bundle
@@ -40,6 +41,7 @@ class OpenRequest:
     device: str | None
     notify: Callable[[str], None]
     waiting: Waiting
+    packed_cache: PackedCache | None = None
 
     def special_options(self) -> dict[str, object]:
         """The requested options that not every backend has."""

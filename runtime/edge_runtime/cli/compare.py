@@ -21,6 +21,7 @@ from edge_devices.waiting import Waiting, silent_wait, terminal_wait
 from edge_runtime.backends.selection import CARDS
 from edge_runtime.cli.options import BundlePath, Opening, note, opens_bundle, unwatched
 from edge_runtime.cli.prompts import MessageOptions, printable, read_prompt, sent_prompt
+from edge_runtime.cli.terminal import NOTHING_DRAFTED
 from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.monitor import DecodeStats
@@ -29,8 +30,6 @@ from edge_runtime.session.session import Session
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-NOTHING_DRAFTED = "nothing was drafted, so this says nothing about drafts (give --draft-length 3, or a longer --max-tokens)"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, MeterState
 from edge_devices.meters.search import find_meters
 from edge_runtime.backends.installed import ask_backend
+from edge_runtime.backends.kernels import packed_cache
 from edge_runtime.backends.selection import BACKENDS, CARDS, BackendKind, BackendRates, cached_choices, load_backend
 from edge_runtime.calibration.measured import cache_file
 from edge_runtime.cli.options import BundlePath, Opening, opens_bundle
@@ -118,7 +119,8 @@ class Extra:
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """The findings. `backends`: what `ask_backend` returned, None if the library is not installed; `build_tools`: path or None; `choices`:
-    which backend is faster for bundles of both formats; `cache_files`: path, bytes, entries; `cache_refused`: files that are not used.
+    which backend is faster for bundles of both formats; `cache_files`: path, bytes, entries; `cache_refused`: files that are not used;
+    `packed_files` and `packed_bytes`: how many files of packed weights there are, and their size.
     `package`: the device package this runs in, if any, of whose files `package_faults` are missing or changed."""
 
     version: str
@@ -134,6 +136,8 @@ class Diagnosis:
     cache_variable: str
     cache_files: tuple[dict[str, Any], ...]
     cache_refused: tuple[str, ...]
+    packed_files: int
+    packed_bytes: int
     package: DevicePackage | None = None
     package_faults: tuple[str, ...] = ()
 
@@ -170,6 +174,7 @@ class Diagnosis:
                 "files": list(self.cache_files),
                 "refused": list(self.cache_refused),
             },
+            "packed_cache": {"folder": str(Path(self.cache) / packed_cache.FOLDER), "files": self.packed_files, "bytes": self.packed_bytes},
             "install": self.install,
             "package": None
             if self.package is None
@@ -190,6 +195,7 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
         remedy = "run: pip install . in its checkout" if this_package() is None else "copy the device package again"
         raise BackendError(f"{DISTRIBUTION} is not installed for {sys.executable}; {remedy}") from None
     folder, file, package = cache_folder(), cache_file(), this_package()
+    packed = [size for _, size, _ in packed_cache.packed_files(packed_cache.default_folder())]
     return Diagnosis(
         version=version,
         python=platform.python_version(),
@@ -205,6 +211,8 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
         cache_variable=CACHE_VARIABLE,
         cache_files=({"path": str(file), "bytes": file.stat().st_size, "entries": len(read_entries(file))},) if file.is_file() else (),
         cache_refused=tuple(path.name for path in sorted(folder.glob("*.json")) if path.is_file() and not only_ours(path.stat())),
+        packed_files=len(packed),
+        packed_bytes=sum(packed),
         package=package,
         package_faults=() if package is None else tuple(package.changed()),
     )
@@ -351,5 +359,7 @@ def _meter_rows(diagnosis: Diagnosis) -> Iterator[Row]:
 def _cache_rows(diagnosis: Diagnosis) -> Iterator[Row]:
     files = [f"{Path(file['path']).name}: {file['entries']} entries ({byte_text(file['bytes'])})" for file in diagnosis.cache_files]
     yield "cache", "", f"{diagnosis.cache} (${diagnosis.cache_variable}): {'; '.join(files) or 'empty'}"
+    packed = f"{diagnosis.packed_files} files ({byte_text(diagnosis.packed_bytes)})" if diagnosis.packed_files else "none kept"
+    yield "packed weights", "", f"{Path(diagnosis.cache) / packed_cache.FOLDER}: {packed}"
     for name in diagnosis.cache_refused:
         yield "cache", "denied", f"{name}: {NOT_OURS}; remove it, or set {diagnosis.cache_variable} to a folder that only you can write"

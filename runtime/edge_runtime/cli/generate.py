@@ -15,7 +15,6 @@ from edge_devices.energy.live import RunEnergy
 from edge_devices.meters.search import NO_METER
 from edge_devices.option_fields import option
 from edge_devices.waiting import terminal_wait
-from edge_runtime.cli.compare import NOTHING_DRAFTED
 from edge_runtime.cli.options import (
     BundlePath,
     Opening,
@@ -28,7 +27,7 @@ from edge_runtime.cli.options import (
     takes_sampling,
 )
 from edge_runtime.cli.prompts import MediaFiles, MessageOptions, hub_bundle, printable, read_prompt, sent_prompt
-from edge_runtime.cli.terminal import Explain, remarks, summary
+from edge_runtime.cli.terminal import NOTHING_DRAFTED, Explain, remarks, summary
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.chat import MAX_TOKENS
 from edge_runtime.session.generation import Generation, GenerationOptions

@@ -146,7 +146,7 @@ def energy_record(energy: RunEnergy) -> dict[str, Any]:
 # Shell completion looks at no more folders than this, so that it stays fast.
 MAX_FOLDERS = 1000
 # Fields of LoadOptions that every command takes.
-_LOADING = ("drafter", "backend", "threads", "device", "context", "kv_type", "memory_limit", "config", "public_key")
+_LOADING = ("drafter", "backend", "threads", "device", "context", "kv_type", "memory_limit", "packed_cache", "config", "public_key")
 TUNING = ("draft_length", "objective")
 
 

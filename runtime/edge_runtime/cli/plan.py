@@ -34,8 +34,8 @@ PROMPT = "def area(width, height):\n"
 WIDE = 3.0  # highest / lowest speed of a plan from which one measurement says more than the plan
 MEASURE_REPEATS = 3
 PREFILL_TOKENS, DECODE_TOKENS = 256, 64
-# What a decision needs beside the verdict, which has the memory.
-_DECIDING = ("first token", "plain", "drafted", "draft length")
+# What a decision needs beside the verdict.
+_DECIDING = ("memory", "anonymous", "of files", "first token", "plain", "drafted", "draft length")
 _Row = tuple[str, str, Range, float | None]  # name, unit, prediction, measurement
 
 
@@ -97,6 +97,7 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
         longest=min(settings.longest, settings.longest_draft),
         drafter=load.drafter or settings.drafter,
         power=power if isinstance(power, PhasePower) else None,
+        packed_cache=load.packed_cache,
     )
     show_plan(predicted, measured, as_json=options.as_json, how=options.how)
 
@@ -215,6 +216,8 @@ def _rows(plan: SpeedPlan, measured: Measured | None) -> list[_Row]:
             Range(low=plan.memory.reserved / 1e6, middle=plan.memory.total / 1e6, high=1.1 * plan.memory.total / 1e6),
             measured.memory_bytes / 1e6 if measured else None,
         ),
+        ("anonymous", "MB", _exactly(plan.memory.reserved / 1e6), None),
+        ("of files", "MB", _exactly(plan.memory.of_files / 1e6), None),
         (
             "enough",
             "MB",
@@ -237,9 +240,14 @@ def _rows(plan: SpeedPlan, measured: Measured | None) -> list[_Row]:
     return rows
 
 
+def _exactly(value: float) -> Range:
+    return Range(low=value, middle=value, high=value)
+
+
 def _row_line(row: _Row) -> str:
     name, unit, value, measurement = row
-    text = f"  {name:<13}{_text(value.middle):>8}  [{_text(value.low)}, {_text(value.high)}] {unit}".rstrip()
+    between = "" if value.low == value.high else f"[{_text(value.low)}, {_text(value.high)}] "
+    text = f"  {name:<13}{_text(value.middle):>8}  {between}{unit}".rstrip()
     return text if measurement is None else f"{text:<48}  measured {_text(measurement)} (prediction {deviation(measurement, value)})"
 
 

@@ -27,6 +27,8 @@ from edge_runtime.session.monitor import DecodeStats
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import is_instruction_tuned
 
+NOTHING_DRAFTED = "nothing was drafted, so this says nothing about drafts (give --draft-length 3, or a longer --max-tokens)"
+
 # Markdown in a terminal, painted while it streams: headings, bold text, code and lists, and what accepted drafts brought.
 
 _RESET, _BOLD, _CODE, _HEADING = "\x1b[0m", "\x1b[1m", "\x1b[36m", "\x1b[1;4m"

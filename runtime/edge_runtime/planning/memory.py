@@ -1,7 +1,7 @@
 """How much memory a loaded bundle and its encoder of images and sound will take, computed from its manifest, and the check that it fits.
 
 K/V rows and logits are exact for llama.cpp. Activations are estimated from the widest block, because llama.cpp reuses their memory.
-Weights are mapped: unlike the rest, the system can drop them and read them again.
+Weights that are mapped, from the bundle's files or from the packed cache, the system can drop and read again, unlike the rest.
 
 The encoder is checked before its first use: libmtmd copies its file into memory, onnxruntime computes float16 weights as float32, and
 activations, estimated from the towers' sizes as measured, stay allocated for the largest media so far."""
@@ -122,6 +122,8 @@ BATCH = 512
 PROCESS_BYTES = 48 << 20
 # The same with onnxruntime, the tokenizer and the graphs' plans, as measured on the shipped and the widened pair.
 _ONNX_PROCESS_BYTES = 85 << 20
+# What of these is mapped from libraries, as measured on a Zen 5.
+_CODE_BYTES, _ONNX_CODE_BYTES = 26 << 20, 42 << 20
 _FLOAT, _HALF, _MASK = 4, 2, 2
 # llama.cpp's tables of a vocabulary, per token, as measured.
 _TOKEN_BYTES = 128
@@ -135,7 +137,8 @@ _DRAFTER_ROWS = 32
 class MemoryRequest:
     """The load options that decide how much memory is taken; sizes in tokens, per sequence. `drafter` is the kind loaded.
 
-    `gives_back`: the pages of a file are given back once they are repacked, as the row kernels do on Linux.
+    `gives_back`: the pages of a file are given back once they are repacked, as the row kernels do on Linux. `packed_cache`: repacked
+    weights are mapped from a file of the user's cache.
     """
 
     context: int
@@ -146,13 +149,16 @@ class MemoryRequest:
     drafter: str | None
     repack: bool
     gives_back: bool
+    packed_cache: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Bytes by purpose: the process itself, mapped files, repacked copies of weights, K/V rows, and activations with logits.
 
-    `given_back` are those of the mapped files that do not stay in memory beside their copies.
+    `given_back` are those of the mapped files that do not stay in memory beside their copies, `tables` those of embeddings: a token reads a
+    row, and the rest stays on the disk. `copies_mapped`: the copies are mapped from a file, so that the system can drop them too. `code`
+    are those of the process that are mapped from libraries.
     """
 
     process: int
@@ -161,48 +167,72 @@ class MemoryPlan:
     cache: int
     buffers: int
     given_back: int = 0
+    tables: int = 0
+    code: int = 0
+    copies_mapped: bool = False
 
     @property
     def mapped(self) -> int:
         """All bytes of the address space."""
-        return self.reserved + self.weights
+        return self.process + self.weights + self.repacked + self.cache + self.buffers
 
     @property
     def total(self) -> int:
-        """The resident size of a process that has touched every page, those of repacked weights before they were given back."""
-        return self.mapped - self.given_back
+        """The resident size of a process that has touched every page but those of tables, repacked weights before they were given back."""
+        return self.mapped - self.given_back - self.tables
 
     @property
     def reserved(self) -> int:
-        """Bytes that the system cannot reclaim: everything but the mapped files."""
-        return self.process + self.repacked + self.cache + self.buffers
+        """Bytes that the system cannot reclaim: everything but what is mapped from files."""
+        return self.process - self.code + self.cache + self.buffers + (0 if self.copies_mapped else self.repacked)
+
+    @property
+    def of_files(self) -> int:
+        """Bytes of the total that are mapped from files, which the system can drop and read again."""
+        return self.total - self.reserved
 
     @property
     def enough(self) -> int:
         """Bytes with which no weight is read from disk twice: each is there once, as a mapped page or as a repacked copy."""
-        return self.process + self.cache + self.buffers + max(self.weights, self.repacked)
+        return self.process + self.cache + self.buffers + max(self.weights - self.tables, self.repacked)
 
     def minimum(self, read_bytes: float) -> float:
         """Bytes with which a token's own weights (`read_bytes`; of experts those in use) stay in memory, without repacked copies."""
-        own = min(read_bytes, self.weights) if self.weights else self.repacked
+        own = min(read_bytes, self.weights) if self.weights > self.tables else self.repacked
         return self.process + self.cache + self.buffers + own
 
 
 def onnx_memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
-    """Returns the bytes that the bundle's ONNX graphs take: onnxruntime copies all weights, and K/V rows are float32.
+    """Returns the bytes that the bundle's ONNX graphs take: all weights are copied but tables, which are mapped and read by rows, and K/V
+    rows are float32.
 
     A prompt's wide rows live once, as the gates are one operator.
     """
     own = manifest.architecture
     wide = (own.feed_forward_size or _WIDEST * own.hidden_size) + 3 * own.hidden_size
-    tables = rotation_bytes(manifest.onnx.rotations if manifest.onnx else (), manifest.cache_layout, request.context)
+    files = sum(file.bytes for file in manifest.files if file.format in ("onnx", "onnx_data"))
+    per_layer, rotations = (
+        int(files * _table_share(own)),
+        rotation_bytes(manifest.onnx.rotations if manifest.onnx else (), manifest.cache_layout, request.context),
+    )
     return MemoryPlan(
         process=_ONNX_PROCESS_BYTES,
-        weights=0,
-        repacked=sum(file.bytes for file in manifest.files if file.format in ("onnx", "onnx_data")),
+        code=_ONNX_CODE_BYTES,
+        weights=per_layer,
+        repacked=files - per_layer,
+        tables=per_layer,
+        copies_mapped=request.packed_cache,
         cache=2 * cache_bytes(manifest.cache_layout, replace(request, kv_type="f16")),
-        buffers=request.batch * wide * _FLOAT + _logits(own, request.verify_rows, own.vocab_size) + tables,
+        buffers=request.batch * wide * _FLOAT + _logits(own, request.verify_rows, own.vocab_size) + rotations,
     )
+
+
+def _table_share(own: Architecture) -> float:
+    """The share of a target's bytes that its table of per-layer embeddings takes, whose bits are taken for the mean of all weights.
+
+    Other embeddings are the head too.
+    """
+    return min(1.0, own.vocab_size * own.layers * (own.per_layer_size or 0) / max(1, own.parameters))
 
 
 def rotation_bytes(rotations: Sequence[Rotation], layout: CacheLayout, positions: int) -> int:
@@ -215,11 +245,18 @@ def memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
     """Returns the bytes that the bundle takes when loaded with these options."""
     files = _files(manifest.files, request.drafter)
     weights, repacked = sum(file.bytes for file in files), _repacked(manifest, files) if request.repack else 0
+    # llama.cpp reads whole files ahead where it packs their weights (kernels/src/ggml/register.cpp).
+    mapped = request.packed_cache and request.gives_back and repacked > 0
+    target = sum(file.bytes for file in files if file.role == "target")
+    tables = min(int(target * _table_share(manifest.architecture)), max(0, weights - repacked)) if mapped else 0
     return MemoryPlan(
         process=PROCESS_BYTES,
+        code=_CODE_BYTES,
         weights=weights,
         repacked=repacked,
         given_back=min(weights, repacked) if request.gives_back else 0,
+        tables=tables,
+        copies_mapped=mapped,
         cache=cache_bytes(manifest.cache_layout, request),
         buffers=_buffers(manifest, request),
     )
@@ -272,11 +309,11 @@ class MemoryRoom:
 def check_memory(
     manifest: Manifest, request: MemoryRequest, room: MemoryRoom, notify: Callable[[str], None] = lambda _: None
 ) -> MemoryPlan:
-    """Returns the plan. Raises RequestError if its total exceeds a limit or what is mapped the address space or, without a limit, if its
-    reserved bytes exceed the available memory.
+    """Returns the plan. Raises RequestError if its reserved bytes exceed a limit or, without a limit, the available memory, or if what is
+    mapped exceeds the address space.
 
-    Mapped weights count against limits and address space. They do not count against the available memory, because the system may drop
-    them and read them again; if they will not all stay in memory, `notify` gets a warning, since that is slow.
+    Mapped weights count against the address space alone, because the system may drop them and read them again; if they will not all stay
+    in memory, `notify` gets a warning, since that is slow.
     """
     plan = memory_plan(manifest, request)
     if request.repack:
@@ -287,7 +324,7 @@ def check_memory(
     address_space = None if room.address_space is None else room.address_space + plan.process  # which is mapped already
     for fits, size, where in (
         (address_space, "mapped", "{} of address space are left for it (ulimit -v)"),
-        (room.limit, "total", "the limit is {}"),
+        (room.limit, "reserved", "the limit is {}"),
         (available, "reserved", "{} are available"),
     ):
         if fits is not None and getattr(plan, size) > fits:

@@ -224,6 +224,7 @@ class SpeedPlan:
         record["memory"] |= {
             "total": self.memory.total,
             "reserved": self.memory.reserved,
+            "of_files": self.memory.of_files,
             "enough": self.memory.enough,
             "least": self.memory.minimum(self.read_bytes),
         }
@@ -293,6 +294,7 @@ def manifest_plan(
     longest: int = LONGEST,
     drafter: DrafterKind | None = None,
     power: PhasePower | None = None,
+    packed_cache: bool = True,
 ) -> SpeedPlan:
     """Returns the plan for a pair's GGUF files, or else its ONNX graphs; `drafter` None takes the split one if the pair has it.
 
@@ -315,6 +317,7 @@ def manifest_plan(
         drafter=chosen,
         repack=True,
         gives_back=sys.platform != "darwin",
+        packed_cache=packed_cache,
     )
     facts, prompt_tokens = pair_facts(manifest, chosen, context, kv), min(PROMPT_TOKENS, context)
     memory = onnx_memory_plan(manifest, request) if onnx else memory_plan(manifest, request)
@@ -437,6 +440,8 @@ def _derived(facts: PairFacts, device: SpeedProfile, slow: _Scene, fast: _Scene,
     shape = " to ".join(f"{each:.2f}" for each in sorted(scene.verify(4) / scene.verify(1) for scene in (fast, slow)))
     return {
         "memory": "file sizes and cache layout; from what the system cannot reclaim to all pages touched plus a tenth",
+        "anonymous": "what the system cannot reclaim: the process, K/V rows, activations, and copies of weights without the packed cache",
+        "of files": "weights mapped from the bundle or the packed cache, which the system drops where memory is short and reads again",
         "enough": "each weight once, mapped or repacked; from those that a token reads (of experts those in use) to all pages touched",
         "prefill": f"{rows}, of which K and V need {facts.prompt_parameters / max(1, facts.parameters):.0%}, at worst all but the head;"
         f" batches compute a token in {PREFILL_SHARE:.0%} to 100% of that",

@@ -58,6 +58,8 @@ class LoadOptions:
         prompt_cache: Folder in which the K/V rows of prompts are kept, for you alone, and found again; made if it is missing. None keeps
             none.
         prompt_cache_limit: The most bytes of that folder, or a text such as "500MB"; the least recently used go.
+        packed_cache: Keeps weights in the order of the row kernels in files of the user's cache, which later starts map: they start sooner
+            and take less memory. The files take at most 8 GB, and half of what is free on the disk; what was used longest ago goes.
         image_rows: The largest budget of an image, in soft rows, where an image must fit one batch: 12B and larger. Above 512 it takes more
             memory (llama.cpp).
     """
@@ -119,6 +121,14 @@ class LoadOptions:
     )
     prompt_cache: Path | None = None
     prompt_cache_limit: str | int = LIMIT
+    packed_cache: bool = option(
+        "--no-packed-cache",
+        default=True,
+        flag_value=False,
+        show_default=False,
+        panel="Memory",
+        help="Pack weights into memory at each start, and keep no packed copy of them in ~/.cache/edge-mtp for later starts.",
+    )
     image_rows: int = option(
         default=DEFAULT_BUDGET,
         choices=BUDGETS,

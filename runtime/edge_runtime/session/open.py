@@ -12,6 +12,7 @@ from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.facts import cpu_identity, installed_version, processor_groups
 from edge_runtime.backends.interface import CPU, OpenedPair, OpenRequest
 from edge_runtime.backends.kernels.loader import variant
+from edge_runtime.backends.kernels.packed_cache import user_cache
 from edge_runtime.backends.selection import (
     AUTO,
     CARDS,
@@ -235,6 +236,7 @@ class _PairLoader:
             device=None if self.auto else options.device,
             notify=options.notify,
             waiting=options.waiting,
+            packed_cache=user_cache(options.notify, checked=options.check != "none") if options.packed_cache else None,
         )
 
     def _measured_pair(self, opened: OpenedPair) -> MeasuredPair:

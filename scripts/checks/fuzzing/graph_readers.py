@@ -27,7 +27,7 @@ def _copy(bundle: Path, folder: Path) -> Path:
 
 def _drafter(folder: Path, bundle: Path | None) -> Read:
     """The graph's weights, handed to the kernels' drafter, and drafts with them behind a sound target."""
-    from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError
+    from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError, load_draft
     from edge_runtime.backends.onnx.open import OrtOptions, open_pair
     from edge_runtime.backends.onnx.target import OrtTarget, pair_of
     from edge_runtime.bundle.onnx_graph import check_onnx
@@ -46,7 +46,7 @@ def _drafter(folder: Path, bundle: Path | None) -> Read:
         check_onnx(path, names)
         with guarded_arrays():
             try:
-                drafter = KernelDrafter(path, target, files.layout, 1)
+                drafter = KernelDrafter(path, target, files.layout, load_draft(path, files.layout, target.hidden_size, 1))
             except (OtherGraphError, ValueError) as error:  # onnxruntime gets this graph
                 raise BackendError(f"refused: {type(error).__name__}") from error
             drafter.draft(_PROMPT[-1], _DRAFTS)

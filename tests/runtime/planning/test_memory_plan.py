@@ -111,20 +111,20 @@ def test_amounts_of_memory(text: str | int, size: int | None) -> None:
 
 def test_a_refusal_names_what_fits() -> None:
     asked = request(context=65536)
-    fits = memory_plan(MEMBER, replace(asked, context=20000)).total
+    fits = memory_plan(MEMBER, replace(asked, context=20000)).reserved
     with pytest.raises(RequestError) as caught:
         check_memory(MEMBER, asked, MemoryRoom(limit=fits))
     context = int(re.search(r"a context of at most (\d+)", str(caught.value))[1])  # type: ignore[index]
     assert context == 20224  # 20000 in steps of 256
-    assert memory_plan(MEMBER, replace(asked, context=context)).total <= fits
-    assert memory_plan(MEMBER, replace(asked, context=context + 1)).total > fits
+    assert memory_plan(MEMBER, replace(asked, context=context)).reserved <= fits
+    assert memory_plan(MEMBER, replace(asked, context=context + 1)).reserved > fits
     assert "but the limit is" in str(caught.value)
 
 
 def test_a_smaller_kv_type_is_named_where_it_helps() -> None:
     asked = request(context=65536)
-    fits = memory_plan(MEMBER, replace(asked, kv_type="q8_0")).total
-    assert smaller_kv_type(MEMBER, asked, lambda plan: plan.total <= fits) == "q8_0"
+    fits = memory_plan(MEMBER, replace(asked, kv_type="q8_0")).reserved
+    assert smaller_kv_type(MEMBER, asked, lambda plan: plan.reserved <= fits) == "q8_0"
     with pytest.raises(RequestError, match=r"or KV type q8_0$"):
         check_memory(MEMBER, asked, MemoryRoom(limit=fits))
     assert largest_context(MEMBER, asked, lambda plan: plan.total <= 1000) is None
@@ -132,7 +132,7 @@ def test_a_smaller_kv_type_is_named_where_it_helps() -> None:
         check_memory(MEMBER, asked, MemoryRoom(limit=1000))
 
 
-def test_mapped_weights_count_against_a_limit_but_not_against_the_machine(exported_pair: Path) -> None:
+def test_mapped_weights_count_neither_against_a_limit_nor_against_the_machine(exported_pair: Path) -> None:
     manifest = open_bundle(exported_pair, check="none").manifest
     plan = memory_plan(manifest, request())
     assert plan.weights > 20_000_000
@@ -144,8 +144,9 @@ def test_mapped_weights_count_against_a_limit_but_not_against_the_machine(export
     assert len(message) == 1
     with pytest.raises(RequestError, match="are available"):
         check_memory(manifest, request(), MemoryRoom(available=plan.reserved - 1))
+    assert check_memory(manifest, request(), MemoryRoom(limit=plan.reserved)) == plan
     with pytest.raises(RequestError, match="the limit is"):
-        check_memory(manifest, request(), MemoryRoom(limit=plan.total - 1))
+        check_memory(manifest, request(), MemoryRoom(limit=plan.reserved - 1))
 
 
 def test_mapped_weights_take_address_space(exported_pair: Path) -> None:
@@ -157,7 +158,7 @@ def test_mapped_weights_take_address_space(exported_pair: Path) -> None:
         check_memory(manifest, request(), MemoryRoom(address_space=left - 1))
     # Whichever is tighter holds.
     with pytest.raises(RequestError, match="the limit is"):
-        check_memory(manifest, request(), MemoryRoom(limit=plan.total - 1, address_space=left))
+        check_memory(manifest, request(), MemoryRoom(limit=plan.reserved - 1, address_space=left))
 
 
 def test_pages_that_are_given_back_take_address_space_but_no_memory(exported_pair: Path) -> None:
@@ -167,6 +168,17 @@ def test_pages_that_are_given_back_take_address_space_but_no_memory(exported_pai
     assert check_memory(manifest, request(gives_back=True), MemoryRoom(limit=given.total)) == given
     with pytest.raises(RequestError, match=r"of address space are left for it \(ulimit -v\)"):
         check_memory(manifest, request(gives_back=True), MemoryRoom(address_space=kept.total - kept.process - 1))
+
+
+def test_copies_from_the_packed_cache_count_as_files_do(exported_pair: Path) -> None:
+    known = open_bundle(exported_pair, check="none").manifest
+    manifest = replace(known, files=tuple(replace(file, quantization="q4_0") for file in known.files))
+    copied, mapped = (memory_plan(manifest, request(gives_back=True, packed_cache=packed)) for packed in (False, True))
+    assert copied.repacked > 1_000_000
+    assert (mapped.total, mapped.mapped) == (copied.total, copied.mapped)
+    assert mapped.reserved == copied.reserved - copied.repacked
+    assert mapped.of_files == mapped.total - mapped.reserved > copied.of_files
+    assert check_memory(manifest, request(gives_back=True, packed_cache=True), MemoryRoom(limit=mapped.reserved)) == mapped
 
 
 def test_nothing_is_opened_beyond_the_limit(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +221,7 @@ def test_copies_of_weights_are_left_out_where_only_they_do_not_fit(exported_pair
     with pytest.raises(RequestError, match="needs"):
         check_memory_without_copies(manifest, asked, MemoryRoom(available=plain.reserved - 1))
     with pytest.raises(RequestError, match="the limit is"):
-        check_memory_without_copies(manifest, asked, MemoryRoom(limit=copies.total - 1))
+        check_memory_without_copies(manifest, asked, MemoryRoom(limit=copies.reserved - 1))
 
 
 @pytest.mark.parametrize(("quantization", "share"), [("mixed", 1), ("iq4_xs", 1), (None, 1), ("f16", 0)])

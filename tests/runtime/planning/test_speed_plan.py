@@ -169,11 +169,11 @@ def test_the_first_token_comes_after_the_prompts_rows_and_one_forward() -> None:
     assert joules.middle == pytest.approx(4 / actual.prefill.middle)
 
 
-def test_five_rows_are_enough_for_a_decision() -> None:
+def test_few_rows_are_enough_for_a_decision() -> None:
     made = plan()
     lines, full = short_lines(made), plan_lines(made)
     names = [line[2:15].strip() for line in lines[1:-1]]
-    assert names == ["worth it", "first token", "plain", "drafted", "draft length"]
+    assert names == ["worth it", "memory", "anonymous", "of files", "first token", "plain", "drafted", "draft length"]
     assert set(lines[:-1]) <= set(full)
     assert "--how" in lines[-1]
 

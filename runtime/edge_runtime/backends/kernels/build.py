@@ -24,6 +24,7 @@ _COMMON = (
     *(
         "c_api.cpp",
         "lost_files.cpp",
+        "packed_file.cpp",
         "race.cpp",
         "source_pages.cpp",
         "variants.cpp",

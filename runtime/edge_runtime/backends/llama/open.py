@@ -65,12 +65,13 @@ class LlamaBackend:
             if device is not None:
                 try_device(paths[0], drafter_path, options, driver=_identity(device), notify=request.notify, waiting=request.waiting)
         options = replace(options, use_extra_bufts=repack)
-        target, drafter, kind = open_with_drafter(bundle, options, request.drafter)
+        packed = request.packed_cache if repack and device is None else None
+        target, drafter, kind = open_with_drafter(bundle, options, request.drafter, packed)
         batch = LlamaSequenceBatch(target, drafter)
         kernels = llama_library().row_kernels
         on_device = () if device is None else (device.name, options.device_layers, _identity(device))
         facts = (options.kv_type, kind, repack, kernels, library_version(), system_info(), *quantizations, *on_device)
-        planned = memory_plan(manifest, replace(plan, repack=room_for_copies)).total
+        planned = memory_plan(manifest, replace(plan, repack=room_for_copies)).reserved
         room = EncoderMemory(manifest, available_memory_bytes, one_file=True, limit=request.memory_limit, beside=planned)
         return OpenedPair(
             batch=batch,
@@ -156,6 +157,7 @@ def _checked_memory(request: OpenRequest, device: LlamaDevice | None) -> tuple[M
         drafter=drafter_opened(request.bundle, request.drafter, CPU if device is None else device.name),
         repack=device is None,
         gives_back=device is None and sys.platform.startswith("linux") and llama_library().row_kernels is not None,
+        packed_cache=request.packed_cache is not None,
     )
     room = MemoryRoom(limit=limit, available=available_memory_bytes() if limit is None else None, address_space=address_space_left())
     return plan, check_memory_without_copies(request.bundle.manifest, plan, room, request.notify)

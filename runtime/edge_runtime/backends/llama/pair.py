@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from edge_runtime.backends.interface import CPU
+from edge_runtime.backends.kernels.packed_cache import PackedCache, SourceFile
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.drafter import LlamaDrafter
 from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter, kernels_draft
@@ -101,13 +103,15 @@ def open_pair(target_path: Path, drafter_path: Path | None, options: LlamaOption
 
 
 def open_with_drafter(
-    bundle: Bundle, options: LlamaOptions, requested: DrafterKind | None
+    bundle: Bundle, options: LlamaOptions, requested: DrafterKind | None, packed: PackedCache | None = None
 ) -> tuple[LlamaTarget, Drafter | None, DrafterKind]:
-    """Returns the target, its drafter and the kind of drafter. Closing the target closes both.
+    """Returns the target, its drafter and the kind of drafter. Closing the target closes both. `packed` keeps the target's packed weights.
 
     Raises BundleError if the bundle has no such drafter, BackendError if a file does not load; then nothing stays open.
     """
-    target = LlamaTarget(bundle.path("target", "gguf"), options)
+    path, sha256 = bundle.path("target", "gguf"), bundle.file("target", "gguf").sha256
+    with contextlib.nullcontext() if packed is None else packed.loading(SourceFile(path=path, sha256=sha256)):
+        target = LlamaTarget(path, options)
     try:
         if requested == "none":
             return target, None, requested

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -417,18 +418,26 @@ class StaticOrtDrafter(GraphDrafter[StaticOrtTarget]):
         return Step(best if candidates is None else int(candidates[best]), share, values, candidates)
 
 
+def load_draft(path: Path, layout: CacheLayout, hidden_size: int, threads: int) -> NativeDraft:
+    """Packs the weights of the graph at `path`, for a target of that hidden size.
+
+    Raises OtherGraphError, ValueError where the kernels do not compute this graph.
+    """
+    weights = read_weights(path, layout)
+    if weights.after.outputs != hidden_size:
+        raise OtherGraphError
+    return NativeDraft(weights, longest=MAX_ROWS - 1, threads=threads)
+
+
 class KernelDrafter:
     """Implements `interfaces.Drafter` with the graph's weights in the kernels' own drafter, on the target's K/V rows where they lie."""
 
     stepwise = True
 
-    def __init__(self, path: Path, target: OrtTarget, layout: CacheLayout, threads: int) -> None:
-        """Raises OtherGraphError, ValueError where the kernels do not compute this graph: then `OrtDrafter` does."""
+    def __init__(self, path: Path, target: OrtTarget, layout: CacheLayout, draft: NativeDraft) -> None:
+        """`draft` is what `load_draft` made of the graph. Raises OtherGraphError where it reads other rows than the target's."""
         self._target = target
-        weights = read_weights(path, layout)
-        if weights.after.outputs != target.hidden_size:
-            raise OtherGraphError
-        self._draft: NativeDraft | None = NativeDraft(weights, longest=MAX_ROWS - 1, threads=threads)
+        self._draft: NativeDraft | None = draft
         self._buffers = [next(buffer for buffer in layout.buffers if buffer.layer == layer) for layer in sources_of(layout)]
         try:
             self._sources = [self._source(number, buffer, path) for number, buffer in enumerate(self._buffers)]
@@ -474,11 +483,38 @@ class KernelDrafter:
 AnyOrtDrafter = KernelDrafter | OrtDrafter | StaticOrtDrafter
 
 
-def open_drafter(path: Path, target: OrtTarget | StaticOrtTarget, session: SessionOptions, files: PairFiles) -> AnyOrtDrafter:
+class LoadingDraft:
+    """The weights of a drafter's graph, which are packed in a thread while its target is opened. Leaving the block waits for it."""
+
+    def __init__(self, files: PairFiles, session: SessionOptions) -> None:
+        self._beside = ThreadPoolExecutor(1)
+        self._result: Future[NativeDraft] | None = None
+        if files.drafter is not None and files.static is None and session.device.is_cpu and can_draft():
+            self._result = self._beside.submit(load_draft, files.drafter, files.layout, files.hidden_size, session.threads)
+
+    def take(self) -> NativeDraft | None:
+        """Returns it, once; None where the kernels do not compute the graph. Raises BackendError for weights that cannot be read."""
+        result, self._result = self._result, None
+        with suppress(OtherGraphError, ValueError):
+            return None if result is None else result.result()
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._beside, suppress(BackendError):
+            if (draft := self.take()) is not None:  # the target was not opened, or has no kernels
+                draft.close()
+
+
+def open_drafter(
+    path: Path, target: OrtTarget | StaticOrtTarget, session: SessionOptions, files: PairFiles, loading: LoadingDraft
+) -> AnyOrtDrafter:
     """Opens the graph at `path` as the drafter of this target, where it drafts fastest. Raises BackendError, BundleError."""
     if not isinstance(target, OrtTarget):
         return StaticOrtDrafter(path, target, session)
-    if target.row_kernels and can_draft():
+    if target.row_kernels and (draft := loading.take()) is not None:
         with suppress(OtherGraphError, ValueError):
-            return KernelDrafter(path, target, files.layout, session.threads)
+            return KernelDrafter(path, target, files.layout, draft)
     return OrtDrafter(path, target, session)

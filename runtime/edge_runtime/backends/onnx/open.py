@@ -13,6 +13,7 @@ from edge_devices.machine.facts import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
 from edge_runtime.backends.interface import Accelerator, OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
 from edge_runtime.backends.kernels.loader import build_hash, stock_reason, variant
+from edge_runtime.backends.kernels.packed_cache import PackedCache
 from edge_runtime.backends.onnx.devices import (
     PLUG_INS,
     PROCESSOR,
@@ -24,7 +25,7 @@ from edge_runtime.backends.onnx.devices import (
     library_version,
     plug_in_failure,
 )
-from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, GraphDrafter, open_drafter
+from edge_runtime.backends.onnx.drafter import AnyOrtDrafter, GraphDrafter, LoadingDraft, open_drafter
 from edge_runtime.backends.onnx.graph_memory import Shape, check_graph_memory
 from edge_runtime.backends.onnx.kv_cache import DTYPES, MAX_ROWS, SLIDING, check_buffers
 from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
@@ -79,7 +80,8 @@ class OrtBackend:
             threads=request.threads,
             device=device_named(request.device),
         )
-        target, drafter, kind = open_onnx(bundle, options, request.drafter, request.notify)
+        packed = request.packed_cache if options.device.is_cpu else None
+        target, drafter, kind = open_onnx(bundle, options, request.drafter, request.notify, packed)
         facts = (options, kind, variant())
         room = EncoderMemory(manifest, available_memory_bytes, one_file=False)
         whole_images = manifest.media is not None and manifest.media.bidirectional
@@ -134,11 +136,16 @@ def _device_words(device: Mapping[str, Any]) -> str:
 
 
 def open_onnx(
-    bundle: Bundle, options: OrtOptions, requested: DrafterKind | None, notify: Callable[[str], None] = lambda _: None
+    bundle: Bundle,
+    options: OrtOptions,
+    requested: DrafterKind | None,
+    notify: Callable[[str], None] = lambda _: None,
+    packed: PackedCache | None = None,
 ) -> tuple[GraphTarget, Drafter | None, DrafterKind]:
     """Returns the target, its drafter and the kind of drafter: split if the graph has the sparse head, else dense.
 
-    Closing the target closes both. `notify` gets a sentence about nodes that the execution provider does not run.
+    Closing the target closes both. `notify` gets a sentence about nodes that the execution provider does not run. `packed` keeps the
+    target's packed weights.
     Raises BundleError if the bundle has no such drafter, BackendError if a graph does not open; then nothing stays open.
     """
     own: DrafterKind = "split" if bundle.manifest.architecture.ordered_embeddings else "dense"
@@ -147,7 +154,7 @@ def open_onnx(
     kind = requested or own
     files = pair_of(bundle, drafter=kind == own)
     check_pair_memory(files, options.context)
-    target, drafter = open_pair(files, options)
+    target, drafter = open_pair(files, options, packed)
     owners = bundle.manifest.cache_layout.layer_owners
     if target.lacks_kernels or (isinstance(drafter, GraphDrafter) and drafter.lacks_kernels):
         notify(f"The graphs of {bundle.folder.name} are of an earlier version and run slower; export the bundle again.")
@@ -168,16 +175,18 @@ def media_encoder(bundle: Bundle, threads: int) -> OrtMediaEncoder:
     return OrtMediaEncoder(image, sound, threads, bundle.manifest.architecture.hidden_size)
 
 
-def open_pair(files: PairFiles, options: OrtOptions) -> tuple[GraphTarget, AnyOrtDrafter | None]:
+def open_pair(files: PairFiles, options: OrtOptions, packed: PackedCache | None = None) -> tuple[GraphTarget, AnyOrtDrafter | None]:
     """Opens the target and, if there is one, its drafter. Closing the target closes both. Raises as `open_onnx` does."""
     check_version()
     session = SessionOptions(threads=options.threads, device=options.device)
-    target = (OrtTarget if files.static is None else StaticOrtTarget)(files, options, session)
-    try:
-        return target, open_drafter(files.drafter, target, session, files) if files.drafter else None
-    except BaseException:
-        target.close()
-        raise
+    with LoadingDraft(files, session) as draft:
+        target: OrtTarget | StaticOrtTarget
+        target = OrtTarget(files, options, session, packed) if files.static is None else StaticOrtTarget(files, options, session)
+        try:
+            return target, open_drafter(files.drafter, target, session, files, draft) if files.drafter else None
+        except BaseException:
+            target.close()
+            raise
 
 
 def fallbacks(provider: str, target: GraphTarget, drafter: AnyOrtDrafter | None) -> list[str]:

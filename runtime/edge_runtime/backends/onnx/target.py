@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from edge_devices.errors import first_line
 from edge_devices.machine.device_package import how_to_get
 from edge_runtime.backends.committed_tokens import CommittedText, TokenRange, Tokens
+from edge_runtime.backends.kernels.packed_cache import PackedCache, SourceFile
 from edge_runtime.backends.onnx.devices import PROCESSOR, Call, Graph, OrtDevice, SessionOptions, value_over, without_flash
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations, StaticRows
 from edge_runtime.bundle.bundle import Bundle
@@ -167,6 +168,8 @@ class PairFiles:
     hidden_size: int
     vocab_size: int
     static: StaticParts | None = None
+    # What the weights are packed from: all of the bundle's graphs and their data, as a graph may read any of it.
+    sources: tuple[SourceFile, ...] = ()
 
 
 class GraphTarget(CommittedText):
@@ -336,16 +339,15 @@ class GraphTarget(CommittedText):
 class OrtTarget(GraphTarget):
     """The target of graphs of dynamic shapes."""
 
-    def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
+    def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions, packed: PackedCache | None = None) -> None:
         self.cache = KeyValueCache(files.layout, options.context)
         chunk = min(PREFILL_ROWS, self.cache.chunk)
-        assert files.target_head is not None  # only graphs of fixed shapes have none
         # Weights are packed while the tokenizer is read, which takes a good part of a second for 262,144 tokens.
         with without_flash(), ThreadPoolExecutor(1) as beside:
-            opening = beside.submit(self._open_layers, files, session)
+            opening = beside.submit(self._open_graphs, files, session, packed)
             super().__init__(files, options.context, self.cache, chunk=chunk, longest_context=files.graphs.context)
-            graph = opening.result()
-        self._graphs = [graph, Graph(files.target_head, session)]
+            self._graphs = opening.result()
+        graph = self._graphs[0]
         check_inputs(graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
         # A drafter is at the position behind the text.
         halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
@@ -355,6 +357,12 @@ class OrtTarget(GraphTarget):
         self._heads: dict[int, Call] = {}
         # The CPU's operators take tensors without rows; others were not tried.
         self._fewest_rows = 0 if session.device.is_cpu else 1
+
+    def _open_graphs(self, files: PairFiles, session: SessionOptions, packed: PackedCache | None) -> list[Graph]:
+        """Opens the graphs of the layers and of the head; their weights come from the packed cache, if there is one."""
+        assert files.target_head is not None  # only graphs of fixed shapes have none
+        with contextlib.nullcontext() if packed is None else packed.loading(*files.sources):
+            return [self._open_layers(files, session), Graph(files.target_head, session)]
 
     def _open_layers(self, files: PairFiles, session: SessionOptions) -> Graph:
         """Opens the graph of the layers, and checks that it gives all rows."""
@@ -474,6 +482,11 @@ def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
         hidden_size=manifest.architecture.hidden_size,
         vocab_size=manifest.architecture.vocab_size,
         static=static,
+        sources=tuple(
+            SourceFile(path=bundle.folder / entry.path, sha256=entry.sha256)
+            for entry in manifest.files
+            if entry.format in ("onnx", "onnx_data")
+        ),
     )
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 from changed_bundle import as_bytes, changed_bundle
 from edge_runtime.backends.kernels.loader import handed, variant
 from edge_runtime.backends.onnx import drafter
-from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError, read_weights
+from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError, load_draft, read_weights
 from edge_runtime.backends.onnx.kv_cache import rotary_tables
 from edge_runtime.backends.onnx.open import OrtOptions, open_onnx, open_pair
 from edge_runtime.backends.onnx.target import OrtTarget, pair_of
@@ -89,7 +89,7 @@ def test_weights_of_another_type_are_not_read_as_floats(onnx_pair: Bundles, tmp_
         assert isinstance(target, OrtTarget)
         assert files.drafter is not None
         with pytest.raises((OtherGraphError, ValueError)):
-            KernelDrafter(files.drafter, target, files.layout, 1)
+            KernelDrafter(files.drafter, target, files.layout, load_draft(files.drafter, files.layout, target.hidden_size, 1))
     with pytest.raises(EdgeRuntimeError, match="onnxruntime"):
         open_onnx(bundle, OPTIONS, None)
 

@@ -52,6 +52,7 @@ struct PackedMatrix {
     const void* scales;
     bool minimums = false;  // beside the scales of blocks; super-blocks of 4 and 5 bits have theirs
     float static_scale = 0;  // of activations; 0: each row and block has its own
+    bool mapped = false;     // from a file (packed_file.h)
 
     bool super() const { return block == kSuper && static_scale == 0; }
     int64_t blocks() const { return inputs / block; }

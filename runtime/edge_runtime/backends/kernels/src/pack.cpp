@@ -6,6 +6,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "packed_file.h"
+
 namespace edge {
 namespace {
 
@@ -139,7 +141,19 @@ bool pack(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block,
     return true;
 }
 
+bool pack_named(const char* name, PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales, float static_scale) {
+    if (!fits(outputs, inputs, bits, block)) return false;
+    PackedFile* file = packed_file();
+    m = {outputs, inputs, bits, static_scale > 0 ? static_cast<int>(inputs) : block, true, nullptr, nullptr, false, static_scale};
+    if (file && file->take(name, m)) return true;
+    if (!pack(m, outputs, inputs, bits, block, levels, scales, static_scale)) return false;
+    void* memory = const_cast<uint8_t*>(m.levels);
+    if (file && file->add(name, m)) free(memory);
+    return true;
+}
+
 void release(PackedMatrix& m) {
+    if (m.mapped) return unmap(m);
     free(const_cast<uint8_t*>(m.levels));
     m.levels = nullptr;
 }

@@ -8,6 +8,9 @@ namespace edge {
 // Returns false where there is no memory for it, or for a shape that no kernel takes.
 // With a `static_scale` of activations all blocks of an output must have the same scale.
 bool pack(PackedMatrix& out, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales, float static_scale = 0);
+// The same by way of this thread's packed file (packed_file.h). If that has a matrix of this name and kind, neither levels nor scales are read;
+// if it is being written, the matrix is added to it.
+bool pack_named(const char* name, PackedMatrix& out, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales, float static_scale = 0);
 void release(PackedMatrix& matrix);
 // Memory for weights, to be freed by `free`; null where there is none. It begins at a line, and large pieces at a large page: weights are
 // read from end to end, so that fewer addresses have to be translated.

@@ -113,6 +113,16 @@ struct BufferTypes {
 
 using ComputeOperation = void(const Work*, Tensor* op);
 
+// struct ggml_backend_reg, of which `address` finds a function by its name.
+struct Registry {
+    int version;
+    const char* (*name)(Registry*);
+    size_t (*devices)(Registry*);
+    Device* (*device)(Registry*, size_t index);
+    void* (*address)(Registry*, const char* function);
+    void* context;
+};
+
 // Functions of libggml-base and libggml-cpu, found by the caller.
 struct Functions {
     Buffer* (*buffer_init)(BufferType*, BufferCalls, void* context, size_t size);
@@ -122,8 +132,8 @@ struct Functions {
     const char* (*unary_name)(int op);
     const char* (*glu_name)(int op);
     const char* (*type_name)(int type);
-    void* (*cpu_registry)();
-    Device* (*registry_device)(void* registry, size_t index);
+    Registry* (*cpu_registry)();
+    Device* (*registry_device)(Registry*, size_t index);
     BufferTypes* (*extra_buffer_types)();
     void (*barrier)(Threadpool*);
     void (*set_chunk)(Threadpool*, int value);

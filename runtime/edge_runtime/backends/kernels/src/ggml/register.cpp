@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "attention.h"
 #include "elementwise.h"
@@ -10,6 +11,7 @@
 #include "feed_forward.h"
 #include "multiply.h"
 #include "pack.h"
+#include "packed_file.h"
 #include "read_rows.h"
 #include "source_pages.h"
 #include "visible_cells.h"
@@ -22,28 +24,79 @@ Functions functions;
 const Variant* variant = nullptr;
 bool enabled = false;
 
-void release(Buffer* buffer) { free(buffer->context); }
-void* base(Buffer* buffer) { return buffer->context; }
-void clear(Buffer* buffer, uint8_t value) { memset(buffer->context, value, buffer->size); }
+// A buffer's memory: from the heap, or, for a load with a packed file, reserved pages in whose place tensors are mapped.
+struct Memory {
+    void* base;
+    size_t reserved;  // bytes; 0: of the heap
+};
+
+Memory& memory_of(Buffer* buffer) { return *static_cast<Memory*>(buffer->context); }
+
+void free_memory(Memory* memory) {
+    if (memory->reserved) munmap(memory->base, memory->reserved);
+    else free(memory->base);
+    free(memory);
+}
+
+void release(Buffer* buffer) { free_memory(&memory_of(buffer)); }
+void* base(Buffer* buffer) { return memory_of(buffer).base; }
+
+[[noreturn]] void end(const char* tensor, const char* what) {
+    fprintf(stderr, "edge-mtp: %s %s\n", tensor, what);
+    abort();
+}
+
+void clear(Buffer* buffer, uint8_t value) {
+    const Memory& memory = memory_of(buffer);
+    if (memory.reserved && mprotect(memory.base, memory.reserved, PROT_READ | PROT_WRITE)) end("weights", "cannot be written");
+    memset(memory.base, value, buffer->size);
+}
+
+// Takes packed weights from the file, or packs them and adds them to it; without a file they stay in the pages reserved for them.
+void set_reserved(Tensor* tensor, const void* data, size_t size) {
+    PackedFile* file = packed_file();
+    PackedMatrix m = packed_matrix(*tensor);
+    if (file && file->take(tensor->name, m, tensor->data)) return;
+    if (mprotect(tensor->data, mapped_bytes(packed_bytes(*tensor)), PROT_READ | PROT_WRITE)) end(tensor->name, "has no memory");
+    pack_weights(*tensor, data, tensor->data);
+    if (file) file->add(tensor->name, m, tensor->data);
+    give_back_file(data, size);
+}
 
 // Whole tensors only, as the loader sets them; anything else is an error of the program, not of a file.
 void set_tensor(Buffer* buffer, Tensor* tensor, const void* data, size_t offset, size_t size) {
-    const char *begin = static_cast<const char*>(buffer->context), *at = static_cast<const char*>(tensor->data);
+    const Memory& memory = memory_of(buffer);
+    const char *begin = static_cast<const char*>(memory.base), *at = static_cast<const char*>(tensor->data);
     const bool whole = offset == 0 && packs(*tensor) && size == functions.tensor_bytes(tensor);
-    if (!whole || at < begin || at > begin + buffer->size || static_cast<size_t>(begin + buffer->size - at) < packed_bytes(*tensor)) {
-        fprintf(stderr, "edge-mtp: %s cannot be set in part or beyond its buffer\n", tensor->name);
-        abort();
-    }
+    const size_t left = at < begin || at > begin + buffer->size ? 0 : static_cast<size_t>(begin + buffer->size - at);
+    if (!whole || left < packed_bytes(*tensor)) end(tensor->name, "cannot be set in part or beyond its buffer");
+    if (memory.reserved) return set_reserved(tensor, data, size);
     pack_weights(*tensor, data, tensor->data);
     give_back_file(data, size);  // nobody reads it again, unless another tensor is the same bytes
 }
 
 const char* type_name(BufferType*) { return "EDGE_MTP"; }
-size_t alignment(BufferType*) { return kAlignment; }
+// Tensors that are mapped begin at a page.
+size_t alignment(BufferType*) { return packed_file() ? mapped_bytes(kAlignment) : kAlignment; }
+
+// Memory for `size` bytes; null where there is none.
+Memory* reserve(size_t size) {
+    Memory* memory = static_cast<Memory*>(calloc(1, sizeof(Memory)));
+    if (!memory) return nullptr;
+    if (packed_file()) {
+        memory->reserved = mapped_bytes(size);
+        memory->base = mmap(nullptr, memory->reserved, PROT_NONE, MAP_PRIVATE | MAP_ANON, -1, 0);
+        if (memory->base != MAP_FAILED) return memory;
+    } else if ((memory->base = memory_for_weights(size))) {
+        return memory;
+    }
+    free(memory);
+    return nullptr;
+}
 
 Buffer* allocate(BufferType* type, size_t size) {
-    if (size > SIZE_MAX - kAlignment) return nullptr;
-    void* memory = memory_for_weights(size + kAlignment);
+    if (size > SIZE_MAX - (size_t{1} << 20)) return nullptr;
+    Memory* memory = reserve(size + kAlignment);
     if (!memory) return nullptr;
     BufferCalls calls = {};
     calls.release = release;
@@ -51,7 +104,7 @@ Buffer* allocate(BufferType* type, size_t size) {
     calls.set_tensor = set_tensor;
     calls.clear = clear;
     Buffer* buffer = functions.buffer_init(type, calls, memory, size);
-    if (!buffer) free(memory);
+    if (!buffer) free_memory(memory);
     return buffer;
 }
 
@@ -212,6 +265,19 @@ BufferType buffer_type = {{type_name, allocate, alignment, nullptr, tensor_size,
 
 bool is_ours(const Tensor* tensor) { return tensor->buffer && tensor->buffer->type == &buffer_type; }
 
+// llama.cpp reads a whole file ahead as it maps it, but on machines with several memories. What a packed file has need not be read: while one
+// is in use, llama.cpp is told that this is such a machine. It asks nothing else of that function, and ggml itself does not ask by it.
+constexpr char kSeveralMemories[] = "ggml_backend_cpu_is_numa";
+void* (*stock_address)(Registry*, const char*) = nullptr;
+
+bool is_told_several() { return true; }
+
+void* address(Registry* registry, const char* function) {
+    const PackedFile* file = packed_file();
+    if (file && file->reads() && strcmp(function, kSeveralMemories) == 0) return reinterpret_cast<void*>(is_told_several);
+    return stock_address(registry, function);
+}
+
 bool has_name(int op, const char* name) { return strcmp(functions.op_name(op), name) == 0; }
 
 const char* unexpected() {
@@ -256,6 +322,11 @@ EDGE_EXPORT const char* edge_ggml_register(const Functions* given, void* (*make)
     list[0] = &buffer_type;
     if (count) memcpy(list + 1, types->first, count * sizeof(BufferType*));
     *types = {list, list + count + 1, list + count + 1};  // the old list stays: somebody may be reading it
+    Registry* registry = functions.cpu_registry();
+    if (registry->address && registry->address(registry, kSeveralMemories)) {
+        stock_address = registry->address;
+        registry->address = address;
+    }
     variant = chosen;
     enabled = true;
     return nullptr;

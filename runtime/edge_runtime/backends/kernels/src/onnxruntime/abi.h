@@ -48,6 +48,8 @@ inline Status* input(Table api, const KernelContext* context, size_t index, cons
 inline Status* output(Table api, KernelContext* context, size_t index, const int64_t* shape, size_t count, Value** out) { return function<Status*(KernelContext*, size_t, const int64_t*, size_t, Value**)>(api, 91)(context, index, shape, count, out); }
 inline void release_status(Table api, Status* status) { function<void(Status*)>(api, 93)(status); }
 inline void release_shape(Table api, ShapeInfo* info) { function<void(ShapeInfo*)>(api, 99)(info); }
+// Writes the name of an input with its end into `size` bytes; a name that is longer is an error. `size` becomes its length.
+inline Status* input_name(Table api, const KernelInfo* info, size_t index, char* out, size_t* size) { return function<Status*(const KernelInfo*, size_t, char*, size_t*)>(api, 232)(info, index, out, size); }
 inline Status* constant_input(Table api, const KernelInfo* info, size_t index, int* is_constant, const Value** out) { return function<Status*(const KernelInfo*, size_t, int*, const Value**)>(api, 249)(info, index, is_constant, out); }
 inline Status* parallel_for(Table api, const KernelContext* context, void (*run)(void*, size_t), size_t total, size_t batches, void* data) { return function<Status*(const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*)>(api, 274)(context, run, total, batches, data); }
 

@@ -1,8 +1,10 @@
 #include "onnxruntime/product.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "pack.h"
+#include "packed_file.h"
 #include "pieces.h"
 #include "source_pages.h"
 
@@ -29,6 +31,21 @@ Status* constant_of(Table api, const KernelInfo* info, size_t index, size_t want
     EDGE_TRY(tensor_data(api, const_cast<Value*>(value), &data));
     *out = data;
     return nullptr;
+}
+
+// The names of the levels and of the scales behind them, which are unique in a graph; "" where they are too long for a packed file.
+void name_of(Table api, const KernelInfo* info, size_t levels, char (&name)[kMaxPackedName + 1]) {
+    size_t size = sizeof name;
+    Status* status = input_name(api, info, levels, name, &size);
+    if (!status) {
+        const size_t used = strlen(name);
+        name[used] = ' ';
+        size = sizeof name - used - 1;
+        if (size) status = input_name(api, info, levels + 1, name + used + 1, &size);
+        if (size && !status) return;
+    }
+    if (status) release_status(api, status);
+    name[0] = 0;
 }
 
 // Rounds some blocks of all rows.
@@ -74,7 +91,9 @@ Status* create_weights(Table api, const KernelInfo* info, const WeightNames& nam
     EDGE_TRY(constant_of(api, info, names.levels, bytes, &levels));
     EDGE_TRY(constant_of(api, info, names.levels + 1, static_cast<size_t>(outputs * (inputs / block)), &scales));
     weights = {api, chosen_variant(), {}};
-    if (!weights.variant || !pack(weights.matrix, outputs, inputs, static_cast<int>(bits), static_cast<int>(block), static_cast<const uint8_t*>(levels), static_cast<const float*>(scales), static_scale))
+    char name[kMaxPackedName + 1];
+    name_of(api, info, names.levels, name);
+    if (!weights.variant || !pack_named(name, weights.matrix, outputs, inputs, static_cast<int>(bits), static_cast<int>(block), static_cast<const uint8_t*>(levels), static_cast<const float*>(scales), static_scale))
         return failed(api, "out of memory, no kernel for this processor, or more than a scale for each output");
     give_back(levels, bytes);  // the embedding, which is the head too, is still looked up in them
     return nullptr;

@@ -20,7 +20,7 @@ struct WeightNames {
 };
 constexpr WeightNames kOwnWeights = {"K", "N", "bits", "block_size", 1};
 
-// Packs such weights, for activations of a static scale or (0) of their own.
+// Packs such weights, for activations of a static scale or (0) of their own, or maps them from the packed file of this thread (pack.h, pack_named).
 Status* create_weights(Table api, const KernelInfo* info, const WeightNames& names, Weights& weights, float static_scale = 0);
 
 // The rows of a node's first input, and the memory of its output.

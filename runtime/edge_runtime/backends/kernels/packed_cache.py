@@ -1,0 +1,269 @@
+"""The packed cache: weights in the kernels' own order, in files that the first start writes and later starts map (src/packed_file.h).
+
+A file belongs to the files of a bundle that it was packed from. Its name, which stands in it too, is a hash of their SHA-256 and of the
+layout's version; where the bundle's check was switched off, also of their sizes, times and inodes. So a changed file has another name, and
+what is found under a name needs no packing and no reading of its sources.
+
+Its bytes are trusted as those of the sources are: no start hashes them. So only this user may write the folder and the files: a folder that
+is another's or that others may write is not used, nor is such a file, or a link. A file that is cut or of another version is made anew.
+All files together take at most `LIMIT`, and half of what is free on the disk; what was used longest ago goes. Nothing here fails a start:
+what cannot be read is packed into memory, what cannot be written is not kept, and `notify` gets one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_devices.errors import EdgeError
+from edge_devices.files.atomic_write import clear_stale_in, unforeseen_temporary_of
+from edge_devices.files.user_cache import cache_folder, is_own, only_ours
+from edge_devices.machine.memory import byte_text
+from edge_runtime.backends.kernels.loader import load_library, variant
+
+FOLDER = "packed"  # in the user's cache
+LIMIT = 8_000_000_000
+# Sources of fewer bytes are packed sooner than a disk writes them.
+LEAST = 32_000_000
+_NAME = re.compile(r"[0-9a-f]{64}\.packed")
+_ANY_NAME = r"[0-9a-f]+\.packed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """A file of a bundle whose weights are packed, and its SHA-256."""
+
+    path: Path
+    sha256: str
+
+
+def default_folder() -> Path:
+    """Returns the folder of the user's packed cache. Raises EdgeError for a user without a home folder."""
+    return cache_folder() / FOLDER
+
+
+def user_cache(notify: Callable[[str], None], *, checked: bool) -> PackedCache | None:
+    """Returns the user's own cache; None for a user without a home folder. `checked`: whether bundles are compared with their manifest."""
+    with contextlib.suppress(EdgeError):
+        return PackedCache(default_folder(), notify, checked=checked)
+    return None
+
+
+class PackedCache:
+    """A folder of packed files, for the loads of models in this process."""
+
+    def __init__(self, folder: Path, notify: Callable[[str], None] = lambda _: None, *, checked: bool = True, limit: int = LIMIT) -> None:
+        """`checked` says that files have the hashes that they are said to have; `limit` is in bytes."""
+        self.folder = folder
+        self._notify, self._checked, self._limit = notify, checked, limit
+
+    @contextlib.contextmanager
+    def loading(self, *sources: SourceFile) -> Iterator[None]:
+        """Has this thread's load of a model take the packed weights of its files from the cache, or put them there."""
+        kernels = _kernels()
+        opened = None
+        if kernels is not None and variant() is not None:
+            try:
+                opened = self._opened(kernels, sources)
+            except OSError as error:
+                self._go_without(error.strerror or str(error))
+        if opened is None:
+            yield
+            return
+        try:
+            kernels.edge_packed_use(opened.pointer)
+            try:
+                yield
+            finally:
+                kernels.edge_packed_use(None)
+        except BaseException:
+            opened.close()
+            raise
+        self._end(opened, sources)
+
+    def _opened(self, kernels: Any, sources: Sequence[SourceFile]) -> _OpenedFile | None:
+        """The file of these sources, or a new one if there is none. None where it is not worth it or has no room. Raises OSError."""
+        size = sum(source.path.stat().st_size for source in sources)
+        if size < LEAST:
+            return None
+        facts = self._facts(sources)
+        key = hashlib.sha256(json.dumps([kernels.edge_packed_version(), *facts]).encode()).digest()
+        path = self.folder / f"{key.hex()}.packed"
+        _wait_for(path)
+        self._make_private()
+        if pointer := kernels.edge_packed_open(os.fsencode(path), key):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+            return _OpenedFile(kernels, pointer, path, facts, reads=True)
+        clear_stale_in(self.folder, _ANY_NAME)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # damaged, or a link
+        room = self._room()
+        if size > room:
+            self._go_without(f"its files may take {byte_text(room)} here, and this bundle's take about {byte_text(size)}")
+            return None
+        shrink(self.folder, room - size)
+        error = ctypes.c_int()
+        pointer = kernels.edge_packed_create(os.fsencode(unforeseen_temporary_of(path)), key, ctypes.byref(error))
+        if not pointer:
+            raise OSError(error.value, os.strerror(error.value))
+        return _OpenedFile(kernels, pointer, path, facts, reads=False)
+
+    def _end(self, opened: _OpenedFile, sources: Sequence[SourceFile]) -> None:
+        """Keeps what was written. It waits for the disk in a thread of its own, for which the end of the process waits."""
+        error, packed = opened.error, opened.packed
+        if opened.reads:
+            opened.close()
+            if packed:  # another version of the engine asks for other matrices
+                opened.path.unlink(missing_ok=True)
+            return
+        if error:
+            self._go_without(os.strerror(error))
+        # Sources that were replaced meanwhile are not those of the hashes.
+        if error or not packed or self._facts(sources) != opened.facts:
+            opened.close()
+            return
+        writer = threading.Thread(target=self._keep, args=(opened,), name="edge-mtp packed cache")
+        with _WRITERS_LOCK:
+            _WRITERS[opened.path] = writer
+        writer.start()
+
+    def _keep(self, opened: _OpenedFile) -> None:
+        error = opened.keep()
+        opened.close()
+        if error:
+            self._go_without(os.strerror(error))
+        with _WRITERS_LOCK:
+            if _WRITERS.get(opened.path) is threading.current_thread():
+                del _WRITERS[opened.path]
+
+    def _facts(self, sources: Sequence[SourceFile]) -> list[object]:
+        """What a packed file depends on beside the layout, and the state of its sources."""
+        hashes = [source.sha256 for source in sources]
+        return [*hashes, *(() if self._checked else (_state(source.path) for source in sources))]
+
+    def _make_private(self) -> None:
+        """Makes the folder. Raises OSError if it is none, another user's, or may be written by others."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = self.folder.stat()
+        if not stat.S_ISDIR(state.st_mode):
+            raise NotADirectoryError(0, "it is not a folder")
+        if not (is_own(state) and only_ours(state)):
+            raise PermissionError(0, "it belongs to another user or others may write it")
+
+    def _room(self) -> int:
+        """The bytes that all files together may take."""
+        held = sum(size for _, size, _ in packed_files(self.folder))
+        return min(self._limit, (shutil.disk_usage(self.folder).free + held) // 2)
+
+    def _go_without(self, reason: str) -> None:
+        self._notify(f"the packed cache {self.folder} is not used ({reason}); weights are packed into memory at each start")
+
+
+class _OpenedFile:
+    """A packed file that is read or written; close it."""
+
+    def __init__(self, kernels: Any, pointer: int, path: Path, facts: list[object], *, reads: bool) -> None:
+        self._kernels, self.pointer, self.path, self.facts, self.reads = kernels, pointer, path, facts, reads
+
+    @property
+    def packed(self) -> int:
+        """How many matrices were packed: for a file that is written, or as one that is read had them not."""
+        counts = (ctypes.c_int64 * 2)()
+        self._kernels.edge_packed_counts(self.pointer, counts)
+        return counts[1]
+
+    @property
+    def error(self) -> int:
+        """The error (errno) of a write, 0 if there was none."""
+        error: int = self._kernels.edge_packed_counts(self.pointer, (ctypes.c_int64 * 2)())
+        return error
+
+    def keep(self) -> int:
+        """Waits for the disk and gives the file its name; returns the error, 0 if there was none."""
+        error: int = self._kernels.edge_packed_keep(self.pointer, os.fsencode(self.path))
+        return error
+
+    def close(self) -> None:
+        self._kernels.edge_packed_close(self.pointer)
+
+
+# Files that are being written to the disk by threads of this process.
+_WRITERS: dict[Path, threading.Thread] = {}
+_WRITERS_LOCK = threading.Lock()
+
+
+def _wait_for(path: Path) -> None:
+    """Waits until this process has written a file."""
+    with _WRITERS_LOCK:
+        writer = _WRITERS.get(path)
+    if writer is not None:
+        writer.join()
+
+
+def packed_files(folder: Path) -> list[tuple[float, int, Path]]:
+    """Returns (last use, bytes, path) of the files in a folder, the least recently used first; none if it cannot be read."""
+    files = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    state = entry.stat(follow_symlinks=False)
+                    files.append((state.st_mtime, state.st_size, Path(entry.path)))
+    return sorted(files)
+
+
+def shrink(folder: Path, limit: int) -> tuple[int, int]:
+    """Removes the least recently used files until at most `limit` bytes are left; returns how many files and bytes went.
+
+    A process that has mapped one keeps it. Raises OSError for one that cannot be removed.
+    """
+    held, files, size = packed_files(folder), 0, 0
+    total = sum(bytes_ for _, bytes_, _ in held)
+    for _, bytes_, path in held:
+        if total - size <= limit:
+            break
+        path.unlink(missing_ok=True)
+        files, size = files + 1, size + bytes_
+    return files, size
+
+
+def empty(folder: Path) -> tuple[int, int]:
+    """Removes all files, and what killed writers left; returns as `shrink` does. Raises OSError if it is no folder."""
+    with contextlib.suppress(FileNotFoundError):
+        os.scandir(folder).close()
+    clear_stale_in(folder, _ANY_NAME)
+    return shrink(folder, 0)
+
+
+def _state(path: Path) -> list[int]:
+    state = path.stat()
+    return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev]
+
+
+def _kernels() -> Any:
+    """The library with its packed files; None where there is none, or an earlier build."""
+    kernels: Any = load_library()
+    if kernels is None or not hasattr(kernels, "edge_packed_open"):
+        return None
+    pointer, text = ctypes.c_void_p, ctypes.c_char_p
+    kernels.edge_packed_open.restype = kernels.edge_packed_create.restype = pointer
+    kernels.edge_packed_open.argtypes = [text, text]
+    kernels.edge_packed_create.argtypes = [text, text, ctypes.POINTER(ctypes.c_int)]
+    kernels.edge_packed_use.argtypes = kernels.edge_packed_close.argtypes = [pointer]
+    kernels.edge_packed_use.restype = kernels.edge_packed_close.restype = None
+    kernels.edge_packed_counts.argtypes = [pointer, ctypes.POINTER(ctypes.c_int64)]
+    kernels.edge_packed_keep.argtypes = [pointer, text]
+    kernels.edge_packed_version.restype = ctypes.c_uint32
+    return kernels

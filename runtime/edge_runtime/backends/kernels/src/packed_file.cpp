@@ -1,0 +1,293 @@
+#include "packed_file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "export.h"
+#include "pack.h"
+
+namespace edge {
+namespace {
+
+constexpr uint64_t kFileAlignment = uint64_t{1} << 16;  // the largest page of the systems that this runs on
+constexpr char kMagic[8] = {'E', 'D', 'G', 'E', 'P', 'A', 'C', 'K'};
+constexpr int64_t kMaxMatrices = int64_t{1} << 16;
+constexpr size_t kMaxWrite = size_t{1} << 26;
+
+struct Header {
+    char magic[8];
+    uint32_t version, check;  // of this header with 0 in its place, and of the index
+    uint8_t key[kKeyBytes];
+    uint64_t index, count;
+};
+
+uint32_t checksum(const void* data, size_t bytes, uint32_t hash = 2166136261u) {
+    for (size_t i = 0; i < bytes; i++) hash = (hash ^ static_cast<const uint8_t*>(data)[i]) * 16777619u;
+    return hash;
+}
+
+uint64_t aligned(uint64_t offset) { return (offset + kFileAlignment - 1) / kFileAlignment * kFileAlignment; }
+
+bool read_all(int file, void* to, size_t bytes, uint64_t offset) {
+    for (char* at = static_cast<char*>(to); bytes;) {
+        const ssize_t got = pread(file, at, bytes < kMaxWrite ? bytes : kMaxWrite, static_cast<off_t>(offset));
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) return false;
+        at += got, bytes -= static_cast<size_t>(got), offset += static_cast<uint64_t>(got);
+    }
+    return true;
+}
+
+pthread_once_t key_once = PTHREAD_ONCE_INIT;
+pthread_key_t thread_file;
+bool has_key = false;
+
+void make_key() { has_key = pthread_key_create(&thread_file, nullptr) == 0; }
+
+}  // namespace
+
+struct PackedFile::Entry {
+    char name[kMaxPackedName + 1];
+    int64_t outputs, inputs;
+    int32_t bits, block;
+    float static_scale;
+    uint8_t half_scales, minimums, zeros[2];
+    uint64_t offset, bytes;
+
+    PackedMatrix matrix() const {
+        PackedMatrix m = {outputs, inputs, bits, block, half_scales != 0, nullptr, nullptr, minimums != 0, static_scale};
+        return m;
+    }
+    bool is_of(const PackedMatrix& m) const {
+        return m.outputs == outputs && m.inputs == inputs && m.bits == bits && m.block == block && m.static_scale == static_scale &&
+               m.minimums == (minimums != 0);
+    }
+};
+
+size_t mapped_bytes(size_t bytes) {
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    return (bytes + page - 1) / page * page;
+}
+
+void unmap(PackedMatrix& m) {
+    munmap(const_cast<uint8_t*>(m.levels), mapped_bytes(m.bytes()));
+    m.levels = nullptr;
+}
+
+PackedFile* PackedFile::open(const char* path, const uint8_t* key) {
+    const int file = ::open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    if (file < 0) return nullptr;
+    PackedFile* opened = static_cast<PackedFile*>(calloc(1, sizeof(PackedFile)));
+    if (!opened) {
+        ::close(file);
+        return nullptr;
+    }
+    opened->file_ = file;
+    opened->reads_ = true;
+    if (opened->read_index(key)) return opened;
+    opened->close();
+    return nullptr;
+}
+
+PackedFile* PackedFile::create(const char* temporary, const uint8_t* key) {
+    const int file = ::open(temporary, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (file < 0) return nullptr;
+    flock(file, LOCK_EX | LOCK_NB);  // others see that it is not left over
+    PackedFile* created = static_cast<PackedFile*>(calloc(1, sizeof(PackedFile)));
+    char* name = strdup(temporary);
+    if (!created || !name) {
+        free(created);
+        free(name);
+        unlink(temporary);
+        ::close(file);
+        errno = ENOMEM;
+        return nullptr;
+    }
+    created->file_ = file;
+    created->temporary_ = name;
+    created->end_ = sizeof(Header);
+    memcpy(created->key_, key, kKeyBytes);
+    return created;
+}
+
+void PackedFile::close() {
+    if (temporary_) unlink(temporary_);
+    ::close(file_);
+    free(temporary_);
+    free(entries_);
+    free(this);
+}
+
+bool PackedFile::read_index(const uint8_t* key) {
+    struct stat status;
+    Header header;
+    if (fstat(file_, &status) || !S_ISREG(status.st_mode) || status.st_uid != geteuid() || status.st_mode & 022) return false;
+    if (!read_all(file_, &header, sizeof header, 0) || memcmp(header.magic, kMagic, sizeof kMagic) != 0) return false;
+    if (header.version != kPackedVersion || memcmp(header.key, key, kKeyBytes) != 0 || header.count > kMaxMatrices) return false;
+    const uint64_t size = static_cast<uint64_t>(status.st_size), index_bytes = header.count * sizeof(Entry);
+    if (header.index < sizeof header || header.index > size || size - header.index != index_bytes) return false;
+    entries_ = static_cast<Entry*>(calloc(header.count + 1, sizeof(Entry)));
+    if (!entries_ || !read_all(file_, entries_, index_bytes, header.index)) return false;
+    const uint32_t check = header.check;
+    header.check = 0;
+    if (check != checksum(entries_, index_bytes, checksum(&header, sizeof header))) return false;
+    count_ = static_cast<int64_t>(header.count);
+    for (int64_t i = 0; i < count_; i++) {
+        const Entry& entry = entries_[i];
+        const bool super = entry.block == kSuper && entry.static_scale == 0;
+        if (entry.name[kMaxPackedName] || entry.half_scales > 1 || entry.minimums > 1) return false;
+        if (entry.outputs < 1 || entry.inputs < 1 || entry.block < 1 || entry.inputs % entry.block) return false;
+        if (!fits(entry.outputs, entry.inputs, 8, super ? 128 : 16) || entry.bits < 2 || entry.bits > 8) return false;
+        if (entry.offset % kFileAlignment || entry.offset > header.index || entry.bytes > header.index - entry.offset) return false;
+        if (entry.bytes != entry.matrix().bytes()) return false;
+    }
+    return true;
+}
+
+const PackedFile::Entry* PackedFile::find(const char* name) const {
+    for (int64_t i = 0; i < count_; i++)
+        if (strcmp(entries_[i].name, name) == 0) return &entries_[i];
+    return nullptr;
+}
+
+bool PackedFile::map(const Entry& entry, PackedMatrix& m, void* place) {
+    void* memory = mmap(place, mapped_bytes(entry.bytes), PROT_READ, MAP_SHARED | (place ? MAP_FIXED : 0), file_, static_cast<off_t>(entry.offset));
+    if (memory == MAP_FAILED) return false;
+    m.levels = static_cast<const uint8_t*>(memory);
+    m.scales = m.levels + m.level_bytes();
+    m.mapped = true;
+    return true;
+}
+
+bool PackedFile::take(const char* name, PackedMatrix& m, void* place) {
+    if (!reads_) return false;
+    const Entry* entry = find(name);
+    PackedMatrix found = entry ? entry->matrix() : m;
+    if (!entry || !entry->is_of(m) || !map(*entry, found, place)) {
+        missed_++;
+        return false;
+    }
+    m = found;
+    taken_++;
+    return true;
+}
+
+bool PackedFile::write(const void* data, size_t bytes, uint64_t offset) {
+    for (const char* at = static_cast<const char*>(data); bytes;) {
+        const ssize_t done = pwrite(file_, at, bytes < kMaxWrite ? bytes : kMaxWrite, static_cast<off_t>(offset));
+        if (done < 0 && errno == EINTR) continue;
+        if (done <= 0) {
+            error_ = done < 0 ? errno : ENOSPC;
+            return false;
+        }
+        at += done, bytes -= static_cast<size_t>(done), offset += static_cast<uint64_t>(done);
+    }
+    return true;
+}
+
+// Maps what was added under the same name. Other weights of that name are an error: a later start would take the ones for the others.
+bool PackedFile::map_earlier(const Entry& earlier, PackedMatrix& m, void* place) {
+    PackedMatrix same = earlier.matrix();
+    const bool fits = earlier.is_of(m) && earlier.half_scales == m.half_scales && map(earlier, same, nullptr);
+    const bool equal = fits && memcmp(same.levels, m.levels, earlier.bytes) == 0;
+    if (fits) unmap(same);
+    if (equal && map(earlier, m, place)) return true;
+    error_ = EEXIST;
+    return false;
+}
+
+bool PackedFile::add(const char* name, PackedMatrix& m, void* place) {
+    if (reads_ || error_ || !name[0] || strlen(name) > kMaxPackedName) return false;
+    if (const Entry* earlier = find(name)) return map_earlier(*earlier, m, place);
+    if (count_ == room_) {
+        const int64_t room = room_ ? 2 * room_ : 64;
+        void* entries = room > kMaxMatrices ? nullptr : realloc(entries_, static_cast<size_t>(room) * sizeof(Entry));
+        if (!entries) {
+            error_ = ENOMEM;
+            return false;
+        }
+        entries_ = static_cast<Entry*>(entries);
+        room_ = room;
+    }
+    Entry entry = {};
+    memcpy(entry.name, name, strlen(name));
+    entry.outputs = m.outputs, entry.inputs = m.inputs, entry.bits = m.bits, entry.block = m.block, entry.static_scale = m.static_scale;
+    entry.half_scales = m.half_scales, entry.minimums = m.minimums;
+    entry.offset = aligned(end_), entry.bytes = m.bytes();
+    if (!write(m.levels, entry.bytes, entry.offset)) return false;
+    if (!map(entry, m, place)) {
+        error_ = errno;
+        return false;
+    }
+    entries_[count_++] = entry;
+    end_ = entry.offset + entry.bytes;
+    return true;
+}
+
+int PackedFile::keep(const char* path) {
+    if (reads_) return EINVAL;
+    if (error_) return error_;
+    Header header = {};
+    memcpy(header.magic, kMagic, sizeof kMagic);
+    memcpy(header.key, key_, kKeyBytes);
+    header.version = kPackedVersion;
+    header.index = aligned(end_), header.count = static_cast<uint64_t>(count_);
+    const size_t index_bytes = static_cast<size_t>(count_) * sizeof(Entry);
+    header.check = checksum(entries_, index_bytes, checksum(&header, sizeof header));
+    if (!write(entries_, index_bytes, header.index) || !write(&header, sizeof header, 0)) return error_;
+    if (fsync(file_) || rename(temporary_, path)) return error_ = errno;
+    free(temporary_);
+    temporary_ = nullptr;
+    return 0;
+}
+
+PackedFile* packed_file() {
+    pthread_once(&key_once, make_key);
+    return has_key ? static_cast<PackedFile*>(pthread_getspecific(thread_file)) : nullptr;
+}
+
+void use_packed_file(PackedFile* file) {
+    pthread_once(&key_once, make_key);
+    if (has_key) pthread_setspecific(thread_file, file);
+}
+
+}  // namespace edge
+
+using namespace edge;
+
+// The file of packed weights at `path` with this key (32 bytes), for reading; null where there is none that can be used.
+EDGE_EXPORT PackedFile* edge_packed_open(const char* path, const uint8_t* key) { return PackedFile::open(path, key); }
+
+// A new one for writing, under a temporary name; null where that fails, and then errno is in `error`.
+EDGE_EXPORT PackedFile* edge_packed_create(const char* temporary, const uint8_t* key, int* error) {
+    PackedFile* file = PackedFile::create(temporary, key);
+    *error = file ? 0 : errno;
+    return file;
+}
+
+// This thread's loads of models use the file, until they are told another one or none (null).
+EDGE_EXPORT void edge_packed_use(PackedFile* file) { use_packed_file(file); }
+
+// counts [2]: matrices that were mapped from the file, and those that were packed: added to it, or not found in it. Returns the error (errno) of
+// a write, or 0.
+EDGE_EXPORT int edge_packed_counts(const PackedFile* file, int64_t* counts) {
+    counts[0] = file->taken(), counts[1] = file->packed();
+    return file->error();
+}
+
+// Writes all to the disk and gives the file its name. Returns 0, or the error (errno).
+EDGE_EXPORT int edge_packed_keep(PackedFile* file, const char* path) { return file->keep(path); }
+
+// Frees it. What is mapped stays; a file that was not kept is removed.
+EDGE_EXPORT void edge_packed_close(PackedFile* file) { file->close(); }
+
+// The number that counts up with every change of the layout.
+EDGE_EXPORT uint32_t edge_packed_version() { return kPackedVersion; }
