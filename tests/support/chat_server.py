@@ -34,6 +34,7 @@ from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.serve import client_names
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.row_equality import RowEquality
+from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import ChatTemplate, bundle_template
 from polling import wait
 
@@ -60,8 +61,9 @@ clients: list[Any] = []
 class SpeakingTogether:
     """Sessions of `chat_words` side by side; `before_forward` is called before each verify."""
 
-    def __init__(self, targets: Sequence[SpeakingTarget]) -> None:
-        self.targets = list(targets)
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self.sessions = list(sessions)
+        self.targets: list[Any] = [session.target for session in sessions]
         self.before_forward: Callable[[], None] = lambda: None
 
     def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
@@ -85,6 +87,11 @@ class Scripted:
     notes: list[str]
     lines: list[str]
 
+    @property
+    def vocabulary(self) -> Any:
+        """That of its pair, which the threads for prompts ask."""
+        return self.batch.sessions[0].vocabulary
+
 
 def scripted_worker(
     *replies: str | Callable[[int, str], str],
@@ -103,7 +110,7 @@ def scripted_worker(
     """
     kind = SavableSpeakingTarget if savable else SpeakingTarget
     own = [chat_session(*replies, context=context, kind=kind) for _ in range(count)]
-    batch = SpeakingTogether([session.target for session in own])  # type: ignore[misc]
+    batch = SpeakingTogether(own)
     notes: list[str] = []
     vocabulary = own[0].vocabulary
     turns = bundle_template(own[0].bundle, vocabulary) if template is None else ChatTemplate(template, vocabulary)
@@ -142,7 +149,7 @@ def scripted_server(
         kernels=None,
         files_format="gguf",
         template="",
-        manifest=replace(worker._sessions[0].bundle.manifest, description=description),
+        manifest=replace(batch.sessions[0].bundle.manifest, description=description),
         answers=answers,
         rows=RowEquality(compared=13, different=0, largest=0.0),
         fingerprint="fp_scripted",

@@ -73,14 +73,6 @@ def test_thoughts_stay_out_of_a_pipe_and_calls_are_shown(run):
     assert result.stdout == '\x1b one\n[call: now(zone="UTC", n=2)]\njunk\n'
 
 
-def test_thoughts_of_a_channel_that_the_prompt_opened_stay_out_of_a_pipe(command, tmp_path):
-    opening = TURNS_TEMPLATE + "{{ '<|channel>thought\n' }}"
-    command.opens(lambda _: with_template(chat_session("<|channel>thought\nhm<channel|>one"), opening, tmp_path))
-    assert command("chat", "bundle", stdin="hi").stdout == "one\n"
-    record = json.loads(command("chat", "bundle", "--json", stdin="hi\n").stdout)
-    assert (record["text"], record["thoughts"]) == ("one", "hm")
-
-
 def test_commands(run, tmp_path):
     path = tmp_path / "talk with spaces.json"
     result = run(f"/stats\nhi\n/system Be brief.\n/save {path}\n/clear\n/stats\n/load {path}\nand?\n/system\n/help\n/bye\nnever\n")

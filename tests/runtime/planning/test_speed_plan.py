@@ -28,7 +28,6 @@ from edge_runtime.planning.speed import (
     Range,
     SpeedPlan,
     SpeedProfile,
-    deviation,
     manifest_plan,
     of_backend,
     pair_facts,
@@ -289,11 +288,6 @@ def test_measured_figures_stand_beside_their_predictions() -> None:
     assert "OUT OF RANGE" in lines["memory"]
     assert "how:" in lines
     assert "not known" in lines["J/token"]
-
-
-def test_a_deviation_from_nothing_is_said_as_it_is() -> None:
-    assert deviation(0.0, Range(low=0, middle=1, high=2)) == "+1, in range"
-    assert deviation(4.0, Range(low=0, middle=0, high=2)) == "-4, OUT OF RANGE"
 
 
 @pytest.fixture

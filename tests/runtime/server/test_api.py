@@ -309,7 +309,7 @@ def test_a_failing_backend_ends_what_runs_and_nothing_else():
     with scripted_server("fine") as server:
         for _ in range(2):
             server.batch.before_forward = fail
-            with pytest.raises(openai.InternalServerError) as caught:
+            with pytest.raises(openai.InternalServerError, match="the model failed") as caught:
                 ask(client_of(server))
             assert caught.value.status_code == 500
             assert "secret" not in str(caught.value)

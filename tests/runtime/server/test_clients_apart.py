@@ -43,8 +43,8 @@ def test_no_prefix_is_reused_for_another_key(keys: tuple[str, ...], count: int, 
 
 
 def test_rows_are_dropped_before_a_request_of_another_client_can_fail() -> None:
-    worker, _, _ = scripted_worker("Hello.", clients=KEYS)
-    target = worker._sessions[0].target
+    worker, batch, _ = scripted_worker("Hello.", clients=KEYS)
+    target = batch.targets[0]
     target.prefill([2, 101, 102, 103])
     job = Job(read_chat(SECRET).choices[0], lambda _: None, client=1)
     job.prompt = [2, 101, 102, 103, 104]

@@ -156,7 +156,7 @@ def test_where_there_is_no_room_the_connection_that_holds_most_is_ended(narrow):
     content = json.dumps({"content": "a"}).encode()
     waits = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
     with contextlib.ExitStack() as ended:
-        encoding = Held(narrow.worker._prompts, "encode")
+        encoding = Held(narrow.vocabulary, "encode")
         ended.callback(encoding.going.set)
         held = [ended.enter_context(connected(narrow)) for _ in range(3)]
         for ahead, item in zip((1, 9, 0), held, strict=True):
@@ -183,7 +183,7 @@ def test_a_connection_is_kept_for_requests_that_come_in_time(server, limits):
 
 def test_bodies_that_do_not_arrive_are_limited_together_and_small_ones_have_room(server, limits):
     """The oldest of the large ones are given up, so nobody is kept out by bodies that are never sent to their ends."""
-    limits.set(head=60, body=60, arriving=1 << 20)
+    limits.set(head=600, body=600, arriving=1 << 20)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n"
     with contextlib.ExitStack() as held:
         large = [held.enter_context(connected(server)) for _ in range(6)]

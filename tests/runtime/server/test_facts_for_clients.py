@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
+
 from chat_server import CHAT, HI, Scripted, ask, asked, client_of, scripted_server, send
 from chat_words import chat_session
 from edge_runtime.decoding.loop import Round

@@ -35,7 +35,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 def test_a_prediction_is_cut_and_tokenized_in_the_thread_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "_weighs", True)
     with scripted_server("Hello.", context=256) as server:
-        vocabulary = server.worker._sessions[0].vocabulary
+        vocabulary = server.vocabulary
         encode, calls = vocabulary.encode, []
 
         def watched(text: str, **options: Any) -> list[int]:
@@ -80,7 +80,7 @@ def test_a_response_repeats_no_more_than_its_limit() -> None:
 
 def test_ids_are_decoded_in_the_thread_for_prompts_and_count_as_waiting() -> None:
     with scripted_server("Hello.", waiting=0) as server:
-        decoded = Held(server.worker._sessions[0].vocabulary, "piece")
+        decoded = Held(server.vocabulary, "piece")
         actual: list[Any] = []
         asking = threading.Thread(target=lambda: actual.append(send(server, "POST", "/detokenize", {"tokens": [100 + ord("a")]})))
         asking.start()
@@ -94,7 +94,7 @@ def test_ids_are_decoded_in_the_thread_for_prompts_and_count_as_waiting() -> Non
 
 def test_ids_beyond_the_context_are_refused() -> None:
     with scripted_server("Hello.") as server:
-        server.worker._sessions[0].vocabulary.piece = lambda *_, **__: pytest.fail("it was decoded")  # type: ignore[method-assign]
+        server.vocabulary.piece = lambda *_, **__: pytest.fail("it was decoded")
         status, _, body = send(server, "POST", "/detokenize", {"tokens": [2] * 2049})
         assert (status, body["error"]["message"]) == (400, "tokens has 2049 items; at most 2048 are allowed")
 
@@ -207,7 +207,7 @@ def test_memory_of_large_bodies_goes_back_to_the_system(monkeypatch: pytest.Monk
     with scripted_server("Hello.") as server:
         monkeypatch.setattr(http_body, "return_freed_memory", lambda: trims.append(time.monotonic()))
         assert send(server, "POST", CHAT, HI)[0] == 200
-        encoded = Held(server.worker._prompts, "encode")
+        encoded = Held(server.vocabulary, "encode")
         body = json.dumps(HI).encode() + b" " * SMALL_BODY
         asking = threading.Thread(target=lambda: send(server, "POST", CHAT, body))
         asking.start()
@@ -244,8 +244,9 @@ def test_a_body_is_decoded_in_pieces_as_it_is_whole(encoding: str, shift: int) -
     """`shift` moves the characters over the end of the first piece."""
     content = {"b" * (PIECE // len("b".encode(encoding)) - 8 - shift): "aé中\U0001f600\ud800", "\udc00": ["\U0001f600" * 3, "é"]}
     assert parse_json(json.dumps(content, ensure_ascii=False).encode(encoding, "surrogatepass")) == content
-    with pytest.raises(ApiError, match="the body is not JSON"):
-        parse_json('{"a": "中"}'.encode(encoding)[:-3])
+    for cut in ('{"a": "中"}'.encode(encoding)[:-3], "{}".encode(encoding) + "中".encode(encoding)[:1]):
+        with pytest.raises(ApiError, match="the body is not JSON"):
+            parse_json(cut)
 
 
 def test_a_false_string_in_another_encoding_hides_no_values() -> None:

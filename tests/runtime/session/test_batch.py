@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from edge_runtime.backends.kernels import loader
 from edge_runtime.drafting.policies import RoundPlan, RoundResult, Timing
 from edge_runtime.errors import RequestError
 from edge_runtime.session import batch
@@ -231,3 +232,9 @@ def test_llama_sequences_equal_single_sessions(exported_pair: Path, probe_memory
         started = [sessions.sessions[i % 3].generate(prompt, max_tokens=60, draft_length=3) for i, prompt in enumerate(PROMPTS)]
         list(sessions.run(started))
     assert [(g.tokens, g.stats.accepted) for g in started] == expected
+
+
+@pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
+def test_rows_of_several_sessions_are_exact_where_the_kernels_run(exported_pair: Path) -> None:
+    with open_sessions(exported_pair, 3, threads=2) as sessions:
+        assert sessions.row_equality().exact

@@ -107,14 +107,6 @@ def test_tool_calls_and_their_results(tmp_path):
         chat.answer_tools(["x"])
 
 
-def test_a_call_that_cannot_be_read_is_text():
-    chat = Chat(chat_session("ok <|tool_call>nonsense<tool_call|>"))
-    answer = chat.say("a")
-    list(answer)
-    assert (answer.text, answer.tool_calls) == ("ok nonsense", [])
-    assert chat.messages[-1] == {"role": "assistant", "content": "ok nonsense"}
-
-
 def test_a_call_that_ends_with_the_answer_is_one_and_a_cut_one_has_its_beginning():
     answer = Chat(chat_session("<|tool_call>call:f{a:1}")).say("a")
     list(answer)
@@ -122,15 +114,6 @@ def test_a_call_that_ends_with_the_answer_is_one_and_a_cut_one_has_its_beginning
     answer = Chat(chat_session("<|tool_call>call:f{a:1}"), max_tokens=10).say("a")
     list(answer)
     assert [(call.arguments, call.partial) for call in answer.tool_calls] == [(None, '{"a":')]
-
-
-def test_thoughts_of_a_channel_that_the_prompt_opened(tmp_path):
-    opening = TOOL_TEMPLATE.replace("<tool_response|>", "<tool_response|><|turn>model\n<|channel>thought\n")
-    session = chat_session(CALL, "<|channel>thought\nhm<channel|>noon")
-    chat = Chat(with_template(session, opening, tmp_path), tools=TOOLS, thinking=True)
-    chat.say("time?").read()
-    answer = chat.answer_tools(["12:00"])
-    assert (answer.read(), answer.thoughts) == ("noon", "hm")
 
 
 @pytest.mark.parametrize("drafts", [False, True])

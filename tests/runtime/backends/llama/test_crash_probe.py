@@ -25,6 +25,7 @@ REFUSES_REPACKING = "'\"use_extra_bufts\": false' in sys.argv[-1] or os.kill(os.
 DIES_WITH_REPACKING = f"{RECORD}{REFUSES_REPACKING} print('{{\"alive\": true}}')"
 DIES = RECORD + "os.kill(os.getpid(), signal.SIGILL)"
 HANGS = RECORD + "time.sleep(60)"
+SILENT = RECORD
 REFUSES = RECORD + 'print(\'{"error": "the file is damaged"}\'); sys.exit(1)'
 
 
@@ -100,6 +101,11 @@ def test_a_machine_where_nothing_works(machine: Machine, monkeypatch: pytest.Mon
 def test_a_child_that_hangs_is_ended(machine: Machine) -> None:
     with pytest.raises(BackendError, match=r"gave no answer in 0.5 seconds, without repacking it gave no answer"):
         machine.ask(HANGS, timeout_seconds=0.5)
+
+
+def test_an_exit_without_an_answer_is_no_answer(machine: Machine) -> None:
+    with pytest.raises(BackendError, match="ended with exit code 0"):
+        machine.ask(SILENT)
 
 
 def test_a_sentence_of_the_child_is_passed_on(machine: Machine) -> None:

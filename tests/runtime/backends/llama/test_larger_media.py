@@ -139,17 +139,6 @@ def test_two_images_and_text_between(session, model, folders):
     assert np.abs(logits_behind(session, prompt) - expected).max() < 0.05
 
 
-def test_drafts_change_nothing(session):
-    prompt = prompt_of(session, picture(144, 192, 8))
-    plain, drafted = (session.generate(prompt, max_tokens=40, draft_length=length) for length in (0, 3))
-    texts = []
-    for generation in (plain, drafted):
-        list(generation)
-        texts.append(generation.tokens)
-    assert texts[0] == texts[1]
-    assert drafted.stats.drafted > 0
-
-
 def test_an_image_is_never_cut(session):
     """A prefix ends before an image or behind it, and a prefill holds the image whole."""
     image = picture(144, 192, 9)
