@@ -159,7 +159,7 @@ def long_prompt(prompts: Sequence[Prompt], length: int) -> tuple[int, ...]:
 # The options of a measurement.
 
 # The options of `LoadOptions` that a benchmark takes; the others would be measured against themselves.
-LOADING = ("backend", "context", "config", "preset", "check", "public_key")
+LOADING = ("backend", "context", "packed_cache", "config", "preset", "check", "public_key")
 _DRAFTERS = tuple(kind for kind in DRAFTER_KINDS if kind != "none")
 
 
@@ -333,6 +333,9 @@ def option_words(options: BenchRequest | LoadOptions | MeterOptions) -> list[str
         value = getattr(options, field.name)
         left_out = OPTION not in field.metadata or field.name in ("meter", "tools", "public_key", "thorough")
         if left_out or value == getattr(usual, field.name):
+            continue
+        if isinstance(value, bool):
+            words.append(spelling(field)[0])
             continue
         if field.metadata[OPTION].attributes.get("multiple") is False:
             value = ",".join(map(str, value)) or "none"

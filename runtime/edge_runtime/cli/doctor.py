@@ -358,8 +358,8 @@ def _meter_rows(diagnosis: Diagnosis) -> Iterator[Row]:
 
 def _cache_rows(diagnosis: Diagnosis) -> Iterator[Row]:
     files = [f"{Path(file['path']).name}: {file['entries']} entries ({byte_text(file['bytes'])})" for file in diagnosis.cache_files]
+    if diagnosis.packed_files:
+        files.append(f"packed weights in {packed_cache.FOLDER}: {diagnosis.packed_files} files ({byte_text(diagnosis.packed_bytes)})")
     yield "cache", "", f"{diagnosis.cache} (${diagnosis.cache_variable}): {'; '.join(files) or 'empty'}"
-    packed = f"{diagnosis.packed_files} files ({byte_text(diagnosis.packed_bytes)})" if diagnosis.packed_files else "none kept"
-    yield "packed weights", "", f"{Path(diagnosis.cache) / packed_cache.FOLDER}: {packed}"
     for name in diagnosis.cache_refused:
         yield "cache", "denied", f"{name}: {NOT_OURS}; remove it, or set {diagnosis.cache_variable} to a folder that only you can write"

@@ -14,6 +14,7 @@ from edge_bench.measure.runners import Schedule, context_schedule, mixed
 from edge_devices.command_line import takes
 from edge_runtime.drafting.policies import POLICIES
 from edge_runtime.errors import RequestError
+from edge_runtime.session.load_options import LoadOptions
 from scripted import make_session
 
 PROMPTS = tuple(Prompt(domain="d", number=n, ids=(n, n + 1), text=str(n)) for n in range(3))
@@ -204,3 +205,4 @@ def test_thorough_measures_longer_and_leaves_what_is_asked_for(tmp_path):
     assert thorough.repeats == usual.repeats == 3
     sent = request_of(*map(str, option_words(thorough)))
     assert sent == replace(thorough, thorough=False)
+    assert option_words(LoadOptions(packed_cache=False, context=64)) == ["--context", "64", "--no-packed-cache"]

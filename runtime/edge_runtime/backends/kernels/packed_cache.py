@@ -28,7 +28,7 @@ from typing import Any
 
 from edge_devices.errors import EdgeError
 from edge_devices.files.atomic_write import clear_stale_in, unforeseen_temporary_of
-from edge_devices.files.user_cache import cache_folder, is_own, only_ours
+from edge_devices.files.user_cache import cache_folder, only_ours
 from edge_devices.machine.memory import byte_text
 from edge_runtime.backends.kernels.loader import load_library, variant
 
@@ -41,7 +41,7 @@ _ANY_NAME = r"[0-9a-f]+\.packed"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceFile:
+class PackedSource:
     """A file of a bundle whose weights are packed, and its SHA-256."""
 
     path: Path
@@ -69,7 +69,7 @@ class PackedCache:
         self._notify, self._checked, self._limit = notify, checked, limit
 
     @contextlib.contextmanager
-    def loading(self, *sources: SourceFile) -> Iterator[None]:
+    def loading(self, *sources: PackedSource) -> Iterator[None]:
         """Has this thread's load of a model take the packed weights of its files from the cache, or put them there."""
         kernels = _kernels()
         opened = None
@@ -92,7 +92,7 @@ class PackedCache:
             raise
         self._end(opened, sources)
 
-    def _opened(self, kernels: Any, sources: Sequence[SourceFile]) -> _OpenedFile | None:
+    def _opened(self, kernels: Any, sources: Sequence[PackedSource]) -> _OpenedFile | None:
         """The file of these sources, or a new one if there is none. None where it is not worth it or has no room. Raises OSError."""
         size = sum(source.path.stat().st_size for source in sources)
         if size < LEAST:
@@ -120,7 +120,7 @@ class PackedCache:
             raise OSError(error.value, os.strerror(error.value))
         return _OpenedFile(kernels, pointer, path, facts, reads=False)
 
-    def _end(self, opened: _OpenedFile, sources: Sequence[SourceFile]) -> None:
+    def _end(self, opened: _OpenedFile, sources: Sequence[PackedSource]) -> None:
         """Keeps what was written. It waits for the disk in a thread of its own, for which the end of the process waits."""
         error, packed = opened.error, opened.packed
         if opened.reads:
@@ -148,7 +148,7 @@ class PackedCache:
             if _WRITERS.get(opened.path) is threading.current_thread():
                 del _WRITERS[opened.path]
 
-    def _facts(self, sources: Sequence[SourceFile]) -> list[object]:
+    def _facts(self, sources: Sequence[PackedSource]) -> list[object]:
         """What a packed file depends on beside the layout, and the state of its sources."""
         hashes = [source.sha256 for source in sources]
         return [*hashes, *(() if self._checked else (_state(source.path) for source in sources))]
@@ -159,7 +159,7 @@ class PackedCache:
         state = self.folder.stat()
         if not stat.S_ISDIR(state.st_mode):
             raise NotADirectoryError(0, "it is not a folder")
-        if not (is_own(state) and only_ours(state)):
+        if not only_ours(state):
             raise PermissionError(0, "it belongs to another user or others may write it")
 
     def _room(self) -> int:

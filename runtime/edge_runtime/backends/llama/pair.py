@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edge_runtime.backends.interface import CPU
-from edge_runtime.backends.kernels.packed_cache import PackedCache, SourceFile
+from edge_runtime.backends.kernels.packed_cache import PackedCache, PackedSource
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.drafter import LlamaDrafter
 from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter, kernels_draft
@@ -110,7 +110,7 @@ def open_with_drafter(
     Raises BundleError if the bundle has no such drafter, BackendError if a file does not load; then nothing stays open.
     """
     path, sha256 = bundle.path("target", "gguf"), bundle.file("target", "gguf").sha256
-    with contextlib.nullcontext() if packed is None else packed.loading(SourceFile(path=path, sha256=sha256)):
+    with contextlib.nullcontext() if packed is None else packed.loading(PackedSource(path=path, sha256=sha256)):
         target = LlamaTarget(path, options)
     try:
         if requested == "none":

@@ -113,7 +113,6 @@ bool fits(int64_t outputs, int64_t inputs, int64_t bits, int64_t block) {
 }
 
 void* memory_for_weights(size_t size) {
-    constexpr size_t kLargePage = size_t{1} << 21;
     void* memory = nullptr;
     if (posix_memalign(&memory, size < kLargePage ? kLine : kLargePage, size)) return nullptr;
 #if defined(__linux__)

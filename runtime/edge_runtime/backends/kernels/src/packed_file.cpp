@@ -17,7 +17,6 @@
 namespace edge {
 namespace {
 
-constexpr uint64_t kFileAlignment = uint64_t{1} << 16;  // the largest page of the systems that this runs on
 constexpr char kMagic[8] = {'E', 'D', 'G', 'E', 'P', 'A', 'C', 'K'};
 constexpr int64_t kMaxMatrices = int64_t{1} << 16;
 constexpr size_t kMaxWrite = size_t{1} << 26;
@@ -34,8 +33,6 @@ uint32_t checksum(const void* data, size_t bytes, uint32_t hash = 2166136261u) {
     return hash;
 }
 
-uint64_t aligned(uint64_t offset) { return (offset + kFileAlignment - 1) / kFileAlignment * kFileAlignment; }
-
 bool read_all(int file, void* to, size_t bytes, uint64_t offset) {
     for (char* at = static_cast<char*>(to); bytes;) {
         const ssize_t got = pread(file, at, bytes < kMaxWrite ? bytes : kMaxWrite, static_cast<off_t>(offset));
@@ -44,6 +41,18 @@ bool read_all(int file, void* to, size_t bytes, uint64_t offset) {
         at += got, bytes -= static_cast<size_t>(got), offset += static_cast<uint64_t>(got);
     }
     return true;
+}
+
+void ask_for_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__)
+    madvise(memory, mapped_bytes(bytes), MADV_HUGEPAGE);
+#endif
+}
+
+void lie_at(PackedMatrix& m, const void* memory) {
+    m.levels = static_cast<const uint8_t*>(memory);
+    m.scales = m.levels + m.level_bytes();
+    m.mapped = true;
 }
 
 pthread_once_t key_once = PTHREAD_ONCE_INIT;
@@ -71,11 +80,6 @@ struct PackedFile::Entry {
                m.minimums == (minimums != 0);
     }
 };
-
-size_t mapped_bytes(size_t bytes) {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    return (bytes + page - 1) / page * page;
-}
 
 void unmap(PackedMatrix& m) {
     munmap(const_cast<uint8_t*>(m.levels), mapped_bytes(m.bytes()));
@@ -119,10 +123,12 @@ PackedFile* PackedFile::create(const char* temporary, const uint8_t* key) {
 }
 
 void PackedFile::close() {
+    unmap_rest();
     if (temporary_) unlink(temporary_);
     ::close(file_);
     free(temporary_);
     free(entries_);
+    free(given_);
     free(this);
 }
 
@@ -135,19 +141,22 @@ bool PackedFile::read_index(const uint8_t* key) {
     const uint64_t size = static_cast<uint64_t>(status.st_size), index_bytes = header.count * sizeof(Entry);
     if (header.index < sizeof header || header.index > size || size - header.index != index_bytes) return false;
     entries_ = static_cast<Entry*>(calloc(header.count + 1, sizeof(Entry)));
-    if (!entries_ || !read_all(file_, entries_, index_bytes, header.index)) return false;
+    given_ = static_cast<bool*>(calloc(header.count + 1, sizeof(bool)));
+    if (!entries_ || !given_ || !read_all(file_, entries_, index_bytes, header.index)) return false;
     const uint32_t check = header.check;
     header.check = 0;
     if (check != checksum(entries_, index_bytes, checksum(&header, sizeof header))) return false;
-    count_ = static_cast<int64_t>(header.count);
+    count_ = static_cast<int64_t>(header.count), size_ = size;
+    uint64_t end = sizeof header;
     for (int64_t i = 0; i < count_; i++) {
         const Entry& entry = entries_[i];
         const bool super = entry.block == kSuper && entry.static_scale == 0;
         if (entry.name[kMaxPackedName] || entry.half_scales > 1 || entry.minimums > 1) return false;
         if (entry.outputs < 1 || entry.inputs < 1 || entry.block < 1 || entry.inputs % entry.block) return false;
         if (!fits(entry.outputs, entry.inputs, 8, super ? 128 : 16) || entry.bits < 2 || entry.bits > 8) return false;
-        if (entry.offset % kFileAlignment || entry.offset > header.index || entry.bytes > header.index - entry.offset) return false;
+        if (entry.offset % kPackedAlignment || entry.offset < end || entry.offset > header.index || entry.bytes > header.index - entry.offset) return false;
         if (entry.bytes != entry.matrix().bytes()) return false;
+        end = entry.offset + mapped_bytes(entry.bytes);
     }
     return true;
 }
@@ -161,17 +170,40 @@ const PackedFile::Entry* PackedFile::find(const char* name) const {
 bool PackedFile::map(const Entry& entry, PackedMatrix& m, void* place) {
     void* memory = mmap(place, mapped_bytes(entry.bytes), PROT_READ, MAP_SHARED | (place ? MAP_FIXED : 0), file_, static_cast<off_t>(entry.offset));
     if (memory == MAP_FAILED) return false;
-    m.levels = static_cast<const uint8_t*>(memory);
-    m.scales = m.levels + m.level_bytes();
-    m.mapped = true;
+    ask_for_large_pages(memory, entry.bytes);
+    lie_at(m, memory);
     return true;
+}
+
+bool PackedFile::place_in_whole(int64_t index, PackedMatrix& m) {
+    if (given_[index]) return map(entries_[index], m, nullptr);
+    if (!whole_) {
+        void* memory = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file_, 0);
+        if (memory == MAP_FAILED) return false;
+        ask_for_large_pages(memory, size_);
+        whole_ = static_cast<uint8_t*>(memory);
+    }
+    given_[index] = true;
+    lie_at(m, whole_ + entries_[index].offset);
+    return true;
+}
+
+// What lies before, between and behind the matrices that were given away.
+void PackedFile::unmap_rest() {
+    uint64_t end = 0;
+    for (int64_t i = 0; whole_ && i <= count_; i++) {
+        if (i < count_ && !given_[i]) continue;
+        const uint64_t next = i < count_ ? entries_[i].offset : size_;
+        if (next > end) munmap(whole_ + end, next - end);
+        if (i < count_) end = next + mapped_bytes(entries_[i].bytes);
+    }
 }
 
 bool PackedFile::take(const char* name, PackedMatrix& m, void* place) {
     if (!reads_) return false;
     const Entry* entry = find(name);
     PackedMatrix found = entry ? entry->matrix() : m;
-    if (!entry || !entry->is_of(m) || !map(*entry, found, place)) {
+    if (!entry || !entry->is_of(m) || !(place ? map(*entry, found, place) : place_in_whole(entry - entries_, found))) {
         missed_++;
         return false;
     }
@@ -221,7 +253,9 @@ bool PackedFile::add(const char* name, PackedMatrix& m, void* place) {
     memcpy(entry.name, name, strlen(name));
     entry.outputs = m.outputs, entry.inputs = m.inputs, entry.bits = m.bits, entry.block = m.block, entry.static_scale = m.static_scale;
     entry.half_scales = m.half_scales, entry.minimums = m.minimums;
-    entry.offset = aligned(end_), entry.bytes = m.bytes();
+    entry.offset = mapped_bytes(end_), entry.bytes = m.bytes();
+    // Bytes that are left out take no room on the disk.
+    if (place && entry.bytes >= kLargePage) entry.offset += (reinterpret_cast<uintptr_t>(place) - entry.offset) % kLargePage / kPackedAlignment * kPackedAlignment;
     if (!write(m.levels, entry.bytes, entry.offset)) return false;
     if (!map(entry, m, place)) {
         error_ = errno;
@@ -239,7 +273,7 @@ int PackedFile::keep(const char* path) {
     memcpy(header.magic, kMagic, sizeof kMagic);
     memcpy(header.key, key_, kKeyBytes);
     header.version = kPackedVersion;
-    header.index = aligned(end_), header.count = static_cast<uint64_t>(count_);
+    header.index = mapped_bytes(end_), header.count = static_cast<uint64_t>(count_);
     const size_t index_bytes = static_cast<size_t>(count_) * sizeof(Entry);
     header.check = checksum(entries_, index_bytes, checksum(&header, sizeof header));
     if (!write(entries_, index_bytes, header.index) || !write(&header, sizeof header, 0)) return error_;

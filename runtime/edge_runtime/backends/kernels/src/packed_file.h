@@ -1,12 +1,13 @@
 // Packed weights in a file: made by the first start and mapped by later ones, so that nothing is packed then and the system may drop the pages.
 //
-// A file has a header, matrices at multiples of kFileAlignment, and an index of them behind the last one. The header has the layout's version and
+// A file has a header, matrices at multiples of kPackedAlignment, and an index of them behind the last one. The header has the layout's version and
 // a key: the hash of what the weights were packed from. A file with another version or key, of another user, or of another size than its header
 // says is none. Nothing but the key says that the bytes of a matrix are right: whoever may write the file may write the weights. So a file that
 // others may write is none either, and a file gets its name when all of its bytes are on the disk.
 //
 // A file that is written has a temporary name until `keep`. Matrices are packed in memory, written, and mapped in that memory's place: a disk that
-// is full is an error of a write, never a signal.
+// is full is an error of a write, never a signal. Places in a file and in memory are the same in a large page as far as that is possible, and
+// matrices lie side by side in both: then the system can map large pages of the file, and weights are read with fewer addresses to translate.
 #pragma once
 #include "layout.h"
 
@@ -15,6 +16,8 @@ namespace edge {
 // To be counted up with every change of layout.h's order of bytes, or of the file's.
 constexpr uint32_t kPackedVersion = 1;
 constexpr size_t kKeyBytes = 32, kMaxPackedName = 127;
+constexpr size_t kPackedAlignment = size_t{1} << 16;  // the largest page of the systems that this runs on
+constexpr size_t kLargePage = size_t{1} << 21;
 
 class PackedFile {
   public:
@@ -22,7 +25,7 @@ class PackedFile {
     static PackedFile* open(const char* path, const uint8_t* key);
     // A new file for writing under a temporary name, where nothing may be; null with errno where that is not possible.
     static PackedFile* create(const char* temporary, const uint8_t* key);
-    // Frees it; what is mapped stays. The temporary name of a file that was not kept goes.
+    // Frees it; the matrices that were mapped stay. The temporary name of a file that was not kept goes.
     void close();
 
     bool reads() const { return reads_; }
@@ -46,21 +49,25 @@ class PackedFile {
     const Entry* find(const char* name) const;
     bool map(const Entry& entry, PackedMatrix& m, void* place);
     bool map_earlier(const Entry& earlier, PackedMatrix& m, void* place);
+    bool place_in_whole(int64_t index, PackedMatrix& m);
+    void unmap_rest();
     bool write(const void* data, size_t bytes, uint64_t offset);
 
     int file_, error_;
     bool reads_;
     Entry* entries_;
     int64_t count_, room_, taken_, missed_;
-    uint64_t end_;
+    uint64_t end_, size_;
+    uint8_t* whole_;  // a file that is read, mapped from end to end for matrices without a place
+    bool* given_;     // which of its matrices were given away
     char* temporary_;
     uint8_t key_[kKeyBytes];
 };
 
 // Unmaps a matrix that was mapped without a place.
 void unmap(PackedMatrix& m);
-// Bytes of address space that a matrix takes: whole pages.
-size_t mapped_bytes(size_t bytes);
+// Bytes that a matrix takes in a file and where it is mapped.
+constexpr size_t mapped_bytes(size_t bytes) { return (bytes + kPackedAlignment - 1) / kPackedAlignment * kPackedAlignment; }
 
 // The file that this thread's loads of models read or write; null: none, weights are packed into memory.
 PackedFile* packed_file();

@@ -26,14 +26,14 @@ bool enabled = false;
 
 // A buffer's memory: from the heap, or, for a load with a packed file, reserved pages in whose place tensors are mapped.
 struct Memory {
-    void* base;
-    size_t reserved;  // bytes; 0: of the heap
+    void *base, *pages;
+    size_t reserved;  // bytes of the pages; 0: of the heap
 };
 
 Memory& memory_of(Buffer* buffer) { return *static_cast<Memory*>(buffer->context); }
 
 void free_memory(Memory* memory) {
-    if (memory->reserved) munmap(memory->base, memory->reserved);
+    if (memory->reserved) munmap(memory->pages, memory->reserved);
     else free(memory->base);
     free(memory);
 }
@@ -48,7 +48,7 @@ void* base(Buffer* buffer) { return memory_of(buffer).base; }
 
 void clear(Buffer* buffer, uint8_t value) {
     const Memory& memory = memory_of(buffer);
-    if (memory.reserved && mprotect(memory.base, memory.reserved, PROT_READ | PROT_WRITE)) end("weights", "cannot be written");
+    if (memory.reserved && mprotect(memory.pages, memory.reserved, PROT_READ | PROT_WRITE)) end("weights", "cannot be written");
     memset(memory.base, value, buffer->size);
 }
 
@@ -77,16 +77,18 @@ void set_tensor(Buffer* buffer, Tensor* tensor, const void* data, size_t offset,
 
 const char* type_name(BufferType*) { return "EDGE_MTP"; }
 // Tensors that are mapped begin at a page.
-size_t alignment(BufferType*) { return packed_file() ? mapped_bytes(kAlignment) : kAlignment; }
+size_t alignment(BufferType*) { return packed_file() ? kPackedAlignment : kAlignment; }
 
 // Memory for `size` bytes; null where there is none.
 Memory* reserve(size_t size) {
     Memory* memory = static_cast<Memory*>(calloc(1, sizeof(Memory)));
     if (!memory) return nullptr;
     if (packed_file()) {
-        memory->reserved = mapped_bytes(size);
-        memory->base = mmap(nullptr, memory->reserved, PROT_NONE, MAP_PRIVATE | MAP_ANON, -1, 0);
-        if (memory->base != MAP_FAILED) return memory;
+        memory->reserved = mapped_bytes(size) + kLargePage;
+        memory->pages = mmap(nullptr, memory->reserved, PROT_NONE, MAP_PRIVATE | MAP_ANON, -1, 0);
+        const uintptr_t from = reinterpret_cast<uintptr_t>(memory->pages);
+        memory->base = reinterpret_cast<void*>((from + kLargePage - 1) / kLargePage * kLargePage);
+        if (memory->pages != MAP_FAILED) return memory;
     } else if ((memory->base = memory_for_weights(size))) {
         return memory;
     }
