@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from edge_devices.errors import first_line
 from edge_devices.machine.device_package import how_to_get
 from edge_runtime.backends.committed_tokens import CommittedText, TokenRange, Tokens
-from edge_runtime.backends.kernels.packed_cache import PackedCache, SourceFile
+from edge_runtime.backends.kernels.packed_cache import PackedCache, PackedSource
 from edge_runtime.backends.onnx.devices import PROCESSOR, Call, Graph, OrtDevice, SessionOptions, value_over, without_flash
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations, StaticRows
 from edge_runtime.bundle.bundle import Bundle
@@ -169,7 +169,7 @@ class PairFiles:
     vocab_size: int
     static: StaticParts | None = None
     # What the weights are packed from: all of the bundle's graphs and their data, as a graph may read any of it.
-    sources: tuple[SourceFile, ...] = ()
+    sources: tuple[PackedSource, ...] = ()
 
 
 class GraphTarget(CommittedText):
@@ -483,7 +483,7 @@ def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
         vocab_size=manifest.architecture.vocab_size,
         static=static,
         sources=tuple(
-            SourceFile(path=bundle.folder / entry.path, sha256=entry.sha256)
+            PackedSource(path=bundle.folder / entry.path, sha256=entry.sha256)
             for entry in manifest.files
             if entry.format in ("onnx", "onnx_data")
         ),

@@ -18,7 +18,7 @@ ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 from onnx import TensorProto, helper
 
 from edge_runtime.backends.kernels import loader, packed_cache
-from edge_runtime.backends.kernels.packed_cache import PackedCache, SourceFile, packed_files
+from edge_runtime.backends.kernels.packed_cache import PackedCache, PackedSource, packed_files
 from edge_runtime.bundle.onnx_graph import KERNELS
 from edge_runtime.session.open import open_session
 
@@ -51,7 +51,7 @@ def written() -> None:
             thread.join()
 
 
-def products(path: Path, *weights: tuple[str, str], seed: int = 1) -> SourceFile:
+def products(path: Path, *weights: tuple[str, str], seed: int = 1) -> PackedSource:
     """Writes a graph of products of x with matrices of these levels and scales, whose outputs are y0, y1 and so on."""
     random, facts = np.random.default_rng(seed), {"K": SIZE, "N": SIZE, "bits": 4, "block_size": 32}
     levels = {name: random.integers(0, 256, (SIZE, 2, 16)).astype(np.uint8) for name, _ in weights}
@@ -62,16 +62,16 @@ def products(path: Path, *weights: tuple[str, str], seed: int = 1) -> SourceFile
     graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["r", SIZE])], results, constants)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(KERNELS, 1)]
     path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString())
-    return SourceFile(path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    return PackedSource(path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def results_of(*sources: SourceFile) -> list[NDArray[np.float32]]:
+def results_of(*sources: PackedSource) -> list[NDArray[np.float32]]:
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(loader.kernels_path()))
     return [array for source in sources for array in ort.InferenceSession(str(source.path), options).run(None, {"x": ROWS})]
 
 
-def kept(cache: PackedCache, *sources: SourceFile) -> list[NDArray[np.float32]]:
+def kept(cache: PackedCache, *sources: PackedSource) -> list[NDArray[np.float32]]:
     with cache.loading(*sources):
         results = results_of(*sources)
     written()
