@@ -209,7 +209,7 @@ def onnx_memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
     A prompt's wide rows live once, as the gates are one operator.
     """
     own = manifest.architecture
-    wide = (own.feed_forward_size or _WIDEST * own.hidden_size) + 3 * own.hidden_size
+    wide = (own.feed_forward_size or _WIDEST * own.hidden_size) + 3 * own.hidden_size + 2 * own.layers * (own.per_layer_size or 0)
     files = sum(file.bytes for file in manifest.files if file.format in ("onnx", "onnx_data"))
     per_layer, rotations = (
         int(files * _table_share(own)),
