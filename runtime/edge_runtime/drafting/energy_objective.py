@@ -349,6 +349,10 @@ class TimeBound:
         self._allowed = (1 - doubt * min(1.0, DEAR * doubt / max(lost, 1e-9))) * (1 + self._slowdown)
         self._limit = self._allowed * float(trade.seconds[-1])
         _, self._slope = _mix(trade, self._limit)
+        if self.is_plain_fastest and trade.joules.min() >= (1 - SAVING_FLOOR) * trade.joules[-1]:
+            # Plain decoding is the cheapest too: what remains to choose is how often to ask whether drafts pay. The dearer unit tells.
+            by_seconds, by_joules = self._draft_shares
+            self._slope = 0.0 if by_joules > by_seconds else math.inf
 
     def _corrected(self) -> Trade:
         """The trade with what drafts were seen to take: the model's optimism is that of all drafts, while plain decoding is known."""
@@ -398,7 +402,12 @@ class TimeBound:
     @property
     def probe_cost(self) -> float:
         """Of drafting one token, in forwards of one row: by seconds or joules, whichever is more."""
-        return max(float(costs.draft[1] / costs.verify[0]) for costs in (self._seconds, self._joules))
+        return max(self._draft_shares)
+
+    @property
+    def _draft_shares(self) -> tuple[float, float]:
+        """What drafting one token takes of a forward of one row, in seconds and in joules."""
+        return float(self._seconds.draft[1] / self._seconds.verify[0]), float(self._joules.draft[1] / self._joules.verify[0])
 
     def spend(self, tokens: float, drafted: int, row: int, promised: float) -> None:
         """Takes in a round: the tokens it brought, its drafts, its rows beside the first, and what drafts promised, 0 of other rounds."""

@@ -24,7 +24,7 @@ from edge_runtime.drafting.profit_policy import FIRST_WAIT, Profit
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.session.open import open_session
 from scripted import TimedDrafter, TimedTarget
-from simulated_joules import Case, drawn, regret
+from simulated_joules import Case, drawn, mean, regret
 from simulated_rounds import CURVES, FLAT, LINEAR, ExactCosts, played, rate
 
 
@@ -260,6 +260,15 @@ def test_a_probe_costs_the_more_of_its_seconds_and_joules() -> None:
     """Where drafting takes five times the watts, single drafts now and then had cost 6 % of all joules."""
     case = Case(curve="steep", step=2.0, watts="30, 6, 5", acceptance=0.55)
     assert case.by_energy(1500, 1, 0.05).joules < 1.03 * min(point.joules for point in case.fixed(1500, (1,)))
+
+
+def test_where_nothing_is_to_be_traded_questions_are_asked_by_joules() -> None:
+    """Plain decoding is both the fastest and the cheapest here; drafts that ask, priced by seconds, had cost 6 % of all joules."""
+    case = drawn(77, 177)[176]
+    energy, plain = mean([case.by_energy(2000, seed, 0.05) for seed in (1, 2)]), case.fixed(2000, (1, 2))[0]
+    assert case.power.draft / case.power.forward(1) > 3
+    assert energy.joules < 1.03 * plain.joules
+    assert energy.seconds < 1.03 * plain.seconds
 
 
 @pytest.mark.parametrize(("chance", "rounds"), [(0.05, FIRST_WAIT + 1), (0.95, 1)])
