@@ -291,6 +291,18 @@ def test_ctrl_c_without_a_terminal_exits_130(run):
     assert run("hi\n", replies=[interrupt]).exit_code == 130
 
 
+def test_ctrl_c_during_a_text_is_said_on_a_line_of_its_own(exported_pair, environment):
+    program = "from edge_devices.entry_points import edge_run; edge_run()"
+    options = "--context 4096 --max-tokens 3900 --threads 1 --draft-length 3"
+    command = [sys.executable, "-c", program, "generate", str(exported_pair), "def area(radius):", *options.split()]
+    with Terminal(command, environment) as terminal:
+        terminal.wait_for(r"\n[^\n]+\n[^\n]+\n")
+        terminal.type(CTRL_C)
+        terminal.wait_for(r"\nstopped\r?\n")
+        assert terminal.exit_code() == 130
+    assert "Traceback" not in terminal.output
+
+
 def test_the_reference_pair_at_a_terminal(exported_pair, environment):
     program = "from edge_runtime.cli.run import main; main()"
     # A draft length, so that no costs are measured, which Ctrl-C would interrupt.

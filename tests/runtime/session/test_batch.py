@@ -209,6 +209,20 @@ def test_a_request_whose_session_has_begun_another_is_refused(how: str) -> None:
     assert not sessions.decoder.running
 
 
+def test_a_request_that_ended_elsewhere_is_no_failure_and_keeps_no_sequence() -> None:
+    _, sessions = scripted_sessions(2)
+    ended, other = sessions.sessions[0].generate([1], max_tokens=4), sessions.sessions[0].generate([2], max_tokens=5)
+    sessions.decoder.add(ended)
+    assert list(sessions.decoder.running) == [ended]
+    ended.text()
+    assert not sessions.decoder.running
+    sessions.decoder.add(other)
+    while sessions.decoder.running:
+        sessions.decoder.step()
+        assert not sessions.decoder.failures
+    assert (ended.tokens, other.tokens) == (plain_greedy([1], 4), plain_greedy([2], 5))
+
+
 def test_after_a_failure_of_all_nothing_is_left_in_the_caches() -> None:
     _, sessions = scripted_sessions(2)
     for session in sessions.sessions:
