@@ -90,7 +90,7 @@ def _quality(manifest: Manifest) -> list[str]:
         " on the machine of the export.\n",
         "| format | mean KL, nats | perplexity | unquantized | same first choice | drafts that agree |\n|:--|--:|--:|--:|--:|--:|",
         "\n".join(_parity_row(*each) for each in compared) + "\n",
-        *(f"The {name} model {quality.words}.\n" for name, quality, _ in compared),
+        *(f"As {name} it {quality.words}.\n" for name, quality, _ in compared),
     ]
 
 

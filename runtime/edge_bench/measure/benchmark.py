@@ -124,7 +124,7 @@ class Benchmark:
         parity = self._bundle.manifest.parity or {}
         quality = exported_quality(parity.get("onnx") if CARDS[self._backend].format == "onnx" else parity)
         if quality is not None:
-            yield Note(text=f"the model {quality.words}, as its export measured")
+            yield Note(text=f"this bundle {quality.words}, as its export measured")
         for length in request.lengths:
             if length > longest:
                 yield Note(text=f"draft length {length} is left out: longest_draft is {longest}")

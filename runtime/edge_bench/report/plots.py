@@ -241,10 +241,6 @@ def _draw_energy_phases(axes: Axes, report: EnergyReport) -> None:
     axes.set_xlabel(f"joules per request, scope {report.scope}")
 
 
-# An interval longer than this many times the tallest bar would make the bars unreadable.
-WIDEST = 2.0
-
-
 def all_plots(figures: Figures) -> list[Plot]:
     """Returns all plots that have data. Raises RequestError if the plotting library is missing."""
     candidates: tuple[tuple[str, str, object, Callable[[Axes, Figures], None]], ...] = (
@@ -302,8 +298,7 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
     variants = list(dict.fromkeys(row.variant for row in rows))
     width = 0.8 / len(variants)
     shown = [row.speed_up for row in rows if row.speed_up and row.speed_up.determined]
-    limit = WIDEST * max(1.0, *(r.value for r in shown))
-    top = max(1.0, *(r.value for r in shown), *(min(r.high, limit) for r in shown if r.high is not None))
+    top = max([1.0, *(r.value for r in shown), *(r.high for r in shown if r.high is not None)])
     with legend(axes):
         for number, variant in enumerate(variants):
             own = [row for row in rows if row.variant == variant]
@@ -315,7 +310,7 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
             colour = COLOURS[number % len(COLOURS)]
             axes.bar([at for at, _ in known], [r.value for _, r in known], width, label=label_text(label), color=colour, hatch=hatch)
             for place, r in known:
-                _whisker(axes, place, r, limit)
+                _whisker(axes, place, r)
             for place, r in bars:
                 if not r.determined:  # a bar would show what the table says nobody knows
                     axes.annotate(NOT_DETERMINED, (place, 0), xytext=(0, 4), textcoords="offset points", ha="center", rotation=90)
@@ -326,14 +321,10 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
     axes.grid(visible=False, axis="x")
 
 
-def _whisker(axes: Axes, place: float, ratio: Ratio, limit: float) -> None:
-    """Draws an interval; one that reaches beyond `limit` ends in an arrow with its end as a number."""
-    if ratio.low is None or ratio.high is None:
-        return
-    axes.plot([place, place], [ratio.low, min(ratio.high, limit)], color=INK, linewidth=1)
-    if ratio.high > limit:
-        axes.plot([place], [limit], color=INK, marker="^", markersize=5)
-        axes.annotate(f"{ratio.high:.3g}", (place, limit), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8, color=INK)
+def _whisker(axes: Axes, place: float, ratio: Ratio) -> None:
+    """Draws an interval."""
+    if ratio.low is not None and ratio.high is not None:
+        axes.plot([place, place], [ratio.low, ratio.high], color=INK, linewidth=1)
 
 
 def _by_length(rows: Iterable[Row]) -> list[Row]:

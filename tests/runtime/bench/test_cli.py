@@ -110,7 +110,7 @@ def test_a_table_has_the_figures_of_the_json(made_up, tmp_path):
 def test_records_without_rounds_have_no_trace(made_up, tmp_path):
     result = bench("report", made_up, "--trace", tmp_path / "trace.jsonl")
     assert result.exit_code == 1
-    assert "these records hold no rounds" in result.stderr
+    assert "these records hold no steps" in result.stderr
     assert not (tmp_path / "trace.jsonl").exists()
 
 
@@ -294,7 +294,7 @@ def test_a_report_says_what_the_export_kept_of_the_model(exported_pair, monkeypa
     assert isinstance(next(records), Header)
     note = next(records)
     assert isinstance(note, Note)
-    assert note.text == f"the target {kept.words}, as its export measured"
+    assert note.text == f"this bundle {kept.words}, as its export measured"
 
 
 @pytest.mark.parametrize("moved", [-86400.0, 0.0])

@@ -257,7 +257,7 @@ def test_the_share_of_each_source_adds_up():
     (row,) = figures(collect([header(), *runs])).overall
     assert row.accepted_from == {"drafter": 0.45, "grammar": 0.05, "memory": 0.1}
     (table,) = [item for item in all_tables(figures(collect([header(), *runs]))) if item.name == "sources"]
-    assert table.columns[1:] == ("drafter", "grammar", "memory", "target")
+    assert table.columns[1:] == ("drafter", "grammar", "memory", "model")
     assert table.rows[0][1:] == ("45.0%", "5.0%", "10.0%", "40.0%")
 
 
