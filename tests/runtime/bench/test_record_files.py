@@ -137,6 +137,13 @@ def test_joules_of_another_run_or_machine_are_left_out(tmp_path, name, processor
     assert "Joules" not in result.stdout
 
 
+def test_a_log_of_another_run_beside_a_single_record_is_noted(tmp_path):
+    record, log = written(tmp_path / "a.jsonl", benchmark("A")), energy_log(tmp_path / "e.jsonl", "B")
+    assert f"the joules are of another run: {log}" in bench("report", record, "--energy", log).stdout
+    same = energy_log(tmp_path / "same.jsonl", "A")
+    assert "another run" not in bench("report", record, "--energy", same).stdout
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_among_files_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")

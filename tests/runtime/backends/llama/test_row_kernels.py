@@ -6,6 +6,7 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kept import shipped_bundle
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_runtime.backends.kernels import ggml
-from edge_runtime.backends.kernels.loader import load_library
+from edge_runtime.backends.kernels.loader import VARIABLE, load_library
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
@@ -171,3 +172,10 @@ def test_sizes_that_no_kernel_takes_stay_with_llama_cpp(kind: int) -> None:
 @pytest.mark.parametrize("kind", [F32, F16, BF16, IQ4_NL, 99, -1])
 def test_other_types_are_not_packed(kind: int) -> None:
     assert packed_bytes(kind, 256, 16) == 0
+
+
+@built
+def test_a_library_without_the_symbols_keeps_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "does not export ggml_backend_buffer_init, " in (ggml.register(SimpleNamespace(ggml_nbytes=1)) or "")
+    monkeypatch.setenv(VARIABLE, "none")
+    assert ggml.register(SimpleNamespace()) == f"${VARIABLE} switches the row kernels off"

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from edge_runtime.backends.llama import loader
-from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.context import LlamaOptions, load_model
 from edge_runtime.backends.llama.drafter import LlamaDrafter
 from edge_runtime.backends.llama.pair import open_pair
 from edge_runtime.backends.llama.target import LlamaTarget
@@ -132,6 +133,14 @@ def test_llama_cpp_still_says_that_it_could_not_allocate() -> None:
     for text, stem in texts.items():
         (file, *_) = folder.glob(f"{stem}.*")
         assert text in file.read_bytes()
+
+
+@pytest.mark.parametrize(("logged", "advice"), [("unable to allocate CPU buffer", "free some memory"), ("bad magic", "export it again")])
+def test_the_advice_where_a_model_does_not_load(logged: str, advice: str) -> None:
+    api = SimpleNamespace(llama_model_default_params=SimpleNamespace, llama_model_load_from_file=lambda *_: None)
+    library = SimpleNamespace(api=api, log=SimpleNamespace(clear=lambda: None), quoted_error=lambda: f": {logged}")
+    with pytest.raises(BackendError, match=f"{logged}; {advice}$"):
+        load_model(library, Path("m.gguf"), options())
 
 
 def test_a_drafter_of_another_target_is_refused(reference_pair: Any, target: LlamaTarget, monkeypatch: pytest.MonkeyPatch) -> None:
