@@ -51,7 +51,7 @@ def open_ports(library: Callable[[str], Any] | None = None) -> list[WindowsPort]
     listed = ctypes.create_unicode_buffer(size.value)  # names, each with a zero behind it, and a zero behind all
     if manager.CM_Get_Device_Interface_ListW(DEVICE_ENERGY_METER, None, listed, size, ONLY_PRESENT):
         return []
-    paths = [path for path in "".join(listed).split("\0") if path][:MAX_METERS]
+    paths = [path for path in "".join(listed[:]).split("\0") if path][:MAX_METERS]
     handles = [kernel.CreateFileW(path, GENERIC_READ, SHARE_READ_WRITE, None, OPEN_EXISTING, 0, None) for path in paths]
     return [WindowsPort(kernel, ctypes.c_void_p(handle)) for handle in handles if handle != ctypes.c_void_p(-1).value]
 
