@@ -259,7 +259,8 @@ class Session:
     def _media_parts(self) -> tuple[MediaInputs, LazyEncoder]:
         inputs, encoder = self.bundle.manifest.media, self._parts.encoder
         if inputs is None or encoder is None:
-            raise RequestError("this bundle has no encoder of images and sound for this backend; export it again with --media f16")
+            missing = "this bundle has no encoder of images and sound for this backend; export it again with --media f16"
+            raise RequestError(f"image input is not supported, nor is sound: {missing}")  # the words by which clients know it
         return inputs, encoder
 
     def free_encoder(self) -> None:

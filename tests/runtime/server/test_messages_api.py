@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from typing import Any
 
 import pytest
 
-from chat_server import CALL, Scripted, scripted_server, send
+from chat_server import CALL, Scripted, asked, scripted_server, send, settled
+from edge_runtime.errors import BackendError
 from edge_runtime.media.soft_rows import MEDIA
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.requests.messages import Conversation
 from edge_runtime.server.requests.messages_api import read_message
+from polling import wait
 
 MESSAGES = "/v1/messages"
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -25,7 +28,9 @@ CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name
 
 def ask(server: Scripted, **fields: Any) -> Any:
     body = {"model": "scripted", "max_tokens": 100, "messages": HI, "temperature": 0, **fields}
-    status, _, answer = send(server, "POST", MESSAGES, body, anthropic_version="2023-06-01")
+    status, _, answer = send(
+        server, "POST", MESSAGES, body, anthropic_version="2023-06-01", anthropic_beta="interleaved-thinking-2025-05-14"
+    )
     assert status == 200, answer
     return answer
 
@@ -119,6 +124,19 @@ def test_why_an_answer_ended(stream: bool) -> None:
         assert reasons(stop_sequences=["zzz", ", t"]) == ("stop_sequence", ", t")
 
 
+def test_a_call_that_the_limit_cuts_has_what_came_of_it() -> None:
+    limit = len("call:now{zone:UT") + 2  # a token for each character, and one for each of two marks
+    with scripted_server(CALL) as server:
+        whole = ask(server, tools=TOOLS, max_tokens=limit)
+        assert [(block["name"], block["input"]) for block in whole["content"]] == [("now", {"zone": "UT"})]
+        assert whole["stop_reason"] == "max_tokens"
+        stream = events(ask(server, tools=TOOLS, max_tokens=limit, stream=True))
+        pieces = [data["delta"]["partial_json"] for name, data in stream if name == "content_block_delta"]
+        assert "".join(pieces) == '{"zone":"UT'
+        assert [name for name, _ in stream[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
+        assert stream[-2][1]["delta"]["stop_reason"] == "max_tokens"
+
+
 def test_usage_says_what_was_cached() -> None:
     with scripted_server("one", "two", count=2) as server:
         first = ask(server, system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}])["usage"]
@@ -154,6 +172,22 @@ def test_results_of_tools_come_before_what_the_user_says() -> None:
     assert ([part["type"] for part in user["content"]], len(user[MEDIA])) == (["image", "text"], 1)
     plain = [*HI, CALLED, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]
     assert [message["content"] for message in read(messages=plain).messages[2:]] == [""]
+
+
+def test_thoughts_come_back_to_the_model_and_hidden_ones_do_not() -> None:
+    thoughts = [{"type": "thinking", "thinking": "clock", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}]
+    called = {**CALLED, "content": [*thoughts, *CALLED["content"]]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "noon"}]}
+    answer = read(messages=[*HI, called, result]).messages[1]
+    assert (answer["reasoning_content"], answer["content"], len(answer["tool_calls"])) == ("clock", "", 1)
+
+
+def test_an_image_for_a_model_without_an_encoder_is_refused_by_words_that_clients_know() -> None:
+    with scripted_server("ok") as server:
+        for content in ([IMAGE], [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]):
+            status, _, answer = send(server, "POST", MESSAGES, {"messages": [*HI, CALLED, {"role": "user", "content": content}]})
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert "image input is not supported" in answer["error"]["message"]
 
 
 def test_the_line_that_changes_with_each_request_is_left_out() -> None:
@@ -231,11 +265,66 @@ def test_errors_have_the_form_of_the_api() -> None:
         assert (refused[0], refused[2]["type"], refused[2]["error"]["type"]) == (401, "error", "authentication_error")
         status, headers, answer = send(server, "POST", MESSAGES, {"messages": []}, x_api_key="k")
         assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
-        assert headers["x-request-id"]
+        assert headers["request-id"] == headers["x-request-id"]
         long = send(server, "POST", MESSAGES, {"messages": [{"role": "user", "content": "x" * 100}]}, authorization="Bearer k")
         assert long[0] == 400
         assert long[2]["error"]["message"].startswith("prompt is too long: ")
         assert long[2]["error"]["n_ctx"] == 64
+
+
+def test_a_busy_server_says_to_whom_it_has_no_place() -> None:
+    going = threading.Event()
+    with scripted_server("a long answer", waiting=1, keys=["a", "b"]) as server:
+        server.batch.before_forward = lambda: going.wait(30) and None
+        connections = []
+        try:
+            for client, status, kind in (("a", 429, "rate_limit_error"), ("b", 503, "overloaded_error")):
+                connections.append(asked(server, {"messages": HI}, MESSAGES, **{"x-api-key": client}))
+                assert wait(lambda: sum(server.worker.load()) == len(connections))
+                got, headers, answer = send(server, "POST", MESSAGES, {"messages": HI}, x_api_key=client)
+                assert (got, answer["type"], answer["error"]["type"]) == (status, "error", kind)
+                assert int(headers["retry-after"]) > 0
+        finally:
+            going.set()
+        for connection in connections:
+            assert connection.getresponse().status == 200
+            connection.close()
+
+
+def test_a_failure_has_the_form_of_the_api_also_in_mid_stream() -> None:
+    with scripted_server("fine words") as server:
+        for stream, rounds in ((False, 1), (True, 4)):
+            left = iter(range(rounds))
+
+            def fail(left: Any = left) -> None:
+                if next(left, None) is None:
+                    raise BackendError("gone")
+
+            server.batch.before_forward = fail
+            status, _, answer = send(server, "POST", MESSAGES, {"messages": HI, "temperature": 0, "stream": stream})
+            if stream:
+                name, answer = events(answer)[-1]
+                assert (status, name) == (200, "error")
+            else:
+                assert status == 500
+            assert (answer["type"], answer["error"]["type"]) == ("error", "api_error")
+        assert server.worker.load() == (0, 0)
+
+
+def test_a_client_that_leaves_frees_its_place() -> None:
+    with scripted_server("x" * 1900) as server:
+        for stream in (True, False):
+            going = threading.Event()
+            server.batch.before_forward = lambda going=going: going.wait(0.01) and None  # type: ignore[misc]
+            connection = asked(server, {"messages": HI, "temperature": 0, "stream": stream}, MESSAGES)
+            if stream:
+                assert connection.getresponse().readline() == b"event: message_start\n"
+            else:
+                assert wait(lambda: server.worker.load()[0] == 1)
+            connection.close()
+            settled(server)
+            going.set()
+        assert max(len(target.rows) for target in server.batch.targets) < 1000, "nobody went on for 1900 tokens"
 
 
 def test_the_anthropic_client() -> None:
@@ -244,6 +333,7 @@ def test_the_anthropic_client() -> None:
         fields: Any = {"model": "scripted", "max_tokens": 100, "messages": HI, "tools": TOOLS}
         answer = client.messages.create(**fields)
         assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
+        assert (answer._request_id or "").startswith("req_")
         with client.messages.stream(**fields) as stream:
             assert "".join(stream.text_stream) == "so "
             whole = stream.get_final_message()

@@ -134,10 +134,11 @@ class Prompts:
 
     def _too_long(self, tokens: int, least: str = "") -> ApiError:
         """Returns the error that clients know by its words: they drop old messages, or take another model."""
+        exceeds = f"the prompt has {least}{tokens} tokens, which exceeds the available context size"
         limit = f"this model's maximum context length is {self._context} tokens, for prompt and answer together"
         return ApiError(
             400,
-            f"the prompt has {least}{tokens} tokens, but {limit}; shorten it, or start the server with a larger --context",
+            f"{exceeds}: {limit}; shorten it, or start the server with a larger --context",
             code=CONTEXT_EXCEEDED,
             numbers={"n_prompt_tokens": tokens, "n_ctx": self._context},
         )

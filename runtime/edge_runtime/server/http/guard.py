@@ -54,8 +54,9 @@ OPEN_PATHS = frozenset({"/", "/health"})
 CLIENT = "edge_mtp.client"
 
 
-# What scripts of allowed websites may send; the headers of a preflight are repeated.
-_METHODS = "GET, POST, OPTIONS"
+# What scripts of allowed websites may send; the headers of a preflight are repeated. Nothing is deleted here, but a script that tries
+# gets this server's sentence, not its browser's.
+_METHODS = "GET, POST, DELETE, OPTIONS"
 _PREFLIGHT_SECONDS = 600
 _HOST = re.compile(r"(\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(:[0-9]*)?")
 _SEVERAL_ORIGINS = ApiError(403, "the request has several Origin headers; send one", code="wrong_origin")
@@ -187,6 +188,7 @@ def _pairs(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 # Where the scope of a request has the list of what the line says of it beside method, path, status and time.
 REMARKS = "edge_mtp.remarks"
 _ID = b"x-request-id"
+_ID_OF_ANTHROPIC = b"request-id"
 _SENT_ID = re.compile(rb"[!-~]{1,128}")
 _SHOWN = 100  # characters of a path
 _NO_ANSWER = 499
@@ -200,7 +202,7 @@ class AccessLog:
         self._write = write
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Adds the header x-request-id to the response: the client's own, if it sent one."""
+        """Adds the id to the response under both names that clients read: their own, if they sent one as x-request-id."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -212,7 +214,7 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (_ID, identity)]}
+                message = {**message, "headers": [*message["headers"], (_ID, identity), (_ID_OF_ANTHROPIC, identity)]}
             await send(message)
 
         try:
