@@ -18,18 +18,17 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import read_gguf_header
 from edge_export.errors import ParityError
-from edge_export.gguf.writer import GgufPlan
-from edge_export.parity import comparison, reference
+from edge_export.parity import reference
 from edge_export.parity.comparison import Judgement
 from edge_export.parity.gguf import UNQUANTIZED_LIMITS, ComparedModel, judgement_of, unquantized_limits
 from edge_export.parity.held_out import TEXT_TOKENS
 from edge_export.parity.reference import Divergence, divergence
-from edge_export.pipeline import gguf_step
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bundle.bundle import Quality
 from edge_runtime.decoding.quality import KINDS, SKIPPED_ROWS, RowFigures, agrees
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
+from progress_log import ProgressLog
 from tiny_members import settled
 
 Folders = Callable[[str], Path]
@@ -76,44 +75,37 @@ def test_a_sound_export_is_measured(member: str, request_for: Callable[..., Expo
     assert json.loads(json.dumps(result)) == result
 
 
-def test_confidence_is_measured_of_the_export_that_is_kept_alone(
-    request_for: Callable[..., ExportRequest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[dict[str, Any]] = []
-    monkeypatch.setattr(comparison, "drafter_confidence", lambda *_: measured.append({"seen": len(measured)}) or measured[-1])
-    result = export_pair(request_for(target_quantization="q8_0")).manifest.parity
-    assert result is not None
-    assert [result["drafts"]["confidence"]] == measured == [{"seen": 0}]
+class Tampering(ProgressLog):
+    """Makes half a tensor of a file zeros before the comparison; all of it would make equal logits, which are refused as such."""
 
+    def __init__(self, folder: Path, role: str, tensor: str) -> None:
+        super().__init__()
+        self._folder, self._is_drafter, self._tensor = folder, role == "drafter", tensor
 
-def tampering(monkeypatch: pytest.MonkeyPatch, role: str, tensor: str) -> None:
-    """Makes the converter write zeros for one tensor."""
-    real = GgufPlan.write
-
-    def wrong(plan: GgufPlan, path: Path, progress: Callable[[int], None]) -> None:
-        real(plan, path, progress)
-        if path.name.endswith("-F16.gguf") and path.name.startswith("mtp-") == (role == "drafter"):
-            info = next(info for info in read_gguf_header(path).tensors if info.name == tensor)
+    def step(self, title: str, total_bytes: int | None) -> None:
+        super().step(title, total_bytes)
+        if title == "Compare with the reference":
+            files = [path for path in self._folder.glob(".out.partial-*/*.gguf") if "unquantized" not in path.name]
+            (path,) = (path for path in files if path.name.startswith("mtp-") is self._is_drafter)
+            info = next(info for info in read_gguf_header(path).tensors if info.name == self._tensor)
             with path.open("r+b") as file:
                 file.seek(info.offset)
-                file.write(bytes(info.bytes // 2))  # all of it would make equal logits, which are refused as such
-
-    monkeypatch.setattr(GgufPlan, "write", wrong)
+                file.write(bytes(info.bytes // 2))
 
 
 @pytest.mark.parametrize(
-    ("role", "tensor", "figure"),
+    ("quantization", "role", "tensor", "figure"),
     [
-        ("target", "blk.1.attn_v.weight", "largest logit difference"),
-        ("drafter", "blk.3.attn_output.weight", "share of the f16 export's drafts"),
+        ("f16", "target", "blk.1.attn_v.weight", "largest logit difference"),
+        ("f16", "drafter", "blk.3.attn_output.weight", "share of the f16 export's drafts"),
+        ("q8_0", "target", "token_embd.weight", "mean KL of the q8_0 export"),
     ],
 )
 def test_a_wrong_weight_refuses_the_bundle(
-    role: str, tensor: str, figure: str, request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantization: str, role: str, tensor: str, figure: str, request_for: Callable[..., ExportRequest], tmp_path: Path
 ) -> None:
-    tampering(monkeypatch, role, tensor)
-    with pytest.raises(ParityError, match=rf"parity failed: the {figure}.* is .*wanted; the bundle is refused \(--no-verify"):
-        export_pair(request_for())
+    with pytest.raises(ParityError, match=rf"parity failed: the {figure}.* is .*wanted.*; the bundle is refused \(--no-verify"):
+        export_pair(request_for(target_quantization=quantization), Tampering(tmp_path, role, tensor))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -142,24 +134,6 @@ def test_a_refusal_names_the_ways_to_better_answers(calibrates: bool, better: st
         judgement._demand_quality(quality)
 
 
-def test_a_broken_quantization_refuses_the_bundle(
-    request_for: Callable[..., ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = gguf_step.quantize_gguf
-
-    def wrong(source: Path, destination: Path, *arguments: Any, **named: Any) -> None:
-        real(source, destination, *arguments, **named)
-        info = next(info for info in read_gguf_header(destination).tensors if info.name == "token_embd.weight")
-        with destination.open("r+b") as file:
-            file.seek(info.offset)
-            file.write(bytes(info.bytes // 2))  # all of it would make equal logits, which are refused as such
-
-    monkeypatch.setattr(gguf_step, "quantize_gguf", wrong)
-    with pytest.raises(ParityError, match=r"mean KL of the q8_0 export is .*at most 0.08 is wanted"):
-        export_pair(request_for(target_quantization="q8_0"))
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("package", "actual", "reason"),
     [
@@ -173,22 +147,22 @@ def test_a_broken_quantization_refuses_the_bundle(
 )
 def test_what_is_missing_is_the_reason_to_skip(package: str, actual: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0", "transformers": "5.22.2", "llama-cpp-python": "0.3.36"}
-    monkeypatch.setattr(reference, "installed_version", lambda name: (versions | {package: actual})[name])
+    monkeypatch.setattr(reference, "installed_version", lambda name: installed[name])
     pair = cast(Any, SimpleNamespace(parameters=1000, context=1024))
+    installed: dict[str, str | None] = {**versions, package: actual}
     assert (reference.why_not(pair, "llama-cpp-python", "llama") or "").startswith(reason)
-    monkeypatch.setattr(reference, "installed_version", lambda name: versions[name])
     for fit in ("5.19.0", "5.22.2", "5.24.0"):
-        versions["transformers"] = fit
+        installed = versions | {"transformers": fit}
         assert reference.why_not(pair, "llama-cpp-python", "llama") is None
 
 
-def test_a_reference_that_does_not_fit_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "installed_version", lambda name: "5.22.2")
-    monkeypatch.setattr(reference, "available_memory_bytes", lambda: 4_000_000)
-    assert reference.why_no_reference(1_000_000) == "the float32 reference needs 4.8 MB of memory, 4.0 MB are available"
-    assert reference.why_no_reference(500_000) is None
-    monkeypatch.setattr(reference, "available_memory_bytes", lambda: None)
-    assert reference.why_no_reference(1 << 60) is None
+def test_a_reference_that_does_not_fit_is_not_started(memory_of: Any) -> None:
+    pytest.importorskip("transformers")
+    with memory_of(4_000_000):
+        assert reference.why_no_reference(1_000_000) == "the float32 reference needs 4.8 MB of memory, 4.0 MB are available"
+        assert reference.why_no_reference(500_000) is None
+    with memory_of(None):
+        assert reference.why_no_reference(1 << 60) is None
 
 
 def test_experts_that_rounding_exchanges_move_single_rows_and_drafts() -> None:
