@@ -200,7 +200,7 @@ void PackedFile::unmap_rest() {
 }
 
 bool PackedFile::take(const char* name, PackedMatrix& m, void* place) {
-    if (!reads_) return false;
+    if (!reads_ || !name[0]) return false;
     const Entry* entry = find(name);
     PackedMatrix found = entry ? entry->matrix() : m;
     if (!entry || !entry->is_of(m) || !(place ? map(*entry, found, place) : place_in_whole(entry - entries_, found))) {
