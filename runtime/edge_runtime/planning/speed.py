@@ -441,7 +441,7 @@ def _derived(facts: PairFacts, device: SpeedProfile, slow: _Scene, fast: _Scene,
     shape = " to ".join(f"{each:.2f}" for each in sorted(scene.verify(4) / scene.verify(1) for scene in (fast, slow)))
     return {
         "memory": "file sizes and cache layout, with short prompts; from what the system cannot reclaim to long prompts plus a tenth",
-        "anonymous": "what the system cannot reclaim: the process, K/V rows, activations, most with long prompts, and copies that are not mapped",
+        "anonymous": "what the system cannot reclaim: process, K/V rows, activations, most with long prompts, copies not mapped",
         "of files": "weights mapped from the bundle or the packed cache, which the system drops where memory is short and reads again",
         "enough": "each weight once, mapped or repacked; from those that a token reads (of experts those in use) to all pages touched",
         "prefill": f"{rows}, of which K and V need {facts.prompt_parameters / max(1, facts.parameters):.0%}, at worst all but the head;"
