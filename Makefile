@@ -36,8 +36,8 @@ DEMO_FORMAT_onnx := onnx
 DEMO_FORMAT_llama := gguf
 
 PLATFORMS := android-arm64 linux-arm64 linux-x64
-.PHONY: help demo real test test-all test-times lint docs lock audit wheel-check release dist packages setup setup-llama setup-test setup-all try-versions \
-	llama-cpp clean
+.PHONY: help demo real test test-all test-times lint docs lock audit wheel-check release release-files dist packages \
+	setup setup-llama setup-test setup-all try-versions llama-cpp clean
 
 help:
 	@echo "make demo       set up without a compiler, make a pair of a phone-sized model's cost, show what drafts bring (BACKEND=llama: on llama.cpp)"
@@ -49,10 +49,11 @@ help:
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make audit      licences of what is installed, advisories about what is locked"
 	@echo "make release    audit, make packages, try what was made, print the commands that tag and upload; make wheel-check: the wheel alone"
+	@echo "make release-files  make release without advisories and commands: a rehearsal"
 	@echo "make dist       source archive, wheel and SBOM, in dist/; the wheel has the kernels of every platform"
 	@echo "make packages   make dist, and the device packages of a release, of the wheel in dist/"
 	@echo "make lock       choose the locked versions in requirements/ anew"
-	@echo "make try-versions  try the newest llama-cpp-python and onnxruntime on copies of the checkout"
+	@echo "make try-versions  try the newest llama-cpp-python, llama-cpp-py-sync and onnxruntime on copies of the checkout"
 	@echo "make llama-cpp  build llama.cpp's own tools from llama-cpp-python's source archive, to compare with"
 	@echo "make clean      remove .venv, build/ and the demo bundle"
 
@@ -136,14 +137,17 @@ audit: setup-all $(TOOLS)/.ready
 wheel-check: $(TOOLS)/.ready
 	scripts/setup/check_wheel.sh $(TOOLS)
 
-# Where no advisory service answers, there is no release. The SBOM is of what a user gets: licences and who needs whom are read from it.
+# Where no advisory service answers, there is no release.
 release: setup-all $(TOOLS)/.ready
 	$(AUDIT) --require-advisories
-	$(MAKE) packages
+	$(MAKE) release-files
+	@scripts/setup/release_commands.sh
+
+# What a release uploads, tried: all of it but the advisories, for a rehearsal where their services cannot be reached.
+release-files: packages
 	scripts/setup/check_wheel.sh $(TOOLS) dist/*.whl
 	[ "$$(uname -sm)" != "Linux x86_64" ] || build/release-packages/linux-x64/bin/edge-run doctor
 	cd dist && sha256sum * >SHA256SUMS
-	@scripts/setup/release_commands.sh
 
 # What a phone or a board needs, for those who build nothing; each is built whole or not at all, and its own list has every file's hash. By
 # the released wheel's own code, with its kernels; the other wheels are those of the lock, for the packages' Python.
@@ -158,20 +162,25 @@ packages: setup-all dist
 		tar --create --gzip --owner 0 --group 0 --sort name --directory build/release-packages --file dist/edge-mtp-$$platform.tar.gz $$platform; \
 	done
 
-dist: $(TOOLS)/.ready
+# The SBOM is of what a user gets: licences and who needs whom are read from it. llama.cpp comes from the wheel that setup-all compiled,
+# which has no hash in the lock; the source archive that it is made of does.
+dist: setup-all $(TOOLS)/.ready
 	rm -rf dist build/release
 	EDGE_MTP_KERNELS_FOR=all $(TOOLS)/bin/python -m build --no-isolation --outdir dist
 	$(PYTHON) -m venv build/release
-	build/release/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements/runtime.txt
-	build/release/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	awk '/^[^ #]/ { kept = index($$0, "llama-cpp-python==") != 1 } kept' requirements/runtime.txt >build/release/lock.txt
+	build/release/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r build/release/lock.txt
+	build/release/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl \
+		"$$(scripts/setup/build_llama_cpp.sh $(VENV) wheel)"
 	build/release/bin/python -m pip uninstall --quiet --yes pip setuptools
 	$(TOOLS)/bin/cyclonedx-py environment build/release/bin/python --pyproject pyproject.toml --output-reproducible -o dist/sbom.json
 	@ls -l dist
 
-# Newer releases of the two libraries, tried on copies of the checkout; nothing here changes.
+# Newer releases of the two libraries, and a wheel of llama.cpp that is built for each of its tags, tried on copies of the checkout; nothing
+# here changes. Each ends with a line of verdict.
 try-versions:
-	PYTHON=$(PYTHON) scripts/setup/try_versions.sh llama-cpp-python
-	PYTHON=$(PYTHON) scripts/setup/try_versions.sh onnxruntime
+	status=0; for library in llama-cpp-python llama-cpp-py-sync onnxruntime; do \
+		PYTHON=$(PYTHON) scripts/setup/try_versions.sh $$library || status=1; done; exit $$status
 
 llama-cpp: setup-all
 	scripts/setup/build_llama_cpp.sh $(VENV) tools

@@ -15,13 +15,12 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from edge_devices.errors import OUT_OF_MEMORY, EdgeError
+from edge_devices.errors import INTERRUPTED, OUT_OF_MEMORY, EdgeError, tell_interrupted
 from edge_devices.option_fields import OPTION, spelling
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 # Types whose arguments are no alternatives.
 _WHOLE = (tuple, Sequence, Literal)
-INTERRUPTED = 130
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 100}
 _OTHER = "Other options"
 # Attribute of a parameter: the panel of the help that lists it.
@@ -266,5 +265,5 @@ def one_sentence_errors(*, out_of_memory: str = OUT_OF_MEMORY, stopped: str = "s
     except MemoryError as error:
         raise click.ClickException(out_of_memory) from error
     except KeyboardInterrupt:
-        click.echo(stopped, err=True)
+        tell_interrupted(stopped)
         raise SystemExit(INTERRUPTED) from None

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
-STOPPED = 130
 # OpenBLAS's threads wait 2 ** so many cycles for work before they sleep. With its own 26 each keeps a processor busy from numpy's import
 # on, while a command starts.
 _BLAS_WAITING = "10"
@@ -50,8 +49,10 @@ def run(module: str, name: str) -> NoReturn:
             sys.stdout.flush()
     except KeyboardInterrupt:
         _ignore_interrupts()
-        print("stopped", file=sys.stderr)
-        code = STOPPED
+        from edge_devices.errors import INTERRUPTED, tell_interrupted
+
+        tell_interrupted()
+        code = INTERRUPTED
     except MemoryError:  # also while modules load
         code = _print_error(_NO_MEMORY)
     except OSError as error:

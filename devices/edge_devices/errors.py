@@ -12,10 +12,19 @@ Messages quote files and devices, which may be hostile: `one_line` keeps such te
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 
+# The exit code of a command that Ctrl-C ended.
+INTERRUPTED = 130
 _LONGEST = 1600
 OUT_OF_MEMORY = "there is not enough memory; close other programs"
+
+
+def tell_interrupted(sentence: str = "stopped") -> None:
+    """Says on standard error that Ctrl-C ended the command; on a terminal in a line of its own, because a text or ^C stands in this one."""
+    if sys.stderr is not None:
+        print(("\n" if sys.stderr.isatty() else "") + sentence, file=sys.stderr)
 
 
 def printable(text: str) -> str:

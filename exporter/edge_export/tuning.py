@@ -170,7 +170,9 @@ def _step(target: Any, drafter: Any, optimizer: Any, texts: Tokens, recipe: Reci
     optimizer.zero_grad(set_to_none=True)
     value = float(loss.detach())
     if not np.isfinite(value):
-        raise ExportError(f"tuning the drafter failed: its loss became {value} in step {step}; the pair or the text is unusable")
+        raise ExportError(
+            f"tuning the drafter failed: its loss became {value} in step {step}; the model, the drafter or the text is unusable"
+        )
 
 
 def _segment(length: int, vocabulary: int, recipe: Recipe, random: np.random.Generator) -> Segment:
@@ -313,6 +315,18 @@ class Accepted:
     drafted: NDArray[np.int64]
     accepted: NDArray[np.int64]
 
+    @classmethod
+    def of(cls, confirmed: Tokens, *, length: int) -> Accepted:
+        """Walks rounds of `length` drafts, of which the text confirms so many from each position, [texts, positions]."""
+        drafted, accepted = [], []
+        for text in confirmed:
+            at = rounds = right = 0
+            while at < len(text):
+                rounds, right, at = rounds + 1, right + int(text[at]), at + int(text[at]) + 1
+            drafted.append(rounds * length)
+            accepted.append(right)
+        return cls(drafted=np.array(drafted), accepted=np.array(accepted))
+
     @property
     def rate(self) -> float:
         """Accepted / drafted."""
@@ -325,15 +339,9 @@ def acceptance(target: Any, drafter: Any, texts: Tokens, *, prompt: int, length:
     A round at position n accepts the longest prefix of its drafts that the text confirms, and moves on by that plus one.
     """
     segment = Segment(first=prompt - 1, count=texts.shape[1] - length - prompt + 1, steps=length)
-    drafted, accepted = [], []
-    for begin in range(0, len(texts), batch):
-        for run in _confirmed(target, drafter, torch.from_numpy(texts[begin : begin + batch]), segment):
-            at = rounds = confirmed = 0
-            while at < segment.count:
-                rounds, confirmed, at = rounds + 1, confirmed + int(run[at]), at + int(run[at]) + 1
-            drafted.append(rounds * length)
-            accepted.append(confirmed)
-    return Accepted(drafted=np.array(drafted), accepted=np.array(accepted))
+    starts = range(0, len(texts), batch)
+    confirmed = [_confirmed(target, drafter, torch.from_numpy(texts[start : start + batch]), segment) for start in starts]
+    return Accepted.of(np.concatenate(confirmed), length=length)
 
 
 def _confirmed(target: Any, drafter: Any, tokens: Any, segment: Segment) -> Tokens:
@@ -458,7 +466,7 @@ def _texts(request: TuningRequest, target: Any, text: str, notify: Callable[[str
         number = len(batches)
         prompt = PROMPT if number // len(TEMPERATURES) % 2 else PROMPT // 2
         batches.append(written(f"texts-{number}", 1 + number, parts, BATCH, prompt, TEMPERATURES[number % len(TEMPERATURES)]))
-        notify(f"The target has written {len(batches) * BATCH} of {TEXTS} texts of {length} tokens.")
+        notify(f"The model has written {len(batches) * BATCH} of {TEXTS} texts of {length} tokens.")
     return np.concatenate(batches), held
 
 

@@ -14,16 +14,16 @@ import json
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench_text_memory import interval
 from edge_bench.measure.request import DOMAINS, prepare, shipped_prompts
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.open import open_session
@@ -48,6 +48,13 @@ def timed(session: Session, side: str, ids: list[int], sampling: SamplingParams,
     generation = session.generate(ids, max_tokens=tokens, sampling=sampling, **options)
     rounds = sum(1 for _ in generation.rounds())
     return {"seconds": generation.stats.decode_seconds, "rounds": rounds, "ids": generation.tokens}
+
+
+def interval(ratios: Sequence[float]) -> str:
+    """Returns the geometric mean and its 95 % interval by bootstrap."""
+    logs, chance = np.log(ratios), np.random.default_rng(1)
+    means = np.exp(np.sort([chance.choice(logs, len(logs)).mean() for _ in range(2000)]))
+    return f"{np.exp(logs.mean()):.2f} [{means[50]:.2f}, {means[1949]:.2f}]"
 
 
 @click.group(context_settings={"show_default": True})

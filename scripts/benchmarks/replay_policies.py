@@ -10,9 +10,6 @@
 replayed on it exactly, without noise and without the models. `replay` prints the speed-up of each policy over plain decoding by domain,
 beside every fixed length and an upper bound: the best rounds for one who knows in advance which drafts will be accepted.
 
-Of vLLM's metrics (`curl http://HOST:8000/metrics`) in place of a recording, `replay` reads the acceptance by position: rounds are drawn
-from it, independent of each other, which those of a text are not.
-
 `load` times drafts and verifies of random lengths while whatever runs on the machine runs. A replay on it takes for each round what a round
 of as many drafts and rows took at that moment, so that policies are compared on the same load, which no two runs have.
 """
@@ -21,7 +18,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import statistics
 import time
 from bisect import bisect_left
@@ -225,49 +221,16 @@ def clairvoyant(text: Text, costs: CostCurve) -> float:
 
 
 def read_texts(path: Path) -> list[Text]:
-    """Reads a file that `record` wrote, or vLLM's metrics. Raises RequestError for anything else."""
-    content = path.read_text(encoding="utf-8", errors="replace")
-    if rates := vllm_acceptance(content):
-        return [Text("vLLM", drawn_places(rates, DRAWN_TOKENS))]
+    """Reads a file that `record` wrote. Raises RequestError for anything else."""
     texts = []
     try:
-        for line in content.splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             data = json.loads(line)
             places = zip(data["confidences"], data["accepted"], strict=True)
             texts.append(Text(data["domain"], tuple(Place(tuple(sure), accepted) for sure, accepted in places)))
     except (ValueError, KeyError, TypeError) as error:
-        raise RequestError(f"{path} is neither a recording nor vLLM's metrics ({error!r}); make one with the command record") from error
+        raise RequestError(f"{path} is no recording ({error!r}); make one with the command record") from error
     return texts
-
-
-VLLM_ROUNDS = re.compile(r"^vllm:spec_decode_num_drafts(?:_total)?(?:\{[^}\n]*\})?\s+([\d.eE+]+)\s*$", re.MULTILINE)
-VLLM_ACCEPTED = re.compile(
-    r'^vllm:spec_decode_num_accepted_tokens_per_pos(?:_total)?\{[^}\n]*position="(\d{1,3})"[^}\n]*\}\s+([\d.eE+]+)\s*$', re.MULTILINE
-)
-# Positions that are drawn from vLLM's rates.
-DRAWN_TOKENS = 20_000
-
-
-def vllm_acceptance(metrics: str) -> list[float]:
-    """Returns the share of rounds that accepted draft 1, 2, ..., of all models and engines together; empty without such counters.
-
-    Raises RequestError for counters that no rounds can have.
-    """
-    rounds = sum(map(float, VLLM_ROUNDS.findall(metrics)))
-    counts: dict[int, float] = defaultdict(float)
-    for position, value in VLLM_ACCEPTED.findall(metrics):
-        counts[int(position)] += float(value)
-    accepted = [counts[position] for position in sorted(counts)]
-    if accepted and (sorted(counts) != list(range(len(counts))) or sorted([rounds, *accepted], reverse=True) != [rounds, *accepted]):
-        raise RequestError(f"vLLM's counters do not fit: of {rounds:g} rounds {accepted} accepted draft 1, 2, ...; fetch them again")
-    return [count / rounds for count in accepted[:MAX_DRAFT_LENGTH]] if rounds else []
-
-
-def drawn_places(rates: Sequence[float], tokens: int) -> tuple[Place, ...]:
-    """Returns positions whose drafts are accepted as often as these shares of rounds; the confidence is a draft's own share."""
-    sure = tuple(rate / before if before else 0.0 for rate, before in zip(rates, [1.0, *rates], strict=False))
-    draws = random.Random(0)
-    return tuple(Place(sure, sum(draw < rate for rate in rates)) for draw in (draws.random() for _ in range(tokens)))
 
 
 # Replays of a load begin at so many moments of it.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import sys
 
 import pytest
 
@@ -17,10 +17,9 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_shows_what_is_done_and_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Terminal()
-    monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    with terminal_wait("measuring [what]") as report:
+    with contextlib.redirect_stderr(shown), terminal_wait("measuring [what]") as report:
         report(0.5, "idle, 30 s")
     text = shown.getvalue()
     assert "measuring [what]: idle, 30 s" in text, "brackets are no markup"
@@ -28,10 +27,9 @@ def test_a_terminal_shows_what_is_done_and_the_share(monkeypatch: pytest.MonkeyP
     assert text.endswith("\x1b[2K"), "the bar is removed at the end"
 
 
-def test_nothing_is_written_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_without_a_terminal() -> None:
     for stderr in (io.StringIO(), None):
-        monkeypatch.setattr(sys, "stderr", stderr)
         for wait in (terminal_wait, silent_wait):
-            with wait("measuring") as report:
+            with contextlib.redirect_stderr(stderr), wait("measuring") as report:
                 report(0.5)
         assert stderr is None or stderr.getvalue() == ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,34 @@ def member_folder() -> Callable[[str], Path]:
 def copy(member_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
     """Returns a function from a member's name to a copy of its folder that the test may damage."""
     return lambda name: Path(shutil.copytree(member_folder(name), tmp_path / name, dirs_exist_ok=True))
+
+
+@pytest.fixture
+def disk_with() -> Callable[[int], AbstractContextManager[None]]:
+    """Returns a context in which every disk has so many bytes free."""
+
+    @contextmanager
+    def disk(free: int) -> Iterator[None]:
+        usage = shutil.disk_usage("/")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+            yield
+
+    return disk
+
+
+@pytest.fixture
+def memory_of() -> Callable[[int | None], AbstractContextManager[None]]:
+    """Returns a context in which the machine has so many bytes of memory available; None: nobody knows."""
+    from edge_export.parity import reference
+
+    @contextmanager
+    def memory(available: int | None) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reference, "available_memory_bytes", lambda: available)
+            yield
+
+    return memory
 
 
 @pytest.fixture

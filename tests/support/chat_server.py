@@ -34,7 +34,8 @@ from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.serve import client_names
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.row_equality import RowEquality
-from edge_runtime.text.chat_template import bundle_template
+from edge_runtime.session.session import Session
+from edge_runtime.text.chat_template import ChatTemplate, bundle_template
 from polling import wait
 
 MAIN = "from edge_runtime.cli.run import main; main()"
@@ -60,8 +61,9 @@ clients: list[Any] = []
 class SpeakingTogether:
     """Sessions of `chat_words` side by side; `before_forward` is called before each verify."""
 
-    def __init__(self, targets: Sequence[SpeakingTarget]) -> None:
-        self.targets = list(targets)
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self.sessions = list(sessions)
+        self.targets: list[Any] = [session.target for session in sessions]
         self.before_forward: Callable[[], None] = lambda: None
 
     def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
@@ -85,6 +87,11 @@ class Scripted:
     notes: list[str]
     lines: list[str]
 
+    @property
+    def vocabulary(self) -> Any:
+        """That of its pair, which the threads for prompts ask."""
+        return self.batch.sessions[0].vocabulary
+
 
 def scripted_worker(
     *replies: str | Callable[[int, str], str],
@@ -94,15 +101,20 @@ def scripted_worker(
     watch: SharedWatch | None = None,
     clients: Sequence[str] = ("",),
     savable: bool = False,
+    template: str | None = None,
     **options: Any,
 ) -> tuple[Worker, SpeakingTogether, list[str]]:
-    """A worker, not started, whose `count` sessions all give these replies; where `savable`, their rows can be copied."""
+    """A worker, not started, whose `count` sessions all give these replies; where `savable`, their rows can be copied.
+
+    `template`: the source of the chat template, where it is not the built-in one.
+    """
     kind = SavableSpeakingTarget if savable else SpeakingTarget
     own = [chat_session(*replies, context=context, kind=kind) for _ in range(count)]
-    batch = SpeakingTogether([session.target for session in own])  # type: ignore[misc]
+    batch = SpeakingTogether(own)
     notes: list[str] = []
-    template = bundle_template(own[0].bundle, own[0].vocabulary)
-    worker = Worker(Sessions(own, batch), template, waiting=waiting, notify=notes.append, watch=watch, clients=clients, **options)
+    vocabulary = own[0].vocabulary
+    turns = bundle_template(own[0].bundle, vocabulary) if template is None else ChatTemplate(template, vocabulary)
+    worker = Worker(Sessions(own, batch), turns, waiting=waiting, notify=notes.append, watch=watch, clients=clients, **options)
     return worker, batch, notes
 
 
@@ -114,11 +126,12 @@ def scripted_server(
     description: str | None = None,
     answers: bool = False,
     buffer: int | None = None,
+    connections: int = 64,
     **sessions: Any,
 ) -> Iterator[Scripted]:
     """Serves scripted replies on a free port until the block ends; the model says that it is `description`, and whether it answers.
 
-    `buffer`: bytes that the system keeps of what a client has not read.
+    `buffer`: bytes that the system keeps of what a client has not read; `connections`: how many there is room for.
     """
     from edge_runtime.server.app import Api, make_app
     from edge_runtime.server.engine.idle import WorkerOnDemand
@@ -136,7 +149,7 @@ def scripted_server(
         kernels=None,
         files_format="gguf",
         template="",
-        manifest=replace(worker._sessions[0].bundle.manifest, description=description),
+        manifest=replace(batch.sessions[0].bundle.manifest, description=description),
         answers=answers,
         rows=RowEquality(compared=13, different=0, largest=0.0),
         fingerprint="fp_scripted",
@@ -144,7 +157,7 @@ def scripted_server(
     lines: list[str] = []
     api = Api(WorkerOnDemand(lambda: contextlib.nullcontext(worker), watch=worker.watch), Monitor(), card, notes.append)
     app = AccessLog(Guard(make_app(api), hosts=LOOPBACK_NAMES, keys=keys, origins=origins), lines.append)
-    server = uvicorn.Server(server_config(app, 64))
+    server = uvicorn.Server(server_config(app, connections))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)  # connections inherit it

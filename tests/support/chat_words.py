@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.manifest import BundleFile
 from edge_runtime.interfaces import Logits
 from edge_runtime.session.session import Session
+from edge_runtime.text.chat_template import ROLE
 from scripted import MANIFEST, CopiedRows, ScriptedDrafter, ScriptedTarget, make_session, one_hot
 
 CONTROL = (
@@ -175,3 +177,11 @@ def chat_session(
     drafter = ScriptedDrafter(target, lambda *_: FIRST_BYTE + ord(" ")) if drafts else None
     manifest = replace(MANIFEST, architecture=replace(MANIFEST.architecture, vocab_size=ChatWords.size))
     return make_session(bundle=Bundle(Path("nowhere"), manifest), target=target, drafter=drafter, vocabulary=target.vocabulary)
+
+
+def with_template(session: Session, source: str, folder: Path) -> Session:
+    """Gives the session's bundle a chat template of its own, a file in `folder`; returns the session."""
+    (folder / "template.jinja").write_text(source, encoding="utf-8")
+    file = BundleFile(path="template.jinja", role=ROLE, format="jinja", bytes=len(source), sha256="")
+    session.bundle = Bundle(folder, replace(session.bundle.manifest, files=(file,)))
+    return session

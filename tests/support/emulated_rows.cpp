@@ -4,6 +4,19 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// Weights are packed into memory here: files of packed weights need a C library.
+namespace edge {
+struct PackedMatrix;
+struct PackedFile {
+    bool take(const char*, PackedMatrix&, void*);
+    bool add(const char*, PackedMatrix&, void*);
+};
+bool PackedFile::take(const char*, PackedMatrix&, void*) { return false; }
+bool PackedFile::add(const char*, PackedMatrix&, void*) { return false; }
+PackedFile* packed_file() { return nullptr; }
+void unmap(PackedMatrix&) {}
+}  // namespace edge
+
 extern "C" {
 int edge_rows_multiply(const char*, int64_t, int64_t, int, int, const void*, const void*, const void*, int64_t, void*);
 int edge_rows_multiply_static(const char*, const void*, const void*, const void*, const void*, int64_t, int64_t, int64_t, int64_t, int64_t, void*);

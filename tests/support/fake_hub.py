@@ -82,11 +82,14 @@ def point_client_at(hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch) 
     """Makes huggingface_hub's client ask this hub, with a cache of its own."""
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    # Its other way of uploading is a library of its own, which knows only the hub's own storage.
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    for name, value in {
+        "ENDPOINT": hub.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(cache),
+        # Its other way of uploading is a library of its own, which knows only the hub's own storage.
+        "HF_HUB_DISABLE_XET": True,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
 
 
 class _Handler(BaseHTTPRequestHandler):

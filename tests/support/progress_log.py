@@ -20,3 +20,16 @@ class ProgressLog:
 
     def note(self, sentence: str) -> None:
         self.messages.append(sentence)
+
+
+class Failing(ProgressLog):
+    """Fails with this error where the step of that number begins, counted from 1."""
+
+    def __init__(self, number: int, error: BaseException) -> None:
+        super().__init__()
+        self._number, self._error = number, error
+
+    def step(self, title: str, total_bytes: int | None) -> None:
+        super().step(title, total_bytes)
+        if len(self.steps) == self._number:
+            raise self._error

@@ -37,11 +37,13 @@ class WindowsPort:
         return answer.raw[: size_read.value]
 
 
-def open_ports() -> list[WindowsPort]:
-    """Returns every energy meter this user may open; none on a machine without Windows."""
-    if sys.platform != "win32":
-        return []
-    kernel, manager = ctypes.WinDLL("kernel32"), ctypes.WinDLL("cfgmgr32")
+def open_ports(library: Callable[[str], Any] | None = None) -> list[WindowsPort]:
+    """Returns every energy meter this user may open; none on a machine without Windows. `library` loads one of Windows'."""
+    if library is None:
+        if sys.platform != "win32":
+            return []
+        library = ctypes.WinDLL
+    kernel, manager = library("kernel32"), library("cfgmgr32")
     kernel.CreateFileW.restype = ctypes.c_void_p
     size = ctypes.c_ulong()
     if manager.CM_Get_Device_Interface_List_SizeW(ctypes.byref(size), DEVICE_ENERGY_METER, None, ONLY_PRESENT):
@@ -49,7 +51,7 @@ def open_ports() -> list[WindowsPort]:
     listed = ctypes.create_unicode_buffer(size.value)  # names, each with a zero behind it, and a zero behind all
     if manager.CM_Get_Device_Interface_ListW(DEVICE_ENERGY_METER, None, listed, size, ONLY_PRESENT):
         return []
-    paths = [path for path in listed[:].split("\0") if path][:MAX_METERS]
+    paths = [path for path in "".join(listed[:]).split("\0") if path][:MAX_METERS]
     handles = [kernel.CreateFileW(path, GENERIC_READ, SHARE_READ_WRITE, None, OPEN_EXISTING, 0, None) for path in paths]
     return [WindowsPort(kernel, ctypes.c_void_p(handle)) for handle in handles if handle != ctypes.c_void_p(-1).value]
 

@@ -380,7 +380,8 @@ def _check_architecture(path: Path, name: str) -> None:
         )
     if name not in (TARGET_ARCHITECTURE, DRAFTER_ARCHITECTURE):
         raise CheckpointError(
-            f"{path} has the architecture {name!r}, not {TARGET_ARCHITECTURE!r} or {DRAFTER_ARCHITECTURE!r}; give a Gemma 4 pair"
+            f"{path} has the architecture {name!r}, not {TARGET_ARCHITECTURE!r} or {DRAFTER_ARCHITECTURE!r};"
+            " give a Gemma 4 model and its drafter"
         )
 
 

@@ -233,7 +233,7 @@ def _readable(names: str) -> Iterator[None]:
 
 def _check_target(source: ResolvedSource) -> None:
     if source.checkpoint.model_type.endswith("_assistant"):
-        raise CheckpointError(f"{source.origin} is an assistant, not a target; give the full model first, its assistant second")
+        raise CheckpointError(f"{source.origin} is an assistant, not a full model; give the full model first, its assistant second")
 
 
 def planned_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource]:
@@ -305,8 +305,8 @@ def mixed_training(target: ResolvedSource, drafter: ResolvedSource) -> str | Non
         return None
     named = target.origin if trained[0] else drafter.origin
     return (
-        f"Warning: {named} was trained for quantization, the other half of the pair was not; drafts are accepted more often where"
-        " both are of one release (for -qat- targets, the -qat-...-assistant)."
+        f"Warning: {named} was trained for quantization, and what it is paired with was not; drafts are accepted more often"
+        " where both are of one release (for -qat- targets, the -qat-...-assistant)."
     )
 
 

@@ -12,8 +12,8 @@ from edge_devices.command_line import LazyCommands, PanelGroup
 COMMANDS = LazyCommands(
     {
         "pair": ("edge_export.cli.export", "Export TARGET and its MTP assistant DRAFTER as one bundle."),
-        "reference": ("edge_export.cli.export", "Export a small trained pair that comes with this package."),
-        "plan": ("edge_export.cli.export", "Predict download, disk, memory, speed and joules per token of a pair before it is exported."),
+        "reference": ("edge_export.cli.export", "Export a small trained model that comes with this package."),
+        "plan": ("edge_export.cli.export", "Predict download, disk, memory, speed and joules per token of a model before it is exported."),
         "package": ("edge_export.cli.export", "Build a folder for PLATFORM that runs bundles on a device where nothing is installed."),
         "publish": ("edge_export.cli.export", "Upload BUNDLE and its model card to OWNER/NAME on the Hugging Face hub."),
     }
@@ -33,7 +33,7 @@ Examples:
   edge-export reference -o reference --format onnx --onnx-target int8
   edge-export reference -o reference --format onnx --device openvino-npu --context 1024
   edge-export package android-arm64 -o phone-package
-  edge-export publish my-bundle me/gemma-4-E2B-it-pair --dry-run
+  edge-export publish my-bundle me/gemma-4-E2B-it-edge-mtp --dry-run
 """
 
 

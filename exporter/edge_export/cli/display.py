@@ -159,7 +159,7 @@ def parity_sentence(parity: dict[str, Any]) -> str:
     return (
         f"Parity with {parity['reference']}: unquantized logits within {plain['max_abs_difference']:.3g}, "
         f"drafts agree {drafts['unquantized_agreement']:.0%} ({drafts['quantized_agreement']:.0%} quantized)."
-        f" On {quality.rows} rows of English, code and chat {parity['quantized']['quantization']} {quality.words}."
+        f" On {quality.rows} tokens of English, code and chat {parity['quantized']['quantization']} {quality.words}."
         + calibration_sentence(parity["quality"])
         + media_sentence(parity.get("media"))
     )
@@ -174,7 +174,11 @@ def calibration_sentence(figures: dict[str, Any]) -> str:
 def media_sentence(figures: dict[str, Any] | None) -> str:
     """One sentence about the encoders' soft rows, with a space before it; nothing without encoders."""
     kinds = [f"{figures[f'{kind}_rows']:.2g} of {kind}s" for kind in ("image", "sound") if f"{kind}_rows" in figures] if figures else []
-    return f" Soft rows ({figures['quantization']}) differ by {' and '.join(kinds)}, as shares of their norm." if figures else ""
+    return (
+        f" Encoders ({figures['quantization']}) differ from the reference by {' and '.join(kinds)}, as a share of the norm."
+        if figures
+        else ""
+    )
 
 
 def show(bundle: Bundle, console: Console, as_json: bool) -> None:

@@ -173,7 +173,7 @@ def default_output(target: str) -> Path:
 @click.command(cls=PanelCommand)
 @option_group(
     click.option("-o", "--output", **_OUTPUT, required=True, help="Folder to write the bundle to."),
-    click.option("--chat", is_flag=True, help="The pair that answers short questions about Python, units and this tool."),
+    click.option("--chat", is_flag=True, help="The model that answers short questions about Python, units and this tool."),
     click.option("--widened", is_flag=True, help="Widen its feed-forward layers with zeros: a phone-sized model's cost, the same output."),
     panel="Bundle",
 )
@@ -181,7 +181,7 @@ def default_output(target: str) -> Path:
 @takes("models", Models, only=("config_path", "preset"))
 @export_errors()
 def reference(chat: bool, widened: bool, models: Models, **options: Any) -> None:
-    """Export a small trained pair that comes with this package.
+    """Export a small trained model that comes with this package.
 
     It continues Python code; with --chat it answers short questions about Python, units and edge-mtp.
     """
@@ -272,7 +272,7 @@ def _check(formats: str, request: ExportRequest, importance: ImportanceSources, 
     "--phase-power",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     metavar="FILE",
-    help="JSON file with the watts of drafting, verifying and plain decoding.",
+    help="JSON file with the watts of drafting, checking and plain decoding.",
 )
 @takes("models", Models)
 @takes("request", REQUEST, only=("context", "target_quantization", "drafter_quantization"), panel="Bundle")

@@ -15,7 +15,7 @@ from edge_devices.files.atomic_write import locked
 from edge_devices.files.user_cache import cache_folder
 from edge_devices.machine.device_package import NAME
 from edge_devices.option_fields import option
-from edge_export.device_package.debian import add_python, check_libraries, is_signature_checked, take_small_blas
+from edge_export.device_package.debian import DEBIAN, add_python, check_libraries, take_small_blas
 from edge_export.device_package.inventory import PLATFORMS, Inventory, Platform, check_pages, cut_symbols, take_inventory, write_file
 from edge_export.device_package.native_libraries import add_kernels, add_llama, add_tools, check_kernels, open_toolchain
 from edge_export.device_package.subprocesses import Step
@@ -115,7 +115,7 @@ class PackageRequest:
     tools: bool = option("--with-llama-tools", default=False, help="Add llama.cpp's own tools as static programs, which need no Python.")
     media: bool = option("--with-media", default=False, help="Add what decodes images and sound: Pillow and soundfile.")
     without_kernels: bool = option(
-        default=False, help="Leave the row kernels out, which read weights once for a whole verify: standard operators run."
+        default=False, help="Leave the row kernels out, which read weights once for a whole step: standard operators run."
     )
     force: bool = option(default=False, help="Replace an existing package as soon as the new one is complete.")
 
@@ -165,7 +165,7 @@ def _build(request: PackageRequest, cache: Path, step: Step) -> Inventory:
         toolchain = open_toolchain(cache) if "llama" in request.backends or request.tools else None
         step(
             "Python and the C library from Debian"
-            + ("" if is_signature_checked() else ", by its certificate: no gpgv with Debian's keyring")
+            + ("" if DEBIAN.is_signature_checked else ", by its certificate: no gpgv with Debian's keyring")
         )
         components = add_python(folder, platform, cache)
         step("wheels")

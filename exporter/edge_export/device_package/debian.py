@@ -144,8 +144,6 @@ def _segments(data: bytes) -> list[tuple[int, int, int, int]]:
 # A mirror's InRelease has the hash of its lists, and these those of the packages. Debian's signature of it is checked where gpgv and
 # Debian's keyring are installed; elsewhere the mirror is trusted by its certificate, as pip trusts its index.
 
-KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-MIRROR = "https://deb.debian.org"
 RELEASE = "bookworm"
 _SUITES = (("debian", RELEASE), ("debian-security", f"{RELEASE}-security"))
 _ADVICE = "check the network and Debian's servers, then try again"
@@ -153,8 +151,8 @@ _ROOM = "make room, or name another cache by EDGE_MTP_CACHE"
 _SECONDS = 60.0
 # What gpgv says of a text that is not to be used, whatever else it says.
 _REFUSED = {"BADSIG", "ERROR", "NODATA", "UNEXPECTED"}
-# Of a list, of a package, and of what is in one.
-_MAX_LIST, _MAX_ARCHIVE, _MAX_UNPACKED = 512 << 20, 64 << 20, 256 << 20
+# Of a list, and of what is in a package.
+_MAX_LIST, _MAX_UNPACKED = 512 << 20, 256 << 20
 # The libraries to take from each package; none: only its licence texts.
 _LIBRARIES = {
     "libc6": "libc.so.6 libm.so.6 libpthread.so.0 libdl.so.2 librt.so.1 libutil.so.1 libresolv.so.2 libnss_dns.so.2 libnss_files.so.2",
@@ -183,6 +181,23 @@ _LEFT_OUT = re.compile(
     r"|lib-dynload/(_codecs_\w+|_multibytecodec|_curses|_curses_panel|readline|_dbm|_crypt|nis|ossaudiodev|_test\w*|_xxtestfuzz|xxlimited\w*"
     r"|_ctypes_test)\."
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirror:
+    """Where packages come from, the keys that sign its lists, and the most bytes of a file there."""
+
+    url: str = "https://deb.debian.org"
+    keyring: Path = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+    max_bytes: int = 64 << 20
+
+    @property
+    def is_signature_checked(self) -> bool:
+        """Whether Debian's signature can be checked here."""
+        return shutil.which("gpgv") is not None and self.keyring.is_file()
+
+
+DEBIAN = Mirror()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,11 +260,6 @@ def _data_member(archive: bytes) -> bytes:
     raise ValueError("it has no data.tar")
 
 
-def is_signature_checked() -> bool:
-    """Whether Debian's signature can be checked here."""
-    return shutil.which("gpgv") is not None and KEYRING.is_file()
-
-
 def add_python(folder: Path, platform: Platform, cache: Path) -> list[Component]:
     """Puts Python, its standard library and the C library into `folder`. `cache` keeps the downloads. Raises PackageError."""
     paths = fetch_archives((*_LIBRARIES, *_PYTHON_PACKAGES, _LICENCE_PACKAGE), platform.debian, cache)
@@ -267,7 +277,7 @@ def add_python(folder: Path, platform: Platform, cache: Path) -> list[Component]
     return components
 
 
-def fetch_archives(names: Sequence[str], architecture: str, cache: Path) -> dict[str, Path]:
+def fetch_archives(names: Sequence[str], architecture: str, cache: Path, mirror: Mirror = DEBIAN) -> dict[str, Path]:
     """Downloads Debian's packages for an architecture ("arm64") into `cache`, where lists are kept too, and returns each one's file.
 
     Raises PackageError if the download fails, a hash is wrong, or Debian's signature where it is checked.
@@ -277,33 +287,33 @@ def fetch_archives(names: Sequence[str], architecture: str, cache: Path) -> dict
         home.mkdir(parents=True, exist_ok=True)
     listed: dict[str, _Listed] = {}
     for place, suite in _SUITES:
-        for name, entry in _entries(_list_file(place, suite, architecture, home), place, names).items():
+        for name, entry in _entries(_list_file(mirror, place, suite, architecture, home), f"{mirror.url}/{place}", names).items():
             if name not in listed or entry.order > listed[name].order:
                 listed[name] = entry
     if missing := [name for name in names if name not in listed]:
         raise PackageError(f"Debian's lists have no {', '.join(missing)}; {_ADVICE}")
-    return {name: _fetched(listed[name].url, home / posixpath.basename(listed[name].url), listed[name].sha256) for name in names}
+    return {name: _fetched(listed[name].url, home / posixpath.basename(listed[name].url), listed[name].sha256, mirror) for name in names}
 
 
-def _list_file(place: str, suite: str, architecture: str, home: Path) -> Path:
+def _list_file(mirror: Mirror, place: str, suite: str, architecture: str, home: Path) -> Path:
     """The list of a suite's packages, as its InRelease has it."""
-    release, listing = f"{MIRROR}/{place}/dists/{suite}", f"main/binary-{architecture}/Packages.xz"
+    release, listing = f"{mirror.url}/{place}/dists/{suite}", f"main/binary-{architecture}/Packages.xz"
     signed = home / f"{suite}.InRelease"
-    _download(f"{release}/InRelease", signed)
-    text = _signed_text(signed) if is_signature_checked() else signed.read_text(encoding="utf-8", errors="replace")
+    _download(f"{release}/InRelease", signed, mirror)
+    text = _signed_text(signed, mirror.keyring) if mirror.is_signature_checked else signed.read_text(encoding="utf-8", errors="replace")
     line = re.search(rf"^ ([0-9a-f]{{64}}) +\d+ {re.escape(listing)}$", text, re.MULTILINE)
     if line is None:
         raise PackageError(f"{release}/InRelease names no {listing}; {_ADVICE}")
-    return _fetched(f"{release}/{listing}", home / f"{suite}.xz", line[1])
+    return _fetched(f"{release}/{listing}", home / f"{suite}.xz", line[1], mirror)
 
 
-def _signed_text(signed: Path) -> str:
+def _signed_text(signed: Path, keyring: Path) -> str:
     """The text of an InRelease that a key of Debian's keyring signed.
 
     Several keys sign it, of which an older keyring lacks the newest: gpgv then ends as if the signature were wrong, so its words count. Two
     texts are refused, as the key may have signed the other one. Raises PackageError.
     """
-    done = run_child(["gpgv", "--quiet", "--status-fd", "2", "--keyring", KEYRING, "--output", "-", signed], failure=PackageError)
+    done = run_child(["gpgv", "--quiet", "--status-fd", "2", "--keyring", keyring, "--output", "-", signed], failure=PackageError)
     words = re.findall(r"^\[GNUPG:\] (\w+)", done.errors.decode("utf-8", "replace"), re.MULTILINE)
     refused = sorted(_REFUSED & {*words})
     if not refused and "GOODSIG" not in words and {"NO_PUBKEY", "EXPKEYSIG"} & {*words}:
@@ -313,7 +323,7 @@ def _signed_text(signed: Path) -> str:
     return done.output.decode("utf-8", "replace")
 
 
-def _entries(listing: Path, place: str, names: Sequence[str]) -> dict[str, _Listed]:
+def _entries(listing: Path, root: str, names: Sequence[str]) -> dict[str, _Listed]:
     with (
         errors_as(PackageError, f"{listing.name} cannot be read", _ADVICE, OSError, EOFError, lzma.LZMAError),
         lzma.open(listing) as packed,
@@ -324,33 +334,33 @@ def _entries(listing: Path, place: str, names: Sequence[str]) -> dict[str, _List
     for stanza in re.finditer(rf"^Package: ({alternatives})\n(?:.+\n)+", text, re.MULTILINE):
         fields = dict(re.findall(r"^(Version|Filename|SHA256): (\S+)$", stanza[0], re.MULTILINE))
         if len(fields) == 3 and re.fullmatch(r"pool/[\w./+%~:-]+\.deb", fields["Filename"]):
-            url = f"{MIRROR}/{place}/{fields['Filename']}"
+            url = f"{root}/{fields['Filename']}"
             entries[stanza[1]] = _Listed(url=url, version=fields["Version"], sha256=fields["SHA256"])
     return entries
 
 
-def _fetched(url: str, path: Path, sha256: str) -> Path:
+def _fetched(url: str, path: Path, sha256: str, mirror: Mirror) -> Path:
     """The file at `path`, downloaded unless it is there already."""
     if not path.is_file() or sha256_of(path) != sha256:
-        _download(url, path)
+        _download(url, path, mirror)
         if sha256_of(path) != sha256:
             path.unlink()
             raise PackageError(f"{url} is not what Debian's lists say: its sha256 is another; {_ADVICE}")
     return path
 
 
-def _download(url: str, path: Path) -> None:
+def _download(url: str, path: Path, mirror: Mirror) -> None:
     with errors_as(PackageError, f"{path} cannot be written", _ROOM):
-        atomic_write(path, _pieces(url), mode=0o644)
+        atomic_write(path, _pieces(url, mirror.max_bytes), mode=0o644)
 
 
-def _pieces(url: str) -> Iterator[bytes]:
+def _pieces(url: str, max_bytes: int) -> Iterator[bytes]:
     failed = errors_as(PackageError, f"{url} cannot be fetched", _ADVICE, OSError, HTTPException)
     with failed, urlopen(url, timeout=_SECONDS) as answer:
-        left = _MAX_ARCHIVE
+        left = max_bytes
         while data := answer.read(1 << 20):
             if (left := left - len(data)) < 0:
-                raise OSError(f"more than {_MAX_ARCHIVE} bytes")
+                raise OSError(f"more than {max_bytes} bytes")
             yield data
 
 

@@ -47,14 +47,18 @@ MAX_WHEEL_BYTES = 2 << 30
 
 def add_wheels(folder: Path, platform: Platform, extras: tuple[str, ...], scratch: Path) -> list[Component]:
     """Unpacks the wheels that these of our extras need into the package. Raises PackageError if one is not available."""
-    parts = ("core", *extras)
-    needed = dict.fromkeys(line for part in parts for line in (*own_requirements(part), *_THEIR_NEEDS[part]))
-    requirements = [line for line in needed if not line.startswith("llama")]  # llama.cpp is built, not fetched
     wheels = scratch / "wheels"
     tags = [word for tag in platform.wheel_tags for word in ("--platform", tag)]
     target = ("--only-binary=:all:", *tags, "--python-version", PYTHON, "--implementation", "cp")
-    pip_download(wheels, *target, *requirements)
+    pip_download(wheels, *target, *wheel_requirements(extras))
     return [_add_wheel(folder, wheel) for wheel in sorted(wheels.glob("*.whl"))]
+
+
+def wheel_requirements(extras: Sequence[str]) -> list[str]:
+    """Returns what pip fetches for a package with these of our extras, each requirement once."""
+    parts = ("core", *extras)
+    needed = dict.fromkeys(line for part in parts for line in (*own_requirements(part), *_THEIR_NEEDS[part]))
+    return [line for line in needed if not line.startswith("llama")]  # llama.cpp is built, not fetched
 
 
 def own_requirements(extra: str) -> list[str]:

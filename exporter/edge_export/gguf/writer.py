@@ -114,9 +114,7 @@ def plan_gguf(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: GgufVo
     """
     pieces, rows = len(vocabulary.pieces), checkpoint.architecture.vocab_size
     if pieces != rows:
-        raise CheckpointError(
-            f"{vocabulary.folder}: the tokenizer has {pieces} pieces, the model {rows} rows; give the model's own tokenizer"
-        )
+        raise CheckpointError(f"{vocabulary.folder}: the tokenizer has {pieces} tokens, the model {rows}; give the model's own tokenizer")
     return _plan(checkpoint, weight_type, vocabulary, lambda name, stored: float_tensor(name, stored, weight_type))
 
 

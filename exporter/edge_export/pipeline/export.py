@@ -184,7 +184,7 @@ def _kept_calibration(job: ExportJob) -> Iterator[None]:
         yield
     except BaseException:
         if (folder / LAYERS_FILE).is_file():
-            job.progress.note(f"The calibration is kept in {folder}; the next export of this pair to the same place continues it.")
+            job.progress.note(f"The calibration is kept in {folder}; the next export of this model to the same place continues it.")
         elif not existed:
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -203,7 +203,7 @@ def _importance(job: ExportJob, gguf: GgufFiles | None) -> dict[str, Importance]
     if not trained and calibrated_by_default(sources, job.reference, roles, job.progress.note):
         sources, roles = replace(sources, calibrate=CALIBRATION_TEXT), {"target": roles["target"]}
         minutes = expected_minutes(job.reference, roles["target"] or frozenset())
-        job.progress.note(f"Calibrating the target takes about {minutes:.0f} minutes here; --no-calibrate leaves it out.")
+        job.progress.note(f"Calibrating the model takes about {minutes:.0f} minutes here; --no-calibrate leaves it out.")
     if not sources.are_given:
         return {}
     text = sources.calibrate

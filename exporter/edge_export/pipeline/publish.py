@@ -34,7 +34,7 @@ def card(manifest: Manifest, figures: Sequence[str] = (), repository: str | None
     """The model card; `repository` is where it is published, None for the one in the folder."""
     parts = [
         _metadata(manifest),
-        f"# {markdown_text(title_of(manifest))}: a pair of target and drafter\n",
+        f"# {markdown_text(title_of(manifest))}: a model and its drafter\n",
         f"{_sentence(manifest)}\n",
         "| file | what | weights | bytes |\n|:--|:--|:--|--:|",
         "\n".join(map(_file_row, manifest.files)) + "\n",
@@ -56,7 +56,9 @@ def _usage(manifest: Manifest, repository: str | None) -> list[str]:
     extra = "onnx" if "onnx" in formats else "llama"
     folder = "FOLDER" if repository is None else title
     fetch = "" if repository is None else f"    hf download {repository} --local-dir {folder}\n"
-    lines = ["## Run it\n", f"    pip install 'edge-mtp[{extra},serve]'\n{fetch}    edge-run chat {folder}\n    edge-run serve {folder}\n"]
+    # Until the first release edge-mtp is on no index.
+    install = f"    pip install '.[{extra},serve]'    # in a clone of edge-mtp\n"
+    lines = ["## Run it\n", f"{install}{fetch}    edge-run chat {folder}\n    edge-run serve {folder}\n"]
     if "gguf" not in formats:
         return lines
     target, drafter, _ = gguf_files(manifest)
@@ -88,7 +90,7 @@ def _quality(manifest: Manifest) -> list[str]:
         " on the machine of the export.\n",
         "| format | mean KL, nats | perplexity | unquantized | same first choice | drafts that agree |\n|:--|--:|--:|--:|--:|--:|",
         "\n".join(_parity_row(*each) for each in compared) + "\n",
-        *(f"The {name} target {quality.words}.\n" for name, quality, _ in compared),
+        *(f"As {name} it {quality.words}.\n" for name, quality, _ in compared),
     ]
 
 
@@ -111,10 +113,8 @@ def _metadata(manifest: Manifest) -> str:
 
 def _sentence(manifest: Manifest) -> str:
     sources = {role: markdown_text(source.origin) for role, source in manifest.sources.items()}
-    text = f"Quantized from `{sources['target']}` and its drafter `{sources['drafter']}`, which proposes tokens that the target verifies."
-    return f"{text} The text stays the target's own." + (
-        f" This pair is {markdown_text(manifest.description)}." if manifest.description else ""
-    )
+    text = f"Quantized from `{sources['target']}` and its drafter `{sources['drafter']}`, which proposes tokens that the model checks."
+    return f"{text} The text stays the model's own." + (f" It is {markdown_text(manifest.description)}." if manifest.description else "")
 
 
 def _compared(manifest: Manifest) -> Iterator[tuple[str, Quality, float | None]]:
@@ -274,7 +274,7 @@ class Publication:
 def publication(folder: Path, repository: str, figures: Sequence[Path] = ()) -> Publication:
     """Checks everything that can be checked here: the name, every byte of the bundle, the figures. Raises EdgeError."""
     if not _REPOSITORY.fullmatch(repository):
-        raise CheckpointError(f"{repository!r} is no OWNER/NAME of a hub repository, such as me/gemma-4-E2B-it-pair; give that alone")
+        raise CheckpointError(f"{repository!r} is no OWNER/NAME of a hub repository, such as me/gemma-4-E2B-it-edge-mtp; give that alone")
     manifest = open_bundle(folder, check="full").manifest
     if not {"target", "drafter"} <= manifest.sources.keys():
         raise ExportError(f"{folder}: the manifest does not name what target and drafter were made from; export the bundle again")

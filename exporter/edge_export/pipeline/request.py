@@ -74,7 +74,7 @@ class ExportRequest:
     tune_drafter: Path | None = option(
         metavar="TEXT",
         panel="Tuning",
-        help="Train the drafter on what the target writes after parts of this text file, a few hundred kB of the kind of text that"
+        help="Train the drafter on what the model writes after parts of this text file, a few hundred kB of the kind of text that"
         " the model will read. It replaces the original if more of its drafts are accepted on text that it has not seen.",
     )
     tune_minutes: float = option(
@@ -82,7 +82,7 @@ class ExportRequest:
         low=0.01,
         metavar="M",
         panel="Tuning",
-        help="Minutes of training for --tune-drafter; before it, the target writes texts for at most as long.",
+        help="Minutes of training for --tune-drafter; before it, the model writes texts for at most as long.",
     )
     threads: int | None = None
     description: str | None = None

@@ -51,8 +51,8 @@ class ImportanceSources:
 
     calibrate: Path | None = option(
         metavar="TEXT",
-        help="Weigh and compensate the errors of quantization by running the pair in transformers on this text file: a few hundred kB"
-        " of the kind of text that the model will read.  [default: for the target a text that comes with this package]",
+        help="Weigh and compensate the errors of quantization by running the model and its drafter in transformers on this text file: a few"
+        " hundred kB of the kind of text that the model will read.  [default: for the target a text that comes with this package]",
     )
     by_default: bool = option(
         "--no-calibrate",
@@ -82,7 +82,7 @@ def calibrated_by_default(
         return False
     reason = why_no_calibration(reference, with_drafter=False, without=roles["target"])
     if reason is not None:
-        notify(f"The target is not calibrated, so its answers get worse than they need to be: {reason}.")
+        notify(f"The model is not calibrated, so its answers get worse than they need to be: {reason}.")
     return reason is None
 
 

@@ -44,7 +44,7 @@ class Outputs:
     csv_path: Path | None = option(
         "--csv", panel="Results", help="Write the rows of all variants, domains and prompt lengths to this file, as a table."
     )
-    trace: Path | None = option(panel="Results", help="Write each round of this program's runs to this file, one JSON line each.")
+    trace: Path | None = option(panel="Results", help="Write each step of this program's runs to this file, one JSON line each.")
     markdown: Path | None = option(
         panel="Results", help="Write the report as Markdown to this file, which edge-export publish --figures adds to a model card."
     )
@@ -74,7 +74,7 @@ class Outputs:
         if self.trace is not None:
             lines = list(trace_lines(result.records.runs))
             if not lines:
-                raise RequestError("these records hold no rounds, as those of earlier versions and of a peer alone; leave --trace out")
+                raise RequestError("these records hold no steps, as those of earlier versions and of a peer alone; leave --trace out")
             write_text(self.trace, lines)
         record = result.to_json()
         self.write_csv(_row_lines(record))
@@ -89,7 +89,7 @@ class Outputs:
     def write_energy(self, report: EnergyReport, log: RunLog) -> None:
         """Writes an energy measurement to all outputs. Raises RequestError for those that need the records of --runs."""
         if self.markdown is not None or self.trace is not None:
-            raise RequestError("an energy log holds no rounds and no speeds; leave --markdown and --trace out, or give FILE of --runs")
+            raise RequestError("an energy log holds no steps and no speeds; leave --markdown and --trace out, or give FILE of --runs")
         if self.html is not None:
             from edge_bench.report.html import energy_page
 

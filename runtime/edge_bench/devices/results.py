@@ -212,7 +212,7 @@ def _energy(results: Sequence[DeviceResult], *, wide: bool) -> list[TextTable]:
     note = "Joules of different scopes do not compare; each scope has its own table."
     tables = scope_tables("energy", "Joules per output token", ("", "run", *COMPARED), first, note)
     if wide:
-        columns = ("", "run", "", "meter", "J/output token", "above idle", "W", *(heading for heading, _ in PROMPT_JOULES))
+        columns = ("", "run", "", "meter", "J/output token", "J/token above idle", "W", *(heading for heading, _ in PROMPT_JOULES))
         tables += scope_tables("energy-all", "Energy, all figures", columns, others)
     return tables
 

@@ -96,7 +96,7 @@ class Benchmark:
         self._bundle = open_bundle(bundle, check=load.check, public_key=load.public_key)
         self._threads = request.threads or default_threads()
         if request.tools is not None and not self._bundle.has("target", "gguf"):
-            raise RequestError(f"--against runs GGUF files and {bundle} has none; export the pair with --format both")
+            raise RequestError(f"--against runs GGUF files and {bundle} has none; export the bundle again with --format both")
         load = replace(load, threads=self._threads, check="none", public_key=None)
         special = bool(request.kv_types or request.concurrency)
         self._backend = usable_backends(self._bundle, load.backend)[0] if special else faster_backend(bundle, load)
@@ -124,7 +124,7 @@ class Benchmark:
         parity = self._bundle.manifest.parity or {}
         quality = exported_quality(parity.get("onnx") if CARDS[self._backend].format == "onnx" else parity)
         if quality is not None:
-            yield Note(text=f"the target {quality.words}, as its export measured")
+            yield Note(text=f"this bundle {quality.words}, as its export measured")
         for length in request.lengths:
             if length > longest:
                 yield Note(text=f"draft length {length} is left out: longest_draft is {longest}")

@@ -28,11 +28,11 @@ from edge_bench.measure.records import (
     collect,
 )
 from edge_bench.measure.request import LOADING, BenchRequest, MeterOptions
-from edge_devices.command_line import INTERRUPTED, PanelGroup, takes
+from edge_devices.command_line import PanelGroup, takes
 from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.virtual_meters import EXTERNAL
-from edge_devices.errors import DeviceError
+from edge_devices.errors import INTERRUPTED, DeviceError
 from edge_devices.machine.load import LoadWatch, load_now
 from edge_devices.meters.base import Meter
 from edge_devices.option_fields import option

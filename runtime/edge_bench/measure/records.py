@@ -417,7 +417,7 @@ def _check_numbers(value: Any, where: str) -> None:
         timed = value.tokens and value.seconds >= SHORTEST and (value.first_token_seconds or 1.0) >= SHORTEST
         impossible = not timed or value.accepted > value.drafted or any(len(a) != len(b) for a, b in lists)
         if max(rounds[0], default=0) > MAX_DRAFT_LENGTH:
-            raise StructureError(f"{where} has a round of {max(rounds[0])} drafts; a draft has at most {MAX_DRAFT_LENGTH} tokens")
+            raise StructureError(f"{where} has a step of {max(rounds[0])} drafts; a draft has at most {MAX_DRAFT_LENGTH} tokens")
         if impossible or any(a > d for pair in (lists[0], rounds[:2]) for d, a in zip(*pair, strict=True)):
             raise StructureError(
                 f"{where} is inconsistent: {value.tokens} tokens in {value.seconds} s, {value.accepted} of {value.drafted} accepted"

@@ -264,7 +264,7 @@ class BenchRequest:
     )
     image_sizes: tuple[int, ...] = _listed(
         _numbers("sizes of images"),
-        about=f"Sizes of images to measure, in soft rows: any of {', '.join(map(str, BUDGETS))}, or none. With --energy also in joules.",
+        about=f"Sizes of images to measure, in tokens: any of {', '.join(map(str, BUDGETS))}, or none. With --energy also in joules.",
     )
     tools: Path | None = option(
         "--against",

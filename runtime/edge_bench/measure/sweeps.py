@@ -96,7 +96,7 @@ def check_sizes(session: Session, budgets: Sequence[int]) -> None:
         check_budget(budget)
         rows = session.media_rows(square(budget, 0))
         if rows + len(QUESTION) >= session.target.context:
-            raise RequestError(f"an image of {rows} rows does not fit the context of {session.target.context}; raise --context")
+            raise RequestError(f"an image of {rows} tokens does not fit the context of {session.target.context}; raise --context")
 
 
 def measure_image(session: Session, budget: int, repeat: int) -> ImageCost:

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 # What bundles keep of a model's answers, as a table and as a plot over bytes.
 
 _NOTE = (
-    "Mean KL(reference || bundle) of the next token in nats, with its standard error as if rows were independent. In brackets the"
-    " reference's perplexity. Same first choice: the likeliest token is the reference's own, or ties with it."
+    "Mean KL(reference || bundle) of the next token in nats, with its standard error as if tokens were independent. In brackets the"
+    " reference's perplexity. Same first choice: the likeliest token is the reference's own, or ties with it. The texts are old English"
+    " prose, and code and documentation of this project. A model that saw little text guesses there and has a perplexity of thousands:"
+    " compare it with the reference's, not with that of another model."
 )
 
 
@@ -40,9 +42,9 @@ class _Line:
 
 _COLUMNS: Columns[_Line] = (
     ("", lambda line: line.of.label),
-    ("target MB", lambda line: megabytes(line.of.target_bytes)),
+    ("model MB", lambda line: megabytes(line.of.target_bytes)),
     ("text", lambda line: line.text),
-    ("rows", lambda line: str(line.rows.quality.rows)),
+    ("tokens", lambda line: str(line.rows.quality.rows)),
     ("mean KL", lambda line: f"{line.rows.quality.mean_kl:.3g} ± {line.rows.kl_error:.1g}"),
     ("perplexity", lambda line: f"{line.rows.quality.perplexity:.4g} ({line.rows.quality.reference_perplexity:.4g})"),
     ("same first choice", lambda line: share(line.rows.quality.greedy_agreement)),
@@ -67,7 +69,7 @@ def quality_plots(result: QualityResult) -> list[Plot]:
                 style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": "none"}
                 kl, error = each.overall.quality.mean_kl, each.overall.kl_error
                 axes.errorbar(each.target_bytes / 1e6, kl, yerr=error, ecolor=INK, label=label_text(each.label), **style)
-        axes.set_xlabel("bytes of the target, MB")
+        axes.set_xlabel("bytes of the model, MB")
         axes.set_ylabel("mean KL, nats")
         axes.set_ylim(bottom=0)
 

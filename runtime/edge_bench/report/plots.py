@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from edge_bench.measure.records import FIXED, OURS, PLAIN, Variant
 from edge_bench.report.figures import Figures, Ratio, Row
-from edge_bench.report.tables import PHASES
+from edge_bench.report.tables import NOT_DETERMINED, PHASE_NAMES
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.report import EnergyReport, VariantEnergy, exclusion_reasons
 from edge_devices.energy.run_log import RunLog
@@ -142,7 +142,7 @@ def energy_plots(report: EnergyReport, log: RunLog | None = None) -> list[Plot]:
     tokens = any(variant.joules_per_output_token for variant in report.variants)
     candidates: list[tuple[str, str, object, Callable[[Axes], None]]] = [
         *([("power", "Power over time", True, partial(_draw_power, log=log))] if log else []),
-        ("energy", "Joules per emitted token", tokens, partial(_draw_tokens, report=report)),
+        ("energy", "Joules per output token", tokens, partial(_draw_tokens, report=report)),
         ("energy-phases", "Joules per request by phase", _split(report), partial(_draw_energy_phases, report=report)),
     ]
     return [draw_svg(name, f"{mark}{title}, {where}", draw) for name, title, data, draw in candidates if data]
@@ -214,7 +214,7 @@ def _draw_tokens(axes: Axes, report: EnergyReport) -> None:
                     _interval(axes, joules, place + (0.12 if height > 0.5 else -0.05))
     name_rows(axes, [variant.name for variant in variants])
     axes.set_xlim(left=min(0.0, axes.get_xlim()[0] if _reaches_below_zero(variants) else 0.0))
-    axes.set_xlabel(f"joules per emitted token with 95 % intervals, scope {report.scope}")
+    axes.set_xlabel(f"joules per output token with 95 % intervals, scope {report.scope}")
 
 
 def _reaches_below_zero(variants: Sequence[VariantEnergy]) -> bool:
@@ -241,19 +241,25 @@ def _draw_energy_phases(axes: Axes, report: EnergyReport) -> None:
     axes.set_xlabel(f"joules per request, scope {report.scope}")
 
 
-# An interval longer than this many times the tallest bar would make the bars unreadable.
-WIDEST = 2.0
-
-
 def all_plots(figures: Figures) -> list[Plot]:
     """Returns all plots that have data. Raises RequestError if the plotting library is missing."""
     candidates: tuple[tuple[str, str, object, Callable[[Axes, Figures], None]], ...] = (
         ("speed-by-domain", "Speed-up over plain decoding by domain", _sped_up(figures), _draw_domains),
-        ("speed-by-length", "Speed-up over plain decoding by draft length", _by_length(figures.overall), _draw_lengths),
-        ("acceptance", "Acceptance by position, longest fixed length", _longest_fixed(figures), _draw_acceptance),
-        ("cost-curve", "Cost of a verify by its rows, and of a draft step", figures.records.cost_curves, _draw_costs),
+        (
+            "speed-by-length",
+            "Speed-up over plain decoding by draft length",
+            _is_line(row.variant.length for row in _by_length(figures.overall)),
+            _draw_lengths,
+        ),
+        (
+            "acceptance",
+            "Acceptance by position, longest fixed length",
+            any(len(row.acceptance_by_position) > 1 for row in _longest_fixed(figures)),
+            _draw_acceptance,
+        ),
+        ("cost-curve", "Time of a step by the tokens that it checks, and of a drafted token", figures.records.cost_curves, _draw_costs),
         ("phases", "Time per token by phase", any(row.phase_seconds_per_token for row in figures.overall), _draw_phases),
-        ("contexts", "Tokens per second by prompt length", figures.by_context, _draw_contexts),
+        ("contexts", "Tokens per second by prompt length", _is_line(row.domain for row in figures.by_context), _draw_contexts),
     )
 
     def of_figures(draw: Callable[[Axes, Figures], None]) -> Callable[[Axes], None]:
@@ -261,6 +267,11 @@ def all_plots(figures: Figures) -> list[Plot]:
 
     plots = [draw_svg(name, title, of_figures(draw)) for name, title, data, draw in candidates if data]
     return plots + (energy_plots(figures.energy, figures.energy_log) if figures.energy else [])
+
+
+def _is_line(places: Iterable[object]) -> bool:
+    """Whether there is more than one place to draw at: a single dot says no more than the table."""
+    return len(set(places)) > 1
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -286,19 +297,23 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
     domains = list(dict.fromkeys(row.domain or "" for row in rows))
     variants = list(dict.fromkeys(row.variant for row in rows))
     width = 0.8 / len(variants)
-    shown = [row.speed_up for row in rows if row.speed_up]
-    limit = WIDEST * max(1.0, *(r.value for r in shown))
-    top = max(1.0, *(r.value for r in shown), *(min(r.high, limit) for r in shown if r.high is not None))
+    shown = [row.speed_up for row in rows if row.speed_up and row.speed_up.determined]
+    top = max([1.0, *(r.value for r in shown), *(r.high for r in shown if r.high is not None)])
     with legend(axes):
         for number, variant in enumerate(variants):
             own = [row for row in rows if row.variant == variant]
             places = [domains.index(row.domain or "") + (number - (len(variants) - 1) / 2) * width for row in own]
-            ratios = [row.speed_up for row in own if row.speed_up]
+            bars = [(place, row.speed_up) for place, row in zip(places, own, strict=True) if row.speed_up]
+            known = [(place, ratio) for place, ratio in bars if ratio.determined]
             label = variant.label + (" (its best length)" if variant.policy == FIXED else "")
             hatch = HATCHES[number // len(COLOURS) % len(HATCHES)]
-            axes.bar(places, [r.value for r in ratios], width, label=label_text(label), color=COLOURS[number % len(COLOURS)], hatch=hatch)
-            for place, r in zip(places, ratios, strict=True):
-                _whisker(axes, place, r, limit)
+            colour = COLOURS[number % len(COLOURS)]
+            axes.bar([at for at, _ in known], [r.value for _, r in known], width, label=label_text(label), color=colour, hatch=hatch)
+            for place, r in known:
+                _whisker(axes, place, r)
+            for place, r in bars:
+                if not r.determined:  # a bar would show what the table says nobody knows
+                    axes.annotate(NOT_DETERMINED, (place, 0), xytext=(0, 4), textcoords="offset points", ha="center", rotation=90)
     axes.axhline(1, color=INK, linewidth=1, linestyle="--")
     axes.set_ylim(0, 1.08 * top)
     axes.set_xticks(range(len(domains)), [label_text(d) for d in domains])
@@ -306,14 +321,10 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
     axes.grid(visible=False, axis="x")
 
 
-def _whisker(axes: Axes, place: float, ratio: Ratio, limit: float) -> None:
-    """Draws an interval; one that reaches beyond `limit` ends in an arrow with its end as a number."""
-    if ratio.low is None or ratio.high is None:
-        return
-    axes.plot([place, place], [ratio.low, min(ratio.high, limit)], color=INK, linewidth=1)
-    if ratio.high > limit:
-        axes.plot([place], [limit], color=INK, marker="^", markersize=5)
-        axes.annotate(f"{ratio.high:.3g}", (place, limit), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8, color=INK)
+def _whisker(axes: Axes, place: float, ratio: Ratio) -> None:
+    """Draws an interval."""
+    if ratio.low is not None and ratio.high is not None:
+        axes.plot([place, place], [ratio.low, ratio.high], color=INK, linewidth=1)
 
 
 def _by_length(rows: Iterable[Row]) -> list[Row]:
@@ -364,10 +375,12 @@ def _draw_costs(axes: Axes, figures: Figures) -> None:
     with legend(axes):
         for number, curve in enumerate(figures.records.cost_curves):
             points = [(rows, 1000 * seconds) for rows, seconds in enumerate(curve.verify_seconds, start=1)]
-            _lines(axes, [(f"verify, with {curve.drafter}", points, _style(number))], "rows", "ms")
+            _lines(axes, [(f"step, with {curve.drafter}", points, _style(number))], "tokens", "ms")
             if curve.draft_step_seconds is not None:
                 step = 1000 * curve.draft_step_seconds
-                axes.axhline(step, linestyle="--", color=COLOURS[number % len(COLOURS)], label=label_text(f"draft step, {curve.drafter}"))
+                axes.axhline(
+                    step, linestyle="--", color=COLOURS[number % len(COLOURS)], label=label_text(f"drafted token, {curve.drafter}")
+                )
     axes.set_ylim(bottom=0)
 
 
@@ -383,8 +396,10 @@ def _lines(axes: Axes, series: Iterable[tuple[str, Sequence[tuple[int, float]], 
 
 def _draw_phases(axes: Axes, figures: Figures) -> None:
     rows = [(row.variant.label, row.phase_seconds_per_token) for row in figures.overall if row.phase_seconds_per_token]
-    stacked_bars(axes, [label for label, _ in rows], {phase: [1000 * seconds[phase] for _, seconds in rows] for phase in PHASES})
-    axes.set_xlabel("ms per emitted token")
+    stacked_bars(
+        axes, [label for label, _ in rows], {name: [1000 * seconds[phase] for _, seconds in rows] for phase, name in PHASE_NAMES.items()}
+    )
+    axes.set_xlabel("ms per token")
 
 
 def _draw_contexts(axes: Axes, figures: Figures) -> None:

@@ -62,7 +62,7 @@ PROMPT_JOULES: Columns[VariantEnergy] = (
 _ENERGY: Columns[VariantEnergy] = (
     ("", lambda variant: variant.name),
     ("J/output token", lambda variant: joules(variant.joules_per_output_token)),
-    ("above idle", lambda variant: joules(variant.net_joules_per_output_token)),
+    ("J/token above idle", lambda variant: joules(variant.net_joules_per_output_token)),
     *PROMPT_JOULES,
     ("J/request", lambda variant: joules(variant.joules_per_request)),
     ("W", lambda variant: joules(variant.watts)),
@@ -239,7 +239,8 @@ def _output(row: Row) -> str:
     return f"; the output is the same in {row.equal} of {row.compared} runs"
 
 
-PHASES = ("draft", "verify", "other")
+# Phases of a record, and what a reader calls them.
+PHASE_NAMES = {"draft": "drafting", "verify": "checking", "other": "other"}
 
 
 def all_tables(figures: Figures, *, wide: bool = True) -> list[TextTable]:
@@ -272,7 +273,8 @@ def machine_line(header: Header) -> str:
     """Returns one line with bundle, machine and settings."""
     machine, settings = header.machine, header.settings
     processor = machine.get("processor") or machine.get("architecture") or "unknown processor"
-    files = ", ".join(f"{file.role} {file.quantization or file.format}" for file in header.files if file.role in ("target", "drafter"))
+    roles = {"target": "model", "drafter": "drafter"}
+    files = ", ".join(f"{roles[file.role]} {file.quantization or file.format}" for file in header.files if file.role in roles)
     threads, tokens, repeats = (settings.get(key, "?") for key in ("threads", "tokens", "repeats"))
     versions = ", ".join(f"{name} {number}" for name, number in {"edge-mtp": header.version, **header.engines}.items())
     kernels = {None: "", NO_ROW_KERNELS: f", {NO_KERNELS}"}.get(header.row_kernels, f", row kernels {header.row_kernels}")
@@ -327,24 +329,24 @@ _VARIANTS: Columns[Row] = (
     ("accepted", lambda row: share(row.acceptance_rate)),
     ("mean acceptance length", lambda row: f"{row.mean_acceptance_length:.2f}" if row.mean_acceptance_length else NONE),
     *PROMPTS,
-    ("P50 ms", lambda row: milliseconds(row.token_p50_seconds)),
-    ("P95 ms", lambda row: milliseconds(row.token_p95_seconds)),
+    ("token P50 ms", lambda row: milliseconds(row.token_p50_seconds)),
+    ("token P95 ms", lambda row: milliseconds(row.token_p95_seconds)),
 )
 _VARIANTS_NOTE = (
     "Over plain: geometric mean over the domains of the paired ratios to plain decoding; the interval is for measuring the same"
-    " prompts again. Mean acceptance length: emitted tokens / target forwards. Prompt tok/s: prompt tokens / seconds until the first token."
-    " P50 and P95 are per token."
+    " prompts again. Mean acceptance length: tokens / steps of the model. Prompt tok/s: prompt tokens / seconds until the first token."
+    " P50 and P95: median and 95th percentile."
 )
 
 
 def _phase(name: str) -> tuple[str, Callable[[Row], str]]:
-    return name, lambda row: f"{1000 * (row.phase_seconds_per_token or {})[name]:.2f}"
+    return f"{PHASE_NAMES[name]} ms", lambda row: f"{1000 * (row.phase_seconds_per_token or {})[name]:.2f}"
 
 
 _PHASES: Columns[Row] = (
     _NAME,
-    *map(_phase, PHASES),
-    ("all", lambda row: f"{1000 * sum((row.phase_seconds_per_token or {}).values()):.2f}"),
+    *map(_phase, PHASE_NAMES),
+    ("all ms", lambda row: f"{1000 * sum((row.phase_seconds_per_token or {}).values()):.2f}"),
 )
 _LEVELS: Columns[Level] = (
     ("", lambda level: level.variant.label),
@@ -363,14 +365,14 @@ _KV_TYPES: Columns[KvTypeCost] = (
     ("cache MB", lambda cost: f"{cost.cache_bytes / 1e6:.2f}"),
     ("accepted", lambda cost: share(cost.acceptance_rate)),
     ("tok/s", lambda cost: f"{cost.tokens_per_second:.1f}"),
-    ("KL mean", lambda cost: f"{cost.kl_mean:.2e}"),
-    ("KL max", lambda cost: f"{cost.kl_max:.2e}"),
+    ("KL mean, nats", lambda cost: f"{cost.kl_mean:.2e}"),
+    ("KL max, nats", lambda cost: f"{cost.kl_max:.2e}"),
     ("same best", lambda cost: share(cost.same_best)),
 )
 _KV_NOTE = "KL divergence from the f16 cache's next-token distributions, in nats per token; all types are measured on the same texts."
 _IMAGES: Columns[ImageRow] = (
-    ("budget", lambda image: str(image.budget)),
-    ("soft rows", lambda image: str(image.rows)),
+    ("budget, tokens", lambda image: str(image.budget)),
+    ("tokens", lambda image: str(image.rows)),
     ("encode ms", lambda image: milliseconds(image.encode_seconds)),
     ("prefill ms", lambda image: milliseconds(image.prefill_seconds)),
     ("both ms", lambda image: milliseconds(image.encode_seconds + image.prefill_seconds)),
@@ -395,7 +397,7 @@ def _positions(figures: Figures) -> TextTable:
         for row in figures.overall
         for place, accepted in enumerate(row.acceptance_by_position, start=1)
     }
-    return grid("acceptance", "Acceptance by position", cells, "Share of rounds that accepted this draft, among those that drafted it.")
+    return grid("acceptance", "Acceptance by position", cells, "Share of steps that accepted this draft, among those that drafted it.")
 
 
 def _sources(figures: Figures) -> TextTable:
@@ -404,9 +406,9 @@ def _sources(figures: Figures) -> TextTable:
     cells = {
         (row.variant.label, source): share(part)
         for row in drafted
-        for source, part in [*((name, row.accepted_from.get(name, 0.0)) for name in names), ("target", 1 - sum(row.accepted_from.values()))]
+        for source, part in [*((name, row.accepted_from.get(name, 0.0)) for name in names), ("model", 1 - sum(row.accepted_from.values()))]
     }
-    note = "Share of the emitted tokens that were drafts of this source; the target chose the others itself, one in each round."
+    note = "Share of the tokens that were drafts of this source; the model chose the others itself, one in each step."
     return grid("sources", "Where tokens came from", cells, note)
 
 
@@ -416,7 +418,7 @@ def _contexts(figures: Figures) -> TextTable:
         over = f" ({row.speed_up.value:.2f})" if row.speed_up else ""
         cells[row.variant.label, row.domain or ""] = f"{row.tokens_per_second:.1f}{over}"
     note = "Tokens per second (speed-up over plain decoding) after a prompt of this many tokens, made by joining all prompts."
-    return grid("contexts", "By prompt length", cells, note)
+    return grid("contexts", "Tokens per second by prompt length", cells, note)
 
 
 def prompt_table(rows: Iterable[Row]) -> TextTable:
@@ -430,11 +432,11 @@ def _costs(figures: Figures) -> TextTable:
     cells: dict[tuple[str, str], str] = {}
     for curve in curves:
         step = curve.draft_step_seconds
-        cells["draft step", curve.drafter] = NONE if step is None else f"{1000 * step:.3g}"
+        cells["drafted token", curve.drafter] = NONE if step is None else f"{1000 * step:.3g}"
         for rows, seconds in enumerate(curve.verify_seconds, start=1):
-            cells[f"verify of {rows}", curve.drafter] = f"{1000 * seconds:.3g}"
-    note = f"One draft step, and one target forward of this many rows, after {curves[0].length} tokens." if curves else ""
-    return grid("costs", "Cost curve, ms", cells, note)
+            cells[f"step of {rows}", curve.drafter] = f"{1000 * seconds:.3g}"
+    note = f"One drafted token, and one step of the model over this many tokens, after {curves[0].length} tokens." if curves else ""
+    return grid("costs", "Time of a step, ms", cells, note)
 
 
 def _memory(figures: Figures) -> TextTable:

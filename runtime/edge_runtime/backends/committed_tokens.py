@@ -102,7 +102,7 @@ class CommittedText(ABC):
     def check_rows(self, count: int, max_rows: int) -> None:
         """Raises RequestError for a verify of more than `max_rows` rows."""
         if count > max_rows:
-            raise RequestError(f"{count} rows are too many for one verify; the target was opened for at most {max_rows}")
+            raise RequestError(f"{count} tokens are too many for one step; the model was opened for at most {max_rows}")
 
     def check_rollback(self, length: int) -> None:
         """Raises RequestError unless the cache can go back to `length` rows."""
@@ -110,7 +110,7 @@ class CommittedText(ABC):
         if not 0 <= length <= self.length:
             raise RequestError(f"cannot roll back to {length}: the cache holds {self.length} rows")
         if 0 < length < self.rollback_floor:
-            raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; prefill the text again")
+            raise RequestError(f"cannot roll back {self.length - length} rows to {length}: older rows are gone; compute the text again")
         if self.whole_rows and inside_image(self.tokens, length):
             raise RequestError(f"cannot roll back to {length}, inside of an image whose rows attend to later ones; go to its beginning")
 

@@ -83,10 +83,10 @@ def usable_backends(bundle: Bundle, requested: BackendKind | None) -> list[Backe
     held = [kind for kind, card in CARDS.items() if bundle.has("target", card.format)]
     if requested is not None and requested not in held:
         format = CARDS[requested].format
-        raise BundleError(f"{bundle.folder} has no {format} target for the {requested} backend; export it again with --format {format}")
+        raise BundleError(f"{bundle.folder} has no {format} model for the {requested} backend; export it again with --format {format}")
     if not held:
         formats = " nor ".join(card.format for card in CARDS.values())
-        raise BundleError(f"{bundle.folder} has neither a {formats} target; export the bundle again")
+        raise BundleError(f"{bundle.folder} has neither a {formats} model; export the bundle again")
     candidates = [requested] if requested is not None else held
     usable = [kind for kind in candidates if find_spec(CARDS[kind].library) is not None]
     if usable:

@@ -55,7 +55,7 @@ HELP = """\
 /save FILE     write the conversation and its settings as JSON
 /load FILE     continue a saved conversation
 /bye           leave (also Ctrl-D, exit, quit)
-Ctrl-C stops an answer after the current round; a second Ctrl-C stops it at once. To send a message that begins with /, type //.
+Ctrl-C stops an answer after the current step; a second Ctrl-C stops it at once. To send a message that begins with /, type //.
 Tab completes commands and files.
 Several lines are one message: in a paste, after a backslash at a line's end, between \"\"\" and \"\"\", or with Alt-Enter."""
 LEAVE = ("/bye", "/exit", "/quit", "exit", "quit")
@@ -279,7 +279,7 @@ class TerminalChat:
         media = read(Path(name).expanduser())
         rows = self._chat.session.media_rows(media)
         self._media = (*self._media, media)
-        self._note(f"{name}: {rows} rows of the context, with your next message")
+        self._note(f"{name}: {rows} tokens of the context, with your next message")
 
     def _clear(self, _argument: str) -> None:
         self._chat.reset()

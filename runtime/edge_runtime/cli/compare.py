@@ -214,7 +214,7 @@ class Comparison(PairedRuns, Conditions):
             sentences.append(f"energy: scope {scope_words(Scope.GPU)}, idle power included")
         elif self.drafted_energy.kind == "estimate" and self.drafted_energy.facts:
             sentences.append(f"energy: nothing was measured; {self.drafted_energy.facts.source}, with the range of these watts")
-        missing = [": ".join(energy.row()) for energy in (self.plain_energy, self.drafted_energy) if energy.kind == "none"][:1]
+        missing = [_missing(energy) for energy in (self.plain_energy, self.drafted_energy) if energy.kind == "none"][:1]
         estimated = self.prompt_energy.facts is not None and self.prompt_energy.facts.is_estimate
         if not missing and self.prompt_energy.kind == "none" and not estimated:
             missing = [f"energy of the prompt: not measured: {self.prompt_energy.sentence()}"]
@@ -277,10 +277,23 @@ def compare_runs(
     )
 
 
+def _missing(energy: RunEnergy) -> str:
+    """Returns why a side has no figure; of a machine without a meter also what lists them."""
+    if energy.facts is not None:
+        return ": ".join(energy.row())
+    return f"energy was not measured: {energy.sentence()}; edge-devices meters lists what this machine has"
+
+
+def _energy_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """Returns the rows of the figures that there are: a remark says why one is missing."""
+    plain, drafted, prompt = comparison.plain_energy, comparison.drafted_energy, comparison.prompt_energy
+    rows = [_energy_row(comparison)] if None not in (plain.joules_per_token, drafted.joules_per_token) else []
+    return rows if prompt.joules_per_token is None else [*rows, _prompt_energy_row(comparison)]
+
+
 def _prompt_energy_row(comparison: Comparison) -> tuple[str, str, str]:
     energy = comparison.prompt_energy
-    if energy.joules_per_token is None:
-        return "energy, J/prompt token", "not measured", "-"
+    assert energy.joules_per_token is not None
     if energy.kind == "estimate" and energy.joules_per_token.low <= 0 and not comparison.meter_named:  # as where two ranges overlap
         return "energy, J/prompt token", "not determined", "-"
     name = "J/prompt token, an ESTIMATE" if energy.kind == "estimate" else "energy, J/prompt token"
@@ -326,8 +339,8 @@ def comparison_table(comparison: Comparison) -> Table:
     table.add_row("time to first token, ms", *(f"{_median(r, lambda s: 1000 * s.first_token_seconds):.1f}" for r in (plain, drafted)))
     table.add_row("prompt tok/s", *(f"{_median(r, lambda s: s.prompt_tokens / s.first_token_seconds):.0f}" for r in (plain, drafted)))
     table.add_row("tokens", str(plain[0].tokens), str(drafted[0].tokens))
-    table.add_row(*_energy_row(comparison))
-    table.add_row(*_prompt_energy_row(comparison))
+    for row in _energy_rows(comparison):
+        table.add_row(*row)
     table.add_row("same output", "", "yes" if comparison.same_tokens else "no (see --verify-lossless)")
     table.add_row("peak memory of the process, MB", "", f"{comparison.peak_memory / 1e6:.0f}")
     return table
@@ -353,8 +366,9 @@ def devices_table(comparisons: dict[str, Comparison]) -> Table:
     row("speed-up by drafts", lambda each: f"{each.speed_up:.2f}" if each.drafted_tokens else "nothing drafted")
     row("acceptance rate", acceptance)
     row("time to first token, ms", lambda each: f"{_median(each.drafted, lambda stats: 1000 * stats.first_token_seconds):.1f}")
-    row("plain, J/token", lambda each: _energy_row(each)[1])
-    row("with drafts, J/token", lambda each: _energy_row(each)[2])
+    if any(each.plain_energy.kind != "none" for each in comparisons.values()):
+        row("plain, J/token", lambda each: _energy_row(each)[1])
+        row("with drafts, J/token", lambda each: _energy_row(each)[2])
     row("drafts left the text as it was", lambda each: "yes" if each.same_tokens else "no")
     row("text of the first column", lambda each: "yes" if each.output == first.output else "no")
     return table

@@ -70,7 +70,7 @@ def tuned_lines(session: Session, costs: Costs) -> list[str]:
     title = CARDS[session.backend].title if session.backend in CARDS else session.backend
     return [
         f"{title}, drafter {session.drafter_kind}{', provisional' if costs.is_provisional else ''}",
-        f"verify by rows, {unit}: {verifies}",
+        f"step by its tokens, {unit}: {verifies}",
         f"draft of {_STEPS}, {unit}: {1000 * costs.draft(_STEPS):.3g}",
         f"kept in {cache_file()}",
     ]

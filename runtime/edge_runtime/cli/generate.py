@@ -47,7 +47,7 @@ Examples:
   echo "from standard input" | edge-run generate my-bundle -
   edge-run generate my-bundle -- "-1 + 2 ="
 """
-PROVISIONAL = "computed from the bundle's sizes, then learned from rounds; edge-run tune measures them"
+PROVISIONAL = "computed from the bundle's sizes, then learned from steps; edge-run tune measures them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class OutputOptions:
     explain: bool = option(
         default=False,
         panel="Output",
-        help="Print one line per round: decision, expected and emitted tokens, cost, time, gain and confidence. The text follows them.",
+        help="Print one line per step: decision, expected and actual tokens, cost, time, gain and confidence. The text follows them.",
     )
 
 

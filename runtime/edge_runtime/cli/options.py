@@ -91,7 +91,7 @@ class EnergyOptions:
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
         metavar="FILE",
         panel="Energy",
-        help="JSON file with the watts of draft, verify and plain, for joules per token.  [default: measured on first use]",
+        help="JSON file with the watts of drafting, checking and plain decoding, for joules per token.  [default: measured on first use]",
     )
 
     def open(self, notify: Callable[[str], None], tuning: TuningConfig) -> Energy:

@@ -191,7 +191,7 @@ def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
     lines.append(_joules_line("J/prompt tok", plan.joules_per_prompt_token))
     if (image := plan.image) is not None:
         lines.append(_joules_line("J/image", image.joules))
-        lines.append(f"  an image of {image.rows} soft rows; its encoder takes {image.encoder_bytes / 1e6:.0f} MB from the first image on")
+        lines.append(f"  an image of {image.rows} tokens; its encoder takes {image.encoder_bytes / 1e6:.0f} MB from the first image on")
     if measured is None and (text := _narrower(plan)):
         lines.append(f"  narrower      {text}")
     derived = plan.derived if image is None else plan.derived | {"image": image.derived}

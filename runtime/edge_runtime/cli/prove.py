@@ -158,4 +158,4 @@ def prove(bundle: Path, options: ProveOptions, opening: Opening) -> None:
             sign_file(options.record, key)
     click.echo(record if options.as_json else "\n".join(result.sentences()))
     if result.equal != result.tokens:
-        raise EdgeRuntimeError("drafts changed the text; they can where rows are not exact (docs/lossless.md)")
+        raise EdgeRuntimeError("drafts changed the text; they can where logits are not exact (docs/lossless.md)")

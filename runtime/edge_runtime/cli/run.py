@@ -50,7 +50,7 @@ ELSEWHERE = {
     "run": "edge-run chat BUNDLE, or edge-run generate BUNDLE PROMPT",
     "list": "a bundle is a folder wherever you put it; edge-run chat FOLDER opens it",
     "show": "edge-run plan BUNDLE, or its manifest.json",
-    "pull": "edge-export pair OWNER/TARGET --output BUNDLE downloads and exports a pair",
+    "pull": "edge-export pair OWNER/TARGET --output BUNDLE downloads and exports a model with its drafter",
     "rm": "a bundle is a folder; remove it, and edge-run forget removes the texts that were kept",
     "help": "edge-run --help, or edge-run COMMAND --help",
 }

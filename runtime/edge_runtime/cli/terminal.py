@@ -292,11 +292,11 @@ def _files(beginning: str) -> list[str]:
 
 # Name and width of each column of --explain.
 COLUMNS = (
-    ("round", 5),
+    ("step", 5),
     ("mode", 6),
     ("drafted", 7),
-    ("verified", 8),
-    ("rows", 4),
+    ("checked", 7),
+    ("tokens", 6),
     ("accepted", 8),
     ("expected", 8),
     ("emitted", 7),
@@ -323,7 +323,7 @@ def summary(stats: DecodeStats, drafter: DrafterKind) -> str:
         if others := {source: count for source, count in stats.accepted_from.items() if source != MODEL}:
             parts[-1] += ", of these " + ", ".join(f"{count} from the {source}" for source, count in sorted(others.items()))
     if stats.media_rows:
-        parts.append(f"{stats.media_rows} rows of media encoded in {stats.encode_seconds * 1000:.0f} ms")
+        parts.append(f"{stats.media_rows} tokens of images and sound encoded in {stats.encode_seconds * 1000:.0f} ms")
     parts.append(f"first token after {stats.first_token_seconds * 1000:.0f} ms")
     return ", ".join(parts)
 

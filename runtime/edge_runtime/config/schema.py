@@ -134,8 +134,8 @@ class VerifierConfig(Section):
     """The target's file."""
 
     name = "verifier"
-    model: str | None = _key(TEXT, "source of the target; read by edge-export, checked when the bundle is opened")
-    precision: str | None = _key(TEXT, "the target's quantization; read by edge-export, checked when the bundle is opened")
+    model: str | None = _key(TEXT, "source of the model; read by edge-export, checked when the bundle is opened")
+    precision: str | None = _key(TEXT, "the model's quantization; read by edge-export, checked when the bundle is opened")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class CacheConfig(Section):
 
     name = "cache"
     max_context_length: int | None = _key(integer(1, MAX_CONTEXT), "size of the KV cache in tokens, prompt and answer together")
-    kv_type: str | None = _key(one_of("f16", "q8_0", "q4_0"), "type of the K/V rows: f16, q8_0 or q4_0")
+    kv_type: str | None = _key(one_of("f16", "q8_0", "q4_0"), "type of the KV cache: f16, q8_0 or q4_0")
     memory_limit: int | str | None = _key(SIZE, 'most memory to take, in bytes or like "2GB"; null: what is available')
     overflow: str | None = _key(one_of("stop", "drop_oldest"), "when a chat fills the context: drop_oldest turns, or stop")
 
@@ -170,21 +170,21 @@ class TuningConfig(Section):
     )
     draft_length: int | None = _key(
         integer(0, MAX_DRAFT_LENGTH),
-        "tokens to draft in the first round; 0 with policy fixed is plain decoding",
+        "tokens to draft in the first step; 0 with policy fixed is plain decoding",
         "-d",
         low=0,
         high=MAX_DRAFT_LENGTH,
-        help="Draft this many tokens in every round; 0 is plain decoding.  [default: chosen anew in each round, unless configured]",
+        help="Draft this many tokens in every step; 0 is plain decoding.  [default: chosen anew in each step, unless configured]",
     )
     min_horizon: int | None = _key(integer(0, MAX_DRAFT_LENGTH), "rolling and stepped never draft fewer (and never fewer than 1)")
     max_horizon: int | None = _key(integer(1, MAX_DRAFT_LENGTH), "rolling and stepped never draft more")
-    longest_draft: int | None = _key(integer(1, MAX_DRAFT_LENGTH), "no draft is longer, whatever the policy; a verify has a row more")
+    longest_draft: int | None = _key(integer(1, MAX_DRAFT_LENGTH), "no draft is longer, whatever the policy; a step has a token more")
     acceptance_threshold: float | None = _key(number(0, 1), "rolling drafts one token more above this acceptance rate")
     rejection_penalty: float | None = _key(
         number(0.01, MAX_DRAFT_LENGTH), "tokens by which rolling shortens drafts below it; may be a fraction"
     )
     monitoring_window: int | None = _key(
-        integer(5, 10_000), "window of warnings and the safety net, in drafted tokens; rolling and stepped use a fifth as many rounds"
+        integer(5, 10_000), "window of warnings and the safety net, in drafted tokens; rolling and stepped use a fifth as many steps"
     )
 
     def __post_init__(self) -> None:

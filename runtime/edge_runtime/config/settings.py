@@ -296,7 +296,7 @@ def load_settings(
         layers.append(preset_of(preset))
         made = bundle.file("target").quantization or "of unknown precision"
         if preset in _FOR_FOUR_BITS and not made.startswith("q4"):
-            notify(f"preset {preset} is meant for a 4-bit target, this one is {made}; edge-export pair --preset {preset} makes one")
+            notify(f"preset {preset} is meant for a 4-bit model, this one is {made}; edge-export pair --preset {preset} makes one")
     if os.path.lexists(bundle.folder / CONFIG_NAME):
         layers.append(read_config(bundle.folder / CONFIG_NAME, of_bundle=True))
     return resolve_settings(layers, bundle)

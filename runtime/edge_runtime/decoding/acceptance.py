@@ -56,7 +56,7 @@ def likeliest(row: Logits) -> int:
     elif best == 0 and len(row) > 1 and row[-1] == row[0] and (row == row[0]).all():
         wrong = f"are all {row[0]}"
     if wrong:
-        raise BackendError(f"the target's logits {wrong}; model or backend is broken: check the files with edge-run plan --check full")
+        raise BackendError(f"the model's logits {wrong}; model or backend is broken: check the files with edge-run plan --check full")
     return best
 
 

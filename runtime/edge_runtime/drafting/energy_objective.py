@@ -163,9 +163,9 @@ class PhasePower:
     by_rows: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rows = {f"verify of {rows} rows": watts for rows, watts in self.by_rows.items()}
+        rows = {f"step of {rows} tokens": watts for rows, watts in self.by_rows.items()}
         if not all(isinstance(number, int) and number >= 1 for number in self.by_rows):
-            raise ConfigError(f"watts by rows are keyed {', '.join(map(str, self.by_rows))[:80]}; write numbers of rows of 1 and more")
+            raise ConfigError(f"watts by tokens of a step are keyed {', '.join(map(str, self.by_rows))[:80]}; write numbers of 1 and more")
         for phase, watts in {"draft": self.draft, "verify": self.verify, "plain": self.plain, **rows}.items():
             is_number = isinstance(watts, int | float) and not isinstance(watts, bool)
             if watts is not None and not (is_number and math.isfinite(watts) and 0 < watts <= MAX_WATTS):
@@ -210,7 +210,7 @@ def read_phase_power(path: Path) -> PhasePower:
     try:
         counted = {int(rows): value for rows, value in by_rows.items()}
     except (AttributeError, ValueError) as error:
-        raise ConfigError(f'by_rows of {path} is {str(by_rows)[:80]}; write watts by numbers of rows, such as {{"1": 4.4}}') from error
+        raise ConfigError(f'by_rows of {path} is {str(by_rows)[:80]}; write watts by tokens of a step, such as {{"1": 4.4}}') from error
     return PhasePower(draft=watts["draft"], verify=watts["verify"], plain=watts.get("plain"), by_rows=counted)
 
 
@@ -349,6 +349,10 @@ class TimeBound:
         self._allowed = (1 - doubt * min(1.0, DEAR * doubt / max(lost, 1e-9))) * (1 + self._slowdown)
         self._limit = self._allowed * float(trade.seconds[-1])
         _, self._slope = _mix(trade, self._limit)
+        if self.is_plain_fastest and trade.joules.min() >= (1 - SAVING_FLOOR) * trade.joules[-1]:
+            # Plain decoding is the cheapest too: what remains to choose is how often to ask whether drafts pay. The dearer unit tells.
+            by_seconds, by_joules = self._draft_shares
+            self._slope = 0.0 if by_joules > by_seconds else math.inf
 
     def _corrected(self) -> Trade:
         """The trade with what drafts were seen to take: the model's optimism is that of all drafts, while plain decoding is known."""
@@ -398,7 +402,12 @@ class TimeBound:
     @property
     def probe_cost(self) -> float:
         """Of drafting one token, in forwards of one row: by seconds or joules, whichever is more."""
-        return max(float(costs.draft[1] / costs.verify[0]) for costs in (self._seconds, self._joules))
+        return max(self._draft_shares)
+
+    @property
+    def _draft_shares(self) -> tuple[float, float]:
+        """What drafting one token takes of a forward of one row, in seconds and in joules."""
+        return float(self._seconds.draft[1] / self._seconds.verify[0]), float(self._joules.draft[1] / self._joules.verify[0])
 
     def spend(self, tokens: float, drafted: int, row: int, promised: float) -> None:
         """Takes in a round: the tokens it brought, its drafts, its rows beside the first, and what drafts promised, 0 of other rounds."""

@@ -59,7 +59,7 @@ class Event:
             return f"{share}, more than {self.limit:.0%}: drafts have at most {self.longest} tokens for now"
         if self.kind == "stopped":
             return f"{share}, more than {self.limit:.0%}: drafting stops and is retried from time to time"
-        return f"drafts are accepted again ({share}): drafting resumes with {self.longest} token per round"
+        return f"drafts are accepted again ({share}): drafting resumes with {self.longest} token per step"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"sentence": self.sentence}
@@ -322,7 +322,7 @@ class RecentAcceptance:
 
     def __init__(self, window: int) -> None:
         if window < 1:
-            raise RequestError(f"the window is {window} rounds; it must be at least 1")
+            raise RequestError(f"the window is {window} steps; it must be at least 1")
         self._rounds: deque[tuple[int, int]] = deque(maxlen=window)
 
     def add(self, drafted: int, accepted: int) -> None:

@@ -91,7 +91,7 @@ class Image:
 def check_budget(budget: int) -> None:
     """Raises RequestError for a budget that the processor does not have."""
     if budget not in BUDGETS:
-        raise RequestError(f"an image cannot have {budget} soft rows; choose one of {', '.join(map(str, BUDGETS))}")
+        raise RequestError(f"an image cannot have {budget} tokens; choose one of {', '.join(map(str, BUDGETS))}")
 
 
 def final_size(height: int, width: int, budget: int = DEFAULT_BUDGET) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def final_size(height: int, width: int, budget: int = DEFAULT_BUDGET) -> tuple[i
     elif wide == 0 and tall > 0:
         tall, wide = min(height // width, budget) * SIDE, SIDE
     if not 0 < tall * wide <= pixels:
-        raise RequestError(f"an image of {width} x {height} pixels does not fit {budget} soft rows; crop it")
+        raise RequestError(f"an image of {width} x {height} pixels does not fit {budget} tokens; crop it")
     return tall, wide
 
 

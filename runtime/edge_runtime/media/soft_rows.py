@@ -80,7 +80,7 @@ class LazyEncoder:
                 self._encoder = self._load()
             rows = self._encoder.encode(media)
             if count is not None and len(rows) != count:
-                raise RequestError(f"the encoder made {len(rows)} rows of media that have {count}; export the bundle again")
+                raise RequestError(f"the encoder made {len(rows)} tokens of media that have {count}; export the bundle again")
             self._kept[digest] = rows
         self._kept.move_to_end(digest)
         while len(self._kept) > KEPT:
@@ -138,7 +138,7 @@ def checked_rows(media: Media, inputs: MediaInputs, whole_rows: int) -> int:
     rows = row_count(media, inputs)
     if isinstance(media, Image) and 0 < whole_rows < rows:
         raise RequestError(
-            f"the image has {rows} soft rows, but this model's images must fit a batch, which was opened for {whole_rows};"
+            f"the image has {rows} tokens, but this model's images must fit a batch, which was opened for {whole_rows};"
             " ask for less detail, or open the bundle with larger image_rows (--image-rows)"
         )
     return rows

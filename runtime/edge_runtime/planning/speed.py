@@ -105,9 +105,9 @@ def image_plan(manifest: Manifest, operations: Range, prefill: Range, power: Pha
         prefill_seconds=filled,
         joules=encode.plus(filled).times(power.forward(rows)) if power is not None else None,
         encoder_bytes=encoder_weight_bytes(manifest) + encoder_activation_bytes(manifest, "image", rows),
-        derived=f"estimated: {needed / 1e9:.3g} G operations of the encoder at {_FASTER:g} to {_SLOWER:g} times the seconds of few rows,"
-        f" then the prefill of {rows} rows; joules are "
-        + ("these seconds x the watts of a verify" if power else "not known without watts"),
+        derived=f"estimated: {needed / 1e9:.3g} G operations of the encoder at {_FASTER:g} to {_SLOWER:g} times the seconds of few tokens,"
+        f" then the prefill of {rows} tokens; joules are "
+        + ("these seconds x the watts of a step" if power else "not known without watts"),
     )
 
 
@@ -306,7 +306,7 @@ def manifest_plan(
     chosen = (drafter if not onnx else None) or (there or ["dense"])[-1]
     if "target" not in roles or chosen not in there:
         raise RequestError(
-            f"a plan needs a target and a dense or split drafter, but the bundle has {', '.join(sorted(roles)) or 'none'}; export them"
+            f"a plan needs a model and a dense or split drafter, but the bundle has {', '.join(sorted(roles)) or 'none'}; export them"
         )
     kv = check_kv_type(manifest.cache_layout, kv_type)
     request = MemoryRequest(
@@ -435,8 +435,8 @@ def read_parameters(own: Architecture) -> float:
 def _derived(facts: PairFacts, device: SpeedProfile, slow: _Scene, fast: _Scene, power: PhasePower | None) -> dict[str, str]:
     band = f"{device.bandwidth.low / 1e9:.3g} to {device.bandwidth.high / 1e9:.3g} GB/s ({device.bandwidth_from})"
     low, high = device.operations.low / 1e9, device.operations.high / 1e9
-    rows = f"2 x {facts.parameters / 1e6:.4g} M operations a row at {low:.3g} to {high:.3g} G/s ({device.operations_from})"
-    layers = "{:g} to {:g} µs a forward and {:g} to {:g} a layer".format(*(1e6 * each for each in (*FORWARD_SECONDS, *LAYER_SECONDS)))
+    rows = f"2 x {facts.parameters / 1e6:.4g} M operations a token at {low:.3g} to {high:.3g} G/s ({device.operations_from})"
+    layers = "{:g} to {:g} µs a step and {:g} to {:g} a layer".format(*(1e6 * each for each in (*FORWARD_SECONDS, *LAYER_SECONDS)))
     accepted = f"{ACCEPTANCE[0]:.0%} to {ACCEPTANCE[1]:.0%} of drafts accepted after those before them, assumed"
     shape = " to ".join(f"{each:.2f}" for each in sorted(scene.verify(4) / scene.verify(1) for scene in (fast, slow)))
     return {
@@ -445,17 +445,17 @@ def _derived(facts: PairFacts, device: SpeedProfile, slow: _Scene, fast: _Scene,
         "of files": "weights mapped from the bundle or the packed cache, which the system drops where memory is short and reads again",
         "enough": "each weight once, mapped or repacked; from those that a token reads (of experts those in use) to all pages touched",
         "prefill": f"{rows}, of which K and V need {facts.prompt_parameters / max(1, facts.parameters):.0%}, at worst all but the head;"
-        f" batches compute a row in {PREFILL_SHARE:.0%} to 100% of that",
-        "first_token": "the prompt's rows at the prefill's speed, and a forward of its last one",
-        "plain": f"{facts.target_bytes / 1e6:.4g} MB of weights and up to {facts.kv_bytes / 1e6:.3g} MB of K/V rows"
+        f" batches compute a token in {PREFILL_SHARE:.0%} to 100% of that",
+        "first_token": "the prompt's tokens at the prefill's speed, and a step of its last one",
+        "plain": f"{facts.target_bytes / 1e6:.4g} MB of weights and up to {facts.kv_bytes / 1e6:.3g} MB of the KV cache"
         f" read per token at {band}, {layers}",
         "drafted": f"the best length of each case: {accepted}; {rows}",
         "step": f"{facts.step_bytes / 1e6:.4g} MB read and 2 x {facts.drafter_parameters / 1e6:.4g} M operations"
         f" at the same speeds, {facts.drafter_layers} layers",
-        "draft_length": f"most tokens per second; {accepted}, verify of 4 rows {shape} x that of one",
+        "draft_length": f"most tokens per second; {accepted}, a step of 4 tokens takes {shape} x that of one",
         "joules": "watts per phase are not known; give --phase-power FILE"
         if power is None
-        else "seconds of each phase x its watts, at the best length; of a prompt's token those of the prefill x the watts of a verify",
+        else "seconds of each phase x its watts, at the best length; of a prompt's token those of the prefill x the watts of a step",
     }
 
 

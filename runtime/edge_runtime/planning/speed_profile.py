@@ -77,7 +77,7 @@ def _profile_speed(name: str) -> SpeedProfile:
     operations_from = f"assumed, {BALANCE[0]:g} to {BALANCE[1]:g} for each byte read: the profile lists no arithmetic speed"
     if device.giga_operations is not None:
         operations = Range.between(*(value * 1e9 for value in device.giga_operations))
-        operations_from = "the profile's, measured by others without the row kernels"
+        operations_from = "the profile's published ones, measured without the row kernels"
     return SpeedProfile(
         name=device.title,
         bandwidth=Range.between(low, high),

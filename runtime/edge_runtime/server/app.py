@@ -277,6 +277,15 @@ async def _no_embeddings(request: Request) -> Response:
     return await error_response(request, ApiError(400, message, code="unsupported_model"))
 
 
+async def _no_pull(request: Request) -> Response:
+    """Refuses: one server has one model, which is a folder on its machine."""
+    message = (
+        "this server has one model, and pulls none; on its machine, make another with 'edge-export pair NAME -o FOLDER',"
+        " then run 'edge-run serve FOLDER'"
+    )
+    return await error_response(request, ApiError(400, message, code="unsupported_operation"))
+
+
 def make_app(api: Api) -> Starlette:
     """Returns the ASGI application."""
     card, name = api.card, api.card.name
@@ -297,6 +306,7 @@ def make_app(api: Api) -> Starlette:
             Route("/v1/responses/input_tokens", api.counts(read_response), methods=["POST"]),
             Route("/v1/messages/count_tokens", api.counts(read_message), methods=["POST"]),
             *(Route(path, _no_embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/api/embed", "/api/embeddings")),
+            *(Route(path, _no_pull, methods=["POST"]) for path in ("/api/pull", "/api/create")),
             Route("/v1/models", _facts(card.models)),
             Route("/v1/models/{name:path}", api.model),
             Route("/tokenize", api.tokenize, methods=["POST"]),

@@ -23,7 +23,7 @@ class ServeOptions:
     deterministic: bool = option(
         default=False,
         panel="Server",
-        help="Answers depend on their request alone, whatever else runs; where rows are not exact, one request runs at a time.",
+        help="Answers depend on their request alone, whatever else runs; where logits are not exact, one request runs at a time.",
     )
     waiting: int = option(default=16, low=0, panel="Server", help="Number of requests that may wait; further ones get status 503.")
     max_tokens: int | None = option(

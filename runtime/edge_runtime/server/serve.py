@@ -69,7 +69,7 @@ def serve(
         _print_address(listener, options, announce)
         gc.freeze()  # else each body of many values has all that was loaded looked through, 30 ms under the interpreter's lock
         run_server(config, workers.stop, listener)
-    announce("ended")
+    announce("stopped")
 
 
 class _Loading:
@@ -173,7 +173,10 @@ def _open_socket(options: ServeOptions) -> socket.socket:
 def _print_address(listener: socket.socket, options: ServeOptions, notify: Callable[[str], None]) -> None:
     host, port = listener.getsockname()[:2]
     if not is_loopback(options.host) and not options.api_key:
+        # As llama-server and ollama do: a home network often needs no key.
+        who = "this machine over a network" if host in ("0.0.0.0", "::") else host
         notify(
-            f"warning: anyone who can reach {host} port {port} can use this model; set --api-key or {KEY_VARIABLE}, or serve on 127.0.0.1"
+            f"warning: without a key, whoever reaches {who} may use the model: --api-key KEY or {KEY_VARIABLE} asks for one,"
+            " and --host 127.0.0.1 lets only this machine in"
         )
     notify(f"serving at http://{f'[{host}]' if ':' in host else host}:{port} (API: /v1, chat page: /); Ctrl-C stops it")

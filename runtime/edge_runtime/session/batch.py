@@ -71,7 +71,7 @@ class BatchDecoder:
     @property
     def running(self) -> Sequence[Generation]:
         """The requests that have not ended."""
-        return (*self._running, *self._joining)
+        return tuple(generation for generation in (*self._running, *self._joining) if not generation.done)
 
     @property
     def failures(self) -> Sequence[tuple[Generation, EdgeRuntimeError]]:
@@ -172,7 +172,7 @@ class BatchDecoder:
 
     def _require_free(self, generation: Generation) -> None:
         if not any(target is generation.target for target in self._batch.targets):
-            raise RequestError("the request is of another pair's session; run it with the sessions it was started on")
+            raise RequestError("the request is of another bundle's session; run it with the sessions it was started on")
         if any(other.target is generation.target for other in self.running):
             raise RequestError("two requests cannot share a sequence; start each on its own session")
         generation.require_claim()
@@ -207,12 +207,13 @@ class BatchDecoder:
         """Returns the running requests that can continue, and drops the others."""
         able = []
         for generation in self._running:
+            if generation.done:  # it was iterated to its end elsewhere, and its rows may be another's by now
+                continue
             try:
                 generation.require_claim()
             except EdgeRuntimeError as error:
                 self._failures.append((generation, error))
-                continue
-            if not generation.done:  # it may have been iterated to its end elsewhere
+            else:
                 able.append(generation)
         self._running = able
         return able

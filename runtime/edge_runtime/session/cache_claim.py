@@ -41,7 +41,7 @@ class PairLock:
     def require_idle(self) -> None:
         """Raises RequestError inside of a forward, which only a callback or a signal handler can be."""
         if self._computing:
-            raise RequestError("a callback cannot use the session while its request computes; do it after the round")
+            raise RequestError("a callback cannot use the session while its request computes; do it after the step")
 
     def require_open(self) -> None:
         """Raises RequestError if the pair is closed."""

@@ -320,7 +320,7 @@ class Generation:
         self.require_claim()
         target = self._pair.target
         if not isinstance(target, SavableTarget):
-            raise RequestError("this backend cannot copy the rows of a request; let it run to its end")
+            raise RequestError("this backend cannot copy the cache of a request; let it run to its end")
         if self._prefilled is not None and target.length:
             self._copied = target.tokens.tolist(), target.state()
         self._pair.claim.release()
@@ -418,7 +418,7 @@ class Generation:
             stats.media_rows += end - first
             target.prefill_rows(prompt[first:end], rows[first - span.first : end - span.first], whole=span.whole)
         else:
-            raise RequestError("this target takes text only; leave the images and sounds out")
+            raise RequestError("this model takes text only; leave the images and sounds out")
         self._prefilled = end
         if self._cached is not None:
             self._cached.keep(end - first, time.perf_counter() - begin, complete=end == whole)

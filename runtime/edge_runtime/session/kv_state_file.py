@@ -38,7 +38,7 @@ FACTS = {
     "bundle": "another bundle",
     "engine": "another engine",
     "kv_type": "another K/V type",
-    "rows": "another layout of rows",
+    "rows": "another cache layout",
     "kernels": "other kernels, another version or another processor",
 }
 
@@ -149,7 +149,7 @@ class SegmentFile:
 def _read_header(path: Path, file: BinaryIO, row_bytes: tuple[int, int]) -> StateHeader:
     state = os.fstat(file.fileno())
     if not stat.S_ISREG(state.st_mode) or file.read(len(MAGIC)) != MAGIC:
-        raise RequestError(f"{path} is not a file of K/V rows")
+        raise RequestError(f"{path} is not a file of a KV cache")
     length = int.from_bytes(file.read(4), "little")
     if length > min(MAX_HEADER_BYTES, state.st_size):
         raise RequestError(f"the state {path} has a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; it is damaged")
@@ -161,7 +161,8 @@ def _read_header(path: Path, file: BinaryIO, row_bytes: tuple[int, int]) -> Stat
     sound = header.tokens >= 1 and 0 <= header.sliding <= header.tokens and header.first >= 0 and 0 <= header.seconds <= MAX_SECONDS
     if not sound:
         raise RequestError(
-            f"the state {path} holds {header.tokens} tokens, {header.sliding} sliding rows and begins at {header.first}; it is damaged"
+            f"the state {path} holds {header.tokens} tokens, {header.sliding} in sliding layers, and begins at {header.first};"
+            " it is damaged"
         )
     expected = file.tell() + header.tokens * (TOKEN.itemsize + row_bytes[0]) + header.sliding * row_bytes[1]
     if header.facts.get("rows") == f"{row_bytes[0]}+{row_bytes[1]}" and state.st_size != expected:

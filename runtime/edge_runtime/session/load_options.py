@@ -133,7 +133,7 @@ class LoadOptions:
         default=DEFAULT_BUDGET,
         choices=BUDGETS,
         panel="Images and sound",
-        help="The most rows of the context that an image may take: more rows show finer detail and take longer."
+        help="The most tokens of the context that an image may take: more tokens show finer detail and take longer."
         " A server's requests choose their own;"
         " for 12B and larger it is the most that they may choose.",
     )

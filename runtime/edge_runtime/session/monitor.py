@@ -353,7 +353,7 @@ class Monitor:
                     counter("edge_mtp_cached_prompt_tokens_total", "Prompt tokens that were in a cache.", totals["cached"]),
                     counter("edge_mtp_prefill_seconds_total", "Seconds of prefill of finished requests.", self._prefill_seconds),
                     counter("edge_mtp_tokens_total", "Emitted tokens.", totals["tokens"]),
-                    counter("edge_mtp_rounds_total", "Rounds, each one forward of the target.", totals["rounds"]),
+                    counter("edge_mtp_rounds_total", "Steps of the model.", totals["rounds"]),
                     counter("edge_mtp_drafted_tokens_total", "Drafted tokens.", totals["drafted"]),
                     counter("edge_mtp_accepted_tokens_total", "Accepted drafted tokens.", totals["accepted"]),
                     _by_position("edge_mtp_drafted_tokens_by_position_total", "Drafted tokens by their place.", self._drafted_at),
@@ -367,7 +367,7 @@ class Monitor:
                     Metric(
                         name="edge_mtp_mean_acceptance_length",
                         kind="gauge",
-                        description="Emitted tokens / forwards of the target.",
+                        description="Tokens / steps of the model.",
                         samples=[Point(value=totals["tokens"] / totals["rounds"], labels={})] if totals["rounds"] else [],
                     ),
                     Metric(

@@ -52,13 +52,14 @@ class RowEquality:
         """What it means for a text, in one sentence."""
         if self.exact:
             return (
-                f"drafts do not change the text here, greedy or with a seed: {self.compared} of {self.compared} rows have the same bits"
-                " alone and in a step of several tokens"
+                f"drafts do not change the text here, greedy or with a seed: {self.compared} of {self.compared} tokens have the"
+                " same logits, bit for bit, alone and in a step of several"
             )
-        seldom = ", and the engine's own attention on these K/V rows differs in few" if self.stock_attention else ""
+        seldom = ", and the engine's own attention on this KV cache differs in few" if self.stock_attention else ""
         return (
-            f"drafts may change the text here, greedy text at near ties and sampled text anywhere: {self.different} of {self.compared} rows"
-            f" differ between a step of one token and a step of several, by up to {self.largest:.2g}{seldom}"
+            f"drafts may change the text here, greedy text where two tokens are almost equally likely and sampled text anywhere: the"
+            f" logits of {self.different} of {self.compared} tokens differ between a step of one token and a step of several, by up to"
+            f" {self.largest:.2g}{seldom}"
         )
 
     def to_json(self) -> dict[str, Any]:

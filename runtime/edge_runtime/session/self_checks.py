@@ -30,7 +30,7 @@ from edge_runtime.session.session import Session
 # Tokens of a prompt, of a long one, and those that are verified behind it.
 _PROMPT, _LONG, _FOLLOWING = 40, 700, 13
 _WIDTHS = (1, 2, 4, 8, 13)
-_VERIFY = "a verify's rows"
+_VERIFY = "a step's tokens"
 _DRAFTS = 4
 # The mean KL, in nats, that is allowed: of weights that lose nothing, of others at least, and the share of what their quantization loses.
 # Two ways of rounding activations to 8 bits differ by 0.0003 (docs/design/onnx-graphs.md). What one wrong operator adds may be 0.001.
@@ -84,8 +84,8 @@ class DeviceCheck:
         if not self.passed:
             share = f"as few as {self.same_drafts:.0%} of its drafts are the CPU's, or as likely"
             return f"{self.device} drafts something else than the CPU: {share}"
-        ties = ", drafts may change near ties on this device" if self.rows_differ else ""
-        return f"{self.device} computes what the CPU does (mean KL {self.mean_kl:.2g} at most, {self.rows} rows){ties}"
+        ties = "; drafts may swap tokens there that are almost equally likely" if self.rows_differ else ""
+        return f"{self.device} computes what the CPU does (mean KL {self.mean_kl:.2g} at most, {self.rows} tokens){ties}"
 
 
 CHECKS = MeasuredValue(
@@ -189,8 +189,8 @@ def _limit_routed(of_rows: Mapping[str, NDArray[np.float64]], losses: dict[str, 
             losses[f"{part} beyond the eighth"] = float(each[_TILE:].mean())
             limits[f"{part} beyond the eighth"] = max(limit, _ROUTED_BEYOND_LIMIT)
         if len(each) >= _FEWEST_ROWS:
-            losses[f"the middle row of {part}"] = float(np.median(each))
-            limits[f"the middle row of {part}"] = max(limit, _ROUTED_MEDIAN_LIMIT)
+            losses[f"the middle token of {part}"] = float(np.median(each))
+            limits[f"the middle token of {part}"] = max(limit, _ROUTED_MEDIAN_LIMIT)
 
 
 def is_rounded(manifest: Manifest, format: str) -> bool:
@@ -221,14 +221,14 @@ def _rows(target: Target, longest: int, draft: Callable[[int], None]) -> Iterato
     target.verify(other[:longest])
     target.rollback(_PROMPT + 1)
     target.rollback(_PROMPT)
-    yield "the rows after a rollback", _checked(target.verify(text[_PROMPT : _PROMPT + longest]))
+    yield "the tokens after a rollback", _checked(target.verify(text[_PROMPT : _PROMPT + longest]))
     target.rollback(0)
     target.prefill(other[:_PROMPT])
-    yield "the rows after another prompt", _checked(target.verify(text[_PROMPT : _PROMPT + longest]))
+    yield "the tokens after another prompt", _checked(target.verify(text[_PROMPT : _PROMPT + longest]))
     target.rollback(0)
     long = [token for part in range(3, 40) for token in _text(part)][: max(1, min(_LONG, target.context - longest - 1))]
     target.prefill(long)
-    yield "the rows behind a long text", _checked(target.verify(text[:longest]))
+    yield "the tokens behind a long text", _checked(target.verify(text[:longest]))
 
 
 def _same_drafts(reference: Answers, given: list[list[int]]) -> float:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.children import running
 from edge_devices.children.limited import Limits, import_paths, limited_command
 from edge_devices.children.running import ChildBudget, run_child
 from edge_devices.errors import DeviceError
@@ -150,8 +149,7 @@ def test_what_is_given_is_read_while_output_is_written() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs process groups")
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_a_child_is_ended_with_its_children(stubborn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_GROUP_SECONDS", 0.5)
+def test_a_child_is_ended_with_its_children(stubborn: bool, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if stubborn else ""
     grandchild = f"{ignore}import os, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(60)"

@@ -35,16 +35,6 @@ def test_no_more_digits_than_the_interval_supports():
     assert figure_text(Interval(value=1.0, low=-math.inf, high=math.inf, n=1, error=math.inf, freedom=1)) == "1 (n=1, no interval)"
 
 
-@pytest.mark.parametrize("probability", [0.55, 0.75, 0.9, 0.975, 0.999, 0.99999])
-def test_student_t_where_it_has_a_closed_form(probability: float) -> None:
-    """Degrees of freedom 1, 2 and 4: Shaw, Journal of Computational Finance 9 (2006), p. 37."""
-    assert t_quantile(1, probability) == pytest.approx(math.tan(math.pi * (probability - 0.5)), rel=1e-9)
-    spread = 4 * probability * (1 - probability)
-    assert t_quantile(2, probability) == pytest.approx((2 * probability - 1) * math.sqrt(2 / spread), rel=1e-9)
-    q = math.cos(math.acos(math.sqrt(spread)) / 3) / math.sqrt(spread)
-    assert t_quantile(4, probability) == pytest.approx(2 * math.sqrt(q - 1), rel=1e-9)
-
-
 @pytest.mark.parametrize(
     ("freedom", "value"), [(3, 3.182446305), (5, 2.570581836), (8, 2.306004135), (10, 2.228138852), (30, 2.042272456), (120, 1.979930405)]
 )

@@ -60,9 +60,9 @@ def test_an_external_meter_whose_machine_slept_is_refused():
 def asleep(monkeypatch):
     """Seconds by which a clock that counts sleep is ahead of one that does not."""
     hours = [100.0]
-    monkeypatch.setattr(time, "CLOCK_BOOTTIME", 1001, raising=False)
-    monkeypatch.setattr(time, "CLOCK_MONOTONIC", 1002, raising=False)
-    monkeypatch.setattr(time, "clock_gettime", lambda clock: 5000.0 + (hours[0] if clock == 1001 else 0.0), raising=False)
+    clock = {"CLOCK_BOOTTIME": 1001, "CLOCK_MONOTONIC": 1002, "clock_gettime": lambda clock: 5000.0 + (hours[0] if clock == 1001 else 0.0)}
+    for name, value in clock.items():
+        monkeypatch.setattr(time, name, value, raising=False)
     return hours
 
 

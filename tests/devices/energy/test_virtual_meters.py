@@ -12,11 +12,10 @@ from edge_devices.energy.run_log import write_log
 from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter, virtual_meter
 from edge_devices.errors import DeviceError, MeterError
 from edge_devices.files.typed_json import from_json
-from edge_devices.machine import detection
-from edge_devices.machine.detection import detect_device, profile
+from edge_devices.machine.detection import detect_device
 from edge_devices.machine.system import System
 from edge_devices.meters.base import MeterFacts, Trace
-from recordings import recorded
+from recordings import FIXTURES, read_recording, recorded
 
 
 def test_meters_made_from_what_a_person_says(log, tmp_path):
@@ -46,26 +45,44 @@ def test_an_estimate_has_the_range_of_its_profiles_watts():
     assert "the range of the model's watts" in energy.sentence()
 
 
-def test_a_profile_without_watts_gives_no_estimate(monkeypatch):
-    monkeypatch.setattr(detection, "pick_profile", lambda *_: (profile("apple-m"), "the test says so"))
+@pytest.fixture
+def machine_with(tmp_path):
+    """Returns a function to a recorded machine with another processor, whose files are real ones."""
+
+    def made(processor: str, name: str = "rapl-amd") -> System:
+        root = tmp_path / name
+        cpuinfo = "".join(f"processor\t: {number}\nmodel name\t: {processor}\n\n" for number in range(4))
+        for path, text in {**read_recording(FIXTURES / f"{name}.json").files, "proc/cpuinfo": cpuinfo}.items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text)
+        return System(root=root, platform="linux")
+
+    return made
+
+
+def test_a_profile_without_watts_gives_no_estimate(machine_with):
     with pytest.raises(MeterError, match="has no watts for a power model"):
-        virtual_meter(recorded("apple-m1"), "estimate")
+        virtual_meter(machine_with("Apple M3"), "estimate")
 
 
-@pytest.mark.parametrize("name", ["x86-laptop", "core-ultra", "ryzen-ai"])
-def test_watts_of_laptops_hold_for_machines_with_a_battery(name, monkeypatch):
-    chosen = profile(name)
-    monkeypatch.setattr(detection, "pick_profile", lambda *_: (chosen, "the test says so"))
-    meter = virtual_meter(recorded("battery-dell"), "estimate")
+@pytest.mark.parametrize(
+    ("processor", "name"),
+    [
+        ("Intel(R) Core(TM) i7-1185G7", "x86-laptop"),
+        ("Intel(R) Core(TM) Ultra 7 155H", "core-ultra"),
+        ("AMD Ryzen AI 9 HX 370 w/ Radeon 890M", "ryzen-ai"),
+    ],
+)
+def test_watts_of_laptops_hold_for_machines_with_a_battery(processor, name, machine_with):
+    meter = virtual_meter(machine_with(processor, "battery-dell"), "estimate")
     assert f"7.5 W idle + 8.25 W per busy core (profile {name})" in meter.facts.source
     assert meter.facts.model_error == pytest.approx(12.5 / 16.5)
     with pytest.raises(MeterError, match="those of laptops, and this machine has no battery; write estimate:IDLE,CORE"):
-        virtual_meter(recorded("rapl-amd"), "estimate")
+        virtual_meter(machine_with(processor), "estimate")
 
 
-def test_idle_watts_of_a_server_are_those_of_its_processors(monkeypatch):
-    monkeypatch.setattr(detection, "pick_profile", lambda *_: (profile("x86-server"), "the test says so"))
-    system = recorded("rapl-amd")
+def test_idle_watts_of_a_server_are_those_of_its_processors(machine_with):
+    system = machine_with("AMD EPYC 9R14")
     processors = detect_device(system).machine.usable_processors
     assert f"{processors * 1.05:g} W idle + 2.75 W per busy core" in virtual_meter(system, "estimate").facts.source
 

@@ -50,15 +50,6 @@ def test_a_counter_s_scatter_counts_for_the_part_that_is_not_seen() -> None:
     assert slower.error_watts == pytest.approx(math.hypot(slower.resolution_watts, unseen)), "watts, not joules"
 
 
-@pytest.mark.parametrize(("start", "first", "late"), [(2.5, 3.6, 1.0), (2.8, 4.0, 0.4)])
-def test_a_new_value_is_late_by_a_refresh_or_the_time_since_the_reading_before(start: float, first: float, late: float) -> None:
-    trace = traced(Kind.COUNTER, [0, 3.6, 4, 5, 6, 7, 8], [0, 10, 20, 25, 30, 35, 40])
-    result = measure_window(trace, start, 8.5, meter())
-    assert result.observed_s == pytest.approx(8 - first)
-    edge = result.watts * math.hypot(late, 1.0) / math.sqrt(12)
-    assert result.resolution_watts == pytest.approx(math.hypot(edge, 0.6 / math.sqrt(6)) / (8 - first))
-
-
 @pytest.mark.parametrize(("seconds", "first", "last", "updates"), [(1.0, 0.0, 1.0, 11), (0.99, 0.1, 0.9, 9)])
 def test_a_fast_counter_needs_no_lead_in(seconds: float, first: float, last: float, updates: int) -> None:
     """From 1000 refreshes on, its first reading in the window counts, even the very first of all."""
@@ -67,11 +58,6 @@ def test_a_fast_counter_needs_no_lead_in(seconds: float, first: float, last: flo
     assert result.watts == pytest.approx(5.0)
     edge = 5 * 0.001 * math.sqrt(2) / math.sqrt(12)
     assert result.resolution_watts == pytest.approx(math.hypot(edge, 0.6 / math.sqrt(6)) / result.observed_s)
-
-
-def test_the_first_reading_of_all_is_no_new_value() -> None:
-    result = measure_window(counted([5.0] * 12), -3.0, 6.0, meter())
-    assert (result.updates, result.observed_s) == (6, 5.0)
 
 
 def test_a_counter_with_fewer_than_two_new_values_is_refused() -> None:
@@ -144,14 +130,6 @@ def test_fresh_values_differ_from_the_reading_before() -> None:
 )
 def test_the_error_of_a_mean_of_correlated_values(values: list[float], error: float, freedom: float) -> None:
     assert sampling_error(values) == (pytest.approx(error), pytest.approx(freedom))
-
-
-def test_correlation_counts_up_to_95_percent() -> None:
-    values = [float(i) for i in range(400)]
-    independent = 400 * 0.05 / 1.95
-    error, freedom = sampling_error(values)
-    assert freedom == pytest.approx(independent - 1)
-    assert error == pytest.approx(math.sqrt(sum((v - 199.5) ** 2 for v in values) / 399 / independent))
 
 
 def test_a_change_within_windows_is_the_mean_of_their_halves() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import tracemalloc
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.files.limited_read import FileTooLarge, lines_at_most, read_at_most, read_regular
+from edge_devices.files.limited_read import FileTooLarge, lines_at_most, read_at_most, read_regular, sha256_of
 
 ZERO = Path("/dev/zero")
 
@@ -74,3 +75,14 @@ def test_lines_are_measured_and_counted(tmp_path):
         list(lines_at_most(file, 4, 3))
     with path.open() as file, pytest.raises(OSError, match="it has more than 1 lines"):
         list(lines_at_most(file, 10, 1))
+
+
+DATA = bytes(range(256)) * 9000  # more than two pieces
+
+
+@pytest.mark.parametrize("length", [None, 0, 1, 1 << 20, len(DATA), len(DATA) + 1])
+def test_a_file_and_its_beginning(tmp_path: Path, length: int | None) -> None:
+    path, done = tmp_path / "file", []
+    path.write_bytes(DATA)
+    assert sha256_of(path, length, done.append) == hashlib.sha256(DATA[:length]).hexdigest()
+    assert sum(done) == len(DATA[:length])

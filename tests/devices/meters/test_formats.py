@@ -160,7 +160,7 @@ def test_windows_other_units_and_sizes_are_refused():
     assert windows_emi.find(System(platform="linux"), list) == []
 
 
-def test_every_energy_meter_that_windows_lists_is_opened(monkeypatch):
+def test_every_energy_meter_that_windows_lists_is_opened():
     class Library:
         def __init__(self, name: str) -> None:
             self.CreateFileW = lambda path, *_: {"first": 7, "denied": (1 << 64) - 1}[path]  # a handle, or INVALID_HANDLE_VALUE
@@ -174,9 +174,8 @@ def test_every_energy_meter_that_windows_lists_is_opened(monkeypatch):
             listed[: size.value] = "first\0denied\0\0"
             return 0
 
-    monkeypatch.setattr(windows_emi.sys, "platform", "win32")
-    monkeypatch.setattr(windows_emi.ctypes, "WinDLL", Library, raising=False)
-    (port,) = windows_emi.open_ports()
+    assert windows_emi.open_ports() == []
+    (port,) = windows_emi.open_ports(Library)
     assert port._handle.value == 7
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
+from collections.abc import Callable
 
 import pytest
 from click.testing import CliRunner
@@ -14,13 +14,11 @@ from edge_devices.cli import main
 from edge_devices.energy.report import meter_lines
 from edge_devices.energy.virtual_meters import EstimateMeter
 from edge_devices.errors import MeterError
-from edge_devices.machine.state import parse_uevent
 from edge_devices.machine.system import System
 from edge_devices.meters import search
 from edge_devices.meters.android.phone_battery import parse_dumpsys
 from edge_devices.meters.android.power_rails import parse_rails
 from edge_devices.meters.base import Kind, MeterFacts, MeterState, Scope, Unwrapped, present, usable
-from edge_devices.meters.linux.raspberry_pi import parse_pmic
 from edge_devices.meters.search import choose_meter, find_meters, no_meter_reason
 from edge_devices.remote.snapshot import RecordedSystem, Recording
 from recordings import FIXTURES, read_recording, recorded
@@ -104,22 +102,6 @@ def test_what_else_is_known_of_recorded_meters() -> None:
     assert not [name for name in chips if "NC" in name]
     broken = findings("rapl-laptop", **{"intel-rapl:0__energy_uj": "soon"})["rapl:package"]
     assert (broken.state, "no number" in broken.reason) == (MeterState.PRESENT, True)
-
-
-def test_units_and_texts_of_gauges_and_commands() -> None:
-    assert parse_uevent("POWER_SUPPLY_TYPE=Battery\nPOWER_SUPPLY_TYPE=Mains\nnonsense\n") == {"TYPE": "Battery"}
-    rails = parse_pmic(read_recording(FIXTURES / "raspberry-pi-5.json").commands["vcgencmd pmic_read_adc"][1])
-    assert len(rails) == 12  # EXT5V and BATT have no current
-    assert rails["VDD_CORE"] == pytest.approx(10.87674 * 0.8974594)
-
-
-def test_rapl_wraps():
-    system = recorded("rapl-amd")
-    meter = choose_meter(find_meters(system), "rapl:package")
-    files = vars(system)["_recording"].files
-    before = meter.read().value
-    files["sys/class/powercap/intel-rapl:0/energy_uj"] = "1000000"
-    assert meter.read().value - before == pytest.approx((65532610987 - 65532610000 + 1000000) * 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -278,21 +260,27 @@ def test_choosing():
         choose_meter(actual, "x")
 
 
-def test_what_meters_do_here_is_measured_on_request(monkeypatch):
+@pytest.fixture
+def meters_of(monkeypatch) -> Callable[..., str]:
+    """Runs `edge-devices meters --measure` on a simulated machine."""
+
+    def shown(machine: SimulatedMachine, *words: str) -> str:
+        for name, double in {"System": lambda: machine.system, "find_meters": lambda _: [usable(machine)]}.items():
+            monkeypatch.setattr(cli, name, double)
+        result = CliRunner().invoke(main, ["meters", "--measure", *words])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    return shown
+
+
+def test_what_meters_do_here_is_measured_on_request(meters_of):
     machine, broken = SimulatedMachine(refresh_s=0.001), SimulatedMachine(refresh_s=0.5)
     broken.read = lambda: None
-    broken.facts = dataclasses.replace(broken.facts, name="silent")
-    monkeypatch.setattr(cli, "System", lambda: machine.system)
-    monkeypatch.setattr(cli, "find_meters", lambda _: [usable(machine)])
-    result = CliRunner().invoke(main, ["meters", "--measure"])
-    assert result.exit_code == 0, result.output
-    assert "measured: new every" in result.output
-    assert "no energy meter" not in result.output
-    record = json.loads(CliRunner().invoke(main, ["meters", "--measure", "--json"]).output)
-    assert record["meters"][0]["measured"]["refresh_s"] > 0
-    monkeypatch.setattr(cli, "System", lambda: broken.system)
-    monkeypatch.setattr(cli, "find_meters", lambda _: [usable(broken)])
-    assert "showed 0 new values" in CliRunner().invoke(main, ["meters", "--measure"]).output
+    assert "measured: new every" in meters_of(machine)
+    assert "no energy meter" not in meters_of(machine)
+    assert json.loads(meters_of(machine, "--json"))["meters"][0]["measured"]["refresh_s"] > 0
+    assert "showed 0 new values" in meters_of(broken)
 
 
 def test_the_profiles_are_listed():
@@ -300,11 +288,6 @@ def test_the_profiles_are_listed():
     assert "raspberry-pi-5" in text
     assert "8.5 to 11.5 GB/s, measured by others" in text
     assert json.loads(CliRunner().invoke(main, ["profiles", "--json"]).output)["tensor-g5"]["draft_length"] == [0, 6]
-
-
-def test_help_says_where_a_plan_is_made():
-    text = " ".join(CliRunner().invoke(main, ["--help"]).output.split())
-    assert "edge-run plan BUNDLE --profile NAME" in text
 
 
 def test_meters_command_on_this_machine():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,6 @@ from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import LoggedRun, RunLog
 from edge_devices.energy.virtual_meters import with_external_meter
 from edge_devices.errors import LinkError, MeterError
-from edge_devices.machine.system import CommandResult
 from edge_devices.meters.android.phone_battery import current_unit
 from edge_devices.meters.base import Finding, Kind, Meter, MeterFacts, MeterState, Scope, Trace
 from edge_devices.meters.powermetrics import package_watts, parse_powermetrics
@@ -172,9 +172,9 @@ def test_a_recording_that_was_continued_counts_nothing_for_its_pause() -> None:
     assert plain.watts.value == pytest.approx(5.0, rel=0.01)
 
 
-def test_a_device_that_is_still_being_authorised_is_no_broken_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edge_devices.transports.adb.find_adb", lambda: "adb")
-    answer = CommandResult(code=1, output=b"", errors="error: device still authorizing\n")
-    monkeypatch.setattr("edge_devices.transports.adb.run_command", lambda *_, **__: answer)
+def test_a_device_that_is_still_being_authorised_is_no_broken_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adb").write_text("#!/bin/sh\necho 'error: device still authorizing' >&2; exit 1\n")
+    (tmp_path / "adb").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(LinkError, match=r"^adb:X is being authorised; unlock the phone"):
         AdbTransport("X").run(["true"])

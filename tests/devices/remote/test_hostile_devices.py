@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,12 @@ from edge_bench.measure.progress import note
 from edge_bench.report.tables import TextTable, print_tables
 from edge_devices.energy.report import meter_lines
 from edge_devices.errors import MeasurementError, TransportError, one_line, printable
+from edge_devices.machine.system import CommandResult
 from edge_devices.meters.base import present
 from edge_devices.remote.incidents import read_job_history
 from edge_devices.remote.snapshot import MARK, _parse
-from edge_devices.transports import file_sync
 from edge_devices.transports.base import prepare_folder, shell
-from edge_devices.transports.file_sync import free_bytes
+from edge_devices.transports.file_sync import device_files, free_bytes
 from edge_devices.transports.jobs import JobState, poll_job, start_job, stop_job
 from edge_devices.transports.ssh import PREFIX, _clear_old_sockets
 from local_transport import LocalTransport
@@ -35,11 +36,15 @@ def running(group: int) -> bool:
     return True
 
 
-def test_a_name_with_a_line_end_leads_out_of_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_with_a_line_end_leads_out_of_no_folder(tmp_path: Path) -> None:
     """As toybox lists a file whose name another user of the device has chosen."""
     zeros = "0" * 64
-    monkeypatch.setattr(file_sync, "shell", lambda *_, **__: f"{zeros}  ./x\n{zeros}  ./../../diary\n{zeros}  ./a/..\n{zeros}  ./..a\n")
-    assert file_sync.device_files(LocalTransport(tmp_path), "folder").keys() == {"x", "..a"}
+
+    class Listing(LocalTransport):
+        def run(self, arguments: Sequence[str], *, seconds: float = 60.0) -> CommandResult:
+            return CommandResult(code=0, output=f"{zeros}  ./x\n{zeros}  ./../../diary\n{zeros}  ./a/..\n{zeros}  ./..a\n".encode())
+
+    assert device_files(Listing(tmp_path), "folder").keys() == {"x", "..a"}
 
 
 def test_stopping_a_job_ends_its_children_too(tmp_path: Path) -> None:

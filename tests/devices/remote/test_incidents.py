@@ -149,10 +149,6 @@ def history_of(*states: DeviceState, every: float = 5.0) -> JobHistory:
 CALM = DeviceState(charge_percent=60, thermal_status=0, frequency_caps=(1000,))
 
 
-def test_an_undisturbed_run_has_nothing_to_tell() -> None:
-    assert find_incidents(history_of(CALM, CALM, replace(CALM, charge_percent=59)), FINISHED) == []
-
-
 def test_heat_charging_and_caps_are_named_with_their_time() -> None:
     hot, plugged, capped = replace(CALM, thermal_status=2), replace(CALM, charger="USB"), replace(CALM, frequency_caps=(800,))
     output = find_incidents(history_of(CALM, hot, CALM, plugged, CALM, capped, CALM, capped), FINISHED)
@@ -164,22 +160,22 @@ def test_heat_charging_and_caps_are_named_with_their_time() -> None:
     ]
 
 
-def test_heat_from_the_first_sample_on_is_named() -> None:
-    hot = replace(CALM, thermal_status=3)
-    assert find_incidents(history_of(hot, hot), FINISHED) == [
-        "after 0 s: Android throttled because of heat (thermal status severe) (2 times)"
-    ]
+HOT, BOARD = replace(CALM, thermal_status=3), DeviceState(throttled=0)
+LOST = replace(CALM, thermal_status=None, unknown=("whether Android throttles",))
+THROTTLED = replace(BOARD, throttled=0x50005)
 
 
-def test_what_is_no_longer_known_is_named() -> None:
-    lost = replace(CALM, thermal_status=None, unknown=("whether Android throttles",))
-    assert find_incidents(history_of(CALM, lost, lost), FINISHED) == ["after 5 s: no longer known: whether Android throttles"]
-
-
-def test_a_board_that_throttles_is_named_once() -> None:
-    board = DeviceState(throttled=0)
-    output = find_incidents(history_of(board, replace(board, throttled=0x50005), replace(board, throttled=0x50005)), FINISHED)
-    assert output == ["after 5 s: the board throttled (get_throttled 0x50005) (2 times)"]
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        ((CALM, CALM, replace(CALM, charge_percent=59)), []),
+        ((HOT, HOT), ["after 0 s: Android throttled because of heat (thermal status severe) (2 times)"]),
+        ((CALM, LOST, LOST), ["after 5 s: no longer known: whether Android throttles"]),
+        ((BOARD, THROTTLED, THROTTLED), ["after 5 s: the board throttled (get_throttled 0x50005) (2 times)"]),
+    ],
+)
+def test_what_is_told_of_a_run(states: tuple[DeviceState, ...], told: list[str]) -> None:
+    assert find_incidents(history_of(*states), FINISHED) == told
 
 
 def test_a_run_that_was_put_aside_is_named() -> None:

@@ -11,7 +11,7 @@ import pytest
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.transports import file_sync as tree
 from edge_devices.transports.adb import AdbTransport, usable_serials
-from edge_devices.transports.base import prepare_folder, shell
+from edge_devices.transports.base import prepare_folder
 from edge_devices.transports.jobs import JobState, poll_job, start_job
 from fake_adbd import FakeAdbd
 from phones import Desk
@@ -24,8 +24,7 @@ def daemon(desk: Desk) -> FakeAdbd:
 
 
 @pytest.fixture
-def phone(daemon: FakeAdbd, monkeypatch: pytest.MonkeyPatch) -> AdbTransport:
-    monkeypatch.setattr(tree, "PAUSE_SECONDS", 0.1)
+def phone(daemon: FakeAdbd) -> AdbTransport:
     return AdbTransport(daemon.serial)
 
 
@@ -60,10 +59,6 @@ def test_a_phone_that_is_offline(desk: Desk, daemon: FakeAdbd, phone: AdbTranspo
     off_the_desk(desk, daemon)
 
 
-def test_all_takes_every_usable_phone(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:
-    assert daemon.serial in usable_serials()
-
-
 def test_a_serial_with_a_blank_is_a_phone_too(desk: Desk, daemon: FakeAdbd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As adb itself names phones that it finds by mDNS: the real client, which knows our phone by such a name."""
     name = "adb-R3CN70 (2)._adb-tls-connect._tcp"
@@ -95,7 +90,6 @@ def test_exit_codes_survive_an_adb_that_loses_them(desk: Desk) -> None:
 def test_a_link_that_breaks_in_a_push_costs_a_chunk(
     desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree, "CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(tree, "ATTEMPTS", 1)
     source = tmp_path / "model.gguf"
     source.write_bytes(bytes(range(256)) * 16_000)
@@ -127,14 +121,6 @@ def test_a_folder_that_may_not_be_written_to(phone: AdbTransport) -> None:
     phone.folder = "/proc/edge-mtp"
     with pytest.raises(TransportError, match=r"(?i)/proc/edge-mtp|no such file|permission"):
         prepare_folder(phone)
-
-
-def test_a_slow_link_is_only_slow(desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path: Path) -> None:
-    source = tmp_path / "file"
-    source.write_bytes(bytes(400_000))
-    daemon.faults.bytes_per_second = 1_000_000
-    tree.push_file(phone, source, f"{prepare_folder(phone)}/file")
-    assert shell(phone, 'wc -c < "$1"', f"{prepare_folder(phone)}/file").strip() == "400000"
 
 
 def test_a_job_survives_unplugging(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,30 +11,13 @@ from hypothesis import strategies as st
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.files.limited_read import parse_integer
 from edge_devices.machine.system import CommandResult
-from edge_devices.transports.base import FramedCommand, frame_command, last_line, prepare_folder, shell
+from edge_devices.transports.base import FramedCommand, frame_command, last_line
 
 FRAMED = FramedCommand("true", b"[mark]")
 
 
 def done(code: int = 0, output: bytes = b"", errors: str = "") -> CommandResult:
     return CommandResult(code=code, output=output, errors=errors)
-
-
-class OneAnswer:
-    """A transport whose every command has the same result."""
-
-    name = "phone"
-
-    def __init__(self, result: CommandResult, folder: str = "work") -> None:
-        self.result, self.folder = result, folder
-        self.ran: list[tuple[list[str], float]] = []
-
-    def run(self, arguments: Sequence[str], *, seconds: float = 60.0) -> CommandResult:
-        self.ran.append((list(arguments), seconds))
-        return self.result
-
-    def put(self, source: Path, target: str) -> None:
-        raise AssertionError
 
 
 @pytest.mark.parametrize(("text", "number"), [("0", 0), ("137", 137), ("9" * 18, 10**18 - 1), ("007", 7)])
@@ -96,30 +77,9 @@ def test_what_a_failed_command_said_last(result: CommandResult, line: str) -> No
     assert last_line(result) == line
 
 
-def test_a_script_gets_its_arguments_and_its_time() -> None:
-    phone = OneAnswer(done(0, b"there\n"))
-    assert shell(phone, 'cat "$1"', "a file", seconds=5) == "there\n"
-    shell(phone, "true")
-    assert phone.ran == [(["sh", "-c", 'cat "$1"', "sh", "a file"], 5), (["sh", "-c", "true", "sh"], 60.0)]
-    with pytest.raises(TransportError, match="phone: no such file"):
-        shell(OneAnswer(done(1, b"", "no such file\n")), "cat x")
-
-
-@pytest.mark.parametrize(("folder", "named"), [("work", "./work"), ("-rf", "./-rf"), ("/data/work", "/data/work")])
-def test_a_folder_is_named_as_a_path(folder: str, named: str) -> None:
-    phone = OneAnswer(done(0, b"/home/me/work\n"), folder)
-    assert prepare_folder(phone) == "/home/me/work"
-    assert phone.ran[0][0][-1] == named
-
-
 def test_an_argument_with_a_nul_byte_is_refused_among_others() -> None:
     with pytest.raises(TransportError, match="an argument with a NUL byte cannot be passed to a command"):
         frame_command(["echo", "a\0b", "c"])
-
-
-def test_standard_error_has_its_own_channel_unless_told_otherwise() -> None:
-    ran = subprocess.run(["sh", "-c", frame_command(["sh", "-c", "echo bad >&2"]).line], capture_output=True, check=False)
-    assert (ran.stderr, b"bad" in ran.stdout) == (b"bad\n", False)
 
 
 def test_markers_are_long_and_differ() -> None:

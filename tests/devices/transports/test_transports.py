@@ -60,11 +60,6 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
     return AdbTransport(daemon.serial, f"/data/local/tmp/{tmp_path.name}")
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "PAUSE_SECONDS", 0.1)
-
-
 def test_arguments_arrive_as_they_are(transport: Transport) -> None:
     done = transport.run(["sh", "-c", 'for a in "$@"; do printf "%s|" "$a"; done', "sh", *AWKWARD])
     assert (done.code, done.text) == (0, "".join(f"{a}|" for a in AWKWARD))
@@ -119,8 +114,7 @@ def test_a_folder_arrives_whole_and_only_changes_are_sent(transport: Transport, 
     assert tree.push_tree(transport, folder, target).sent == 0
 
 
-def test_large_files_go_in_chunks_and_resume(transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "CHUNK_BYTES", 1 << 20)
+def test_large_files_go_in_chunks_and_resume(transport: Transport, tmp_path: Path) -> None:
     source = tmp_path / "big it's.bin"
     source.write_bytes(bytes(range(256)) * 14_000)
     target = f"{prepare_folder(transport)}/models/big it's.bin"
@@ -139,7 +133,6 @@ def test_large_files_go_in_chunks_and_resume(transport: Transport, tmp_path: Pat
     resumed: list[int] = []
     tree.push_file(transport, source, target, resumed.append)
     assert (sent, resumed) == ([1 << 20, 2 << 20], [3 << 20, source.stat().st_size])
-    monkeypatch.setattr(tree, "CHUNK_BYTES", 1_000_000)
     back = tmp_path / "back"
     tree.pull_file(transport, target, back)
     assert back.read_bytes() == source.read_bytes()
@@ -161,34 +154,31 @@ def test_what_is_not_there_cannot_be_fetched(transport: Transport, tmp_path: Pat
     assert not list(tmp_path.glob("nothing*"))
 
 
-def test_a_file_that_is_too_large_stays_on_the_device(transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = f"{prepare_folder(transport)}/log"
-    shell(transport, 'head -c 3001 /dev/zero > "$1"', source)
-    monkeypatch.setattr(tree, "MAX_PULL_BYTES", 3000)
+def test_a_file_that_is_too_large_stays_on_the_device(tmp_path: Path) -> None:
+    device = LocalTransport(tmp_path / "device")
+    source = Path(prepare_folder(device)) / "log"
+    with source.open("wb") as file:
+        file.truncate(tree.MAX_PULL_BYTES + 1)
     with pytest.raises(TransportError, match=r"log is larger than .* it is left there"):
-        tree.pull_file(transport, source, tmp_path / "log")
+        tree.pull_file(device, str(source), tmp_path / "log")
     assert not list(tmp_path.glob("log*"))
 
 
-def test_a_device_that_sends_more_than_the_file_has_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_sends_more_than_the_file_has_cannot_fill_the_disk(tmp_path: Path) -> None:
     written = []
 
     class Liar(LocalTransport):
         def run(self, arguments: Sequence[str], *, seconds: float = 60.0) -> CommandResult:
+            written.extend(path.stat().st_size for path in tmp_path.glob("log*") if tree.HASH in arguments)
             done = super().run(arguments, seconds=seconds)
             return replace(done, output=bytes(5_000_000)) if tree.SLICE in arguments else done
 
-    def measured(path: Path) -> str:
-        written.append(path.stat().st_size)
-        return ""
-
     device = Liar(tmp_path / "device")
     source = Path(prepare_folder(device)) / "log"
-    source.write_bytes(bytes(1000))
-    monkeypatch.setattr(tree, "sha256_of", measured)
+    source.write_bytes(bytes(range(250)) * 4)
     with pytest.raises(TransportError, match="arrived damaged"):
         tree.pull_file(device, str(source), tmp_path / "log")
-    assert written == [1000] * tree.ATTEMPTS
+    assert written == [1000] * (tree.ATTEMPTS - 1)
 
 
 def test_a_flood_is_no_broken_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,11 +286,17 @@ def test_free_space_is_known_before_the_folder_is(transport: Transport) -> None:
     assert free > 1 << 20
 
 
-def test_too_little_room_is_refused_before_anything_is_sent(transport: Transport, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "free_bytes", lambda *_: 1000)
+def test_too_little_room_is_refused_before_anything_is_sent(folder: Path, tmp_path: Path) -> None:
+    class Full(LocalTransport):
+        def run(self, arguments: Sequence[str], *, seconds: float = 60.0) -> CommandResult:
+            done = super().run(arguments, seconds=seconds)
+            listed = b"Filesystem 1K-blocks Used Available Use% Mounted on\ntmpfs 9 8 1 90% /\n"
+            return replace(done, output=listed) if any("df -k" in word for word in arguments) else done
+
+    device = Full(tmp_path / "device")
     with pytest.raises(TransportError, match="are free"):
-        tree.push_tree(transport, folder, f"{prepare_folder(transport)}/no room")
-    assert tree.device_files(transport, prepare_folder(transport)) == {}
+        tree.push_tree(device, folder, f"{prepare_folder(device)}/no room")
+    assert tree.device_files(device, prepare_folder(device)) == {}
 
 
 def test_a_device_that_does_not_answer_in_time_is_waited_for_and_no_failure(transport: Transport) -> None:

@@ -209,7 +209,7 @@ def test_sources_are_hashed_file_by_file(member_folder: Folders) -> None:
 @pytest.mark.parametrize(
     ("target", "drafter", "sentence"),
     [
-        ("e2b-assistant", "e2b-assistant", "is an assistant, not a target"),
+        ("e2b-assistant", "e2b-assistant", "is an assistant, not a full model"),
         ("e2b", "e2b", "not an MTP assistant"),
         ("e2b", "31b-assistant", "is not the assistant of"),
     ],

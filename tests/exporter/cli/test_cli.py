@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.metadata import PackageNotFoundError
-from importlib.util import find_spec
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from edge_devices.machine.memory import byte_text
 from edge_export.checkpoint import sources
 from edge_export.cli import export
 from edge_export.cli.command import main
+from edge_export.cli.export import default_output
 from edge_runtime.bundle.bundle import open_bundle
 
 QUICK = ["--target-quant", "f16", "--drafter-quant", "f16", "--no-verify"]
@@ -75,19 +77,15 @@ def test_a_size_is_no_checkpoint(tmp_path: Path) -> None:
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     """These packages are not installed."""
-    from edge_export.pipeline import export
-    from edge_export.quantization import llama_quantize
 
-    def spec(name: str) -> object:
-        return None if name in packages else find_spec(name)
+    def installed(name: str, known: Callable[[str], str] = version) -> str:
+        if name == "llama-cpp-python" and "llama_cpp" in packages:
+            raise PackageNotFoundError(name)
+        return known(name)
 
-    def version(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(llama_quantize, "find_spec", spec)
-    monkeypatch.setattr(export, "find_spec", spec)
-    if "llama_cpp" in packages:
-        monkeypatch.setattr("importlib.metadata.version", version)
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("importlib.metadata.version", installed)
 
 
 def test_nothing_is_fetched_where_a_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,41 +128,18 @@ def test_refusals_are_one_sentence_and_exit_1(pair: list[Path], tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "there"]
 
 
-def test_an_interrupt_exits_130_and_leaves_nothing(pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edge_export.pipeline import bundle_files
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bundle_files, "manifest_source", interrupted)
-    result = invoke(*pair, "-o", tmp_path / "out", *QUICK)
-    assert result.exit_code == 130
-    assert "stopped" in result.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "export_pair", Mock(side_effect=KeyboardInterrupt))
+    result = invoke("a", "b", "-o", "out", *QUICK)
+    assert (result.exit_code, result.stderr.strip()) == (130, "stopped; nothing unfinished was left behind")
 
 
-def test_the_reference_pair_stands_for_target_and_drafter(pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "reference_pair", lambda: tuple(pair))
-    monkeypatch.setattr(export, "shipped_acceptance", lambda _: {"seen": [1.0]})
+def test_the_reference_pair_stands_for_target_and_drafter(tmp_path: Path) -> None:
     result = invoke("-o", tmp_path / "out", *QUICK, command="reference")
     assert result.exit_code == 0, result.stderr
-    assert open_bundle(tmp_path / "out").manifest.sources["target"].origin == pair[0].name
-    assert open_bundle(tmp_path / "out").manifest.acceptance == {"seen": [1.0]}, "without --verify too"
-
-
-def test_a_package_without_the_pair_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "files", lambda _: tmp_path)
-    result = invoke("-o", tmp_path / "out", command="reference")
-    assert result.exit_code == 1
-    assert "the reference pair is not installed" in result.stderr
-
-
-def test_help_shows_examples_and_the_version_is_there() -> None:
-    shown = CliRunner().invoke(main, ["--help"])
-    assert shown.exit_code == 0
-    assert "edge-export pair google/gemma-4-E2B-it" in shown.stdout
-    assert "default: q4_k_m" in " ".join(invoke("--help").stdout.split())
-    assert "version" in CliRunner().invoke(main, ["--version"]).stdout
+    manifest = open_bundle(tmp_path / "out").manifest
+    assert [manifest.sources[role].origin for role in ("target", "drafter")] == [path.name for path in sources.reference_pair()]
+    assert manifest.acceptance == sources.shipped_acceptance(sources.reference_pair()[1]) != {}, "without --verify too"
 
 
 @pytest.mark.parametrize(
@@ -213,15 +188,8 @@ def test_a_plan_makes_nothing_and_its_sizes_are_those_of_an_export(pair: list[Pa
         ("../models/x-Q4_0.gguf", "x-Q4_0"),
     ],
 )
-def test_without_an_output_the_bundle_has_the_targets_name(
-    target: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    requests: list[Any] = []
-    monkeypatch.setattr(export, "export_pair", lambda request, _: requests.append(request))
-    monkeypatch.setattr(export, "show", lambda *_: None)
-    assert invoke(target, "drafter", "--format", "onnx").exit_code == 0
-    assert requests[0].output == Path(output)
+def test_without_an_output_the_bundle_has_the_targets_name(target: str, output: str) -> None:
+    assert default_output(target) == Path(output)
 
 
 def test_a_checkpoint_here_is_not_taken_for_its_bundle(pair: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,9 +211,7 @@ def test_other_commands_need_what_they_need(pair: list[Path], tmp_path: Path) ->
 def test_an_option_that_is_given_wins_over_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
     monkeypatch.setattr(export, "export_pair", lambda request, _: requests.append(request))
-    monkeypatch.setattr(export, "show", lambda *_: None)
     for words in ([], ["--onnx-target", "int4"]):
-        result = invoke("a", "b", "-o", "out", "--format", "both", "--device", "qnn", "--no-verify", *words)
-        assert result.exit_code == 0, result.output
+        invoke("a", "b", "-o", "out", "--format", "both", "--device", "qnn", "--no-verify", *words)
     assert [(request.onnx.target, request.onnx.drafter) for request in requests] == [("f16", "f16"), ("int4", "f16")]
     assert [(request.verify, request.gguf, str(request.output)) for request in requests] == [(False, True, "out")] * 2

@@ -14,11 +14,12 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.request import install_opener
 
 import pytest
 from click.testing import CliRunner
@@ -26,7 +27,7 @@ from rich.console import Console
 
 from edge_devices.files.atomic_write import locked
 from edge_devices.files.limited_read import sha256_of
-from edge_devices.waiting import no_report
+from edge_devices.waiting import Report, no_report
 from edge_export.cli.command import main
 from edge_export.cli.display import Steps
 from edge_export.device_package import build as making
@@ -221,12 +222,13 @@ def test_inventory_names_every_file_with_its_hash(tmp_path: Path) -> None:
     assert (reported["schema"], reported["platform"], sum(file.bytes for file in inventory.files)) == (2, "linux-arm64", 3)
 
 
-def test_a_package_built_on_windows_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_built_on_windows_is_the_same(tmp_path: Path) -> None:
     """Windows keeps no mark of what can be started, and writes lines of text with another end."""
-    monkeypatch.setattr(Path, "chmod", lambda *_: None)
     write_launchers(tmp_path, LINUX, ("onnx",))
     for name in (f"lib/{LINUX.loader}", "lib/libc.so.6", "tools/llama-bench"):
         write_file(tmp_path / name, b"")
+    for path in tmp_path.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
     listed = take_inventory(tmp_path, INVENTORY).files
     started = {"bin/edge-python", "bin/edge-run", "bin/edge-bench", "bin/edge-devices", f"lib/{LINUX.loader}", "tools/llama-bench"}
     assert {file.path for file in listed if file.executable} == started
@@ -279,7 +281,7 @@ def deb(files: dict[str, bytes], links: dict[str, str]) -> bytes:
 
 
 @pytest.fixture
-def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> debian.Mirror:
     """A mirror in a folder, with two versions of a package; no program is on PATH, gpgv and apt among them."""
     root = tmp_path / "mirror"
     for place, suite, number in (("debian", "bookworm", 9), ("debian-security", "bookworm-security", 14)):
@@ -295,20 +297,23 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (f"dists/{suite}/InRelease", release),
         ):
             write_file(root / place / path, data.encode() if isinstance(data, str) else data)
-    monkeypatch.setattr(debian, "MIRROR", root.as_uri())
     monkeypatch.setenv("PATH", "/nowhere")
-    return root
+    return debian.Mirror(url=root.as_uri(), keyring=tmp_path / "none")
 
 
-def test_packages_of_debian_are_read_without_its_programs(mirror: Path, tmp_path: Path) -> None:
-    archive = debian.fetch_archives(("thing",), "arm64", tmp_path)["thing"]
+def fetch(mirror: debian.Mirror, cache: Path) -> Path:
+    return debian.fetch_archives(("thing",), "arm64", cache, mirror)["thing"]
+
+
+def test_packages_of_debian_are_read_without_its_programs(mirror: debian.Mirror, tmp_path: Path) -> None:
+    archive = fetch(mirror, tmp_path)
     assert archive.name == "thing_1-1+deb12u14_arm64.deb"  # the newer one
     unpacked = debian.DebianArchive(archive)
     assert unpacked.names("usr/lib") == ["usr/lib/away", "usr/lib/libthing.so.1", "usr/lib/libthing.so.1.14"]
     assert unpacked.read("usr/lib/libthing.so.1") == b"bytes"
     assert unpacked.read("usr/lib/away") is None
-    shutil.rmtree(mirror / "debian-security/pool")
-    assert debian.fetch_archives(("thing",), "arm64", tmp_path)["thing"] == archive  # what was fetched is kept
+    shutil.rmtree(tmp_path / "mirror/debian-security/pool")
+    assert fetch(mirror, tmp_path) == archive  # what was fetched is kept
 
 
 @pytest.mark.parametrize(
@@ -319,10 +324,10 @@ def test_packages_of_debian_are_read_without_its_programs(mirror: Path, tmp_path
         ("debian/dists/bookworm/InRelease", "names no main/binary-arm64/Packages.xz"),
     ],
 )
-def test_what_is_not_what_the_lists_say_is_refused(damaged: str, reason: str, mirror: Path, tmp_path: Path) -> None:
-    (mirror / damaged).write_bytes(b"damaged")
+def test_what_is_not_what_the_lists_say_is_refused(damaged: str, reason: str, mirror: debian.Mirror, tmp_path: Path) -> None:
+    (tmp_path / "mirror" / damaged).write_bytes(b"damaged")
     with pytest.raises(PackageError, match=reason):
-        debian.fetch_archives(("thing",), "arm64", tmp_path)
+        fetch(mirror, tmp_path)
     assert not list(tmp_path.glob("debian-*/thing*"))
 
 
@@ -334,13 +339,11 @@ def test_a_damaged_archive_is_one_sentence(archive: bytes, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(shutil.which("gpgv") is None, reason="gpgv is not installed")
-def test_a_wrong_signature_is_refused_where_it_is_checked(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_signature_is_refused_where_it_is_checked(mirror: debian.Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(debian, "MIRROR", mirror.as_uri())
-    monkeypatch.setattr(debian, "KEYRING", tmp_path / "keyring.gpg")
     (tmp_path / "keyring.gpg").write_bytes(b"")
     with pytest.raises(PackageError, match=r"signature of bookworm\.InRelease is wrong \(gpgv: NODATA\)"):
-        debian.fetch_archives(("thing",), "arm64", tmp_path)
+        fetch(replace(mirror, keyring=tmp_path / "keyring.gpg"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -355,29 +358,27 @@ def test_a_wrong_signature_is_refused_where_it_is_checked(mirror: Path, tmp_path
     ],
 )
 def test_a_key_of_the_keyring_is_enough(
-    words: str, reason: str | None, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, reason: str | None, mirror: debian.Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gpgv ends with 2 where a keyring lacks any of the keys that sign."""
     lines = "".join(f"echo '[GNUPG:] {word} text' >&2\n" for word in words.split())
-    write_file(tmp_path / "bin/gpgv", f'#!/bin/sh\n{lines}while read -r line; do echo " ${{line}}"; done < "${{8}}"\nexit 2\n'.encode())
-    (tmp_path / "bin/gpgv").chmod(0o755)
+    program = tmp_path / "bin/gpgv"
+    write_file(program, f'#!/bin/sh\n{lines}while read -r line; do echo " ${{line}}"; done < "${{8}}"\nexit 2\n'.encode(), executable=True)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(debian, "KEYRING", tmp_path / "bin/gpgv")
     with pytest.raises(PackageError, match=reason) if reason else contextlib.nullcontext():
-        debian.fetch_archives(("thing",), "arm64", tmp_path)
+        fetch(replace(mirror, keyring=program), tmp_path)
 
 
-def test_a_download_that_cannot_be_kept_is_no_failure_of_the_network(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = debian.fetch_archives(("thing",), "arm64", tmp_path)["thing"].parent / "bookworm.InRelease"
-    monkeypatch.setattr(debian, "_MAX_ARCHIVE", 10)
+def test_a_download_that_cannot_be_kept_is_no_failure_of_the_network(mirror: debian.Mirror, tmp_path: Path) -> None:
+    kept = fetch(mirror, tmp_path).parent / "bookworm.InRelease"
     before = kept.read_bytes()
     with pytest.raises(PackageError, match=r"InRelease cannot be fetched \(more than 10 bytes"):
-        debian.fetch_archives(("thing",), "arm64", tmp_path)
+        fetch(replace(mirror, max_bytes=10), tmp_path)
     assert kept.read_bytes() == before
     kept.unlink()
     kept.mkdir()
     with pytest.raises(PackageError, match=r"bookworm\.InRelease cannot be written .*; make room"):
-        debian.fetch_archives(("thing",), "arm64", tmp_path)
+        fetch(mirror, tmp_path)
 
 
 def test_what_wheels_import_stays_in_the_standard_library() -> None:
@@ -386,19 +387,22 @@ def test_what_wheels_import_stays_in_the_standard_library() -> None:
     assert not debian._LEFT_OUT.search("pickletools.py")
 
 
-def test_an_unreachable_mirror_is_one_sentence_and_leaves_nothing(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(debian, "MIRROR", (mirror / "none").as_uri())
+@pytest.fixture
+def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The words of a command that finds no network."""
+    for name in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
-    status, output = run_command("linux-arm64", "--backend", "onnx", "-o", str(tmp_path / "package"))
-    assert status == 1
-    assert "InRelease cannot be fetched" in output
+    install_opener(None)  # the next one reads the environment
+    yield ["-o", str(tmp_path / "package")]
+    install_opener(None)
+
+
+def test_an_unreachable_mirror_is_one_sentence_and_leaves_nothing(away: list[str], tmp_path: Path) -> None:
+    status, output = run_command("linux-arm64", *away, "--without-kernels")
+    assert (status, "InRelease cannot be fetched" in output) == (1, True)
     assert not (tmp_path / "package").exists()
-
-
-def test_missing_zig_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_libraries, "find_spec", lambda name: None)
-    with pytest.raises(PackageError, match=r"ziglang, .*is missing.*edge-mtp\[package\]"):
-        native_libraries.open_toolchain(tmp_path)
 
 
 def test_unreachable_index_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,58 +418,68 @@ def test_unreachable_index_is_one_sentence(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("media", [True, False])
-def test_wheels_decode_images_and_sound_where_asked(media: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[tuple[str, ...]] = []
-    monkeypatch.setattr(wheels, "pip_download", lambda _, *words: commands.append(words))
-    monkeypatch.setattr(making, "add_python", lambda *_: [])
-    monkeypatch.setattr(making, "open_toolchain", lambda _: None)
-    request = making.PackageRequest(platform=LINUX.name, output=tmp_path / "p", backends=("llama", "onnx"), media=media)
-    with pytest.raises(PackageError, match="numpy's wheel is not built as"):  # of which there is none here
-        making._build(request, tmp_path, lambda _: no_report)
-    names = [re.split("[<>=!~]", word)[0] for word in commands[0][commands[0].index("--implementation") + 2 :]]
+def test_wheels_decode_images_and_sound_where_asked(media: bool, tmp_path: Path) -> None:
+    request = making.PackageRequest(platform=LINUX.name, output=tmp_path, backends=("llama", "onnx"), media=media)
+    names = [re.split("[<>=!~]", word)[0] for word in wheels.wheel_requirements(request.extras)]
     assert ({"pillow", "soundfile", "cffi"} & {*names} == {"pillow", "soundfile", "cffi"}) is media
     assert {"typing_extensions", "numpy"} <= {*names}
     assert names.count("typing_extensions") == 1
 
 
-def test_llama_cpp_comes_with_its_media_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-    shares: list[float] = []
+CMAKE = """\
+#!/bin/sh
+echo "$*" >> "$0.log"
+case "$*" in
+  *" -- -n") printf 'ninja: Entering directory\\n[1/2] compile\\n[2/2] link\\n' ;;
+  "--build "*)
+    build=$2; mkdir -p "$build/bin"; shift 5
+    for lines in 1 2; do echo entry >> "$build/.ninja_log"; sleep 0.3; done
+    for target; do
+      test $target = llama && target="llama ggml ggml-base ggml-cpu"
+      for name in $target; do printf $name > "$build/bin/lib$name.so"; done
+    done ;;
+esac
+"""
 
-    def build(command: list[str | Path], _: str, each_poll: Callable[[], None] = lambda: None) -> str:
-        commands.append([str(word) for word in command])
-        if "-n" in commands[-1]:
-            return "ninja: Entering directory\n[1/2] compile\n[2/2] link\n"
-        if "--target" in commands[-1]:
-            folder = Path(commands[-1][2])
-            for lines in range(3):
-                (folder / ".ninja_log").write_text("entry\n" * lines)
-                each_poll()
-            (folder / "bin").mkdir(parents=True)
-            for target in commands[-1][commands[-1].index("--target") + 1 :]:
-                for name in ("llama", "ggml", "ggml-base", "ggml-cpu") if target == "llama" else (target,):
-                    (folder / f"bin/lib{name}.so").write_text(name)
-        return ""
 
-    monkeypatch.setattr(native_libraries, "run", build)
-    monkeypatch.setattr(native_libraries, "_zig_version", lambda: "0")
+def test_llama_cpp_comes_with_its_media_library(tmp_path: Path) -> None:
+    pytest.importorskip("ziglang", reason="needs edge-mtp[package]")
+    shares: list[list[float]] = []
     sources = tmp_path / "llama_cpp_python-0"
     for path in ("llama_cpp/mtmd_cpp.py", "llama_cpp/server/app.py", "LICENSE.md", "vendor/llama.cpp/LICENSE"):
-        (sources / path).parent.mkdir(parents=True, exist_ok=True)
-        (sources / path).write_text("text")
-    (tmp_path / f"{sources.name}.tar.gz").write_text("archive")
-    toolchain = native_libraries.Toolchain(zig=tmp_path / "zig", cmake="cmake", ninja="ninja", home=tmp_path, sources=sources)
-    native_libraries.add_llama(tmp_path / "p", LINUX, toolchain, lambda _: lambda share, _="": shares.append(share))
-    assert shares == [0.0, 0.5, 1.0] * 2  # for each kind of processor
+        write_file(sources / path, b"text")
+    write_file(tmp_path / f"{sources.name}.tar.gz", b"archive")
+    write_file(tmp_path / "cmake", CMAKE.encode(), executable=True)
+    toolchain = native_libraries.Toolchain(
+        zig=tmp_path / "zig", cmake=str(tmp_path / "cmake"), ninja="ninja", home=tmp_path, sources=sources
+    )
+
+    def step(_: str) -> Callable[..., None]:
+        shares.append([])
+        return lambda share, _="": shares[-1].append(share)
+
+    native_libraries.add_llama(tmp_path / "p", LINUX, toolchain, step)
+    assert len(shares) == 2  # for each kind of processor
+    assert all(each == sorted(each) and each[-1] == 1.0 and 0.5 in each for each in shares)
     folder = tmp_path / "p" / SITE / "llama_cpp"
     assert (folder / "lib/libmtmd.so").read_text() == "mtmd"
     assert (folder / "mtmd_cpp.py").is_file()
+    assert not (folder / "server").exists()
     assert "Version: 0.3.36\n" in (folder.parent / "llama_cpp_python-0.3.36.dist-info/METADATA").read_text()  # by which a doctor finds it
-    configured = [command for command in commands if "-S" in command]
-    assert all({"-DLLAMA_BUILD_MTMD=ON", "-DMTMD_VIDEO=OFF"} <= set(command) for command in configured)
+    configured = [line.split() for line in (tmp_path / "cmake.log").read_text().splitlines() if line.startswith("-S")]
+    assert len(configured) == 2
+    assert all({"-DLLAMA_BUILD_MTMD=ON", "-DMTMD_VIDEO=OFF"} <= set(words) for words in configured)
 
 
-def test_zig_compiles_what_the_installation_lacks_and_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This installation has no kernels for other machines, as a checkout."""
+    monkeypatch.setattr(native_libraries, "LIBRARIES", tmp_path / "none")
+
+
+def test_zig_compiles_what_the_installation_lacks_and_says_how_far_it_is(
+    no_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ziglang", reason="needs edge-mtp[package]")
     compiled: list[str] = []
 
@@ -474,7 +488,6 @@ def test_zig_compiles_what_the_installation_lacks_and_says_how_far_it_is(tmp_pat
             report(done)
         compiled.append(f"{target} {folder.relative_to(tmp_path)} {cache.relative_to(tmp_path)}")
 
-    monkeypatch.setattr(native_libraries, "LIBRARIES", tmp_path / "none")
     monkeypatch.setattr(native_libraries, "build", compile_two)
     with Steps(Console(file=(out := io.StringIO()))) as step:
         assert native_libraries.add_kernels(tmp_path / "p", LINUX, tmp_path / "cache", step) == ("neon", "dotprod", "i8mm")
@@ -483,20 +496,18 @@ def test_zig_compiles_what_the_installation_lacks_and_says_how_far_it_is(tmp_pat
     assert out.getvalue().splitlines() == [title, f"{title}: 50 %", f"{title}: 100 %"]
 
 
-def test_without_zig_and_kernels_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_zig_nothing_is_begun(no_kernels: None, away: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In an environment without zig, as that of make demo: the command ends before it downloads anything."""
-    monkeypatch.setattr(native_libraries, "LIBRARIES", tmp_path / "none")
-    monkeypatch.setattr(debian, "MIRROR", (tmp_path / "none").as_uri())
-    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(sys.modules, "ziglang", None)
-    status, output = run_command("android-arm64", "-o", str(tmp_path / "package"))
-    assert (status, output) == (
+    assert run_command("android-arm64", *away) == (
         1,
         "Error: this installation has no row kernels for android-arm64, and ziglang, which compiles them, is missing;"
         " pip install 'ziglang<0.18,>=0.17.1', or give --without-kernels, with which standard operators run, which are slower\n",
     )
-    status, output = run_command("android-arm64", "-o", str(tmp_path / "package"), "--without-kernels")
+    status, output = run_command("android-arm64", *away, "--without-kernels")
     assert (status, "cannot be fetched" in output) == (1, True)  # it went on
+    status, output = run_command("android-arm64", *away, "--without-kernels", "--backend", "llama")
+    assert (status, "ziglang, which compiles llama.cpp for the device, is missing; pip install 'edge-mtp[package]'" in output) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -523,53 +534,47 @@ def test_a_package_knows_how_another_one_is_made(tmp_path: Path) -> None:
     assert "llama" not in replace(request, platform="linux-x64").additions()  # which has none
 
 
-def test_failure_leaves_no_folder_and_an_old_package_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise PackageError("Debian is away; try again")
-
-    monkeypatch.setattr(making, "add_python", fail)
-    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
+def test_failure_leaves_no_folder_and_an_old_package_stays(away: list[str], tmp_path: Path) -> None:
     old = tmp_path / "package"
-    (old / "bin").mkdir(parents=True)
-    (old / "bin/edge-python").write_text("old")
+    write_file(old / "bin/edge-python", b"old")
     take_inventory(old, INVENTORY)
-    request = making.PackageRequest(platform="linux-arm64", output=old, backends=("onnx",), force=True)
-    with pytest.raises(PackageError, match="Debian is away"):
-        making.make_package(request, lambda _: no_report)
+    status, output = run_command("linux-arm64", *away, "--without-kernels", "--force")
+    assert (status, "cannot be fetched" in output) == (1, True)
     assert (old / "bin/edge-python").read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} <= {"package", "cache"}
 
 
 def test_one_package_at_a_time_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its folder is a link, as in these tests."""
-    cache, downloads, notes, began = tmp_path / "cache/packages", tmp_path / "downloads", list[str](), list[bool]()
+    cache, downloads, notes, alone = tmp_path / "cache/packages", tmp_path / "downloads", list[str](), list[bool]()
     monkeypatch.setenv("EDGE_MTP_CACHE", str(cache.parent))
     downloads.mkdir()
     cache.parent.mkdir()
     cache.symlink_to(downloads)
 
-    def fetch(*_: object) -> None:
-        began.append(True)
-        with pytest.raises(InterruptedError), locked(downloads, refuse):
-            pytest.fail("two at a time")
+    def step(_: str) -> Report:
+        with contextlib.suppress(InterruptedError), locked(downloads, refuse):
+            alone.append(False)
+            raise PackageError("two at a time")
+        alone.append(True)
         raise PackageError("far enough")
 
     def refuse() -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(making, "add_python", fetch)
     with contextlib.ExitStack() as other:
         other.enter_context(locked(downloads))
 
         def say(line: str) -> None:
-            assert began == []
+            assert alone == []
             notes.append(line)
             other.close()  # the other one's end
 
-        request = making.PackageRequest(platform="linux-arm64", output=tmp_path / "package", backends=("onnx",))
+        request = making.PackageRequest(platform="linux-arm64", output=tmp_path / "package", backends=("onnx",), without_kernels=True)
         with pytest.raises(PackageError, match="far enough"):
-            making.make_package(request, lambda _: no_report, say)
+            making.make_package(request, step, say)
     assert notes == [f"Another package is being built with {cache}; waiting for its end."]
+    assert alone == [True]
 
 
 @pytest.mark.parametrize("listed", [{}, {"platform": ["linux-arm64"], "backends": []}, {"name": "web", "files": ["index.js"]}])

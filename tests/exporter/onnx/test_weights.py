@@ -132,7 +132,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest
         (lambda t: t["model"].update(type="Unigram"), "not a BPE tokenizer with byte fallback"),
         (lambda t: t["model"].update(merges=[]), "has no merges"),
         (lambda t: t["model"].update(merges=[["a"]]), "not a pair of pieces"),
-        (lambda t: t["model"]["vocab"].update({"new": 512}), "has 513 pieces, the model 512 rows"),
+        (lambda t: t["model"]["vocab"].update({"new": 512}), "has 513 tokens, the model 512"),
         (lambda t: t["model"]["vocab"].update({"new": 600}), "leaves a hole or is taken"),
         (lambda t: t["model"]["vocab"].update({"new": 3}), "leaves a hole or is taken"),
         (lambda t: t["model"]["vocab"].update({"new": -1}), "no vocabulary of pieces and ids"),

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,13 +60,6 @@ def test_a_reader_finds_a_bundle_at_every_moment(output: Path) -> None:
     assert sorted(path.name for path in output.parent.iterdir()) == ["bundle", "other"]
 
 
-def test_where_the_system_has_no_exchange_two_renames_do(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_folder, "exchange", lambda *_: False)
-    replace(output, "new")
-    assert (output / MARKER).read_text() == manifest("new")
-    assert [path.name for path in output.parent.iterdir()] == ["bundle"]
-
-
 class Library:
     """A C library whose renameat2 fails with this code; None: it has no renameat2."""
 
@@ -74,17 +68,23 @@ class Library:
             self.renameat2 = lambda *_: ctypes.set_errno(code) or -1
 
 
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    return lambda code: monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library(code))
+
+
 @pytest.mark.parametrize("code", [None, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
-def test_an_exchange_that_cannot_be_had_is_no_error(code: int | None, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library(code))
+def test_where_the_system_has_no_exchange_two_renames_do(code: int | None, output: Path, failing: Callable[[int | None], None]) -> None:
+    failing(code)
     assert not output_folder.exchange(output, output.parent)
     replace(output, "new")
     assert (output / MARKER).read_text() == manifest("new")
+    assert [path.name for path in output.parent.iterdir()] == ["bundle"]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux exchanges two names")
-def test_an_exchange_that_is_refused_leaves_the_old_bundle(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library(errno.EACCES))
+def test_an_exchange_that_is_refused_leaves_the_old_bundle(output: Path, failing: Callable[[int | None], None]) -> None:
+    failing(errno.EACCES)
     with pytest.raises(ExportError, match="Permission denied"):
         replace(output, "new")
     assert (output / MARKER).read_text() == manifest("0")

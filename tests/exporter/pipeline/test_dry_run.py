@@ -18,7 +18,6 @@ from click.testing import CliRunner
 
 from edge_devices.machine.detection import profiles
 from edge_devices.machine.memory import byte_text
-from edge_export.checkpoint import hub
 from edge_export.checkpoint.checkpoint import planned_checkpoint
 from edge_export.checkpoint.sources import reference_pair
 from edge_export.checkpoint.weight_formats import SIZES, published_config
@@ -27,6 +26,7 @@ from edge_export.errors import CheckpointError, ExportError
 from edge_export.pipeline.export import planned_export
 from edge_runtime.planning.speed import manifest_plan
 from edge_runtime.planning.speed_profile import speed_profile
+from fake_hub import FakeHub, point_client_at, serving
 
 Folders = Callable[[str], Path]
 # Bytes of the published model.safetensors, without the header of up to some 100 kB.
@@ -79,26 +79,25 @@ def test_a_folder_with_config_json_alone_is_planned_like_the_whole(member_folder
 
 
 def test_a_hub_name_fetches_its_config_alone(member_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def download(name: hub.HubName, patterns: list[str], *_: object) -> Path:
-        asked.append((str(name), patterns))
-        folder = tmp_path / str(len(asked))
-        folder.mkdir()
-        shutil.copy(member_folder(name.repository.rpartition("/")[2]) / "config.json", folder)
-        return folder
-
-    monkeypatch.setattr(hub, "_download", download)
-    monkeypatch.setattr(hub, "listing", lambda *_: {"model.safetensors": 7_000_000, "config.json": 5, "onnx/model.onnx": 10**9})
-    monkeypatch.setattr(hub, "is_cached", lambda _repository, _revision, file: file == "config.json")
-    result = CliRunner().invoke(main, ["plan", "google/e2b", "google/e2b-assistant@v1", "--revision", "v2", "--json"])
-    assert result.exit_code == 0, result.stderr
-    made = json.loads(result.stdout)
-    assert made["plan"]["memory"]["weights"] > 0
-    assert made["export"] == {"download_bytes": 14_000_000, "download_from": "listing", "disk_bytes": made["export"]["disk_bytes"]}
-    assert asked == [("google/e2b@v2", ["config.json"]), ("google/e2b-assistant@v1", ["config.json"])]
-    with pytest.raises(CheckpointError, match="is a GGUF file; plan for its size instead"):
-        planned_export("unsloth/x:x.gguf", "google/e2b-assistant")
+    members = {name: member_folder(name) for name in ("e2b", "e2b-assistant")}
+    hub = FakeHub({f"google/{name}": dict.fromkeys(("main", "v1", "v2"), folder) for name, folder in members.items()})
+    with serving(hub):
+        point_client_at(hub, tmp_path / "cache", monkeypatch)
+        result = CliRunner().invoke(main, ["plan", "google/e2b", "google/e2b-assistant@v1", "--revision", "v2", "--json"])
+        assert result.exit_code == 0, result.stderr
+        made = json.loads(result.stdout)
+        assert made["plan"]["memory"]["weights"] > 0
+        weights = sum(path.stat().st_size for folder in members.values() for path in folder.glob("*.safetensors"))
+        assert made["export"]["download_bytes"] == pytest.approx(weights, rel=0.05)
+        assert made["export"]["download_from"] == "listing"
+        assert [name for name, _ in hub.ranges] == ["config.json", "config.json"]
+        with pytest.raises(CheckpointError, match="is a GGUF file; plan for its size instead"):
+            planned_export("unsloth/x:x.gguf", "google/e2b-assistant")
+    # Where the hub cannot be asked, the download is estimated.
+    point_client_at(FakeHub({}, port=9), tmp_path / "cache", monkeypatch)
+    planned = planned_export("google/e2b@v2", str(members["e2b-assistant"]))
+    assert not planned.listed
+    assert planned.download_bytes == pytest.approx(2 * planned.manifest.architecture.parameters, rel=0.05)
 
 
 @pytest.mark.parametrize("size", SIZES.values())
@@ -116,34 +115,13 @@ def test_a_plan_says_the_download_and_the_disk(size: str) -> None:
     assert disk.startswith(f"Free disk for the export: about {byte_text(planned.disk_bytes)}, ")
 
 
-def test_where_the_hub_cannot_be_asked_the_download_is_estimated(
-    member_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(member_folder("e2b") / "config.json", tmp_path)
-    monkeypatch.setattr(hub, "_download", lambda *_: tmp_path)
-    monkeypatch.setattr(hub, "listing", lambda *_: {})
-    planned = planned_export("google/e2b", str(member_folder("e2b-assistant")))
-    assert not planned.listed
-    assert planned.download_bytes == pytest.approx(2 * planned.manifest.architecture.parameters, rel=0.05)
-
-
 @pytest.mark.parametrize("kinds", [("q4_k_m", "q8_0"), ("f16", "bf16"), ("q6_k", "f16")])
-def test_what_is_here_is_not_downloaded_and_takes_what_an_export_asks_for(
-    kinds: tuple[str, str], export: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_here_is_not_downloaded_and_takes_what_an_export_asks_for(kinds: tuple[str, str], export: Any, disk_with: Any) -> None:
     target, drafter = map(str, reference_pair())
     quantizations = dict(zip(("target_quantization", "drafter_quantization"), kinds, strict=True))
     planned = planned_export(target, drafter, **quantizations)
     assert (planned.download_bytes, planned.lines()[0]) == (0, "To download: nothing, its files are here.")
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1234))
-    with pytest.raises(ExportError, match="needs about") as refused:
+    with disk_with(1234), pytest.raises(ExportError, match="needs about") as refused:
         export(target=target, drafter=drafter, **quantizations)
     asked = float(re.search(r"needs about ([\d.]+) MB", str(refused.value))[1]) * 1e6  # type: ignore[index]
     assert planned.disk_bytes == pytest.approx(asked, rel=0.1), "all but vocabularies and texts"
-
-
-def test_one_name_is_enough_for_a_plan_of_a_size() -> None:
-    result = CliRunner().invoke(main, ["plan", "E2B", "--profile", "raspberry-pi-5", "--json"])
-    assert result.exit_code == 0, result.stderr
-    assert CliRunner().invoke(main, ["pair", "E2B", "-o", "out"]).exit_code == 2

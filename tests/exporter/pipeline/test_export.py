@@ -17,37 +17,17 @@ import pytest
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export import output
-from edge_export.checkpoint import sources
 from edge_export.checkpoint.checkpoint import read_gguf_header
 from edge_export.checkpoint.sources import reference_pair
 from edge_export.errors import ExportError
-from edge_export.gguf.writer import GgufPlan
 from edge_export.onnx.request import OnnxRequest
-from edge_export.pipeline import bundle_files, gguf_step
-from edge_export.pipeline import export as pipeline
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME
 from polling import dead_process
-from progress_log import ProgressLog
+from progress_log import Failing, ProgressLog
 
 Export = Callable[..., Bundle]
 NO_GGUF = {"target_quantization": None, "drafter_quantization": None}
-STEPS = [
-    (pipeline, "resolve_pair"),
-    (sources, "read_vocabulary"),
-    (pipeline, "cache_layout"),
-    (gguf_step, "plan_gguf"),
-    (pipeline, "_check_space"),
-    (GgufPlan, "write"),
-    (gguf_step, "quantize_gguf"),
-    (gguf_step, "write_head"),
-    (gguf_step, "measure_parity"),
-    (pipeline, "copy_texts"),
-    (bundle_files, "sha256_of"),
-    (bundle_files, "manifest_source"),
-    (pipeline, "architecture"),
-    (pipeline, "open_bundle"),
-]
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -113,51 +93,38 @@ def test_a_gguf_is_taken_as_it_is(export: Export, tmp_path: Path) -> None:
         export(target=paths[0], target_quantization="q8_0", output=tmp_path / "third")
 
 
-@pytest.mark.parametrize(("place", "step"), STEPS)
-def test_a_failing_step_leaves_nothing(place: Any, step: str, export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_step, "measure_parity", lambda *_: {"skipped": "not what is tested"})
-    monkeypatch.setattr(place, step, Mock(side_effect=ExportError(f"{step} failed on purpose")))
-    with pytest.raises(ExportError, match=f"{step} failed on purpose"):
-        export(target_quantization="q8_0", verify=True)
-    assert snapshot(tmp_path) == {}
+@pytest.fixture
+def steps(export: Export, tmp_path: Path) -> int:
+    """The number of an export's steps."""
+    export(log := ProgressLog(), target_quantization="q8_0")
+    shutil.rmtree(tmp_path / "out")
+    return len(log.steps)
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
-    monkeypatch.setattr(bundle_files, "manifest_source", Mock(side_effect=KeyboardInterrupt))
-    return KeyboardInterrupt
+def test_a_failing_step_leaves_nothing(export: Export, steps: int, tmp_path: Path) -> None:
+    assert steps > 8
+    for number in range(1, steps + 1):
+        with pytest.raises(ExportError, match="failed on purpose"):
+            export(Failing(number, ExportError("failed on purpose")), target_quantization="q8_0")
+        assert snapshot(tmp_path) == {}
 
 
-def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
-    monkeypatch.setattr(bundle_files, "manifest_source", Mock(side_effect=OSError(28, "No space left on device", "file")))
-    return ExportError
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device", "file")])
+def test_the_old_bundle_survives_a_failed_replacement(error: BaseException, export: Export, steps: int, tmp_path: Path) -> None:
+    export(target_quantization="q8_0")
+    before = snapshot(tmp_path)
+    with pytest.raises((KeyboardInterrupt, ExportError), match="No space left" if isinstance(error, OSError) else None):
+        export(Failing(steps, error), force=True, context=64, target_quantization="q8_0")
+    assert snapshot(tmp_path) == before
 
 
-def fill_the_disk_unnoticed(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
-    """Only the end of the export is told."""
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
-    return ExportError
-
-
-def refuse_the_move(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
-    rename = Path.rename
-
-    def refusing(self: Path, target: Path) -> Path:
-        if ".partial-" in self.name:
-            raise PermissionError(13, "Permission denied", str(self))
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", refusing)
-    monkeypatch.setattr(output, "exchange", lambda *_: False)
-    return ExportError
-
-
-@pytest.mark.parametrize("fail", [interrupt, fill_the_disk, fill_the_disk_unnoticed, refuse_the_move])
-def test_the_old_bundle_survives_a_failed_replacement(
-    fail: Callable[[pytest.MonkeyPatch], type[BaseException]], export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_is_full_when_all_is_written_leaves_the_old_bundle(
+    export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export()
     before = snapshot(tmp_path)
-    with pytest.raises(fail(monkeypatch), match=None if fail is interrupt else "No space left|Permission denied"):
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(ExportError, match="No space left"):
         export(force=True, context=64)
     assert snapshot(tmp_path) == before
 
@@ -211,16 +178,15 @@ def test_a_bundle_is_not_replaced_by_what_is_made_of_it(export: Export, tmp_path
     assert snapshot(tmp_path) == before
 
 
-def test_a_bundle_that_appears_meanwhile_is_not_replaced(export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bundle_files.manifest_source
+def test_a_bundle_that_appears_meanwhile_is_not_replaced(export: Export, tmp_path: Path) -> None:
+    class Appearing(ProgressLog):
+        def step(self, title: str, total_bytes: int | None) -> None:
+            super().step(title, total_bytes)
+            if title == "Hash the bundle":
+                (tmp_path / "out").mkdir()
 
-    def appearing(*arguments: Any, **named: Any) -> Any:
-        (tmp_path / "out").mkdir(exist_ok=True)
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(bundle_files, "manifest_source", appearing)
     with pytest.raises(ExportError, match="exists already"):
-        export()
+        export(Appearing())
     assert snapshot(tmp_path) == {"out": b""}
 
 
@@ -243,24 +209,17 @@ def test_a_bundle_whose_replacement_was_killed_midway_is_put_back(export: Export
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_no_space_is_refused_with_both_numbers(export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1234))
-    with pytest.raises(ExportError, match=rf"{tmp_path} has 1.2 kB free, the export needs about [\d.]+ MB .*another disk"):
+def test_no_space_is_refused_with_both_numbers(export: Export, disk_with: Any, tmp_path: Path) -> None:
+    with disk_with(1234), pytest.raises(ExportError, match=rf"{tmp_path} has 1.2 kB free, the export needs about [\d.]+ MB .*another disk"):
         export()
     assert snapshot(tmp_path) == {}
 
 
 @pytest.mark.parametrize("changes", [{}, {"onnx": OnnxRequest()}, {"gguf": False, "onnx": OnnxRequest()}])
-def test_the_export_asks_for_as_much_disk_as_it_takes(
-    changes: dict[str, Any], export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_export_asks_for_as_much_disk_as_it_takes(changes: dict[str, Any], export: Export, disk_with: Any, tmp_path: Path) -> None:
     changes |= NO_GGUF | dict(zip(("target", "drafter"), map(str, reference_pair()), strict=True))
-    usage = shutil.disk_usage(tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1234))
-        with pytest.raises(ExportError, match="needs about") as refused:
-            export(**changes)
+    with disk_with(1234), pytest.raises(ExportError, match="needs about") as refused:
+        export(**changes)
     number, unit = re.search(r"needs about ([\d.]+) (kB|MB)", str(refused.value)).groups()  # type: ignore[union-attr]
     asked, peak = float(number) * {"kB": 1e3, "MB": 1e6}[unit], 0
 

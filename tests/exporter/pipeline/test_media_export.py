@@ -110,7 +110,7 @@ def test_a_wrong_order_of_patches_fails_the_comparison(pair, text_is_not_compare
 
 def test_a_comparison_is_said():
     message = media_sentence({"quantization": "f16", "image_rows": 0.00123, "sound_rows": 0.002, "limit": 0.005})
-    assert message == " Soft rows (f16) differ by 0.0012 of images and 0.002 of sounds, as shares of their norm."
+    assert message == " Encoders (f16) differ from the reference by 0.0012 of images and 0.002 of sounds, as a share of the norm."
     assert media_sentence(None) == ""
 
 

@@ -119,15 +119,21 @@ def test_texts_have_no_end_tokens_and_are_greedy_at_zero(models):
         prompts_from(["short"], tokenizer, length=12, count=3, random=np.random.default_rng(2))
 
 
-def test_acceptance_walks_rounds(models, monkeypatch):
+def test_acceptance_walks_rounds():
     """Drafts that are right at their first place only: every round of three drafts accepts one and moves on by two."""
-
-    monkeypatch.setattr(tuning, "draft_states", lambda _drafter, _rows, segment: iter(range(segment.steps)))
-    monkeypatch.setattr(tuning, "greedy_choice", lambda _, step: torch.full((2, 15), 7 if step == 0 else 8))
-    result = acceptance(models[0], None, np.full((2, 21), 7), prompt=4, length=3, batch=2)
+    result = Accepted.of(np.full((2, 15), 1), length=3)
     assert (result.accepted.tolist(), result.drafted.tolist()) == ([8, 8], [24, 24])
+    assert Accepted.of(np.array([[3, 0, 0, 0, 2, 0]]), length=3).accepted.tolist() == [5]
     low, high = gain(result, Accepted(drafted=result.drafted, accepted=result.accepted * 2))
     assert low == high == pytest.approx(1 / 3)
+
+
+def test_acceptance_counts_drafts_that_the_text_confirms(models):
+    """Text that the drafter itself would write is accepted whole, other text hardly."""
+    target, drafter = models
+    texts = written_after(target, a_text(12), length=40, temperature=0.0, banned=[], seed=1)
+    written, drawn = (acceptance(target, drafter, each, prompt=12, length=3, batch=2) for each in (texts, a_text(52)))
+    assert (drawn.accepted.sum() / drawn.drafted.sum()) < 0.1 < (written.accepted.sum() / written.drafted.sum())
 
 
 def test_training_lowers_the_loss_and_goes_on_where_it_stopped(models, tmp_path, monkeypatch):

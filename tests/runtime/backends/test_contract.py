@@ -255,7 +255,7 @@ def test_a_host_may_pick_drafts_and_end_them(target: Target, drafter: Drafter) -
         ([], "there is no token to decode"),
         ([99999], "token id 99999 is not in the vocabulary of 4096"),
         ([5, -1], "token id -1 is not in the vocabulary"),
-        ([5] * 14, "14 rows are too many for one verify"),
+        ([5] * 14, "14 tokens are too many for one step"),
         ([5] * 1025, r"0 \+ 1025 tokens exceed the context of 1024"),
     ],
 )

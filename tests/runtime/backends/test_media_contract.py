@@ -15,6 +15,7 @@ pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 
 
 from edge_export.onnx.request import OnnxRequest
+from edge_runtime.errors import RequestError
 from edge_runtime.media.encoder_inputs import Image
 from edge_runtime.session import prompt_cache
 from edge_runtime.session.open import open_session
@@ -63,6 +64,19 @@ def test_no_picture_is_taken_for_another(session: Session) -> None:
     assert same.stats.reused_tokens == len(same.prompt) - 1
     assert changed.stats.reused_tokens == 4  # three tokens and the begin of an image
     assert (same.tokens, changed.tokens) == (fresh[id(first)], fresh[id(second)])
+
+
+@pytest.mark.parametrize(
+    ("ids", "shape", "says"),
+    [([], (0, 0), "at least one id"), ([-1, 0], (2, 0), "all negative"), ([-1, -2], (1, 0), "the shape"), ([-1, -2], (2, 1), "the shape")],
+)
+def test_soft_rows_that_cannot_be_are_refused(session: Session, ids: list[int], shape: tuple[int, int], says: str) -> None:
+    """`shape`: how many rows, and how many values more than a hidden row has."""
+    session.target.rollback(0)
+    rows = np.zeros((shape[0], session.target.hidden_size + shape[1]), np.float32)
+    with pytest.raises(RequestError, match=says):
+        session.target.prefill_rows(ids, rows)
+    assert session.target.length == 0
 
 
 def test_prompts_with_pictures_come_back_from_the_disk(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench_records import BASELINE, fixed, header, noisy_runs, run
 from device_runs import bench
-from edge_bench.measure import command, conditions
+from edge_bench.measure import command
 from edge_bench.measure.conditions import ConditionsWatch, MachineConditions, undisturbed
 from edge_bench.measure.energy import energy_figures
 from edge_bench.measure.records import Concurrency, CostRecord, ImageCost, KvTypeCost, Record, collect, line_of, read_records
@@ -90,14 +91,6 @@ def test_a_machine_that_throttles_rests_and_the_next_run_counts(tmp_path):
     assert watch.rested() == "the device was warm and rested once, 5 s in all"
 
 
-def test_a_machine_that_is_warm_at_first_rests_before_anything_runs(tmp_path):
-    board = Board(tmp_path, degrees=90.0)
-    watch = ConditionsWatch(board.system)
-    assert board.degrees < 80
-    board.work(1.5, 0.1)
-    assert watch.next().bad == ()
-
-
 def test_a_machine_that_stays_hot_does_not_rest_for_ever(tmp_path):
     board = Board(tmp_path, degrees=95.0, ambient=85.0)
     watch = ConditionsWatch(board.system)
@@ -144,26 +137,33 @@ def test_where_every_run_of_a_variant_throttled_nothing_is_claimed():
     assert actual.overall[1].claim == "disturbed"
 
 
-class Played:
+def heats(board: Board) -> SimpleNamespace:
     """A benchmark that heats a board."""
 
-    board: Board
-
-    def __init__(self, *_: object) -> None: ...
-
-    def records(self):
+    def records():
         yield header()
         for repeat in range(4):
             for variant in (BASELINE, fixed(3)):
-                self.board.work(4.0)
+                board.work(4.0)
                 yield run(variant, repeat=repeat)
 
+    return SimpleNamespace(records=records, energy_workloads=lambda _: {})
 
-def test_a_local_run_asks_for_throttling(tmp_path, monkeypatch):
+
+@pytest.fixture
+def played_on(played):
+    """Has runs measure a board that a benchmark heats."""
+
+    def on(board: Board) -> None:
+        played.benchmark(lambda *_: heats(board))
+        played.machine(board.system)
+
+    return on
+
+
+def test_a_local_run_asks_for_throttling(tmp_path, played_on):
     """From the board to the file and the tables, by the command."""
-    Played.board = Board(tmp_path / "board", degrees=70.0)
-    monkeypatch.setattr(command, "Benchmark", Played)
-    monkeypatch.setattr(conditions, "System", lambda: Played.board.system)
+    played_on(Board(tmp_path / "board", degrees=70.0))
     result = bench("run", "bundle", "--runs", tmp_path / "run.jsonl")
     assert result.exit_code == 0, result.output
     records = read_records(tmp_path / "run.jsonl")
@@ -173,7 +173,7 @@ def test_a_local_run_asks_for_throttling(tmp_path, monkeypatch):
     assert "the device was warm and rested 5 times" in result.stdout
 
 
-def test_every_kind_of_timed_record_has_its_own_heat(tmp_path, monkeypatch):
+def test_every_kind_of_timed_record_has_its_own_heat(tmp_path, played):
     """Costs of rows, types of cache, clients and images as well as requests; what is too short for its own has none."""
     board = Board(tmp_path / "board")
     timed: list[Record] = [
@@ -197,16 +197,15 @@ def test_every_kind_of_timed_record_has_its_own_heat(tmp_path, monkeypatch):
         ImageCost(budget=70, repeat=1, rows=64, encode_seconds=0.5, prefill_seconds=0.5),
     ]
 
-    class Timed(Played):
-        def records(self):
-            yield header()
-            for record in timed:
-                board.work(4.0)
-                yield record
-            yield run(BASELINE, repeat=1)
+    def records():
+        yield header()
+        for record in timed:
+            board.work(4.0)
+            yield record
+        yield run(BASELINE, repeat=1)
 
-    monkeypatch.setattr(command, "Benchmark", Timed)
-    monkeypatch.setattr(conditions, "System", lambda: board.system)
+    played.benchmark(lambda *_: SimpleNamespace(records=records))
+    played.machine(board.system)
     command.measure_speeds(Path("bundle"), BenchRequest(), LoadOptions(), tmp_path / "run.jsonl")
     written = read_records(tmp_path / "run.jsonl")
     (first, short), others = written.runs, (*written.cost_curves, *written.kv_types, *written.concurrency, *written.images)
@@ -215,37 +214,26 @@ def test_every_kind_of_timed_record_has_its_own_heat(tmp_path, monkeypatch):
     assert short.conditions is None
 
 
-def test_a_machine_that_speeds_have_left_hot_rests_before_its_joules(tmp_path, monkeypatch):
+def test_a_machine_that_speeds_have_left_hot_rests_before_its_joules(tmp_path, played_on, monkeypatch):
     """The protocol refuses a board that is throttled now, and minutes of speeds are what throttles it."""
-    Played.board, seen = Board(tmp_path / "board", degrees=85.0), []
+    board, seen = Board(tmp_path / "board", degrees=85.0), []
 
     def joules(*_, **__):
-        seen.append(Played.board.degrees)
+        seen.append(board.degrees)
         raise MeasurementError("enough")
 
-    monkeypatch.setattr(command, "Benchmark", Played)
-    monkeypatch.setattr(Played, "energy_workloads", lambda *_: {}, raising=False)
+    played_on(board)
     monkeypatch.setattr(command, "measure_energy", joules)
-    monkeypatch.setattr(command, "find_meter", lambda _: (SimulatedMachine(), ""))
-    monkeypatch.setattr(conditions, "System", lambda: Played.board.system)
     with pytest.raises(MeasurementError, match="enough"):
         command.measure_joules(Path("bundle"), BenchRequest(), LoadOptions(), tmp_path / "log", SimulatedMachine(), None, "run")
     assert seen[0] < 80
 
 
-def test_a_local_run_says_what_it_cannot_know(tmp_path, monkeypatch):
-    Played.board = Board(tmp_path / "board", answers=False)
-    monkeypatch.setattr(command, "Benchmark", Played)
-    monkeypatch.setattr(conditions, "System", lambda: Played.board.system)
+def test_a_local_run_says_what_it_cannot_know(tmp_path, played_on):
+    played_on(Board(tmp_path / "board", answers=False))
     result = bench("run", "bundle", "--runs", tmp_path / "run.jsonl")
     assert "not known: whether the board throttles (vcgencmd get_throttled: Can't open device file: /dev/vcio" in result.stdout
     assert any("whether the board throttles" in text for text in read_records(tmp_path / "run.jsonl").notes)
-
-
-def test_a_phone_in_the_cold_has_a_record(tmp_path):
-    cold = replace(run(BASELINE), conditions=MachineConditions(temperature_c=-4.5))
-    (tmp_path / "run.jsonl").write_text("".join(map(line_of, [header(), cold])))
-    assert read_records(tmp_path / "run.jsonl").runs == (cold,)
 
 
 def test_joules_say_what_was_no_longer_known():

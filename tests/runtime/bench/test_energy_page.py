@@ -161,18 +161,6 @@ def test_what_an_energy_log_cannot_give_is_refused(path: Path, option: str, tmp_
     assert (result.exit_code, "leave --markdown and --trace out" in result.stderr, result.stdout) == (1, True, "")
 
 
-@pytest.mark.parametrize(("minutes", "repeats", "longest_s"), [(10, 3, 252), (19, 5, 600)])
-def test_repeats_give_way_to_warming_up(
-    minutes: float, repeats: int, longest_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plans: list[Plan] = []
-    monkeypatch.setattr(energy, "measure", lambda *arguments: plans.append(arguments[4]))
-    machine = SimulatedMachine()
-    workloads = dict.fromkeys(["plain", "split 3", "calibrate:verify"], machine.workload(12.0))
-    measure_energy(tmp_path / "log", PendingExternalMeter(), workloads, threads=1, system=machine.system, minutes=minutes)
-    assert [(plan.repeats, round(plan.max_soak_s)) for plan in plans] == [(repeats, longest_s)]
-
-
 def meter_of(refresh_s: float, lag_s: float) -> Characteristics:
     return Characteristics(refresh_s=refresh_s, longest_gap_s=2 * refresh_s, lag_s=lag_s, zero_rate=0.0, read_s=0.01)
 

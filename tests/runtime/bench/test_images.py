@@ -68,9 +68,9 @@ def test_a_meter_gets_the_encode_phase(session):
 
 
 def test_sizes_that_do_not_fit_are_refused(session, exported_pair, probe_memory):
-    with pytest.raises(RequestError, match="cannot have 100 soft rows"):
+    with pytest.raises(RequestError, match="cannot have 100 tokens"):
         check_sizes(session, [70, 100])
-    with pytest.raises(RequestError, match="1089 rows does not fit the context of 768"):
+    with pytest.raises(RequestError, match="1089 tokens does not fit the context of 768"):
         check_sizes(session, [1120])
     with open_session(exported_pair, drafter="none", threads=1) as text_only, pytest.raises(RequestError, match="no encoder of images"):
         check_sizes(text_only, [70])

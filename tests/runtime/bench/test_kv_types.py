@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from edge_bench.measure import sweeps
 from edge_bench.measure.sweeps import measure_kv_types
 from edge_bench.report.tables import kv_table
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.bundle.gguf_types import KV_TYPES, KvType
-from edge_runtime.cli.run import main
 from edge_runtime.errors import RequestError
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
@@ -69,35 +66,6 @@ def test_float16_is_measured_first_though_not_asked_for(exported_pair: Path) -> 
     assert [cost.kv_type for cost in costs] == ["f16", "q8_0"]
     with pytest.raises(RequestError, match="there is no prompt"):
         next(measure_kv_types(exported_pair, []))
-
-
-def test_a_type_is_handed_over_before_the_next_one_runs(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warm machine rests there, and what it was like while the type ran is written with the type."""
-    ran: list[str] = []
-
-    def opening(*arguments: Any, kv_type: str, **named: Any) -> Session:
-        ran.append(kv_type)
-        return open_session(*arguments, kv_type=kv_type, **named)
-
-    monkeypatch.setattr(sweeps, "open_session", opening)
-    costs = measure_kv_types(exported_pair, PROMPTS[:1], kv_types=["q8_0"], max_tokens=5, threads=1)
-    assert (next(costs).kv_type, ran) == ("f16", ["f16"])
-    assert (next(costs).kv_type, ran) == ("q8_0", ["f16", "q8_0"])
-
-
-def test_the_command_says_why_it_stopped(exported_pair: Path) -> None:
-    from click.testing import CliRunner
-
-    def run(*arguments: str) -> tuple[str, str]:
-        result = CliRunner().invoke(main, ["generate", str(exported_pair), "--threads", "1", *arguments])
-        assert result.exit_code == 0, result.output
-        return result.stdout, result.stderr
-
-    _, output = run("--context", "64", "--max-tokens", "1000", "--kv-type", "q8_0", PROMPTS[0])
-    assert "stopped: the context of 64 tokens is full; raise --context or shorten the prompt" in output
-    result = CliRunner().invoke(main, ["generate", str(exported_pair), "--memory-limit", "30MB", "a"])
-    assert result.exit_code == 1
-    assert "but the limit is 30.0 MB" in result.stderr
 
 
 def test_the_configuration_chooses_type_and_limit(exported_pair: Path, tmp_path: Path) -> None:

@@ -123,13 +123,12 @@ def test_bars_stand_where_the_figures_are(result):
     assert "dense 4" not in text
 
 
-def test_the_same_figures_make_the_same_page(result, page):
-    assert report_page(result) == page
-
-
-def test_what_was_not_measured_has_no_plot():
-    plots = all_plots(figures(collect([whole_benchmark()[0], run(BASELINE)])))
-    assert [plot.name for plot in plots] == ["phases"]
+def test_a_single_length_and_prompt_make_no_plot_of_a_dot():
+    header, *_ = whole_benchmark()
+    runs = [run(v, seconds=s, drafted_at=d, accepted_at=d) for v, s, d in ((BASELINE, 1.0, ()), (fixed(1), 0.5, (5,)))]
+    names = [plot.name for plot in all_plots(figures(collect([header, *runs])))]
+    assert "speed-by-domain" in names
+    assert not {"speed-by-length", "acceptance", "contexts"} & set(names)
 
 
 def test_names_from_outside_stay_text():

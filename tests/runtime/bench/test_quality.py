@@ -60,7 +60,7 @@ def test_a_bundle_beside_its_checkpoint(exported_pair: Path) -> None:
         ((), 2, "give --checkpoint SOURCE or --against BUNDLE, one of them"),
         (("--checkpoint", "here", "--against", "there"), 2, "one of them"),
         (("--checkpoint", "no-such-folder"), 1, "the target no-such-folder does not exist; give a checkpoint folder"),
-        (("--checkpoint", PAIR / "drafter"), 1, "is an assistant, not a target"),
+        (("--checkpoint", PAIR / "drafter"), 1, "is an assistant, not a full model"),
         (("--against", "no-such-bundle"), 1, "no-such-bundle"),
     ],
 )
@@ -76,23 +76,6 @@ def copied(bundle: Path, folder: Path, change: Callable[[Manifest], Manifest]) -
     shutil.copytree(bundle, folder)
     (folder / "manifest.json").write_bytes(change(open_bundle(bundle).manifest).to_json().encode())
     return folder
-
-
-def tuned(manifest: Manifest) -> Manifest:
-    target = manifest.sources["target"]
-    files = tuple(replace(file, sha256="0" * 64) for file in target.files)
-    return replace(manifest, sources=manifest.sources | {"target": replace(target, files=files)})
-
-
-def test_a_bundle_of_other_weights_is_compared_with_a_warning(exported_pair: Path, quantized_pair: Path, tmp_path: Path) -> None:
-    other = copied(exported_pair, tmp_path / "tuned", tuned)
-    result = bench("quality", quantized_pair, other, "--against", exported_pair, *QUICK, "--json", tmp_path / "record.json")
-    assert result.exit_code == 0, result.output
-    (warning,) = json.loads((tmp_path / "record.json").read_text())["warnings"]
-    assert warning.startswith(f"{other} was made from target, with other weights than {exported_pair} from ")
-    assert f"Warning: {other} was made from" in " ".join(result.stderr.split())
-    assert "Warning: " in " ".join(result.stdout.split())
-    assert figures(quantized_pair, "--against", exported_pair)["warnings"] == []
 
 
 def test_a_bundle_of_another_shape_is_refused(exported_pair: Path, tmp_path: Path) -> None:
@@ -148,7 +131,7 @@ def test_several_bundles_are_plotted_over_bytes() -> None:
     ]
     (plot,) = quality_plots(result)
     assert "small, q4_0, llama.cpp" in plot.svg
-    assert "bytes of the target, MB" in plot.svg
+    assert "bytes of the model, MB" in plot.svg
     assert quality_plots(QualityResult(reference="model", engines={}, bundles=result.bundles[:1])) == []
 
 

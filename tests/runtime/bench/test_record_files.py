@@ -15,7 +15,6 @@ import pytest
 from bench_records import BASELINE, fixed, header, run
 from device_runs import bench
 from edge_bench.devices import results
-from edge_bench.measure import command
 from edge_bench.measure.energy import measure_energy
 from edge_bench.measure.records import Header, ModelFile, Note, Record, line_of, read_records
 from edge_bench.measure.request import shipped_prompts
@@ -174,17 +173,14 @@ def test_half_of_a_character_in_a_record_ends_no_json(tmp_path):
     assert json.loads(result.stdout)["devices"][1]["figures"]["header"]["bundle"] == "half ?"
 
 
-def test_a_real_record_holds_hashes_and_nothing_about_its_owner(
-    exported_pair: Path, probe_memory: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_real_record_holds_hashes_and_nothing_about_its_owner(exported_pair: Path, probe_memory: None, tmp_path: Path, played) -> None:
     """All that is shipped as prompts, and what names this machine and its user, is looked for in what a stranger would send."""
     machine = SimulatedMachine()
 
     def joules(_bundle, _request, _load, path, _meter, _minutes, name):  # the command's own log, of a simulated meter
         return measure_energy(path, machine, {"plain": machine.workload(12.0)}, threads=1, system=machine.system, repeats=2, run=name)
 
-    monkeypatch.setattr(command, "find_meter", lambda _: (machine, ""))
-    monkeypatch.setattr(command, "measure_joules", joules)
+    played.meter(machine, joules)
     what = "--domains code,chat --drafters dense --lengths none --policies profit --contexts none --repeats 1 --warm-up 0 --max-tokens 8"
     where = "--runs", tmp_path / "runs.jsonl", "--energy", tmp_path / "energy.jsonl"
     result = bench("run", exported_pair, *what.split(), "--backend", "llama", "--threads", "1", *where)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from cryptography.hazmat.primitives import serialization as form
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from edge_runtime.bundle import integrity
 from edge_runtime.bundle.integrity import check_signature, read_signing_key, sign_file
 from edge_runtime.errors import BackendError, BundleError
 
@@ -64,14 +64,21 @@ def test_the_key_file_is_read_as_openssl_wrote_it(key: Ed25519PrivateKey, tmp_pa
     assert base64.b64decode((tmp_path / "manifest.json.sig").read_bytes()) == raw
 
 
-@pytest.mark.parametrize("place", range(0, 64, 9))
-def test_any_flipped_byte_of_a_signature_is_refused(key: Ed25519PrivateKey, tmp_path: Path, place: int) -> None:
-    raw = bytearray(base64.b64decode((tmp_path / "manifest.json.sig").read_bytes()))
-    raw[place] ^= 1
-    (tmp_path / "manifest.json.sig").write_bytes(base64.b64encode(raw))
-    with pytest.raises(
-        BundleError, match=r"manifest\.json\.sig is not a signature of this manifest by the owner of .*do not use this bundle"
-    ):
+WRONG: dict[str, Callable[[bytes], bytes]] = {
+    **{f"byte {place} flipped": lambda raw, place=place: flipped(raw, place) for place in range(0, 64, 9)},
+    **{f"{length} bytes": lambda raw, length=length: base64.b64encode((raw * 2)[:length]) for length in (0, 63, 65)},
+    "a letter that is no base64": lambda raw: b"*" + base64.b64encode(raw),
+}
+
+
+def flipped(raw: bytes, place: int) -> bytes:
+    return base64.b64encode(bytes([*raw[:place], raw[place] ^ 1, *raw[place + 1 :]]))
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_any_other_signature_is_refused(key: Ed25519PrivateKey, tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "manifest.json.sig").write_bytes(WRONG[wrong](key.sign(DATA)))
+    with pytest.raises(BundleError, match="is not a signature of this manifest"):
         check_signature(tmp_path, DATA, tmp_path / "key.pub")
 
 
@@ -80,20 +87,6 @@ def test_blanks_around_a_signature_do_not_matter(key: Ed25519PrivateKey, tmp_pat
     text = (tmp_path / "manifest.json.sig").read_text().strip()
     (tmp_path / "manifest.json.sig").write_text(blanks + text + blanks)
     check_signature(tmp_path, DATA, tmp_path / "key.pub")
-
-
-@pytest.mark.parametrize("length", [0, 63, 65])
-def test_a_signature_has_64_bytes(key: Ed25519PrivateKey, tmp_path: Path, length: int) -> None:
-    (tmp_path / "manifest.json.sig").write_bytes(base64.b64encode((key.sign(DATA) * 2)[:length]))
-    with pytest.raises(BundleError, match="not a signature of this manifest"):
-        check_signature(tmp_path, DATA, tmp_path / "key.pub")
-
-
-def test_letters_that_are_no_base64_are_not_skipped(key: Ed25519PrivateKey, tmp_path: Path) -> None:
-    text = (tmp_path / "manifest.json.sig").read_text()
-    (tmp_path / "manifest.json.sig").write_text(text[:10] + "*" + text[10:])
-    with pytest.raises(BundleError, match="not a signature of this manifest"):
-        check_signature(tmp_path, DATA, tmp_path / "key.pub")
 
 
 def test_a_signature_file_may_be_4_kB_and_no_more(key: Ed25519PrivateKey, tmp_path: Path) -> None:
@@ -142,8 +135,7 @@ def test_wrong_private_keys_are_named(key: Ed25519PrivateKey, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["key.pem", "key.pub"])
 def test_at_most_16_kB_of_a_key_file_are_read(key: Ed25519PrivateKey, tmp_path: Path, name: str) -> None:
     """What stands behind them is not seen, so that a key may be a pipe."""
-    path, maximum = tmp_path / name, integrity._MAX_KEY_BYTES
-    assert maximum == 16384
+    path, maximum = tmp_path / name, 16384
     content = path.read_bytes()
 
     def read() -> None:

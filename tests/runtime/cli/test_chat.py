@@ -9,17 +9,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from chat_words import chat_session
-from edge_runtime.cli import chat as terminal_chat
-from edge_runtime.cli import options as cli_options
-from edge_runtime.cli import run as cli
-from edge_runtime.cli import terminal as screens
+from chat_words import chat_session, with_template
 from edge_runtime.cli.terminal import introduction
 from edge_runtime.text.chat_template import TURNS_TEMPLATE
 
@@ -41,10 +36,10 @@ run.main()
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch):
-    def call(stdin: str | bytes, *arguments: str, replies: Any = ("one", "two"), whole: bool = False) -> Result:
-        monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: chat_session(*replies))
-        return CliRunner().invoke(cli.main, ["chat", "bundle", *([] if whole else ["--lines"]), *arguments], input=stdin)
+def run(command):
+    def call(stdin: str | bytes, *arguments: str, replies: Any = ("one", "two"), whole: bool = False, **session: Any) -> Result:
+        command.opens(lambda _: chat_session(*replies, **session))
+        return command("chat", "bundle", *([] if whole else ["--lines"]), *arguments, stdin=stdin)
 
     return call
 
@@ -76,14 +71,6 @@ def test_json_is_one_object_per_turn(run):
 def test_thoughts_stay_out_of_a_pipe_and_calls_are_shown(run):
     result = run("hi\n", replies=["<|channel>thought\nhm<channel|>\x1b one" + CALL + "<|tool_call>junk<tool_call|>"])
     assert result.stdout == '\x1b one\n[call: now(zone="UTC", n=2)]\njunk\n'
-
-
-def test_thoughts_of_a_channel_that_the_prompt_opened_stay_out_of_a_pipe(run, monkeypatch):
-    opening = TURNS_TEMPLATE + "{{ '<|channel>thought\n' }}"
-    monkeypatch.setattr("edge_runtime.text.chat_template.TURNS_TEMPLATE", opening)
-    assert run("hi\n", replies=["<|channel>thought\nhm<channel|>one"]).stdout == "one\n"
-    record = json.loads(run("hi\n", "--json", replies=["<|channel>thought\nhm<channel|>one"]).stdout)
-    assert (record["text"], record["thoughts"]) == ("one", "hm")
 
 
 def test_commands(run, tmp_path):
@@ -131,16 +118,17 @@ def test_a_greedy_answer_that_is_made_again_is_the_same(run):
     assert "temperature 0 gives the same answer again" in run("hi\n/regenerate\n").stderr
 
 
-def test_a_model_that_cannot_chat_has_an_introduction(monkeypatch):
-    session = chat_session("one")
+def test_a_model_that_cannot_chat_has_an_introduction(tmp_path):
+    session = with_template(chat_session("one"), TURNS_TEMPLATE, tmp_path)
     assert introduction(session) == []
     manifest = replace(session.bundle.manifest, description="an example\x1b[2J")
-    monkeypatch.setattr(session, "bundle", replace(session.bundle, manifest=manifest))
+    session.bundle = replace(session.bundle, manifest=manifest)
     first, second, third = introduction(session)
     assert first == "This model is an example\ufffd[2J."
     assert "edge-export reference --chat" in second
     assert "edge-export pair google/gemma-4-E2B-it" in third
-    monkeypatch.setattr(screens, "is_instruction_tuned", lambda *_: True)
+    released = replace(manifest, architecture=replace(manifest.architecture, family="E2B"))
+    session.bundle = replace(session.bundle, manifest=released)
     assert introduction(session) == [first, third], "one that answers needs no other example"
 
 
@@ -187,23 +175,9 @@ def test_options_of_the_other_kind_exit_2(run, arguments):
     assert run("", *arguments).exit_code == 2
 
 
-def test_forgotten_turns_are_told(run, monkeypatch):
-    monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: chat_session("y" * 40, context=180))
-    result = CliRunner().invoke(cli.main, ["chat", "bundle", "--lines", "--max-tokens", "50"], input="one\ntwo\nthree\n")
+def test_forgotten_turns_are_told(run):
+    result = run("one\ntwo\nthree\n", "--max-tokens", "50", replies=["y" * 40], context=180)
     assert "[the context is full; dropped turns, oldest first: 1]" in result.stderr
-
-
-def test_a_closed_standard_input_is_one_sentence(run, monkeypatch):
-    monkeypatch.setattr(terminal_chat, "sys", SimpleNamespace(stdin=None, stdout=None))
-    result = run("")
-    assert result.exit_code == 1
-    assert "standard input is closed" in result.stderr
-
-
-def test_an_endless_line_is_left(run, monkeypatch):
-    monkeypatch.setattr(terminal_chat, "MAX_INPUT", 10)
-    assert "has more than 10 characters" in run("a" * 11).stderr
-    assert run("a" * 10).exit_code == 0
 
 
 def test_a_path_with_a_null_character_is_refused(run):
@@ -310,13 +284,23 @@ def test_a_second_ctrl_c_does_not_wait(environment):
         assert terminal.exit_code() == 0
 
 
-def test_ctrl_c_without_a_terminal_exits_130(run, monkeypatch):
-    def interrupt(*_: object, **__: object) -> None:
+def test_ctrl_c_without_a_terminal_exits_130(run):
+    def interrupt(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("edge_runtime.session.chat.Answer.__next__", interrupt)
-    result = run("hi\n")
-    assert result.exit_code == 130
+    assert run("hi\n", replies=[interrupt]).exit_code == 130
+
+
+def test_ctrl_c_during_a_text_is_said_on_a_line_of_its_own(exported_pair, environment):
+    program = "from edge_devices.entry_points import edge_run; edge_run()"
+    options = "--context 4096 --max-tokens 3900 --threads 1 --draft-length 3"
+    command = [sys.executable, "-c", program, "generate", str(exported_pair), "def area(radius):", *options.split()]
+    with Terminal(command, environment) as terminal:
+        terminal.wait_for(r"\n[^\n]+\n[^\n]+\n")
+        terminal.type(CTRL_C)
+        terminal.wait_for(r"\nstopped\r?\n")
+        assert terminal.exit_code() == 130
+    assert "Traceback" not in terminal.output
 
 
 def test_the_reference_pair_at_a_terminal(exported_pair, environment):

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-from types import SimpleNamespace
+import subprocess
+import sys
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from edge_runtime.cli import options as cli_options
-from edge_runtime.cli import prompts
-from edge_runtime.cli import run as cli
+from edge_runtime.cli.prompts import MAX_INPUT
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.monitor import Monitor
 from edge_runtime.session.session import Session
 from scripted import LetterVocabulary, make_session, next_token
 
+MAIN = "from edge_runtime.cli.run import main; main()"
+
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch):
+def run(command):
     def call(*arguments: str, stdin: str | bytes | None = None, **session: Any) -> Result:
-        monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: make_session(**session))
-        return CliRunner().invoke(cli.main, list(arguments), input=stdin)
+        command.opens(lambda _: make_session(**session))
+        return command(*arguments, stdin=stdin)
 
     return call
 
@@ -41,6 +42,11 @@ def test_plain_decoding_reports_no_acceptance(run):
     result = run("generate", "bundle", "abc", "--draft-length", "0")
     assert "accepted" not in result.stderr
     assert "mean acceptance length 1.00" in result.stderr
+
+
+def test_a_full_context_says_why_it_stopped(run):
+    result = run("generate", "bundle", "abc", "--max-tokens", "500", context=64)
+    assert "stopped: the context of 64 tokens is full; raise --context or shorten the prompt" in result.stderr
 
 
 def test_json_is_one_object(run):
@@ -75,11 +81,18 @@ def test_compare_shows_no_control_characters_of_the_prompt(run):
     assert not {"\x1b", "\x07", "\x9b"} & {*shown}
 
 
+class Escapes(LetterVocabulary):
+    """One whose tokens move the cursor."""
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        return b"\x1b"
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_generate_shows_no_control_characters_on_a_terminal(run, monkeypatch, terminal):
-    monkeypatch.setattr(LetterVocabulary, "piece", lambda *_, **__: b"\x1b")
     monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda _: terminal, raising=False)
-    assert run("generate", "bundle", "abc", "--max-tokens", "4").stdout == ("\ufffd" if terminal else "\x1b") * 4 + "\n"
+    shown = run("generate", "bundle", "abc", "--max-tokens", "4", vocabulary=Escapes()).stdout
+    assert shown == ("\ufffd" if terminal else "\x1b") * 4 + "\n"
 
 
 def test_prompt_from_standard_input(run):
@@ -127,11 +140,9 @@ def test_usual_mistakes_get_the_way_out(run, arguments, words):
 
 
 @pytest.mark.parametrize(("arguments", "asked"), [((), None), (("--drafter", "lookup"), "lookup")])
-def test_the_drafter_that_is_asked_for_is_opened(monkeypatch, arguments, asked):
-    opened = []
-    monkeypatch.setattr(cli_options, "open_session", lambda _, options: opened.append(options.drafter) or make_session())
-    result = CliRunner().invoke(cli.main, ["generate", "bundle", "abc", "--json", *arguments])
-    assert opened == [asked]
+def test_the_drafter_that_is_asked_for_is_opened(run, command, arguments, asked):
+    result = run("generate", "bundle", "abc", "--json", *arguments)
+    assert [options.drafter for options in command.opened] == [asked]
     assert json.loads(result.stdout)["drafter"] == "dense", "the session's own word counts"
 
 
@@ -171,22 +182,15 @@ def test_bad_values_are_refused_with_the_value(run):
     assert "temperature is -1.0" in result.stderr
 
 
-def opened_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Result, LoadOptions]:
-    opened: list[LoadOptions] = []
-
-    def open_session(_: object, options: LoadOptions) -> Session:
-        opened.append(options)
-        return make_session(guess=lambda context, _: (next_token(context) + 1) % 17, monitor=Monitor(options.monitoring))
-
-    monkeypatch.setattr(cli_options, "open_session", open_session)
-    return CliRunner().invoke(cli.main, ["generate", "bundle", "abc", *arguments]), opened[0]
+def wrong_drafts(options: LoadOptions) -> Session:
+    return make_session(guess=lambda context, _: (next_token(context) + 1) % 17, monitor=Monitor(options.monitoring))
 
 
-def test_the_command_line_goes_over_the_config_file(monkeypatch, tmp_path):
+def test_the_command_line_goes_over_the_config_file(run, command, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("speculative_decoding: {tuning: {preset: chat, rejection_penalty: 2}}")
-    _, opened = opened_with(monkeypatch, "--config", str(file), "--draft-length", "4")
-    tuning = opened.config.tuning
+    run("generate", "bundle", "abc", "--config", str(file), "--draft-length", "4")
+    tuning = command.opened[0].config.tuning
     assert (tuning.policy, tuning.draft_length, tuning.min_horizon, tuning.max_horizon) == ("fixed", 4, 4, 8)
     assert tuning.rejection_penalty == 2
 
@@ -199,19 +203,16 @@ def test_a_bad_config_file_is_one_sentence(run, tmp_path):
     assert result.stderr.startswith(f"Error: {file}: speculative_decoding.streaming.chunk_size is 0; write an integer")
 
 
-def test_warnings_go_to_the_person(monkeypatch):
-    result, _ = opened_with(monkeypatch, "--draft-length", "2", "--max-tokens", "60", "--json")
+def test_warnings_go_to_the_person_where_no_policy_heeds_what_was_rejected(command):
+    command.opens(wrong_drafts)
+    result = command("generate", "bundle", "abc", "--draft-length", "2", "--max-tokens", "60", "--json")
     assert result.stderr.count("warning: 100% of the last 50 drafted tokens were rejected, more than 30%") == 1
     assert json.loads(result.stdout)["stats"]["tokens"] == 60
-
-
-def test_rejected_drafts_of_a_policy_are_no_warning(monkeypatch):
-    """The policy heeds them, so nobody has to act; what changes in drafting is still told."""
-    result, _ = opened_with(monkeypatch, "--max-tokens", "200", "--json")
+    result = command("generate", "bundle", "abc", "--max-tokens", "200", "--json")
     stats = json.loads(result.stdout)["stats"]
     assert stats["drafted_tokens"] - stats["accepted_tokens"] > 50
     assert [line for line in result.stderr.splitlines() if line.endswith("rejected, more than 30%")] == []
-    assert "drafts have at most" in result.stderr
+    assert "drafts have at most" in result.stderr, "what changes in drafting is still told"
 
 
 def test_too_many_threads_are_a_usage_error(run):
@@ -224,15 +225,17 @@ def test_too_many_threads_are_a_usage_error(run):
     assert run("generate", "bundle", "abc", "-t", str(processors)).exit_code == 0
 
 
-def test_a_closed_standard_input_is_one_sentence(run, monkeypatch):
-    monkeypatch.setattr(prompts, "sys", SimpleNamespace(stdin=None))
-    result = run("generate", "bundle", "-")
-    assert result.exit_code == 1
-    assert "standard input is closed" in result.stderr
+@pytest.mark.skipif(os.name != "posix", reason="closes standard input with a POSIX shell")
+@pytest.mark.parametrize("words", [("chat",), ("generate", "--", "-")])
+def test_a_closed_standard_input_is_one_sentence(exported_pair, words):
+    program = [sys.executable, "-c", MAIN, words[0], str(exported_pair), "--threads", "1", *words[1:]]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *program], capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.returncode, "standard input is closed" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
 
 
-def test_an_endless_standard_input_is_left(run, monkeypatch):
-    monkeypatch.setattr(prompts, "MAX_INPUT", 10)
-    assert "has more than 10 characters" in run("generate", "bundle", "-", stdin="a" * 11).stderr
-    assert run("generate", "bundle", "-", "--max-tokens", "2", stdin="a" * 10).exit_code == 0
-    assert "not UTF-8" in run("generate", "bundle", "-", stdin=b"\xff").stderr
+@pytest.mark.parametrize("words", [("chat", "bundle"), ("chat", "bundle", "--lines"), ("generate", "bundle", "-")])
+def test_an_endless_standard_input_is_left(run, words):
+    result = run(*words, stdin="a" * (MAX_INPUT + 1))
+    assert (result.exit_code, f"has more than {MAX_INPUT} characters" in result.stderr) == (1, True)
+    assert "not UTF-8" in run(*words, stdin=b"\xff").stderr

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from dataclasses import replace
+from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from edge_devices.energy.intervals import Interval
 from edge_devices.energy.live import RunEnergy
 from edge_devices.energy.virtual_meters import virtual_meter
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Scope
-from edge_runtime.cli import options as cli_options
-from edge_runtime.cli import run as cli
 from edge_runtime.cli.demo import TEXTS, Demo, DemoResult
 from edge_runtime.cli.options import unwatched
+from edge_runtime.session.session import Session
 from scripted import LetterVocabulary, make_session
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: make_session())
-    return lambda *words: CliRunner().invoke(cli.main, list(words), prog_name="edge-run")
+def run(command):
+    command.opens(lambda _: make_session())
+    return command
+
+
+def described(description: str, **parts: Any) -> Session:
+    session = make_session(**parts)
+    manifest = replace(session.bundle.manifest, description=description)
+    session.bundle = replace(session.bundle, manifest=manifest)
+    return session
 
 
 def result() -> DemoResult:
@@ -45,21 +49,22 @@ def test_it_ends_in_one_sentence(run):
     assert "warning" not in shown.stderr
 
 
-def test_an_example_that_cannot_chat_ends_in_the_one_that_can(run, monkeypatch):
-    session = make_session()
-    manifest = replace(session.bundle.manifest, description="an example")
-    monkeypatch.setattr(session, "bundle", replace(session.bundle, manifest=manifest))
-    monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: session)
-    shown = run("demo", "bundle", "-n", "4", "--repeats", "1")
+def test_an_example_that_cannot_chat_ends_in_the_one_that_can(command):
+    command.opens(lambda _: described("an example"))
+    shown = command("demo", "bundle", "-n", "4", "--repeats", "1")
     assert shown.stdout.strip().endswith("Next: edge-export reference --chat --output small-chat, and edge-run chat small-chat")
 
 
-def test_neither_a_description_nor_an_answer_moves_the_cursor(monkeypatch):
+class Commands(LetterVocabulary):
+    """One whose tokens write to the terminal's clipboard."""
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        return b"\x1b]52;c;AAAA\x07"
+
+
+def test_neither_a_description_nor_an_answer_moves_the_cursor():
     """The terminal obeyed what a stranger's bundle wrote: its clipboard, its title, lines above the prompt."""
-    monkeypatch.setattr(LetterVocabulary, "piece", lambda *_, **__: b"\x1b]52;c;AAAA\x07")
-    session, written = make_session(), list[str]()
-    manifest = replace(session.bundle.manifest, description="an example\x1b[2J\x9b")
-    monkeypatch.setattr(session, "bundle", replace(session.bundle, manifest=manifest))
+    session, written = described("an example\x1b[2J\x9b", vocabulary=Commands()), list[str]()
     Demo(session, max_tokens=4, repeats=1, write=written.append, watch=unwatched).run()
     shown = click.unstyle("".join(written))
     assert "an example\ufffd[2J\ufffd.\n" in shown
@@ -79,16 +84,6 @@ def test_accepted_drafts_are_green():
     written: list[str] = []
     Demo(make_session(), max_tokens=12, repeats=1, write=written.append, watch=unwatched).run()
     assert any(piece == click.style(click.unstyle(piece), fg="green") for piece in written if click.unstyle(piece))
-
-
-def test_figures_are_broken_between_words(monkeypatch):
-    written: list[str] = []
-    monkeypatch.setattr(cli_options.shutil, "get_terminal_size", lambda: os.terminal_size((60, 24)))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    Demo(make_session(), max_tokens=4, repeats=1, write=written.append, watch=unwatched).run()
-    figures = [text for text in written if "times as fast" in text]
-    assert len(figures) == len(TEXTS)
-    assert all(len(line) <= 60 and not line.startswith(" ") for text in figures for line in text.splitlines())
 
 
 def test_another_output_is_said():

@@ -7,15 +7,25 @@ import time
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_runtime.cli import options as cli_options
-from edge_runtime.cli import run as cli
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.errors import OUT_OF_MEMORY, BundleError, EdgeRuntimeError
-from scripted import ScriptedTarget, make_session, plain_greedy
+from edge_runtime.session.session import Session
+from scripted import ScriptedDrafter, ScriptedTarget, make_session, next_token, plain_greedy
+
+
+class Broken(ScriptedTarget):
+    """One whose logits are not all numbers from its 20th row on, while `breaks`."""
+
+    breaks = True
+
+    def verify(self, tokens):
+        logits = super().verify(tokens)
+        if self.breaks and self.length > 20:
+            logits[0, 5] = np.nan
+        return logits
 
 
 @pytest.mark.parametrize(
@@ -23,20 +33,12 @@ from scripted import ScriptedTarget, make_session, plain_greedy
     [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=1), SamplingParams(temperature=0.0, repetition_penalty=1.3)],
 )
 @pytest.mark.parametrize("acceptance", ["block", "coupled"])
-def test_logits_with_nan_end_the_request_with_their_cause(monkeypatch: pytest.MonkeyPatch, params: SamplingParams, acceptance: str) -> None:
-    session = make_session()
-    sound = ScriptedTarget.verify
-
-    def broken(self, tokens):
-        logits = sound(self, tokens)
-        if self.length > 20:
-            logits[0, 5] = np.nan
-        return logits
-
-    monkeypatch.setattr(ScriptedTarget, "verify", broken)
+def test_logits_with_nan_end_the_request_with_their_cause(params: SamplingParams, acceptance: str) -> None:
+    target = Broken()
+    session = make_session(target=target, drafter=ScriptedDrafter(target, lambda context, _: next_token(context)))
     with pytest.raises(EdgeRuntimeError, match=r"NaN|logit is nan"):
         session.generate([1, 2], max_tokens=60, draft_length=3, sampling=params, acceptance=acceptance).text()
-    monkeypatch.setattr(ScriptedTarget, "verify", sound)
+    target.breaks = False
     generation = session.generate([1, 2], max_tokens=10, draft_length=3)
     generation.text()
     assert generation.tokens == plain_greedy([1, 2], 10), "the session takes further requests"
@@ -76,10 +78,10 @@ def test_a_clock_that_jumps_changes_no_token_and_no_duration(jumps: list[int]) -
         ),
     ],
 )
-def test_what_the_command_says(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, output: str) -> None:
-    def failing(*_: object, **__: object) -> None:
+def test_what_the_command_says(command, error: BaseException, code: int, output: str) -> None:
+    def failing(_: object) -> Session:
         raise error
 
-    monkeypatch.setattr(cli_options, "open_session", failing)
-    result = CliRunner().invoke(cli.main, ["generate", "bundle", "prompt"])
+    command.opens(failing)
+    result = command("generate", "bundle", "prompt")
     assert (result.exit_code, result.stderr, result.stdout) == (code, output, "")

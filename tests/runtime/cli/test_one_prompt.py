@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from chat_words import chat_session
+from chat_words import chat_session, with_template
 from edge_devices.machine.load import LoadWatch, MachineLoad
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import GenerationDefaults
-from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import prompts
-from edge_runtime.cli import run as cli
 from edge_runtime.cli.prompts import MessageOptions, sent_prompt
 from edge_runtime.media.encoder_inputs import Image
 from edge_runtime.session.session import Session
@@ -25,13 +24,19 @@ from edge_runtime.text.chat_template import TURNS_TEMPLATE, is_instruction_tuned
 from scripted import make_session
 
 
+def tuned(session: Session, folder: Path, template: str = TURNS_TEMPLATE) -> Session:
+    """Has the session's bundle answer messages: it is of a released size, and has a chat template."""
+    manifest = with_template(session, template, folder).bundle.manifest
+    released = replace(manifest, architecture=replace(manifest.architecture, family="E2B"))
+    session.bundle = Bundle(folder, released)
+    return session
+
+
 @pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch):
-    def call(*arguments: str, command: str = "generate", tuned: bool = False, session: Session | None = None) -> Result:
-        opened = session or chat_session("hello <|channel>thought\nhm<channel|>you")
-        monkeypatch.setattr(prompts, "is_instruction_tuned", lambda *_: tuned)
-        monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: opened)
-        return CliRunner().invoke(cli.main, [command, "bundle", *arguments])
+def ask(command):
+    def call(*arguments: str, name: str = "generate", session: Session | None = None) -> Result:
+        command.opens(lambda _: session or chat_session("hello <|channel>thought\nhm<channel|>you"))
+        return command(name, "bundle", *arguments)
 
     return call
 
@@ -41,15 +46,15 @@ def asked(result: Result) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-def test_an_instruction_tuned_bundle_gets_a_message(ask) -> None:
-    record = asked(ask("Hi", "--json", tuned=True))
+def test_an_instruction_tuned_bundle_gets_a_message(ask, tmp_path) -> None:
+    record = asked(ask("Hi", "--json", session=tuned(chat_session("hello <|channel>thought\nhm<channel|>you"), tmp_path)))
     assert (record["text"], record["templated"]) == ("hello you", True)
 
 
-def test_the_answer_has_no_thoughts_and_all_of_its_text(ask, monkeypatch) -> None:
-    monkeypatch.setattr("edge_runtime.text.chat_template.TURNS_TEMPLATE", TURNS_TEMPLATE + "{{ '<|channel>thought\n' }}")
+def test_the_answer_has_no_thoughts_and_all_of_its_text(ask, tmp_path) -> None:
     reply = "<|channel>thought\nhm<channel|>so <|tool_call>call:f{a:1}<tool_call|>"
-    assert asked(ask("Hi", "--json", tuned=True, session=chat_session(reply)))["text"] == "so call:f{a:1}"
+    session = tuned(chat_session(reply), tmp_path, TURNS_TEMPLATE + "{{ '<|channel>thought\n' }}")
+    assert asked(ask("Hi", "--json", session=session))["text"] == "so call:f{a:1}"
 
 
 def test_an_answer_by_a_schema_comes_behind_its_thoughts(ask) -> None:
@@ -64,10 +69,9 @@ def test_options_of_a_message_ask_for_the_template(ask, option: list[str]) -> No
     assert asked(ask("Hi", "--json", *option))["templated"]
 
 
-def test_bare_text_stays_bare(ask) -> None:
-    bare = {"session": make_session(), "tuned": False}
-    assert not asked(ask("abc", "--json", "--max-tokens", "5", **bare))["templated"]
-    assert not asked(ask("abc", "--json", "--max-tokens", "5", "--raw", session=make_session(), tuned=True))["templated"]
+def test_bare_text_stays_bare(ask, tmp_path) -> None:
+    for session, words in ((make_session(), ()), (tuned(make_session(), tmp_path), ("--raw",))):
+        assert not asked(ask("abc", "--json", "--max-tokens", "5", *words, session=session))["templated"]
 
 
 def test_bare_text_has_no_system_message(ask) -> None:
@@ -76,24 +80,23 @@ def test_bare_text_has_no_system_message(ask) -> None:
     assert "--raw sends no message" in result.stderr
 
 
-def test_tuned_is_what_has_a_template_and_is_a_released_size_or_ends_its_turns(monkeypatch) -> None:
+def test_tuned_is_what_has_a_template_and_is_a_released_size_or_ends_its_turns(tmp_path) -> None:
     session = chat_session("x")
-    manifest, vocabulary = session.bundle.manifest, session.vocabulary
-    end = vocabulary.control_tokens["<turn|>"]
-    released = replace(manifest, architecture=replace(manifest.architecture, family="E2B"))
-    ending = replace(manifest, generation=GenerationDefaults(end_tokens=(1, end)))
-    bundles = [Bundle(session.bundle.folder, each) for each in (manifest, released, ending)]
-    assert not any(is_instruction_tuned(bundle, vocabulary) for bundle in bundles), "without a template in the bundle nothing is known"
-    monkeypatch.setattr(Bundle, "has", lambda *_: True)
-    assert [is_instruction_tuned(bundle, vocabulary) for bundle in bundles] == [False, True, True]
+    bare, vocabulary = session.bundle.manifest, session.vocabulary
+    with_one = with_template(session, TURNS_TEMPLATE, tmp_path).bundle.manifest
+    ending = GenerationDefaults(end_tokens=(1, vocabulary.control_tokens["<turn|>"]))
+    for manifest, tells in ((bare, [False, False, False]), (with_one, [False, True, True])):
+        released = replace(manifest, architecture=replace(manifest.architecture, family="E2B"))
+        bundles = [Bundle(tmp_path, each) for each in (manifest, released, replace(manifest, generation=ending))]
+        assert [is_instruction_tuned(bundle, vocabulary) for bundle in bundles] == tells
 
 
 def test_a_comparison_without_drafts_gives_no_ratio(ask) -> None:
     options = ("abc", "--draft-length", "0", "--repeats", "1", "--max-tokens", "6")
-    result = ask(*options, command="compare", session=make_session())
+    result = ask(*options, name="compare", session=make_session())
     assert "nothing drafted" in result.stdout
     assert "nothing was drafted, so this says nothing about drafts" in result.stderr
-    record = asked(ask(*options, "--json", command="compare", session=make_session()))
+    record = asked(ask(*options, "--json", name="compare", session=make_session()))
     assert (record["speed_up"], record["drafted_tokens"]) == (None, 0)
     lossless = ask("abc", "--verify-lossless", "--draft-length", "0", "--max-tokens", "6", session=make_session())
     assert "nothing was drafted" in lossless.stderr

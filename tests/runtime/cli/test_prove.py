@@ -8,26 +8,23 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from edge_runtime.cli import options as cli_options
 from edge_runtime.cli import prove as proving
-from edge_runtime.cli import run as cli
 from edge_runtime.session.self_checks import LosslessReport, check_lossless
 from scripted import make_session
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cli_options, "open_session", lambda *_, **__: make_session())
-    return lambda *words: CliRunner().invoke(cli.main, ["prove", "bundle", *map(str, words)], prog_name="edge-run")
+def run(command):
+    command.opens(lambda _: make_session())
+    return lambda *words: command("prove", "bundle", *words)
 
 
 def test_equal_texts_are_counted(run):
     shown = run("-n", 130)
     assert shown.exit_code == 0, shown.output
     assert "130 of 130 tokens are those of plain decoding, " in shown.stdout
-    assert "rows have the same bits" in shown.stdout
+    assert "tokens have the same logits, bit for bit" in shown.stdout
 
 
 def test_another_text_ends_in_exit_code_1_and_counts_up_to_it(run, monkeypatch: pytest.MonkeyPatch):

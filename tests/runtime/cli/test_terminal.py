@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
-import click
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from edge_runtime.cli import options as cli_options
 from edge_runtime.cli.terminal import MAX_MESSAGES, History, MarkdownPainter, TypedInput, short_summary
 from edge_runtime.session.monitor import DecodeStats
 
@@ -128,12 +124,3 @@ def test_figures_fit(columns):
     line = short_summary(stats, columns)
     assert line.startswith("1000 tokens, 100.0 tok/s")
     assert len(line) <= max(columns, len("1000 tokens, 100.0 tok/s"))
-
-
-def test_a_line_in_colour_that_fits_is_not_broken(monkeypatch, capsys):
-    monkeypatch.setattr(cli_options.shutil, "get_terminal_size", lambda: os.terminal_size((40, 24)))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    line = "word " * 7 + "word"
-    cli_options.note(click.style(line, dim=True))
-    cli_options.note(f"{line} and more")
-    assert [click.unstyle(each) for each in capsys.readouterr().err.splitlines()] == [line, line, "and more"]

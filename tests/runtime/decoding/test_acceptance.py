@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_runtime.decoding.acceptance import accept_by_match, accept_greedy
+from edge_runtime.decoding.acceptance import accept_greedy
 from edge_runtime.errors import BackendError
 
 
@@ -22,27 +22,6 @@ def rows(*choices: int) -> np.ndarray:
 def test_longest_prefix_and_the_targets_own_token(drafts, choices, accepted, following):
     verdict = accept_greedy(drafts, rows(*choices))
     assert (verdict.accepted, verdict.next_token) == (accepted, following)
-
-
-def test_rows_after_the_first_mismatch_are_not_read():
-    class Rows(list):
-        def __getitem__(self, index):
-            assert index <= 1, "looked past the mismatch"
-            return super().__getitem__(index)
-
-    verdict = accept_greedy([1, 2, 3], Rows(rows(1, 0, 3, 4)))  # type: ignore[arg-type]
-    assert verdict.accepted == 1
-
-
-def test_match_asks_once_per_place_and_not_beyond_the_mismatch():
-    asked: list[int] = []
-
-    def sampler(position: int) -> int:
-        asked.append(position)
-        return [4, 2, 9][position]
-
-    verdict = accept_by_match([4, 3, 9], sampler)
-    assert (verdict.accepted, verdict.next_token, asked) == (1, 2, [0, 1])
 
 
 @pytest.mark.parametrize(

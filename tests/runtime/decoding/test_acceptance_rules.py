@@ -40,11 +40,6 @@ def test_temperature_zero_is_greedy_unless_something_changes_the_likeliest_token
     assert {written(biased, method, drafter_seed=seed) for seed in (1, 2)} == {plain}
 
 
-def test_each_method_has_its_rule() -> None:
-    result = [type(acceptance_rule(SamplingParams(), method, PROMPT)) for method in ACCEPTANCE_METHODS]
-    assert result == [CoupledRule, BlockRule]
-
-
 def test_without_a_method_a_seed_decides() -> None:
     assert type(acceptance_rule(SamplingParams(seed=0), None, PROMPT)) is CoupledRule
     assert type(acceptance_rule(SamplingParams(), None, PROMPT)) is BlockRule
@@ -139,16 +134,3 @@ def test_drafts_that_were_not_drawn_are_certain() -> None:
     rule = acceptance_rule(SamplingParams(temperature=0.05, seed=2), "block", PROMPT)
     assert len(write(target, drafter, PROMPT, rule, length=3, tokens=40)) == 40
     assert len(target.rows) < 30, "a target this sure accepts its own likeliest tokens"
-
-
-def test_a_drafter_whose_every_candidate_is_banned_ends_its_draft() -> None:
-    rule = acceptance_rule(SamplingParams(logit_bias={3: -np.inf}), "block", PROMPT)
-    assert rule.sampler is not None
-    assert rule.sampler(np.zeros(1, np.float32), np.array([3])) is None
-
-
-@pytest.mark.parametrize("method", ACCEPTANCE_METHODS)
-def test_no_rule_cuts_without_a_constraint(method: str) -> None:
-    drafts = [3, 1]
-    assert acceptance_rule(SamplingParams(), method, PROMPT).cut(drafts) is drafts
-    assert GREEDY.cut(drafts) is drafts

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from edge_runtime.decoding import loop
@@ -143,14 +142,6 @@ def test_a_round_verifies_the_newest_token_and_the_drafts() -> None:
     assert not decoding.done
 
 
-def test_of_requests_that_share_a_round_one_reports_its_timing() -> None:
-    policy = Planned(RoundPlan(0))
-    target, decoding = opened(policy)
-    decoding.draft_request()
-    finished(target, decoding, [], report_timing=False)
-    assert policy.results == [RoundResult(0, 0, None, None)]
-
-
 def test_a_joint_timing_adds_up_lengths_steps_and_rows() -> None:
     (_, item), (_, other) = (opened(Planned(RoundPlan(4, to_verify=lambda n: (n - 1, 2)))) for _ in range(2))
     for decoding, drafts in ((item, [4, 5, 6]), (other, [7])):
@@ -261,15 +252,6 @@ def test_a_policy_that_weighs_nothing_is_offered_nothing() -> None:
     assert (rows, policy.offered) == ([3], [])
 
 
-def test_a_source_that_expects_nothing_is_not_offered() -> None:
-    policy = Weighing(RoundPlan(2))
-    target, decoding, _ = sourced(policy, tokens=0)
-    decoding.draft_request()
-    assert policy.offered == []
-    good = right(target, 3, 2)
-    assert finished(target, decoding, good)[1].sources == (MODEL, MODEL)
-
-
 def test_drafts_are_extended_by_what_a_source_expects_after_them() -> None:
     asked: list[tuple[int, tuple[float, ...]]] = []
 
@@ -303,16 +285,6 @@ def test_a_rule_cuts_drafts_and_what_sources_expect() -> None:
     assert decoding.tokens_to_verify(list(expected)) == [3, *expected[:first]]
 
 
-def test_a_rule_cuts_what_extends_a_draft() -> None:
-    rule = CuttingRule()
-    target, decoding, _ = sourced(Weighing(RoundPlan(1, extend=lambda _, chances: len(chances))), rule=rule)
-    expected = right(target, 3, 4)
-    assert expected[2] not in expected[:2]
-    rule.forbidden = expected[2]
-    decoding.draft_request()
-    assert decoding.tokens_to_verify(expected[:1]) == [3, *expected[:2]]
-
-
 def test_a_round_is_timed_from_draft_to_verify_and_to_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((9.0, 10.0, 10.5, 12.5, 13.0, 19.0, 20.0, 20.25, 21.25, 21.5))
     monkeypatch.setattr(loop.time, "perf_counter", lambda: next(clock))
@@ -324,10 +296,3 @@ def test_a_round_is_timed_from_draft_to_verify_and_to_its_logits(monkeypatch: py
     # A policy weighs the draft against all else that a round takes, its own planning included.
     timings = [result.timing for result in policy.results]
     assert [(timing.draft_seconds, timing.verify_seconds) for timing in timings] == [(0.5, 3.5), (0.25, 2.25)]
-
-
-def test_without_sources_a_plan_that_extends_adds_nothing() -> None:
-    target, decoding = opened(Planned(RoundPlan(1, extend=lambda *_: 1)))
-    decoding.draft_request()
-    assert decoding.tokens_to_verify([4]) == [3, 4]
-    assert np.isfinite(target.verify([3, 4])).all()

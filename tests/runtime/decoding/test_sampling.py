@@ -201,13 +201,6 @@ def test_rows_that_give_no_token_are_refused(row):
         Sampler(SamplingParams())(np.array(row, dtype=np.float32))
 
 
-def test_the_callers_mapping_may_change_later():
-    bias = {1: 1.0}
-    params = SamplingParams(logit_bias=bias)
-    bias[1] = math.nan
-    assert params.logit_bias == {1: 1.0}
-
-
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.floats(0, 1, exclude_max=True))
 def test_draw_follows_the_cumulative_distribution(weights, uniform):
     total, tokens = sum(weights), np.arange(len(weights)) * 3
@@ -220,13 +213,6 @@ def test_draw_follows_the_cumulative_distribution(weights, uniform):
 def test_the_largest_number_below_one_draws_the_last_token(count):
     even = Distribution.proportional(np.arange(count), np.full(count, 0.1))
     assert even.draw(math.nextafter(1, 0)) == count - 1  # though the probabilities of 13 sum to less than 1, of 7 to more
-
-
-def test_a_certain_token_has_all_probability():
-    sure = Distribution.certain(1)
-    assert (sure.tokens.tolist(), sure.probabilities.tolist(), sure.draw(0.0)) == ([1], [1.0], 1)
-    assert sure.excess(Distribution.certain(1)).tolist() == [0.0]
-    assert sure.excess(Distribution.certain(9)).tolist() == [1.0]
 
 
 supports = st.lists(st.integers(0, SIZE - 1), min_size=1, unique=True).map(sorted)

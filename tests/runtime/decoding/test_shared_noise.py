@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from decimal import Decimal, getcontext
 
 import numpy as np
@@ -131,14 +129,3 @@ def test_chosen_tokens_have_the_distribution(params: SamplingParams) -> None:
     counts = np.bincount([cells[token] for token in chosen], minlength=20)
     used = shares > 0
     assert float(((counts[used] - shares[used]) ** 2 / shares[used]).sum()) < 50
-
-
-def test_another_process_has_the_same_noise() -> None:
-    code = (
-        "import numpy as np; from edge_runtime.decoding.shared_noise import SharedNoise;"
-        "print(SharedNoise(7).at(3).arrivals(np.arange(3000)).tobytes().hex()[-64:])"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}; {code}"], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.strip() == SharedNoise(7).at(3).arrivals(np.arange(3000)).tobytes().hex()[-64:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,15 +104,3 @@ def test_confidence_counts_for_what_it_proved_to_be() -> None:
         model.observe([unsure], 1, 1)
     assert model.forecast(1).accept_prob[sure] < 0.2
     assert model.forecast(1).accept_prob[unsure] > 0.8
-
-
-def test_rounds_are_counted_when_somebody_reads() -> None:
-    read, unread = AcceptanceModel(), AcceptanceModel()
-    for number in range(20):
-        for model in (read, unread):
-            model.observe([number % 13, (number + 3) % 13], 2, number % 3)
-        read.forecast(4)
-    assert len(unread._uncounted) == 20
-    late, early = unread.to_json(), read.to_json()
-    for name, counts in early.items():
-        assert np.array(late[name]) == pytest.approx(np.array(counts))

@@ -42,33 +42,12 @@ def test_rolling_grows_by_one_and_shrinks_by_the_penalty():
     assert lengths == [5, 6, 6, 4, 3, 3]  # exactly the threshold keeps 6; then 4.5 rounded down; nothing drafted changes nothing
 
 
-def test_rolling_looks_at_ten_rounds():
-    policy = Rolling(PolicyOptions(first=4, longest=12, threshold=0.5))
-    for _ in range(10):
-        policy.observe(RoundResult(4, 4))
-    assert policy.plan().draft_length == 12
-    for _ in range(5):
-        policy.observe(RoundResult(4, 0))
-    assert policy.plan().draft_length == 12  # 5 of the last 10 rounds: exactly the threshold
-    policy.observe(RoundResult(4, 0))
-    assert policy.plan().draft_length == 11
-
-
 @pytest.mark.parametrize(("accepted", "length"), [(100, 6), (91, 6), (90, 4), (71, 4), (70, 2), (0, 2)])
 def test_stepped_has_three_steps(accepted, length):
     policy = Stepped(PolicyOptions())
     assert policy.plan().draft_length == 2
     policy.observe(RoundResult(100, accepted))
     assert policy.plan().draft_length == length
-
-
-def test_stepped_forgets_after_ten_rounds():
-    policy = Stepped(PolicyOptions())
-    policy.observe(RoundResult(4, 0))
-    for _ in range(10):
-        assert policy.plan().draft_length != 6
-        policy.observe(RoundResult(4, 4))
-    assert policy.plan().draft_length == 6
 
 
 @pytest.mark.parametrize(

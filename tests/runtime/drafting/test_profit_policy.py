@@ -91,14 +91,6 @@ def test_drafts_that_look_bad_are_not_verified() -> None:
     assert (policy.last.drafted, policy.last.verified) == (4, 4)
 
 
-def test_drafts_without_confidence_can_be_verified() -> None:
-    policy = Profit(ExactCosts(FLAT, 0.1), PositionModel(), stepwise=False)
-    plan = policy.plan()
-    assert plan.to_verify(plan.draft_length)[0] == plan.draft_length
-    policy.observe(RoundResult(plan.draft_length, plan.draft_length))
-    assert policy.last.expected > 1
-
-
 def test_a_drafter_without_confidence_gets_shadow_drafts_too() -> None:
     """As with prompt lookup: after rejected drafts it asks seldom, and some accepted drafts make it draft again."""
     policy = Profit(ExactCosts(LINEAR, 1e-6), PositionModel(), stepwise=False)
@@ -132,7 +124,7 @@ def test_the_cheap_batches_of_a_curve_are_found() -> None:
     policy = Profit(ExactCosts(REPACKED, 0.3), PositionModel(prior=0.7), stepwise=False)
     plan = policy.plan()
     assert plan.draft_length == 3
-    assert [policy._padding(n) for n in range(4)] == [0, 2, 1, 0]
+    assert [plan.to_verify(n) for n in (2, 3)] == [(2, 1), (3, 0)]
 
 
 def test_where_one_row_is_dear_even_plain_decoding_pads() -> None:
@@ -295,20 +287,3 @@ def test_trials_stay_within_their_budget() -> None:
         modes.append(mode)
     lost = modes.count("trial") * (STEEP[8] + 8.0 - STEEP[0])
     assert 0 < lost <= 0.021 * (10_000 * STEEP[0] + lost)
-
-
-def test_whether_a_first_draft_pays_is_known_at_near_rates_without_asking_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    gain = Profit._gain_of_the_first
-    monkeypatch.setattr(Profit, "_gain_of_the_first", lambda self, *given: asked.append(1) or gain(self, *given))
-    for curve in CURVES:
-        policy = Profit(ExactCosts(CURVES[curve], 1.0), AcceptanceModel())
-        policy.plan()
-        policy._begin_round(any_prefix=True)
-        first, answers, asked[:] = policy._rate, [], []
-        for step in range(200):  # a walk around the rate, into where no draft pays
-            policy._rate = first * (1 + 0.3 * math.sin(step / 20))
-            policy._begin_round(any_prefix=True)
-            answers.append(policy._first_step_pays() == (gain(policy, policy._rate) > 0))
-        assert all(answers)
-        assert len(asked) < 20

@@ -65,18 +65,6 @@ def test_good_drafts_come_back_step_by_step():
     assert after == sorted(after)
 
 
-def test_good_drafts_are_left_alone():
-    lengths, events = run(SafetyNet(), 8, 200, accepts=True)
-    assert lengths == [8] * 200
-    assert not events
-
-
-def test_plain_decoding_never_hears_of_the_net():
-    lengths, events = run(SafetyNet(window=1), 0, 200, accepts=False)
-    assert lengths == [0] * 200
-    assert not events
-
-
 @given(st.lists(st.floats(0, 1), max_size=300), st.integers(1, 60), st.floats(0.05, 0.95))
 def test_never_longer_than_the_policy_asks(shares, window, limit):
     policy, net = Stepped(PolicyOptions()), SafetyNet(window=window, limit=limit)

@@ -95,12 +95,6 @@ def test_a_guess_costs_no_draft_step():
     assert policy.last.cost == pytest.approx(FLAT.verify[plan.offered])
 
 
-def test_nothing_doubtful_is_offered_where_rows_are_dear():
-    policy = profit(STEEP, longest=0)
-    policy.offer((0.3, 0.3))
-    assert policy.plan().offered == 0
-
-
 class Constant:
     """Guesses the same two tokens at all times."""
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edge_runtime.drafting.sources import SLICE_TOKENS, SuffixAutomaton, TextMemory, evidence, evidences
+from edge_runtime.drafting.sources import SuffixAutomaton, TextMemory
 
 
 def longest_by_search(text: list[int], ahead: list[int]) -> int:
@@ -56,20 +56,3 @@ def test_a_predicted_text_is_guessed_after_the_prompt_and_found_in_parts():
     assert first.tokens == (7, 8, 9, 5), "a copy ends with the predicted text"
     memory.add([6, 8, 9])
     assert memory.guess((), 2).tokens == (5,)
-
-
-def test_a_long_text_is_read_in_slices():
-    """All of a server's clients wait while it is read."""
-    memory = TextMemory([*range(5000), *range(5000)], predicted=[7, 8, 9])
-    lengths = [len(memory._automaton.tokens)]
-    for token in range(3):
-        assert memory.guess((), 2).tokens == (() if token < 2 else (2, 3))
-        memory.add([token])
-        lengths.append(len(memory._automaton.tokens))
-    assert lengths == [SLICE_TOKENS, 2 * SLICE_TOKENS, 10_044 + 2, 10_044 + 2], "a few tokens wait until a guess needs them"
-    assert memory.guess((), 2).tokens == (3, 4)
-
-
-def test_the_bins_of_a_copy_are_those_of_its_tokens() -> None:
-    for length in (2, 3, 21, 38, 40, 90):
-        assert evidences(length, 12) == tuple(evidence(length + place) for place in range(12))

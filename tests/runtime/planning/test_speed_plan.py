@@ -28,7 +28,6 @@ from edge_runtime.planning.speed import (
     Range,
     SpeedPlan,
     SpeedProfile,
-    deviation,
     manifest_plan,
     of_backend,
     pair_facts,
@@ -258,7 +257,7 @@ def test_the_split_drafter_is_planned_where_there_is_one(exported_pair: Path) ->
     split, dense = (manifest_plan(manifest, speed, context=512, drafter=kind) for kind in ("split", "dense"))
     assert manifest_plan(manifest, speed, context=512).step_seconds == split.step_seconds
     assert split.step_seconds.middle < dense.step_seconds.middle
-    with pytest.raises(RequestError, match="needs a target and a dense or split drafter"):
+    with pytest.raises(RequestError, match="needs a model and a dense or split drafter"):
         manifest_plan(manifest, speed, context=512, drafter="lookup")
     with pytest.raises(RequestError, match="but the bundle has none"):
         manifest_plan(MANIFEST, speed, context=512)
@@ -289,11 +288,6 @@ def test_measured_figures_stand_beside_their_predictions() -> None:
     assert "OUT OF RANGE" in lines["memory"]
     assert "how:" in lines
     assert "not known" in lines["J/token"]
-
-
-def test_a_deviation_from_nothing_is_said_as_it_is() -> None:
-    assert deviation(0.0, Range(low=0, middle=1, high=2)) == "+1, in range"
-    assert deviation(4.0, Range(low=0, middle=0, high=2)) == "-4, OUT OF RANGE"
 
 
 @pytest.fixture
@@ -407,7 +401,7 @@ def test_a_bundle_of_both_formats_is_planned_for_the_backend_that_is_asked_for()
     for backend, files in {"onnx": graphs, "llama": mapped, None: (*graphs, *mapped)}.items():
         assert of_backend(both, backend) == replace(MANIFEST, files=tuple(files))
     assert manifest_plan(of_backend(both, "onnx"), device(20, 4000), context=64).memory.repacked == 2_000
-    with pytest.raises(RequestError, match="a plan needs a target"):
+    with pytest.raises(RequestError, match="a plan needs a model"):
         manifest_plan(of_backend(replace(MANIFEST, files=tuple(graphs)), "llama"), device(20, 4000), context=64)
 
 

@@ -39,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., s
     for child in children.values():
         status = child.end()
         assert status == 0, child.lines
-        assert child.lines[-1] == "ended\n"
+        assert child.lines[-1] == "stopped\n"
         assert not [line for line in child.lines if "Traceback" in line]
 
 

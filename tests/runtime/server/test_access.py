@@ -112,7 +112,7 @@ def test_tokens_and_model_details() -> None:
 
 def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenized() -> None:
     with scripted_server("Hello.", count=2) as server:
-        encoded = Held(server.worker._sessions[0].vocabulary, "encode", lambda _: False)
+        encoded = Held(server.vocabulary, "encode", lambda _: False)
         for path, body in {
             "/v1/completions": {"prompt": "word " * 400_000},
             CHAT: {"messages": [{"role": "user", "content": "word " * 400_000}]},
@@ -139,7 +139,7 @@ def test_what_a_template_writes_besides_the_messages_is_measured_too() -> None:
 
 def test_abandoned_texts_are_not_tokenized_and_count_in_the_limit() -> None:
     with scripted_server("Hello.", waiting=2) as server:
-        encoded = Held(server.worker._sessions[0].vocabulary, "encode")
+        encoded = Held(server.vocabulary, "encode")
         gone = [asked(server, {"content": str(number)}, "/tokenize") for number in range(3)]
         assert encoded.begun.wait(30)
         assert wait(lambda: server.worker.load() == (0, 3))
@@ -157,7 +157,7 @@ def test_abandoned_texts_are_not_tokenized_and_count_in_the_limit() -> None:
 
 def test_a_slow_tokenizer_delays_nobodys_rounds() -> None:
     with scripted_server("x" * 300, count=2) as server:
-        encoded = Held(server.worker._sessions[0].vocabulary, "encode", lambda text: "slow" in text)
+        encoded = Held(server.vocabulary, "encode", lambda text: "slow" in text)
         server.batch.before_forward = lambda: time.sleep(0.002)
         done: list[int] = []
         first = threading.Thread(target=lambda: done.append(send(server, "POST", CHAT, HI)[0]))
@@ -170,10 +170,3 @@ def test_a_slow_tokenizer_delays_nobodys_rounds() -> None:
         assert done == [200], "it ended while the other prompt was being tokenized"
         encoded.going.set()
         second.join()
-
-
-@pytest.mark.parametrize(("path", "near"), [("/v2/none", "GET /v1/models"), ("/v1/chat/completion", "/v1/chat/completions?")])
-def test_no_path_is_redirected(server: Scripted, path: str, near: str) -> None:
-    status, headers, body = send(server, "GET", path, Authorization="Bearer secret")
-    assert (status, "location" in headers) == (404, False)
-    assert near in body["error"]["message"]

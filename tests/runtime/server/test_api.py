@@ -202,13 +202,6 @@ def test_the_servers_output_has_no_traceback_of_a_clients_mistake(hello, caplog)
     assert caplog.records == []
 
 
-def test_clients_may_send_what_changes_nothing(hello):
-    fields = {"n": 1, "logprobs": False, "user": "me", "store": False, "response_format": {"type": "text"}, "stop": None, "tools": []}
-    assert ask(client_of(hello), **fields).choices[0].message.content == "Hello é, friend."
-    parts = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    assert ask(client_of(hello), messages=parts).choices[0].finish_reason == "stop"
-
-
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -316,7 +309,7 @@ def test_a_failing_backend_ends_what_runs_and_nothing_else():
     with scripted_server("fine") as server:
         for _ in range(2):
             server.batch.before_forward = fail
-            with pytest.raises(openai.InternalServerError) as caught:
+            with pytest.raises(openai.InternalServerError, match="the model failed") as caught:
                 ask(client_of(server))
             assert caught.value.status_code == 500
             assert "secret" not in str(caught.value)
@@ -325,21 +318,6 @@ def test_a_failing_backend_ends_what_runs_and_nothing_else():
         assert ask(client_of(server)).choices[0].message.content == "fine"
         assert "secret" in server.notes[0]
         assert "ValueError: a bug" in server.notes[1]
-
-
-def test_a_failure_in_mid_stream_is_an_event():
-    with scripted_server("fine words") as server:
-        count = iter(range(100))
-
-        def fail() -> None:
-            if next(count) == 4:
-                raise BackendError("gone")
-
-        server.batch.before_forward = fail
-        received = []
-        with pytest.raises(openai.APIError, match="the model failed"):
-            received += [chunk.choices[0].delta.content for chunk in ask(client_of(server), stream=True)]
-        assert server.worker.load() == (0, 0)
 
 
 def test_what_runs_is_told_when_the_server_ends():

@@ -26,31 +26,25 @@ def cached(server: Scripted, key: str, body: dict[str, Any] = SECRET) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_no_prefix_is_reused_for_another_key() -> None:
-    with scripted_server("Hello.", keys=KEYS) as server:
-        reused = [cached(server, key) > 300 for key in ("first", "first", "second", "second", "first")]
-    assert reused == [False, True, False, True, False]
-
-
-def test_with_several_sessions_both_keep_their_own() -> None:
-    with scripted_server("Hello.", keys=KEYS, count=3) as server:
-        reused = [cached(server, key) > 300 for key in ("first", "first", "second", "first", "second")]
-    assert reused == [False, True, False, True, True]
-
-
-def test_another_key_has_not_even_a_token_of_them() -> None:
-    with scripted_server("Hello.", keys=KEYS) as server:
-        assert [cached(server, "first"), cached(server, "second")] == [0, 0]
-
-
-def test_one_key_has_its_prefixes_back() -> None:
-    with scripted_server("Hello.", keys=["first"]) as server:
-        assert [cached(server, "first") > 0 for _ in range(3)] == [False, True, True]
+@pytest.mark.parametrize(
+    ("keys", "count", "order", "reused"),
+    [
+        (KEYS, 1, (0, 0, 1, 1, 0), (False, True, False, True, False)),
+        (KEYS, 3, (0, 0, 1, 0, 1), (False, True, False, True, True)),
+        (KEYS[:1], 1, (0, 0, 0), (False, True, True)),
+    ],
+    ids=["of one session", "of several sessions both keep their own", "one key has its own back"],
+)
+def test_no_prefix_is_reused_for_another_key(keys: tuple[str, ...], count: int, order: tuple[int, ...], reused: tuple[bool, ...]) -> None:
+    with scripted_server("Hello.", keys=keys, count=count) as server:
+        found = [cached(server, keys[number]) for number in order]
+    assert tuple(tokens > 300 for tokens in found) == reused
+    assert {found[at] for at, again in enumerate(reused) if not again} == {0}, "not even a token of another's"
 
 
 def test_rows_are_dropped_before_a_request_of_another_client_can_fail() -> None:
-    worker, _, _ = scripted_worker("Hello.", clients=KEYS)
-    target = worker._sessions[0].target
+    worker, batch, _ = scripted_worker("Hello.", clients=KEYS)
+    target = batch.targets[0]
     target.prefill([2, 101, 102, 103])
     job = Job(read_chat(SECRET).choices[0], lambda _: None, client=1)
     job.prompt = [2, 101, 102, 103, 104]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from chat_server import HI, Scripted, asked, scripted_server, send, settled
-from edge_runtime.errors import BackendError, RequestError
+from edge_runtime.errors import BackendError
 from edge_runtime.server.engine.jobs import Job
 from edge_runtime.server.requests.completions import CompletionRequest
 from edge_runtime.server.requests.messages import Conversation
@@ -182,16 +182,3 @@ def test_requests_that_a_stopping_server_refuses_are_freed(alive: Callable[[], l
             connection.getresponse().read()
             connection.close()
         assert wait(lambda: not alive()), alive()
-
-
-def test_the_error_of_a_refused_request_has_no_frames() -> None:
-    """A traceback's frames would hold the request."""
-    from chat_server import scripted_worker
-
-    events: list[Any] = []
-    worker, _, _ = scripted_worker("Hello.")
-    try:
-        raise RequestError("no")
-    except RequestError as error:
-        worker._fail(Job(None, events.append), error)  # type: ignore[arg-type]
-    assert (str(events[0].error), events[0].error.__traceback__, events[0].error.__cause__) == ("no", None, None)

@@ -236,13 +236,6 @@ def test_totals_have_cached_tokens_and_drafts_by_their_place() -> None:
             assert f'edge_mtp_{kind}_tokens_by_position_total{{position="{place}"}} {count}' in text
 
 
-def test_the_model_says_what_decodes(server: Scripted) -> None:
-    meta = send(server, "GET", "/v1/models")[2]["data"][0]["meta"]
-    props = send(server, "GET", "/props")[2]
-    for facts in (meta, props):
-        assert (facts["drafter"], facts["kernels"], facts["rows"]["verdict"]) == ("none", None, "exact")
-
-
 def test_a_served_pair_names_its_drafter_and_kernels(single: str) -> None:
     netloc = urlsplit(single).netloc
     connection = http.client.HTTPConnection(netloc, timeout=30)

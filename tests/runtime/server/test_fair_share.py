@@ -119,7 +119,7 @@ def test_a_key_that_sends_all_it_can_delays_another_by_one_request() -> None:
 
 def test_one_key_has_the_whole_queue() -> None:
     with scripted_server("Hello.", keys=["first"]) as server:
-        held = Held(server.worker._prompts, "encode")
+        held = Held(server.vocabulary, "encode")
         waiting = [ask(server, "first") for _ in range(5)]
         assert held.begun.wait(30)
         assert wait(lambda: sum(server.worker.load()) == 5)

@@ -10,25 +10,23 @@ from typing import Any
 
 import pytest
 
-from chat_server import CHAT, Held, asked, scripted_server, send
-from edge_runtime.server import app, json_text, streaming
+from chat_server import CHAT, Held, scripted_server, send
+from edge_runtime.server import app, streaming
 from edge_runtime.server.engine.jobs import Finished, OutputLogprob
 from edge_runtime.server.engine.prompts import MAX_CHARACTERS
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.http import body as http_body
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, parse_json
-from edge_runtime.server.json_text import MAX_VALUES, count_values
+from edge_runtime.server.json_text import MAX_VALUES, PIECE, count_values
 from edge_runtime.server.requests.completions import MAX_PREDICTED, read_chat, read_completion
 from edge_runtime.server.requests.ollama import read_ollama_chat
 from edge_runtime.server.requests.responses_api import read_response
-from edge_runtime.server.responses import response_format
 from edge_runtime.server.responses.openai import CompletionFormat
 from edge_runtime.server.responses.response_format import ChoiceAnswer, Written, encoded
 from edge_runtime.server.responses.responses_api import MAX_REPEATED, ResponsesFormat
 from edge_runtime.session.monitor import DecodeStats
 from edge_runtime.session.session import Session
 from edge_runtime.text.channels import Text
-from edge_runtime.text.chat_template import ChatTemplate
 from polling import wait
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
@@ -37,7 +35,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 def test_a_prediction_is_cut_and_tokenized_in_the_thread_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "_weighs", True)
     with scripted_server("Hello.", context=256) as server:
-        vocabulary = server.worker._sessions[0].vocabulary
+        vocabulary = server.vocabulary
         encode, calls = vocabulary.encode, []
 
         def watched(text: str, **options: Any) -> list[int]:
@@ -82,7 +80,7 @@ def test_a_response_repeats_no_more_than_its_limit() -> None:
 
 def test_ids_are_decoded_in_the_thread_for_prompts_and_count_as_waiting() -> None:
     with scripted_server("Hello.", waiting=0) as server:
-        decoded = Held(server.worker._sessions[0].vocabulary, "piece")
+        decoded = Held(server.vocabulary, "piece")
         actual: list[Any] = []
         asking = threading.Thread(target=lambda: actual.append(send(server, "POST", "/detokenize", {"tokens": [100 + ord("a")]})))
         asking.start()
@@ -96,44 +94,29 @@ def test_ids_are_decoded_in_the_thread_for_prompts_and_count_as_waiting() -> Non
 
 def test_ids_beyond_the_context_are_refused() -> None:
     with scripted_server("Hello.") as server:
-        server.worker._sessions[0].vocabulary.piece = lambda *_, **__: pytest.fail("it was decoded")  # type: ignore[method-assign]
+        server.vocabulary.piece = lambda *_, **__: pytest.fail("it was decoded")
         status, _, body = send(server, "POST", "/detokenize", {"tokens": [2] * 2049})
         assert (status, body["error"]["message"]) == (400, "tokens has 2049 items; at most 2048 are allowed")
 
 
-def test_ids_of_a_client_that_left_are_not_decoded() -> None:
-    with scripted_server("Hello.") as server:
-        encoded, decoded = Held(server.worker._prompts, "encode"), Held(server.worker._prompts, "decode", lambda _: False)
-        first = threading.Thread(target=lambda: send(server, "POST", "/tokenize", {"content": "a"}))
-        first.start()
-        assert encoded.begun.wait(30)
-        gone = asked(server, {"tokens": [2]}, "/detokenize")
-        assert wait(lambda: server.worker.load() == (0, 2))
-        gone.close()
-        assert wait(lambda: server.worker.load() == (0, 1))
-        encoded.going.set()
-        first.join()
-        assert send(server, "POST", "/detokenize", {"tokens": [3]})[0] == 200
-        assert decoded.arguments == [[3]]
+RENDERED = "{{ raise_exception('it was rendered') }}"
 
 
-def test_texts_of_tools_are_counted_before_they_are_copied_for_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ChatTemplate, "render", lambda *_, **__: pytest.fail("it was rendered"))
+def test_texts_of_tools_are_counted_before_they_are_copied_for_the_template() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": ["a"] * 116_000}}}
-    with scripted_server("Hello.") as server:
+    with scripted_server("Hello.", template=RENDERED) as server:
         status, _, body = send(server, "POST", "/v1/chat/completions", HI | {"tools": [tool]})
     assert (status, body["error"]["param"]) == (400, "tools")
     assert "texts; at most 65536 are allowed" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["messages", "tools"])
-def test_more_text_than_a_template_may_write_is_not_searched(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(ChatTemplate, "render", lambda *_, **__: pytest.fail("it was rendered"))
+def test_more_text_than_a_template_may_write_is_not_searched(name: str) -> None:
     text = "<" * (MAX_CHARACTERS // 2)
     tool = {"type": "function", "function": {"name": "f", "description": text, "parameters": {text: text}}}
     thoughts = {"role": "assistant", "content": "", "reasoning_content": text}
     fields = {"tools": [tool]} if name == "tools" else {"messages": [thoughts] * 3}
-    with scripted_server("Hello.") as server:
+    with scripted_server("Hello.", template=RENDERED) as server:
         status, _, body = send(server, "POST", "/v1/chat/completions", HI | fields)
     assert (status, body["error"]["param"]) == (400, name)
     assert f"characters; at most {MAX_CHARACTERS} are allowed" in body["error"]["message"]
@@ -224,7 +207,7 @@ def test_memory_of_large_bodies_goes_back_to_the_system(monkeypatch: pytest.Monk
     with scripted_server("Hello.") as server:
         monkeypatch.setattr(http_body, "return_freed_memory", lambda: trims.append(time.monotonic()))
         assert send(server, "POST", CHAT, HI)[0] == 200
-        encoded = Held(server.worker._prompts, "encode")
+        encoded = Held(server.vocabulary, "encode")
         body = json.dumps(HI).encode() + b" " * SMALL_BODY
         asking = threading.Thread(target=lambda: send(server, "POST", CHAT, body))
         asking.start()
@@ -239,30 +222,31 @@ def test_memory_of_large_bodies_goes_back_to_the_system(monkeypatch: pytest.Monk
         assert len(trims) == 1, "no more in this minute"
 
 
-@pytest.mark.parametrize("piece", [1, 2, 3, 5, 1 << 18])
+@pytest.mark.parametrize("shift", range(-3, 6))
 @pytest.mark.parametrize("text", ["\\", '"', ",[{", '\\"', "a\n\\\\", '\\",{', ""])
-def test_values_are_counted_outside_of_strings(monkeypatch: pytest.MonkeyPatch, text: str, piece: int) -> None:
-    monkeypatch.setattr(json_text, "PIECE", piece)
-    assert count_values(json.dumps({text: [text, {"b": text + text}], "c": ",,"})) == 5
+def test_values_are_counted_outside_of_strings_also_where_a_piece_ends(text: str, shift: int) -> None:
+    """A body is looked through in pieces; `shift` moves the text over the end of the first one."""
+    filler = "a" * (PIECE - len('{"": "') - shift)
+    assert count_values(json.dumps({filler: text, text: [text, {"b": text + text}], "c": ",,"})) == 6
 
 
 @pytest.mark.parametrize("filler", ["[]", "{}", "1", '"a"', '{"a":[[1]]}', '"\\"[,"', '[",,",[]]'])
-def test_bodies_of_very_many_values_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch, filler: str) -> None:
-    body = '{"metadata":[' + ",".join([filler] * (MAX_VALUES + 1)) + "]}"
-    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+def test_bodies_of_very_many_values_are_refused_before_they_are_parsed(filler: str) -> None:
+    body = '{"metadata":[' + ",".join([filler] * (MAX_VALUES + 1)) + "]}, and what is no JSON"
     for encoding in ("utf-8", "utf-16"):
         with pytest.raises(ApiError, match=f"the body has more than {MAX_VALUES} JSON values; send fewer"):
             parse_json(body.encode(encoding))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32-le"])
-@pytest.mark.parametrize("piece", [1, 3, 1 << 18])
-def test_a_body_is_decoded_in_pieces_as_it_is_whole(monkeypatch: pytest.MonkeyPatch, encoding: str, piece: int) -> None:
-    monkeypatch.setattr(http_body, "PIECE", piece)
-    content = {"a": "aé中\U0001f600\ud800", "\udc00": ["\U0001f600" * 3, "é"]}
+@pytest.mark.parametrize("shift", range(8))
+def test_a_body_is_decoded_in_pieces_as_it_is_whole(encoding: str, shift: int) -> None:
+    """`shift` moves the characters over the end of the first piece."""
+    content = {"b" * (PIECE // len("b".encode(encoding)) - 8 - shift): "aé中\U0001f600\ud800", "\udc00": ["\U0001f600" * 3, "é"]}
     assert parse_json(json.dumps(content, ensure_ascii=False).encode(encoding, "surrogatepass")) == content
-    with pytest.raises(ApiError, match="the body is not JSON"):
-        parse_json('{"a": "中"}'.encode(encoding)[:-3])
+    for cut in ('{"a": "中"}'.encode(encoding)[:-3], "{}".encode(encoding) + "中".encode(encoding)[:1]):
+        with pytest.raises(ApiError, match="the body is not JSON"):
+            parse_json(cut)
 
 
 def test_a_false_string_in_another_encoding_hides_no_values() -> None:
@@ -339,27 +323,25 @@ def test_log_probabilities_are_written_as_they_come(monkeypatch: pytest.MonkeyPa
         assert (status, "log probabilities; stream it, or ask for fewer" in dumps(body)) == (400, True)
 
 
-def test_too_many_log_probabilities_are_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_log_probabilities_are_refused_before_the_work() -> None:
     """A request was refused after minutes of tokens, which all were in vain."""
-    monkeypatch.setattr(streaming, "MAX_LOGPROBS", 80)
-    ask = HI | {"logprobs": True, "top_logprobs": 3, "n": 2}
-    for legal in ({}, {"max_tokens": 10}, {"max_tokens": 11, "stream": True}):
-        streaming.check_logprobs(read_chat(ask | legal), 256)
-    streaming.check_logprobs(read_chat(ask | {"max_tokens": 1 << 20}), 10)  # no answer is longer than the context
+    ask = HI | {"logprobs": True, "top_logprobs": 20, "n": 4}
+    for legal in ({}, {"max_tokens": 10}, {"max_tokens": 2048, "stream": True}):
+        streaming.check_logprobs(read_chat(ask | legal), 2048)
+    streaming.check_logprobs(read_chat(ask | {"max_tokens": 1 << 20}), 256)  # no answer is longer than the context
     with scripted_server("Hi.") as server:
-        monkeypatch.setattr(server.worker, "submit", lambda *_: pytest.fail("it was begun"))
-        status, _, body = send(server, "POST", CHAT, ask | {"max_tokens": 11})
-    message = "the answer may have 88 log probabilities, more than 80; stream it, or ask for fewer tokens or alternatives"
+        status, _, body = send(server, "POST", CHAT, ask | {"max_tokens": 2048})
+        assert server.batch.targets[0].rows == [], "it was not begun"
+    message = "the answer may have 172032 log probabilities, more than 131072; stream it, or ask for fewer tokens or alternatives"
     assert (status, body["error"]["message"]) == (400, message)
 
 
-def test_log_probabilities_of_a_completion_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_of_a_completion_have_their_offsets() -> None:
     form = CompletionFormat("model", read_completion({"prompt": "hi", "logprobs": 1}), "fp")
     entries = [OutputLogprob(piece=piece, logprob=-1.0, top=((piece, -1.0),)) for piece in (b"a", "é".encode(), b"c")]
     logprobs = form.logprobs()
     for entry in entries:
         logprobs.add([entry])
-    monkeypatch.setattr(response_format, "_text", lambda _: pytest.fail("it was written at the end"))
     finished = Finished(reason="stop", stats=DecodeStats(), energy=None)
     answer = json.loads(encoded(form.complete([ChoiceAnswer(events=[Text("aéc")], logprobs=logprobs, finished=finished)])))
     assert answer["choices"][0]["logprobs"] == {

@@ -11,7 +11,6 @@ for needed in ("uvicorn", "starlette", "llguidance"):
     pytest.importorskip(needed, reason="needs edge-mtp[serve,grammar]")
 
 from chat_server import CHAT, HI, Scripted, scripted_server, send
-from edge_runtime.errors import RequestError
 from edge_runtime.session.session import Session
 
 WAIT_S = 60.0
@@ -43,16 +42,3 @@ def test_others_are_served_while_a_constraint_is_compiled(monkeypatch):
         served.set()
         hostile.join()
     assert answers[0][0] == 200
-
-
-def test_a_constraint_beyond_the_limits_is_the_clients_error(monkeypatch):
-    def fail(*_: Any) -> None:
-        raise RequestError("the grammar cannot be used: compiling it takes more than 5 s")
-
-    monkeypatch.setattr(Session, "compile_constraint", fail)
-    with scripted_server("hello there") as server:
-        status, answer = ask(server, {"type": "string"})
-        assert status == 400
-        assert "more than 5 s" in answer["error"]["message"]
-        assert server.worker.load() == (0, 0)
-    assert server.notes == []

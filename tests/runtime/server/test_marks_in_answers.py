@@ -203,11 +203,10 @@ def test_a_conversation_with_any_arguments_goes_on(arguments: Any) -> None:
         assert ollama(server, [*HI, message, {"role": "tool", "content": "error"}]).text == "so"
 
 
-def test_thoughts_of_a_channel_that_the_prompt_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edge_runtime.text.chat_template.TURNS_TEMPLATE", OPENING)
+def test_thoughts_of_a_channel_that_the_prompt_opened() -> None:
     messages = [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
     messages += [{"role": "tool", "tool_name": "f", "content": "noon"}]
-    with scripted_server("<|channel>thought\nhm<channel|>so") as server:
+    with scripted_server("<|channel>thought\nhm<channel|>so", template=OPENING) as server:
         for stream in (False, True):
             assert chat(server, ANSWERED, stream=stream) == Said("so", "hm", [], "stop")
             assert responses(server, ITEMS, stream=stream) == Said("so", "hm", [], "stop")
@@ -246,10 +245,9 @@ def test_an_answer_that_breaks_its_schema_behind_thoughts_is_kept_from_it() -> N
             assert (said.text, said.thoughts, said.calls) == ("1", "hm", [])
 
 
-def test_a_constrained_answer_behind_thoughts_that_the_prompt_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constrained_answer_behind_thoughts_that_the_prompt_began() -> None:
     pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
-    monkeypatch.setattr("edge_runtime.text.chat_template.TURNS_TEMPLATE", OPENING)
-    with scripted_server('<|channel>thought\nhm<channel|>{"a": 1}') as server:
+    with scripted_server('<|channel>thought\nhm<channel|>{"a": 1}', template=OPENING) as server:
         assert chat(server, ANSWERED, response_format=JSON) == Said('{"a": 1}', "hm", [], "stop")
 
 
@@ -279,9 +277,8 @@ def test_what_is_no_call_has_the_log_probabilities_of_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_thoughts_of_earlier_answers_reach_the_template(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thoughts_of_earlier_answers_reach_the_template(name: str) -> None:
     template = TURNS_TEMPLATE.replace("{{- message.content", "{{- message.reasoning_content or '' }}{{ message.content")
-    monkeypatch.setattr("edge_runtime.text.chat_template.TURNS_TEMPLATE", template)
-    with scripted_server(lambda _, output: str("hm" in output)) as server:
+    with scripted_server(lambda _, output: str("hm" in output), template=template) as server:
         said = chat(server, [*HI, {"role": "assistant", "content": "so", name: "hm"}, *HI])
         assert said.text == "True"

@@ -22,7 +22,6 @@ from polling import wait
 
 SPIN = "import time\nwhile time.process_time() < 60: pass"
 PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(100)).decode()}}
-SOUND = {"type": "input_audio", "input_audio": {"format": "flac", "data": base64.b64encode(b"fLaC" + bytes(100)).decode()}}
 
 
 def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
@@ -79,14 +78,6 @@ def test_the_media_of_a_request_share_their_processor_time(decoding: Any, monkey
     assert value[0] == 0.5
     assert 0 < value[1] < 0.25
     assert len(processes) == 2
-
-
-def test_sounds_count_too(decoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "DECODING_SECONDS", 0.1)
-    _, processes = decoding("import time\nwhile time.process_time() < 0.2: pass\nprint('{\"shape\": [400]}')\nprint(' ' * 1599)")
-    with scripted_server("Hello.") as server:
-        assert send(server, "POST", "/v1/chat/completions", chat(*[SOUND] * 8))[0] == 400
-    assert len(processes) == 1
 
 
 def test_a_server_that_stops_ends_the_decoding(decoding: Any) -> None:

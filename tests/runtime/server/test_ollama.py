@@ -87,6 +87,12 @@ def test_refusals_are_ollamas_own_kind(client: Any, fields: Any, says: str) -> N
     assert caught.value.status_code == 400
 
 
+def test_a_pull_is_told_what_to_run_instead(client: Any) -> None:
+    with pytest.raises(ollama.ResponseError, match=r"edge-export pair NAME.*edge-run serve FOLDER") as caught:
+        client.pull("gemma3")
+    assert caught.value.status_code == 400
+
+
 def test_json_is_demanded_as_format() -> None:
     pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
     schema = {"type": "object", "properties": {"ok": {"const": True}}, "required": ["ok"], "additionalProperties": False}

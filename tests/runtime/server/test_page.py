@@ -203,6 +203,50 @@ def test_regenerate_edit_and_reload(browser: Any) -> None:
         until(browser, lambda: idle(browser) and shown(browser, ".text") == ["ho", "0: 1 asked, True"])
 
 
+def test_talks_are_kept_opened_again_and_removed(browser: Any) -> None:
+    with scripted_server(lambda turn, before: f"{before.count('<|turn>user')} asked") as server:
+        fresh(browser, server.url)
+        for text in ("first", "second"):
+            browser.find_element(By.ID, "new").click()
+            say(browser, text)
+            until(browser, lambda: idle(browser) and shown(browser, ".assistant .text") == ["1 asked"])
+        browser.find_element(By.ID, "talks-button").click()
+        assert shown(browser, "#kept li button:first-child") == ["second", "first"]
+        press(browser, "first")
+        assert shown(browser, ".user .text") == ["first"]
+        say(browser, "more")
+        until(browser, lambda: idle(browser) and shown(browser, ".assistant .text") == ["1 asked", "2 asked"])
+        browser.find_element(By.ID, "talks-button").click()
+        assert shown(browser, "#kept li button:first-child") == ["first", "second"], "the newest answer is on top"
+        press(browser, "Remove")
+        browser.refresh()
+        browser.find_element(By.ID, "talks-button").click()
+        assert shown(browser, "#kept li button:first-child") == ["second"]
+
+
+def test_talks_are_kept_only_if_the_settings_say_so(browser: Any) -> None:
+    with scripted_server("yes") as server:
+        fresh(browser, server.url)
+        browser.find_element(By.ID, "settings-button").click()
+        browser.find_element(By.ID, "keeps").click()
+        say(browser, "private")
+        until(browser, lambda: idle(browser) and shown(browser, ".assistant .text") == ["yes"])
+        assert "private" not in str(browser.execute_script("return {...localStorage}"))
+
+
+def test_a_theme_is_chosen_and_kept(browser: Any) -> None:
+    with scripted_server("yes") as server:
+        fresh(browser, server.url)
+        browser.find_element(By.ID, "settings-button").click()
+        grounds = []
+        for theme in ("light", "dark"):
+            browser.find_element(By.XPATH, f"//select[@id='theme']/option[text()='{theme}']").click()
+            browser.refresh()
+            browser.find_element(By.ID, "settings-button").click()
+            grounds.append(browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color"))
+        assert grounds[0] != grounds[1]
+
+
 def test_settings_are_sent_and_kept(browser: Any) -> None:
     with scripted_server(lambda _, before: "yes" if "Be brief." in before else "no") as server:
         fresh(browser, server.url)
@@ -289,7 +333,7 @@ def test_every_control_has_a_name_and_one_place_is_live(browser: Any) -> None:
 
 
 def press(browser: Any, text: str) -> None:
-    browser.find_element(By.XPATH, f"//button[text()='{text}']").click()
+    browser.find_element(By.XPATH, f"//button[text()='{text}' or @aria-label='{text}']").click()
 
 
 # Counts how often the conversation is drawn, and keeps what the live region says.

@@ -114,7 +114,7 @@ def test_a_signal_ends_it_while_it_answers(exported_pair: Path, probe_memory: Pa
     assert time.monotonic() - begin < 30
     listener.join()
     assert "shutting down" in received[-1] or "onnection" in received[-1]
-    assert child.lines[-1] == "ended\n"
+    assert child.lines[-1] == "stopped\n"
 
 
 def test_a_fingerprint_stands_for_what_computes(several: str, single: str) -> None:

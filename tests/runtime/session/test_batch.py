@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,6 @@ from edge_runtime.session import batch
 from edge_runtime.session.batch import PrefillPace
 from edge_runtime.session.generation import PREFILL_ROWS
 from edge_runtime.session.open import open_session, open_sessions
-from edge_runtime.session.row_equality import compare_rows
 from scripted import plain_greedy, scripted_sessions
 
 PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]
@@ -49,12 +49,22 @@ def test_a_full_context_ends_only_its_own_request() -> None:
     assert short.tokens == plain_greedy([2], 12)
 
 
+@pytest.fixture
+def pieces_take(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets how many seconds a piece of a prompt may take, whatever the others' rounds take."""
+
+    def set_to(seconds: float) -> None:
+        monkeypatch.setattr(batch, "PIECE_SECONDS", seconds)
+        monkeypatch.setattr(PrefillPace, "count_round", lambda *_: None)
+
+    return set_to
+
+
 @pytest.mark.parametrize(
     ("seconds", "lengths"), [(1e9, [32, 96, 224, 480, 512, 1024, 1123]), (0.0, range(32, 512, 32))], ids=["quick", "slow"]
 )
-def test_a_long_prompt_joins_piece_by_piece(seconds: float, lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "PIECE_SECONDS", seconds)
-    monkeypatch.setattr(PrefillPace, "count_round", lambda *_: None)
+def test_a_long_prompt_joins_piece_by_piece(seconds: float, lengths: Sequence[int], pieces_take: Callable[[float], None]) -> None:
+    pieces_take(seconds)
     _, sessions = scripted_sessions(2, context=4096)
     running = sessions.sessions[0].generate([1, 2], max_tokens=2 * PREFILL_ROWS, draft_length=0)
     long = [i % 17 for i in range(2 * PREFILL_ROWS + 100)]
@@ -74,9 +84,8 @@ def test_a_long_prompt_joins_piece_by_piece(seconds: float, lengths: Sequence[in
     assert joining.tokens == plain_greedy(long, 5)
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "PIECE_SECONDS", 0.0)
-    monkeypatch.setattr(PrefillPace, "count_round", lambda *_: None)
+def test_a_short_prompt_does_not_wait_for_a_long_one(pieces_take: Callable[[float], None]) -> None:
+    pieces_take(0.0)
     _, sessions = scripted_sessions(3, context=4096)
     prompts = [[1, 2], [i % 17 for i in range(1000)], [3] * 30]
     running, long, short = (session.generate(p, max_tokens=40) for session, p in zip(sessions.sessions, prompts, strict=True))
@@ -136,19 +145,35 @@ def test_a_piece_may_take_as_long_as_the_others_round() -> None:
     assert pace.rows == 100
 
 
-def test_one_that_fails_by_itself_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+class Weighing:
+    """A policy that learns from timings, such as profit; it raises `error` once it has observed so many rounds."""
+
+    def __init__(self, error: Exception | None = None, after: int = 0) -> None:
+        self.timings: list[Timing] = []
+        self._error, self._left = error, after
+
+    def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
+        return RoundPlan(1)
+
+    def observe(self, result: RoundResult) -> None:
+        if self._error and not self._left:
+            raise self._error
+        self._left -= 1
+        self.timings += [result.timing] if result.timing else []
+
+    def offer(self, chances: Sequence[float]) -> None:
+        """Takes none."""
+
+
+def test_one_that_fails_by_itself_leaves_the_others_alone() -> None:
     _, sessions = scripted_sessions(2)
-    good, bad = sessions.sessions[0].generate([1, 2], max_tokens=20), sessions.sessions[1].generate([3], max_tokens=20)
+    error = RequestError("no token can be drawn")
+    good = sessions.sessions[0].generate([1, 2], max_tokens=20)
+    bad = sessions.sessions[1].generate([3], max_tokens=20, policy=Weighing(error, after=1))
     step = sessions.decoder
     step.add(bad)
     step.add(good)
     step.step()
-    error = RequestError("no token can be drawn")
-
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(bad.decoding, "finish_round", fail)
     assert [item for item, _ in step.step()] == [good]
     assert step.failures == ((bad, error),)
     assert bad.target.length == 0
@@ -161,38 +186,15 @@ def test_one_that_fails_by_itself_leaves_the_others_alone(monkeypatch: pytest.Mo
     assert again.tokens == plain_greedy([4], 9)
 
 
-class Weighing:
-    """A policy that learns from timings, such as profit."""
-
-    def __init__(self) -> None:
-        self.timings: list[Timing] = []
-
-    def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
-        return RoundPlan(1)
-
-    def observe(self, result: RoundResult) -> None:
-        self.timings += [result.timing] if result.timing else []
-
-    def offer(self, chances: Sequence[float]) -> None:
-        """Takes none."""
-
-
-@pytest.mark.parametrize("first", ["fails", "does not learn"])
-def test_the_timing_of_a_round_reaches_a_request_that_learns_from_it(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [{"policy": Weighing(RequestError("no token"))}, {"draft_length": 1}], ids=["fails", "does not learn"])
+def test_the_timing_of_a_round_reaches_a_request_that_learns_from_it(first: dict[str, Any]) -> None:
     _, sessions = scripted_sessions(3)
-    policies = [Weighing() for _ in sessions.sessions]
-    how = (
-        [{"draft_length": 1}, *({"policy": policy} for policy in policies[1:])] if first == "does not learn" else [{"policy": policies[0]}]
-    )
-    how += [{"policy": policy} for policy in policies[len(how) :]]
-    started = [session.generate([1, 2], max_tokens=20, **each) for session, each in zip(sessions.sessions, how, strict=True)]
-    for generation in started:
-        sessions.decoder.add(generation)
-    if first == "fails":
-        monkeypatch.setattr(started[0].decoding, "finish_round", lambda *_, **__: (_ for _ in ()).throw(RequestError("no token")))
+    policies = [Weighing(), Weighing()]
+    for session, each in zip(sessions.sessions, [first, *({"policy": policy} for policy in policies)], strict=True):
+        sessions.decoder.add(session.generate([1, 2], max_tokens=20, **each))
     sessions.decoder.step()
-    assert [len(policy.timings) for policy in policies] == [0, 1, 0], "once, as they share one cost model"
-    assert policies[1].timings[0].requests == 3
+    assert [len(policy.timings) for policy in policies] == [1, 0], "once, as they share one cost model"
+    assert policies[0].timings[0].requests == 3
 
 
 @pytest.mark.parametrize("how", ["add", "join"])
@@ -205,6 +207,20 @@ def test_a_request_whose_session_has_begun_another_is_refused(how: str) -> None:
     with pytest.raises(RequestError, match="another request"):
         getattr(sessions.decoder, how)(old)
     assert not sessions.decoder.running
+
+
+def test_a_request_that_ended_elsewhere_is_no_failure_and_keeps_no_sequence() -> None:
+    _, sessions = scripted_sessions(2)
+    ended, other = sessions.sessions[0].generate([1], max_tokens=4), sessions.sessions[0].generate([2], max_tokens=5)
+    sessions.decoder.add(ended)
+    assert list(sessions.decoder.running) == [ended]
+    ended.text()
+    assert not sessions.decoder.running
+    sessions.decoder.add(other)
+    while sessions.decoder.running:
+        sessions.decoder.step()
+        assert not sessions.decoder.failures
+    assert (ended.tokens, other.tokens) == (plain_greedy([1], 4), plain_greedy([2], 5))
 
 
 def test_after_a_failure_of_all_nothing_is_left_in_the_caches() -> None:
@@ -233,9 +249,6 @@ def test_llama_sequences_equal_single_sessions(exported_pair: Path, probe_memory
 
 
 @pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
-def test_rows_of_several_sessions_are_exact_where_the_kernels_run(exported_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_several_sessions_are_exact_where_the_kernels_run(exported_pair: Path) -> None:
     with open_sessions(exported_pair, 3, threads=2) as sessions:
         assert sessions.row_equality().exact
-        verify = sessions._batch.verify_all
-        monkeypatch.setattr(sessions._batch, "verify_all", lambda rows: [logits + 1e-3 * len(rows) for logits in verify(rows)])
-        assert not compare_rows(sessions._batch, 4).exact

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from chat_words import CONTROL, chat_session
+from chat_words import CONTROL, chat_session, with_template
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.errors import RequestError
-from edge_runtime.session import chat as chat_file
-from edge_runtime.session.chat import Answer, Chat
+from edge_runtime.session.chat import MAX_FILE_BYTES, Answer, Chat
 from edge_runtime.session.monitor import Monitor, MonitorOptions
 from edge_runtime.text.channels import Text, Thought
 from edge_runtime.text.constraints import JsonSchema
@@ -88,9 +89,9 @@ def test_thoughts_are_told_apart_and_left_out_of_later_turns():
     assert "<|think|>" in prompt_of(chat, chat.say("b"))
 
 
-def test_tool_calls_and_their_results(monkeypatch):
-    monkeypatch.setattr("edge_runtime.text.chat_template.TURNS_TEMPLATE", TOOL_TEMPLATE)
-    chat = Chat(chat_session(f"<|channel>thought\nclock<channel|>{CALL}<|tool_response>", "12:00", "bye"), tools=TOOLS)
+def test_tool_calls_and_their_results(tmp_path):
+    session = chat_session(f"<|channel>thought\nclock<channel|>{CALL}<|tool_response>", "12:00", "bye")
+    chat = Chat(with_template(session, TOOL_TEMPLATE, tmp_path), tools=TOOLS)
     answer = chat.say("time?")
     assert list(answer)[-1] == ToolCall(name="now", arguments={"zone": "UTC"}, raw='call:now{zone:<|"|>UTC<|"|>}')
     with pytest.raises(RequestError, match="made 1 tool calls, but there are 0 results"):
@@ -106,14 +107,6 @@ def test_tool_calls_and_their_results(monkeypatch):
         chat.answer_tools(["x"])
 
 
-def test_a_call_that_cannot_be_read_is_text():
-    chat = Chat(chat_session("ok <|tool_call>nonsense<tool_call|>"))
-    answer = chat.say("a")
-    list(answer)
-    assert (answer.text, answer.tool_calls) == ("ok nonsense", [])
-    assert chat.messages[-1] == {"role": "assistant", "content": "ok nonsense"}
-
-
 def test_a_call_that_ends_with_the_answer_is_one_and_a_cut_one_has_its_beginning():
     answer = Chat(chat_session("<|tool_call>call:f{a:1}")).say("a")
     list(answer)
@@ -121,15 +114,6 @@ def test_a_call_that_ends_with_the_answer_is_one_and_a_cut_one_has_its_beginning
     answer = Chat(chat_session("<|tool_call>call:f{a:1}"), max_tokens=10).say("a")
     list(answer)
     assert [(call.arguments, call.partial) for call in answer.tool_calls] == [(None, '{"a":')]
-
-
-def test_thoughts_of_a_channel_that_the_prompt_opened(monkeypatch):
-    opening = TOOL_TEMPLATE.replace("<tool_response|>", "<tool_response|><|turn>model\n<|channel>thought\n")
-    monkeypatch.setattr("edge_runtime.text.chat_template.TURNS_TEMPLATE", opening)
-    chat = Chat(chat_session(CALL, "<|channel>thought\nhm<channel|>noon"), tools=TOOLS, thinking=True)
-    chat.say("time?").read()
-    answer = chat.answer_tools(["12:00"])
-    assert (answer.read(), answer.thoughts) == ("noon", "hm")
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -193,36 +177,36 @@ def test_an_answer_that_is_left_is_over(leave):
             next(answer)
 
 
-def test_an_interruption_before_the_first_word_takes_the_question_back(monkeypatch):
-    chat = Chat(chat_session("one", "two"))
+def failing(reply: str, error: type[BaseException], at: int) -> Callable[[int, str], str]:
+    """A reply whose token `at` fails once; each token asks for the reply."""
+    asked = itertools.count()
+
+    def give(_turn: int, _output: str) -> str:
+        if next(asked) == at:
+            raise error
+        return reply
+
+    return give
+
+
+def test_an_interruption_before_the_first_word_takes_the_question_back():
+    chat = Chat(chat_session("one", failing("two", KeyboardInterrupt, 0)))
     list(chat.say("a"))
     before = list(chat.messages)
-
-    def interrupted(_tokens: object, *, rows_read: int) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(chat.session.target, "prefill", interrupted)
-        answer = chat.say("b")
-        with pytest.raises(KeyboardInterrupt):
-            list(answer)
+    answer = chat.say("b")
+    with pytest.raises(KeyboardInterrupt):
+        list(answer)
     assert (chat.messages, answer.finish) == (before, "interrupted")
     assert chat.session.target.length == 0, "the cache is not trusted any more"
     assert "".join(e.text for e in chat.say("b")) == "two"
 
 
-def test_an_error_in_an_answer_keeps_the_history_whole(monkeypatch):
-    chat = Chat(chat_session("one", "two"))
+def test_an_error_in_an_answer_keeps_the_history_whole():
+    chat = Chat(chat_session(failing("one", MemoryError, 1), "two"))
     answer = chat.say("a")
     next(answer)
-
-    def broken(_tokens: object) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(chat.session.target, "verify", broken)
-        with pytest.raises(MemoryError):
-            next(answer)
+    with pytest.raises(MemoryError):
+        next(answer)
     assert [m["content"] for m in chat.messages] == ["a", "o"]
 
 
@@ -274,17 +258,6 @@ def test_a_long_message_alone_may_use_the_room_of_the_answer():
 def test_settings_that_make_no_sense():
     with pytest.raises(RequestError, match="overflow is 'burst'"):
         Chat(chat_session("x"), overflow="burst")  # type: ignore[arg-type]
-
-
-def test_sampling_and_further_options_reach_the_session(monkeypatch):
-    session = chat_session("ok")
-    asked: list[dict[str, Any]] = []
-    generate = session.generate
-    monkeypatch.setattr(session, "generate", lambda ids, **options: asked.append(options) or generate(ids, **options))
-    policy = Fixed(1)
-    list(Chat(session, sampling=SamplingParams(temperature=0, seed=3), policy=policy, acceptance="coupled").say("a"))
-    assert asked[0]["sampling"].seed == 3
-    assert (asked[0]["policy"], asked[0]["acceptance"]) == (policy, "coupled")
 
 
 def saved(tmp_path) -> tuple[Chat, Any]:
@@ -359,8 +332,8 @@ def test_files_from_outside_are_checked(tmp_path, change, message):
     assert (chat.messages, chat.settings) == before
 
 
-def test_missing_binary_and_huge_files(tmp_path, monkeypatch):
-    chat, path = saved(tmp_path)
+def test_missing_binary_and_huge_files(tmp_path):
+    chat, _ = saved(tmp_path)
     with pytest.raises(RequestError, match="cannot be read"):
         chat.load(tmp_path / "none.json")
     with pytest.raises(RequestError, match="cannot be read"):
@@ -368,9 +341,10 @@ def test_missing_binary_and_huge_files(tmp_path, monkeypatch):
     (tmp_path / "binary").write_bytes(b"\xff\x00")
     with pytest.raises(RequestError, match="cannot be read as a conversation"):
         chat.load(tmp_path / "binary")
-    monkeypatch.setattr(chat_file, "MAX_FILE_BYTES", 10)
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(RequestError, match="has more than"):
-        chat.load(path)
+        chat.load(tmp_path / "huge")
 
 
 def test_the_sessions_monitor_counts_every_answer(tmp_path):

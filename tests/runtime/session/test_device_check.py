@@ -188,13 +188,6 @@ def test_a_fault_of_a_drafter_is_refused(fault: type[Faulty], pair: tuple[Any, A
     assert "of its drafts are the CPU's, or as likely" in check.sentence()
 
 
-@pytest.mark.parametrize("tokens", [None, np.array([7, 9, 11])])
-def test_a_token_that_there_is_none_of_is_never_nearly_as_likely(tokens: Any) -> None:
-    scores = self_checks._Scores(np.array([3.0, 2.5, 0.0], np.float32), tokens)
-    assert [scores.behind(token) for token in (-1, -3, 3, 1 << 40)] == [np.inf] * 4
-    assert scores.behind(1 if tokens is None else 9) == 0.5
-
-
 def test_single_rows_may_differ_more_where_rows_choose_experts(pair: tuple[Any, Any], reference: Answers) -> None:
     class OtherExperts(Faulty):
         def changed(self, rows: Any) -> Any:
@@ -207,14 +200,9 @@ def test_single_rows_may_differ_more_where_rows_choose_experts(pair: tuple[Any, 
     assert not checked(reference, LastColumnsWrong(pair[0]), pair[1], routed=True).passed
 
 
-def test_stale_rows_are_refused_where_rows_choose_experts(
-    pair: tuple[Any, Any], reference: Answers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(self_checks, "_ROUTED_BEYOND_LIMIT", np.inf)
+def test_stale_rows_are_refused_where_rows_choose_experts(pair: tuple[Any, Any], reference: Answers) -> None:
     check = checked(reference, StaleRows(pair[0]), pair[1], routed=True)
     assert not check.passed
-    assert "the middle row of " in check.sentence()
-    assert check.mean_kl < self_checks._ROUTED_LIMIT  # which passed
 
 
 @pytest.mark.parametrize(("rounded", "limit"), [(True, 0.005), (False, 1e-4)])
@@ -232,23 +220,6 @@ def test_which_bundles_are_rounded(onnx_pair: Bundles) -> None:
     assert all(is_rounded(*pair) for pair in ((exact, "gguf"), (rounded, "onnx"), (replace(exact, cache_layout=layout), "onnx")))
 
 
-@pytest.mark.parametrize(
-    ("given", "share"),
-    [
-        ([1, 2, 3], 1),
-        ([1, 9, 3], 0),  # always another second one
-        ([1, 8, 9], 1),  # nearly as likely, and nothing behind it counts
-        ([9, 2, 3], 0),
-        ([1, 2], 0),
-        ([], 0),
-    ],
-)
-def test_drafts_are_compared_at_each_place_up_to_the_first_other_one(given: list[int], share: float) -> None:
-    step = self_checks._Scores(np.array([3.0, 2.9, -1.0], np.float32), np.array([2, 8, 9]))
-    reference = Answers(rows={}, drafts=[[1, 2, 3]] * 4, scores=[[step] * 3] * 4)
-    assert self_checks._same_drafts(reference, [given] * 4) == share
-
-
 def test_rows_that_differ_in_the_last_bit_are_mentioned(pair: tuple[Any, Any], reference: Answers) -> None:
     class Tiles(Faulty):
         def changed(self, rows: Any) -> Any:
@@ -256,7 +227,7 @@ def test_rows_that_differ_in_the_last_bit_are_mentioned(pair: tuple[Any, Any], r
 
     check = checked(reference, Tiles(pair[0]), pair[1])
     assert check.passed
-    assert check.sentence().endswith("drafts may change near ties on this device")
+    assert check.sentence().endswith("drafts may swap tokens there that are almost equally likely")
 
 
 class FakeDevices:

@@ -145,7 +145,7 @@ def test_a_file_is_written_whole_or_not_at_all(saved: Path, monkeypatch: pytest.
         ({"facts": {"bundle": "0" * 64}}, "is of another bundle"),
         ({"facts": {"engine": "other"}}, "is of another engine"),
         ({"facts": {"kv_type": "q2"}}, "is of another K/V type"),
-        ({"facts": {"rows": "1+1"}}, "is of another layout"),
+        ({"facts": {"rows": "1+1"}}, "is of another cache layout"),
         ({"facts": {"kernels": "0" * 64}}, "is of other kernels"),
         ({"tokens": 10**12}, "its header says"),
         ({"tokens": -1}, "holds -1 tokens"),
@@ -172,8 +172,8 @@ def test_headers_that_lie_are_refused(saved: Path, change: dict[str, Any], messa
 def test_files_that_hold_no_rows_are_refused(saved: Path) -> None:
     data = saved.read_bytes()
     for damage, message in [
-        (b"", "is not a file of K/V rows"),
-        (b"GGUF" + data, "is not a file of K/V rows"),
+        (b"", "is not a file of a KV cache"),
+        (b"GGUF" + data, "is not a file of a KV cache"),
         (data[:8] + b"\xff\xff\xff\xff" + data[12:], "a header of"),
         (data[:-1], "its header says"),
         (data + b"x", "its header says"),

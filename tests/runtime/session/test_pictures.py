@@ -50,19 +50,6 @@ def test_the_picture_decides_the_answer(scene, session):
     assert colours(item.text) == [scene.colour, scene.ground], item.text
 
 
-def test_without_memory_for_the_encoder_a_picture_is_refused_before_it_is_loaded(session, monkeypatch):
-    session.free_encoder()
-    encoder = session._parts.encoder
-    image = read_image(photo(SCENES[0]), 70)
-    with monkeypatch.context() as patch:
-        patch.setattr(encoder._memory, "_available", lambda: 1000)
-        patch.setattr(encoder, "_load", lambda: pytest.fail("it was loaded"))
-        with pytest.raises(RequestError, match=r"the encoder needs .* of memory for this image, but 1\.0 kB are available"):
-            answer(session, QUESTION, media=[image])
-        assert answer(session, f"{SCENES[0].words}{QUESTION}").text
-    assert colours(answer(session, QUESTION, media=[image]).text) == [SCENES[0].colour, SCENES[0].ground]
-
-
 def test_a_memory_limit_counts_the_encoder(bundle, probe_memory):
     with open_session(bundle, backend="llama", threads=1, memory_limit="10GB") as session:
         needed = session._parts.encoder._memory._beside
@@ -131,7 +118,7 @@ def test_the_chat_takes_files(session, tmp_path, monkeypatch, capsys):
     TerminalChat(Chat(session, max_tokens=48), lines=True).run()
     printed = capsys.readouterr()
     assert colours(printed.out) == ["red", "white"], printed
-    assert "rows of the context" in printed.err + printed.out
+    assert "tokens of the context" in printed.err + printed.out
 
 
 @pytest.fixture(scope="module", params=["llama", "onnx"])

@@ -85,7 +85,7 @@ def test_rows_that_depend_on_their_number_are_found(width: int) -> None:
     equality, _ = compared(1000, 13, (width,))
     assert not equality.exact
     assert equality.largest == 1 / 1024
-    assert "greedy text at near ties and sampled text anywhere" in equality.sentence()
+    assert "greedy text where two tokens are almost equally likely and sampled text anywhere" in equality.sentence()
     assert equality.to_json()["verdict"] == DIFFER
 
 

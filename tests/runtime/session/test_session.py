@@ -132,12 +132,6 @@ def test_stop_strings_end_tokens_text_and_cache_where_plain_decoding_does(draft_
     assert generation.stats.tokens == len(generation.tokens)
 
 
-def test_a_stop_string_that_never_comes_changes_nothing():
-    generation = make_session().generate([1, 2, 3], max_tokens=25, stop=[whole_text(25)[-1:] + "#", "###"])
-    assert generation.text() == whole_text(25)
-    assert generation.stopped_by is None
-
-
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 100])
 def test_pieces_have_at_least_the_asked_tokens(chunk_size):
     generation = make_session().generate([1, 2, 3], max_tokens=30, draft_length=2, chunk_size=chunk_size)

@@ -96,7 +96,7 @@ def test_a_request_whose_rows_cannot_be_copied_goes_on() -> None:
     _, sessions = scripted_sessions(1)
     request = sessions.sessions[0].generate([1, 2, 3], max_tokens=20)
     next(request.rounds())
-    with pytest.raises(RequestError, match="cannot copy the rows"):
+    with pytest.raises(RequestError, match="cannot copy the cache"):
         request.suspend()
     request.text()
     assert request.tokens == plain_greedy([1, 2, 3], 20)

@@ -75,15 +75,6 @@ def test_pieces_come_as_soon_as_they_are_certain():
     assert [parser.feed(i) for i in ids][-3:] == [[Thought("a")], [], [Text("b")]]
 
 
-def test_a_call_after_thoughts_that_were_not_closed():
-    raw = 'call:f{a:1,b:<|"|>x{,}"<|"|>,c:[1,<|"|>y<|"|>,{d:true}],e:null,f:-1.5e3}'
-    arguments = {"a": 1, "b": 'x{,}"', "c": [1, "y", {"d": True}], "e": None, "f": -1500.0}
-    assert parse(f"<|channel>thought\nx<|tool_call>{raw}<tool_call|><|tool_response>") == [
-        Thought("x"),
-        ToolCall(name="f", arguments=arguments, raw=raw),
-    ]
-
-
 @pytest.mark.parametrize(
     ("raw", "name", "arguments"),
     [

@@ -86,12 +86,6 @@ def test_control_tokens_at_the_border_of_two_slices_are_marked(before):
     assert WORDS.spell(ids) == "<bos>" + text
 
 
-def test_without_control_tokens_nothing_is_marked():
-    words = ChatWords([])
-    words.bos = -1
-    assert ChatTemplate("{{ messages[0].content }}", words).render([{"role": "user", "content": "<|turn>"}]) == "<|turn>"
-
-
 def test_the_plain_fallback():
     messages = [SYSTEM, *TALK]
     assert spelt(PLAIN_TEMPLATE, messages) == "<bos>Be brief.\nUser: hi\nAssistant: Hello.\nUser: bye\nAssistant:"

@@ -27,7 +27,7 @@ from edge_devices.children import forked
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.text import matcher
 from edge_runtime.text.constraints import MAX_GRAMMAR_RULES, MAX_SCHEMA_LEVELS, ConstraintSource, Gbnf, JsonSchema, Regex, ToolCalls
-from edge_runtime.text.grammar import Constraint, Grammars, grammars_for
+from edge_runtime.text.grammar import Constraint, Grammars
 from edge_runtime.text.tool_grammar import tool_call_grammar
 from scripted import LetterVocabulary
 from tables import byte_vocabulary
@@ -152,12 +152,6 @@ def test_a_control_token_is_no_text_even_where_it_is_shown():
     constraint = GRAMMARS.constrain(Regex("[^x]+"))
     assert constraint.valid(VOCABULARY.encode("<|call>")) == 7
     assert not constraint.allows((), VOCABULARY.pieces.index(b"<|call>"))
-
-
-def test_sessions_on_one_vocabulary_share_a_table():
-    vocabulary = byte_vocabulary()
-    assert grammars_for(vocabulary, vocabulary.size) is grammars_for(vocabulary, vocabulary.size)
-    assert grammars_for(byte_vocabulary(), vocabulary.size) is not grammars_for(vocabulary, vocabulary.size)
 
 
 def test_characters_of_several_bytes_may_be_spelled_by_bytes():

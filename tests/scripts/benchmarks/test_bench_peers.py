@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 import bench_peers
 import peer_edge_mtp
-import peer_protocol
 from bench_peers import OURS_LLAMA, PeerProcess, Peers, Side, draft_notes, measured
-from bench_records import PEER_PLAIN, fixed, header, run
-from edge_bench.measure.records import BASELINE, DEFAULT, LLAMA_CPP, OURS, PLAIN, Note, RecordFile, Run, Variant, read_records
+from bench_records import PEER_PLAIN, header, run
+from edge_bench.measure.records import BASELINE, DEFAULT, OURS, PLAIN, Note, RecordFile, Run, Variant
 from edge_bench.measure.request import Prompt
 from edge_bench.measure.runners import EdgeRunner, Schedule
-from edge_bench.report.figures import first_token_ratio
 from edge_devices.files.typed_json import to_json
 from edge_runtime.errors import BackendError
 from scripted import make_session
@@ -88,15 +83,6 @@ def test_a_report_has_speeds_first_tokens_versions_and_what_is_missing(records, 
     assert [row["domain"] for row in written["by_context"] if row["variant"]["side"] == OURS] == ["64", "512"]
 
 
-def test_first_tokens_are_compared_within_a_repeat():
-    runs = [run(v, domain="64", repeat=n, first_token=s * (1 + n)) for n in range(3) for v, s in ((BASELINE, 0.1), (PEER_PLAIN, 0.3))]
-    ours, theirs = ([run for run in runs if run.variant == variant] for variant in (BASELINE, PEER_PLAIN))
-    actual = first_token_ratio(ours, theirs)
-    assert actual is not None
-    assert (actual.value, actual.low) == pytest.approx((3.0, 3.0))
-    assert first_token_ratio(ours, [run(PEER_PLAIN, domain="64", first_token=None)]) is None
-
-
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [([], 2), (["--report", "x", "--runs", "y"], 2), (["--report", "missing"], 1), (["--report", "x", "--lengths", "3,a"], 2)],
@@ -105,39 +91,10 @@ def test_refusals(arguments, code):
     assert CliRunner().invoke(bench_peers.main, arguments).exit_code == code
 
 
-def test_tools_that_are_there_are_not_built_again(tmp_path, monkeypatch):
-    (tmp_path / "llama-speculative-simple").touch()
-    monkeypatch.setattr(bench_peers, "run", lambda *_: pytest.fail("built"))
-    assert bench_peers.tools_folder(tmp_path) == tmp_path.resolve()
-
-
 def started(folder: Path, name: str, log: Path) -> PeerProcess:
     (folder / "stub_engine.py").write_text(STUB)
     code = f"import sys; sys.path.append({str(folder)!r}); import peer_protocol; peer_protocol.main('stub_engine')"
     return PeerProcess(name, [sys.executable, "-c", code], log)
-
-
-def test_all_sides_are_measured_in_turn_and_leave_their_logs_last_words(tmp_path, monkeypatch):
-    def side(every: Peers, name: str, *variants: Variant) -> Side:
-        process = started(tmp_path, name, every.log(name))
-        every.stack.callback(process.close)
-        return Side(name=name, runner=process, version="stub 1", flags="none", variants=variants)
-
-    theirs = Side(name=LLAMA_CPP, runner=Scripted(99), version="llama.cpp b1", flags="", variants=(PEER_PLAIN,))
-    monkeypatch.setattr(Peers, "edge", lambda every, name, *_, **__: side(every, name, replace(BASELINE, side=name)))
-    monkeypatch.setattr(Peers, "llama_cpp", lambda *_: theirs)
-    monkeypatch.setattr(Peers, "others", lambda every, _: [side(every, "LiteRT-LM int4", THEIR_PLAIN, THEIR_DEFAULT)])
-    monkeypatch.setattr(bench_peers, "open_bundle", lambda *_, **__: SimpleNamespace(folder=tmp_path, manifest=SimpleNamespace(files=())))
-    monkeypatch.setattr(bench_peers, "tools_folder", lambda tools: tools)
-    folders = [str(tmp_path), "--peers", str(tmp_path), "--runs", str(tmp_path / "runs.jsonl")]
-    result = CliRunner().invoke(bench_peers.main, [*folders, "--prompt-lengths", "64", "--repeats", "2"])
-    assert result.exit_code == 0, result.output
-    records = read_records(tmp_path / "runs.jsonl")
-    orders = [[run.variant.side for run in records.runs if (run.part, run.repeat) == place] for place in (("domains", 0), ("contexts", 1))]
-    sides = [OURS, OURS_LLAMA, LLAMA_CPP, "LiteRT-LM int4"]
-    assert [sorted(order) for order in orders] == [sorted([*sides, "LiteRT-LM int4"]), sorted(sides)]
-    assert "LiteRT-LM int4 accepted 50.0% of its drafts, by its log" in records.notes
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["runs.jsonl", "stub_engine.py"]
 
 
 def test_a_worker_answers_goes_on_after_a_request_that_fails_and_leaves_its_last_words(tmp_path):
@@ -212,21 +169,3 @@ def test_this_program_as_a_worker_runs_requests_and_makes_prompts_of_a_length():
     reply = peer_edge_mtp.answer(session, runner, {"domains": ["code"], "per_domain": 1, "lengths": [16, 40]})
     prompts = [(prompt["domain"], len(prompt["ids"])) for prompt in reply["prompts"]]
     assert [domain for domain, _ in prompts] == ["code", "16", "40"]
-
-
-def test_requests_are_answered_line_by_line(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO('{"n": 1}\nnot JSON\n{"n": 2}\n'))
-    replies = list(peer_protocol.replies({"version": "1"}, lambda request: {"n": 10 * request["n"]}))
-    assert [reply.get("n") for reply in replies] == [None, 10, None, 20]
-    assert replies[2]["error"].startswith("JSONDecodeError")
-
-
-def test_the_first_token_is_timed_from_the_request(monkeypatch):
-    clock = iter((0.0, 1.0, 3.0, 7.0))
-    monkeypatch.setattr(peer_protocol.time, "perf_counter", lambda: next(clock))
-    times: dict[str, Any] = peer_protocol.timed(lambda: None, iter("abc"))
-    assert times == {"prefill_seconds": 1.0, "first_token_seconds": 3.0, "seconds": 6.0}
-
-
-def test_fixed_lengths_are_named_by_their_number():
-    assert bench_peers.drafts(type("R", (), {"variant": fixed(3)})()) == "3"

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs edge-mtp[verify]")
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 import check_random_pairs
-from edge_export.errors import ParityError
+from random_pairs import write_random_pair
 
 EQUAL = {"texts": {"llama": {"compared": 8, "equal": 8}, "onnx": {"compared": 8, "equal": 8}}}
 REFUSED = {"refused": "parity failed", "float32": {"onnx": {"mean_kl": 1e-12}, "llama": {"mean_kl": 1e-9}}}
@@ -24,37 +24,27 @@ OTHER_TEXT = {"texts": EQUAL["texts"] | {"onnx": {"compared": 8, "equal": 7}}}
 
 
 @pytest.mark.parametrize(
-    ("record", "code", "words"),
+    ("record", "failed", "words"),
     [
-        (EQUAL, 0, "1 pairs: 0 refused, 0 of them in float32 too; 16 of 16 texts"),
-        (EQUAL | REFUSED, 0, "1 refused, 0 of them in float32 too; 16 of 16"),
-        (EQUAL | WRONG, 1, "1 refused, 1 of them in float32 too; 16 of 16"),
-        (OTHER_TEXT, 1, "0 refused, 0 of them in float32 too; 15 of 16"),
+        (EQUAL, False, "1 pairs: 0 refused, 0 of them in float32 too; 16 of 16 texts"),
+        (EQUAL | REFUSED, False, "1 refused, 0 of them in float32 too; 16 of 16"),
+        (EQUAL | WRONG, True, "1 refused, 1 of them in float32 too; 16 of 16"),
+        (OTHER_TEXT, True, "0 refused, 0 of them in float32 too; 15 of 16"),
     ],
 )
-def test_a_pair_off_in_float32_or_another_text_fails(
-    record: dict[str, Any], code: int, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(check_random_pairs, "check_pair", lambda seed, _: record | {"seed": seed})
-    result = CliRunner().invoke(check_random_pairs.main, ["--first", "7", "--count", "1", "--output", str(tmp_path / "out")])
-    assert (result.exit_code, json.loads((tmp_path / "out").read_text())["seed"]) == (code, 7)
-    assert words in result.output
+def test_a_pair_off_in_float32_or_another_text_fails(record: dict[str, Any], failed: bool, words: str) -> None:
+    sentence, fails = check_random_pairs.verdict([record])
+    assert (fails, words in sentence) == (failed, True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("refused", [False, True])
-def test_a_refused_pair_is_compared_in_float32(refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    export = check_random_pairs._export
-
-    def refusing(*arguments: Any, verify: bool) -> dict[str, Any]:
-        if verify and refused:
-            raise ParityError("parity failed")
-        return export(*arguments, verify=verify)
-
-    monkeypatch.setattr(check_random_pairs, "_export", refusing)
-    record = check_random_pairs.check_pair(6001, tmp_path)
+def test_a_pair_is_compared_in_both_formats_and_in_float32(tmp_path: Path) -> None:
+    result = CliRunner().invoke(check_random_pairs.main, ["--first", "6001", "--count", "1", "--output", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "out").read_text())
     assert {engine: texts["different"] for engine, texts in record["texts"].items()} == {"llama": [], "onnx": []}
-    figures = record["float32" if refused else "figures"]
-    assert figures["onnx"]["mean_kl"] < 1e-9
-    assert figures["onnx"]["drafts"] == 1
-    assert figures["llama"]["mean_kl"] < 1e-5
+    _, target, drafter = write_random_pair(6001, tmp_path)
+    for figures in (record["figures"], check_random_pairs.in_float32(target, drafter, tmp_path)):
+        assert figures["onnx"]["mean_kl"] < 1e-9
+        assert figures["onnx"]["drafts"] == 1
+        assert figures["llama"]["mean_kl"] < 1e-5

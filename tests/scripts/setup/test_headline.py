@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 
 import headline
 from bench_records import whole_benchmark
@@ -63,14 +60,3 @@ def test_a_run_without_profit_is_refused(tmp_path: Path):
             file.add(record)
     with pytest.raises(click.ClickException, match=r"needs plain decoding, profit, llama\.cpp's default"):
         headline.entry(figures(read_records(path)), "Any", "llama.cpp", ENTRY["demo"])
-
-
-def test_the_command_writes_both_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pages = [Path(shutil.copy(page, tmp_path / page.name)) for page in headline.PAGES]
-    kept = tmp_path / "headline.json"
-    kept.write_text(json.dumps({"entries": [ENTRY]}))
-    monkeypatch.setattr(headline, "PAGES", pages)
-    monkeypatch.setattr(headline, "entries_of", lambda: json.loads(kept.read_text())["entries"])
-    done = CliRunner().invoke(headline.main, [])
-    assert done.exit_code == 0, done.output
-    assert all("| Slow, 4 cores, 1 November 2026 | 10 |" in page.read_text() for page in pages)

@@ -32,10 +32,16 @@ def test_every_package_of_a_lock_is_pinned_with_hashes(lock: Path) -> None:
     assert [block for block in blocks if not re.match(r"[\w.-]+==\S+( ; .*)? \\\n    --hash=sha256:[0-9a-f]{64}", block)] == []
 
 
+@pytest.mark.parametrize("name", ["ci", "runtime", "tools"])
+def test_locks_hold_no_torch_and_no_addresses(name: str) -> None:
+    assert not re.search(r"^(torch|nvidia-)|://", (ROOT / f"requirements/{name}.txt").read_text(), re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", ["build", "demo-llama", "demo-onnx", "llama", "test"])
 def test_versions_are_those_that_all_tests_ran_on(name: str) -> None:
     every, own = pins(ROOT / "requirements/ci.txt"), pins(ROOT / f"requirements/{name}.txt")
     assert {package: own[package] for package in own.keys() & every.keys()} == {name: every[name] for name in own.keys() & every.keys()}
+    assert name != "test" or own.keys() < every.keys() - {"llama-cpp-python", "transformers", "selenium"}
 
 
 def test_what_builds_the_project_is_locked() -> None:

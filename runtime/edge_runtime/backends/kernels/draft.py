@@ -231,7 +231,7 @@ class NativeDraft:
         Raises ValueError for tables of another type or width.
         """
         if any(table.shape[-1] != self._dims[number] // 2 for table in tables):
-            raise ValueError("the rotations of K/V rows")
+            raise ValueError("the rotations of the KV cache")
         return tuple(handed(table, np.float32, table.size) for table in tables)
 
     def _views(self) -> tuple[NDArray[np.float32], NDArray[np.int32] | None]:

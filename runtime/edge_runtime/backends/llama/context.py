@@ -76,7 +76,7 @@ class LlamaOptions:
             raise RequestError(f"{self.sequences} sequences are not in 1..{MAX_SEQUENCES}; choose a number in that range")
         if self.batch < self.sequences * (self.max_draft_length + 1):
             raise RequestError(
-                f"batch {self.batch} cannot hold a verify of {self.sequences} sequences; "
+                f"batch {self.batch} cannot hold a step of {self.sequences} sequences; "
                 f"ask for at least {self.sequences * (self.max_draft_length + 1)}"
             )
         if self.batch < MIN_BATCH:
@@ -223,7 +223,7 @@ def rewind_slack(context: int, window: int, ubatch: int) -> int:
 def decode_error(library: LlamaLibrary, role: str, code: int, rows: int) -> BackendError:
     """Returns the error for a llama_decode that did not return 0."""
     meaning = _DECODE_CODES.get(code, "an unknown failure")
-    return BackendError(f"llama.cpp failed on {rows} {role} rows with code {code}, {meaning}{library.quoted_error()}; try again")
+    return BackendError(f"llama.cpp failed on {rows} tokens of the {role} with code {code}, {meaning}{library.quoted_error()}; try again")
 
 
 class LlamaModel:

@@ -130,21 +130,21 @@ class LlamaDrafter(LlamaModel):
 
     def _check_fit(self, path: Path) -> None:
         """Raises BackendError if the drafter is not one of this target: llama.cpp itself would abort the process."""
-        self._compare("target hidden size", self._api.llama_model_n_embd_out(self._model), self._target.hidden_size, path)
+        self._compare("the model's hidden size", self._api.llama_model_n_embd_out(self._model), self._target.hidden_size, path)
         vocabulary: int = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         self._compare("vocabulary size", vocabulary, self._target.vocabulary.size, path)
-        self._compare("K/V rows (heads, width) of its layers", *rows_read(self.header, self._target.shared.header), path)
+        self._compare("K/V heads and widths of its layers", *rows_read(self.header, self._target.shared.header), path)
 
     @staticmethod
     def _compare(name: str, own: object, expected: object, path: Path) -> None:
         if own != expected:
-            raise BackendError(f"{path.name} is not a drafter of this target: {name} {own} against {expected}; export the pair again")
+            raise BackendError(f"{path.name} is not a drafter of this model: {name} {own} against {expected}; export the bundle again")
 
 
 def check_length(request: DraftRequest, longest: int) -> None:
     """Raises RequestError for a draft that the pair was not opened for."""
     if request.draft_length > longest:
-        raise RequestError(f"a draft of {request.draft_length} tokens is longer than the {longest} this pair was opened for")
+        raise RequestError(f"a draft of {request.draft_length} tokens is longer than the {longest} this bundle was opened for")
 
 
 def top_probability(logits: Row) -> float:

@@ -84,11 +84,13 @@ class MappedGguf:
         """Returns a tensor of this shape and of one of these types, None for any. Raises BackendError otherwise."""
         info = self._places.get(name)
         if info is None:
-            raise BackendError(f"{self.path.name} has no tensor {name}; export the pair again")
+            raise BackendError(f"{self.path.name} has no tensor {name}; export the bundle again")
         if self.shape(name) != _stripped(shape):
-            raise BackendError(f"{self.path.name}: {name} has the shape {list(self.shape(name))}, not {list(shape)}; export the pair again")
+            raise BackendError(
+                f"{self.path.name}: {name} has the shape {list(self.shape(name))}, not {list(shape)}; export the bundle again"
+            )
         if types is not None and (kind := TENSOR_TYPES[info.type].name) not in types:
-            raise BackendError(f"{self.path.name}: {name} is {kind}, not {' or '.join(types)}; export the pair again")
+            raise BackendError(f"{self.path.name}: {name} is {kind}, not {' or '.join(types)}; export the bundle again")
         return MappedTensor(kind=info.type, shape=self.shape(name), data=self._mapped[info.offset : info.offset + info.bytes])
 
 

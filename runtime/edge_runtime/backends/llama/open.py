@@ -210,7 +210,7 @@ def _layers_on(device: LlamaDevice, request: OpenRequest, plan: MemoryRequest) -
     fitting = layers_that_fit(free, target, beside, layers)
     if free is not None and fitting == 0:
         raise RequestError(
-            f"{device.name} has {byte_text(free)} of free memory, too few for a layer beside K/V rows and activations of"
+            f"{device.name} has {byte_text(free)} of free memory, too few for a layer beside the KV cache and activations of"
             f" {byte_text(beside)}; ask for a smaller context, or leave --device out"
         )
     if free is not None and fitting > 0:

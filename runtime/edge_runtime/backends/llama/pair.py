@@ -135,7 +135,7 @@ def open_model_drafter(
     path, target_path = bundle.path("drafter", "gguf"), bundle.path("target", "gguf")
     if options.device != CPU:
         if requested == "split":
-            raise BackendError(f"the split drafter reads K/V rows in the processor's memory, not those on {options.device}; choose dense")
+            raise BackendError(f"the split drafter reads a KV cache in the processor's memory, not one on {options.device}; choose dense")
         return LlamaDrafter(path, target, options), "dense"
     kind: DrafterKind = requested or ("split" if bundle.has(_HEAD) else "dense")
     try:

@@ -281,7 +281,7 @@ class LlamaTargetContext(LlamaModel):
         state = state_of(rows, self.forms)
         if self._api.llama_state_seq_set_data(self._pointer, _bytes_of(state), len(state), number) != len(state):
             self.truncate(number, 0)
-            raise BackendError(f"llama.cpp rejected the saved state{self._library.quoted_error()}; prefill the text again")
+            raise BackendError(f"llama.cpp rejected the saved state{self._library.quoted_error()}; compute the text again")
 
     @property
     def is_open(self) -> bool:
@@ -304,7 +304,7 @@ class LlamaTargetContext(LlamaModel):
     def require_open(self) -> None:
         """Raises RequestError if the target is closed."""
         if not self.is_open:
-            raise RequestError("the target is closed; open the bundle again")
+            raise RequestError("the model is closed; open the bundle again")
 
     def close(self) -> None:
         """Frees the drafters, which live on this context's memory, then the context and the model. Can be called twice."""
@@ -368,7 +368,7 @@ class LlamaSequence(CommittedText):
         if whole and len(values) > self.whole_rows:
             # llama.cpp would end the process (src/llama-context.cpp, decode).
             raise RequestError(
-                f"an image of {len(values)} rows does not fit a batch of {self.whole_rows}; open the target with a larger one"
+                f"an image of {len(values)} tokens does not fit a batch of {self.whole_rows}; open the bundle with a larger one"
             )
         try:
             for first in range(0, len(values), chunk):

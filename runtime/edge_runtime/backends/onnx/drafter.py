@@ -350,7 +350,7 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
     def _bind(self, graph: Graph, path: Path) -> Call:
         target, width = self._target, graph.inputs.get("hidden", (0,))[-1]
         if width != target.hidden_size:
-            raise BackendError(f"{path.name} reads hidden rows of {width}, the target gives {target.hidden_size}; export the pair again")
+            raise BackendError(f"{path.name} reads hidden rows of {width}, the model gives {target.hidden_size}; export the bundle again")
         self._inputs = graph.inputs
         self._token, token = scalar(np.int64, 1, 1)
         self._hidden, hidden = scalar(np.float32, 1, 1, target.hidden_size)

@@ -64,7 +64,7 @@ def check_graph_memory(path: Path, *forwards: Mapping[str, Shape], beside: int =
     except (UnsoundGraphError, WireError) as error:
         raise unsound(path, error) from error
     except _TooMuchError as error:
-        what = "values and K/V rows" if beside else "values"
+        what = "values and the KV cache" if beside else "values"
         raise BackendError(
             f"{path.name} needs {byte_text(error.needed + beside)} or more for its {what}, {byte_text(available)} of memory are available;"
             " free some memory or ask for a shorter context"

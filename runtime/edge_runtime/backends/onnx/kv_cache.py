@@ -211,7 +211,7 @@ class KeyValueCache(LayerBuffers):
 def check_length(draft_length: int) -> None:
     """Raises RequestError for a draft that no pair is opened for."""
     if draft_length >= MAX_ROWS:
-        raise RequestError(f"a draft of {draft_length} tokens is longer than the {MAX_ROWS - 1} this pair was opened for")
+        raise RequestError(f"a draft of {draft_length} tokens is longer than the {MAX_ROWS - 1} this bundle was opened for")
 
 
 def joined_rows(arrays: Sequence[NDArray[Any]], rows: int) -> NDArray[np.uint8]:

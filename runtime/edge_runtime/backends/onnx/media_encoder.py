@@ -62,7 +62,7 @@ class OrtMediaEncoder:
             graph = Graph(path, self._options)
             mels = graph.inputs.get("mels", (MELS,))[-1:]
             if set(graph.inputs) != _INPUTS[kind] or mels != (MELS,) or graph.outputs.get("rows", ())[-1:] != (self._width,):
-                raise BundleError(f"{path} is no encoder of this target; export the bundle again")
+                raise BundleError(f"{path} is no encoder of this model; export the bundle again")
             self._graphs[kind] = graph
         return self._graphs[kind]
 

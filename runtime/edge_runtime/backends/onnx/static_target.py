@@ -48,7 +48,7 @@ class StaticOrtTarget(GraphTarget):
         assert files.static is not None
         facts = files.static.facts
         if not 0 < facts.verify_rows <= MAX_ROWS or not facts.verify_rows <= facts.prefill_rows <= _MAX_PREFILL_ROWS:
-            raise BundleError(f"{facts.prefill_rows} and {facts.verify_rows} rows for a prefill and a verify are not sound; export again")
+            raise BundleError(f"{facts.prefill_rows} and {facts.verify_rows} tokens for a prompt and a step are not sound; export again")
         self.rows = StaticRows(files.layout)
         longest_context = min(self.rows.rows[FULL], files.graphs.context)
         super().__init__(files, options.context, self.rows, chunk=facts.prefill_rows, longest_context=longest_context)

@@ -219,7 +219,7 @@ class GraphTarget(CommittedText):
     def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32], *, whole: bool = False) -> None:
         """Appends the soft rows [n, hidden size] of an image or sound, which negative `ids` stand for. Raises as `prefill` does."""
         if whole:
-            raise RequestError("the graphs of this bundle let rows attend to earlier ones only; use llama.cpp for its images")
+            raise RequestError("the graphs of this bundle let tokens attend to earlier ones only; use llama.cpp for its images")
         values = self.checked_soft(ids, rows)
         with self._appending():
             self._in_chunks(values, rows, 0)
@@ -333,7 +333,7 @@ class GraphTarget(CommittedText):
     def require_open(self) -> None:
         """Raises RequestError if the target is closed."""
         if not self._graphs:
-            raise RequestError("the target is closed; open the bundle again")
+            raise RequestError("the model is closed; open the bundle again")
 
 
 class OrtTarget(GraphTarget):
@@ -414,7 +414,7 @@ class Forward:
 
     def __init__(self, graph: Graph, target: OrtTarget, rows: int, rows_read: int, *, soft: bool) -> None:
         if soft and "soft_rows" not in graph.inputs:
-            raise RequestError("the target's graph takes text only; export the bundle again with --media f16")
+            raise RequestError("the model's graph takes text only; export the bundle again with --media f16")
         # Graphs for text only have neither.
         self._soft, self._is_soft = np.zeros((1, rows if soft else 1, target.hidden_size), np.float32), np.full((1, 1, 1), soft)
         self._rows = rows
@@ -458,7 +458,7 @@ def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
     """The ONNX files of a bundle, with or without the drafter's; raises BundleError if it has none, or one that is not to be opened."""
     manifest = bundle.manifest
     if manifest.onnx is None or not bundle.has("target", "onnx"):
-        raise BundleError(f"{bundle.folder}: the bundle has no ONNX target; export it again with --format onnx or both")
+        raise BundleError(f"{bundle.folder}: the bundle has no ONNX model; export it again with --format onnx or both")
     for entry in manifest.files:
         if entry.format == "onnx":
             check_onnx(bundle.folder / entry.path, {file.path for file in manifest.files})

@@ -1,7 +1,11 @@
 // The chat: messages, their views, settings, and what is kept over a reload.
 
 const $ = (id) => document.getElementById(id);
-const PAINT_MS = 60, STORED_SETTINGS = ["system", "temperature", "drafts", "marks"];
+const PAINT_MS = 60, STORED_SETTINGS = ["system", "temperature", "drafts", "theme", "marks", "keeps"];
+const ICONS = {
+  Copy: "M9 9h11v11H9zM5 15H4V4h11v1", Edit: "M4 20h4L19 9l-4-4L4 16zM13 7l4 4", Regenerate: "M20 11a8 8 0 1 0-2.3 6M20 4v7h-7",
+  Remove: "M6 6l12 12M18 6L6 18", Copied: "M5 12l5 5 9-10",
+};
 let talk = [];  // {role, content, media, thoughts, calls, figures, drafted, error}
 let running = null, editing = null;
 let model = null;  // `meta` of /v1/models
@@ -17,7 +21,8 @@ const SOUNDS = { "audio/wav": "wav", "audio/x-wav": "wav", "audio/mpeg": "mp3", 
 const IMAGES = ["image/jpeg", "image/png", "image/webp"];
 
 const stored = (where, name) => { try { return JSON.parse(where.getItem(`edge-mtp.${name}`)); } catch { return null; } };
-const store = (where, name, value) => { try { where.setItem(`edge-mtp.${name}`, JSON.stringify(value)); } catch { /* full, or not allowed */ } };
+// Whether it was stored: the place may be full, or not allowed.
+const store = (where, name, value) => { try { where.setItem(`edge-mtp.${name}`, JSON.stringify(value)); return true; } catch { return false; } };
 const headers = () => ({ "Content-Type": "application/json", ...($("key").value && { Authorization: `Bearer ${$("key").value}` }) });
 
 function figures(usage) {
@@ -58,6 +63,17 @@ function button(parent, text, act) {
   return made;
 }
 
+// A button that is a drawing; its name is read aloud, and shown where the pointer rests.
+function icon(parent, name, act) {
+  const made = button(parent, "", act);
+  made.className = "icon";
+  made.title = name;
+  made.setAttribute("aria-label", name);
+  const drawing = made.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "svg"));
+  drawing.setAttribute("viewBox", "0 0 24 24");
+  drawing.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "path")).setAttribute("d", ICONS[name]);
+}
+
 // Shows a message; scrolls along unless the user has scrolled up.
 function show(message) {
   const following = $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight < 60;
@@ -75,12 +91,11 @@ function show(message) {
   else written(text, message.content, $("marks").checked ? message.drafted : []);
   if (message.media?.length) element(article, "p", "media").textContent = message.media.map(({ name }) => `[${name}]`).join(" ");
   if (message.calls) element(article, "p", "calls").textContent = message.calls;
-  if (message.figures) element(article, "p", "figures").textContent = message.figures;
   if (message.error) {
     const error = element(article, "p", "error");
     error.textContent = message.error;
   }
-  if (message !== running?.message) tools(article, message);
+  foot(article, message);
   if (following) $("talk").scrollTop = $("talk").scrollHeight;
 }
 
@@ -90,12 +105,15 @@ function written(parent, content, drafted) {
   else markdown(parent, content, drafted);
 }
 
-function tools(article, message) {
-  const row = element(article, "div", "tools");
-  if (message.role === "user") button(row, "Edit", () => edit(message));
+// The figures of an answer, and what can be done with a message.
+function foot(article, message) {
+  const row = element(article, "div", "foot");
+  if (message.figures) element(row, "p", "figures").textContent = message.figures;
+  if (message === running?.message) return;
+  if (message.role === "user") icon(row, "Edit", () => edit(message));
   else {
-    if (message.content) button(row, "Copy", (event) => copy(message.content, event.target));
-    if (message === talk.at(-1)) button(row, "Regenerate", regenerate);
+    if (message.content) icon(row, "Copy", (event) => copy(message.content, event.currentTarget));
+    if (message === talk.at(-1)) icon(row, "Regenerate", regenerate);
   }
 }
 
@@ -103,10 +121,21 @@ function tools(article, message) {
 function introduce() {
   const article = element($("talk"), "article", "introduction");
   if (model.description) element(article, "p").textContent = `This model is ${model.description}.`;
+  element(article, "p", "facts").textContent = facts();
   element(article, "p").textContent = "Try:";
   for (const text of !model.description ? TRY : model.answers ? ASK : CONTINUE) {
     button(element(article, "p"), text, () => { $("text").value = text; send(); });
   }
+}
+
+function facts() {
+  const millions = model.n_params / 1e6;
+  return [
+    millions < 1000 ? `${Math.round(millions)} million parameters` : `${(millions / 1000).toFixed(1)} billion parameters`,
+    `context of ${model.n_ctx.toLocaleString("en")} tokens`,
+    model.drafter === "none" ? "no drafter" : `drafter ${model.drafter}`,
+    model.rows.exact ? "drafts cannot change a text with a seed or at temperature 0" : "drafts may change the text",
+  ].join(" · ");
 }
 
 function redraw() {
@@ -122,7 +151,7 @@ async function ask() {
   const mine = talk, message = { role: "assistant", content: "", thoughts: "", calls: "", figures: "", drafted: [], error: "" };
   // What got no answer is not sent again.
   const sent = talk.filter(({ content }, i) => content && talk[i + 1]?.content !== "").map(({ role, content, media }) => ({
-    role, content: media?.length ? [...media.map(({ part }) => part), { type: "text", text: content }] : content,
+    role, content: media?.some(({ part }) => part) ? [...media.flatMap(({ part }) => part ?? []), { type: "text", text: content }] : content,
   }));
   if ($("system").value.trim()) sent.unshift({ role: "system", content: $("system").value.trim() });
   talk.push(message);
@@ -284,19 +313,16 @@ async function copy(text, where) {
     document.execCommand("copy");
     area.remove();
   }
-  const before = where.textContent;
-  where.textContent = "Copied";
+  const path = where.querySelector("path"), before = path?.getAttribute("d") ?? where.textContent;
+  const mark = (as) => { if (path) path.setAttribute("d", as); else where.textContent = as; };
+  mark(path ? ICONS.Copied : "Copied");
   $("status").textContent = "Copied.";
-  setTimeout(() => { where.textContent = before; }, 1500);
+  setTimeout(() => mark(before), 1500);
 }
 
 function grow() {
   $("text").style.height = "auto";
   $("text").style.height = `${$("text").scrollHeight + 2}px`;
-}
-
-function keep() {
-  store(sessionStorage, "talk", talk.map(({ view, open, ...message }) => message));
 }
 
 async function name() {
@@ -305,28 +331,41 @@ async function name() {
     const card = (await response.json()).data[0];
     $("model").textContent = card.id;
     model = card.meta;
+    $("facts").textContent = facts();
     $("attach").hidden = model.input_modalities.length === 1;
     if (!talk.length) redraw();
     store(sessionStorage, "key", $("key").value);
   } else if (response.status === 401) $("key").hidden = false;
 }
 
-function begin() {
+function start() {
   const kept = stored(localStorage, "settings") ?? {};
+  const value = (id) => $(id).type === "checkbox" ? "checked" : "value";
   for (const id of STORED_SETTINGS) {
-    if (id === "marks") $(id).checked = kept[id] ?? true;
-    else $(id).value = kept[id] ?? "";
+    $(id)[value(id)] = kept[id] ?? ($(id).type === "checkbox" ? true : "");
     $(id).addEventListener("change", () => {
-      store(localStorage, "settings", Object.fromEntries(STORED_SETTINGS.map((one) => [one, one === "marks" ? $(one).checked : $(one).value])));
+      store(localStorage, "settings", Object.fromEntries(STORED_SETTINGS.map((one) => [one, $(one)[value(one)]])));
       if (id === "marks") talk.forEach(show);
+      dress();
     });
   }
+  dress();
   $("key").value = stored(sessionStorage, "key") ?? "";
   $("key").hidden = !$("key").value;
   talk = stored(sessionStorage, "talk") ?? [];
+  talkId = stored(sessionStorage, "talk-id") ?? talkId;
+  listTalks();
   redraw();
   $("talk").scrollTop = $("talk").scrollHeight;
   name();
+}
+
+// In the chosen colours, or in those of the system.
+function dress() { document.documentElement.style.colorScheme = $("theme").value || "light dark"; }
+
+function unfold(id, open) {
+  $(id).hidden = !open;
+  $(`${id}-button`).setAttribute("aria-expanded", String(open));
 }
 
 $("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
@@ -342,24 +381,11 @@ document.addEventListener("dragover", (event) => event.preventDefault());
 document.addEventListener("drop", files);
 $("keep").addEventListener("click", () => { endEdit(); attached = []; showAttached(); $("text").focus(); });
 $("stop").addEventListener("click", () => running?.controller.abort());
-$("new").addEventListener("click", () => {
-  running?.controller.abort();
-  running = null;
-  talk = [];
-  attached = [];
-  showAttached();
-  endEdit();
-  busy(false);
-  keep();
-  redraw();
-  $("status").textContent = "";
-});
-$("settings-button").addEventListener("click", () => {
-  $("settings").hidden = !$("settings").hidden;
-  $("settings-button").setAttribute("aria-expanded", String(!$("settings").hidden));
-});
+$("new").addEventListener("click", () => begin(newId(), []));
+for (const id of ["settings", "talks"]) $(`${id}-button`).addEventListener("click", () => unfold(id, $(id).hidden));
+$("remove-all").addEventListener("click", () => remove(() => true));
 $("talk").addEventListener("click", (event) => {
   if (event.target.matches("button.copy")) copy(event.target.closest("figure").querySelector("code").textContent, event.target);
 });
 $("key").addEventListener("change", name);
-begin();
+start();

@@ -52,7 +52,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped kernels, without what engines see of them, and a program around them."""
     folder = tmp_path_factory.mktemp("arm")
     engines = ("onnxruntime/", "ggml/attention", "ggml/elementwise", "ggml/multiply", "ggml/re", "ggml/visible_cells")
-    objects = compile_objects(TARGET, folder, without=("lost_files", "source_pages", *engines))
+    objects = compile_objects(TARGET, folder, without=("lost_files", "packed_file", "source_pages", *engines))
     flags = f"-target {TARGET} -mcpu=cortex_a53 -std=c++20 -O1 -ffreestanding -fno-sanitize=all -static -nostdlib -s".split()
     run_compiler([*flags, str(DRIVER), *objects, "-o", str(folder / "driver")], folder)
     return folder / "driver"

@@ -123,7 +123,7 @@ except edge_runtime.EdgeRuntimeError as error:
     assert text
     assert accepted > 0
     _, _, refused = run(script, str(quantized_pair), str(1_000_000), environment=gpu, cache=cache)
-    assert refused[0].startswith("rpc0 has 1.0 MB of free memory, too few for a layer beside K/V rows and activations of")
+    assert refused[0].startswith("rpc0 has 1.0 MB of free memory, too few for a layer beside the KV cache and activations of")
 
 
 def test_a_plug_in_that_is_none_and_a_device_that_is_not_there_are_named(tmp_path: Path, quantized_pair: Path) -> None:

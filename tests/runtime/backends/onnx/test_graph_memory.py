@@ -29,6 +29,15 @@ GB = 10**9
 Bundles = Callable[..., Path]
 
 
+Memory = Callable[[int | None], None]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    """Sets how many bytes the system says are available."""
+    return lambda count: monkeypatch.setattr(graph_memory, "available_memory_bytes", lambda: count)
+
+
 def f32(*shape: int) -> np.ndarray:
     return np.ones(shape, np.float32)
 
@@ -198,7 +207,7 @@ BOMBS: dict[str, tuple[list[Any], dict[str, np.ndarray]]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_graphs_that_ask_for_more_memory_than_there_is_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_ask_for_more_memory_than_there_is_are_refused(name: str, tmp_path: Path, memory: Memory) -> None:
     nodes, constants = BOMBS[name]
     path = saved(tmp_path, nodes, {} if "y0" in constants else {"y0": (1, "n")}, {}, [])
     model = onnx.load(path)
@@ -213,7 +222,7 @@ def test_graphs_that_ask_for_more_memory_than_there_is_are_refused(name: str, tm
     with (tmp_path / "w").open("wb") as file:
         file.truncate(8 * max((value.size for value in constants.values()), default=0))
     path.write_bytes(model.SerializeToString())
-    monkeypatch.setattr(graph_memory, "available_memory_bytes", lambda: 8 * GB)
+    memory(8 * GB)
     check_onnx(path)
     with pytest.raises(BackendError, match=r"needs .* GB or more for its values, 8.00 GB of memory are available"):
         check_graph_memory(path, {"y0": (1, 100)})
@@ -314,18 +323,18 @@ def test_inputs_of_the_runtime_cost_nothing_and_others_their_size(tmp_path: Path
     assert check_graph_memory(path, {"x": (50,), "input_ids": (10,)}) == 480
 
 
-def test_a_graph_that_takes_all_there_is_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_takes_all_there_is_fits(tmp_path: Path, memory: Memory) -> None:
     path = saved(tmp_path, [helper.make_node("Add", ["x", "x"], ["y"])], {"x": (None,)}, {}, ["y"])
-    monkeypatch.setattr(graph_memory, "available_memory_bytes", lambda: 400)
+    memory(400)
     assert check_graph_memory(path, {"x": (100,)}) == 400
     with pytest.raises(BackendError, match="404 B or more for its values, 400 B of memory"):
         check_graph_memory(path, {"x": (101,)})
 
 
 @pytest.mark.parametrize(("size", "fits"), [(2 << 30, True), ((2 << 30) + 1, False)])
-def test_where_the_system_does_not_say_there_are_8_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, fits: bool) -> None:
+def test_where_the_system_does_not_say_there_are_8_gib(tmp_path: Path, memory: Memory, size: int, fits: bool) -> None:
     path = saved(tmp_path, [helper.make_node("Add", ["x", "x"], ["y"])], {"x": (None,)}, {}, ["y"])
-    monkeypatch.setattr(graph_memory, "available_memory_bytes", lambda: None)
+    memory(None)
     if fits:
         assert check_graph_memory(path, {"x": (size,)}) == 4 * size
     else:
@@ -399,12 +408,12 @@ def test_a_kernel_that_gives_more_than_its_function_is_refused(
     assert check_graph_memory(same, {"x": (1, 100, 10)}) < 100
 
 
-def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(onnx_pair("int4"))
     files = pair_of(bundle, drafter=True)
     needed = {context: check_pair_memory(files, context) for context in (64, 512, 1024)}
     assert 1_000_000 < needed[64] < needed[1024] < 100_000_000
-    monkeypatch.setattr(graph_memory, "available_memory_bytes", lambda: needed[64])
+    memory(needed[64])
     monkeypatch.setattr("edge_runtime.backends.onnx.devices._open", lambda *_: pytest.fail("onnxruntime was given a graph"))
     with pytest.raises(BackendError, match="ask for a shorter context"):
         open_onnx(bundle, OrtOptions(context=1024, threads=1), None)
@@ -413,7 +422,7 @@ def test_a_pair_is_refused_before_onnxruntime_has_it(onnx_pair: Bundles, monkeyp
 def test_what_a_process_may_map_is_a_limit_too(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(onnx_pair("int4"))
     monkeypatch.setattr(graph_memory, "address_space_left", lambda: 1 << 20)
-    with pytest.raises(BackendError, match=r"for its values and K/V rows, 1.0 MB of memory are available"):
+    with pytest.raises(BackendError, match=r"for its values and the KV cache, 1.0 MB of memory are available"):
         open_onnx(bundle, OrtOptions(context=1024, threads=1), None)
 
 

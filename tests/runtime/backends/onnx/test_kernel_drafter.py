@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
-from edge_runtime.backends.kernels.loader import VARIABLE, variant
+from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.onnx.devices import SessionOptions
 from edge_runtime.backends.onnx.drafter import KernelDrafter, OrtDrafter
 from edge_runtime.backends.onnx.open import OrtOptions, open_pair
@@ -57,13 +57,6 @@ def test_drafts_are_the_graphs(onnx_pair: Bundles, weights: str, kv: Any) -> Non
             assert shares[0] == pytest.approx(shares[1], abs=NEAR)
             target.verify([token])
         assert equal > 0.98 * drafted
-
-
-def test_where_kernels_do_not_run_the_graph_drafts(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "none")
-    target, drafter = open_pair(pair_of(open_bundle(onnx_pair("int8")), drafter=True), OPTIONS)
-    with target:
-        assert isinstance(drafter, OrtDrafter)
 
 
 def test_rows_that_are_rolled_back_are_never_read(onnx_pair: Bundles) -> None:

@@ -68,9 +68,9 @@ def test_buffers_that_do_not_fit_are_refused(changes: dict[str, Any], words: str
 
 
 def test_a_bundle_without_graphs_names_the_format_to_export(exported_pair: Path, onnx_pair: Bundles) -> None:
-    with pytest.raises(BundleError, match=r"no onnx target for the onnx backend.*--format onnx"):
+    with pytest.raises(BundleError, match=r"no onnx model for the onnx backend.*--format onnx"):
         open_session(exported_pair, backend="onnx")
-    with pytest.raises(BundleError, match="no gguf target for the llama backend"):
+    with pytest.raises(BundleError, match="no gguf model for the llama backend"):
         open_session(onnx_pair("f32"), backend="llama")
 
 
@@ -94,26 +94,21 @@ def test_a_bundle_of_before_the_kernels_operators_runs_and_says_that_it_is_slowe
     assert said == [[], slower if drafter == "int8" else []], "float32 graphs name none"
 
 
-def test_a_plug_in_that_finds_no_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices_module, "plug_in_failure", lambda _: None)
-    monkeypatch.setattr(devices_module, "devices", lambda: (devices_module.PROCESSOR,))
-    with pytest.raises(
-        RequestError, match=r"no device 'openvino:NPU' .* there are cpu; onnxruntime-ep-openvino .* finds no device of its own"
-    ):
-        devices_module.device_named("openvino:NPU")
-
-
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("failure", "name", "words"),
     [
-        ("gpu", "llama.cpp computes on GPUs: export the bundle with --format gguf or both"),
-        ("npu", r"pip install 'edge-mtp\[openvino\]' or 'edge-mtp\[qnn\]'"),
-        ("qnn", r"pip install 'edge-mtp\[qnn\]'$"),
-        ("tpu", "edge-run doctor says which drivers are installed"),
+        (None, "openvino:NPU", r"no device 'openvino:NPU' .* there are cpu; onnxruntime-ep-openvino .* finds no device of its own"),
+        ("", "gpu", "llama.cpp computes on GPUs: export the bundle with --format gguf or both"),
+        ("", "npu", r"pip install 'edge-mtp\[openvino\]' or 'edge-mtp\[qnn\]'"),
+        ("", "qnn", r"pip install 'edge-mtp\[qnn\]'$"),
+        ("", "tpu", "edge-run doctor says which drivers are installed"),
     ],
 )
-def test_a_device_that_is_not_there_ends_with_what_to_do(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices_module, "plug_in_failure", lambda _: "")
+def test_a_device_that_is_not_there_ends_with_what_to_do(
+    failure: str | None, name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of plug-ins that are there and find none, and of those that are not installed."""
+    monkeypatch.setattr(devices_module, "plug_in_failure", lambda _: failure)
     monkeypatch.setattr(devices_module, "devices", lambda: (devices_module.PROCESSOR,))
     with pytest.raises(RequestError, match=words):
         devices_module.device_named(name)

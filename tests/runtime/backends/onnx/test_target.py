@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,9 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
-from edge_runtime.backends.onnx import target as target_module
-from edge_runtime.backends.onnx.devices import Graph
 from edge_runtime.backends.onnx.drafter import OrtDrafter
-from edge_runtime.backends.onnx.open import OrtOptions, open_onnx, open_pair
-from edge_runtime.backends.onnx.target import OrtTarget, TokenizerVocabulary, pair_of
+from edge_runtime.backends.onnx.open import OrtOptions, open_onnx
+from edge_runtime.backends.onnx.target import OrtTarget
 from edge_runtime.bundle.bundle import open_bundle
 
 WINDOW = 128
@@ -101,29 +97,6 @@ def test_the_drafters_window_is_the_references(target: OrtTarget, drafter: OrtDr
     np.testing.assert_array_equal(scores_of(drafter, 300), before)
     values[:, :, 200 - WINDOW - 1] += 50
     assert np.abs(scores_of(drafter, 300) - before).max() > 1e-3
-
-
-def test_weights_are_packed_while_the_tokenizer_is_read(onnx_pair: Bundles, monkeypatch: pytest.MonkeyPatch) -> None:
-    opening, reading = threading.Event(), threading.Event()
-
-    def opened(self: OrtTarget, *arguments: Any, layers: Callable[..., Graph] = OrtTarget._open_layers) -> Graph:
-        opening.set()
-        assert reading.wait(60)
-        return layers(self, *arguments)
-
-    def read(*arguments: Any) -> TokenizerVocabulary:
-        assert opening.wait(60)
-        reading.set()
-        return TokenizerVocabulary(*arguments)
-
-    monkeypatch.setattr(OrtTarget, "_open_layers", opened)
-    monkeypatch.setattr(target_module, "TokenizerVocabulary", read)
-    files = pair_of(open_bundle(onnx_pair("f32")), drafter=False)
-    open_pair(files, options())[0].close()
-    monkeypatch.setattr(target_module, "TokenizerVocabulary", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        open_pair(files, options())
-    assert "ORT_GQA_DISABLE_FLASH_ATTENTION" not in os.environ
 
 
 def test_every_node_runs_on_the_cpu_and_the_report_says_so(target: OrtTarget, drafter: OrtDrafter) -> None:

@@ -129,10 +129,3 @@ def test_a_short_text_does_not_wait_for_a_long_one(both: Both, monkeypatch: pyte
     assert long.is_alive()
     going.set()
     long.join()
-
-
-def test_the_bytes_of_a_token_are_asked_for_once(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    for vocabulary in both:
-        plain, special = vocabulary.piece(300), vocabulary.piece(300, special=True)
-        monkeypatch.setattr(vocabulary, "_bytes_of", None)
-        assert (vocabulary.piece(300), vocabulary.piece(300, special=True)) == (plain, special)
