@@ -209,19 +209,21 @@ def _verdict(plan: SpeedPlan) -> list[str]:
 
 def _rows(plan: SpeedPlan, measured: Measured | None) -> list[_Row]:
     low, best, high = plan.draft_length
+    memory = plan.memory
+    low_reserved = (memory.reserved - memory.prompts) / 1e6
     rows: list[_Row] = [
         (
             "memory",
             "MB",
-            Range(low=plan.memory.reserved / 1e6, middle=plan.memory.total / 1e6, high=1.1 * plan.memory.total / 1e6),
+            Range(low=low_reserved, middle=memory.with_short_prompts / 1e6, high=1.1 * memory.total / 1e6),
             measured.memory_bytes / 1e6 if measured else None,
         ),
-        ("anonymous", "MB", _exactly(plan.memory.reserved / 1e6), None),
-        ("of files", "MB", _exactly(plan.memory.of_files / 1e6), None),
+        ("anonymous", "MB", Range(low=low_reserved, middle=low_reserved, high=memory.reserved / 1e6), None),
+        ("of files", "MB", Range(low=memory.of_files / 1e6, middle=memory.of_files / 1e6, high=memory.of_files / 1e6), None),
         (
             "enough",
             "MB",
-            Range(low=plan.memory.minimum(plan.read_bytes) / 1e6, middle=plan.memory.enough / 1e6, high=plan.memory.total / 1e6),
+            Range(low=memory.minimum(plan.read_bytes) / 1e6, middle=memory.enough / 1e6, high=memory.total / 1e6),
             None,
         ),
         ("prefill", "tok/s", plan.prefill, measured.prefill if measured else None),
@@ -238,10 +240,6 @@ def _rows(plan: SpeedPlan, measured: Measured | None) -> list[_Row]:
             ("and prefill", "ms", image.prefill_seconds.times(1000), None if prefill is None else prefill * 1000),
         ]
     return rows
-
-
-def _exactly(value: float) -> Range:
-    return Range(low=value, middle=value, high=value)
 
 
 def _row_line(row: _Row) -> str:

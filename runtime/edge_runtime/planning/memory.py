@@ -125,8 +125,8 @@ _ONNX_PROCESS_BYTES = 85 << 20
 # What of these is mapped from libraries, as measured on a Zen 5.
 _CODE_BYTES, _ONNX_CODE_BYTES = 26 << 20, 42 << 20
 _FLOAT, _HALF, _MASK = 4, 2, 2
-# llama.cpp's tables of a vocabulary, per token, as measured.
-_TOKEN_BYTES = 128
+# llama.cpp's tables of a vocabulary and those of the tokenizer beside onnxruntime, per token, as measured.
+_TOKEN_BYTES, _TOKENIZER_BYTES = 128, 256
 # For manifests without feed_forward_size: no Gemma 4 block is wider than this many times the hidden size.
 _WIDEST = 8
 # The drafter's context is opened for this many (backends/llama/context.py, MAX_SEQUENCES).
@@ -157,8 +157,9 @@ class MemoryPlan:
     """Bytes by purpose: the process itself, mapped files, repacked copies of weights, K/V rows, and activations with logits.
 
     `given_back` are those of the mapped files that do not stay in memory beside their copies, `tables` those of embeddings: a token reads a
-    row, and the rest stays on the disk. `copies_mapped`: the copies are mapped from a file, so that the system can drop them too. `code`
-    are those of the process that are mapped from libraries.
+    row, and the rest stays on the disk. `mapped_copies` are those of the copies that are mapped from the packed cache, so that the system
+    can drop them too: all but the drafter's. `code` are those of the process that are mapped from libraries, `prompts` those of the buffers
+    that only a prompt of many rows touches.
     """
 
     process: int
@@ -169,7 +170,8 @@ class MemoryPlan:
     given_back: int = 0
     tables: int = 0
     code: int = 0
-    copies_mapped: bool = False
+    mapped_copies: int = 0
+    prompts: int = 0
 
     @property
     def mapped(self) -> int:
@@ -184,12 +186,17 @@ class MemoryPlan:
     @property
     def reserved(self) -> int:
         """Bytes that the system cannot reclaim: everything but what is mapped from files."""
-        return self.process - self.code + self.cache + self.buffers + (0 if self.copies_mapped else self.repacked)
+        return self.process - self.code + self.cache + self.buffers + self.repacked - self.mapped_copies
 
     @property
     def of_files(self) -> int:
         """Bytes of the total that are mapped from files, which the system can drop and read again."""
         return self.total - self.reserved
+
+    @property
+    def with_short_prompts(self) -> int:
+        """Bytes of the total without what only long prompts touch."""
+        return self.total - self.prompts
 
     @property
     def enough(self) -> int:
@@ -210,20 +217,23 @@ def onnx_memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
     """
     own = manifest.architecture
     wide = (own.feed_forward_size or _WIDEST * own.hidden_size) + 3 * own.hidden_size + 2 * own.layers * (own.per_layer_size or 0)
-    files = sum(file.bytes for file in manifest.files if file.format in ("onnx", "onnx_data"))
+    activations, few = request.batch * wide * _FLOAT, request.verify_rows * wide * _FLOAT
+    graphs = [file for file in manifest.files if file.format in ("onnx", "onnx_data")]
+    files, drafter = sum(file.bytes for file in graphs), sum(file.bytes for file in graphs if file.role.startswith("drafter"))
     per_layer, rotations = (
         int(files * _table_share(own)),
         rotation_bytes(manifest.onnx.rotations if manifest.onnx else (), manifest.cache_layout, request.context),
     )
     return MemoryPlan(
-        process=_ONNX_PROCESS_BYTES,
+        process=_ONNX_PROCESS_BYTES + own.vocab_size * _TOKENIZER_BYTES,
         code=_ONNX_CODE_BYTES,
         weights=per_layer,
         repacked=files - per_layer,
         tables=per_layer,
-        copies_mapped=request.packed_cache,
+        mapped_copies=files - per_layer - drafter if request.packed_cache else 0,
         cache=2 * cache_bytes(manifest.cache_layout, replace(request, kv_type="f16")),
-        buffers=request.batch * wide * _FLOAT + _logits(own, request.verify_rows, own.vocab_size) + rotations,
+        buffers=activations + _logits(own, request.verify_rows, own.vocab_size) + rotations,
+        prompts=max(0, activations - few),
     )
 
 
@@ -256,9 +266,10 @@ def memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
         repacked=repacked,
         given_back=min(weights, repacked) if request.gives_back else 0,
         tables=tables,
-        copies_mapped=mapped,
+        mapped_copies=_repacked(manifest, [file for file in files if file.role == "target"]) if mapped else 0,
         cache=cache_bytes(manifest.cache_layout, request),
         buffers=_buffers(manifest, request),
+        prompts=_buffers(manifest, request) - _buffers(manifest, replace(request, batch=min(request.batch, request.verify_rows))),
     )
 
 

@@ -225,6 +225,7 @@ class SpeedPlan:
             "total": self.memory.total,
             "reserved": self.memory.reserved,
             "of_files": self.memory.of_files,
+            "with_short_prompts": self.memory.with_short_prompts,
             "enough": self.memory.enough,
             "least": self.memory.minimum(self.read_bytes),
         }
@@ -439,8 +440,8 @@ def _derived(facts: PairFacts, device: SpeedProfile, slow: _Scene, fast: _Scene,
     accepted = f"{ACCEPTANCE[0]:.0%} to {ACCEPTANCE[1]:.0%} of drafts accepted after those before them, assumed"
     shape = " to ".join(f"{each:.2f}" for each in sorted(scene.verify(4) / scene.verify(1) for scene in (fast, slow)))
     return {
-        "memory": "file sizes and cache layout; from what the system cannot reclaim to all pages touched plus a tenth",
-        "anonymous": "what the system cannot reclaim: the process, K/V rows, activations, and copies of weights without the packed cache",
+        "memory": "file sizes and cache layout, with short prompts; from what the system cannot reclaim to long prompts plus a tenth",
+        "anonymous": "what the system cannot reclaim: process, K/V rows, activations, most with long prompts, copies not mapped",
         "of files": "weights mapped from the bundle or the packed cache, which the system drops where memory is short and reads again",
         "enough": "each weight once, mapped or repacked; from those that a token reads (of experts those in use) to all pages touched",
         "prefill": f"{rows}, of which K and V need {facts.prompt_parameters / max(1, facts.parameters):.0%}, at worst all but the head;"

@@ -377,8 +377,16 @@ def test_onnx_graphs_are_planned() -> None:
     entries = [BundleFile(path=role, role=role, format=kind, bytes=size, sha256="0" * 64) for role, kind, size in files]
     graphs = replace(MANIFEST, files=tuple(entries))
     made = manifest_plan(graphs, device(20, 4000), context=64)
-    assert (made.memory.weights, made.memory.repacked) == (0, 1_001_015), "onnxruntime maps no weights"
+    assert (made.memory.weights, made.memory.repacked) == (0, 1_001_015), "all weights are packed"
+    assert made.memory.mapped_copies == 1_000_015, "the drafter's are in memory"
+    copied = manifest_plan(graphs, device(20, 4000), context=64, packed_cache=False).memory
+    assert (copied.total, copied.reserved) == (made.memory.total, made.memory.reserved + 1_000_015)
     assert made.memory.minimum(1.0) == made.memory.enough
+    own = replace(graphs.architecture, per_layer_size=8)
+    own = replace(own, parameters=4 * own.vocab_size * own.layers * 8)
+    tabled = manifest_plan(replace(graphs, architecture=own), device(20, 4000), context=64).memory
+    assert (tabled.weights, tabled.repacked) == (1_001_015 // 4, 1_001_015 - 1_001_015 // 4)
+    assert tabled.total == tabled.mapped - 1_001_015 // 4, "few rows of a table are read"
     mapped = [BundleFile(path=role, role=role, format="gguf", bytes=9_000, sha256="0" * 64) for role in ("target", "drafter")]
     both = manifest_plan(replace(graphs, files=(*entries, *mapped)), device(20, 4000), context=64)
     assert both.memory.weights == 18_000, "a bundle of both is planned by its GGUF files"
