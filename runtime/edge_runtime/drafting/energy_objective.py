@@ -385,11 +385,6 @@ class TimeBound:
         return True
 
     @property
-    def limit(self) -> float:
-        """Seconds per token that are aimed at."""
-        return self._limit
-
-    @property
     def rate(self) -> float:
         """Tokens per unit of cost of the newest rounds, at the price that was set."""
         return float(self._sums[0]) / self._cost(float(self._sums[1]), float(self._sums[2]))
