@@ -60,7 +60,7 @@ def test_stepped_has_three_steps(accepted, length):
         ({"first": 2, "threshold": 1.5}, "threshold is 1.5"),
         ({"first": 2, "penalty": 0}, "penalty is 0"),
         ({"first": 2, "penalty": math.nan}, "penalty is nan"),
-        ({"first": 2, "window": 0}, "window is 0 rounds"),
+        ({"first": 2, "window": 0}, "window is 0 steps"),
     ],
 )
 def test_rolling_refuses_nonsense(arguments, words):
