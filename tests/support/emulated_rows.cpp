@@ -8,11 +8,13 @@
 namespace edge {
 struct PackedMatrix;
 struct PackedFile {
+    void* pages(size_t) const;
     bool take(const char*, PackedMatrix&, void*);
-    bool add(const char*, PackedMatrix&, void*);
+    bool add(const char*, const PackedMatrix&);
 };
+void* PackedFile::pages(size_t) const { return nullptr; }
 bool PackedFile::take(const char*, PackedMatrix&, void*) { return false; }
-bool PackedFile::add(const char*, PackedMatrix&, void*) { return false; }
+bool PackedFile::add(const char*, const PackedMatrix&) { return false; }
 PackedFile* packed_file() { return nullptr; }
 void unmap(PackedMatrix&) {}
 }  // namespace edge

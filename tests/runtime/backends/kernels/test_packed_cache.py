@@ -128,7 +128,9 @@ def test_a_second_load_gives_the_same_numbers_and_writes_nothing(
 @linux
 def test_both_loads_compute_on_the_files_pages(cache: PackedCache, source: PackedSource) -> None:
     first, second = logits(cache, source)[1], logits(cache, source)[1]
-    assert first == second > only_file(cache).stat().st_size / 2
+    size = only_file(cache).stat().st_size
+    assert size / 2 < second <= size
+    assert 0 < first <= second, "matrices that end in the last large page are not written while a model is loaded"
 
 
 @linux

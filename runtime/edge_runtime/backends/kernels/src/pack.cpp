@@ -121,7 +121,10 @@ void* memory_for_weights(size_t size) {
     return memory;
 }
 
-bool pack(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales, float static_scale) {
+namespace {
+
+// With a file in pages that can be added to it.
+bool pack_in(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales, float static_scale, const PackedFile* file) {
     if (!fits(outputs, inputs, bits, block)) return false;
     m = {outputs, inputs, bits, block, true, nullptr, nullptr};
     const int64_t stored_blocks = m.blocks(), count = outputs * stored_blocks;
@@ -131,7 +134,8 @@ bool pack(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block,
     }
     for (int64_t i = 0; i < count && m.half_scales; i++) m.half_scales = is_half(scales[i]);
     const size_t level_bytes = m.level_bytes();
-    uint8_t* memory = static_cast<uint8_t*>(memory_for_weights(m.bytes()));
+    m.mapped = file != nullptr;
+    uint8_t* memory = static_cast<uint8_t*>(file ? file->pages(m.bytes()) : memory_for_weights(m.bytes()));
     if (!memory) return false;
     Packing packing = {m, stored_blocks, levels, scales, memory};
     for_all_tiles(m.tiles(), m.bytes(), pack_tiles, &packing);
@@ -140,14 +144,20 @@ bool pack(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block,
     return true;
 }
 
+}  // namespace
+
+bool pack(PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales, float static_scale) {
+    return pack_in(m, outputs, inputs, bits, block, levels, scales, static_scale, nullptr);
+}
+
 bool pack_named(const char* name, PackedMatrix& m, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales, float static_scale) {
     if (!fits(outputs, inputs, bits, block)) return false;
     PackedFile* file = packed_file();
     m = {outputs, inputs, bits, static_scale > 0 ? static_cast<int>(inputs) : block, true, nullptr, nullptr, false, static_scale};
     if (file && file->take(name, m)) return true;
-    if (!pack(m, outputs, inputs, bits, block, levels, scales, static_scale)) return false;
-    void* memory = const_cast<uint8_t*>(m.levels);
-    if (file && file->add(name, m)) free(memory);
+    if (file && file->reads()) file = nullptr;
+    if (!pack_in(m, outputs, inputs, bits, block, levels, scales, static_scale, file)) return false;
+    if (file) file->add(name, m);
     return true;
 }
 

@@ -70,6 +70,7 @@ struct PackedFile::Entry {
     float static_scale;
     uint8_t half_scales, minimums, zeros[2];
     uint64_t offset, bytes;
+    const void* place;  // in the process that writes; no part of a file
 
     PackedMatrix matrix() const {
         PackedMatrix m = {outputs, inputs, bits, block, half_scales != 0, nullptr, nullptr, minimums != 0, static_scale};
@@ -106,10 +107,11 @@ PackedFile* PackedFile::create(const char* temporary, const uint8_t* key) {
     if (file < 0) return nullptr;
     flock(file, LOCK_EX | LOCK_NB);  // others see that it is not left over
     PackedFile* created = static_cast<PackedFile*>(calloc(1, sizeof(PackedFile)));
-    char* name = strdup(temporary);
-    if (!created || !name) {
+    char *name = strdup(temporary), *piece = static_cast<char*>(malloc(kLargePage));
+    if (!created || !name || !piece) {
         free(created);
         free(name);
+        free(piece);
         unlink(temporary);
         ::close(file);
         errno = ENOMEM;
@@ -117,7 +119,9 @@ PackedFile* PackedFile::create(const char* temporary, const uint8_t* key) {
     }
     created->file_ = file;
     created->temporary_ = name;
+    created->piece_ = piece;
     created->end_ = sizeof(Header);
+    memset(piece, 0, sizeof(Header));
     memcpy(created->key_, key, kKeyBytes);
     return created;
 }
@@ -129,6 +133,7 @@ void PackedFile::close() {
     free(temporary_);
     free(entries_);
     free(given_);
+    free(piece_);
     free(this);
 }
 
@@ -225,20 +230,66 @@ bool PackedFile::write(const void* data, size_t bytes, uint64_t offset) {
     return true;
 }
 
+void* PackedFile::pages(size_t bytes) const {
+    const size_t room = mapped_bytes(bytes) + kLargePage;
+    void* memory = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (memory == MAP_FAILED) return nullptr;
+    char* first = static_cast<char*>(memory);
+    const size_t begin = (mapped_bytes(end_) - reinterpret_cast<uintptr_t>(first)) % kLargePage;  // its place in a large page of the file
+    if (begin) munmap(first, begin);
+    munmap(first + begin + mapped_bytes(bytes), kLargePage - begin);
+    ask_for_large_pages(first + begin, bytes);
+    return first + begin;
+}
+
+// Writes bytes, or zeros for null, behind the others: whole large pages at once, what is less when it is one.
+bool PackedFile::append(const void* data, size_t bytes) {
+    for (const char* at = static_cast<const char*>(data); bytes;) {
+        const size_t held = end_ - written_;
+        size_t part = kLargePage - held < bytes ? kLargePage - held : bytes;
+        const char* page = piece_;
+        if (at && !held && part == kLargePage) page = at, part = bytes / kLargePage * kLargePage;
+        else if (at) memcpy(piece_ + held, at, part);
+        else memset(piece_ + held, 0, part);
+        if (held + part >= kLargePage) {
+            if (!write(page, held + part, written_)) return false;
+            written_ += held + part;
+        }
+        end_ += part, bytes -= part;
+        if (at) at += part;
+    }
+    return true;
+}
+
+bool PackedFile::map_in_place(const Entry& entry, const void* place) {
+    PackedMatrix m = entry.matrix();
+    return map(entry, m, const_cast<void*>(place));
+}
+
+// What cannot be mapped stays in memory.
+void PackedFile::map_written() {
+    for (; in_place_ < count_; in_place_++) {
+        const Entry& entry = entries_[in_place_];
+        if (entry.offset + entry.bytes > written_) return;
+        map_in_place(entry, entry.place);
+    }
+}
+
 // Maps what was added under the same name. Other weights of that name are an error: a later start would take the ones for the others.
-bool PackedFile::map_earlier(const Entry& earlier, PackedMatrix& m, void* place) {
+bool PackedFile::add_again(const Entry& earlier, const PackedMatrix& m) {
     PackedMatrix same = earlier.matrix();
+    if (!write(piece_, end_ - written_, written_)) return false;
     const bool fits = earlier.is_of(m) && earlier.half_scales == m.half_scales && map(earlier, same, nullptr);
     const bool equal = fits && memcmp(same.levels, m.levels, earlier.bytes) == 0;
     if (fits) unmap(same);
-    if (equal && map(earlier, m, place)) return true;
+    if (equal && map_in_place(earlier, m.levels)) return true;
     error_ = EEXIST;
     return false;
 }
 
-bool PackedFile::add(const char* name, PackedMatrix& m, void* place) {
+bool PackedFile::add(const char* name, const PackedMatrix& m) {
     if (reads_ || error_ || !name[0] || strlen(name) > kMaxPackedName) return false;
-    if (const Entry* earlier = find(name)) return map_earlier(*earlier, m, place);
+    if (const Entry* earlier = find(name)) return add_again(*earlier, m);
     if (count_ == room_) {
         const int64_t room = room_ ? 2 * room_ : 64;
         void* entries = room > kMaxMatrices ? nullptr : realloc(entries_, static_cast<size_t>(room) * sizeof(Entry));
@@ -253,16 +304,12 @@ bool PackedFile::add(const char* name, PackedMatrix& m, void* place) {
     memcpy(entry.name, name, strlen(name));
     entry.outputs = m.outputs, entry.inputs = m.inputs, entry.bits = m.bits, entry.block = m.block, entry.static_scale = m.static_scale;
     entry.half_scales = m.half_scales, entry.minimums = m.minimums;
-    entry.offset = mapped_bytes(end_), entry.bytes = m.bytes();
-    // Bytes that are left out take no room on the disk.
-    if (place && entry.bytes >= kLargePage) entry.offset += (reinterpret_cast<uintptr_t>(place) - entry.offset) % kLargePage / kPackedAlignment * kPackedAlignment;
-    if (!write(m.levels, entry.bytes, entry.offset)) return false;
-    if (!map(entry, m, place)) {
-        error_ = errno;
-        return false;
-    }
+    entry.offset = mapped_bytes(end_), entry.bytes = m.bytes(), entry.place = m.levels;
+    const uintptr_t place = reinterpret_cast<uintptr_t>(m.levels);
+    if (entry.bytes >= kLargePage) entry.offset += (place - entry.offset) % kLargePage / kPackedAlignment * kPackedAlignment;
+    if (!append(nullptr, entry.offset - end_) || !append(m.levels, entry.bytes)) return false;
     entries_[count_++] = entry;
-    end_ = entry.offset + entry.bytes;
+    map_written();
     return true;
 }
 
@@ -274,9 +321,11 @@ int PackedFile::keep(const char* path) {
     memcpy(header.key, key_, kKeyBytes);
     header.version = kPackedVersion;
     header.index = mapped_bytes(end_), header.count = static_cast<uint64_t>(count_);
+    for (int64_t i = 0; i < count_; i++) entries_[i].place = nullptr;
     const size_t index_bytes = static_cast<size_t>(count_) * sizeof(Entry);
     header.check = checksum(entries_, index_bytes, checksum(&header, sizeof header));
-    if (!write(entries_, index_bytes, header.index) || !write(&header, sizeof header, 0)) return error_;
+    if (!append(nullptr, header.index - end_) || !append(entries_, index_bytes)) return error_;
+    if (!write(piece_, end_ - written_, written_) || !write(&header, sizeof header, 0)) return error_;
     if (fsync(file_) || rename(temporary_, path)) return error_ = errno;
     free(temporary_);
     temporary_ = nullptr;

@@ -6,8 +6,9 @@
 // others may write is none either, and a file gets its name when all of its bytes are on the disk.
 //
 // A file that is written has a temporary name until `keep`. Matrices are packed in memory, written, and mapped in that memory's place: a disk that
-// is full is an error of a write, never a signal. Places in a file and in memory are the same in a large page as far as that is possible, and
-// matrices lie side by side in both: then the system can map large pages of the file, and weights are read with fewer addresses to translate.
+// is full is an error of a write, never a signal. Weights are read with fewer addresses to translate where the system maps large pages of the
+// file. So a file is written in large pages from its beginning to its end, places in the file and in memory are the same within a large page,
+// and matrices lie side by side in both.
 #pragma once
 #include "layout.h"
 
@@ -32,9 +33,11 @@ class PackedFile {
     // Where the file has a matrix of this name and kind (outputs, inputs, bits, block, minimums, static_scale): maps it, at `place` if that is
     // not null, and sets the rest of `m`. Whoever has a matrix without a place calls `unmap`.
     bool take(const char* name, PackedMatrix& m, void* place = nullptr);
-    // Writes a packed matrix and maps what was written, at `place` if that is not null; returns false where that failed, and then nothing
-    // changed but `error`. A second matrix of a name must be the same one.
-    bool add(const char* name, PackedMatrix& m, void* place = nullptr);
+    // Memory of whole pages in which a matrix is packed that is added next; null where there is none. `unmap` frees it.
+    void* pages(size_t bytes) const;
+    // Adds a matrix that is packed in whole pages (`pages`, or others that the caller frees). They become pages of the file once all of them are
+    // written. Returns false where that failed, and then nothing changed but `error`. A second matrix of a name must be the same one.
+    bool add(const char* name, const PackedMatrix& m);
     // Waits until all is on the disk, and gives a written file its name. Returns 0 or the error (errno).
     int keep(const char* path);
 
@@ -48,9 +51,12 @@ class PackedFile {
     bool read_index(const uint8_t* key);
     const Entry* find(const char* name) const;
     bool map(const Entry& entry, PackedMatrix& m, void* place);
-    bool map_earlier(const Entry& earlier, PackedMatrix& m, void* place);
+    bool add_again(const Entry& earlier, const PackedMatrix& m);
     bool place_in_whole(int64_t index, PackedMatrix& m);
     void unmap_rest();
+    bool map_in_place(const Entry& entry, const void* place);
+    void map_written();
+    bool append(const void* data, size_t bytes);
     bool write(const void* data, size_t bytes, uint64_t offset);
 
     int file_, error_;
@@ -58,6 +64,9 @@ class PackedFile {
     Entry* entries_;
     int64_t count_, room_, taken_, missed_;
     uint64_t end_, size_;
+    uint64_t written_;  // a multiple of a large page; what lies behind it is in `piece_`
+    char* piece_;
+    int64_t in_place_;  // of the matrices that were added, the first ones, which are pages of the file
     uint8_t* whole_;  // a file that is read, mapped from end to end for matrices without a place
     bool* given_;     // which of its matrices were given away
     char* temporary_;

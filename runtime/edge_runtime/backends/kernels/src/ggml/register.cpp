@@ -59,7 +59,7 @@ void set_reserved(Tensor* tensor, const void* data, size_t size) {
     if (file && file->take(tensor->name, m, tensor->data)) return;
     if (mprotect(tensor->data, mapped_bytes(packed_bytes(*tensor)), PROT_READ | PROT_WRITE)) end(tensor->name, "has no memory");
     pack_weights(*tensor, data, tensor->data);
-    if (file) file->add(tensor->name, m, tensor->data);
+    if (file) file->add(tensor->name, m);
     give_back_file(data, size);
 }
 
