@@ -286,7 +286,7 @@ def plan(
     request: ExportRequest,
     options: PlanOptions,
 ) -> None:
-    """Predict download, disk, memory, speed and joules per token of a pair before it is exported.
+    """Predict download, disk, memory, speed and joules per token of a model before it is exported.
 
     No weights are needed: TARGET may be E2B, E4B, 12B, 26B-A4B or 31B; of a hub repository only config.json is fetched.
     """

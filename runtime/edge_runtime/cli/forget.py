@@ -18,7 +18,7 @@ from edge_runtime.session.prompt_cache import default_folder, empty
 EXAMPLES = """
 \b
 Examples:
-  edge-run forget                                the prompt cache, what was typed in chats, and packed weights
+  edge-run forget                                prompts, what was typed in chats, and packed weights
   edge-run forget --prompt-cache /data/prompts   a prompt cache in a folder of its own, alone
 """
 
@@ -33,7 +33,7 @@ Examples:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def forget(folder: Path | None, as_json: bool) -> None:
-    """Forget texts: empty the prompt cache, and remove the history of chats. Packed weights go too.
+    """Forget texts: empty the prompt cache, and remove the history of chats. Packed weights go, too.
 
     Nothing else is removed, whatever else is in the folder. A command that is still running keeps what it computes afterwards.
     """
