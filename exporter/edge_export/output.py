@@ -1,4 +1,8 @@
-"""The folders that an export writes: one that appears complete or not at all, and what `--force` may replace by it."""
+"""The folders that an export writes: one that appears complete or not at all, what `--force` may replace by it, the state of long steps.
+
+The folder is filled under a temporary name beside its place. Then its files are written to the disk, and it takes its place: in one step
+where the system can exchange two names. What it may replace is a folder that an export wrote and to which no file was added since.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +53,6 @@ def prepare_state(folder: Path, facts: object, sources: Sequence[Path], what: st
     except OSError as error:
         raise ExportError(f"{folder} cannot be written ({error.strerror}); choose another place for the bundle") from error
 
-
-# A folder that appears complete or not at all, and what `--force` may replace by it.
-#
-# It is filled under a temporary name beside its place. Then its files are written to the disk, and it takes its place: in one step where
-# the system can exchange two names. What it may replace is a folder that an export wrote and to which no file was added since.
 
 _REPLACED = "replaced"
 # linux/fs.h, linux/fcntl.h.

@@ -1,4 +1,7 @@
-"""Tunes a drafter: the target writes on from a user's text, the drafter is trained on it, and both are judged on other text."""
+"""Tunes a drafter: the target writes on from a user's text, the drafter is trained on it, and both are judged on text neither has seen.
+
+Imports torch: import it only where a drafter is trained.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,6 @@ from edge_export.quantization.calibration import read_text
 from edge_runtime.bundle.manifest import DrafterTuning
 
 # The texts that a drafter is tuned on and judged by: what the target itself writes after pieces of the user's text.
-#
-# Imports torch: import it only where a drafter is trained.
 
 Tokens = NDArray[np.int64]
 # The text is cut into so many parts; every HELD_OUT-th is only used to judge the drafter.
@@ -98,7 +99,7 @@ def written_after(target: Any, prompts: Tokens, *, length: int, temperature: flo
 #
 # The drafter runs at all positions of a text at once, as it drafts: several steps at a constant position, on the target's own rows. At
 # position n it sees token n, the target's hidden row n-1 and the K/V rows before n; its j-th step predicts token n+j. Step j is one
-# forward over all positions, with the tokens shifted by j-1. Imports torch: import it only where a drafter is trained.
+# forward over all positions, with the tokens shifted by j-1.
 
 STATE_NAME = "training.safetensors"
 # What AdamW keeps of a weight.
@@ -362,10 +363,6 @@ def gain(before: Accepted, after: Accepted) -> tuple[float, float]:
     low, high = np.quantile(rates[0] - rates[1], (0.025, 0.975))
     return float(low), float(high)
 
-
-# Tunes a drafter: the target writes on from a user's text, the drafter is trained on it, and both are judged on text neither has seen.
-#
-# Imports torch: import it only where a drafter is trained.
 
 # Tokens of a prompt and of a whole text; texts to train on, to judge by, and written at once.
 PROMPT, LENGTH = 48, 192

@@ -37,9 +37,10 @@ class ClientDisconnected(Exception):
 
 
 class PendingResponse:
-    """One submitted request of a client. Call `wait_started`, then either `complete` or `stream` once; always call `cancel` at the end.
+    """One submitted request of a client. Call `wait_started`, then `complete` or `stream` once. Always call `cancel` at the end.
 
-    A request keeps its place in the queue until its answer is sent, so call it then; where the reader is slow, the worker waits for it.
+    The request keeps its place in the queue until its answer is sent: `cancel` gives it back. If the client reads slowly, the worker
+    pauses the request until the client has caught up.
     """
 
     def __init__(self, worker: Worker, request: ApiRequest, form: ResponseFormat, client: int) -> None:

@@ -134,8 +134,8 @@ class ChannelParser:
     """Turns tokens into events as soon as they are final; `stop` strings end the answer (not thoughts) before them.
 
     What begins as a call and is none is text, and so is every call without `calls`. The answer continues `prompt`, whose last tokens may
-    have opened a channel or a call. Without `channels`, all tokens are the answer's, as completions have it. With `pieces`, what is certain
-    of a call comes as it is written, before the call itself; where that is none after all, its text follows.
+    have opened a channel or a call. Without `channels`, all tokens are the answer's, as completions have it. With `pieces`, certain parts
+    of a call are sent early as `CallPiece`; the `ToolCall` follows. If it was no call, its text follows as `Text`.
     """
 
     def __init__(

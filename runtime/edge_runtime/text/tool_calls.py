@@ -1,4 +1,10 @@
-"""Gemma 4's notation for a tool call: call:NAME{key:value,...}, read when it is whole and while it is written."""
+"""Gemma 4's notation for a tool call, read when it is whole and while it is written: call:NAME{key:value,...}, with strings between <|"|>
+marks and bare keys.
+
+Models do not always keep to it. What they are known to write instead is read as what it means: strings in other quotes or without their
+first mark, marks for the quotes within a string, round brackets around the arguments, '=' after a key, a comma too many. No argument
+ever holds a mark. Anything else is no call, but text.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +15,6 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-
-# Gemma 4's notation for a tool call: call:NAME{key:value,...}, with strings between <|"|> marks and bare keys.
-#
-# Models do not always keep to it. What they are known to write instead is read as what it means: strings in other quotes or without their
-# first mark, marks for the quotes within a string, round brackets around the arguments, '=' after a key, a comma too many. No argument
-# ever holds a mark. Anything else is no call, but text.
 
 MAX_DEPTH = 32
 CALL_BEGINS, CALL_ENDS, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -309,11 +309,6 @@ def _scalar(word: str) -> Any:
     return value if value is None or isinstance(value, bool | int | float) else word
 
 
-# A tool call while it is written: the name and the beginnings of the arguments' JSON, as soon as nothing that follows can change them.
-#
-# Only Gemma 4's own notation is followed: call:NAME{key:value,...}. From the first place on where a model leaves it, as `tool_calls`
-# tells, nothing more is certain before the call's end.
-
 _KEY_ENDS = re.compile(rf'[:={{}}\[\],"{MARK}]')
 _WORD_ENDS = re.compile(rf"[,{{}}\[\]{MARK}]")
 _CLOSES = frozenset(",:=}]")
@@ -323,7 +318,11 @@ _LONGEST_NAME, _LONGEST_WORD = 256, 1024
 
 
 class StreamedCall:
-    """Follows one call. `sent` is the JSON that pieces have sent of its arguments, None before its name."""
+    """Follows one call while it is written: gives its name and the beginnings of its arguments' JSON as soon as nothing can change them.
+
+    Where a model leaves Gemma 4's own notation, nothing more is certain before the call's end. `sent` is the JSON that pieces have sent of
+    the arguments, None before the name.
+    """
 
     def __init__(self) -> None:
         self.sent: str | None = None
@@ -450,11 +449,14 @@ class StreamedCall:
         return self._closes() or self._give_up()
 
     def _closes(self) -> bool:
-        """Whether the innermost bracket closes here."""
+        """Whether the innermost bracket closes here.
+
+        The last `}` is sent only at the call's end. If it was no call, the client keeps unfinished JSON.
+        """
         text = self._text.lstrip()
         if text[:1] != {"{": "}", "[": "]"}[self._inside[-1]]:
             return False
-        if len(self._inside) > 1:  # the last bracket waits for the call's end: what begins as a call may be none, and stays unfinished then
+        if len(self._inside) > 1:
             self._ready.append(text[0])
         self._inside, self._text = self._inside[:-1], text[1:]
         self._step = self._after if self._inside else None

@@ -174,13 +174,11 @@ class Job:
         self.unread.wake()
 
 
-# A request that runs on a session: turns decoding rounds into stream events.
-
-
 class ActiveRequest:
-    """One request on the session with the number `slot`, which it has since that time in seconds, or had before it was suspended.
+    """A request that holds the session `slot`: turns its decoding rounds into stream events.
 
-    While it is `stalled`, it has no rounds, because its reader has too much to take.
+    `since` is when it got the session, in seconds of the monotonic clock. While suspended, `slot` is the former one. While it is `stalled`,
+    it has no rounds, because its reader has too much to take.
     """
 
     def __init__(

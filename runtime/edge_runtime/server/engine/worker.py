@@ -120,15 +120,15 @@ class Worker:
         return [running.get(number) for number in range(len(self._sessions))]
 
     def read(self, work: Callable[[], Result], client: int) -> Future[Result]:
-        """Queues the parsing of a large body, as `decode` the text of ids: it would stop the event loop."""
+        """Parses a large body in another thread, because it would block the event loop. Errors as in `decode`."""
         return self._beside(work, self._readers, client)
 
     def encode(self, prompt: Prompt, client: int, *, special: bool = True) -> Future[list[int]]:
-        """Returns the token ids of a prompt, as `decode` the text of ids."""
+        """Returns the token ids of a prompt. Tokenizes in another thread. Errors as in `decode`, and those of the template."""
         return self._beside(functools.partial(self._prompts.encode, prompt, special=special), self._encoder_of(prompt), client)
 
     def count(self, prompt: Prompt, client: int) -> Future[int]:
-        """Returns how many tokens a prompt has, as `decode` the text of ids."""
+        """Returns how many tokens a prompt has, those of its images and sound included. Counts in another thread. Errors as in `decode`."""
         pool = self._decoders if media_of(prompt) else self._encoder_of(prompt)
         children = ChildBudget(DECODING_SECONDS)
         with self._lock:

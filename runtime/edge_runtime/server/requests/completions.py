@@ -1,4 +1,7 @@
-"""Completion requests: reads the JSON fields of both endpoints, tools included, and maps each to runtime options or refuses it."""
+"""Completion requests: reads the JSON fields of both endpoints, tools included, and maps each to runtime options or refuses it.
+
+POST /tokenize and /detokenize too, with the field names of llama-server and of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -133,10 +136,6 @@ def _require_library(fields: Fields, name: str) -> None:
     if find_spec("llguidance") is None:
         raise fields.wrong(name, f"needs llguidance on the server; {how_to_get('grammar')}", code="unsupported_parameter")
 
-
-# Completion requests: reads the JSON fields of both endpoints, checks each, and maps it to runtime options or refuses it.
-#
-# POST /tokenize and /detokenize too, with the field names of llama-server and of vLLM.
 
 MAX_CHOICES = 32
 MAX_PROMPTS = 32
