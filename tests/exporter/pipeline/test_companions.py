@@ -115,7 +115,7 @@ def test_a_card_says_why_nothing_was_compared(bundle: Path) -> None:
     for skipped in ({"skipped": "for a reason"}, {"onnx": {"skipped": "for a reason"}}):
         text = card(replace(manifest, parity=skipped, description="an example"))
         assert "were not measured (for a reason)" in text
-        assert "This pair is an example." in text
+        assert "It is an example." in text
 
 
 def llama_cpp(name: str) -> str:
