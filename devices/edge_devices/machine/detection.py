@@ -108,8 +108,6 @@ def parse_profile(name: str, text: str) -> Profile:
     return profile
 
 
-# Device detection: the profile that matches this machine, completed with facts read from it.
-
 BIG_SHARE = 0.6  # of the fastest cluster's clock: work is split evenly, so slower cores delay the others
 MAX_PROCESSORS = 4096
 DISTRIBUTIONS = ("edge-mtp", "llama-cpp-python", "onnxruntime")  # whose versions a measurement depends on

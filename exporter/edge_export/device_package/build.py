@@ -83,8 +83,6 @@ def kernels_sentence(kernels: tuple[str, ...]) -> str:
     return f"Row kernels: {', '.join(kernels)}; the processor decides which runs" if kernels else "No row kernels: standard operators"
 
 
-# Builds a package: puts every part into a folder that appears complete or not at all.
-
 BACKENDS = ("llama", "onnx")
 # The extras that every package has beside its backends.
 _ALWAYS = ("grammar", "serve")

@@ -216,8 +216,6 @@ def write_drafter_graph(
     graph.save(path)
 
 
-# Graphs of fixed shapes for NPUs, and embeddings for the host, which looks them up. See docs/design/onnx-graphs.md.
-
 PREFILL_ROWS = 64
 # The default draft and the token before it.
 VERIFY_ROWS = RuntimeSettings().draft_length + 1

@@ -114,9 +114,6 @@ def _six_bits(packed: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     return all_scales.astype(np.float32), all_mins.astype(np.float32)
 
 
-# Error compensation in a GGUF file that llama.cpp quantized: its scales stay, its levels are chosen anew.
-
-
 def compensate_gguf(path: Path, checkpoint: Checkpoint, importance: Importance, progress: Callable[[int], None] = lambda _: None) -> None:
     """Rewrites the levels of the file's matrices that have second moments; `progress` gets the bytes done since its last call.
 

@@ -104,9 +104,6 @@ def _figures(measured: BenchResult) -> Figures:
     return figures(measured.records, measured.energy, measured.log if measured.energy else None)
 
 
-# `edge-bench quality`: measures how well bundles keep a model's answers.
-
-
 @click.command(cls=PanelCommand)
 @click.argument("bundles", metavar="BUNDLE...", nargs=-1, required=True, type=BundlePath())
 @takes("request", QualityRequest)

@@ -81,8 +81,6 @@ def new_header(bundle: Bundle, settings: Mapping[str, Any], *, planned: int | No
     )
 
 
-# Runs a benchmark request; yields its records one by one as they are measured.
-
 Counted = TypeVar("Counted")
 LONG_SECONDS = 300
 

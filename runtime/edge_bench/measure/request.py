@@ -156,8 +156,6 @@ def long_prompt(prompts: Sequence[Prompt], length: int) -> tuple[int, ...]:
     return tuple((once * (length // len(once) + 1))[:length])
 
 
-# The options of a measurement.
-
 # The options of `LoadOptions` that a benchmark takes; the others would be measured against themselves.
 LOADING = ("backend", "context", "packed_cache", "config", "preset", "check", "public_key")
 _DRAFTERS = tuple(kind for kind in DRAFTER_KINDS if kind != "none")

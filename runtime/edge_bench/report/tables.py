@@ -186,9 +186,6 @@ def meter_table(log: RunLog) -> TextTable:
     return TextTable(name="meter", title=f"The meter {facts.name}", columns=("", ""), rows=tuple(rows))
 
 
-# The figures as text tables, for both the terminal and the HTML page.
-
-
 def verdict(figures: Figures) -> str:
     """Returns the sentence; empty if nothing was compared with plain decoding.
 

@@ -143,8 +143,6 @@ def _cheapest_from(costs: Array) -> NDArray[np.intp]:
     return rows
 
 
-# Power of each phase in watts, and the cost of a round in joules.
-
 MAX_FILE_BYTES = 1 << 20
 MAX_WATTS = 10_000.0
 

@@ -95,8 +95,6 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return message
 
 
-# A conversation with a session: history, answers as events, and the overflow of the context; and one call for one answer.
-
 Overflow = Literal["drop_oldest", "stop"]
 Finish = Literal["stop", "length", "context", "interrupted"]
 OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)

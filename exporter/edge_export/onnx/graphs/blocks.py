@@ -114,9 +114,6 @@ def _expert(
     return graph.op("If", condition, then_branch=used, else_branch=unused)
 
 
-# Gemma 4's decoder block as ONNX nodes, for targets and drafters. Math: transformers, models/gemma4/modeling_gemma4.py.
-
-
 class Hidden(NamedTuple):
     """Hidden rows [1, T, hidden_size] in front of a layer, and the norm that it begins with."""
 

@@ -153,8 +153,6 @@ def _check_ordering(path: Path, ordering: NDArray[np.int32], vocabulary: int) ->
         raise BackendError(f"{path}: token_ordering does not name each of {vocabulary} tokens once; export the bundle again")
 
 
-# Gemma 4's MTP drafter in the kernels' own library, on the cells of llama.cpp's memory: a draft is one call.
-
 EMBEDDING = "token_embd.weight"
 _BEFORE, _AFTER, _NORM, _TURNS = "nextn.pre_projection.weight", "nextn.post_projection.weight", "output_norm.weight", "rope_freqs.weight"
 _MATRICES = ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")

@@ -250,8 +250,6 @@ def _halves(gates: LevelMatrix) -> tuple[LevelMatrix, LevelMatrix]:
     return first, second
 
 
-# MTP drafters on the target's own K/V rows: the kernels' own, and graphs on ONNX Runtime, step by step, where these do not run.
-
 # A least probability that every token reaches.
 _ANY = float(np.finfo(np.float32).tiny)
 _OUTPUTS = ("drafts", "probabilities", "hidden_out", "scores", "candidates")

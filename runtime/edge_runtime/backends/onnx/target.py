@@ -124,8 +124,6 @@ def _keep_no_words(model: Any) -> None:
         resize(0)
 
 
-# The target on onnxruntime: a graph of its layers, a graph of its head, and the K/V rows they and the drafter share.
-
 # Tokens per forward of a prefill, and how many times the context they may be: a float32 for each head.
 PREFILL_ROWS, PREFILL_SCORES = 256, 1 << 18
 # The target's input with the number of rows that end behind the last K and V.
