@@ -214,4 +214,4 @@ def test_halves_of_different_training_are_warned_of(member_folder: Folders, tmp_
     assert mixed_training(target, drafter) is None
     assert mixed_training(trained[0], trained[1]) is None
     for pair in ((trained[0], drafter), (target, trained[1])):
-        assert "qat-q4_0-unquantized was trained for quantization, the other half" in str(mixed_training(*pair))
+        assert "qat-q4_0-unquantized was trained for quantization, and" in str(mixed_training(*pair))

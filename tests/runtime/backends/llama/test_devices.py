@@ -58,8 +58,8 @@ def run(script: str, *arguments: str, environment: dict[str, str], cache: Path) 
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_layers_run_on_the_gpu_only_if_it_is_asked_for(gpu: dict[str, str], quantized_pair: Path, cache: Path) -> None:
-    answer = run(_SESSION, str(quantized_pair), "cpu", "gpu", environment=gpu, cache=cache)
+def test_layers_run_on_the_gpu_only_if_it_is_asked_for(gpu: dict[str, str], quantized_pair: Path, tmp_path: Path) -> None:
+    answer = run(_SESSION, str(quantized_pair), "cpu", "gpu", environment=gpu, cache=tmp_path)
     cpu, other = answer["results"]
     assert (cpu["device"], other["device"]) == ("cpu", "rpc0")
     assert not any("RPC" in line for line in cpu["buffers"])
