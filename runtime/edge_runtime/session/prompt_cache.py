@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.files.atomic_write import clear_stale_in
+from edge_devices.files.cache_files import CacheFiles
 from edge_devices.files.user_cache import cache_folder, is_own
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import KvRows, MediaTarget, SavableTarget, inside_image
@@ -47,6 +48,8 @@ _TRIES = 8
 _KEY_CHARACTERS = 32
 _NAME = re.compile(rf"([0-9a-f]{{{_KEY_CHARACTERS}}})-([0-9a-f]{{{_KEY_CHARACTERS}}})-(\d{{1,9}})-(\d{{1,9}})\.kv")
 _ANY_NAME = r"[0-9a-f-]+\.kv"
+_FILES = CacheFiles(_NAME, _ANY_NAME)
+segments, shrink, empty = _FILES.listed, _FILES.shrink, _FILES.empty
 _SAMPLE = bytes(1 << 18)
 
 
@@ -372,38 +375,3 @@ class _Read:
         self._text.update(tokens.astype(TOKEN).data)
         self._place = end
         return header.seconds
-
-
-def segments(folder: Path) -> list[tuple[float, int, Path]]:
-    """Returns (last use, bytes, path) of the segments in a folder, the least recently used first; none if it cannot be read."""
-    files = []
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if _NAME.fullmatch(entry.name):
-                with contextlib.suppress(OSError):
-                    state = entry.stat(follow_symlinks=False)
-                    files.append((state.st_mtime, state.st_size, Path(entry.path)))
-    return sorted(files)
-
-
-def shrink(folder: Path, limit: int) -> tuple[int, int]:
-    """Removes the least recently used segments until at most `limit` bytes are left; returns how many files and bytes went.
-
-    Raises OSError for one that cannot be removed.
-    """
-    held, files, size = segments(folder), 0, 0
-    total = sum(bytes_ for _, bytes_, _ in held)
-    for _, bytes_, path in held:
-        if total - size <= limit:
-            break
-        path.unlink(missing_ok=True)
-        files, size = files + 1, size + bytes_
-    return files, size
-
-
-def empty(folder: Path) -> tuple[int, int]:
-    """Removes all segments, and the temporary files of killed writers; returns as `shrink` does. Raises OSError if it is no folder."""
-    with contextlib.suppress(FileNotFoundError):
-        os.scandir(folder).close()  # one that cannot be read is not empty
-    clear_stale_in(folder, _ANY_NAME)
-    return shrink(folder, 0)

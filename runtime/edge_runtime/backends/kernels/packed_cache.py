@@ -28,6 +28,7 @@ from typing import Any
 
 from edge_devices.errors import EdgeError
 from edge_devices.files.atomic_write import clear_stale_in, unforeseen_temporary_of
+from edge_devices.files.cache_files import CacheFiles
 from edge_devices.files.user_cache import cache_folder, only_ours
 from edge_devices.machine.memory import byte_text
 from edge_runtime.backends.kernels.loader import load_library, variant
@@ -38,6 +39,8 @@ LIMIT = 8_000_000_000
 LEAST = 32_000_000
 _NAME = re.compile(r"[0-9a-f]{64}\.packed")
 _ANY_NAME = r"[0-9a-f]+\.packed"
+_FILES = CacheFiles(_NAME, _ANY_NAME)
+packed_files, shrink, empty = _FILES.listed, _FILES.shrink, _FILES.empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,41 +213,6 @@ def _wait_for(path: Path) -> None:
         writer = _WRITERS.get(path)
     if writer is not None:
         writer.join()
-
-
-def packed_files(folder: Path) -> list[tuple[float, int, Path]]:
-    """Returns (last use, bytes, path) of the files in a folder, the least recently used first; none if it cannot be read."""
-    files = []
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if _NAME.fullmatch(entry.name):
-                with contextlib.suppress(OSError):
-                    state = entry.stat(follow_symlinks=False)
-                    files.append((state.st_mtime, state.st_size, Path(entry.path)))
-    return sorted(files)
-
-
-def shrink(folder: Path, limit: int) -> tuple[int, int]:
-    """Removes the least recently used files until at most `limit` bytes are left; returns how many files and bytes went.
-
-    A process that has mapped one keeps it. Raises OSError for one that cannot be removed.
-    """
-    held, files, size = packed_files(folder), 0, 0
-    total = sum(bytes_ for _, bytes_, _ in held)
-    for _, bytes_, path in held:
-        if total - size <= limit:
-            break
-        path.unlink(missing_ok=True)
-        files, size = files + 1, size + bytes_
-    return files, size
-
-
-def empty(folder: Path) -> tuple[int, int]:
-    """Removes all files, and what killed writers left; returns as `shrink` does. Raises OSError if it is no folder."""
-    with contextlib.suppress(FileNotFoundError):
-        os.scandir(folder).close()
-    clear_stale_in(folder, _ANY_NAME)
-    return shrink(folder, 0)
 
 
 def _state(path: Path) -> list[int]:
