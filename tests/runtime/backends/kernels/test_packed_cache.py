@@ -9,7 +9,7 @@ import shutil
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.cli.run import main
 from edge_runtime.session.open import open_session
+from packed import written
 
 if llama_library().row_kernels is None:
     pytest.skip("no row kernels here", allow_module_level=True)
@@ -61,26 +62,8 @@ def expected(source: PackedSource) -> NDArray[np.float32]:
         return opened.verify(TOKENS).copy()
 
 
-@pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def cache(tmp_path: Path, said: list[str]) -> Iterator[PackedCache]:
-    yield PackedCache(tmp_path / "packed", said.append)
-    written()
-
-
 def target(source: PackedSource) -> LlamaTarget:
     return LlamaTarget(source.path, LlamaOptions(context=64, threads=1, batch=64, draft=False))
-
-
-def written() -> None:
-    """Waits until all files are on the disk."""
-    for thread in threading.enumerate():
-        if thread.name == "edge-mtp packed cache":
-            thread.join()
 
 
 def mapped_bytes(line: str) -> int:

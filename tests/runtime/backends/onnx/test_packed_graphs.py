@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from edge_runtime.backends.kernels import loader, packed_cache
 from edge_runtime.backends.kernels.packed_cache import PackedCache, PackedSource, packed_files
 from edge_runtime.bundle.onnx_graph import KERNELS
 from edge_runtime.session.open import open_session
+from packed import written
 
 if not loader.usable_variants():
     pytest.skip("the row kernels were not built: pip install -e . builds them", allow_module_level=True)
@@ -31,24 +31,6 @@ ROWS = np.random.default_rng(2).standard_normal((5, SIZE)).astype(np.float32)
 @pytest.fixture(autouse=True)
 def _of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_cache, "LEAST", 0)
-
-
-@pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def cache(tmp_path: Path, said: list[str]) -> Iterator[PackedCache]:
-    yield PackedCache(tmp_path / "packed", said.append)
-    written()
-
-
-def written() -> None:
-    """Waits until all files are on the disk."""
-    for thread in threading.enumerate():
-        if thread.name == "edge-mtp packed cache":
-            thread.join()
 
 
 def products(path: Path, *weights: tuple[str, str], seed: int = 1) -> PackedSource:
