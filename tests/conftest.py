@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
         every, number = sorted(os.sched_getaffinity(0)), int(worker["workerid"].removeprefix("gw"))
         own = every[number :: int(worker["workercount"])] or every[number % len(every) :][:1]
         os.sched_setaffinity(0, own)
+
+
+def pytest_unconfigure() -> None:
+    """Closes what llama_cpp leaves open: beside torch, Python says so when it ends, as our filter of warnings is still its last."""
+    if (llama := sys.modules.get("llama_cpp._utils")) is not None:
+        for file in (llama.outnull_file, llama.errnull_file):
+            file.close()
 
 
 @pytest.fixture(autouse=True)

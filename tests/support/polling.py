@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def wait(condition: Callable[[], Any], seconds: float = 120) -> bool:
+def wait(condition: Callable[[], Any], seconds: float = 300) -> bool:
     """Whether a condition holds within these seconds, which only a test that fails spends."""
     end = time.monotonic() + seconds
     while not condition():

@@ -9,6 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,13 @@ PATIENCE_SECONDS = 1800.0
 WATCH_SECONDS, SILENT_SECONDS = 5.0, 30.0  # between looks at the workers, and without a sign of life: a lost one is named within a minute
 
 
-def phones_here() -> tuple[str, ...]:
-    """Runs on a worker: returns the serials attached to its host; none where adb is missing or lists none."""
+def phones_here() -> tuple[list[str], list[str]]:
+    """Runs on a worker: returns the serials of its host's usable phones, and a sentence on each other phone, or on why there is none."""
+    remarks: list[str] = []
     try:
-        return tuple(usable_serials())
-    except DeviceError:
-        return ()
+        return usable_serials(remarks.append), remarks
+    except DeviceError as error:
+        return [], [f"left out: {error}"]
 
 
 def bench_phone(request: RemoteRequest, serial: str, folder: str) -> tuple[str, dict[str, bytes]]:
@@ -71,7 +73,7 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
     collected: list[DeviceResult] = []
     with client:
         fleet = _Fleet(client, resolved, folder or AdbTransport.FOLDER)
-        fleet.start(lambda serial: not serials or ALL in serials or serial in serials)
+        fleet.start(lambda serial: not serials or ALL in serials or serial in serials, note)
         if not fleet.runs:
             raise RequestError(f"no worker of {address} has a usable phone; run `adb devices -l` on its host")
         count = len(fleet.runs)
@@ -104,12 +106,20 @@ class _Fleet:
         self.runs: dict[Any, tuple[str, str]] = {}
         self.lost: set[str] = set()
         self._client, self._request, self._folder = client, request, folder
+        self._workers: dict[str, Any] = {}  # the scheduler's facts of each, by address
         self._alive: dict[str, tuple[object, float]] = {}  # what a worker's last sign of life is, and since when it is that
 
-    def start(self, is_meant: Callable[[str], bool]) -> None:
-        """Starts the run on each phone that is meant and on none yet."""
+    def start(self, is_meant: Callable[[str], bool], report: Callable[[str], None] = lambda _text: None) -> None:
+        """Starts the run on each phone that is meant and on none yet; `report` gets why other phones or workers are left out."""
         begun = {serial for _, serial in self.runs.values()}
-        for worker, attached in self._client.run(phones_here, workers=self._reachable(), on_error="ignore").items():
+        workers = self._reachable()
+        answers = self._client.run(phones_here, workers=workers, on_error="ignore")
+        for worker in workers:
+            if worker not in answers:
+                report(f"left out: the worker {worker} does not answer")
+        for worker, (attached, remarks) in answers.items():
+            for text in remarks:
+                report(f"{text} (worker {worker})")
             for serial in attached:
                 if is_meant(serial) and (worker, serial) not in self.runs.values():
                     if serial in self.lost:
@@ -144,7 +154,10 @@ class _Fleet:
 
     def _reachable(self) -> list[str]:
         """Returns the addresses of the workers that the scheduler has, and that gave a sign of life within the last half minute."""
-        now, workers = time.monotonic(), self._client.scheduler_info()["workers"]
+        with suppress(OSError):  # a scheduler that is away for a moment; the workers' signs of life grow old meanwhile
+            # Not `scheduler_info()`: the client renews what that returns in a thread of its own, every two seconds and without the workers.
+            self._workers = self._client.sync(self._client.scheduler.identity, n_workers=-1)["workers"]
+        now, workers = time.monotonic(), self._workers
         for address, facts in workers.items():
             known, _ = self._alive.get(address, (None, now))
             if known != facts["last_seen"]:

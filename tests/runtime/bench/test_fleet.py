@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,10 +85,8 @@ def test_four_phones_of_two_hosts_land_in_one_parquet_folder(
 
     package = stub_package(tmp_path / "package")
     arguments = ("devices", bundle, "--fleet", scheduler, "--package", package, "--results", tmp_path / "fleet")
-    begin = time.monotonic()
     result = bench(*arguments, "--run", "one")
     assert result.exit_code == 0, result.output
-    print(f"four phones, two workers: {time.monotonic() - begin:.1f} s")
     serials = {daemon.serial for desk in desks for daemon in desk.phones}
     rows = ds.dataset(tmp_path / "fleet/parquet/requests").to_table().to_pylist()
     assert {row["device"].rpartition("/")[2] for row in rows} == serials
@@ -99,22 +96,29 @@ def test_four_phones_of_two_hosts_land_in_one_parquet_folder(
     for serial in serials:
         assert serial in result.stdout
 
-    desks[0].phones[0].phone.battery(celsius=50)
-    again = bench(*arguments, "--run", "two")
-    desks[0].phones[0].phone.battery()
+    hot, other = desks[0].phones[0], desks[1].phones[0]
+    hot.phone.battery(celsius=50)
+    again = bench(*arguments, "--run", "two", "--adb", hot.serial, "--adb", other.serial)
+    hot.phone.battery()
     assert again.exit_code == 0, again.output
     assert "left out" in again.stderr
     assert "let it cool" in again.stderr
-    assert len(list((tmp_path / "fleet/parquet/requests").iterdir())) == 4 + 3
+    assert len(list((tmp_path / "fleet/parquet/requests").iterdir())) == 4 + 1
     compared = bench("compare", tmp_path / "fleet")
     assert compared.exit_code == 0, compared.output
     assert "Fleet" in compared.stdout
 
 
-def test_a_fleet_that_cannot_be(scheduler: str, bundle: Path, tmp_path: Path) -> None:
-    package = stub_package(tmp_path / "package")
+def test_a_fleet_that_cannot_be(desks: list[phones.Desk], scheduler: str, bundle: Path, tmp_path: Path) -> None:
+    package, locked = stub_package(tmp_path / "package"), desks[0].phones[0]
+    locked.faults.unauthorized = True
+    locked.unplug()
+    desks[0].connect(locked)
     nobody = bench("devices", bundle, "--fleet", scheduler, "--adb", "not-there", "--package", package, "--results", tmp_path)
+    locked.faults.unauthorized = False
+    assert desks[0].plugged(locked)
     assert nobody.exit_code == 1
+    assert f"left out: {locked.serial} is not authorised" in nobody.stderr
     assert "has a usable phone" in nobody.stderr
     unknown = bench("devices", bundle, "--fleet", "nonsense://x", "--package", package, "--results", tmp_path)
     assert unknown.exit_code == 1
@@ -138,17 +142,25 @@ def test_a_lost_worker_is_named_and_its_phone_taken_over(
     lines: list[str] = []
     monkeypatch.setattr(fleet, "note", lines.append)
     thread = in_background(lambda: results.append(bench(*arguments)))
-    for daemon in everything:
-        watch = daemon.phone.path(f"{AdbTransport.FOLDER}/runs/three/watch.jsonl")
-        assert wait(lambda watch=watch: watch.exists() and '"begin"' in watch.read_text())  # type: ignore[misc]
-    workers[0].kill()
-    workers[0].wait()
-    desks[0].adb("disconnect", moved.serial)
-    assert desks[1].plugged(moved)
-    assert wait(lambda: any(f"{moved.serial}: taken over by the worker" in line for line in lines)), lines
-    for path in held:
-        path.unlink()
-    thread.join()
+
+    def await_or_say(what: str, condition: Callable[[], bool]) -> None:
+        came = wait(lambda: results or condition())
+        assert not results, f"the run ended before {what}: {results[0].output} {lines}"
+        assert came, f"waited until {what}; the run said {lines}"
+
+    try:
+        for daemon in everything:
+            watch = daemon.phone.path(f"{AdbTransport.FOLDER}/runs/three/watch.jsonl")
+            await_or_say(f"{daemon.serial} has begun", lambda watch=watch: watch.exists() and '"begin"' in watch.read_text())  # type: ignore[misc]
+        workers[0].kill()
+        workers[0].wait()
+        desks[0].adb("disconnect", moved.serial)
+        assert desks[1].plugged(moved)
+        await_or_say(f"{moved.serial} is taken over", lambda: any(f"{moved.serial}: taken over by the worker" in line for line in lines))
+    finally:
+        for path in held:
+            path.unlink()
+        thread.join()
     assert results[0].exit_code == 0, results[0].output
     for serial in (moved.serial, gone.serial):
         assert [f"is lost; the run on its phone {serial} goes on: `--run three` collects it" in line for line in lines].count(True) == 1
