@@ -105,7 +105,7 @@ def calibrate(request: CalibrationRequest, progress: Callable[[int], None] = lam
     reason = why_no_calibration(reference, with_drafter=request.with_drafter, without=None if moments is None else moments.without)
     if reason is not None:
         raise ExportError(f"calibration runs the checkpoint in transformers, but {reason}; make an importance matrix elsewhere (--imatrix)")
-    chunks = _chunks(request, text)
+    chunks = chunks_of(request, text)
     try:
         with inference(reference.threads):
             target, drafter = _run(request, chunks, lambda index, parts: progress(_share(source.bytes, index, parts)))
@@ -163,8 +163,11 @@ def _share(total: int, index: int, parts: int) -> int:
     return total * (index + 1) // parts - total * index // parts
 
 
-def _chunks(request: CalibrationRequest, text: str) -> list[list[int]]:
-    """The text's tokens in pieces of equal length, each after the tokenizer's start tokens."""
+def chunks_of(request: CalibrationRequest, text: str) -> list[list[int]]:
+    """The text's tokens in pieces of equal length, each after the tokenizer's start tokens; of a long text only some, from all over it.
+
+    Raises ExportError if the text is too short.
+    """
     tokenizer = request.reference.tokenizer()
     begin: list[int] = tokenizer.encode("", add_special_tokens=True)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
