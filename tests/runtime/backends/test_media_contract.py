@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,21 @@ from edge_runtime.media.encoder_inputs import Image
 from edge_runtime.session import prompt_cache
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from tiny_media import MEDIA_IDS, export_media_pair, noise, picture
+from tiny_media import MEDIA_IDS, kept_media_pair, noise, picture
 
 TEXT = [2, 40, 41, 42, 300, 310, 320]
 
 
 @pytest.fixture(scope="module", params=["llama", "onnx", "onnx-static"])
-def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, probe_memory: None) -> Session:
-    root = tmp_path_factory.mktemp(request.param)
+def session(request: pytest.FixtureRequest, probe_memory: None) -> Iterator[Session]:
     if request.param == "llama":
         pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
-        bundle = export_media_pair(root)
+        root = kept_media_pair()
     else:
         pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
         device = "static" if request.param == "onnx-static" else None
-        bundle = export_media_pair(root, dtype="bfloat16", onnx=OnnxRequest(target="f32", drafter="f32", device=device))
-    with open_session(bundle, drafter="dense" if request.param == "llama" else None, threads=1) as session:
+        root = kept_media_pair(dtype="bfloat16", onnx=OnnxRequest(target="f32", drafter="f32", device=device))
+    with open_session(root / "bundle", drafter="dense" if request.param == "llama" else None, threads=1) as session:
         yield session
 
 
