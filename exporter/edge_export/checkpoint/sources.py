@@ -310,7 +310,7 @@ def mixed_training(target: ResolvedSource, drafter: ResolvedSource) -> str | Non
     )
 
 
-def manifest_source(source: ResolvedSource, progress: Callable[[int], None] = lambda _: None) -> ModelSource:
+def manifest_source(source: ResolvedSource, progress: Callable[[int], None]) -> ModelSource:
     """Hashes the files the export read; `progress` gets the bytes read since its last call."""
     files = tuple(_hashed(path, progress) for path in source_files(source))
     return ModelSource(origin=source.public_name, model_type=source.checkpoint.model_type, files=files)

@@ -127,7 +127,7 @@ Run = Callable[[list[int], Mapping[str, list[int]]], Rowset]
 
 
 def compare_export(
-    reference: Reference, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool, uncalibrated: Run | None = None
+    reference: Reference, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool, uncalibrated: Run | None
 ) -> dict[str, Any]:
     """Runs the unquantized and the final export (None: the same) over the tokens and returns the figures for the manifest.
 

@@ -271,7 +271,7 @@ class Publication:
         return self.files | {CARD_NAME: (len(self.card.encode()), None)}
 
 
-def publication(folder: Path, repository: str, figures: Sequence[Path] = ()) -> Publication:
+def publication(folder: Path, repository: str, figures: Sequence[Path]) -> Publication:
     """Checks everything that can be checked here: the name, every byte of the bundle, the figures. Raises EdgeError."""
     if not _REPOSITORY.fullmatch(repository):
         raise CheckpointError(f"{repository!r} is no OWNER/NAME of a hub repository, such as me/gemma-4-E2B-it-edge-mtp; give that alone")

@@ -47,7 +47,7 @@ LOOP = 20
 LONGEST_PROMPT = 512
 
 
-def find_meter(name: str | None = None) -> tuple[Meter | None, str]:
+def find_meter(name: str | None) -> tuple[Meter | None, str]:
     """Returns the named meter, or the first usable one; None, with the reason, when there is none.
 
     Raises MeterError if the named one cannot be used.

@@ -301,7 +301,7 @@ class Monitor:
             self._events[event.kind] += 1
         self.options.on_event(event)
 
-    def record_request(self, request: RequestMonitor, stats: DecodeStats, *, finish_reason: str | None = None) -> dict[str, Any]:
+    def record_request(self, request: RequestMonitor, stats: DecodeStats, *, finish_reason: str | None) -> dict[str, Any]:
         """Counts a finished request, appends its record to the log if there is one, and returns the record.
 
         Raises RequestError if the log cannot be written; the request is counted nevertheless.

@@ -267,7 +267,7 @@ def candidates(header: Sequence[str]) -> dict[str, list[Column]]:
     }
 
 
-def named_column(header: Sequence[str], quantity: str, name: str, unit: str = "") -> Column:
+def named_column(header: Sequence[str], quantity: str, name: str, unit: str) -> Column:
     """Returns the column of this name, or of this number from 1, in a `unit` of its quantity if one is given. Raises MeterError."""
     places = [index for index, column in enumerate(header) if simple(column) == simple(name)]
     if len(places) > 1:

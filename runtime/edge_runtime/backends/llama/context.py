@@ -139,7 +139,7 @@ class Batch:
         self.structure.token = None
         self.structure.n_tokens = count
 
-    def add_step(self, token: int, embedding: NDArray[np.float32], position: int, sequence: int = 0) -> None:
+    def add_step(self, token: int, embedding: NDArray[np.float32], position: int, sequence: int) -> None:
         """Adds one flagged row with a token and an embedding [width]."""
         row = self.structure.n_tokens
         self._tokens[row], self._positions[row], self._sequences[row], self._flags[row] = token, position, sequence, 1

@@ -41,14 +41,14 @@ _NO_TOKEN = -1
 
 
 @contextlib.contextmanager
-def _panics_as(kind: type[EdgeRuntimeError], what: str, advice: str) -> Iterator[None]:
+def _panics_as(kind: type[EdgeRuntimeError], what: str) -> Iterator[None]:
     """Turns errors of the library into `kind`, but not our own. A panic of its Rust code is a BaseException, not an Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, EdgeRuntimeError):
         raise
     except BaseException as error:
-        raise kind(f"{what} ({first_line(error)}); {advice}") from error
+        raise kind(f"{what} ({first_line(error)}); copy the bundle again") from error
 
 
 class TokenizerVocabulary(TokenRange):
@@ -59,7 +59,7 @@ class TokenizerVocabulary(TokenRange):
             from tokenizers import Tokenizer
         except ImportError as error:
             raise BackendError(f"tokenizers is not installed ({error}); {how_to_get('onnx')}") from error
-        with _panics_as(BundleError, f"{path} is no tokenizer", "copy the bundle again"):
+        with _panics_as(BundleError, f"{path} is no tokenizer"):
             self._tokenizer: Any = Tokenizer.from_buffer(read_tokenizer(path))
             # A checkpoint's file may say both: prompts would be cut off, or filled up to any length.
             self._tokenizer.no_truncation()
@@ -99,7 +99,7 @@ class TokenizerVocabulary(TokenRange):
         return [self.bos, *tokens] if add_bos and self.bos >= 0 else tokens
 
     def _plain(self, part: str) -> list[int]:
-        with _panics_as(BackendError, "the tokenizer failed", "copy the bundle again"):
+        with _panics_as(BackendError, "the tokenizer failed"):
             tokens: list[int] = self._tokenizer.encode(part, add_special_tokens=False).ids
         return tokens
 

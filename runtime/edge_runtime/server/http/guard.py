@@ -147,7 +147,7 @@ def host_name(host: str) -> str:
     return (parts["ipv6"] or parts["name"] or "") if parts else ""
 
 
-async def send_error(send: Send, error: ApiError, form: ErrorForm = ErrorForm.OPENAI) -> None:
+async def send_error(send: Send, error: ApiError, form: ErrorForm) -> None:
     """Sends an error as a complete response."""
     body = json.dumps(error.body(form)).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers}

@@ -259,7 +259,7 @@ def usage_line(stats: DecodeStats) -> str:
     return ", ".join(parts)
 
 
-def responses_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy | None = None) -> Json:
+def responses_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy | None) -> Json:
     """Returns the `usage` object of /v1/responses."""
     counts = {
         "input_tokens": stats.prompt_tokens,
