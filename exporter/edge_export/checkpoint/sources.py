@@ -239,7 +239,7 @@ def _check_target(source: ResolvedSource) -> None:
 def planned_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource]:
     """Opens both halves for a plan, which needs no weights: a hub repository or a folder may have no more than config.json.
 
-    A name of `published.sizes`, such as E2B, is that size. Raises CheckpointError.
+    A published size, such as E2B, is a name too. Raises CheckpointError.
     """
     first, second = _planned("target", target), _planned("drafter", drafter)
     if first is None and second is None:
