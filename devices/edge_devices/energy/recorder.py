@@ -16,8 +16,6 @@ from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, MeterFacts, Trace
 
-# The measured behaviour of a meter: how often its value is updated, how late a load shows, and how many reads return no value.
-
 MIN_CHANGES = 8
 LAGS_OF_LEAD = 1.5
 WINDOW_LAGS = 2
@@ -140,8 +138,6 @@ def _lag(trace: Trace, before: float, step: float, after: float) -> float | None
     half, most = (next((s for s, share in shown if share >= wanted), after - step) for wanted in (HALF_SHARE, SETTLED_SHARE))
     return max(most, (most + TAIL * (most - half)) / LAGS_OF_LEAD)
 
-
-# Reads a meter repeatedly while other work runs.
 
 JITTER = 0.3  # share of the interval; without it the readings could be in step with draft and verify and always fall in the same phase
 

@@ -138,8 +138,6 @@ def is_running(process: int) -> bool:
     return True
 
 
-# Files that are replaced completely or left as they were, however the process ends, and files that grow while something is measured.
-
 # Conversations and cached rows are their owner's alone.
 _PRIVATE = 0o600
 _PUBLIC = 0o644

@@ -145,8 +145,6 @@ def _widen(source: Path, output: Path, factor: int) -> None:
         values[tuple(map(slice, tensors[name].shape))] = mapped(tensors[name])
 
 
-# Opens and checks a pair that the user names as folders, hub names or GGUFs.
-
 # Files of a checkpoint folder, besides the weights, that determine the bundle.
 _SIDE_FILES = (
     "config.json",

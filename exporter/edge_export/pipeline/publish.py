@@ -223,8 +223,6 @@ def _sampling(manifest: Manifest) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-# Uploads a bundle to the hub: the files, the model card, and the upload itself.
-
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # What a bundle's folder may hold beside the files of its manifest. What else lies there is the user's own.
 _MAX_FIGURES = 1 << 20

@@ -20,8 +20,6 @@ from edge_runtime.drafting.cost_model import MAX_ROWS, MIN_SECONDS, SETTLED, Cos
 from edge_runtime.drafting.energy_objective import EnergyCosts, PhasePower, PowerSource
 from edge_runtime.interfaces import Drafter, Target
 
-# Measures the cost of a draft and of a verify of n rows on this machine.
-
 COSTS = MeasuredValue(kind="costs", value_class=MeasuredCosts, doing="measuring what drafts cost on this machine")
 MAX_SECONDS = 2.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 15

@@ -20,8 +20,6 @@ from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.policies import WARN_ABOVE, WINDOW_TOKENS, AcceptanceWindow, Event
 from edge_runtime.errors import RequestError
 
-# Figures of requests: counts and seconds, from which rates and percentiles are derived, and how they are shown.
-
 _REPR_CHARACTERS = 40
 
 

@@ -42,8 +42,6 @@ from edge_devices.errors import MeterError
 from edge_devices.files.limited_read import lines_at_most
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope, Trace
 
-# The rows of a meter's table: its encoding, its separator, and the cells of each line.
-
 MAX_ROWS = 10_000_000
 MAX_LINE_CHARS = 1 << 16  # a log of hundreds of sensors has a header of 20,000
 SEPARATORS = ";\t|,"
@@ -113,8 +111,6 @@ def _cells(text: str, separator: str) -> list[str]:
             cells.append(word.strip('"'))
     return cells
 
-
-# Whether a table is of one device: what the columns beside the time and the figure say.
 
 NAMES = re.compile(
     r"(?:device|entity|sensor|plug|host|meter|node|outlet|socket|channel|serial|gerät|steckdose|kanal)s?(?:[ _]?(?:id|name|number|nr))?"

@@ -36,8 +36,6 @@ from edge_runtime.bundle.gguf_gemma4 import TARGET
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import KvRows, Logits
 
-# Text to token ids and back, with the tokenizer that llama.cpp read from the target's GGUF.
-
 # llama_tokenize counts in int32 and a token is never longer than its text, so no longer text can be asked for.
 MAX_TEXT_BYTES = (1 << 31) - 64
 _NO_TOKEN = -1

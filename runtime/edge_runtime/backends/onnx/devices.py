@@ -243,8 +243,6 @@ def _names(there: Sequence[OrtDevice]) -> str:
     return ", ".join(device.name for device in there)
 
 
-# Sessions of onnxruntime on a device, and values that alias numpy arrays.
-
 # The kernels' products with weights in blocks.
 PRODUCTS = frozenset((KERNELS, name) for name in ("MatMulRows", "MatMulCapRows", "MatMulStatic", "FeedForwardRows"))
 # GroupQueryAttention without its flash kernel: quicker for as few rows as a verify has. It is read while a session is made.

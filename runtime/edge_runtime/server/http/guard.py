@@ -14,8 +14,6 @@ from typing import Any
 
 from edge_runtime.server.errors import ApiError, ErrorForm, form_for
 
-# The paths that clients write for the paths of this server.
-
 # Clients that are configured for llama-server, by host and port alone, leave the prefix out. Not /completions: there that is another API.
 _BARE = re.compile(r"/(chat/completions|responses)(/input_tokens)?|/messages(/count_tokens)?|/models(/.*)?|/embeddings", re.DOTALL)
 _PREFIX = "/v1"
@@ -182,8 +180,6 @@ def _adding(send: Send, headers: Mapping[str, str]) -> Send:
 def _pairs(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
-
-# ASGI middleware around all others: a line for the operator about each request, and an id of it for its client.
 
 # Where the scope of a request has the list of what the line says of it beside method, path, status and time.
 REMARKS = "edge_mtp.remarks"
