@@ -81,7 +81,7 @@ def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = 
 @with_keywords(LoadOptions, LoadOptions, elsewhere=_OF_REQUESTS)
 def faster_backend(folder: Path | str, options: LoadOptions | None = None, **keywords: Any) -> BackendKind:
     """Returns the backend that `open_session` would take with these options; measures as it does, and raises as it does."""
-    return _PairLoader(folder, replace(options or LoadOptions(), **keywords)).choose_backend(1).partition(" ")[0]
+    return backend_of(_PairLoader(folder, replace(options or LoadOptions(), **keywords)).choose_backend(1))
 
 
 class _PairLoader:
