@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median, pvariance
-from types import TracebackType
 
 from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.system import System
@@ -236,7 +235,7 @@ class Recorder:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread:
             self._thread.join()
