@@ -336,19 +336,19 @@ class GraphTarget(CommittedText):
 class OrtTarget(GraphTarget):
     """The target of graphs of dynamic shapes."""
 
-    def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions, packed: PackedCache | None = None) -> None:
-        self.cache = KeyValueCache(files.layout, options.context)
+    def __init__(self, files: PairFiles, context: int, session: SessionOptions, packed: PackedCache | None = None) -> None:
+        self.cache = KeyValueCache(files.layout, context)
         chunk = min(PREFILL_ROWS, self.cache.chunk)
         # Weights are packed while the tokenizer is read, which takes a good part of a second for 262,144 tokens.
         with without_flash(), ThreadPoolExecutor(1) as beside:
             opening = beside.submit(self._open_graphs, files, session, packed)
-            super().__init__(files, options.context, self.cache, chunk=chunk, longest_context=files.graphs.context)
+            super().__init__(files, context, self.cache, chunk=chunk, longest_context=files.graphs.context)
             self._graphs = opening.result()
         graph = self._graphs[0]
         check_inputs(graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
         # A drafter is at the position behind the text.
         halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
-        self.rotations = Rotations(files.graphs.rotations, options.context + 1, halved=halved)
+        self.rotations = Rotations(files.graphs.rotations, context + 1, halved=halved)
         self._skips_unread_rows = SKIPPED_ROWS in graph.inputs
         self._forwards: dict[tuple[int, int, bool], Forward] = {}
         self._heads: dict[int, Call] = {}
