@@ -362,7 +362,7 @@ MAX_MISSING = 0.5  # share of a window; what is missing widens its figure's inte
 LOST_READINGS = frozenset((Scope.RAILS, Scope.BOARD, Scope.MODULE, Scope.EXTERNAL, Scope.PACKAGE, Scope.PLATFORM))
 
 
-def too_short(log: RunLog, seconds: float, lead_s: float = 0.0) -> str | None:
+def too_short(log: RunLog, seconds: float, lead_s: float) -> str | None:
     """Returns why a window of this length is too short for the meter, or None. `lead_s`: seconds of the same work before it."""
     need = log.characteristics.shortest_measured_s + max(0.0, log.characteristics.lead_in_s - lead_s)
     if seconds >= need:

@@ -83,7 +83,7 @@ def clear_stale(path: Path, kind: str = PARTIAL) -> None:
     _remove(stale_of(path, kind))
 
 
-def clear_stale_in(folder: Path, names: str = ".+") -> None:
+def clear_stale_in(folder: Path, names: str) -> None:
     """Removes the stale temporary files of files whose names fit an expression without groups; ignores what cannot be removed."""
     _remove(_stale_in(folder, names, PARTIAL))
 
@@ -137,8 +137,6 @@ def is_running(process: int) -> bool:
         return True
     return True
 
-
-# Files that are replaced completely or left as they were, however the process ends, and files that grow while something is measured.
 
 # Conversations and cached rows are their owner's alone.
 _PRIVATE = 0o600

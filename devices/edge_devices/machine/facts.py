@@ -17,8 +17,6 @@ from pathlib import Path
 from edge_devices.machine.memory import available_memory_bytes
 from edge_devices.machine.system import System
 
-# The processors this process may use, fastest first, and how to stay on some of them.
-
 # ggml aborts the process above this.
 MAX_THREADS = 512
 _SYSTEM = Path("/sys/devices/system/cpu")
@@ -149,8 +147,6 @@ def _size(manifest: Path, library: str) -> str:
     path = manifest.parent / library if re.search(r"[/\\]", library) else None
     return f", {path.stat().st_size} bytes" if path is not None and path.is_file() else ""
 
-
-# Facts about this machine: processor, features and memory from the kernel's files, and what is installed.
 
 # /proc/cpuinfo "CPU part" numbers of Arm's and Qualcomm's cores (Arm TRMs; Linux arch/arm64/include/asm/cputype.h).
 ARM_PARTS = {

@@ -164,7 +164,7 @@ def wait_for_unplugging(recorder: StateRecorder, system: System) -> bool:
     return False
 
 
-def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: float, system: System, settings: str = "") -> int:
+def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: float, system: System, settings: str) -> int:
     """Runs a command to its end, with a sample every `interval_s` seconds; returns its exit code. SIGTERM is passed on to the command.
 
     A phone is kept awake meanwhile; `settings` is the file for what is changed on it.

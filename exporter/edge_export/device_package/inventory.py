@@ -12,8 +12,6 @@ from edge_devices.files.limited_read import sha256_of
 from edge_devices.machine.device_package import NAME, SCHEMA
 from edge_export.errors import PackageError
 
-# The platforms that a package can be built for.
-
 PYTHON = "3.11"
 SITE = "lib/python3/dist-packages"  # Debian's folder of Python packages, relative to the prefix
 

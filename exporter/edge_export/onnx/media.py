@@ -22,8 +22,6 @@ from edge_export.output import BundlePart
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
 from edge_runtime.bundle.onnx_graph import CONTRIB
 
-# What both towers have in common: stored weights by name, clipped products, norms.
-
 EPSILON = 1e-6
 
 
@@ -288,8 +286,6 @@ def _with_block_before(graph: GraphBuilder, blocks: str, heads: int, each: int) 
     before = graph.op("Concat", graph.floats(np.zeros((1, _BLOCK, heads, each), np.float32)), all_but_last, axis=0)
     return graph.op("Concat", before, blocks, axis=1)
 
-
-# Writes the encoders of images and sound as ONNX graphs, each with a data file of its own, so that each can be loaded alone.
 
 _QUANTIZATION_BLOCK: Block = 32
 

@@ -47,8 +47,8 @@ def measure_onnx_parity(
     request: OnnxRequest,
     *,
     rounded: bool,
-    better: str | None = None,
-    uncalibrated: OnnxFiles | None = None,
+    better: str | None,
+    uncalibrated: OnnxFiles | None,
 ) -> dict[str, Any]:
     """Compares graphs of the request's weights and K/V rows, and `plain` ones with float32 weights (or the same).
 

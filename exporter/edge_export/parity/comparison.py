@@ -39,8 +39,6 @@ from edge_runtime.interfaces import Drafter, Target
 from edge_runtime.media.encoder_inputs import RATE, SIDE, Image, Sound
 from edge_runtime.media.soft_rows import Media
 
-# Runs an export over the reference's tokens and judges what comes out: what GGUF files and ONNX graphs have in common.
-
 # Tokens to generate, and tokens of each draft. A few hundred drafts take as long as about 25 forwards of 5 rows.
 WRITTEN, WRITTEN_AT_ONCE = 96, 4
 ROOM = WRITTEN + WRITTEN_AT_ONCE + 1
@@ -127,7 +125,7 @@ Run = Callable[[list[int], Mapping[str, list[int]]], Rowset]
 
 
 def compare_export(
-    reference: Reference, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool, uncalibrated: Run | None = None
+    reference: Reference, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool, uncalibrated: Run | None
 ) -> dict[str, Any]:
     """Runs the unquantized and the final export (None: the same) over the tokens and returns the figures for the manifest.
 

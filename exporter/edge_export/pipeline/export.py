@@ -320,9 +320,6 @@ def clear_tuning(request: ExportRequest) -> None:
         shutil.rmtree(tuning_folder(request), ignore_errors=True)
 
 
-# What an export would write and need, computed from the checkpoints' headers or configs alone.
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlannedExport:
     """The manifest with about the sizes of the files; the bytes to download, `listed` by the hub or estimated from the configs.

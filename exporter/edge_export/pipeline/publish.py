@@ -223,8 +223,6 @@ def _sampling(manifest: Manifest) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-# Uploads a bundle to the hub: the files, the model card, and the upload itself.
-
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # What a bundle's folder may hold beside the files of its manifest. What else lies there is the user's own.
 _MAX_FIGURES = 1 << 20
@@ -271,7 +269,7 @@ class Publication:
         return self.files | {CARD_NAME: (len(self.card.encode()), None)}
 
 
-def publication(folder: Path, repository: str, figures: Sequence[Path] = ()) -> Publication:
+def publication(folder: Path, repository: str, figures: Sequence[Path]) -> Publication:
     """Checks everything that can be checked here: the name, every byte of the bundle, the figures. Raises EdgeError."""
     if not _REPOSITORY.fullmatch(repository):
         raise CheckpointError(f"{repository!r} is no OWNER/NAME of a hub repository, such as me/gemma-4-E2B-it-edge-mtp; give that alone")

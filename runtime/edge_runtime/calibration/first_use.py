@@ -20,8 +20,6 @@ from edge_runtime.drafting.cost_model import MAX_ROWS, MIN_SECONDS, SETTLED, Cos
 from edge_runtime.drafting.energy_objective import EnergyCosts, PhasePower, PowerSource
 from edge_runtime.interfaces import Drafter, Target
 
-# Measures the cost of a draft and of a verify of n rows on this machine.
-
 COSTS = MeasuredValue(kind="costs", value_class=MeasuredCosts, doing="measuring what drafts cost on this machine")
 MAX_SECONDS = 2.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
@@ -360,9 +358,7 @@ def kept_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None]
     return counts
 
 
-def measured_threads(
-    pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, waiting: Waiting = silent_wait
-) -> ThreadCounts:
+def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, waiting: Waiting) -> ThreadCounts:
     """Sets the thread counts; the first calls measure the best ones, in about two seconds.
 
     Where cores differ, the process is pinned to the fastest from then on. Measuring empties the KV cache.
@@ -389,7 +385,7 @@ def measured_threads(
 
 
 def on_best_threads(
-    pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, measure: bool, waiting: Waiting = silent_wait
+    pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, measure: bool, waiting: Waiting
 ) -> MeasuredPair:
     """Sets the cached thread counts, or measures the best ones with `measure`; returns the pair with the counts among its facts."""
     threads = measured_threads(pair, set_threads, notify, waiting=waiting) if measure else kept_threads(pair, set_threads)

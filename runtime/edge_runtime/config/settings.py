@@ -181,9 +181,6 @@ def _scalar(value: Any) -> str:
     return dumped.removesuffix("...\n").strip()
 
 
-# The settings of a session: the layers of configuration resolved, completed by defaults and checked against the bundle.
-
-
 def _range(start: int, shortest: int, longest: int) -> SpeculativeConfig:
     return SpeculativeConfig(tuning=TuningConfig(policy="rolling", draft_length=start, min_horizon=shortest, max_horizon=longest))
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from edge_runtime.errors import RequestError
 
-# The formats of media files, found by their first bytes, and the limits of what is decoded.
-
 Kind = Literal["image", "sound"]
 Format = Literal["JPEG", "PNG", "WEBP", "WAV", "FLAC", "MP3"]
 IMAGE_FORMATS: tuple[Format, ...] = ("JPEG", "PNG", "WEBP")

@@ -205,7 +205,7 @@ def pieces(first: int, end: int, spans: Sequence[Span], longest: int) -> Iterato
 MEDIA = "media"
 
 
-def user_message(text: str, media: Sequence[Media] = ()) -> dict[str, Any]:
+def user_message(text: str, media: Sequence[Media]) -> dict[str, Any]:
     """Returns a user's message: the media, then the text."""
     if not media:
         return {"role": "user", "content": text}

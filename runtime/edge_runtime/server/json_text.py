@@ -18,7 +18,7 @@ MAX_DEPTH = 64
 PIECE = 1 << 18
 
 
-def parse_object(text: str, what: str, param: str | None = None, *, values: int = MAX_VALUES) -> dict[str, Any]:
+def parse_object(text: str, what: str, param: str | None = None, *, values: int) -> dict[str, Any]:
     """Parses a JSON object; `what` names it in errors. Raises ApiError if it is none, or beyond a limit."""
     _check_values(text, what, param, values)
     try:

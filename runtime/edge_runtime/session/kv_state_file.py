@@ -2,8 +2,8 @@
 
 Layout: MAGIC, the header's length (uint32, little endian), the header (JSON), the tokens (int32, little endian), the rows of the full
 layers, the rows of the sliding ones. The file is untrusted: every size in it is compared with what this target's rows must have, and with
-the size of the file, before it is used, and tokens and rows with their SHA-256. The prompt cache is a
-folder of such files, each with the rows behind another's.
+the size of the file, before it is used, and tokens and rows with their SHA-256. The prompt cache is a folder of such files, each with the
+rows behind another's.
 """
 
 from __future__ import annotations

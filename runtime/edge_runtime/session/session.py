@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from edge_devices.waiting import Waiting, silent_wait
@@ -45,7 +44,7 @@ class SessionParts(LoadedPair):
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
     `row_kernels` names the variant of the project's kernels that multiplies, None for stock ones; `device` is where the graphs run;
     `stock_attention` is as of `OpenedPair`.
-    `prompt_cache` keeps the rows of prompts on disk; `row_facts` are what rows belong to.
+    `prompt_cache` keeps the rows of prompts on disk.
     `fingerprint` stands for all that an answer depends on beside its request.
     """
 
@@ -62,7 +61,6 @@ class SessionParts(LoadedPair):
     acceptance_cache: AcceptanceCache | None = None
     encoder: LazyEncoder | None = None
     prompt_cache: PromptCache | None = None
-    row_facts: Mapping[str, str] = field(default_factory=dict)
     fingerprint: str = ""
 
 
@@ -420,7 +418,7 @@ class Session:
         self.claim.require_open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

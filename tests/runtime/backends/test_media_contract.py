@@ -81,7 +81,7 @@ def test_soft_rows_that_cannot_be_are_refused(session: Session, ids: list[int], 
 
 def test_prompts_with_pictures_come_back_from_the_disk(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_cache, "SPEEDUP", 0.0)
-    cache = prompt_cache.PromptCache(tmp_path / "prompts", session._parts.row_facts, limit=1 << 26)
+    cache = prompt_cache.PromptCache(tmp_path / "prompts", {}, limit=1 << 26)
     cached, begin, end = Session(replace(session._parts, prompt_cache=cache)), TEXT[:3] * 15, TEXT[3:] * 10
 
     def run(image: Image) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -35,8 +34,6 @@ from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
 from edge_runtime.bundle.gguf_gemma4 import TARGET
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import KvRows, Logits
-
-# Text to token ids and back, with the tokenizer that llama.cpp read from the target's GGUF.
 
 # llama_tokenize counts in int32 and a token is never longer than its text, so no longer text can be asked for.
 MAX_TEXT_BYTES = (1 << 31) - 64
@@ -471,5 +468,5 @@ class LlamaTarget(LlamaSequence):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

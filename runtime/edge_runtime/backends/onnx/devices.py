@@ -243,8 +243,6 @@ def _names(there: Sequence[OrtDevice]) -> str:
     return ", ".join(device.name for device in there)
 
 
-# Sessions of onnxruntime on a device, and values that alias numpy arrays.
-
 # The kernels' products with weights in blocks.
 PRODUCTS = frozenset((KERNELS, name) for name in ("MatMulRows", "MatMulCapRows", "MatMulStatic", "FeedForwardRows"))
 # GroupQueryAttention without its flash kernel: quicker for as few rows as a verify has. It is read while a session is made.
@@ -383,7 +381,7 @@ class Call:
             self._binding.bind_ortvalue_input(key, value)
         # Inputs that binding copies to another device, as they are then.
         self.copied: Mapping[str, Any] = {}
-        self._allocated = {key: number for number, (key, value) in enumerate(outputs.items()) if value is None}
+        self._allocated = [key for key, value in outputs.items() if value is None]
         for key, value in outputs.items():
             if value is None:
                 self._binding.bind_output(key, "cpu")
@@ -408,11 +406,6 @@ class Call:
             self._run(self._bound, None)
         except Exception as error:
             raise BackendError(f"onnxruntime failed in {self._name}: {first_line(error)}") from error
-
-    def results(self) -> dict[str, NDArray[Any]]:
-        """The outputs that the run allocated. Others stay where they are: a view of what lies on a device would copy all of it."""
-        values = self._binding.get_outputs()
-        return {key: values[number].numpy() for key, number in self._allocated.items()}
 
     def outputs(self) -> list[NDArray[Any]]:
         """The outputs as arrays, in the order in which they were bound; views, those given a place die with the next run."""

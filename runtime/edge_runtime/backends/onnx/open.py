@@ -181,7 +181,10 @@ def open_pair(files: PairFiles, options: OrtOptions, packed: PackedCache | None 
     session = SessionOptions(threads=options.threads, device=options.device)
     with LoadingDraft(files, session) as draft:
         target: OrtTarget | StaticOrtTarget
-        target = OrtTarget(files, options, session, packed) if files.static is None else StaticOrtTarget(files, options, session)
+        if files.static is None:
+            target = OrtTarget(files, options.context, session, packed)
+        else:
+            target = StaticOrtTarget(files, options.context, session)
         try:
             return target, open_drafter(files.drafter, target, session, files, draft) if files.drafter else None
         except BaseException:

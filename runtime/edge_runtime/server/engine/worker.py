@@ -183,7 +183,7 @@ class Worker:
     def _accept(self, client: int, requests: int = 1) -> None:
         """Counts requests in. Raises ApiError as `decode` does; the caller holds the lock."""
         if self._stopping:
-            raise _shutting_down()
+            raise shutting_down()
         self._places.take(client, requests)
 
     def _wake(self) -> None:
@@ -213,7 +213,7 @@ class Worker:
         ):  # in the order in which jobs pass them
             pool.shutdown()
         self._receive()
-        self._fail_all(_shutting_down())
+        self._fail_all(shutting_down())
 
     def _receive(self) -> None:
         """Takes submitted jobs from the queue; blocks if there is nothing else to do."""
@@ -452,5 +452,6 @@ class Worker:
             self._lockstep.clear()
 
 
-def _shutting_down() -> ApiError:
+def shutting_down() -> ApiError:
+    """Returns the error of requests that come, or are waiting, when the server ends."""
     return ApiError(503, "the server is shutting down; try again when it is back", code="shutting_down")

@@ -14,8 +14,6 @@ from typing import Any
 
 from edge_runtime.server.errors import ApiError, ErrorForm, form_for
 
-# The paths that clients write for the paths of this server.
-
 # Clients that are configured for llama-server, by host and port alone, leave the prefix out. Not /completions: there that is another API.
 _BARE = re.compile(r"/(chat/completions|responses)(/input_tokens)?|/messages(/count_tokens)?|/models(/.*)?|/embeddings", re.DOTALL)
 _PREFIX = "/v1"
@@ -147,7 +145,7 @@ def host_name(host: str) -> str:
     return (parts["ipv6"] or parts["name"] or "") if parts else ""
 
 
-async def send_error(send: Send, error: ApiError, form: ErrorForm = ErrorForm.OPENAI) -> None:
+async def send_error(send: Send, error: ApiError, form: ErrorForm) -> None:
     """Sends an error as a complete response."""
     body = json.dumps(error.body(form)).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers}
@@ -182,8 +180,6 @@ def _adding(send: Send, headers: Mapping[str, str]) -> Send:
 def _pairs(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
-
-# ASGI middleware around all others: a line for the operator about each request, and an id of it for its client.
 
 # Where the scope of a request has the list of what the line says of it beside method, path, status and time.
 REMARKS = "edge_mtp.remarks"

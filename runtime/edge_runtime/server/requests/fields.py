@@ -11,8 +11,6 @@ from edge_runtime.decoding.sampling import BUNDLE_NAMES, PENALTY_WINDOW, Samplin
 from edge_runtime.server.errors import ApiError, invalid
 from edge_runtime.text.channels import StopStrings
 
-# Typed access to the fields of a JSON object; errors name the field.
-
 _NAMES = {bool: "true or false", int: "an integer", str: "a string", list: "a list", dict: "an object"}
 
 
