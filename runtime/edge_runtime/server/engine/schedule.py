@@ -15,8 +15,6 @@ from edge_runtime.server.engine.jobs import Job
 from edge_runtime.server.errors import ApiError
 from edge_runtime.session.generation import reusable_prefix
 
-# What a client, which is a key, may take of a server that others use: places in the queue, turns in the threads that prepare requests.
-
 Result = TypeVar("Result")
 RETRY_SECONDS = 2
 
@@ -100,8 +98,6 @@ class FairPool:
             return oldest
 
 
-# Which request gets a session: whose turn it is, which session has most of its prompt, and who gives one up for another client.
-#
 # A request may be as long as the context, so a free session may not come for minutes. Where a client waits that has less than its share,
 # the request that has run longest of the client with most sessions is suspended: its rows are copied out, and it goes on later.
 

@@ -18,8 +18,6 @@ from edge_runtime.server.errors import ApiError
 from edge_runtime.session.monitor import DecodeStats, Metric, Point
 from edge_runtime.text.channels import Event
 
-# The interface of a response's format, and what it is made of.
-
 Json = dict[str, Any]
 # JSON has no infinity; the API's own value for tokens that cannot occur.
 _LOWEST_LOGPROB = -9999.0
@@ -159,9 +157,6 @@ def _text(piece: bytes) -> str:
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST_LOGPROB)
-
-
-# The `usage` object: tokens, drafts, times and energy of a request; and the energy of all, for Prometheus.
 
 
 class UsageCount:
