@@ -16,8 +16,6 @@ from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, MeterFacts, Trace
 
-# The measured behaviour of a meter: how often its value is updated, how late a load shows, and how many reads return no value.
-
 MIN_CHANGES = 8
 LAGS_OF_LEAD = 1.5
 WINDOW_LAGS = 2
@@ -141,11 +139,7 @@ def _lag(trace: Trace, before: float, step: float, after: float) -> float | None
     return max(most, (most + TAIL * (most - half)) / LAGS_OF_LEAD)
 
 
-# Reads a meter repeatedly while other work runs.
-
 JITTER = 0.3  # share of the interval; without it the readings could be in step with draft and verify and always fall in the same phase
-
-
 SLEPT = "the machine slept"  # begins the reason of a fault that no window may contain
 SLEPT_S = 0.5
 # A clock that counts the time asleep, and one that does not: Linux and Android, then macOS.

@@ -17,8 +17,6 @@ from typing import Self
 
 from edge_devices.errors import EdgeError, MeasurementError
 
-# Temporary files and folders named after their process, so that a later process can tell which of them are stale.
-
 try:
     import fcntl
 except ImportError:  # Windows
@@ -137,8 +135,6 @@ def is_running(process: int) -> bool:
         return True
     return True
 
-
-# Files that are replaced completely or left as they were, however the process ends, and files that grow while something is measured.
 
 # Conversations and cached rows are their owner's alone.
 _PRIVATE = 0o600

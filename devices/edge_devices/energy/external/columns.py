@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from edge_devices.errors import MeterError
 
-# What the columns of a meter's table hold: quantities and units of their names, and what `--columns` says instead.
-
 _PREFIXES = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "kilo": 1e3}
 _BASES: Mapping[str, Mapping[str, float]] = {
     "voltage": dict.fromkeys(("v", "volt", "volts"), 1.0),
@@ -293,8 +291,6 @@ def listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(map(repr, names[:_NAMES_SHOWN])) + more
 
-
-# Cells of a meter's table: numbers of any region, with a unit or without, and times.
 
 DAY_S = 86400.0
 DATED_S = 1e7  # times from here on are dates; clock times are below, of which dates that are not ISO 8601 keep the hours alone

@@ -1,4 +1,9 @@
-"""Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write, from a file's bytes to a trace."""
+"""Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write, from a file's bytes to a trace.
+
+A header line names the columns, anywhere in the first lines, and may be repeated; a line of units may follow. Without a header, columns
+are recognised where one is the product of two others, or by `--columns`. Each figure is right, or refused with its column's name.
+Formats and their sources: tests/devices/meters/fixtures/tables.toml.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +38,6 @@ from edge_devices.energy.external.layout import (
 from edge_devices.errors import MeterError
 from edge_devices.files.limited_read import lines_at_most
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope, Trace
-
-# The rows of a meter's table: its encoding, its separator, and the cells of each line.
 
 MAX_ROWS = 10_000_000
 MAX_LINE_CHARS = 1 << 16  # a log of hundreds of sensors has a header of 20,000
@@ -105,8 +108,6 @@ def _cells(text: str, separator: str) -> list[str]:
             cells.append(word.strip('"'))
     return cells
 
-
-# Whether a table is of one device: what the columns beside the time and the figure say.
 
 NAMES = re.compile(
     r"(?:device|entity|sensor|plug|host|meter|node|outlet|socket|channel|serial|gerät|steckdose|kanal)s?(?:[ _]?(?:id|name|number|nr))?"
@@ -182,12 +183,6 @@ class OtherColumns:
 def _is_text(cells: list[str]) -> bool:
     return any(cell and not is_number(cell) and stamp_seconds(cell) is None for cell in cells)
 
-
-# Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write.
-#
-# A header line names the columns, anywhere in the first lines, and may be repeated; a line of units may follow. Without a header, columns
-# are recognised where one is the product of two others, or by `--columns`. Each figure is right, or refused with its column's name.
-# Formats and their sources: tests/devices/meters/fixtures/tables.toml.
 
 JUMPS_NAMED = 3
 NO_VALUE = frozenset(("unavailable", "unknown", "none"))  # Home Assistant's words for a sensor that did not answer
