@@ -28,8 +28,6 @@ from edge_export.parity.reference import Reference, load_reference, torch_thread
 from edge_export.quantization.calibration import read_text
 from edge_runtime.bundle.manifest import DrafterTuning
 
-# The texts that a drafter is tuned on and judged by: what the target itself writes after pieces of the user's text.
-
 Tokens = NDArray[np.int64]
 # The text is cut into so many parts; every HELD_OUT-th is only used to judge the drafter.
 TEXT_PARTS, HELD_OUT_EVERY = 20, 5
@@ -95,11 +93,9 @@ def written_after(target: Any, prompts: Tokens, *, length: int, temperature: flo
     return written
 
 
-# Trains a drafter on texts that its target wrote, for a number of minutes, with a state on the disk to go on from; and judges it.
-#
-# The drafter runs at all positions of a text at once, as it drafts: several steps at a constant position, on the target's own rows. At
-# position n it sees token n, the target's hidden row n-1 and the K/V rows before n; its j-th step predicts token n+j. Step j is one
-# forward over all positions, with the tokens shifted by j-1.
+# In training the drafter runs at all positions of a text at once, as it drafts: several steps at a constant position, on the target's own
+# rows. At position n it sees token n, the target's hidden row n-1 and the K/V rows before n; its j-th step predicts token n+j. Step j is
+# one forward over all positions, with the tokens shifted by j-1.
 
 STATE_NAME = "training.safetensors"
 # What AdamW keeps of a weight.

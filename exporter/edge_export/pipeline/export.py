@@ -270,9 +270,6 @@ def check_rounding(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedS
             raise ExportError(f"{source.origin} is quantized already; leave --calibrate and the importance matrices out")
 
 
-# The tuning step of an export: trains the drafter, and takes the tuned one if it is better. Imports torch only on request.
-
-
 def with_tuned_drafter(job: ExportJob) -> ExportJob:
     """Returns the job with the tuned drafter; as it is if no tuning is asked for, or if the original is as good. Raises ExportError.
 
@@ -318,9 +315,6 @@ def clear_tuning(request: ExportRequest) -> None:
     """Removes the state once the bundle is complete."""
     if request.tune_drafter is not None:
         shutil.rmtree(tuning_folder(request), ignore_errors=True)
-
-
-# What an export would write and need, computed from the checkpoints' headers or configs alone.
 
 
 @dataclass(frozen=True, kw_only=True)
