@@ -224,7 +224,8 @@ def measure_threads(
                 if number:
                     timings.setdefault((phase, count), []).append(seconds)
     target.rollback(0)
-    return ThreadTimes(seconds={phase: {n: lower_quartile(timings[phase, n]) for n in candidates[phase]} for phase in PHASES})
+    quartiles = {key: statistics.quantiles(times, n=4, method="inclusive")[0] for key, times in timings.items()}
+    return ThreadTimes(seconds={phase: {n: quartiles[phase, n] for n in candidates[phase]} for phase in PHASES})
 
 
 def _timed(
@@ -252,11 +253,6 @@ def _timed(
 def _fewest(seconds: Mapping[int, float]) -> int:
     shortest = min(seconds.values())
     return min(count for count, time_s in seconds.items() if time_s * WORTH <= shortest)
-
-
-def lower_quartile(timings: Sequence[float]) -> float:
-    """Returns the lower quartile of at least one timing: other processes only add time."""
-    return statistics.quantiles(timings, n=4, method="inclusive")[0] if len(timings) > 1 else timings[0]
 
 
 @dataclass(frozen=True, kw_only=True)
