@@ -188,7 +188,7 @@ JUMPS_NAMED = 3
 NO_VALUE = frozenset(("unavailable", "unknown", "none"))  # Home Assistant's words for a sensor that did not answer
 
 
-def import_csv(path: Path, choice: Choice = AUTOMATIC, *, scope: Scope = Scope.EXTERNAL) -> Trace:
+def import_csv(path: Path, choice: Choice = AUTOMATIC) -> Trace:
     """Reads a table separated by commas, semicolons, tabs, bars or blanks. Joules are preferred to watts, watts to V × A, watt-hours last.
 
     Times that go back a little (loggers that stamp whole packets) are held; where the meter's clock was set they go on. A counter that
@@ -197,12 +197,12 @@ def import_csv(path: Path, choice: Choice = AUTOMATIC, *, scope: Scope = Scope.E
     such a device has: a unit is wrong then.
     """
     try:
-        return _import(path, choice, scope)
+        return _import(path, choice)
     except MeterError as error:
         raise MeterError(f"{path}: {error}") from error.__cause__
 
 
-def _import(path: Path, choice: Choice, scope: Scope) -> Trace:
+def _import(path: Path, choice: Choice) -> Trace:
     rows = rows_of(path)
     head = list(islice(rows, PREAMBLE))
     layout = layout_of(head, choice)
@@ -225,7 +225,7 @@ def _import(path: Path, choice: Choice, scope: Scope) -> Trace:
     facts = MeterFacts(
         name=f"csv:{path.name}",
         kind=Kind.COUNTER if layout.counter else Kind.SAMPLER,
-        scope=scope,
+        scope=Scope.EXTERNAL,
         source=f"{path.name}, {layout.what}",
         refresh_s=spacing,
         resolution=min((abs(b.value - a.value) for a, b in pairwise(samples) if a.value != b.value), default=0.0),

@@ -22,6 +22,7 @@ PLAUSIBLE_WATTS = {"µA": (0.1, 6.0), "mA": (0.1, 3.0)}
 UNSUPPORTED = -(1 << 31)
 DISCHARGING = "3"  # BatteryManager.BATTERY_STATUS_DISCHARGING
 CELL_VOLTS, MAX_CELL_VOLTS = 3.85, 5.0
+ATTEMPTS = 8  # of a first reading with a current
 PACK_VOLTS = (2.5, 10.0)  # one or two lithium cells in series
 TWO_CELL_MAKERS = ("oneplus", "oppo", "realme", "vivo")
 NAME, SYSFS = "android:battery", "android:battery-sysfs"
@@ -104,13 +105,13 @@ def gauge_meter(system: System, name: str, source: str, read_gauge: Callable[[Sy
     return SumMeter(system, facts, read)
 
 
-def _first_unit(system: System, read_gauge: Callable[[System], Gauge], attempts: int = 8) -> str:
-    for _ in range(attempts):
+def _first_unit(system: System, read_gauge: Callable[[System], Gauge]) -> str:
+    for _ in range(ATTEMPTS):
         gauge = read_gauge(system)
         if gauge.current:
             return current_unit(gauge.current, gauge.volts)
         system.sleep(0.5)
-    raise MeterError(f"the gauge answered no current {attempts} times; it may not measure one; use a meter in the supply line")
+    raise MeterError(f"the gauge answered no current {ATTEMPTS} times; it may not measure one; use a meter in the supply line")
 
 
 def read_service(system: System) -> Gauge:
