@@ -20,7 +20,7 @@ from edge_bench.report.figures import ROWS, Figures, figures
 from edge_bench.report.tables import energy_tables, markdown, print_report, verdict
 from edge_bench.report.text_table import TextTable, print_tables
 from edge_devices.command_line import PanelCommand, takes
-from edge_devices.energy.external.table import COLUMNS_HELP
+from edge_devices.energy.external.columns import COLUMNS_HELP
 from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog, is_energy_log
 from edge_devices.files.atomic_write import write_text

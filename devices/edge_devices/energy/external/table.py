@@ -17,10 +17,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
-from edge_devices.energy.external.columns import AUTOMATIC as AUTOMATIC
-from edge_devices.energy.external.columns import COLUMNS_HELP as COLUMNS_HELP
-from edge_devices.energy.external.columns import OVERLOADS, UNITS, Choice, Numbers, Timeline, Times, decimal_mark, is_number, stamp_seconds
-from edge_devices.energy.external.columns import parse_choice as parse_choice
+from edge_devices.energy.external.columns import (
+    AUTOMATIC,
+    OVERLOADS,
+    UNITS,
+    Choice,
+    Numbers,
+    Timeline,
+    Times,
+    decimal_mark,
+    is_number,
+    stamp_seconds,
+)
 from edge_devices.energy.external.layout import (
     MAX_MISSING_SHARE,
     PREAMBLE,
@@ -354,6 +362,3 @@ def _samples(layout: TableLayout, numbers: array[int], times: list[float], value
             " says, give it: --columns unit=mA (or mW, Wh, ...), or time_unit=ms"
         )
     return samples, notes
-
-
-__all__ = ["AUTOMATIC", "COLUMNS_HELP", "Choice", "import_csv", "parse_choice"]
