@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -109,6 +108,7 @@ _MASKED = -1e9
 _STEP_WEIGHT = 0.9
 _CENTROID_WEIGHT = 0.2
 RESAMPLES = 2000
+_SEED = 20261122
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Recipe:
     draft_steps: int = 4
     batch: int = 8
     rate: float = 1e-3
-    seed: int = 20261122
+    seed: int = _SEED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,7 +368,6 @@ TEMPERATURES = (0.0, 0.7)
 DRAFT_LENGTH = 3
 # Acceptance is shown after each of these shares of the training.
 PARTS = 4
-_SEED = 20261122
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,7 +438,7 @@ def _texts(request: TuningRequest, target: Any, text: str, notify: Callable[[str
     tokenizer = request.reference.tokenizer()
     length = min(LENGTH, request.reference.architecture.context)
     parts, held_parts = parts_of(text)
-    begin = monotonic()
+    begin = time.monotonic()
     end = target.config.get_text_config().eos_token_id
     ends = sorted({*request.banned, *(end if isinstance(end, list) else [] if end is None else [end])})
 
@@ -455,7 +454,7 @@ def _texts(request: TuningRequest, target: Any, text: str, notify: Callable[[str
 
     held = written("held-out", 0, held_parts, HELD_OUT, PROMPT, 0.0)
     batches: list[Tokens] = []
-    while len(batches) * BATCH < TEXTS and (not batches or monotonic() - begin < 60 * request.minutes):
+    while len(batches) * BATCH < TEXTS and (not batches or time.monotonic() - begin < 60 * request.minutes):
         number = len(batches)
         prompt = PROMPT if number // len(TEMPERATURES) % 2 else PROMPT // 2
         batches.append(written(f"texts-{number}", 1 + number, parts, BATCH, prompt, TEMPERATURES[number % len(TEMPERATURES)]))

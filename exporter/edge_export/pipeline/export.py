@@ -193,7 +193,6 @@ def _kept_calibration(job: ExportJob) -> Iterator[None]:
 
 
 def _importance(job: ExportJob, gguf: GgufFiles | None) -> dict[str, Importance]:
-    """The importance by role."""
     sources, onnx = job.request.importance, job.request.onnx
     roles = dict(onnx.importance_roles) if onnx is not None else {}
     for role, without in (gguf.importance_roles if gguf is not None else {}).items():

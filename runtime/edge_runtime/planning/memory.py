@@ -30,7 +30,6 @@ from edge_runtime.errors import RequestError
 from edge_runtime.media.encoder_inputs import POOLING, Image
 from edge_runtime.media.soft_rows import Media, row_count
 
-_FLOAT = 4
 # Float32 vectors of a patch that live at once: of the feed-forward's width, and of the tower's.
 _WIDE_VECTORS, _VECTORS = 3, 10
 # Of the audio tower's first convolutions, whose shapes every member has, per soft row.

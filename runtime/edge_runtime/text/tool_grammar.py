@@ -246,8 +246,6 @@ def tool_call_grammar(calls: ToolCalls, control: Mapping[str, int]) -> str:
 
 
 class _Rules:
-    """The rules of all functions."""
-
     def __init__(self) -> None:
         self.written: list[str] = []
         self._names = self._spent = self._constants = 0

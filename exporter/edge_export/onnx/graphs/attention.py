@@ -230,7 +230,6 @@ class Attention:
 
     @property
     def _positions(self) -> str:
-        """The positions of the queries."""
         return self.read.positions if self.read else "position_ids"
 
     def on_buffers(
