@@ -139,8 +139,6 @@ def _lag(trace: Trace, before: float, step: float, after: float) -> float | None
 
 
 JITTER = 0.3  # share of the interval; without it the readings could be in step with draft and verify and always fall in the same phase
-
-
 SLEPT = "the machine slept"  # begins the reason of a fault that no window may contain
 SLEPT_S = 0.5
 # A clock that counts the time asleep, and one that does not: Linux and Android, then macOS.

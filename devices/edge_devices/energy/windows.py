@@ -194,8 +194,6 @@ def _longest_gap(times: list[float], start_s: float, end_s: float) -> float:
     return max(b - a for a, b in pairwise(edges))
 
 
-# Energy of the phases within a window.
-#
 # Prefill, draft and verify are too short for any meter. Calibrated: a loop of each phase alone gives its power, and power × seconds of the
 # phases gives their *shares* of the joules that the window measured. The joules are always the window's; what the calibration got wrong
 # moves them from one phase to another only. Time-proportional: without known powers all phases are assumed to take the mean power.

@@ -17,8 +17,6 @@ from typing import Self
 
 from edge_devices.errors import EdgeError, MeasurementError
 
-# Temporary files and folders named after their process, so that a later process can tell which of them are stale.
-
 try:
     import fcntl
 except ImportError:  # Windows

@@ -85,8 +85,6 @@ def _speed(folder: Path) -> int | None:
     return None
 
 
-# The drivers of a machine's GPUs and NPUs: what results of an accelerator depend on beside the hardware.
-
 # Kernel modules of GPUs and NPUs; those with a version of their own have it in sysfs, others change with the kernel.
 _MODULES = ("nvidia", "amdgpu", "i915", "xe", "nouveau", "panfrost", "panthor", "v3d", "msm", "intel_vpu", "amdxdna")
 # Where Vulkan's loader looks for its drivers (Vulkan-Loader, docs/LoaderDriverInterface.md).

@@ -63,7 +63,6 @@ class GraphBuilder:
         self._kernels: bool = parent._kernels if parent else kernels
         self._functions: dict[bytes, Any] = {}
         self.contrib_ops: set[str] = parent.contrib_ops if parent else set()
-        self._parent = parent
         self._root: GraphBuilder = parent._root if parent else self
         self._nodes: list[Any] = []
         self._inputs: list[Any] = []

@@ -103,9 +103,7 @@ class Tower:
         return self.graph.op("Transpose", value, perm=list(order))
 
 
-# The vision tower as an ONNX graph. Math: transformers, models/gemma4/modeling_gemma4.py.
-#
-# Patches come in groups of nine, those of one soft row, so that pooling is a mean over neighbours; attention knows no order.
+# Patches of images come in groups of nine, those of one soft row, so that pooling is a mean over neighbours; attention knows no order.
 
 _PIXELS, _GROUP = 768, 9
 _ROPE_BASE = 100.0
@@ -174,9 +172,7 @@ def _turned(graph: GraphBuilder, value: str, turns: tuple[str, str]) -> str:
     return graph.op("Add", graph.op("Mul", value, turns[0]), graph.op("Mul", other, turns[1]))
 
 
-# The audio tower as an ONNX graph. Math: transformers, models/gemma4/modeling_gemma4.py.
-#
-# Attention is local: a block of 12 rows attends to itself and to the block before it.
+# Attention to sound is local: a block of 12 rows attends to itself and to the block before it.
 
 _BLOCK, _CONTEXT = 12, 24
 _CAP = 50.0
@@ -293,7 +289,9 @@ _QUANTIZATION_BLOCK: Block = 32
 def write_encoders(
     checkpoint: Checkpoint, weights: MediaWeights, folder: Path, progress: Callable[[int], None]
 ) -> tuple[tuple[BundlePart, ...], set[str]]:
-    """Writes the graphs and data files; returns them, and the contrib operators in use. Raises CheckpointError."""
+    """Writes the graphs, each with a data file of its own, so that each can be loaded alone; returns the files, and the contrib operators
+    in use. Raises CheckpointError.
+    """
     media = media_architecture(checkpoint)
     vision, audio = check_towers(media)
     towers: list[tuple[str, str, Callable[[Tower], None]]] = [

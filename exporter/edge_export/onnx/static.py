@@ -1,4 +1,9 @@
-"""Graphs of fixed shapes for NPUs, and embeddings that the host looks up. See docs/design/onnx-graphs.md."""
+"""Graphs of fixed shapes for NPUs in plain operators of opset 21, and embeddings that the host looks up. See docs/design/onnx-graphs.md.
+
+The host computes the masks too, and stores the K/V rows. Attention reads a buffer of past rows and the new rows, and outputs the new rows:
+the host writes the accepted ones into the buffer, so rolling back costs nothing. A mask from the host selects the rows that a query attends
+to, so a sliding buffer may be a ring. Math: as in onnx/graphs.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +27,6 @@ from edge_export.onnx.parity import measure_ranges
 from edge_export.onnx.request import OnnxFiles, OnnxRequest
 from edge_export.output import BundlePart
 from edge_runtime.bundle.manifest import CacheLayout, RuntimeSettings, StaticGraphs
-
-# Target and drafter in plain operators of opset 21 with fixed shapes, as NPUs need them. Math: as in onnx/graphs.
-#
-# The host looks embeddings up, computes the masks, and stores the K/V rows.
-# Attention reads a buffer of past rows and the new rows, and outputs the new rows: the host writes the accepted ones into the buffer, so
-# rolling back costs nothing. A mask from the host selects the rows that a query attends to, so a sliding buffer may be a ring.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -230,9 +230,7 @@ def drafter_confidence(target: Target, drafter: Drafter | None, last: int) -> di
     return learner.model.to_json() if learner.model.observed else None
 
 
-# Compares the soft rows of exported encoders with transformers' in float32: of images of noise and, if there is sound, a second of it.
-
-# Sides in soft rows.
+# Sides of the compared images of noise, in soft rows.
 _SIDES = ((2, 3), (7, 9))
 
 

@@ -193,7 +193,6 @@ def _kept_calibration(job: ExportJob) -> Iterator[None]:
 
 
 def _importance(job: ExportJob, gguf: GgufFiles | None) -> dict[str, Importance]:
-    """The importance by role."""
     sources, onnx = job.request.importance, job.request.onnx
     roles = dict(onnx.importance_roles) if onnx is not None else {}
     for role, without in (gguf.importance_roles if gguf is not None else {}).items():
@@ -268,9 +267,6 @@ def check_rounding(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedS
             )
         if request.importance.are_given:
             raise ExportError(f"{source.origin} is quantized already; leave --calibrate and the importance matrices out")
-
-
-# The tuning step of an export: trains the drafter, and takes the tuned one if it is better. Imports torch only on request.
 
 
 def with_tuned_drafter(job: ExportJob) -> ExportJob:

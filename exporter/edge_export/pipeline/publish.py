@@ -19,10 +19,6 @@ from edge_runtime.bundle.integrity import SIGNATURE_NAME
 from edge_runtime.bundle.manifest import FIGURES_OF, MANIFEST_NAME, MEDIA_ENCODER, BundleFile, Manifest, files_key
 from edge_runtime.config.settings import CONFIG_NAME
 
-# The model card of a bundle: the hub's metadata, what the files are, how programs open them, what was measured and what was not.
-#
-# The card in a bundle's folder has what its export measured; a published one also has sections of figures of devices.
-
 _APACHE = "google/gemma-4-"
 _UNMEASURED = """## On devices
 
@@ -31,7 +27,10 @@ Not measured: speed, acceptance by kind of text, cost curve, joules per token. `
 
 
 def card(manifest: Manifest, figures: Sequence[str] = (), repository: str | None = None) -> str:
-    """The model card; `repository` is where it is published, None for the one in the folder."""
+    """The model card; `repository` is where it is published, None for the one in the folder.
+
+    That one has what the export measured; a published one also has sections of `figures` of devices.
+    """
     parts = [
         _metadata(manifest),
         f"# {markdown_text(title_of(manifest))}: a model and its drafter\n",
@@ -159,10 +158,8 @@ def _gguf(manifest: Manifest, role: str) -> BundleFile | None:
     return next((entry for entry in manifest.files if (entry.role, entry.format) == (role, "gguf")), None)
 
 
-# Files in a bundle's folder for other programs: presets for llama.cpp's server and Ollama.
-#
-# Formats: llama.cpp's docs/preset.md and tools/server/README.md, Ollama's parser/parser.go. They are not part of the manifest: changing
-# them changes nothing that edge-mtp reads.
+# Formats of the files for other programs: llama.cpp's docs/preset.md and tools/server/README.md, Ollama's parser/parser.go. They are not
+# part of the manifest: changing them changes nothing that edge-mtp reads.
 
 # Our names of sampling defaults -> llama-server's options, Ollama's parameters.
 _SAMPLING = {

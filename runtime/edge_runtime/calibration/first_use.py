@@ -1,4 +1,8 @@
-"""What a pair starts with on this machine: the costs of drafts and verifies and the thread counts, measured on first use."""
+"""What a pair starts with on this machine: the costs of drafts and verifies, in seconds or joules, and the thread counts.
+
+Nothing is measured before the first token: a session takes the cached values, otherwise computed ones, and updates them from its rounds.
+Commands can have everything measured at once. Costs in joules need that, because the watts of a meter cannot be computed.
+"""
 
 from __future__ import annotations
 
@@ -117,8 +121,6 @@ def steady(rounds: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(share) * min(totals) for share in shares]
 
 
-# The number of threads that each phase runs fastest on, and which cores where fast and slow ones differ; measured on request.
-#
 # More threads are not always faster: batches of one row wait for memory, a draft step is shorter than the wake-up time of a thread, and
 # the slowest core of a team delays the others.
 
@@ -222,7 +224,8 @@ def measure_threads(
                 if number:
                     timings.setdefault((phase, count), []).append(seconds)
     target.rollback(0)
-    return ThreadTimes(seconds={phase: {n: lower_quartile(timings[phase, n]) for n in candidates[phase]} for phase in PHASES})
+    quartiles = {key: statistics.quantiles(times, n=4, method="inclusive")[0] for key, times in timings.items()}
+    return ThreadTimes(seconds={phase: {n: quartiles[phase, n] for n in candidates[phase]} for phase in PHASES})
 
 
 def _timed(
@@ -250,17 +253,6 @@ def _timed(
 def _fewest(seconds: Mapping[int, float]) -> int:
     shortest = min(seconds.values())
     return min(count for count, time_s in seconds.items() if time_s * WORTH <= shortest)
-
-
-def lower_quartile(timings: Sequence[float]) -> float:
-    """Returns the lower quartile of at least one timing: other processes only add time."""
-    return statistics.quantiles(timings, n=4, method="inclusive")[0] if len(timings) > 1 else timings[0]
-
-
-# The costs of drafts, in seconds or joules, and the thread counts that a pair starts with on this machine.
-#
-# Nothing is measured before the first token: a session takes the cached values, otherwise computed ones, and updates them from its rounds.
-# Commands can have everything measured at once. Costs in joules need that, because the watts of a meter cannot be computed.
 
 
 @dataclass(frozen=True, kw_only=True)

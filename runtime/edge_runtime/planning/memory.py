@@ -388,7 +388,7 @@ def _files(files: Sequence[BundleFile], drafter: str | None) -> list[BundleFile]
         roles.add("drafter")
     if drafter == "split":
         roles.add("drafter_head")
-    return [file for file in files if file.role in roles and file.format in ("gguf", "safetensors")]
+    return [file for file in files if file.role in roles and file.format == "gguf"]
 
 
 def _repacked(manifest: Manifest, files: Sequence[BundleFile]) -> int:

@@ -36,11 +36,9 @@ from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition, gaug
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
 # A client that does not read has so much of a whole answer taken by its connection, and no more.
 _PART_BYTES = 1 << 16
-Read = TypeVar("Read")
-
-
 # Sentences about fields and tools that were left out, each of which is printed once.
 _MOST_SENTENCES = 256
+Read = TypeVar("Read")
 
 
 class Api:

@@ -1,4 +1,9 @@
-"""Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write, from a file's bytes to a trace."""
+"""Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write, from a file's bytes to a trace.
+
+A header line names the columns, anywhere in the first lines, and may be repeated; a line of units may follow. Without a header, columns
+are recognised where one is the product of two others, or by `--columns`. Each figure is right, or refused with its column's name.
+Formats and their sources: tests/devices/meters/fixtures/tables.toml.
+"""
 
 from __future__ import annotations
 
@@ -186,12 +191,6 @@ class OtherColumns:
 def _is_text(cells: list[str]) -> bool:
     return any(cell and not is_number(cell) and stamp_seconds(cell) is None for cell in cells)
 
-
-# Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write.
-#
-# A header line names the columns, anywhere in the first lines, and may be repeated; a line of units may follow. Without a header, columns
-# are recognised where one is the product of two others, or by `--columns`. Each figure is right, or refused with its column's name.
-# Formats and their sources: tests/devices/meters/fixtures/tables.toml.
 
 JUMPS_NAMED = 3
 NO_VALUE = frozenset(("unavailable", "unknown", "none"))  # Home Assistant's words for a sensor that did not answer

@@ -323,7 +323,6 @@ class Worker:
         ]
 
     def _begin(self, slot: Slot, job: Job) -> None:
-        """Has a session begin a request."""
         self._waiting.remove(job)
         reuse, name = self._may_reuse(job), self._client_names[job.client]
         try:
@@ -374,7 +373,6 @@ class Worker:
         return True
 
     def _resume(self, active: ActiveRequest, slot: Slot) -> None:
-        """Has a session go on with a suspended request."""
         begin = time.monotonic()
         self._suspended.remove(active)
         active.slot, active.stalled = slot.number, False
@@ -416,7 +414,6 @@ class Worker:
         self._end(active)
 
     def _vacate(self, active: ActiveRequest) -> None:
-        """Takes a request from its session."""
         self._lockstep.remove(active.generation)
         del self._active[active.generation]
         self._clock += 1

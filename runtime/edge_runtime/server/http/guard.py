@@ -34,10 +34,6 @@ def nearest(path: str, known: Collection[str]) -> str:
     return f"did you mean {near[0]}?" if near else "see GET /v1/models"
 
 
-# ASGI middleware that refuses other websites, other Host names, websockets and requests without the API key.
-#
-# Starlette's TrustedHostMiddleware and CORSMiddleware do not answer in the API's error format, so they are not used.
-
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -62,6 +58,8 @@ _SEVERAL_ORIGINS = ApiError(403, "the request has several Origin headers; send o
 
 class Guard:
     """Passes allowed requests on to `app`, by the paths that it knows.
+
+    Starlette's TrustedHostMiddleware and CORSMiddleware do not answer in the API's error format, so they are not used.
 
     `hosts` None accepts any Host header; without `keys` none is required. `origins` are the websites (scheme://host:port) whose scripts may
     use the server; "*" is all of them, "localhost" those of this machine, at any port.

@@ -72,7 +72,6 @@ def _messages(fields: Fields) -> list[Json]:
 
 
 def _answer(message: Fields) -> Json:
-    """Returns an assistant message: its text, thoughts and calls."""
     if not isinstance(message.get("content"), list):
         return {"role": "assistant", "content": _text(message, "content")}
     texts, thoughts, calls = [], [], []

@@ -167,7 +167,6 @@ class ResponsesFormat(ResponseFormat):
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs.to_json()}
 
     def _begin_call(self, name: str | None) -> list[bytes]:
-        """Opens the item of a call."""
         closed, self._text = self._close(), ""
         self._open = {
             "id": f"fc_{secrets.token_hex(12)}",
