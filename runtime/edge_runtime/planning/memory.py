@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from edge_devices.machine.memory import byte_text
 from edge_runtime.bundle.gguf_types import KV_TYPES, QUANTIZATIONS, KvType, Quantization, row_bytes
@@ -27,7 +26,7 @@ from edge_runtime.bundle.manifest import (
 )
 from edge_runtime.config.schema import SIZE, bytes_of
 from edge_runtime.errors import RequestError
-from edge_runtime.media.encoder_inputs import POOLING, Image
+from edge_runtime.media.encoder_inputs import POOLING, Image, Kind
 from edge_runtime.media.soft_rows import Media, row_count
 
 _FLOAT, _HALF, _MASK = 4, 2, 2
@@ -36,7 +35,6 @@ _WIDE_VECTORS, _VECTORS = 3, 10
 # Of the audio tower's first convolutions, whose shapes every member has, per soft row.
 _SOUND_ROW_BYTES = 160_000
 _GROWTH = {"f16": 2.0}
-Kind = Literal["image", "sound"]
 
 
 def encoder_weight_bytes(manifest: Manifest, kind: Kind | None = None) -> int:
