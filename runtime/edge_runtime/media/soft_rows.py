@@ -206,15 +206,11 @@ MEDIA = "media"
 
 
 def user_message(text: str, media: Sequence[Media]) -> dict[str, Any]:
-    """Returns a user's message: the media, then the text."""
+    """Returns a user's message: the media, for each of which templates write a placeholder, then the text."""
     if not media:
         return {"role": "user", "content": text}
-    return {"role": "user", "content": [*map(part_of, media), {"type": "text", "text": text}], MEDIA: tuple(media)}
-
-
-def part_of(media: Media) -> dict[str, str]:
-    """Returns the part of a message's content for which templates write the placeholder."""
-    return {"type": "image" if isinstance(media, Image) else "audio"}
+    parts = [{"type": "image" if isinstance(item, Image) else "audio"} for item in media]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}], MEDIA: tuple(media)}
 
 
 def without_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Media]]:
