@@ -206,7 +206,7 @@ MEDIA = "media"
 
 
 def user_message(text: str, media: Sequence[Media]) -> dict[str, Any]:
-    """Returns a user's message: the media, for each of which templates write a placeholder, then the text."""
+    """Returns a user's message: the media, as parts for which templates write the placeholder, then the text."""
     if not media:
         return {"role": "user", "content": text}
     parts = [{"type": "image" if isinstance(item, Image) else "audio"} for item in media]
