@@ -29,7 +29,6 @@ from edge_runtime.errors import RequestError
 from edge_runtime.media.encoder_inputs import POOLING, Image, Kind
 from edge_runtime.media.soft_rows import Media, row_count
 
-_FLOAT, _HALF, _MASK = 4, 2, 2
 # Float32 vectors of a patch that live at once: of the feed-forward's width, and of the tower's.
 _WIDE_VECTORS, _VECTORS = 3, 10
 # Of the audio tower's first convolutions, whose shapes every member has, per soft row.
@@ -122,6 +121,7 @@ PROCESS_BYTES = 48 << 20
 _ONNX_PROCESS_BYTES = 85 << 20
 # What of these is mapped from libraries, as measured on a Zen 5.
 _CODE_BYTES, _ONNX_CODE_BYTES = 26 << 20, 42 << 20
+_FLOAT, _HALF, _MASK = 4, 2, 2
 # llama.cpp's tables of a vocabulary and those of the tokenizer beside onnxruntime, per token, as measured.
 _TOKEN_BYTES, _TOKENIZER_BYTES = 128, 256
 # For manifests without feed_forward_size: no Gemma 4 block is wider than this many times the hidden size.
